@@ -1,0 +1,131 @@
+"""Columns of a data set and ``meta.json``, the file that describes a prepared directory.
+
+A prepared directory holds one or more Parquet files per split and this meta file. Everything that
+reads the data learns the names and numbers of its columns here, so a data set with other columns
+than Criteo's 13 + 26 trains the same way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+SCHEMA_VERSION = 1
+META_FILE = "meta.json"
+SPLITS = ("train", "val", "test")
+
+CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
+CRITEO_CATEGORICAL = tuple(f"C{i}" for i in range(1, 27))
+
+# Distinct values of C1..C26 over the whole Kaggle file, "missing" counted as a value.
+KAGGLE_CARDINALITIES = (
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194,
+    27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
+)  # fmt: skip
+
+# Rows of the 26 tables of Criteo Terabyte with ids taken modulo 40,000,000 (the MLPerf cap).
+TERABYTE_CARDINALITIES = (
+    40000000, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 40000000, 3067956, 405282, 10,
+    2209, 11938, 155, 4, 976, 14, 40000000, 40000000, 40000000, 590152, 12973, 108, 36,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Categorical:
+    """One categorical column: a table of ``cardinality`` rows is looked up by its ids."""
+
+    name: str
+    cardinality: int
+    """Rows of the table; every id is in ``[0, cardinality)``."""
+    multi_hot: bool = False
+    """The column is a list of ids (a bag) rather than one id."""
+    oov_id: int | None = None
+    """The id shared by values unknown to the vocabulary, if there is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """The Parquet files of one split, in reading order, relative to the directory."""
+
+    files: tuple[str, ...]
+    rows: int
+    positives: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meta:
+    """What ``meta.json`` says about a prepared directory."""
+
+    dense: tuple[str, ...]
+    categorical: tuple[Categorical, ...]
+    splits: Mapping[str, Split]
+    label: str = "label"
+    schema_version: int = SCHEMA_VERSION
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The options that made the data, for the record."""
+    inputs: tuple[Mapping[str, Any], ...] = ()
+    """Name, bytes and SHA-256 of each raw input file."""
+    planted: Mapping[str, Any] = field(default_factory=dict)
+    """Synthetic data only: the best possible metrics per split under the planted truth."""
+
+    @property
+    def cardinalities(self) -> tuple[int, ...]:
+        """Rows of each table, in column order."""
+        return tuple(column.cardinality for column in self.categorical)
+
+    @property
+    def multi_hot(self) -> bool:
+        """Whether any categorical column is a list column."""
+        return any(column.multi_hot for column in self.categorical)
+
+    def vocabulary_file(self, name: str) -> str:
+        """Where the vocabulary (value, id, count) of column ``name`` lies, if it was written."""
+        return f"vocabulary/{name}.parquet"
+
+    def write(self, directory: str | os.PathLike[str]) -> Path:
+        """Write ``meta.json`` into ``directory``, whole or not at all; returns its path."""
+        path = Path(directory) / META_FILE
+        temporary = path.with_name(META_FILE + ".tmp")
+        temporary.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        temporary.replace(path)
+        return path
+
+    @classmethod
+    def read(cls, directory: str | os.PathLike[str]) -> Meta:
+        """Read the meta file of a prepared directory.
+
+        Raises:
+            FileNotFoundError: there is no ``meta.json`` in ``directory``.
+            ValueError: it is not a meta file of this schema version.
+        """
+        path = Path(directory) / META_FILE
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path} does not exist: a data directory is made by scripts/prepare_criteo.py or "
+                "scripts/make_synthetic.py; for Parquet of your own run scripts/describe_parquet.py"
+            )
+        try:
+            raw = json.loads(path.read_text())
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not valid JSON ({error}); prepare the data again") from None
+        version = raw.get("schema_version") if isinstance(raw, dict) else None
+        if version != SCHEMA_VERSION:
+            raise ValueError(
+                f"{path} has schema version {version!r}, this program reads {SCHEMA_VERSION}; "
+                "prepare the data again"
+            )
+        try:
+            raw["dense"] = tuple(raw["dense"])
+            raw["categorical"] = tuple(Categorical(**column) for column in raw["categorical"])
+            raw["splits"] = {
+                name: Split(**{**split, "files": tuple(split["files"])})
+                for name, split in raw["splits"].items()
+            }
+            raw["inputs"] = tuple(raw.get("inputs", ()))
+            return cls(**raw)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not a meta file: {error}; prepare the data again") from None
