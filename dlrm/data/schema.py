@@ -111,7 +111,9 @@ class Meta:
         try:
             raw = json.loads(path.read_text())
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not valid JSON ({error}); prepare the data again") from None
+            raise ValueError(
+                f"{path} is not valid JSON ({error}); prepare the data again"
+            ) from None
         version = raw.get("schema_version") if isinstance(raw, dict) else None
         if version != SCHEMA_VERSION:
             raise ValueError(
@@ -128,4 +130,6 @@ class Meta:
             raw["inputs"] = tuple(raw.get("inputs", ()))
             return cls(**raw)
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} is not a meta file: {error}; prepare the data again") from None
+            raise ValueError(
+                f"{path} is not a meta file: {error}; prepare the data again"
+            ) from None

@@ -1,0 +1,61 @@
+"""Embedding kinds. The file's name is the value of ``--emb``: adding a method is adding a file."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Sequence
+from typing import Any
+
+from dlrm.embeddings.base import Embedding, EmbeddingBag
+
+__all__ = ["Embedding", "EmbeddingBag", "available", "build"]
+
+
+def available() -> dict[str, type[Embedding]]:
+    """Every embedding kind by name: the modules here that define a concrete ``Embedding``."""
+    kinds = {}
+    for info in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{info.name}")
+        for value in vars(module).values():
+            if (
+                inspect.isclass(value)
+                and issubclass(value, Embedding)
+                and not inspect.isabstract(value)
+                and value.__module__ == module.__name__
+            ):
+                kinds[info.name] = value
+    return kinds
+
+
+def build(
+    kind: str, num_embeddings: Sequence[int], embedding_dim: int, **options: Any
+) -> Embedding:
+    """Make a group of tables of one kind.
+
+    Args:
+        kind: one of :func:`available`.
+        num_embeddings: rows of each table.
+        embedding_dim: length of a row.
+        options: the kind's options, and ``mode``, ``padding_idx``, ``sparse``, ``check_ids``.
+
+    Raises:
+        ValueError: an unknown kind or option, with the nearest valid name.
+    """
+    kinds = available()
+    if kind not in kinds:
+        raise ValueError(f"unknown embedding kind {kind!r}{nearest(kind, kinds)}")
+    valid = {*kinds[kind].options(), "mode", "padding_idx", "sparse", "check_ids"}
+    for name in options:
+        if name not in valid:
+            raise ValueError(f"embedding kind {kind} has no option {name!r}{nearest(name, valid)}")
+    return kinds[kind](num_embeddings, embedding_dim, **options)
+
+
+def nearest(name: str, valid: Sequence[str] | set[str] | dict[str, Any]) -> str:
+    """The end of an error message: the nearest valid name and all of them."""
+    match = difflib.get_close_matches(name, valid, n=1)
+    hint = f", did you mean {match[0]!r}?" if match else ";"
+    return f"{hint} valid: {', '.join(sorted(valid))}"

@@ -1,0 +1,413 @@
+"""The one contract of every embedding kind, and the drop-in for ``torch.nn.EmbeddingBag``."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Self, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+MODES = ("sum", "mean", "max")
+
+
+class Common(TypedDict, total=False):
+    """The arguments that every kind passes on to :class:`Embedding`."""
+
+    mode: str
+    padding_idx: int | None
+    sparse: bool
+    check_ids: bool
+
+
+class Embedding(nn.Module, ABC):
+    """A group of ``F`` tables looked up together, all of embedding dim ``D``.
+
+    A kind is a subclass with one abstract method to fill, :meth:`vectors`. Its keyword-only
+    constructor arguments are its options: their annotations, defaults and help texts become the
+    ``--<kind>.<option>`` arguments of the command line.
+
+    Args:
+        num_embeddings: rows ``V`` of each table.
+        embedding_dim: length ``D`` of a row.
+        mode: how the rows of a bag become one vector: sum, mean or max.
+        padding_idx: rows of this id do not take part in a bag and get no gradient.
+        sparse: row gradients are sparse COO tensors, one entry per look-up, and no dense gradient
+            of a table is made. Small parameters (TT cores, projections) have dense gradients.
+        check_ids: raise on ids outside their table. Costs a pass over the ids; whoever has
+            checked them already (the loader has) may turn it off.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: Sequence[int],
+        embedding_dim: int,
+        *,
+        mode: str = "sum",
+        padding_idx: int | None = None,
+        sparse: bool = True,
+        check_ids: bool = True,
+    ) -> None:
+        super().__init__()
+        if not num_embeddings or min(num_embeddings) < 1:
+            raise ValueError(f"every table needs at least one row, got {list(num_embeddings)}")
+        if embedding_dim < 1:
+            raise ValueError(f"embedding_dim must be at least 1, got {embedding_dim}")
+        if mode not in MODES:
+            raise ValueError(f"mode is {mode!r}, it must be one of {', '.join(MODES)}")
+        self.num_embeddings = tuple(int(rows) for rows in num_embeddings)
+        self.embedding_dim = embedding_dim
+        self.mode = mode
+        self.padding_idx = padding_idx
+        self.sparse = sparse
+        self.check_ids = check_ids
+        self.register_buffer("_sizes", torch.tensor(self.num_embeddings)[:, None], persistent=False)
+        self.register_buffer("_tables", torch.arange(len(self.num_embeddings)), persistent=False)
+        self._sizes: Tensor  # [F, 1]
+        self._tables: Tensor  # [F]
+
+    # What a kind fills in ---------------------------------------------------------------------
+
+    @abstractmethod
+    def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
+        """Look up one row per id, without pooling.
+
+        Args:
+            tables: table of each id, an integer tensor that broadcasts against ``ids``.
+            ids: any integer tensor ``[...]``; every id lies inside its table.
+
+        Returns:
+            The rows, ``[..., D]``.
+        """
+
+    @abstractmethod
+    def load_dense(self, weights: Sequence[Tensor]) -> None:
+        """Fit the parameters to dense tables, each ``[V, D]``, as well as the kind allows."""
+
+    @abstractmethod
+    def footprint(self) -> list[dict[str, int]]:
+        """Bytes of each table by part (weights, codes, cache, index), all that is kept counted."""
+
+    @classmethod
+    def for_budget(
+        cls,
+        num_embeddings: Sequence[int],
+        embedding_dim: int,
+        budget: int,
+        *,
+        counts: Sequence[Tensor] | None = None,
+    ) -> list[dict[str, Any] | None]:
+        """Choose the options that come closest to ``budget`` bytes from below.
+
+        Args:
+            num_embeddings: rows of each table.
+            embedding_dim: length of a row (fp32).
+            budget: bytes for all these tables together.
+            counts: how often each id of each table occurs, in order of the ids, where known.
+
+        Returns:
+            For each table the options of this kind, or None where the table had better stay dense.
+
+        Raises:
+            ValueError: no options of this kind fit into the budget.
+        """
+        raise ValueError(f"--emb {cls.kind()} takes no budget")
+
+    def observe(self, tables: Tensor, ids: Tensor) -> None:
+        """See the ids of a training batch; for kinds that count them. Nothing by default."""
+
+    # What every kind has ----------------------------------------------------------------------
+
+    @classmethod
+    def kind(cls) -> str:
+        """The value of ``--emb``: the name of the file that defines the kind."""
+        return cls.__module__.rpartition(".")[2]
+
+    @classmethod
+    def options(cls) -> dict[str, inspect.Parameter]:
+        """The kind's own options: its keyword-only arguments that the contract does not have."""
+        common = inspect.signature(Embedding.__init__).parameters
+        own = inspect.signature(cls.__init__).parameters
+        return {
+            name: parameter
+            for name, parameter in own.items()
+            if parameter.kind is parameter.KEYWORD_ONLY and name not in common
+        }
+
+    @classmethod
+    def from_dense(cls, weights: Sequence[Tensor], **options: Any) -> Self:
+        """Compress trained tables: a group of this kind fitted to ``weights``, each ``[V, D]``."""
+        group = cls([len(w) for w in weights], weights[0].shape[1], **options)
+        group.to(weights[0].device).load_dense(weights)
+        return group
+
+    @property
+    def num_tables(self) -> int:
+        """Number of tables F."""
+        return len(self.num_embeddings)
+
+    def rows(self, table: int, ids: Tensor) -> Tensor:
+        """Materialise rows of one table: ``ids [...]`` to ``[..., D]``.
+
+        Raises:
+            IndexError: an id lies outside the table.
+        """
+        tables = self._tables[table]
+        self._check(tables, ids)
+        return self.vectors(tables, ids)
+
+    @torch.no_grad()
+    def to_dense(self, table: int = 0, *, chunk: int = 1 << 16) -> Tensor:
+        """One table in full, ``[V, D]``, made ``chunk`` rows at a time."""
+        rows = self.num_embeddings[table]
+        out = torch.empty(rows, self.embedding_dim, device=self._sizes.device)
+        for start in range(0, rows, chunk):
+            ids = torch.arange(start, min(start + chunk, rows), device=out.device)
+            out[start : start + chunk] = self.vectors(self._tables[table], ids)
+        return out
+
+    def forward(
+        self,
+        ids: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Look up and pool.
+
+        Args:
+            ids: ``[F, B]``, one id per table and sample; or, with ``offsets``, ``[nnz]``: the ids
+                of all bags, table by table.
+            offsets: ``[F * B + 1]``, where each bag begins in ``ids``.
+            per_sample_weights: a factor per id, of the shape of ``ids``; mode sum only.
+
+        Returns:
+            ``[B, F, D]``; an empty bag gives zeros.
+
+        Raises:
+            ValueError: shapes do not fit, or weights with mean or max.
+            IndexError: an id lies outside its table (with ``check_ids``).
+        """
+        if per_sample_weights is not None and self.mode != "sum":
+            raise ValueError(f"per_sample_weights need mode sum, this embedding has {self.mode}")
+        if per_sample_weights is not None and per_sample_weights.shape != ids.shape:
+            raise ValueError(
+                f"per_sample_weights have shape {tuple(per_sample_weights.shape)}, "
+                f"they must have the shape of ids, {tuple(ids.shape)}"
+            )
+        if offsets is None:
+            if ids.dim() != 2 or ids.shape[0] != self.num_tables:
+                raise ValueError(
+                    f"ids have shape {tuple(ids.shape)}, without offsets they must be "
+                    f"[{self.num_tables}, B]: one row per table"
+                )
+            if self.padding_idx is None:
+                return self._one_hot(ids, per_sample_weights)
+            offsets = torch.arange(ids.numel() + 1, device=ids.device)
+            ids = ids.reshape(-1)
+            if per_sample_weights is not None:
+                per_sample_weights = per_sample_weights.reshape(-1)
+        return self._bags(ids, offsets, per_sample_weights)
+
+    def _one_hot(self, ids: Tensor, weights: Tensor | None) -> Tensor:
+        tables = self._tables[:, None]
+        if self.check_ids:
+            self._check(tables, ids)
+        if self.training:
+            self.observe(tables, ids)
+        out = self.vectors(tables, ids)  # [F, B, D]
+        if weights is not None:
+            out = out * weights[..., None]
+        return out.transpose(0, 1)
+
+    def _bags(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+        bags = offsets.numel() - 1
+        if ids.dim() != 1 or bags < 0 or bags % self.num_tables:
+            raise ValueError(
+                f"with offsets, ids must be [nnz] and offsets [{self.num_tables} * B + 1]; got "
+                f"{tuple(ids.shape)} and {tuple(offsets.shape)}"
+            )
+        batch = bags // self.num_tables
+        index = torch.arange(bags, device=ids.device)
+        bag = torch.repeat_interleave(index, offsets.diff(), output_size=ids.numel())  # [nnz]
+        tables = bag // max(batch, 1)
+        if self.check_ids:
+            self._check(tables, ids)
+        if self.padding_idx is not None:
+            keep = ids != self.padding_idx
+            ids, bag, tables = ids[keep], bag[keep], tables[keep]
+            weights = None if weights is None else weights[keep]
+        if self.training:
+            self.observe(tables, ids)
+        out = pool(self.vectors(tables, ids), bag, bags, self.mode, weights)
+        return out.view(self.num_tables, batch, self.embedding_dim).transpose(0, 1)
+
+    def _check(self, tables: Tensor, ids: Tensor) -> None:
+        """Raise on ids outside their table; on a GPU the check stays asynchronous."""
+        if ids.is_floating_point():
+            raise ValueError(f"ids must be integers, got {ids.dtype}")
+        bad = (ids < 0) | (ids >= self._sizes[tables, 0])
+        if bad.is_cuda:
+            torch._assert_async(~bad.any())
+        elif bad.any():
+            table = int(tables.expand_as(ids)[bad][0])
+            raise IndexError(
+                f"id {int(ids[bad][0])} of table {table} is outside "
+                f"[0, {self.num_embeddings[table]})"
+            )
+
+    def extra_repr(self) -> str:
+        """Tables, rows and dim for ``print(model)``."""
+        return (
+            f"tables={self.num_tables}, rows={sum(self.num_embeddings)}, dim={self.embedding_dim}"
+        )
+
+
+def pool(vectors: Tensor, bag: Tensor, bags: int, mode: str, weights: Tensor | None) -> Tensor:
+    """Reduce ``vectors [nnz, D]`` to ``[bags, D]``; ``bag [nnz]`` names the bag of each, ascending.
+
+    Empty bags give zeros. The gradient of max goes to the first of equal entries, as in
+    ``nn.EmbeddingBag``.
+    """
+    if weights is not None:
+        vectors = vectors * weights[:, None]
+    out = vectors.new_zeros(bags, vectors.shape[1])
+    if mode != "max":
+        out = out.index_add(0, bag, vectors)
+        if mode == "mean":
+            count = torch.bincount(bag, minlength=bags).clamp_(min=1)
+            out = out / count[:, None]
+        return out
+    if vectors.shape[0] == 0:
+        return out
+    with torch.no_grad():  # per bag and column, the position of its first largest entry
+        index = bag[:, None].expand_as(vectors)
+        largest = out.scatter_reduce(0, index, vectors, "amax", include_self=False)
+        position = torch.arange(len(bag), device=bag.device)[:, None].expand_as(vectors)
+        position = position.where(vectors == largest[bag], len(bag))
+        first = torch.full(out.shape, len(bag), device=bag.device)
+        first = first.scatter_reduce(0, index, position, "amin")
+        empty = first == len(bag)
+    return vectors.gather(0, first.masked_fill(empty, 0)).masked_fill(empty, 0.0)
+
+
+def row_offsets(rows: Sequence[int]) -> Tensor:
+    """Where each table begins when their rows stand behind one another, ``[F]``."""
+    return torch.tensor([0, *accumulate(rows)][:-1])
+
+
+class EmbeddingBag(nn.Module):
+    """A drop-in for ``torch.nn.EmbeddingBag`` whose table is of any kind.
+
+    ``EmbeddingBag(V, D)`` behaves as ``nn.EmbeddingBag(V, D)``;
+    ``EmbeddingBag(V, D, kind="tt", rank=32)`` does so with a table in tensor-train format.
+
+    Args:
+        num_embeddings: rows ``V``.
+        embedding_dim: length ``D`` of a row.
+        mode, sparse, include_last_offset, padding_idx: as in ``nn.EmbeddingBag``.
+        kind: the embedding kind, one of ``dlrm.embeddings.available()``.
+        device, dtype: where and as what the parameters are made.
+        options: the options of the kind, such as ``rank`` of tt.
+
+    Raises:
+        ValueError: an option that the kind does not have, or ``max_norm`` or
+            ``scale_grad_by_freq``, which none has.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        kind: str = "dense",
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if max_norm is not None or scale_grad_by_freq:
+            raise ValueError("max_norm and scale_grad_by_freq are not supported by any kind")
+        if padding_idx is not None:
+            if not -num_embeddings <= padding_idx < num_embeddings:
+                raise ValueError(f"padding_idx {padding_idx} is outside {num_embeddings} rows")
+            padding_idx %= num_embeddings
+        from dlrm.embeddings import build  # the kinds import this module
+
+        common = {"mode": mode, "sparse": sparse, "padding_idx": padding_idx}
+        self.embedding = build(kind, [num_embeddings], embedding_dim, **common, **options)
+        if _weight is not None:
+            self.embedding.load_dense([_weight])
+        self.embedding.to(device=device, dtype=dtype)
+        self.include_last_offset = include_last_offset
+
+    @classmethod
+    def from_pretrained(
+        cls, embeddings: Tensor, freeze: bool = True, *, kind: str = "dense", **options: Any
+    ) -> Self:
+        """An embedding of any kind that starts from the rows of ``embeddings [V, D]``."""
+        rows, dim = embeddings.shape
+        bag = cls(rows, dim, _weight=embeddings, kind=kind, **options)
+        return bag.requires_grad_(not freeze)
+
+    def forward(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Look up and pool bags.
+
+        Args:
+            input: ids, ``[B, L]`` (bags of equal length) or ``[nnz]`` with ``offsets``.
+            offsets: start of each bag, ``[B]``, or ``[B + 1]`` with ``include_last_offset``.
+            per_sample_weights: a factor per id, of the shape of ``input``; mode sum only.
+
+        Returns:
+            ``[B, D]``.
+        """
+        if input.dim() == 2:
+            if offsets is not None:
+                raise ValueError("offsets must be None for 2-D input: its rows are the bags")
+            offsets = torch.arange(
+                0, input.numel() + 1, max(input.shape[1], 1), device=input.device
+            )
+            if input.shape[1] == 0:
+                offsets = offsets.new_zeros(input.shape[0] + 1)
+            input = input.reshape(-1)
+            if per_sample_weights is not None:
+                per_sample_weights = per_sample_weights.reshape(-1)
+        elif input.dim() == 1:
+            offsets = self._bounds(input, offsets)
+        else:
+            raise ValueError(f"input has {input.dim()} dimensions, it must have 1 or 2")
+        return self.embedding(input, offsets, per_sample_weights)[:, 0]
+
+    def _bounds(self, input: Tensor, offsets: Tensor | None) -> Tensor:
+        """Offsets with the last, checked where that costs no synchronisation."""
+        if offsets is None or offsets.dim() != 1:
+            raise ValueError("1-D input needs 1-D offsets: the start of each bag")
+        if not self.include_last_offset:
+            offsets = torch.cat([offsets, offsets.new_tensor([input.numel()])])
+        if not offsets.is_cuda:
+            steps = offsets.diff()
+            if offsets[0] != 0 or offsets[-1] != input.numel() or (steps < 0).any():
+                raise ValueError(
+                    f"offsets must rise from 0 to at most the number of ids, {input.numel()}; "
+                    f"got {offsets.tolist()[:8]} ..."
+                )
+        return offsets
+
+    def footprint(self) -> Mapping[str, int]:
+        """Bytes by part."""
+        return self.embedding.footprint()[0]
