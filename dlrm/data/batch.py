@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,17 +30,18 @@ class Batch:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Batch:
         """The batch on ``device``; asynchronous when this one is pinned."""
-        return Batch(*(t if t is None else t.to(device, non_blocking=non_blocking) for t in self))
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
         """A copy in page-locked memory, from which copies to a GPU overlap with compute."""
-        return Batch(*(t if t is None else t.pin_memory() for t in self))
+        return self._map(Tensor.pin_memory)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory alive until the work queued on ``stream`` is done."""
-        for tensor in self:
+        for tensor in (self.dense, self.ids, self.labels, self.offsets):
             if tensor is not None:
                 tensor.record_stream(stream)
 
-    def __iter__(self):
-        return iter((self.dense, self.ids, self.labels, self.offsets))
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        offsets = None if self.offsets is None else function(self.offsets)
+        return Batch(function(self.dense), function(self.ids), function(self.labels), offsets)

@@ -1,0 +1,36 @@
+# make run    set everything up, then train the default model on a synthetic demo
+# make test   set everything up, then run all tests
+# make lint   ruff and mypy
+# make test-gpu   the tests that need a GPU, and the kernel tests natively
+
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+
+.PHONY: run test test-gpu lint clean
+
+run: $(VENV)/.installed
+	$(BIN)/python train.py --emb tt
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Runs in the Python at hand if torch is there (a GPU machine often brings its own), else in the
+# virtual environment.
+test-gpu:
+	@if $(PYTHON) -c 'import torch, triton, jsonargparse, pytest' 2>/dev/null; \
+	then PYTHONPATH=. $(PYTHON) -m pytest -m gpu tests && PYTHONPATH=. $(PYTHON) -m pytest tests/kernels; \
+	else $(MAKE) $(VENV)/.installed && $(BIN)/python -m pytest -m gpu tests && $(BIN)/python -m pytest tests/kernels; fi
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,29 @@
+"""What every test needs to know: is there a GPU, and if not, Triton interprets its kernels."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():  # before anything imports triton
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest
+
+
+def pytest_collection_modifyitems(config, items):
+    """Skip what needs a GPU where there is none, and run slow tests last."""
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+    items.sort(key=lambda item: "slow" in item.keywords)
+
+
+@pytest.fixture
+def device():
+    """The device under test: the GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
