@@ -1,0 +1,198 @@
+"""Distributions of the synthetic columns, as integer tables that every device reads alike.
+
+A column follows a ``Law``: the share of rows below each of some knots, fitted to a real sample by
+``scripts/calibrate_synthetic.py``. Drawing inverts it through a table of quantiles in fixed point,
+and the uniform numbers come from permutations of the rows, so that all arithmetic is on integers
+and a row's values depend on the seed and the row alone: not on chunks, threads or the device.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PROFILE_FILE = Path(__file__).with_name("synthetic_profile.json")
+
+UNIFORM_BITS = 48  # a uniform number is an integer below 2^48
+SLOT_BITS = 14  # its high bits choose a slot of the quantile table,
+STEP_BITS = 24  # the next ones interpolate within it
+FRACTION_BITS = 12  # of a quantile; 2^26 ids * 2^12 * 2^24 stays below 2^63
+JITTER_BITS = 14
+
+
+@dataclass(frozen=True, kw_only=True)
+class Law:
+    """Distribution of one column over the integers ``0 .. knots[-1] - 1``, missing left out."""
+
+    name: str
+    knots: tuple[int, ...]
+    """Rising integers, the first 0, the last the number of values."""
+    below: tuple[float, ...]
+    """Share of the present values below each knot, from 0 to 1; even between two knots."""
+    lowest: int = 0
+    """Dense columns: the value that the integer 0 stands for."""
+    missing: float = 0.0
+    """Share of rows without a value."""
+    together: str = ""
+    """Columns with the same word here are missing in the same rows."""
+
+    @property
+    def values(self) -> int:
+        """Number of values, missing left out."""
+        return self.knots[-1]
+
+    @property
+    def cardinality(self) -> int:
+        """Number of values, missing counted as one if it occurs."""
+        return self.values + (self.missing > 0)
+
+    @property
+    def missing_id(self) -> int | None:
+        """Where "missing" ranks among the values by frequency; None if it never occurs."""
+        if not self.missing:
+            return None
+        share = np.diff(self.below) / np.diff(self.knots) * (1 - self.missing)
+        ahead = np.diff(self.knots)[share > self.missing]
+        return int(ahead.sum())
+
+    def resized(self, cardinality: int) -> Law:
+        """The law over another number of values, missing counted.
+
+        A smaller one keeps the most frequent values; a larger one stretches the last stretch of
+        the tail, so that the head stays as measured.
+        """
+        values = cardinality - (self.missing > 0)
+        if values < 1:  # a single id: every row has it
+            return Law(name=self.name, knots=(0, cardinality), below=(0.0, 1.0))
+        if values == self.values:
+            return self
+        knots, below = np.array(self.knots), np.array(self.below)
+        if values < self.values:
+            end = np.interp(values, knots, below)
+            kept = knots < values
+            knots, below = np.append(knots[kept], values), np.append(below[kept], end) / end
+        else:
+            knots[-1] = values
+        return Law(
+            name=self.name,
+            knots=tuple(knots.tolist()),
+            below=tuple(below.tolist()),
+            lowest=self.lowest,
+            missing=self.missing,
+            together=self.together,
+        )
+
+    def quantiles(self) -> Tensor:
+        """Table ``[2^SLOT_BITS + 1]`` of quantiles in fixed point, int64."""
+        at = np.linspace(0, 1, (1 << SLOT_BITS) + 1)
+        table = np.rint(np.interp(at, self.below, self.knots) * (1 << FRACTION_BITS))
+        # A slot may be narrower than the resolution; none may begin at the end of the range.
+        table[:-1] = np.minimum(table[:-1], (self.values << FRACTION_BITS) - 1)
+        return torch.from_numpy(table.astype(np.int64))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """The columns of a data set."""
+
+    name: str
+    rows: int
+    """Rows of the full real files."""
+    dense: tuple[Law, ...]
+    categorical: tuple[Law, ...]
+
+
+@cache
+def profiles() -> dict[str, Profile]:
+    """The calibrated profiles by name."""
+    raw = json.loads(PROFILE_FILE.read_text())
+    return {
+        name: Profile(
+            name=name,
+            rows=profile["rows"],
+            dense=tuple(_law(column) for column in profile["dense"]),
+            categorical=tuple(_law(column) for column in profile["categorical"]),
+        )
+        for name, profile in raw.items()
+    }
+
+
+def _law(raw: dict) -> Law:
+    return Law(**{**raw, "knots": tuple(raw["knots"]), "below": tuple(raw["below"])})
+
+
+def mix(x: Tensor) -> Tensor:
+    """A well mixed non-negative 63-bit integer for each integer (the finaliser of SplitMix64)."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return (x ^ ((x >> 31) & 0x1FFFFFFFF)) & 0x7FFFFFFFFFFFFFFF
+
+
+def hashed(seed: int, stream: int, size: int, device: torch.device | str = "cpu") -> Tensor:
+    """``size`` independent 63-bit integers for this seed and stream ``[size]``, int64."""
+    key = mix(mix(torch.tensor(seed)) + stream)
+    golden = -0x61C8864680B583EB
+    return mix(torch.arange(1, size + 1, device=device) * golden + key.to(device))
+
+
+class Uniforms:
+    """Uniform numbers per stream and row: each stream is a permutation of the rows.
+
+    ``rows`` rows draw ``rows`` evenly spaced numbers in pseudo-random order, so a value whose share
+    is ``k / rows`` occurs ``k`` times, and all 33.8 M values of Criteo Kaggle occur in 45.8 M rows,
+    most of them once or twice, as in the real file. Independent draws would miss a third of them.
+
+    The permutation is a Feistel network over pairs of digits to the base ``ceil(sqrt(rows))`` with
+    four rounds of random tables; results beyond the last row walk on until they fall inside.
+
+    Reference: Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002.
+    """
+
+    ROUNDS = 4
+
+    def __init__(self, rows: int, streams: int, *, seed: int, device: torch.device | str) -> None:
+        self.rows = rows
+        self.base = max(1, math.isqrt(max(rows, 1) - 1) + 1)
+        size = streams * self.ROUNDS * self.base
+        # The product of a 31-bit hash and a base below 2^17 fits easily.
+        tables = ((hashed(seed, 1, size, device) >> 32) * self.base) >> 31
+        self.tables = tables.to(torch.int32).view(streams, self.ROUNDS, self.base)
+        self.step = (1 << UNIFORM_BITS) // max(rows, 1)
+
+    def digits(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The two digits of each row, shared by all streams; int32 ``[B]`` each."""
+        left = torch.div(rows, self.base, rounding_mode="floor")
+        return left.to(torch.int32), (rows - left * self.base).to(torch.int32)
+
+    def order(self, stream: int, digits: tuple[Tensor, Tensor]) -> Tensor:
+        """Place of each row in the permutation of ``stream``, int64 ``[B]`` below ``rows``."""
+        left, right = digits
+        for table in self.tables[stream]:
+            total = left + table[right]
+            left, right = right, torch.where(total >= self.base, total - self.base, total)
+        place = left.long() * self.base + right
+        beyond = (place >= self.rows).nonzero().squeeze(1)
+        if len(beyond):
+            place[beyond] = self.order(stream, self.digits(place[beyond]))
+        return place
+
+    def draw(self, stream: int, digits: tuple[Tensor, Tensor]) -> Tensor:
+        """A uniform number below ``2^UNIFORM_BITS`` for each row, int64 ``[B]``."""
+        place = self.order(stream, digits)
+        jitter = (place * 0x9E3779B1 >> 16) & ((1 << JITTER_BITS) - 1)
+        return place * self.step + (jitter * (self.step >> JITTER_BITS))
+
+
+def invert(quantiles: Tensor, uniform: Tensor) -> Tensor:
+    """The values at ``uniform`` of the distribution with this table, int64 ``[B]``."""
+    slot = uniform >> (UNIFORM_BITS - SLOT_BITS)
+    step = (uniform >> (UNIFORM_BITS - SLOT_BITS - STEP_BITS)) & ((1 << STEP_BITS) - 1)
+    low = quantiles[slot]
+    return (low + ((quantiles[slot + 1] - low) * step >> STEP_BITS)) >> FRACTION_BITS
