@@ -1,0 +1,131 @@
+"""Block embedding: short rows, widened by a small matrix per table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dlrm.embeddings.base import Common, Embedding, row_offsets
+from dlrm.embeddings.budget import share_out
+
+CHUNK = 1 << 20  # rows at a time when fitting to a dense table
+
+
+class Block(Embedding):
+    """``row = W[id] @ L``: rows of ``dim`` weights, one matrix ``L [dim, D]`` per table, no bias.
+
+    Where ``dim`` is the embedding dim there is no ``L`` and the kind is the dense one. Rows of the
+    composed table start with the deviation of a dense one, ``1 / sqrt(3 V)``, and the rows of
+    ``L`` orthonormal, so that the gradient of ``W`` has the size that a dense table's has.
+
+    Args:
+        dim: the block dim, the length of the rows that are kept.
+
+    Reference:
+        Ginart et al., "Mixed Dimension Embeddings with Application to Memory-Efficient
+        Recommendation Systems", ISIT 2021, arXiv 1909.11810.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: Sequence[int],
+        embedding_dim: int,
+        *,
+        dim: int = 4,
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, **common)
+        if not 1 <= dim <= embedding_dim:
+            raise ValueError(
+                f"block dim is {dim}; set --block.dim to 1 .. {embedding_dim}, the embedding dim"
+            )
+        self.dim = dim
+        self.weight = nn.Parameter(torch.empty(sum(self.num_embeddings), dim))
+        self.projection = (
+            nn.Parameter(torch.empty(self.num_tables, dim, embedding_dim))
+            if dim < embedding_dim
+            else None
+        )
+        self.register_buffer("_offsets", row_offsets(self.num_embeddings), persistent=False)
+        self._offsets: Tensor  # [F]
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw rows and matrices anew."""
+        wider = (self.embedding_dim / self.dim) ** 0.5  # an entry of L has a variance of 1 / D
+        for rows in self.weight.split(self.num_embeddings):
+            bound = wider * len(rows) ** -0.5
+            nn.init.uniform_(rows, -bound, bound)
+        if self.projection is not None:
+            for matrix in self.projection:
+                nn.init.orthogonal_(matrix)
+
+    def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
+        rows = functional.embedding(ids + self._offsets[tables], self.weight, sparse=self.sparse)
+        if self.projection is None:
+            return rows
+        if tables.shape == (self.num_tables, 1) and ids.dim() == 2:
+            return torch.bmm(rows, self.projection)
+        # For any other order of tables: each row is the weights of a bag of the rows of its L.
+        index = tables[..., None] * self.dim + torch.arange(self.dim, device=ids.device)
+        return functional.embedding_bag(
+            index.expand(rows.shape).reshape(-1, self.dim),
+            self.projection.flatten(0, 1),
+            per_sample_weights=rows.reshape(-1, self.dim),
+            mode="sum",
+        ).view(*ids.shape, self.embedding_dim)
+
+    @torch.no_grad()
+    def load_dense(self, weights: Sequence[Tensor]) -> None:
+        """Fit each table ``[V, D]`` by its truncated singular value decomposition."""
+        for table, rows in enumerate(self.weight.split(self.num_embeddings)):
+            weight = weights[table]
+            if self.projection is None:
+                rows.copy_(weight)
+                continue
+            gram = sum(part.double().T @ part.double() for part in weight.split(CHUNK))
+            basis = torch.linalg.eigh(gram).eigenvectors[:, -self.dim :].to(weight.dtype)  # [D, E]
+            rows.copy_(weight @ basis)
+            self.projection[table] = basis.T
+
+    def footprint(self) -> list[dict[str, int]]:
+        size = self.weight.element_size()
+        parts = [{"weights": rows * self.dim * size} for rows in self.num_embeddings]
+        if self.projection is not None:
+            for part in parts:
+                part["projection"] = self.dim * self.embedding_dim * size
+        return parts
+
+    @classmethod
+    def for_budget(
+        cls,
+        num_embeddings: Sequence[int],
+        embedding_dim: int,
+        budget: int,
+        *,
+        counts: Sequence[Tensor] | None = None,
+    ) -> list[dict[str, Any] | None]:
+        """Per table the largest block dim that fits an equal share; see :class:`Embedding`.
+
+        A row keeps at least one weight, so no budget below ``1 / D`` of the dense tables fits.
+        """
+
+        def size(rows: int, dim: int) -> int:
+            return (rows * dim + (dim * embedding_dim if dim < embedding_dim else 0)) * 4
+
+        def largest(rows: int, share: int) -> int:
+            dense = size(rows, embedding_dim)
+            dim = max(1, share // (4 * (rows + embedding_dim)))
+            if dense <= share or dim >= embedding_dim or size(rows, dim) >= dense:
+                return embedding_dim
+            return dim
+
+        return [
+            None if dim == embedding_dim else {"dim": dim}
+            for dim in share_out(num_embeddings, largest, size, budget, cls.kind())
+        ]

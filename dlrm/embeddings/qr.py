@@ -1,0 +1,208 @@
+"""Quotient-remainder tables: a row is composed of one row from each of two small tables."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from math import isqrt
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dlrm.embeddings.base import Common, Embedding, row_offsets
+from dlrm.embeddings.budget import share_out
+
+OPERATIONS = ("multiply", "add", "concat")
+SPREAD = 0.5  # remainder rows of multiply start as U(1 - SPREAD, 1 + SPREAD)
+ITERATIONS = 30  # of the alternating fits
+
+
+class QR(Embedding):
+    """``row = Q[id // collisions] op R[id % collisions]``: no two ids have the same pair of rows.
+
+    Rows are composed per id and pooled afterwards. Rows of the composed table start with the
+    deviation of a dense one, ``1 / sqrt(3 V)``.
+
+    Args:
+        collisions: ids that share a quotient row; also the rows of the remainder table.
+        operation: how the two rows make one: multiply, add, or concat (each has half of the dim).
+
+    Reference:
+        Shi et al., "Compositional Embeddings Using Complementary Partitions for Memory-Efficient
+        Recommendation Systems", KDD 2020, arXiv 1909.02107.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: Sequence[int],
+        embedding_dim: int,
+        *,
+        collisions: int = 4,
+        operation: str = "multiply",
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, **common)
+        if collisions < 1:
+            raise ValueError(f"qr collisions is {collisions}; set --qr.collisions to 1 or more")
+        quotient_dim, remainder_dim = dims(embedding_dim, operation)
+        self.collisions = collisions
+        self.operation = operation
+        self.quotients = tuple(-(-rows // collisions) for rows in self.num_embeddings)
+        self.remainders = tuple(min(rows, collisions) for rows in self.num_embeddings)
+        self.quotient = nn.Parameter(torch.empty(sum(self.quotients), quotient_dim))
+        self.remainder = nn.Parameter(torch.empty(sum(self.remainders), remainder_dim))
+        self.register_buffer("_quotients", row_offsets(self.quotients), persistent=False)
+        self.register_buffer("_remainders", row_offsets(self.remainders), persistent=False)
+        self._quotients: Tensor  # [F], where each table begins in quotient
+        self._remainders: Tensor  # [F], where each table begins in remainder
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw both tables anew.
+
+        To multiply, remainder rows start near 1: were both factors small, their gradients, each
+        the other factor times the row's gradient, would be small as well, and training slow.
+        """
+        for rows, quotient, remainder in self._parts():
+            bound = rows**-0.5
+            if self.operation == "multiply":
+                nn.init.uniform_(remainder, 1 - SPREAD, 1 + SPREAD)
+                bound /= (1 + SPREAD**2 / 3) ** 0.5
+            else:
+                if self.operation == "add":
+                    bound /= 2**0.5
+                nn.init.uniform_(remainder, -bound, bound)
+            nn.init.uniform_(quotient, -bound, bound)
+
+    def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
+        q = functional.embedding(
+            ids // self.collisions + self._quotients[tables], self.quotient, sparse=self.sparse
+        )
+        r = functional.embedding(
+            ids % self.collisions + self._remainders[tables], self.remainder, sparse=self.sparse
+        )
+        if self.operation == "multiply":
+            return q * r
+        return q + r if self.operation == "add" else torch.cat([q, r], -1)
+
+    @torch.no_grad()
+    def load_dense(self, weights: Sequence[Tensor]) -> None:
+        """Fit to dense tables, each ``[V, D]``, by least squares.
+
+        Concat takes the means of the rows that share a row. Multiply and add alternate between
+        the two tables, each step exact given the other table; per column, multiply finds the best
+        matrix of rank one (id quotient by id remainder) and add the two-way means.
+        """
+        for weight, (_, quotient, remainder) in zip(weights, self._parts(), strict=True):
+            cells, present = self._cells(weight)
+            if self.operation == "concat":
+                split = quotient.shape[1]
+                quotient.copy_((cells[:split].sum(2) / present.sum(1)).T)
+                remainder.copy_((cells[split:].sum(1) / present.sum(0)).T)
+            else:
+                q, r = (rank_one if self.operation == "multiply" else two_way)(cells, present)
+                quotient.copy_(q.T)
+                remainder.copy_(r.T)
+
+    def footprint(self) -> list[dict[str, int]]:
+        return [
+            {"weights": q.numel() * q.element_size() + r.numel() * r.element_size()}
+            for _, q, r in self._parts()
+        ]
+
+    @classmethod
+    def for_budget(
+        cls,
+        num_embeddings: Sequence[int],
+        embedding_dim: int,
+        budget: int,
+        *,
+        counts: Sequence[Tensor] | None = None,
+        operation: str = "multiply",
+    ) -> list[dict[str, Any] | None]:
+        """Per table the fewest collisions that fit an equal share; see :class:`Embedding`."""
+        quotient_dim, remainder_dim = dims(embedding_dim, operation)
+
+        def size(rows: int, collisions: int | None) -> int:
+            if collisions is None:
+                return rows * embedding_dim * 4
+            return (-(-rows // collisions) * quotient_dim + collisions * remainder_dim) * 4
+
+        def fewest(rows: int, share: int) -> int | None:
+            choices = [None, *range(2, isqrt(rows) + 1)]  # beyond the root the size rises again
+            first = bisect_left(choices, -share, key=lambda m: -size(rows, m))
+            choice = choices[min(first, len(choices) - 1)]
+            return choice if size(rows, choice) < size(rows, None) else None
+
+        return [
+            None if collisions is None else {"collisions": collisions, "operation": operation}
+            for collisions in share_out(num_embeddings, fewest, size, budget, cls.kind())
+        ]
+
+    def _parts(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Ids, quotient rows and remainder rows of each table."""
+        return zip(
+            self.num_embeddings,
+            self.quotient.split(self.quotients),
+            self.remainder.split(self.remainders),
+            strict=True,
+        )
+
+    def _cells(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """A table as a matrix per column, ``[D, quotients, remainders]``, zero where no id is.
+
+        Also returns which cells have an id, ``[quotients, remainders]`` of 0 and 1.
+        """
+        remainders = min(len(weight), self.collisions)
+        quotients = -(-len(weight) // remainders)
+        padding = (0, quotients * remainders - len(weight))
+        present = functional.pad(weight.new_ones(len(weight)), padding)
+        cells = functional.pad(weight.T, padding)
+        return cells.unflatten(1, (quotients, remainders)), present.view(quotients, remainders)
+
+
+def dims(embedding_dim: int, operation: str) -> tuple[int, int]:
+    """Length of a quotient row and of a remainder row."""
+    if operation not in OPERATIONS:
+        raise ValueError(
+            f"qr operation is {operation!r}; set --qr.operation to one of {', '.join(OPERATIONS)}"
+        )
+    if operation != "concat":
+        return embedding_dim, embedding_dim
+    if embedding_dim < 2:
+        raise ValueError("qr concat needs an embedding_dim of at least 2; use multiply or add")
+    return embedding_dim - embedding_dim // 2, embedding_dim // 2
+
+
+def two_way(cells: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+    """Least squares fit of ``q[:, i] + r[:, j]`` to ``cells [C, I, J]`` where ``present [I, J]``.
+
+    Returns:
+        ``q [C, I]`` and ``r [C, J]``.
+    """
+    rows, columns = cells.sum(2), cells.sum(1)
+    r = torch.zeros_like(columns)
+    for _ in range(ITERATIONS):
+        q = (rows - r @ present.T) / present.sum(1)
+        r = (columns - q @ present) / present.sum(0)
+    return q, r
+
+
+def rank_one(cells: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+    """Least squares fit of ``q[:, i] * r[:, j]`` to ``cells [C, I, J]`` where ``present [I, J]``.
+
+    Returns:
+        ``q [C, I]`` and ``r [C, J]``, the entries of ``r`` with a root mean square of 1.
+    """
+    tiny = torch.finfo(cells.dtype).tiny
+    largest = cells.square().sum(2).argmax(1)
+    r = cells[torch.arange(len(cells)), largest]
+    for _ in range(ITERATIONS):
+        r = r / r.square().mean(1, keepdim=True).sqrt().clamp_min(tiny)
+        q = torch.bmm(cells, r[..., None])[..., 0] / (r.square() @ present.T).clamp_min(tiny)
+        r = torch.bmm(q[:, None], cells)[:, 0] / (q.square() @ present).clamp_min(tiny)
+    scale = r.square().mean(1, keepdim=True).sqrt()
+    return q * scale, r / scale.clamp_min(tiny)
