@@ -45,8 +45,8 @@ def share_out(
 ) -> list[Option]:
     """Choose an option per table where the sizes that a table can have lie far apart.
 
-    All tables get the same share of bytes; what their options leave of it goes to the tables again,
-    the smallest first.
+    All tables get the same share of bytes. What is left over goes to the tables again, the smallest
+    first: in even parts, and then all that still remains to whoever can use it.
 
     Args:
         tables: rows of each table.
@@ -67,9 +67,9 @@ def share_out(
     options = [choose(rows, share) for rows in tables]
     left = budget - cost(share)
     order = sorted(range(len(tables)), key=tables.__getitem__)
-    for turn, table in enumerate(order):
+    for turn, table in enumerate(order + order):
         before = size(tables[table], options[table])
-        extra = left // (len(order) - turn)
+        extra = left // max(len(order) - turn, 1)
         options[table] = choose(tables[table], max(share, before + extra))
         left -= size(tables[table], options[table]) - before
     return options
