@@ -93,6 +93,8 @@ class CriteoLoader:
             raise ValueError(f"rank is {rank}, it must lie in [0, world_size={world_size})")
         if seed < 0:
             raise ValueError(f"seed is {seed}, it must not be negative")
+        if torch.device(device).type not in ("cpu", "cuda"):
+            raise ValueError(f"device is {device}, batches are brought to cpu or cuda")
         self.meta = Meta.read(directory)
         self._reader = RowGroupReader(directory, self.meta, num_embeddings)
         self._groups = self._reader.row_groups(split)
@@ -102,6 +104,7 @@ class CriteoLoader:
         self.shuffle, self.seed, self.window, self.drop_last = shuffle, seed, window, drop_last
         self.readers, self.prefetch, self.device = readers, prefetch, torch.device(device)
         self.split = split
+        self._mixed = window if shuffle else 1  # row groups of a window
         self.wait_seconds = 0.0
         self.epoch = 0
         self._position = 0  # rows of the epoch, over all ranks, that were yielded
@@ -189,14 +192,14 @@ class CriteoLoader:
 
     def _spans(self) -> list[Span]:
         """This epoch's row groups in order, by windows."""
-        groups, window = self._groups, 1
+        groups = self._groups
         if self.shuffle:
             order = np.random.default_rng((self.seed, self.epoch, 0)).permutation(len(groups))
-            groups, window = [groups[i] for i in order], self.window
+            groups = [groups[i] for i in order]
         spans, start = [], 0
-        for first in range(0, len(groups), window):
+        for first in range(0, len(groups), self._mixed):
             seed = (self.seed, self.epoch, 1 + first) if self.shuffle else None
-            span = Span(start=start, groups=tuple(groups[first : first + window]), seed=seed)
+            span = Span(start=start, groups=tuple(groups[first : first + self._mixed]), seed=seed)
             spans.append(span)
             start += span.rows
         return spans
@@ -229,7 +232,8 @@ class CriteoLoader:
     ) -> Iterator[tuple[Batch, int]]:
         """Batches in host memory, each with the position behind it."""
         spans = self._needed(start)
-        ahead = max(1, self.readers // self.window)  # windows to read beyond a batch's own
+        # Windows to read beyond a batch's own: one, or as many as keep all readers busy.
+        ahead = max(1, self.readers // self._mixed)
         windows: deque[Window] = deque()
         pending: deque[tuple[Future[Batch], int]] = deque()
         for first, last, position in self._shares(start):

@@ -1,0 +1,547 @@
+"""The loader on real Parquet files: every row once, in an order that can be continued."""
+
+import dataclasses
+import itertools
+import json
+import threading
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from dlrm.data.batch import Batch
+from dlrm.data.criteo import CriteoLoader
+from dlrm.data.schema import Categorical, Meta, Split
+
+DENSE = ("I1", "I2")
+TABLES = (50, 3000, 7)
+ROWS = 1000
+
+
+def columns(rows=ROWS, seed=0):
+    """A label, two dense columns and three of ids; ``I1`` numbers the rows."""
+    random = np.random.default_rng(seed)
+    data = {"label": random.integers(0, 2, rows).astype(np.uint8)}
+    data["I1"] = np.arange(rows, dtype=np.float32)
+    data["I2"] = random.normal(size=rows).astype(np.float32)
+    for i, cardinality in enumerate(TABLES, start=1):
+        data[f"C{i}"] = random.integers(0, cardinality, rows).astype(np.int32)
+    return data
+
+
+def write(directory, data, *, files=2, row_group_size=64, categorical=None, **schema):
+    """Write ``data`` as the split "train" in several files, with its meta file."""
+    table = pa.table(data)
+    names, cuts = [], np.linspace(0, table.num_rows, files + 1).astype(int)
+    for i, (start, stop) in enumerate(itertools.pairwise(cuts)):
+        names.append(f"train_{i}.parquet")
+        piece = table.slice(start, stop - start)
+        pq.write_table(
+            piece, directory / names[-1], row_group_size=row_group_size, write_page_checksum=True
+        )
+    if categorical is None:
+        categorical = [Categorical(name=f"C{i}", cardinality=c) for i, c in enumerate(TABLES, 1)]
+    split = Split(files=tuple(names), rows=table.num_rows, positives=0)
+    meta = Meta(
+        dense=schema.pop("dense", DENSE),
+        categorical=tuple(categorical),
+        splits={"train": split, "val": Split(files=(), rows=0, positives=0)},
+        **schema,
+    )
+    meta.write(directory)
+    return meta
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A prepared directory: 1,000 rows in two files of eight row groups each."""
+    directory = tmp_path_factory.mktemp("data")
+    write(directory, columns())
+    return directory
+
+
+def rows(batches):
+    """The row numbers in ``batches``, in order."""
+    return [int(row) for batch in batches for row in batch.dense[0]]
+
+
+def same(left, right):
+    """Whether two runs of batches are equal bit by bit."""
+    return len(left) == len(right) and all(
+        torch.equal(a.dense, b.dense)
+        and torch.equal(a.ids, b.ids)
+        and torch.equal(a.labels, b.labels)
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 7, 64, 100, 999, 1000, 4096])
+def test_batches_hold_the_columns_of_the_file(data, batch_size, shuffle):
+    loader = CriteoLoader(data, "train", batch_size=batch_size, shuffle=shuffle, window=3)
+    batches, source = list(loader), columns()
+    assert len(batches) == len(loader) == -(-ROWS // batch_size)
+    assert all(batch.size == batch_size for batch in batches[:-1])
+    order = rows(batches)
+    assert sorted(order) == list(range(ROWS))
+    assert (order == list(range(ROWS))) is not shuffle
+    start = 0
+    for batch in batches:
+        these = order[start : start + batch.size]
+        start += batch.size
+        assert batch.dense.dtype == batch.labels.dtype == torch.float32
+        assert batch.ids.dtype == torch.int32
+        assert batch.offsets is None
+        assert batch.dense.is_contiguous()
+        assert batch.ids.is_contiguous()
+        np.testing.assert_array_equal(batch.labels, source["label"][these])
+        np.testing.assert_array_equal(batch.dense, [source[name][these] for name in DENSE])
+        expected = [source[f"C{i}"][these] for i in range(1, 1 + len(TABLES))]
+        np.testing.assert_array_equal(batch.ids, expected)
+
+
+def test_order_depends_on_seed_and_epoch_alone(data):
+    def order(epoch=0, **options):
+        options = {"seed": 1, "batch_size": 100, "shuffle": True, **options}
+        loader = CriteoLoader(data, "train", **options)
+        loader.set_epoch(epoch)
+        return rows(loader)
+
+    reference = order()
+    assert order(readers=5, prefetch=1) == reference
+    assert order(batch_size=33) == reference
+    assert order(epoch=1) != reference
+    assert order(seed=2) != reference
+    assert order(window=3) != reference
+
+
+def test_window_mixes_row_groups(data):
+    loader = CriteoLoader(data, "train", batch_size=ROWS, shuffle=True, window=4)
+    (batch,) = loader
+    groups = (batch.dense[0].numpy() % 500 // 64).astype(int) + 8 * (batch.dense[0].numpy() >= 500)
+    first = groups[:200]
+    assert len(set(first)) == 4  # all four groups of the window, and no other
+    assert not (np.diff(batch.dense[0][:200].numpy()) > 0).all()
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("world_size", "batch_size"), [(2, 64), (3, 50), (5, 33), (3, 333)])
+def test_ranks_share_every_global_batch(data, world_size, batch_size, drop_last):
+    options = {"shuffle": True, "window": 3, "drop_last": drop_last}
+    whole = CriteoLoader(data, "train", batch_size=world_size * batch_size, **options)
+    ranks = [
+        CriteoLoader(data, "train", batch_size=batch_size, rank=r, world_size=world_size, **options)
+        for r in range(world_size)
+    ]
+    assert {len(loader) for loader in ranks} == {len(whole)}
+    shares = zip(*ranks, strict=True)
+    for batch, share in zip(whole, shares, strict=True):
+        assert rows([batch]) == rows(share)
+        sizes = [part.size for part in share]
+        assert max(sizes) - min(sizes) <= 1
+        assert drop_last is False or sizes == [batch_size] * world_size
+
+
+def test_rank_without_rows_gets_an_empty_batch(tmp_path):
+    write(tmp_path, columns(13))
+    last = [
+        list(CriteoLoader(tmp_path, "train", batch_size=3, rank=r, world_size=4))[-1]
+        for r in range(4)
+    ]
+    assert [batch.size for batch in last] == [1, 0, 0, 0]
+    assert last[3].ids.shape == (3, 0)
+    assert last[3].dense.shape == (2, 0)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("done", [0, 1, 5, 10])
+def test_resumes_after_the_last_batch_yielded(data, done, shuffle):
+    options = {"batch_size": 101, "shuffle": shuffle, "window": 3, "seed": 5}
+    first = CriteoLoader(data, "train", prefetch=7, **options)
+    first.set_epoch(3)
+    iteration = iter(first)
+    seen = [next(iteration) for _ in range(done)]
+    state = json.loads(json.dumps(first.state_dict()))
+    rest = list(iteration)
+
+    second = CriteoLoader(data, "train", **options)
+    second.load_state_dict(state)
+    assert second.state_dict() == state
+    second.set_epoch(3)
+    assert same(list(second), rest)
+    assert same(list(second), seen + rest), "the iteration after is a whole epoch again"
+
+
+def test_resumes_with_another_number_of_ranks(data):
+    def loader(rank, world_size):
+        options = {"batch_size": 40, "shuffle": True, "window": 3}
+        return CriteoLoader(data, "train", rank=rank, world_size=world_size, **options)
+
+    order = rows(loader(0, 1))
+    one = loader(1, 2)
+    iteration = iter(one)
+    next(iteration), next(iteration)
+    three = [loader(rank, 3) for rank in range(3)]
+    for each in three:
+        each.load_state_dict(one.state_dict())
+    rest = [row for share in zip(*three, strict=True) for row in rows(share)]
+    assert rest == order[160:]
+
+
+def test_end_of_an_epoch_is_a_position_too(data):
+    loader = CriteoLoader(data, "train", batch_size=300, shuffle=True)
+    list(loader)
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    assert list(loader) == []
+    loader.load_state_dict(state)
+    loader.set_epoch(1)
+    assert sorted(rows(loader)) == list(range(ROWS))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"seed": 1}, {"batch_size": 11}, {"window": 2}, {"shuffle": False}, {"drop_last": True}],
+)
+def test_refuses_the_state_of_other_options(data, changed):
+    options = {"batch_size": 10, "shuffle": True, "window": 3}
+    state = CriteoLoader(data, "train", **options).state_dict()
+    other = CriteoLoader(data, "train", **{**options, **changed})
+    ((name, value),) = changed.items()
+    with pytest.raises(ValueError, match=f"{name} is {value} here and .* in the state"):
+        other.load_state_dict(state)
+
+
+def test_refuses_the_state_of_other_data(data, tmp_path):
+    write(tmp_path, columns(), files=3)
+    state = CriteoLoader(data, "train", batch_size=10).state_dict()
+    with pytest.raises(ValueError, match="'train' loader cannot be continued: data is"):
+        CriteoLoader(tmp_path, "train", batch_size=10).load_state_dict(state)
+    with pytest.raises(ValueError, match="not a state of a loader"):
+        CriteoLoader(data, "train", batch_size=10).load_state_dict({"step": 3})
+
+
+FOREIGN = {
+    "bool label": {"label": np.arange(ROWS) % 2 == 0},
+    "float label": {"label": (np.arange(ROWS) % 2).astype(np.float64)},
+    "int64 label": {"label": np.arange(ROWS) % 2},
+    "float64 dense": {"I2": np.linspace(-1, 1, ROWS)},
+    "float16 dense": {"I2": np.linspace(-1, 1, ROWS).astype(np.float16)},
+    "int64 dense": {"I2": np.arange(ROWS) - 5},
+    "bool dense": {"I2": np.arange(ROWS) % 3 == 0},
+    "int64 ids": {"C2": np.arange(ROWS)},
+    "uint32 ids": {"C2": np.arange(ROWS, dtype=np.uint32)},
+    "uint64 ids": {"C2": np.arange(ROWS, dtype=np.uint64)},
+    "int16 ids": {"C2": np.arange(ROWS, dtype=np.int16)},
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_reads_types_that_others_write(tmp_path, kind, shuffle):
+    write(tmp_path, {**columns(), **FOREIGN[kind]})
+    ((name, values),) = FOREIGN[kind].items()
+    loader = CriteoLoader(tmp_path, "train", batch_size=ROWS, shuffle=shuffle, window=3)
+    (batch,) = loader
+    got = {"label": batch.labels, "I2": batch.dense[1], "C2": batch.ids[1]}[name]
+    assert got.dtype == (torch.int32 if name == "C2" else torch.float32)
+    np.testing.assert_array_equal(got, values[rows([batch])].astype(got.numpy().dtype))
+
+
+def test_wide_ids_where_a_table_needs_them(tmp_path):
+    ids = np.full(ROWS, 3_000_000_000)
+    tables = [Categorical(name="C1", cardinality=4_000_000_000)]
+    write(tmp_path, {**columns(), "C1": ids}, categorical=tables)
+    (batch,) = CriteoLoader(tmp_path, "train", batch_size=ROWS)
+    assert batch.ids.dtype == torch.int64
+    assert batch.ids[0, 0] == 3_000_000_000
+
+
+def test_nulls(tmp_path):
+    source = columns()
+    hole = np.arange(ROWS) % 10 == 3
+    tables = [Categorical(name="C1", cardinality=50, oov_id=7)]
+    changed = {
+        "I1": pa.array(source["I1"], mask=hole),
+        "I2": np.where(hole, np.nan, 2.0),
+        "C1": pa.array(source["C1"], mask=hole),
+    }
+    write(tmp_path, {**source, **changed}, categorical=tables)
+    (batch,) = CriteoLoader(tmp_path, "train", batch_size=ROWS)
+    np.testing.assert_array_equal(batch.dense[0], np.where(hole, 0, source["I1"]))
+    np.testing.assert_array_equal(batch.dense[1], np.where(hole, 0, 2))
+    np.testing.assert_array_equal(batch.ids[0], np.where(hole, 7, source["C1"]))
+
+
+def bags(rows=ROWS):
+    """Bags of no to four ids; every tenth is null."""
+    random = np.random.default_rng(1)
+    lists = [random.integers(0, 90, random.integers(0, 5)).tolist() for _ in range(rows)]
+    return [None if i % 10 == 0 else bag for i, bag in enumerate(lists)]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("kind", [pa.list_(pa.int64()), pa.large_list(pa.int32())])
+def test_multi_hot(tmp_path, kind, shuffle):
+    source, lists = columns(), bags()
+    tables = [
+        Categorical(name="C1", cardinality=50),
+        Categorical(name="H1", cardinality=90, multi_hot=True),
+        Categorical(name="C2", cardinality=3000),
+        Categorical(name="H2", cardinality=91, multi_hot=True, oov_id=90),
+    ]
+    pairs = [[i % 90, None] for i in range(ROWS)]
+    more = {"H1": pa.array(lists, kind), "H2": pa.array(pairs, pa.list_(pa.int32()))}
+    write(tmp_path, {**source, **more}, categorical=tables)
+    loader = CriteoLoader(tmp_path, "train", batch_size=150, shuffle=shuffle, window=3)
+    batches = list(loader)
+    assert sorted(rows(batches)) == list(range(ROWS))
+    for batch in batches:
+        assert batch.ids.dtype == torch.int32
+        assert batch.offsets.dtype == torch.int64
+        assert batch.offsets.shape == (4 * batch.size + 1,)
+        got = [bag.tolist() for bag in torch.tensor_split(batch.ids, batch.offsets[1:-1])]
+        these = rows([batch])
+        expected = [[source["C1"][row]] for row in these]
+        expected += [lists[row] or [] for row in these]
+        expected += [[source["C2"][row]] for row in these]
+        expected += [[row % 90, 90] for row in these]
+        assert got == expected
+
+
+def test_multi_hot_over_ranks(tmp_path):
+    tables = [Categorical(name="H1", cardinality=90, multi_hot=True)]
+    write(tmp_path, {**columns(7), "H1": bags(7)}, categorical=tables, row_group_size=2)
+    last = [
+        list(CriteoLoader(tmp_path, "train", batch_size=2, rank=r, world_size=3))[-1]
+        for r in range(3)
+    ]
+    assert [batch.size for batch in last] == [1, 0, 0]
+    assert last[2].offsets.tolist() == [0]
+    assert last[2].ids.shape == (0,)
+
+
+def test_other_names_and_no_dense_columns(tmp_path):
+    source = columns()
+    data = {"clicked": source["label"], "item": source["C1"]}
+    tables = [Categorical(name="item", cardinality=50)]
+    write(tmp_path, data, categorical=tables, dense=(), label="clicked")
+    (batch,) = CriteoLoader(tmp_path, "train", batch_size=ROWS)
+    assert batch.dense.shape == (0, ROWS)
+    np.testing.assert_array_equal(batch.ids[0], source["C1"])
+
+
+def readers():
+    """Threads of loaders that are alive."""
+    names = ("parquet-reader", "batch-assembler")
+    return [thread for thread in threading.enumerate() if thread.name.startswith(names)]
+
+
+def test_threads_end_with_the_iteration(data):
+    loader = CriteoLoader(data, "train", batch_size=10, shuffle=True, window=1)
+    for _ in loader:
+        assert readers()
+        break
+    assert not readers()
+    iteration = iter(loader)
+    next(iteration)
+    loader.close()
+    assert not readers()
+    with pytest.raises(StopIteration):
+        next(iteration)
+    list(loader)
+    assert not readers()
+
+
+def test_new_iteration_ends_the_one_before(data):
+    loader = CriteoLoader(data, "train", batch_size=10)
+    before = iter(loader)
+    next(before)
+    assert len(list(loader)) == 100
+    with pytest.raises(StopIteration):
+        next(before)
+
+
+def test_errors_of_readers_reach_the_consumer(tmp_path):
+    ids = columns()["C1"]
+    ids[900] = 50
+    write(tmp_path, {**columns(), "C1": ids})
+    loader = CriteoLoader(tmp_path, "train", batch_size=10, prefetch=1)
+    seen = []
+    with pytest.raises(ValueError, match=r"train_1.parquet, row group 6, column 'C1'"):
+        seen.extend(loader)
+    assert len(seen) == 88  # what lies before the row group with the mistake
+    assert not readers()
+
+
+def test_counts_the_time_waited(data):
+    loader = CriteoLoader(data, "train", batch_size=10)
+    began = time.perf_counter()
+    list(loader)
+    assert 0 < loader.wait_seconds < time.perf_counter() - began
+
+
+ILL_TYPED = {
+    "string ids": ({"C2": ["a"] * ROWS}, "'C2' is string, it must be an integer"),
+    "float ids": ({"C2": np.ones(ROWS)}, "'C2' is double, it must be an integer"),
+    "listed ids": ({"C2": [[1]] * ROWS}, r"'C2' is list<.*>, it must be an integer"),
+    "string dense": ({"I2": ["1"] * ROWS}, "'I2' is string, it must be a bool, integer or float"),
+    "string label": ({"label": ["1"] * ROWS}, r"'label' is string, it must be .* \(the label\)"),
+}
+
+
+@pytest.mark.parametrize("kind", ILL_TYPED)
+def test_wrong_types_are_found_at_once(tmp_path, kind):
+    changed, message = ILL_TYPED[kind]
+    write(tmp_path, {**columns(), **changed})
+    with pytest.raises(ValueError, match=rf"train_0.parquet: column {message}"):
+        CriteoLoader(tmp_path, "train", batch_size=10)
+
+
+def test_one_hot_column_where_bags_are_expected(tmp_path):
+    write(tmp_path, columns(), categorical=[Categorical(name="C1", cardinality=50, multi_hot=True)])
+    with pytest.raises(ValueError, match="'C1' is int32, it must be a list of integers"):
+        CriteoLoader(tmp_path, "train", batch_size=10)
+
+
+def test_missing_and_doubled_columns(data, tmp_path):
+    meta = write(tmp_path, columns())
+    tables = (*meta.categorical, Categorical(name="C9", cardinality=3))
+    dataclasses.replace(meta, categorical=tables).write(tmp_path)
+    with pytest.raises(ValueError, match=r"train_0.parquet has no columns named 'C9'.*I1, I2, C1"):
+        CriteoLoader(tmp_path, "train", batch_size=10)
+    meta.write(tmp_path)
+    table = pa.table(columns())
+    doubled = pa.table([*table.columns, table["C1"]], names=[*table.column_names, "C1"])
+    pq.write_table(doubled, tmp_path / "train_1.parquet")
+    with pytest.raises(ValueError, match=r"train_1.parquet has 2 columns named 'C1'"):
+        CriteoLoader(tmp_path, "train", batch_size=10)
+
+
+BAD_VALUES = {
+    "id beyond the table": ("C1", 50, r"'C1': value 37 is id 50, outside the table of 50 rows"),
+    "negative id": ("C1", -1, r"'C1': value 37 is id -1, outside"),
+    "null id": ("C1", None, r"'C1': value 37 is null; .* oov_id"),
+    "null label": ("label", None, r"'label': row 37 is null"),
+    "label of 2": ("label", 2, r"'label': row 37 is 2; a label must lie in \[0, 1\]"),
+    "label of NaN": ("label", float("nan"), r"'label': row 37 is nan"),
+    "infinite dense": ("I2", float("inf"), r"'I2': row 37 is infinite"),
+    "dense beyond float32": ("I2", 1e39, r"'I2': row 37 is infinite or beyond float32"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_VALUES)
+def test_bad_values_are_named(tmp_path, kind):
+    name, value, message = BAD_VALUES[kind]
+    values = columns()[name].tolist()
+    values[64 + 37] = value
+    if kind == "label of NaN":
+        values = np.array(values)
+    write(tmp_path, {**columns(), name: values})
+    with pytest.raises(ValueError, match=rf"train_0.parquet, row group 1, column {message}"):
+        list(CriteoLoader(tmp_path, "train", batch_size=10))
+
+
+def test_ids_are_checked_against_the_tables_in_use(data):
+    with pytest.raises(ValueError, match=r"'C2': .* outside the table of 2000 rows"):
+        list(CriteoLoader(data, "train", batch_size=10, num_embeddings=(50, 2000, 7)))
+    with pytest.raises(ValueError, match="num_embeddings has 2 entries for the 3 categorical"):
+        CriteoLoader(data, "train", batch_size=10, num_embeddings=(50, 2000))
+
+
+def test_damaged_files(tmp_path):
+    write(tmp_path, columns())
+    path = tmp_path / "train_1.parquet"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"train_1.parquet is not a whole Parquet file"):
+        CriteoLoader(tmp_path, "train", batch_size=10)
+    chunk = pq.read_metadata(tmp_path / "train_0.parquet").row_group(2).column(4)
+    start = chunk.dictionary_page_offset or chunk.data_page_offset
+    damaged = bytearray(whole)
+    middle = start + chunk.total_compressed_size // 2
+    damaged[middle : middle + 20] = bytes(20)
+    path.write_bytes(damaged)
+    message = r"train_1.parquet, row group 2, column 'C2' cannot be read .*damaged"
+    with pytest.raises(ValueError, match=message):
+        list(CriteoLoader(tmp_path, "train", batch_size=10))
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"train_1.parquet does not exist, but .*meta.json"):
+        CriteoLoader(tmp_path, "train", batch_size=10)
+
+
+def test_other_number_of_rows_than_described(tmp_path):
+    meta = write(tmp_path, columns())
+    split = dataclasses.replace(meta.splits["train"], rows=999)
+    dataclasses.replace(meta, splits={"train": split}).write(tmp_path)
+    with pytest.raises(ValueError, match=r"'train' has 1000 rows in its files, .*json says 999"):
+        CriteoLoader(tmp_path, "train", batch_size=10)
+
+
+def test_unknown_and_empty_split(data):
+    with pytest.raises(
+        ValueError, match=r"no split 'trian', did you mean 'train'\? valid: train, val"
+    ):
+        CriteoLoader(data, "trian", batch_size=10)
+    with pytest.raises(ValueError, match=r"split 'val' of .*meta.json is empty"):
+        CriteoLoader(data, "val", batch_size=10)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size is 0, it must be at least 1"),
+        ({"window": 0}, "window is 0, it must be at least 1"),
+        ({"readers": 0}, "readers is 0, it must be at least 1"),
+        ({"prefetch": -1}, "prefetch is -1, it must be at least 1"),
+        ({"rank": 2, "world_size": 2}, r"rank is 2, it must lie in \[0, world_size=2\)"),
+        ({"seed": -1}, "seed is -1, it must not be negative"),
+        ({"device": "meta"}, "device is meta, batches are brought to cpu or cuda"),
+    ],
+)
+def test_bad_options(data, options, message):
+    with pytest.raises(ValueError, match=message):
+        CriteoLoader(data, "train", **{"batch_size": 10, **options})
+
+
+def test_bad_epoch(data):
+    with pytest.raises(ValueError, match="epoch is -1, it must not be negative"):
+        CriteoLoader(data, "train", batch_size=10).set_epoch(-1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("multi_hot", [False, True])
+def test_batches_on_the_gpu(tmp_path, multi_hot):
+    tables = [Categorical(name="C1", cardinality=50)]
+    if multi_hot:
+        tables.append(Categorical(name="H1", cardinality=90, multi_hot=True))
+    write(tmp_path, {**columns(), "H1": bags()}, categorical=tables)
+    options = {"batch_size": 64, "shuffle": True, "window": 3}
+    host = list(CriteoLoader(tmp_path, "train", **options))
+    loader = CriteoLoader(tmp_path, "train", device="cuda", **options)
+    copies = []
+    for batch in loader:
+        assert batch.labels.is_cuda
+        torch.cuda._sleep(1_000_000)  # the consumer's stream lags behind; batches must not change
+        offsets = None if batch.offsets is None else batch.offsets.clone()
+        copies.append(Batch(batch.dense * 1, batch.ids * 1, batch.labels * 1, offsets))
+    copies = [copy.to("cpu", non_blocking=False) for copy in copies]
+    assert same(copies, host)
+    assert not multi_hot or torch.equal(copies[3].offsets, host[3].offsets)
+
+
+@pytest.mark.gpu
+def test_a_graph_can_be_captured_while_batches_are_read(data):
+    loader = CriteoLoader(data, "train", device="cuda", batch_size=10, shuffle=True)
+    value = torch.zeros(1, device="cuda")
+    for step, _ in enumerate(loader):
+        if step == 3:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                value += 1
+                time.sleep(0.05)
+    graph.replay()
+    assert value.item() == 1
