@@ -1,0 +1,294 @@
+"""Update the rows of a table from an uncoalesced row gradient, in one pass.
+
+A look-up of ``n`` ids yields ``n`` gradient rows, many for the same row of the table. They are
+sorted by row (:func:`prepare`, which needs the ids alone and so can run ahead of the gradient),
+summed per row, and the optimizer's rule is applied to each touched row once: no dense gradient, no
+coalesced copy, no count of distinct rows on the host, and the same bits every time.
+
+The sorted entries are cut into tiles of equal length, so that a row with tens of thousands of
+entries costs no more than as many rows with one. A tile sums its rows by a segmented scan and
+updates those that lie wholly inside it. The sums of a row that crosses into other tiles (at most
+two per tile) go to a buffer, and a second, small kernel adds them up in order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dlrm.hints import nearest
+from dlrm.kernels import use_triton
+
+RULES = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+"""``sgd`` keeps no state, ``adagrad`` sums of squares ``[V, D]``, ``rowwise_adagrad`` sums of mean
+squares ``[V]`` or ``[V, 1]``, ``adam`` two moments ``[V, D]`` and the number of updates of each
+row, int32 ``[V]`` or ``[V, 1]``."""
+
+TILE = 4096  # elements of a tile: 32 a thread
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The entries of a row gradient sorted by row."""
+
+    rows: Tensor  # [n] int32 or int64, ascending
+    order: Tensor  # [n] int64, the entry that stands there
+
+
+def prepare(rows: Tensor, num_rows: int) -> Plan:
+    """Sort the entries of a row gradient.
+
+    Args:
+        rows: row of each entry, ``[n]`` int32 or int64.
+        num_rows: rows V of the table; below 2^31 the sort takes half the time.
+
+    Returns:
+        The plan for :func:`update_rows`, equal rows in order of their entries.
+    """
+    if num_rows < 2**31:
+        rows = rows.int()
+    return Plan(*torch.sort(rows, stable=True))
+
+
+@triton.jit
+def _add_equal(sum_a, row_a, sum_b, row_b):
+    return tl.where(row_a == row_b, sum_a + sum_b, sum_b), row_b
+
+
+@triton.jit
+def _store(pointer, value, mask, seed, ROUND: tl.constexpr):
+    """Store fp32 as the pointer's type; with ROUND to bf16 up or down by chance."""
+    if ROUND:
+        chance = tl.randint(tl.load(seed), pointer.to(tl.int64).to(tl.int32)) & 0xFFFF
+        bits = (value.to(tl.int32, bitcast=True) + chance) & -65536  # upper half: the bf16
+        value = tl.where(value == value, bits.to(tl.float32, bitcast=True), value)
+    tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _one_minus_exp(x):
+    """``1 - exp(x)`` for x <= 0, by its series where the difference would cancel."""
+    series = -x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5))))
+    return tl.where(x > -0.1, series, 1 - tl.exp(x))
+
+
+@triton.jit
+def _apply(
+    row, grad, live, weight, states, lr, betas, eps, seed,
+    D: tl.constexpr, RULE: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """Apply the rule to ``row [K]`` where ``live [K]``, given the summed ``grad [K, BLOCK_D]``."""
+    row = row.to(tl.int64)
+    column = tl.arange(0, grad.shape[1])[None, :]
+    at = row[:, None] * D + column
+    mask = live[:, None] & (column < D)
+    rate = tl.load(lr)
+    value = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
+    if RULE == "adagrad":
+        total = tl.load(states[0] + at, mask=mask, other=0.0) + grad * grad
+        tl.store(states[0] + at, total, mask=mask)
+        step = grad / (tl.sqrt_rn(total) + eps)
+    elif RULE == "rowwise_adagrad":
+        total = tl.load(states[0] + row, mask=live, other=0.0) + tl.sum(grad * grad, 1) / D
+        tl.store(states[0] + row, total, mask=live)
+        step = grad / (tl.sqrt_rn(total) + eps)[:, None]
+    elif RULE == "adam":
+        beta1, beta2, log1, log2 = betas
+        count = tl.load(states[2] + row, mask=live, other=0) + 1
+        tl.store(states[2] + row, count, mask=live)
+        first = tl.load(states[0] + at, mask=mask, other=0.0) * beta1 + grad * (1 - beta1)
+        tl.store(states[0] + at, first, mask=mask)
+        second = tl.load(states[1] + at, mask=mask, other=0.0) * beta2 + grad * grad * (1 - beta2)
+        tl.store(states[1] + at, second, mask=mask)
+        scale1 = _one_minus_exp(count * log1)[:, None]
+        scale2 = _one_minus_exp(count * log2)[:, None]
+        step = (first / scale1) / (tl.sqrt_rn(second / scale2) + eps)
+    else:
+        step = grad
+    _store(weight + at, value - rate * step, mask, seed, ROUND)
+
+
+@triton.jit
+def _merge(
+    rows, order, grads, partials, n, weight, states, lr, betas, eps, seed,
+    D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    RULE: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """Sum a tile of sorted entries by row; update rows inside it, spill those that cross it."""
+    tile = tl.program_id(0)
+    k = tile * BLOCK + tl.arange(0, BLOCK)
+    inside = k < n
+    row = tl.load(rows + k, mask=inside, other=-1)
+    following = tl.load(rows + k + 1, mask=k + 1 < n, other=-1)
+    before = tl.load(rows + tile * BLOCK - 1, mask=tile > 0, other=-1)
+    entry = tl.load(order + k, mask=inside, other=0)
+    column = tl.arange(0, BLOCK_D)[None, :]
+    mask = inside[:, None] & (column < D)
+    grad = tl.load(grads + entry[:, None] * D + column, mask=mask, other=0.0).to(tl.float32)
+    keys = tl.broadcast_to(row[:, None], (BLOCK, BLOCK_D))
+    total, _ = tl.associative_scan((grad, keys), 0, _add_equal)
+
+    end = inside & (row != following)
+    late = row == before  # it began in an earlier tile
+    cut = inside & ~end & (k == tile * BLOCK + BLOCK - 1)  # it goes on in the next
+    _apply(row, total, end & ~late, weight, states, lr, betas, eps, seed, D, RULE, ROUND)
+    slot = tile.to(tl.int64) * 2 + tl.where(late, 0, 1)
+    spill = ((end & late) | cut)[:, None] & (column < D)
+    tl.store(partials + slot[:, None] * D + column, total, mask=spill)
+
+
+@triton.jit
+def _finish(
+    rows, partials, n, weight, states, lr, betas, eps, seed,
+    D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr,
+    RULE: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """Update the row that begins in this tile and goes on in the next, if there is one."""
+    tile = tl.program_id(0)
+    end = (tile + 1) * BLOCK
+    row = tl.load(rows + end - 1)
+    before = tl.load(rows + tile * BLOCK - 1, mask=tile > 0, other=-1)
+    if (tl.load(rows + end) == row) & (before != row):
+        column = tl.arange(0, BLOCK_D)
+        inside = column < D
+        slot = partials + (tile.to(tl.int64) * 2 + 1) * D
+        total = tl.load(slot + column, mask=inside, other=0.0)[None, :]
+        more = True
+        while more:
+            part = tile + 1 + tl.arange(0, WIDTH)
+            same = tl.load(rows + part * BLOCK, mask=part * BLOCK < n, other=-1) == row
+            at = part.to(tl.int64)[:, None] * (2 * D) + column[None, :]
+            mask = same[:, None] & inside[None, :]
+            total += tl.sum(tl.load(partials + at, mask=mask, other=0.0), 0)[None, :]
+            more = tl.sum(same.to(tl.int32), 0) == WIDTH
+            tile += WIDTH
+        rows_ = row + tl.zeros((1,), row.dtype)
+        _apply(rows_, total, rows_ >= 0, weight, states, lr, betas, eps, seed, D, RULE, ROUND)
+
+
+def update_rows(
+    rule: str,
+    weight: Tensor,
+    rows: Tensor,
+    grads: Tensor,
+    states: Sequence[Tensor] = (),
+    *,
+    lr: Tensor,
+    eps: float = 1e-8,
+    betas: tuple[float, float] = (0.9, 0.999),
+    plan: Plan | None = None,
+    seed: Tensor | None = None,
+    impl: str | None = None,
+) -> None:
+    """Apply one optimizer step, in place, to the rows that a row gradient touches.
+
+    Entries of equal rows are summed first. Nothing is read back by the host and no shape depends
+    on the ids, so a CUDA graph can hold the call.
+
+    Args:
+        rule: one of :data:`RULES`.
+        weight: the table, ``[V, D]`` contiguous, fp32 or bf16.
+        rows: row of each entry, ``[n]``; not looked at with ``plan``.
+        grads: gradient of each entry, ``[n, D]`` contiguous, fp32 or bf16.
+        states: the rule's state, see :data:`RULES`; fp32.
+        lr: learning rate, a 0-d fp32 tensor.
+        eps: added to the root in the denominator.
+        betas: decay of Adam's moments.
+        plan: ``prepare(rows, V)``, if it was made ahead.
+        seed: a 0-d int64 tensor: bf16 rows are then rounded up or down by chance, without bias,
+            and the seed moves on by one. Without it they are rounded to nearest.
+        impl: see :mod:`dlrm.kernels`.
+
+    Raises:
+        ValueError: unknown rule, or states or shapes that do not fit.
+    """
+    _check(rule, weight, grads, states)
+    if not use_triton(weight, impl):
+        update_rows_torch(rule, weight, rows, grads, states, lr=lr, eps=eps, betas=betas, seed=seed)
+        return
+    n, dim = grads.shape
+    if n == 0:
+        return
+    plan = plan or prepare(rows, len(weight))
+    rounding = seed is not None and weight.dtype == torch.bfloat16
+    block_d = triton.next_power_of_2(dim)
+    block = max(16, min(256, TILE // block_d))
+    tiles = triton.cdiv(n, block)
+    partials = torch.empty(tiles, 2, dim, device=grads.device)
+    decay = (*betas, *(math.log(beta) if beta else -math.inf for beta in betas))
+    rest = (n, weight, tuple(states), lr, decay, eps, seed)
+    options = {"D": dim, "BLOCK": block, "BLOCK_D": block_d, "RULE": rule, "ROUND": rounding}
+    _merge[tiles,](plan.rows, plan.order, grads, partials, *rest, **options)
+    if tiles > 1:
+        width = max(16, min(64, TILE // block_d))
+        _finish[tiles - 1,](plan.rows, partials, *rest, WIDTH=width, num_warps=1, **options)
+    if seed is not None:
+        seed.add_(1)
+
+
+def _check(rule: str, weight: Tensor, grads: Tensor, states: Sequence[Tensor]) -> None:
+    if rule not in RULES:
+        raise ValueError(f"unknown rule {rule!r}{nearest(rule, RULES)}")
+    rows, dim = weight.shape
+    sizes = {
+        "sgd": [],
+        "adagrad": [rows * dim],
+        "rowwise_adagrad": [rows],
+        "adam": [rows * dim, rows * dim, rows],
+    }[rule]
+    if [state.numel() for state in states] != sizes:
+        raise ValueError(
+            f"{rule} on a table {(rows, dim)} needs states of {sizes} elements, "
+            f"got {[tuple(state.shape) for state in states]}"
+        )
+    if grads.dim() != 2 or grads.shape[1] != dim:
+        raise ValueError(f"grads have shape {tuple(grads.shape)}, they must be [n, {dim}]")
+    for tensor in (weight, grads, *states):
+        if not tensor.is_contiguous():
+            raise ValueError("weight, grads and states must be contiguous; call .contiguous()")
+
+
+@torch.no_grad()
+def update_rows_torch(
+    rule: str,
+    weight: Tensor,
+    rows: Tensor,
+    grads: Tensor,
+    states: Sequence[Tensor] = (),
+    *,
+    lr: Tensor,
+    eps: float = 1e-8,
+    betas: tuple[float, float] = (0.9, 0.999),
+    seed: Tensor | None = None,
+) -> None:
+    """:func:`update_rows` in PyTorch; its bf16 rows draw from torch's generator, not ``seed``."""
+    rows, inverse = rows.unique(return_inverse=True)
+    wide = torch.promote_types(grads.dtype, torch.float32)
+    grad = grads.new_zeros(len(rows), grads.shape[1], dtype=wide).index_add_(
+        0, inverse, grads.to(wide)
+    )
+    if rule == "adagrad":
+        states[0][rows] += grad.square()
+        grad = grad / (states[0][rows].sqrt() + eps)
+    elif rule == "rowwise_adagrad":
+        mean = states[0].view(-1, 1)
+        mean[rows] += grad.square().mean(1, keepdim=True)
+        grad = grad / (mean[rows].sqrt() + eps)
+    elif rule == "adam":
+        first, second, count = (*states[:2], states[2].view(-1, 1))
+        count[rows] += 1
+        first[rows] = first[rows] * betas[0] + grad * (1 - betas[0])
+        second[rows] = second[rows] * betas[1] + grad.square() * (1 - betas[1])
+        scale1, scale2 = (-torch.expm1(count[rows] * math.log(beta)) for beta in betas)
+        grad = (first[rows] / scale1) / ((second[rows] / scale2).sqrt() + eps)
+    value = weight[rows].to(wide) - lr * grad
+    if seed is not None and weight.dtype == torch.bfloat16:
+        chance = torch.randint_like(value, 1 << 16, dtype=torch.int32)
+        value = ((value.view(torch.int32) + chance) & -65536).view(torch.float32)
+    weight[rows] = value.to(weight.dtype)
