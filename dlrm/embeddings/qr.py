@@ -123,7 +123,7 @@ class QR(Embedding):
         counts: Sequence[Tensor] | None = None,
         operation: str = "multiply",
     ) -> list[dict[str, Any] | None]:
-        """Per table the fewest collisions that fit an equal share; see :class:`Embedding`."""
+        """Per table the fewest collisions that fit an equal share, under ``operation``."""
         quotient_dim, remainder_dim = dims(embedding_dim, operation)
 
         def size(rows: int, collisions: int | None) -> int:
@@ -138,7 +138,7 @@ class QR(Embedding):
             return choice if size(rows, choice) < size(rows, None) else None
 
         return [
-            None if collisions is None else {"collisions": collisions, "operation": operation}
+            None if collisions is None else {"collisions": collisions}
             for collisions in share_out(num_embeddings, fewest, size, budget, cls.kind())
         ]
 

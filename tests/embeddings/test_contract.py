@@ -1,0 +1,385 @@
+"""What every embedding kind promises, run on every kind that there is."""
+
+import copy
+import inspect
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from dlrm.embeddings import EmbeddingBag, available, build
+
+SIZES = [1, 3, 40, 131]
+# Options under which small tables are compressed; kinds that are not named have none to set.
+COMPRESSED = [
+    ("hash", {"rows": 7}),
+    ("qr", {"collisions": 5, "operation": "multiply"}),
+    ("qr", {"collisions": 5, "operation": "add"}),
+    ("qr", {"collisions": 5, "operation": "concat"}),
+    ("block", {"dim": 3}),
+    ("drop", {"keep": 5}),
+    ("tt", {"rank": 3}),
+]
+# Options under which a kind can hold any table of these sizes.
+LOSSLESS = {
+    "hash": {"rows": 200},
+    "qr": {"collisions": 1},
+    "block": {"dim": 8},
+    "drop": {"keep": 200},
+    "tt": {"rank": 200},
+}
+KINDS = sorted(available())
+CASES = COMPRESSED + [(kind, {}) for kind in KINDS if kind not in dict(COMPRESSED)]
+NAMES = ["-".join([kind, *(str(value) for value in options.values())]) for kind, options in CASES]
+every_case = pytest.mark.parametrize(("kind", "options"), CASES, ids=NAMES)
+every_mode = pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+
+
+def make(kind, options, dim=8, **common):
+    """A group over SIZES in double precision with rows of a size that shows errors."""
+    group = build(kind, SIZES, dim, **options, **common).double()
+    with torch.no_grad():
+        for parameter in group.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    return group
+
+
+def one_hot(batch, dtype=torch.int64):
+    """Ids ``[F, B]`` that include both ends of every table."""
+    ids = torch.stack([torch.randint(rows, (batch,)) for rows in SIZES])
+    if batch > 1:
+        ids[:, 0], ids[:, -1] = 0, torch.tensor(SIZES) - 1
+    return ids.to(dtype)
+
+
+def bags(dtype=torch.int64):
+    """Ids, offsets and bags by table and sample: empty ones, duplicates, both ends of a table."""
+    nested = [
+        [[], [0, rows - 1, 0, rows // 2], [rows - 1], [rows // 3, rows // 2], []] for rows in SIZES
+    ]
+    flat = [bag for table in nested for bag in table]
+    offsets = torch.tensor([0, *(len(bag) for bag in flat)]).cumsum(0)
+    return torch.tensor([i for bag in flat for i in bag], dtype=dtype), offsets, nested
+
+
+def pooled(group, nested, weights=None):
+    """The oracle: rows of one table at a time, pooled bag by bag."""
+    out = torch.zeros(len(nested[0]), len(nested), group.embedding_dim, dtype=torch.float64)
+    position = 0
+    for table, samples in enumerate(nested):
+        for sample, bag in enumerate(samples):
+            factors = None if weights is None else weights[position : position + len(bag)]
+            position += len(bag)
+            bag = [i for i in bag if i != group.padding_idx]
+            if bag:
+                rows = group.rows(table, torch.tensor(bag))
+                if factors is not None:
+                    rows = rows * factors[:, None]
+                out[sample, table] = {
+                    "sum": lambda rows: rows.sum(0),
+                    "mean": lambda rows: rows.mean(0),
+                    "max": lambda rows: rows.max(0).values,
+                }[group.mode](rows)
+    return out
+
+
+def gradients(group):
+    return {
+        name: p.grad.to_dense() if p.grad is not None else torch.zeros_like(p)
+        for name, p in group.named_parameters()
+    }
+
+
+@every_case
+@pytest.mark.parametrize("dim", [4, 8, 10, 16])
+@pytest.mark.parametrize("batch", [0, 1, 33])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_one_hot_gives_the_rows(kind, options, dim, batch, dtype):
+    group = make(kind, options, dim)
+    ids = one_hot(batch, dtype)
+    out = group(ids)
+    assert out.shape == (batch, len(SIZES), dim)
+    assert out.dtype == torch.float64
+    for table in range(len(SIZES)):
+        torch.testing.assert_close(out[:, table], group.rows(table, ids[table]))
+
+
+@every_case
+def test_rows_keep_the_shape_of_their_ids(kind, options):
+    group = make(kind, options)
+    ids = torch.randint(SIZES[3], (2, 3))
+    rows = group.rows(3, ids)
+    assert rows.shape == (2, 3, 8)
+    assert group.rows(3, ids[1, 2]).shape == (8,)
+    torch.testing.assert_close(rows[1, 2], group.rows(3, ids[1, 2]))
+
+
+@every_case
+def test_to_dense_gives_every_row(kind, options):
+    group = make(kind, options).float()
+    for table, rows in enumerate(SIZES):
+        dense = group.to_dense(table, chunk=16)
+        torch.testing.assert_close(dense, group.rows(table, torch.arange(rows)).detach())
+
+
+@every_case
+@every_mode
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("padding_idx", [None, 0])
+def test_bags_are_pooled(kind, options, mode, dtype, padding_idx):
+    group = make(kind, options, mode=mode, padding_idx=padding_idx)
+    ids, offsets, nested = bags(dtype)
+    torch.testing.assert_close(group(ids, offsets), pooled(group, nested))
+
+
+@every_case
+def test_bags_are_weighted(kind, options):
+    group = make(kind, options)
+    ids, offsets, nested = bags()
+    weights = torch.randn(len(ids), dtype=torch.float64, requires_grad=True)
+    up = torch.randn(5, len(SIZES), 8, dtype=torch.float64)
+    both = group(ids, offsets, weights), pooled(group, nested, weights)
+    torch.testing.assert_close(*both)
+    grads = [torch.autograd.grad((out * up).sum(), weights)[0] for out in both]
+    torch.testing.assert_close(*grads)
+
+
+@every_case
+def test_one_hot_is_weighted(kind, options):
+    group = make(kind, options)
+    ids = one_hot(6)
+    weights = torch.randn(ids.shape, dtype=torch.float64)
+    torch.testing.assert_close(group(ids, None, weights), group(ids) * weights.T[..., None])
+
+
+@every_case
+def test_one_hot_padding_gives_zeros(kind, options):
+    group = make(kind, options, padding_idx=0)
+    ids = one_hot(9)
+    out = group(ids)
+    out.sum().backward()
+    assert (out[ids.T == 0] == 0).all()
+    alone = make(kind, options)
+    alone.load_state_dict(group.state_dict())
+    torch.testing.assert_close(out[ids.T != 0], alone(ids)[ids.T != 0])
+
+
+@every_case
+def test_no_bags_and_only_empty_bags(kind, options):
+    group = make(kind, options)
+    none = torch.tensor([], dtype=torch.int64)
+    assert group(none, torch.tensor([0])).shape == (0, len(SIZES), 8)
+    out = group(none, torch.zeros(2 * len(SIZES) + 1, dtype=torch.int64))
+    assert out.shape == (2, len(SIZES), 8)
+    assert not out.any()
+    out.sum().backward()
+
+
+@every_case
+@every_mode
+def test_gradient_of_every_parameter_by_finite_differences(kind, options, mode):
+    group = make(kind, options, dim=4, mode=mode, sparse=False)
+    ids, offsets, _ = bags()
+    names, values = zip(*group.named_parameters(), strict=True)
+
+    def forward(*parameters):
+        return functional_call(group, dict(zip(names, parameters, strict=True)), (ids, offsets))
+
+    assert torch.autograd.gradcheck(forward, values, fast_mode=True)
+
+
+@every_case
+def test_gradient_of_every_parameter_by_reconstruction(kind, options):
+    group = make(kind, options)
+    ids = one_hot(33)
+    up = torch.randn(33, len(SIZES), 8, dtype=torch.float64)
+    (group(ids) * up).sum().backward()
+    found = gradients(group)
+    group.zero_grad()
+    # All tables in full, then a selection by a one-hot matrix, in dense arithmetic alone.
+    for table, rows in enumerate(SIZES):
+        dense = group.rows(table, torch.arange(rows))
+        chosen = nn.functional.one_hot(ids[table], rows).double() @ dense
+        (chosen * up[:, table]).sum().backward()
+    for name, expected in gradients(group).items():
+        torch.testing.assert_close(found[name], expected, msg=lambda text, n=name: f"{n}: {text}")
+        assert expected.any()
+
+
+@every_case
+def test_sparse_gradients_equal_dense_ones(kind, options):
+    sparse, dense = make(kind, options, sparse=True), make(kind, options, sparse=False)
+    dense.load_state_dict(sparse.state_dict())
+    ids, offsets, _ = bags()
+    for group in (sparse, dense):
+        group(ids, offsets).square().sum().backward()
+    assert not any(p.grad.is_sparse for p in dense.parameters() if p.grad is not None)
+    for name, expected in gradients(dense).items():
+        torch.testing.assert_close(gradients(sparse)[name], expected)
+
+
+@every_case
+@pytest.mark.parametrize("bad", [-1, "end"])
+def test_ids_outside_their_table_raise(kind, options, bad):
+    group = make(kind, options)
+    for table, rows in enumerate(SIZES):
+        wrong = rows if bad == "end" else bad
+        message = re.escape(f"id {wrong} of table {table} is outside [0, {rows})")
+        ids = one_hot(4)
+        ids[table, 2] = wrong
+        with pytest.raises(IndexError, match=message):
+            group(ids)
+        with pytest.raises(IndexError, match=message):
+            group(ids.reshape(-1), torch.arange(ids.numel() + 1))
+        with pytest.raises(IndexError, match=message):
+            group.rows(table, ids[table])
+
+
+@every_case
+def test_ids_that_are_no_integers_raise(kind, options):
+    group = make(kind, options)
+    ids = one_hot(4).float()
+    with pytest.raises(ValueError, match="ids must be integers"):
+        group(ids)
+    with pytest.raises(ValueError, match="ids must be integers"):
+        group(ids.reshape(-1), torch.arange(ids.numel() + 1))
+
+
+@every_case
+def test_footprint_counts_all_that_is_saved(kind, options):
+    group = build(kind, SIZES, 8, **options)
+    footprint = group.footprint()
+    assert len(footprint) == len(SIZES)
+    total = sum(sum(parts.values()) for parts in footprint)
+    assert total == sum(t.numel() * t.element_size() for t in group.state_dict().values())
+    parameters = {t.dtype: sum(p.numel() for p in group.parameters()) for t in group.parameters()}
+    grown = sum(sum(parts.values()) for parts in group.double().footprint())
+    assert grown - total == 4 * parameters[torch.float32]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_dense_with_room_for_all_reproduces(kind):
+    weights = [torch.randn(rows, 8) for rows in SIZES]
+    group = available()[kind].from_dense(weights, **LOSSLESS.get(kind, {}))
+    for table, weight in enumerate(weights):
+        torch.testing.assert_close(group.to_dense(table), weight, rtol=1e-4, atol=1e-4)
+
+
+@every_case
+def test_from_dense_of_its_own_tables_reproduces(kind, options):
+    sizes = [1, 8, 60, 125]  # products of three equal factors or nearly so, as tt likes them
+    made = build(kind, sizes, 8, **options)
+    weights = [made.to_dense(table) for table in range(len(sizes))]
+    again = available()[kind].from_dense(weights, **options)
+    for table, weight in enumerate(weights):
+        torch.testing.assert_close(again.to_dense(table), weight, rtol=1e-3, atol=1e-5)
+
+
+@every_case
+def test_rows_start_with_the_deviation_of_dense_ones(kind, options):
+    group = build(kind, [2000] * 16, 16, **options)
+    rows = torch.stack([group.to_dense(table) for table in range(16)]) * (3 * 2000) ** 0.5
+    assert rows.std() == pytest.approx(1, rel=0.05)
+    assert abs(rows.mean()) < 0.05
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_options_suit_the_command_line(kind):
+    help_text = inspect.getdoc(available()[kind])
+    assert help_text, "the docstring is the help text"
+    for name, parameter in available()[kind].options().items():
+        assert parameter.default is not parameter.empty, f"{name} needs a default"
+        assert parameter.annotation is not parameter.empty, f"{name} needs a type"
+        assert re.search(rf"^ +{name}: \S", help_text, re.MULTILINE), f"{name} is undocumented"
+
+
+@every_case
+def test_state_loads_into_a_fresh_group(kind, options):
+    old, new = make(kind, options), make(kind, options)
+    ids = one_hot(9)
+    assert not torch.equal(old(ids), new(ids))
+    new.load_state_dict(old.state_dict())
+    assert torch.equal(old(ids), new(ids))
+
+
+@every_case
+def test_a_copy_is_independent(kind, options):
+    group = make(kind, options)
+    ids = one_hot(9)
+    before = group(ids).detach()
+    twin = copy.deepcopy(group)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.add_(1)
+    assert torch.equal(group(ids), before)
+    assert not torch.equal(twin(ids), before)
+
+
+@every_case
+@every_mode
+@pytest.mark.parametrize("padding_idx", [None, 3, -1])
+def test_drop_in_agrees_with_the_original(kind, options, mode, padding_idx):
+    arguments = {"mode": mode, "padding_idx": padding_idx}
+    bag = EmbeddingBag(41, 8, kind=kind, **arguments, **options)
+    original = nn.EmbeddingBag.from_pretrained(bag.embedding.to_dense(), **arguments)
+    ids = torch.tensor([0, 3, 40, 3, 3, 17, 40, 2])
+    inputs = [
+        (ids.view(2, 4),),
+        (ids.view(8, 1),),
+        (ids, torch.tensor([0, 0, 4, 5, 8])),
+        (ids.int(), torch.tensor([0, 3], dtype=torch.int32)),
+    ]
+    for arguments in inputs:
+        torch.testing.assert_close(bag(*arguments), original(*arguments))
+    bag.include_last_offset = original.include_last_offset = True
+    arguments = (ids, torch.tensor([0, 2, 2, 8]))
+    torch.testing.assert_close(bag(*arguments), original(*arguments))
+
+
+@every_case
+def test_drop_in_weighs_as_the_original(kind, options):
+    bag = EmbeddingBag(41, 8, kind=kind, mode="sum", **options)
+    original = nn.EmbeddingBag.from_pretrained(bag.embedding.to_dense(), mode="sum")
+    ids = torch.tensor([[0, 3, 40, 3], [3, 17, 40, 2]])
+    weights = torch.randn(2, 4, requires_grad=True)
+    grads = []
+    for module in (bag, original):
+        out = module(ids, per_sample_weights=weights)
+        grads.append(torch.autograd.grad(out.square().sum(), weights)[0])
+        torch.testing.assert_close(out, original(ids, per_sample_weights=weights))
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("compression", [2, 5])
+def test_a_budget_is_kept(kind, compression):
+    sizes, dim = [6000, 37, 3, 20000, 900], 16
+    budget = sum(sizes) * dim * 4 // compression
+    counts = [torch.arange(rows, 0, -1) for rows in sizes]
+    if "for_budget" not in vars(available()[kind]):
+        with pytest.raises(ValueError, match=f"{kind} takes no budget"):
+            available()[kind].for_budget(sizes, dim, budget)
+        return
+    for known in (None, counts):
+        chosen = available()[kind].for_budget(sizes, dim, budget, counts=known)
+        groups = [
+            build("dense" if options is None else kind, [rows], dim, **(options or {}))
+            for rows, options in zip(sizes, chosen, strict=True)
+        ]
+        total = sum(sum(group.footprint()[0].values()) for group in groups)
+        assert 0.8 * budget <= total <= budget
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_budget_may_be_generous_or_too_small(kind):
+    if "for_budget" not in vars(available()[kind]):
+        pytest.skip("takes no budget")
+    assert available()[kind].for_budget([500, 3], 8, 503 * 8 * 4) == [None, None]
+    with pytest.raises(ValueError, match=r"budget of 10 bytes .* at least (\d+)") as error:
+        available()[kind].for_budget([500, 3], 8, 10)
+    smallest = int(re.search(r"at least ([\d,]+)", str(error.value))[1].replace(",", ""))
+    available()[kind].for_budget([500, 3], 8, smallest)
+    with pytest.raises(ValueError, match="budget"):
+        available()[kind].for_budget([500, 3], 8, smallest - 1)
