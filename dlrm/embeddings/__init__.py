@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import pkgutil
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dlrm.embeddings.base import Embedding, EmbeddingBag
+from dlrm.hints import nearest
 
 __all__ = ["Embedding", "EmbeddingBag", "available", "build"]
 
@@ -52,10 +52,3 @@ def build(
         if name not in valid:
             raise ValueError(f"embedding kind {kind} has no option {name!r}{nearest(name, valid)}")
     return kinds[kind](num_embeddings, embedding_dim, **options)
-
-
-def nearest(name: str, valid: Sequence[str] | set[str] | dict[str, Any]) -> str:
-    """The end of an error message: the nearest valid name and all of them."""
-    match = difflib.get_close_matches(name, valid, n=1)
-    hint = f", did you mean {match[0]!r}?" if match else ";"
-    return f"{hint} valid: {', '.join(sorted(valid))}"

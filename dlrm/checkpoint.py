@@ -1,0 +1,54 @@
+"""The state of a run on disk, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LATEST, BEST = "latest.pt", "best.pt"
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Write ``state`` to ``path`` under a temporary name first, then rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def find(path: str | Path) -> Path:
+    """The checkpoint that ``path`` means: a file, or a run directory's latest one.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    path = Path(path)
+    file = path / "checkpoints" / LATEST if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{file} is no checkpoint: name a run's directory or a file in its checkpoints/"
+        )
+    return file
+
+
+def load(path: str | Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Read the checkpoint of a run.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: the file is not a checkpoint of this program.
+    """
+    file = find(path)
+    try:
+        state = torch.load(file, map_location=device, weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{file} can't be read as a checkpoint: {error}") from None
+    if not isinstance(state, dict) or "recipe" not in state:
+        raise ValueError(f"{file} is not a checkpoint of this program")
+    return state

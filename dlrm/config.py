@@ -1,0 +1,185 @@
+"""The schema of a run: frozen dataclasses whose fields are the options of the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def _require(**rules: tuple[bool, str]) -> None:
+    """Raise one error that lists every option whose rule does not hold."""
+    broken = [f"{name} {text}" for name, (holds, text) in rules.items() if not holds]
+    if broken:
+        raise ValueError("; ".join(broken))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of the model."""
+
+    embedding_dim: int = 16
+    """Length of an embedding row."""
+    bottom_mlp: tuple[int, ...] = (512, 256, 64)
+    """Hidden sizes of the bottom MLP; a last layer of embedding_dim outputs follows."""
+    top_mlp: tuple[int, ...] = (512, 256)
+    """Hidden sizes of the top MLP; a last layer of one output follows."""
+    interaction: Literal["dot", "dcn"] = "dot"
+    """How features meet: pairwise dot products, or the low-rank cross network of DCN-V2."""
+    cross_layers: int = 3
+    """Layers of the cross network (dcn)."""
+    cross_rank: int = 512
+    """Rank of a layer of the cross network (dcn)."""
+
+    def __post_init__(self) -> None:
+        _require(
+            embedding_dim=(self.embedding_dim >= 1, f"is {self.embedding_dim}, at least 1 needed"),
+            bottom_mlp=(min(self.bottom_mlp, default=1) >= 1, "has a size below 1"),
+            top_mlp=(min(self.top_mlp, default=1) >= 1, "has a size below 1"),
+            cross_layers=(self.cross_layers >= 1, f"is {self.cross_layers}, at least 1 needed"),
+            cross_rank=(self.cross_rank >= 1, f"is {self.cross_rank}, at least 1 needed"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TablesConfig:
+    """Which tables are of the kind that --emb names; the others are dense."""
+
+    threshold: int | None = None
+    """Tables of at least so many rows; by default 2000, and 0 with --budget."""
+    largest: int | None = None
+    """Instead of the threshold: the so many largest tables."""
+    kinds: dict[str, str] = field(default_factory=dict)
+    """Tables by name with a kind of their own, as in {C3: tt, C12: qr}."""
+
+    def __post_init__(self) -> None:
+        _require(
+            threshold=((self.threshold or 0) >= 0, f"is {self.threshold}, it can't be negative"),
+            largest=((self.largest or 0) >= 0, f"is {self.largest}, it can't be negative"),
+        )
+
+
+Rule = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Optimizers of the dense part and of the embeddings, and the learning-rate schedule."""
+
+    dense: Rule = "adagrad"
+    """Optimizer of the MLPs and the interaction."""
+    embeddings: Rule = "adagrad"
+    """Optimizer of the embeddings; it updates only the rows that a batch touched."""
+    lr: float = 0.02
+    """Learning rate of the dense part, and of the embeddings unless they have their own."""
+    embeddings_lr: float | None = None
+    """Learning rate of the embeddings; lr if not set."""
+    eps: float = 1e-8
+    """Added to the denominator of Adagrad and Adam."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of Adam's moments."""
+    clip_norm: float | None = None
+    """Scale all gradients down to this norm together; not clipped if not set."""
+    warmup_steps: int = 0
+    """Steps over which the learning rates rise linearly."""
+    decay_start: int | None = None
+    """Step at which a polynomial decay begins; never if not set."""
+    decay_steps: int = 1
+    """Steps over which the learning rates fall to zero."""
+    decay_power: float = 2.0
+    """Power of the decay."""
+
+    def __post_init__(self) -> None:
+        _require(
+            lr=(self.lr >= 0, f"is {self.lr}, it can't be negative"),
+            embeddings_lr=((self.embeddings_lr or 0) >= 0, "can't be negative"),
+            eps=(self.eps >= 0, f"is {self.eps}, it can't be negative"),
+            betas=(all(0 <= b < 1 for b in self.betas), f"are {self.betas}, needed: 0 <= b < 1"),
+            clip_norm=(self.clip_norm is None or self.clip_norm > 0, "must be above 0"),
+            warmup_steps=(self.warmup_steps >= 0, "can't be negative"),
+            decay_steps=(self.decay_steps >= 1, "must be at least 1"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderConfig:
+    """How Parquet becomes batches."""
+
+    shuffle: bool = True
+    """Shuffle the training rows by seed and epoch: the row groups, and a window of them mixed."""
+    window: int = 8
+    """Row groups whose rows are mixed at a time."""
+    readers: int = 2
+    """Threads that decode row groups in the background."""
+    prefetch: int = 4
+    """Batches that are made ahead."""
+    drop_last: bool = False
+    """Leave out the last batch of an epoch if it is short."""
+
+    def __post_init__(self) -> None:
+        _require(
+            window=(self.window >= 1, f"is {self.window}, at least 1 needed"),
+            readers=(self.readers >= 1, f"is {self.readers}, at least 1 needed"),
+            prefetch=(self.prefetch >= 1, f"is {self.prefetch}, at least 1 needed"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One training run."""
+
+    emb: str = "dense"
+    """Kind of the embeddings."""
+    budget: str | None = None
+    """Memory for all embeddings, as 20MB or, relative to dense tables, 100x; the options of the
+    kind follow from it."""
+    data: str = "data/demo"
+    """Directory made by scripts/prepare_criteo.py or scripts/make_synthetic.py. The default is
+    synthetic and made on first use."""
+    output: str = "runs"
+    """Directory of the runs."""
+    name: str | None = None
+    """Name of the run's directory in output; by default the kind and the time."""
+    resume: str | None = None
+    """Run directory or checkpoint to go on from; the run's own configuration is used."""
+    seed: int = 0
+    """Seed of the initialisation and the shuffling."""
+    epochs: int = 1
+    """Passes over the training rows."""
+    max_steps: int | None = None
+    """Stop after so many steps."""
+    batch_size: int = 1024
+    """Samples per step."""
+    eval_batch_size: int = 16384
+    """Samples per batch in evaluations."""
+    eval_every: int | None = None
+    """Steps between evaluations on the validation split; by default a quarter of an epoch."""
+    log_every: int = 50
+    """Steps between two log entries."""
+    populate_every: int = 200
+    """Steps between two renewals of a cache of rows, for kinds that have one switched on."""
+    amp: bool = False
+    """Run MLPs and interaction in bfloat16."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ...; auto takes a GPU if there is one."""
+    profile: bool = False
+    """Write a torch.profiler trace of a few steps and a table of the costliest operations."""
+    checkpoint: bool = True
+    """Keep the latest and the best state of the run on disk."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tables: TablesConfig = field(default_factory=TablesConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    methods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Options of each embedding kind, from --<kind>.<option>."""
+
+    def __post_init__(self) -> None:
+        positive = ("epochs", "batch_size", "eval_batch_size", "log_every", "populate_every")
+        optional = ("max_steps", "eval_every")
+        values = {name: getattr(self, name) for name in (*positive, *optional)}
+        _require(
+            **{
+                name: (value is None or value >= 1, f"is {value}, at least 1 needed")
+                for name, value in values.items()
+            }
+        )

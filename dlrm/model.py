@@ -1,0 +1,156 @@
+"""The deep learning recommendation model: MLPs, interactions, and DLRM itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from dlrm.embeddings.sparse_arch import Plan, SparseArch
+from dlrm.hints import nearest
+
+INTERACTIONS = ("dot", "dcn")
+
+
+class MLP(nn.Sequential):
+    """Linear layers with ReLU between them, and after the last with ``final_relu``.
+
+    Weights start as N(0, sqrt(2 / (m + n))), biases as N(0, sqrt(1 / m)) for m outputs and n
+    inputs, as in the reference DLRM (Naumov et al., arXiv 1906.00091).
+    """
+
+    def __init__(self, sizes: Sequence[int], *, final_relu: bool = True) -> None:
+        layers: list[nn.Module] = []
+        for inputs, outputs in pairwise(sizes):
+            linear = nn.Linear(inputs, outputs)
+            nn.init.normal_(linear.weight, std=(2 / (outputs + inputs)) ** 0.5)
+            nn.init.normal_(linear.bias, std=(1 / outputs) ** 0.5)
+            layers += [linear, nn.ReLU()]
+        super().__init__(*(layers if final_relu else layers[:-1]))
+
+
+class DotInteraction(nn.Module):
+    """The bottom vector, followed by the dot products of all pairs of the ``F + 1`` vectors.
+
+    Reference: Naumov et al., arXiv 1906.00091.
+    """
+
+    def __init__(self, num_tables: int, embedding_dim: int) -> None:
+        super().__init__()
+        vectors = num_tables + 1
+        self.out_features = embedding_dim + vectors * (vectors - 1) // 2
+        row, column = torch.tril_indices(vectors, vectors, -1)
+        self.register_buffer("_pairs", row * vectors + column, persistent=False)
+        self._pairs: Tensor  # [F (F + 1) / 2]
+
+    def forward(self, bottom: Tensor, embedded: Tensor) -> Tensor:
+        """``bottom [B, D]`` and ``embedded [B, F, D]`` to ``[B, D + F (F + 1) / 2]``."""
+        x = torch.cat([bottom[:, None], embedded.to(bottom.dtype)], dim=1)  # [B, F + 1, D]
+        products = torch.bmm(x, x.transpose(1, 2)).flatten(1)  # [B, (F + 1)^2]
+        return torch.cat([bottom, products.index_select(1, self._pairs)], dim=1)
+
+
+class CrossLayer(nn.Module):
+    """``x_0 * (W (V x) + b) + x`` with V of ``rank`` outputs."""
+
+    def __init__(self, features: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(features, rank, bias=False)
+        self.up = nn.Linear(rank, features)
+        nn.init.xavier_normal_(self.down.weight)
+        nn.init.xavier_normal_(self.up.weight)
+        nn.init.zeros_(self.up.bias)
+
+    def forward(self, first: Tensor, x: Tensor) -> Tensor:
+        """One crossing of ``x`` with the network's input ``first``, both ``[B, features]``."""
+        return first * self.up(self.down(x)) + x
+
+
+class CrossInteraction(nn.Module):
+    """The low-rank cross network of DCN-V2 over all vectors side by side.
+
+    Reference: Wang et al., "DCN V2", WWW 2021, arXiv 2008.13535.
+    """
+
+    def __init__(self, num_tables: int, embedding_dim: int, *, layers: int, rank: int) -> None:
+        super().__init__()
+        self.out_features = (num_tables + 1) * embedding_dim
+        self.layers = nn.ModuleList(CrossLayer(self.out_features, rank) for _ in range(layers))
+
+    def forward(self, bottom: Tensor, embedded: Tensor) -> Tensor:
+        """``bottom [B, D]`` and ``embedded [B, F, D]`` to ``[B, (F + 1) D]``."""
+        first = torch.cat([bottom[:, None], embedded.to(bottom.dtype)], dim=1).flatten(1)
+        x = first
+        for layer in self.layers:
+            x = layer(first, x)
+        return x
+
+
+class DLRM(nn.Module):
+    """Deep learning recommendation model over dense features and embedding tables.
+
+    Args:
+        num_dense: number of dense features N.
+        num_embeddings: rows of each table.
+        embedding_dim: length D of a row.
+        plan: kind and options of each table (``dlrm.embeddings.sparse_arch.plan``).
+        bottom_mlp: hidden sizes of the bottom MLP; a last layer of D outputs follows them.
+        top_mlp: hidden sizes of the top MLP; a last layer of one output follows them.
+        interaction: ``dot`` or ``dcn``.
+        cross_layers, cross_rank: depth and rank of the dcn interaction.
+
+    Reference: Naumov et al., "Deep Learning Recommendation Model for Personalization and
+    Recommendation Systems", arXiv 1906.00091.
+    """
+
+    def __init__(
+        self,
+        num_dense: int,
+        num_embeddings: Sequence[int],
+        embedding_dim: int,
+        plan: Plan,
+        *,
+        bottom_mlp: Sequence[int] = (512, 256, 64),
+        top_mlp: Sequence[int] = (512, 256),
+        interaction: str = "dot",
+        cross_layers: int = 3,
+        cross_rank: int = 512,
+    ) -> None:
+        super().__init__()
+        tables = len(num_embeddings)
+        self.interaction: DotInteraction | CrossInteraction
+        if interaction == "dot":
+            self.interaction = DotInteraction(tables, embedding_dim)
+        elif interaction == "dcn":
+            self.interaction = CrossInteraction(
+                tables, embedding_dim, layers=cross_layers, rank=cross_rank
+            )
+        else:
+            raise ValueError(
+                f"unknown interaction {interaction!r}{nearest(interaction, INTERACTIONS)}"
+            )
+        self.bottom_mlp = MLP([num_dense, *bottom_mlp, embedding_dim])
+        self.top_mlp = MLP([self.interaction.out_features, *top_mlp, 1], final_relu=False)
+        self.sparse_arch = SparseArch(num_embeddings, embedding_dim, plan)
+
+    def forward(self, dense: Tensor, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
+        """Score a feature-major batch.
+
+        Args:
+            dense: ``[N, B]``.
+            ids: ``[F, B]``, or ``[nnz]`` with ``offsets [F * B + 1]``.
+
+        Returns:
+            Logits, ``[B]``.
+        """
+        bottom = self.bottom_mlp(dense.t())  # [B, D]
+        embedded = self.sparse_arch(ids, offsets)  # [B, F, D]
+        crossed = self.interaction(bottom, embedded)
+        return self.top_mlp(crossed).squeeze(1)
+
+    def dense_parameters(self) -> list[nn.Parameter]:
+        """The parameters of the MLPs and the interaction."""
+        modules = (self.bottom_mlp, self.interaction, self.top_mlp)
+        return [parameter for module in modules for parameter in module.parameters()]

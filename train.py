@@ -1,0 +1,333 @@
+"""Train a DLRM whose sparse architecture is swapped by one flag: ``python train.py --emb tt``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+import yaml
+from tqdm import tqdm
+
+from dlrm import checkpoint, metrics
+from dlrm.cli import parse
+from dlrm.config import RunConfig
+from dlrm.data import synthetic
+from dlrm.data.criteo import CriteoLoader
+from dlrm.data.schema import META_FILE, Meta, read_counts
+from dlrm.embeddings import available
+from dlrm.embeddings.sparse_arch import parse_bytes, plan
+from dlrm.model import DLRM
+from dlrm.optim import RowOptimizer, Schedule
+from dlrm.step import TrainStep
+from dlrm.tracking import Clock, Profiler, Tracker, memory
+
+DEMO = RunConfig().data
+
+
+class Run:
+    """One training run: its parts, built from the configuration, and the loop over them."""
+
+    def __init__(self, config: RunConfig, resolved: str) -> None:
+        self.config, self.resolved = config, resolved
+        self.device = pick_device(config.device)
+        if config.data == DEMO and not (Path(DEMO) / META_FILE).exists():
+            print(f"making synthetic demo data in {DEMO} (first use)")
+            synthetic.write_demo(DEMO)
+        self.train_data = self._loader("train", config.batch_size)
+        self.meta = self.train_data.meta
+        restored = checkpoint.load(config.resume) if config.resume else None
+        torch.manual_seed(config.seed)
+        self.recipe = restored["recipe"] if restored else recipe(config, self.meta)
+        self.model = DLRM(**self.recipe).to(self.device)
+        self.optimizers = self._optimizers()
+        optim = config.optim
+        self.schedule = Schedule(
+            self.optimizers,
+            warmup=optim.warmup_steps,
+            decay_start=optim.decay_start,
+            decay_steps=optim.decay_steps,
+            power=optim.decay_power,
+        )
+        self.step = TrainStep(
+            self.model, self.optimizers, amp=config.amp, clip_norm=optim.clip_norm
+        )
+        self.steps = self.epoch = 0
+        self.best = float("-inf")
+        if restored:
+            self._restore(restored)
+        self.directory = self._directory()
+        self.tracker = Tracker(self.directory, step=self.steps if restored else None)
+
+    # The loop -----------------------------------------------------------------------------------
+
+    def train(self) -> dict[str, float]:
+        """Train, evaluate, and return the final metrics."""
+        config = self.config
+        self._announce()
+        eval_every = config.eval_every or max(len(self.train_data) // 4, 1)
+        progress = tqdm(
+            total=config.epochs * self.train_data.rows,
+            initial=self._samples_seen(),
+            unit=" samples",
+            unit_scale=True,
+            dynamic_ncols=True,
+            mininterval=0.2 if sys.stderr.isatty() else 15,
+        )
+        profiler = Profiler(self.directory, self.device) if config.profile else None
+        clock = Clock(self.train_data)
+        self.model.train()
+        for epoch in range(self.epoch, config.epochs):
+            self.epoch = epoch
+            self.train_data.set_epoch(epoch)
+            for batch in self.train_data:
+                if config.max_steps is not None and self.steps >= config.max_steps:
+                    break
+                self.schedule.set(self.steps)
+                self.steps += 1
+                logging = self.steps % config.log_every == 0
+                out = self.step(batch, norms=logging)
+                clock.samples += batch.size
+                progress.update(batch.size)
+                if profiler:
+                    profiler.step()
+                if self.steps % config.populate_every == 0:
+                    self._populate_caches()
+                if logging:
+                    self._log(out, clock, progress)
+                if self.steps % eval_every == 0:
+                    with clock.paused():
+                        self._validate()
+        progress.close()
+        if profiler:
+            self.tracker.text("profile", profiler.close())
+        return self._finish(clock)
+
+    def _log(self, out: dict[str, torch.Tensor], clock: Clock, progress: tqdm) -> None:
+        values = {f"train/{name}": float(value) for name, value in out.items()}
+        values |= clock.lap()
+        for name, optimizer in zip(("dense", "embeddings"), self.optimizers, strict=True):
+            values[f"lr/{name}"] = float(optimizer.param_groups[0]["lr"])
+        values |= self.model.sparse_arch.cache_stats()
+        values |= memory(self.device)
+        self.tracker.log(self.steps, values)
+        progress.set_postfix(loss=f"{values['train/loss']:.4f}", refresh=False)
+        if not torch.isfinite(out["loss"]):
+            raise ValueError(
+                f"the loss is {values['train/loss']} at step {self.steps}: lower --optim.lr, or "
+                "set --optim.warmup_steps or --optim.clip_norm"
+            )
+
+    def _validate(self) -> None:
+        """Evaluate on validation, and keep the latest and the best state."""
+        values = self._evaluate("val")
+        if values:
+            self.tracker.log(self.steps, {f"val/{k}": v for k, v in values.items()})
+        if self.config.checkpoint:
+            better = values.get("auc", float("-inf")) > self.best
+            if better:
+                self.best = values["auc"]
+            state = self._state()
+            checkpoint.save(self.directory / "checkpoints" / checkpoint.LATEST, state)
+            if better:
+                checkpoint.save(self.directory / "checkpoints" / checkpoint.BEST, state)
+
+    def _evaluate(self, split: str) -> dict[str, float]:
+        if not self.meta.splits.get(split) or not self.meta.splits[split].rows:
+            return {}
+        batches = self._loader(split, self.config.eval_batch_size)
+        return metrics.classification(*metrics.predict(self.model, batches, amp=self.config.amp))
+
+    def _finish(self, clock: Clock) -> dict[str, float]:
+        self._validate()
+        final = {f"test/{k}": v for k, v in self._evaluate("test").items()}
+        final |= embedding_bytes(self.model, self.optimizers)
+        final |= clock.total() | memory(self.device)
+        planted = self.meta.planted.get("test", {})
+        final |= {f"test/best_possible_{name}": value for name, value in planted.items()}
+        self.tracker.log(self.steps, final)
+        self.tracker.finish(yaml.safe_load(self.resolved), final)
+        print(pd.Series(final).map("{:,.6g}".format).to_string())
+        print(f"results in {self.directory}; tensorboard --logdir {self.directory.parent}")
+        return final
+
+    # Its parts ----------------------------------------------------------------------------------
+
+    def _loader(self, split: str, batch_size: int) -> CriteoLoader:
+        loader, training = self.config.loader, split == "train"
+        return CriteoLoader(
+            self.config.data,
+            split,
+            batch_size=batch_size,
+            shuffle=loader.shuffle and training,
+            seed=self.config.seed,
+            window=loader.window,
+            readers=loader.readers,
+            prefetch=loader.prefetch,
+            drop_last=loader.drop_last and training,
+            device=self.device,
+        )
+
+    def _optimizers(self) -> list[RowOptimizer]:
+        optim = self.config.optim
+        embeddings_lr = optim.lr if optim.embeddings_lr is None else optim.embeddings_lr
+        parts = (
+            (self.model.dense_parameters(), optim.dense, optim.lr),
+            (self.model.sparse_arch.parameters(), optim.embeddings, embeddings_lr),
+        )
+        return [
+            RowOptimizer(parameters, rule, lr=lr, eps=optim.eps, betas=optim.betas)
+            for parameters, rule, lr in parts
+        ]
+
+    def _directory(self) -> Path:
+        if self.config.resume:
+            return checkpoint.find(self.config.resume).parent.parent
+        name = self.config.name or f"{self.config.emb}-{time.strftime('%Y%m%d-%H%M%S')}"
+        directory = Path(self.config.output) / name
+        number = 2
+        while directory.exists() and not self.config.name:
+            directory = directory.with_name(f"{name}-{number}")
+            number += 1
+        if directory.exists():
+            raise ValueError(f"{directory} exists: choose another --name, or --resume {directory}")
+        return directory
+
+    def _announce(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / "config.yaml").write_text(self.resolved)
+        self.tracker.text("config", self.resolved)
+        sizes = embedding_bytes(self.model, self.optimizers)
+        self.tracker.log(self.steps, sizes)
+        parameters = sum(p.numel() for p in self.model.dense_parameters())
+        print(
+            f"{self.config.emb} on {self.device}: {self.train_data.rows:,} training rows, "
+            f"{parameters:,} dense weights, embeddings {sizes['embeddings/bytes'] / 1e6:.2f} MB "
+            f"({sizes['embeddings/compression']:.1f}x)"
+        )
+
+    def _populate_caches(self) -> None:
+        """Renew the caches of rows; rows that change owner start with fresh optimizer state."""
+        embeddings = self.optimizers[1]
+        for index, (group, _) in enumerate(self.model.sparse_arch.embeddings()):
+            populate = getattr(group, "cache_populate", None)
+            report = populate() if populate else None
+            if report is None:
+                continue
+            for name, rows in report.reset.items():
+                embeddings.reset_rows(group.get_parameter(name), rows)
+            self.tracker.log(
+                self.steps, {f"cache_{index}/{k}": v for k, v in report.values().items()}
+            )
+
+    # Saving and resuming ------------------------------------------------------------------------
+
+    def _samples_seen(self) -> int:
+        return self.epoch * self.train_data.rows + self.train_data.state_dict()["position"]
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "recipe": self.recipe,
+            "config": self.resolved,
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "loader": self.train_data.state_dict(),
+            "steps": self.steps,
+            "epoch": self.epoch,
+            "best": self.best,
+            "random": torch.get_rng_state(),
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.train_data.load_state_dict(state["loader"])
+        self.steps, self.epoch, self.best = state["steps"], state["epoch"], state["best"]
+        torch.set_rng_state(state["random"])
+
+
+def recipe(config: RunConfig, meta: Meta) -> dict[str, Any]:
+    """The arguments of the model, as the checkpoint keeps them."""
+    dim = config.model.embedding_dim
+    dense_bytes = 4 * dim * sum(meta.cardinalities)
+    budget = parse_bytes(config.budget, dense_bytes) if config.budget else None
+    threshold = config.tables.threshold
+    if threshold is None:
+        threshold = 2000 if budget is None else 0
+    return {
+        "num_dense": len(meta.dense),
+        "num_embeddings": list(meta.cardinalities),
+        "plan": plan(
+            [column.name for column in meta.categorical],
+            meta.cardinalities,
+            dim,
+            config.emb,
+            options=config.methods,
+            threshold=threshold,
+            largest=config.tables.largest,
+            kinds=config.tables.kinds,
+            budget=budget,
+            counts=read_counts(config.data, meta) if budget else None,
+        ),
+        **asdict(config.model),
+    }
+
+
+def embedding_bytes(model: DLRM, optimizers: Sequence[RowOptimizer]) -> dict[str, float]:
+    """Bytes of all embeddings by part, and how much smaller they are than dense tables.
+
+    The ratio counts all that the model keeps for look-ups; optimizer state is a part of its own.
+    """
+    parts: dict[str, float] = {}
+    for table in model.sparse_arch.footprint():
+        for part, size in table.items():
+            parts[part] = parts.get(part, 0.0) + size
+    total = sum(parts.values())
+    values = {f"embeddings/{part}_bytes": size for part, size in parts.items()}
+    values["embeddings/bytes"] = total
+    values["embeddings/compression"] = model.sparse_arch.dense_bytes() / total
+    parameters = list(model.sparse_arch.parameters())
+    values["embeddings/optimizer_bytes"] = sum(o.state_bytes(parameters) for o in optimizers)
+    return values
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of an option like ``auto``, ``cpu`` or ``cuda:1``."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device is {name!r}, it must be auto, cpu, cuda or cuda:1") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device is {name}, but there is no CUDA GPU: use --device cpu")
+    return device
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    kinds = available()
+    config, resolved = parse(arguments, kinds)
+    try:
+        if config.resume:
+            saved = checkpoint.find(config.resume).parent.parent / "config.yaml"
+            config, resolved = parse([*arguments, f"--config={saved}"], kinds)
+        Run(config, resolved).train()
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; go on with --resume", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
