@@ -1,120 +1,150 @@
 """Synthetic Criteo of any size from a seed, with a planted truth.
 
-Columns follow the distributions of real samples (``synthetic_law``), labels are drawn from a known
-model (``synthetic_truth``), so the best possible AUC and log loss are known: they stand in
-``Meta.planted`` per split. The same arguments give the same bytes, whatever the device and the
-number of threads.
+The columns follow distributions fitted to real samples (``synthetic_law``) and the labels are drawn
+from a known model (``synthetic_truth``), so that the best possible AUC and log loss are known:
+``Meta.planted`` has them per split. The same arguments give the same bytes, whatever the device
+and the number of threads.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
-from torch import Tensor
 
-from dlrm.data.schema import META_FILE, SPLITS, Categorical, Meta, Split
-from dlrm.data.synthetic_law import Law, Uniforms, hashed, invert, mix, profiles
-from dlrm.data.synthetic_truth import BINS, Truth, best_metrics
+from dlrm.data.schema import META_FILE, SPLITS, Categorical, Meta
+from dlrm.data.synthetic_files import write_parquet, write_tsv
+from dlrm.data.synthetic_law import Law, Profile, profiles
+from dlrm.data.synthetic_rows import Generator
+from dlrm.data.synthetic_truth import best_metrics
+from dlrm.hints import nearest
 
-GROUP_ROWS = 1 << 17  # rows of a Parquet row group, and of a block that is generated at once
-PART_GROUPS = 16  # row groups of a file
-PILOT_ROWS = 1 << 16
-DEMO = {"rows": 300_000, "cap": 20_000, "fractions": (0.8, 0.1, 0.1)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Block:
-    """Consecutive rows: raw integers, before the transformation of the dense columns."""
-
-    labels: Tensor  # [B] uint8
-    dense: list[Tensor]  # N times [B] int64
-    dense_missing: list[Tensor | None]  # N times [B] bool
-    ids: list[Tensor]  # F times [B] int64
-    bins: Tensor  # [B] int64, index of the true probability
+DEMO_ROWS, DEMO_CAP, DEMO_FRACTIONS = 300_000, 20_000, (0.8, 0.1, 0.1)
+MAX_CARDINALITY = 1 << 27  # what the fixed point of the quantile tables holds
+TSV_META_FILE = "synthetic.json"
 
 
-class Generator:
-    """Makes any block of the rows of a data set."""
+def write(
+    directory: str | os.PathLike[str],
+    *,
+    rows: int = DEMO_ROWS,
+    like: str = "kaggle",
+    cardinalities: Sequence[int] | None = None,
+    fractions: Sequence[float] | None = None,
+    seed: int = 0,
+    auc: float = 0.80,
+    positives: float = 0.256,
+    format: Literal["parquet", "tsv"] = "parquet",
+    device: str | None = None,
+    threads: int | None = None,
+    progress: Callable[[int], object] = lambda rows: None,
+) -> Meta:
+    """Write a synthetic data set into ``directory``, whole or not at all.
 
-    def __init__(
-        self,
-        dense: Sequence[Law],
-        categorical: Sequence[Law],
-        *,
-        rows: int,
-        seed: int,
-        auc: float,
-        positives: float,
-        device: torch.device,
-    ) -> None:
-        self.dense, self.categorical, self.device = tuple(dense), tuple(categorical), device
-        laws = self.dense + self.categorical
-        groups = sorted({law.together for law in laws if law.missing})
-        self.missing_streams = {name: len(laws) + i for i, name in enumerate(groups)}
-        self.uniforms = Uniforms(rows, len(laws) + len(groups), seed=seed, device=device)
-        self.quantiles = [law.quantiles().to(device) for law in laws]
-        self.noise_key = int(hashed(seed, 4, 1))
-        self.truth = Truth(dense, categorical, seed=seed, device=device)
-        largest = max((law.values + law.lowest for law in dense), default=1)
-        logs = np.log(np.arange(1, largest + 2, dtype=np.float64)).astype(np.float32)
-        self.logs = torch.from_numpy(logs).to(device)
-        # The pilot rows are the first ones: every block is a random sample.
-        pilot = self._columns(torch.arange(min(rows, PILOT_ROWS), device=device))
-        self.truth.fit(self._score(*pilot), auc=auc, positives=positives)
+    Parquet comes as from ``prepare_criteo`` with the transform log(x + 1): ids in order of falling
+    frequency, the row of "missing" at its rank among them. TSV is ``train.txt`` in the order train,
+    test, validation, with the meta data beside it in ``synthetic.json``.
 
-    def block(self, start: int, stop: int) -> Block:
-        """Rows ``start`` to ``stop - 1``."""
-        rows = torch.arange(start, stop, device=self.device)
-        dense, missing, ids = self._columns(rows)
-        bins = self.truth.bins(self._score(dense, missing, ids))
-        noise = mix(mix(rows ^ self.noise_key))
-        labels = self.truth.labels(bins, noise).to(torch.uint8)
-        return Block(labels=labels, dense=dense, dense_missing=missing, ids=ids, bins=bins)
+    Args:
+        directory: made here; must not exist or be empty.
+        rows: rows of all splits together.
+        like: profile whose distributions the columns follow, ``kaggle`` or ``terabyte``.
+        cardinalities: rows of each table; the profile's by default. A smaller table keeps the most
+            frequent values. TSV needs 26.
+        fractions: of train, val and test; by default the reference protocol, see ``split_rows``.
+        seed: everything random follows from it.
+        auc: expected AUC of the planted truth, the best that a model can reach.
+        positives: expected share of label 1.
+        format: ``parquet`` or ``tsv``.
+        device: where the rows are made, ``cpu`` or ``cuda``; a GPU if there is one by default.
+        threads: files (blocks of TSV) written at a time; the cores at hand by default.
+        progress: called with a number of new rows, from several threads.
 
-    def transformed(self, block: Block) -> list[Tensor]:
-        """The dense columns as log(x + 1), missing and negative as 0; float32 ``[B]`` each."""
-        return [self.logs[values] for values in _non_negative(block.dense, block.dense_missing)]
+    Returns:
+        The meta data, with ``planted`` holding the metrics of the truth per split.
 
-    def _columns(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
-        digits = self.uniforms.digits(rows)
-        absent = {
-            name: self.uniforms.draw(stream, digits)
-            for name, stream in self.missing_streams.items()
-        }
-        values, missing = [], []
-        for stream, law in enumerate(self.dense + self.categorical):
-            value = invert(self.quantiles[stream], self.uniforms.draw(stream, digits))
-            mask = absent[law.together] < int(law.missing * 2**48) if law.missing else None
-            if stream < len(self.dense):
-                value = value + law.lowest
-            elif mask is not None:
-                place = law.missing_id
-                value = torch.where(mask, place, value + (value >= place))
-            values.append(value)
-            missing.append(mask)
-        count = len(self.dense)
-        return values[:count], missing[:count], values[count:]
+    Raises:
+        ValueError: an argument is out of its range, or ``directory`` is taken.
+    """
+    directory = Path(os.path.abspath(directory))
+    profile = _profile(like)
+    _check(rows=rows, fractions=fractions, auc=auc, positives=positives, format=format)
+    categorical = _laws(profile, cardinalities, format)
+    threads = _default_threads() if threads is None else threads
+    if threads < 1:
+        raise ValueError(f"threads is {threads}, it must be at least 1")
+    _check_free(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
+        with _one_thread_per_operation():
+            generator = Generator(
+                profile.dense,
+                categorical,
+                rows=rows,
+                seed=seed,
+                auc=auc,
+                positives=positives,
+                device=_device(device),
+            )
+            work = (temporary, generator, split_rows(rows, fractions), threads, progress)
+            if format == "parquet":
+                splits, counts = write_parquet(*work)
+            else:
+                splits, counts = write_tsv(*work, seed=seed)
+        meta = Meta(
+            dense=tuple(law.name for law in profile.dense),
+            categorical=tuple(
+                Categorical(name=law.name, cardinality=law.cardinality) for law in categorical
+            ),
+            splits={split: splits[split] for split in SPLITS},
+            options={
+                "source": "synthetic",
+                "like": like,
+                "rows": rows,
+                "seed": seed,
+                "dense_transform": "log1p",
+            },
+            planted={
+                split: best_metrics(counts[split], generator.truth.probabilities)
+                for split in SPLITS
+            },
+        )
+        if format == "parquet":
+            meta.write(temporary)
+        else:
+            (temporary / TSV_META_FILE).write_text(json.dumps(asdict(meta), indent=2) + "\n")
+        temporary.chmod(0o755)
+        _check_free(directory)
+        temporary.replace(directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return meta
 
-    def _score(
-        self, dense: list[Tensor], missing: list[Tensor | None], ids: list[Tensor]
-    ) -> Tensor:
-        return self.truth.score(_non_negative(dense, missing), ids)
 
+def write_demo(directory: str | os.PathLike[str]) -> Meta:
+    """The small data set that the program trains on by default; one that is there is kept.
 
-def _non_negative(dense: list[Tensor], missing: list[Tensor | None]) -> list[Tensor]:
-    return [
-        values.clamp(min=0) if mask is None else values.clamp(min=0).masked_fill(mask, 0)
-        for values, mask in zip(dense, missing, strict=True)
-    ]
+    300,000 rows, 80% for training; Kaggle's 26 tables with at most 20,000 rows each.
+    """
+    if not (Path(directory) / META_FILE).is_file():
+        cardinalities = [min(law.cardinality, DEMO_CAP) for law in _profile("kaggle").categorical]
+        return write(
+            directory,
+            rows=DEMO_ROWS,
+            cardinalities=cardinalities,
+            fractions=DEMO_FRACTIONS,
+            device="cpu",
+        )
+    return Meta.read(directory)
 
 
 def split_rows(rows: int, fractions: Sequence[float] | None = None) -> dict[str, range]:
@@ -127,8 +157,8 @@ def split_rows(rows: int, fractions: Sequence[float] | None = None) -> dict[str,
         train = rows - rows // 7
         test = (rows // 7 + 1) // 2
     else:
-        train, test = round(rows * fractions[0]), round(rows * fractions[2])
-        test = min(test, rows - train)
+        train = round(rows * fractions[0])
+        test = min(round(rows * fractions[2]), rows - train)
     return {
         "train": range(train),
         "test": range(train, train + test),
@@ -136,130 +166,88 @@ def split_rows(rows: int, fractions: Sequence[float] | None = None) -> dict[str,
     }
 
 
-def write(
-    directory: str | os.PathLike[str],
-    *,
-    rows: int = 300_000,
-    like: str = "kaggle",
-    cardinalities: Sequence[int] | None = None,
-    cap: int | None = None,
-    fractions: Sequence[float] | None = None,
-    seed: int = 0,
-    auc: float = 0.80,
-    positives: float = 0.256,
-    device: str | None = None,
-    threads: int | None = None,
-    progress: Callable[[int], object] = lambda rows: None,
-) -> Meta:
-    """Write a synthetic data set into ``directory``, whole or not at all."""
-    directory = Path(directory)
-    profile = profiles()[like]
-    sizes = list(cardinalities or [law.cardinality for law in profile.categorical])
-    sizes = [min(size, cap) if cap else size for size in sizes]
-    categorical = [law.resized(size) for law, size in zip(profile.categorical, sizes, strict=True)]
-    generator = Generator(
-        profile.dense,
-        categorical,
-        rows=rows,
-        seed=seed,
-        auc=auc,
-        positives=positives,
-        device=torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
-    )
-    temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
-    temporary.mkdir(parents=True)
-    try:
-        splits, counts = _write_parquet(
-            temporary, generator, split_rows(rows, fractions), threads, progress
+def _profile(like: str) -> Profile:
+    if like not in profiles():
+        raise ValueError(f"no profile is called {like!r}{nearest(like, profiles())}")
+    return profiles()[like]
+
+
+def _laws(profile: Profile, cardinalities: Sequence[int] | None, format: str) -> list[Law]:
+    """The law of each column, resized to the cardinalities wanted."""
+    if cardinalities is None:
+        return list(profile.categorical)
+    if format == "tsv" and len(cardinalities) != len(profile.categorical):
+        raise ValueError(
+            f"{len(cardinalities)} cardinalities are given, a Criteo TSV file has "
+            f"{len(profile.categorical)} columns C1..C26; write Parquet for another number"
         )
-        meta = Meta(
-            dense=tuple(law.name for law in profile.dense),
-            categorical=tuple(
-                Categorical(name=law.name, cardinality=law.cardinality) for law in categorical
-            ),
-            splits=splits,
-            options={
-                "source": "synthetic",
-                "like": like,
-                "rows": rows,
-                "seed": seed,
-                "dense_transform": "log1p",
-            },
-            planted={
-                name: best_metrics(counts[name], generator.truth.probabilities) for name in SPLITS
-            },
-        )
-        meta.write(temporary)
-        temporary.rename(directory)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return meta
-
-
-def write_demo(directory: str | os.PathLike[str]) -> Meta:
-    """The small data set that the program trains on by default; one that is there is kept."""
-    if (Path(directory) / META_FILE).is_file():
-        return Meta.read(directory)
-    return write(directory, **DEMO)
-
-
-def _write_parquet(
-    directory: Path,
-    generator: Generator,
-    splits: dict[str, range],
-    threads: int | None,
-    progress: Callable[[int], object],
-) -> tuple[dict[str, Split], dict[str, np.ndarray]]:
-    part = GROUP_ROWS * PART_GROUPS
-    jobs = [
-        (name, f"{name}-{number:05d}.parquet", range(start, min(start + part, rows.stop)))
-        for name, rows in splits.items()
-        for number, start in enumerate(range(rows.start, max(rows.stop, rows.start + 1), part))
-    ]
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # one file per thread keeps all cores busy
-    try:
-        with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
-            done = list(
-                pool.map(
-                    lambda job: _write_part(directory / job[1], generator, job[2], progress), jobs
-                )
+    if not cardinalities:
+        raise ValueError("no cardinalities are given, at least one table is needed")
+    laws = []
+    for number, size in enumerate(cardinalities):
+        if not 1 <= size <= MAX_CARDINALITY:
+            raise ValueError(
+                f"the cardinality of C{number + 1} is {size}, it must be 1 to {MAX_CARDINALITY}"
             )
+        laws.append(_law(profile, number, size).resized(size, name=f"C{number + 1}"))
+    return laws
+
+
+def _law(profile: Profile, number: int, size: int) -> Law:
+    """The column's own law if it reaches that far, else that of the next larger column."""
+    own = profile.categorical[number % len(profile.categorical)]
+    by_size = sorted(profile.categorical, key=lambda law: law.cardinality)
+    larger = [law for law in (own, *by_size) if law.cardinality >= size]
+    return larger[0] if larger else by_size[-1]
+
+
+def _check(
+    *, rows: int, fractions: Sequence[float] | None, auc: float, positives: float, format: str
+) -> None:
+    if rows < 1:
+        raise ValueError(f"rows is {rows}, it must be at least 1")
+    if format not in ("parquet", "tsv"):
+        raise ValueError(f"the format is {format!r}, it must be parquet or tsv")
+    if not 0.5 <= auc < 1:
+        raise ValueError(f"auc is {auc}, it must be at least 0.5 and below 1")
+    if not 0 < positives < 1:
+        raise ValueError(f"positives is {positives}, it must lie between 0 and 1")
+    if fractions is not None and (
+        len(fractions) != 3 or min(fractions) < 0 or abs(sum(fractions) - 1) > 1e-6
+    ):
+        raise ValueError(
+            f"fractions is {list(fractions)}, it must be three numbers of train, val and test, "
+            "none negative, that add to 1, such as 0.8 0.1 0.1"
+        )
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind = name.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"the device is {name!r}, it must be cpu or cuda")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError("the device is 'cuda', but no CUDA GPU is at hand; use cpu")
+    return torch.device(name)
+
+
+def _default_threads() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def _one_thread_per_operation() -> Iterator[None]:
+    """One thread per torch operation: the blocks made at the same time keep the cores busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
     finally:
         torch.set_num_threads(before)
-    counts = {
-        name: sum(c for job, c in zip(jobs, done, strict=True) if job[0] == name) for name in splits
-    }
-    return {
-        name: Split(
-            files=tuple(job[1] for job in jobs if job[0] == name),
-            rows=len(splits[name]),
-            positives=int(counts[name][1].sum()),
-        )
-        for name in SPLITS
-    }, counts
 
 
-def _write_part(
-    path: Path, generator: Generator, rows: range, progress: Callable[[int], object]
-) -> np.ndarray:
-    schema = pa.schema(
-        [("label", pa.uint8())]
-        + [(law.name, pa.float32()) for law in generator.dense]
-        + [(law.name, pa.int32()) for law in generator.categorical]
-    )
-    counts = np.zeros((2, BINS), dtype=np.int64)
-    with pq.ParquetWriter(path, schema, compression="lz4", use_dictionary=False) as writer:
-        for start in range(rows.start, rows.stop, GROUP_ROWS):
-            block = generator.block(start, min(start + GROUP_ROWS, rows.stop))
-            columns = [
-                block.labels,
-                *generator.transformed(block),
-                *(ids.to(torch.int32) for ids in block.ids),
-            ]
-            arrays = [pa.array(column.cpu().numpy()) for column in columns]
-            writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
-            tally = torch.bincount(block.bins + BINS * block.labels.long(), minlength=2 * BINS)
-            counts += tally.cpu().numpy().reshape(2, BINS)
-            progress(len(block.labels))
-    return counts
+def _check_free(directory: Path) -> None:
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory} exists already; choose another output or remove it")

