@@ -1,8 +1,8 @@
 """Rows of tables in tensor-train format: the look-up and its gradient.
 
 Row ``i`` of a table is the chain product ``G_1[i_1] G_2[i_2] ... G_d[i_d]`` of one slice of each
-core, where ``i_1`` (the most significant digit) to ``i_d`` are the digits of ``i`` in the mixed base
-``p_1 ... p_d`` and slice ``k`` is an ``r_{k-1} x q_k x r_k`` block.
+core, where ``i_1`` (the most significant) to ``i_d`` are the digits of ``i`` in the mixed base
+``p_1 ... p_d`` and a slice of core ``k`` is a block ``[r_{k-1}, q_k, r_k]``.
 
 Reference:
     Yin, Acun, Liu, Wu, "TT-Rec: Tensor Train Compression for Deep Learning Recommendation Models",
@@ -83,7 +83,9 @@ def tt_vectors_torch(
     rows = cores[0].new_ones(1, 1, 1)  # [prefixes, q_1 .. q_k, r_k]
     parent = torch.zeros_like(steps[0][0])
     for k, (core, (prefix, children)) in enumerate(zip(cores, steps, strict=True)):
-        factor = core.index_select(0, prefix % core.shape[0]).view(len(prefix), ranks[k], -1)
-        rows = torch.bmm(rows.index_select(0, parent), factor).view(len(prefix), -1, ranks[k + 1])
+        factor = core.index_select(0, prefix % core.shape[0])
+        factor = factor.view(len(prefix), ranks[k], q[k] * ranks[k + 1])
+        rows = torch.bmm(rows.index_select(0, parent), factor)
+        rows = rows.view(len(prefix), prod(q[: k + 1]), ranks[k + 1])
         parent = children
     return rows.view(-1, prod(q)).index_select(0, parent).view(*ids.shape, prod(q))
