@@ -95,7 +95,7 @@ class RowGroupReader:
             raise ValueError(f"{where} has no split {split!r}{nearest(split, self.meta.splits)}")
         described = self.meta.splits[split]
         files = [self.directory / name for name in described.files]
-        groups = [group for file in files for group in self._open(file)]
+        groups = [group for file in files for group in self.open(file)]
         rows = sum(group.rows for group in groups)
         if rows != described.rows:
             raise ValueError(
@@ -120,7 +120,7 @@ class RowGroupReader:
         Raises:
             ValueError: the row group is damaged, or holds a value that cannot be used.
         """
-        table = self._read_table(group)
+        table = self.read_table(group)
         out.labels[where] = _labels(_only_chunk(table, self.meta.label), group, self.meta.label)
         for row, name in zip(out.dense, self.meta.dense, strict=True):
             row[where] = _dense(_only_chunk(table, name), group, name)
@@ -139,8 +139,13 @@ class RowGroupReader:
                 next(one_hot)[where] = ids
         return bags
 
-    def _open(self, path: Path) -> list[RowGroup]:
-        """The row groups of one file whose footer and schema were found good."""
+    def open(self, path: Path) -> list[RowGroup]:
+        """The row groups of one file, after a check of its footer and schema.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is damaged, lacks a column, or has one of a wrong type.
+        """
         if not path.is_file():
             raise FileNotFoundError(
                 f"{path} does not exist, but {self.directory / META_FILE} lists it; "
@@ -159,6 +164,33 @@ class RowGroupReader:
             for i in range(metadata.num_row_groups)
             if metadata.row_group(i).num_rows > 0
         ]
+
+    def read_table(self, group: RowGroup) -> pa.Table:
+        """The row group as Arrow has it: the label, the dense and the categorical columns.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+
+        def read(columns: list[str]) -> pa.Table:
+            with pq.ParquetFile(
+                group.path, metadata=group.metadata, page_checksum_verification=True
+            ) as file:
+                # One thread: the readers work on several row groups at once instead.
+                return file.read_row_group(group.index, columns=columns, use_threads=False)
+
+        try:
+            return read(self.columns)
+        except (pa.ArrowException, OSError) as error:
+            for name in self.columns:
+                try:
+                    read([name])
+                except (pa.ArrowException, OSError) as cause:
+                    raise ValueError(
+                        f"{group}, column {name!r} cannot be read ({cause}); "
+                        "the file is damaged: write or copy it again"
+                    ) from None
+            raise ValueError(f"{group} cannot be read ({error}); write or copy it again") from None
 
     def _check_schema(self, path: Path, schema: pa.Schema) -> None:
         expected = [
@@ -182,27 +214,6 @@ class RowGroupReader:
                     f"{path}: column {name!r} is {schema.field(name).type}, it must be {wanted}; "
                     f"convert the column, or correct {META_FILE} (scripts/describe_parquet.py)"
                 )
-
-    def _read_table(self, group: RowGroup) -> pa.Table:
-        def read(columns: list[str]) -> pa.Table:
-            with pq.ParquetFile(
-                group.path, metadata=group.metadata, page_checksum_verification=True
-            ) as file:
-                # One thread: the readers work on several row groups at once instead.
-                return file.read_row_group(group.index, columns=columns, use_threads=False)
-
-        try:
-            return read(self.columns)
-        except (pa.ArrowException, OSError) as error:
-            for name in self.columns:
-                try:
-                    read([name])
-                except (pa.ArrowException, OSError) as cause:
-                    raise ValueError(
-                        f"{group}, column {name!r} cannot be read ({cause}); "
-                        "the file is damaged: write or copy it again"
-                    ) from None
-            raise ValueError(f"{group} cannot be read ({error}); write or copy it again") from None
 
 
 def _is_number(kind: pa.DataType) -> bool:

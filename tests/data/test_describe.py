@@ -1,0 +1,111 @@
+"""Somebody else's Parquet, described by the script, is read by the loader."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from dlrm.data.criteo import CriteoLoader
+from dlrm.data.schema import Meta
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "describe_parquet.py"
+
+
+def describe(*arguments):
+    """The script's run with these arguments."""
+    command = [sys.executable, SCRIPT, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def frame(rows=200, seed=0):
+    """Clicks as pandas would hold them."""
+    random = np.random.default_rng(seed)
+    return pd.DataFrame(
+        {
+            "clicked": np.arange(rows) % 4 == 0,
+            "price": random.normal(size=rows),
+            "age": random.integers(0, 90, rows),
+            "item": random.integers(0, 40, rows),
+            "shop": pd.array([None if i % 50 == 7 else i % 9 for i in range(rows)], "Int64"),
+            "tags": [[i % 12] * (i % 3) for i in range(rows)],
+            "title": "words",
+        }
+    )
+
+
+@pytest.fixture
+def shop(tmp_path):
+    """A directory with two training files and one of test, written by pandas."""
+    for seed, name in enumerate(("train-0", "train-1", "test")):
+        frame(seed=seed).to_parquet(tmp_path / f"{name}.parquet", index=False)
+    return tmp_path
+
+
+ARGUMENTS = ("--train", "train-*.parquet", "--test", "test.parquet", "--label", "clicked")
+
+
+def test_described_files_are_read(shop):
+    run = describe(shop, *ARGUMENTS, "--dense", "price", "age")
+    assert run.returncode == 0, run.stderr
+    assert "train" in run.stdout
+    assert "25.00% positive" in run.stdout
+    meta = Meta.read(shop)
+    assert meta.dense == ("price", "age")
+    assert [column.name for column in meta.categorical] == ["item", "shop", "tags"]
+    assert meta.cardinalities == (40, 10, 12)
+    assert [column.oov_id for column in meta.categorical] == [None, 9, None]
+    assert [column.multi_hot for column in meta.categorical] == [False, False, True]
+    assert (meta.splits["train"].rows, meta.splits["train"].positives) == (400, 100)
+    (batch,) = CriteoLoader(shop, "test", batch_size=200)
+    expected = frame(seed=2)
+    np.testing.assert_array_equal(batch.dense[0], expected["price"].astype(np.float32))
+    np.testing.assert_array_equal(batch.dense[1], expected["age"])
+    np.testing.assert_array_equal(batch.labels, expected["clicked"])
+    np.testing.assert_array_equal(batch.ids[:200], expected["item"])
+    np.testing.assert_array_equal(batch.ids[200:400], expected["shop"].fillna(9))
+    np.testing.assert_array_equal(batch.ids[400:], np.concatenate(expected["tags"]))
+
+
+def test_columns_are_told_apart_by_type(shop):
+    assert describe(shop, *ARGUMENTS).returncode == 0
+    meta = Meta.read(shop)
+    assert meta.dense == ("price",)
+    assert [column.name for column in meta.categorical] == ["age", "item", "shop", "tags"]
+
+
+def test_an_existing_description_is_kept_unless_told(shop):
+    assert describe(shop, *ARGUMENTS).returncode == 0
+    again = describe(shop, *ARGUMENTS, "--dense", "price")
+    assert again.returncode == 2
+    assert "meta.json exists; --overwrite replaces it" in again.stderr
+    assert describe(shop, *ARGUMENTS, "--overwrite").returncode == 0
+
+
+MISTAKES = {
+    "no training files": (("--test", "test.parquet"), "no training files"),
+    "missing file": (("--train", "day-*.parquet"), "no file 'day-*.parquet' in"),
+    "file twice": ((*ARGUMENTS, "--val", "test.parquet"), "test.parquet is named 2 times"),
+    "missing label": (("--train", "test.parquet"), "has no columns named 'label'"),
+    "missing column": ((*ARGUMENTS, "--dense", "cost"), "has no columns named 'cost'"),
+    "text": ((*ARGUMENTS, "--categorical", "title"), "column 'title' is "),
+    "negative ids": ((*ARGUMENTS, "--categorical", "debt"), "column 'debt' holds id -3"),
+    "unknown option": ((*ARGUMENTS, "--lable", "x"), "option --lable, did you mean '--label'?"),
+    "no Parquet": (("--train", "notes.txt"), "notes.txt is not a whole Parquet file"),
+}
+
+
+@pytest.mark.parametrize("kind", MISTAKES)
+def test_mistakes_are_one_line(shop, kind):
+    arguments, message = MISTAKES[kind]
+    for path in shop.glob("*.parquet"):
+        frame().assign(debt=-3).to_parquet(path, index=False)
+    (shop / "notes.txt").write_text("nothing of note")
+    run = describe(shop, *arguments)
+    assert run.returncode == 2
+    assert message in run.stderr
+    assert run.stderr.startswith("error: ")
+    assert run.stderr.count("\n") == 1
+    assert not (shop / "meta.json").exists()
