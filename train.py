@@ -20,6 +20,7 @@ from dlrm.config import RunConfig
 from dlrm.data import synthetic
 from dlrm.data.criteo import CriteoLoader
 from dlrm.data.schema import META_FILE, Meta, read_counts
+from dlrm.distributed import pick_device
 from dlrm.embeddings import available
 from dlrm.embeddings.sparse_arch import parse_bytes, plan
 from dlrm.model import DLRM
@@ -295,19 +296,6 @@ def embedding_bytes(model: DLRM, optimizers: Sequence[RowOptimizer]) -> dict[str
     parameters = list(model.sparse_arch.parameters())
     values["embeddings/optimizer_bytes"] = sum(o.state_bytes(parameters) for o in optimizers)
     return values
-
-
-def pick_device(name: str) -> torch.device:
-    """The device of an option like ``auto``, ``cpu`` or ``cuda:1``."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"--device is {name!r}, it must be auto, cpu, cuda or cuda:1") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device is {name}, but there is no CUDA GPU: use --device cpu")
-    return device
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,8 @@
-"""The state of a run on disk, whole or not at all."""
+"""The state of a run on disk, whole or not at all.
+
+A checkpoint is self-contained: it holds the recipe of the model (the arguments of ``DLRM``), so
+that a trained model is loaded without the data or the configuration it came from.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+
+from dlrm.model import DLRM
 
 LATEST, BEST = "latest.pt", "best.pt"
 
@@ -52,3 +59,15 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> dict[str, Any]
     if not isinstance(state, dict) or "recipe" not in state:
         raise ValueError(f"{file} is not a checkpoint of this program")
     return state
+
+
+def load_model(path: str | Path, device: torch.device | str = "cpu") -> tuple[DLRM, dict[str, Any]]:
+    """The trained model of a checkpoint, in evaluation mode, and the configuration of its run.
+
+    Raises:
+        FileNotFoundError, ValueError: as :func:`load`.
+    """
+    state = load(path, device)
+    model = DLRM(**state["recipe"]).to(device)
+    model.load_state_dict(state["model"])
+    return model.eval(), yaml.safe_load(state["config"])

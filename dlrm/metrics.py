@@ -37,7 +37,6 @@ def classification(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
         )
     # log(1 + exp(-|x|)) + max(x, 0) - x y: exact where the probability rounds to 0 or 1
     loss = np.logaddexp(0.0, logits) - logits * labels
-    probability = np.exp(-np.logaddexp(0.0, -logits))
     base = float(labels.mean())
     both = 0.0 < base < 1.0
     entropy = -(base * np.log(base) + (1 - base) * np.log(1 - base)) if both else float("nan")
@@ -46,8 +45,13 @@ def classification(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
         "accuracy": float(((logits > 0) == (labels > 0.5)).mean()),
         "log_loss": float(loss.mean()),
         "normalized_entropy": float(loss.mean() / entropy),
-        "calibration": float(probability.mean() / base) if base else float("nan"),
+        "calibration": float(sigmoid(logits).mean() / base) if base else float("nan"),
     }
+
+
+def sigmoid(logits: np.ndarray) -> np.ndarray:
+    """Probabilities of logits, in float64 and without overflow."""
+    return np.exp(-np.logaddexp(0.0, -logits.astype(np.float64)))
 
 
 @torch.inference_mode()

@@ -119,6 +119,10 @@ class Embedding(nn.Module, ABC):
     def observe(self, tables: Tensor, ids: Tensor) -> None:
         """See the ids of a training batch; for kinds that count them. Nothing by default."""
 
+    def cache_stats(self) -> Mapping[str, float]:
+        """``hits`` and ``lookups`` of training batches so far, for kinds that have a cache."""
+        return {}
+
     # What every kind has ----------------------------------------------------------------------
 
     @classmethod

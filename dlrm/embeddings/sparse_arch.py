@@ -101,7 +101,7 @@ class SparseArch(nn.Module):
 
     def cache_stats(self) -> dict[str, float]:
         """Share of the training look-ups that the caches of the groups answered, if any has one."""
-        caches = [getattr(group, "cache_stats", dict)() for group, _ in self.embeddings()]
+        caches = [group.cache_stats() for group, _ in self.embeddings()]
         lookups = sum(stats.get("lookups", 0) for stats in caches)
         hits = sum(stats.get("hits", 0) for stats in caches)
         return {"cache/hit_rate": hits / lookups} if lookups else {}

@@ -1,0 +1,154 @@
+"""Compare runs in one table and one plot of quality against bytes.
+
+``python scripts/compare.py runs/*`` groups runs that differ in their seed alone and gives the mean
+and, from two seeds on, the standard deviation over them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+import matplotlib.pyplot as plt
+import pandas as pd
+
+METRICS = {
+    "test/auc": "AUC",
+    "test/log_loss": "log loss",
+    "test/accuracy": "accuracy",
+    "test/normalized_entropy": "NE",
+    "embeddings/bytes": "MB",
+    "embeddings/compression": "ratio",
+    "speed/samples_per_second": "samples/s",
+}
+FORMATS = {
+    "AUC": ".4f",
+    "log loss": ".4f",
+    "accuracy": ".4f",
+    "NE": ".4f",
+    "MB": ",.2f",
+    "ratio": ".1f",
+    "samples/s": ",.0f",
+}
+PER_RUN = ("seed", "name", "output", "resume")  # options that do not make two runs different
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path, help="run directories")
+    parser.add_argument(
+        "--plot", type=Path, default=Path("compare.png"), help="PNG to draw (default: %(default)s)"
+    )
+    parser.add_argument("--metric", choices=["AUC", "log loss", "accuracy", "NE"], default="AUC")
+    parser.add_argument("--json", type=Path, help="also write the table as JSON")
+    return parser
+
+
+def read(runs: list[Path]) -> pd.DataFrame:
+    """One row per finished run: its group, kind and metrics.
+
+    Raises:
+        FileNotFoundError: a directory without ``result.json``.
+    """
+    rows = []
+    for run in runs:
+        path = run / "result.json"
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path} is missing: {run} is no run directory, or the run has not finished"
+            )
+        result = json.loads(path.read_text())
+        options = {k: v for k, v in result["options"].items() if k not in PER_RUN}
+        values = {label: result["metrics"].get(name) for name, label in METRICS.items()}
+        rows.append(
+            {
+                "run": run.name,
+                "emb": options["emb"],
+                "budget": options.get("budget") or "",
+                "group": json.dumps(options, sort_keys=True),
+                **values,
+            }
+        )
+    table = pd.DataFrame(rows)
+    table["MB"] /= 1e6
+    return table
+
+
+def summarize(table: pd.DataFrame) -> pd.DataFrame:
+    """Mean and spread of each group of runs, best first."""
+    labels = list(METRICS.values())
+    groups = table.groupby("group", sort=False)
+    summary = groups[["run", "emb", "budget"]].first()
+    summary["seeds"] = groups.size()
+    for label in labels:
+        summary[label] = groups[label].mean()
+        summary[f"{label} std"] = groups[label].std()
+    return summary.reset_index(drop=True).sort_values("AUC", ascending=False)
+
+
+def render(summary: pd.DataFrame) -> str:
+    """The summary as a text table, ``mean ± std`` where there are several seeds."""
+    shown = summary[["run", "emb", "budget", "seeds"]].copy()
+    for label, form in FORMATS.items():
+        spread = summary[f"{label} std"]
+        shown[label] = [
+            f"{mean:{form}}" + (f" ± {std:{form}}" if std == std and label in QUALITY else "")
+            for mean, std in zip(summary[label], spread, strict=True)
+        ]
+    return shown.to_string(index=False)
+
+
+QUALITY = ("AUC", "log loss", "accuracy", "NE")
+
+
+def draw(summary: pd.DataFrame, metric: str, path: Path) -> None:
+    """Quality against bytes, one line per kind, with error bars over seeds."""
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for kind, points in summary.sort_values("MB").groupby("emb"):
+        axes.errorbar(
+            points["MB"],
+            points[metric],
+            yerr=points[f"{metric} std"].fillna(0.0),
+            marker="o",
+            capsize=3,
+            label=kind,
+        )
+    axes.set_xscale("log")
+    axes.set_xlabel("embedding memory (MB)")
+    axes.set_ylabel(f"test {metric}")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(title="--emb")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp.png")
+    figure.savefig(temporary, dpi=150)
+    plt.close(figure)
+    temporary.replace(path)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the table and draw the plot; returns the exit status."""
+    options = arguments().parse_args(argv)
+    try:
+        summary = summarize(read(options.runs))
+    except (ValueError, KeyError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(render(summary))
+    draw(summary, options.metric, options.plot)
+    print(f"plot in {options.plot}")
+    if options.json:
+        summary.to_json(options.json, orient="records", indent=2)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""Measure a trained model again: ``python scripts/evaluate.py CHECKPOINT DATA``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from dlrm import checkpoint, metrics
+from dlrm.data.criteo import CriteoLoader
+from dlrm.distributed import pick_device
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("checkpoint", help="run directory, or a file in its checkpoints/")
+    parser.add_argument("data", help="prepared directory with meta.json")
+    parser.add_argument("--split", default="test", help="which split to measure")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    parser.add_argument(
+        "--batch-size", type=int, help="samples per batch (default: as in the run's evaluations)"
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the metrics as JSON; returns the exit status."""
+    options = arguments().parse_args(argv)
+    try:
+        device = pick_device(options.device)
+        model, config = checkpoint.load_model(options.checkpoint, device)
+        loader = CriteoLoader(
+            options.data,
+            options.split,
+            batch_size=options.batch_size or config["eval_batch_size"],
+            device=device,
+            num_embeddings=model.sparse_arch.num_embeddings,
+        )
+        values = metrics.classification(*metrics.predict(model, loader, amp=config["amp"]))
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps({"split": options.split, "rows": loader.rows, **values}, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

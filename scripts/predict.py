@@ -1,0 +1,64 @@
+"""Write a trained model's scores: ``python scripts/predict.py CHECKPOINT DATA OUT.parquet``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
+
+from dlrm import checkpoint, metrics
+from dlrm.data.criteo import CriteoLoader
+from dlrm.distributed import pick_device
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("checkpoint", help="run directory, or a file in its checkpoints/")
+    parser.add_argument("data", help="prepared directory with meta.json")
+    parser.add_argument("output", help="Parquet file to write: probability and label, in row order")
+    parser.add_argument("--split", default="test", help="which split to score")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    parser.add_argument("--batch-size", type=int, default=16384, help="samples per batch")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Score the split; returns the exit status."""
+    options = arguments().parse_args(argv)
+    output = Path(options.output)
+    temporary = output.with_name(output.name + ".tmp")
+    try:
+        device = pick_device(options.device)
+        model, config = checkpoint.load_model(options.checkpoint, device)
+        loader = CriteoLoader(
+            options.data,
+            options.split,
+            batch_size=options.batch_size,
+            device=device,
+            num_embeddings=model.sparse_arch.num_embeddings,
+        )
+        schema = pa.schema({"probability": pa.float32(), "label": pa.uint8()})
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with parquet.ParquetWriter(temporary, schema) as writer:
+            for batch in loader:
+                logits, labels = metrics.predict(model, [batch], amp=config["amp"])
+                columns = [metrics.sigmoid(logits).astype(np.float32), labels.astype(np.uint8)]
+                writer.write_table(pa.table(columns, schema=schema))
+        temporary.replace(output)
+    except (ValueError, FileNotFoundError) as error:
+        temporary.unlink(missing_ok=True)
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{loader.rows:,} scores in {output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
