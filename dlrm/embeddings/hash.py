@@ -36,9 +36,7 @@ class Hash(Embedding):
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, **common)
         if rows < 1:
-            raise ValueError(
-                f"hash rows is {rows}, a table needs one; set --hash.rows to 1 or more"
-            )
+            raise ValueError(f"hash rows is {rows}; set --hash.rows to 1 or more")
         self.kept_rows = tuple(min(table, rows) for table in self.num_embeddings)
         self.weight = nn.Parameter(torch.empty(sum(self.kept_rows), embedding_dim))
         self.register_buffer("_rows", torch.tensor(self.kept_rows), persistent=False)

@@ -1,0 +1,151 @@
+import pytest
+import torch
+from torch import nn
+
+from dlrm.embeddings import Embedding, EmbeddingBag, available, build
+from dlrm.embeddings.base import pool, row_offsets
+
+
+def test_a_kind_is_named_after_its_file():
+    kinds = available()
+    assert {"dense", "hash", "qr", "block", "drop"} <= set(kinds)
+    for name, kind in kinds.items():
+        assert issubclass(kind, Embedding)
+        assert kind.kind() == name
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("hsah", {}, r"unknown embedding kind 'hsah', did you mean 'hash'\? valid: .*dense"),
+        ("hash", {"row": 3}, r"kind hash has no option 'row', did you mean 'rows'\?"),
+        ("dense", {"zzz": 3}, r"kind dense has no option 'zzz'; valid: check_ids, mode"),
+    ],
+)
+def test_unknown_names_come_with_the_nearest_valid_one(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        build(kind, [10], 4, **options)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dim", "options", "message"),
+    [
+        ([], 4, {}, r"every table needs at least one row, got \[\]"),
+        ([3, 0], 4, {}, r"every table needs at least one row, got \[3, 0\]"),
+        ([3], 0, {}, "embedding_dim must be at least 1, got 0"),
+        ([3], 4, {"mode": "avg"}, "mode is 'avg', it must be one of sum, mean, max"),
+    ],
+)
+def test_bad_shapes_and_modes_are_refused(sizes, dim, options, message):
+    with pytest.raises(ValueError, match=message):
+        build("dense", sizes, dim, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([[1, 2]],), r"ids have shape \(1, 2\), without offsets they must be \[2, B\]"),
+        (([1, 2],), r"ids have shape \(2,\), without offsets"),
+        (
+            ([1, 2], [0, 1, 1, 2]),
+            r"ids must be \[nnz\] and offsets \[2 \* B \+ 1\]; got \(2,\)",
+        ),
+        (([[1], [2]], [0, 1, 2]), r"with offsets, ids must be \[nnz\]"),
+        (([[1], [2]], None, [1.0, 2.0]), r"weights have shape \(2,\), .* ids, \(2, 1\)"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(arguments, message):
+    tensors = [None if values is None else torch.tensor(values) for values in arguments]
+    with pytest.raises(ValueError, match=message):
+        build("dense", [5, 5], 4)(*tensors)
+
+
+@pytest.mark.parametrize("mode", ["mean", "max"])
+def test_weights_need_sum(mode):
+    with pytest.raises(ValueError, match=f"per_sample_weights need mode sum, .* has {mode}"):
+        build("dense", [5], 4, mode=mode)(torch.tensor([[1]]), None, torch.tensor([[1.0]]))
+
+
+def test_checks_may_be_turned_off():
+    group = build("hash", [5], 4, rows=3, check_ids=False)
+    torch.testing.assert_close(group(torch.tensor([[7]])), group(torch.tensor([[1]])))
+
+
+def test_row_offsets():
+    assert row_offsets([3, 1, 5]).tolist() == [0, 3, 4]
+
+
+def test_the_gradient_of_max_goes_to_the_first_of_equal_entries():
+    vectors = torch.tensor([[1.0, 5.0], [2.0, 5.0], [2.0, 4.0], [7.0, 7.0]], requires_grad=True)
+    out = pool(vectors, torch.tensor([1, 1, 1, 2]), 3, "max", None)
+    assert out.tolist() == [[0, 0], [2, 5], [7, 7]]
+    out.sum().backward()
+    assert vectors.grad.tolist() == [[0, 1], [1, 0], [0, 0], [1, 1]]
+
+
+def test_the_drop_in_is_the_original_for_dense_tables():
+    ours, original = EmbeddingBag(50, 6), nn.EmbeddingBag(50, 6)
+    assert ours.embedding.mode == original.mode == "mean"
+    ours.embedding.load_dense([original.weight])
+    ids, offsets = torch.randint(50, (20,)), torch.tensor([0, 3, 3, 11])
+    for module in (ours, original):
+        module(ids, offsets).square().sum().backward()
+    torch.testing.assert_close(ours(ids, offsets), original(ids, offsets))
+    torch.testing.assert_close(ours.embedding.weight.grad, original.weight.grad)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_drop_in_makes_sparse_gradients_on_request(sparse):
+    bag = EmbeddingBag(50, 6, sparse=sparse)
+    bag(torch.tensor([[1, 2]])).sum().backward()
+    assert bag.embedding.weight.grad.is_sparse == sparse
+
+
+def test_the_drop_in_takes_a_dtype_and_trained_rows():
+    weight = torch.randn(50, 6)
+    bag = EmbeddingBag(50, 6, _weight=weight, dtype=torch.float64)
+    assert bag(torch.tensor([[7]])).dtype == torch.float64
+    frozen = EmbeddingBag.from_pretrained(weight, kind="block", dim=6, mode="sum")
+    torch.testing.assert_close(frozen(torch.tensor([[7, 8]]))[0], weight[7] + weight[8])
+    assert not any(p.requires_grad for p in frozen.parameters())
+    thawed = EmbeddingBag.from_pretrained(weight, freeze=False)
+    assert all(p.requires_grad for p in thawed.parameters())
+
+
+def test_bags_of_no_columns_are_empty():
+    out = EmbeddingBag(50, 6)(torch.zeros(3, 0, dtype=torch.int64))
+    assert out.shape == (3, 6)
+    assert not out.any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_norm": 1.0}, "max_norm and scale_grad_by_freq are not supported"),
+        ({"scale_grad_by_freq": True}, "max_norm and scale_grad_by_freq are not supported"),
+        ({"padding_idx": 50}, "padding_idx 50 is outside 50 rows"),
+        ({"padding_idx": -51}, "padding_idx -51 is outside 50 rows"),
+        ({"kind": "qr", "collision": 2}, "did you mean 'collisions'"),
+    ],
+)
+def test_the_drop_in_refuses_what_no_kind_has(options, message):
+    with pytest.raises(ValueError, match=message):
+        EmbeddingBag(50, 6, **options)
+
+
+@pytest.mark.parametrize(
+    ("ids", "offsets", "message"),
+    [
+        ([[1, 2]], [0], "offsets must be None for 2-D input"),
+        ([1, 2], None, "1-D input needs 1-D offsets"),
+        ([1, 2], [[0]], "1-D input needs 1-D offsets"),
+        (1, [0], "input has 0 dimensions, it must have 1 or 2"),
+        ([1, 2], [1], "offsets must rise from 0 to at most the number of ids, 2; got"),
+        ([1, 2], [0, 2, 1], "offsets must rise from 0"),
+        ([1, 2], [0, 3], "offsets must rise from 0"),
+    ],
+)
+def test_the_drop_in_refuses_bags_that_do_not_fit(ids, offsets, message):
+    offsets = None if offsets is None else torch.tensor(offsets)
+    with pytest.raises(ValueError, match=message):
+        EmbeddingBag(50, 6)(torch.tensor(ids), offsets)

@@ -1,0 +1,74 @@
+import pytest
+import torch
+
+from dlrm.data.schema import KAGGLE_CARDINALITIES
+from dlrm.embeddings.block import Block
+
+
+def test_rows_are_widened_by_the_matrix_of_their_table():
+    group = Block([4, 25], 6, dim=2)
+    assert [p.shape for p in group.parameters()] == [(29, 2), (2, 2, 6)]
+    expected = group.weight[4:] @ group.projection[1]
+    torch.testing.assert_close(group.rows(1, torch.arange(25)), expected)
+
+
+def test_tables_in_any_order_agree_with_table_by_table():
+    group = Block([4, 25], 6, dim=2).double()
+    tables, ids = torch.tensor([1, 0, 1, 1, 0]), torch.tensor([24, 3, 0, 7, 0])
+    expected = torch.stack([group.rows(t, i) for t, i in zip(tables, ids, strict=True)])
+    torch.testing.assert_close(group.vectors(tables, ids), expected)
+
+
+def test_no_matrix_where_the_block_dim_is_the_embedding_dim():
+    group = Block([4, 25], 6, dim=6)
+    assert [name for name, _ in group.named_parameters()] == ["weight"]
+    assert torch.equal(group.rows(1, torch.tensor([7])), group.weight[[11]])
+
+
+def test_rows_have_sparse_and_matrices_dense_gradients():
+    group = Block([4, 25], 6, dim=2)
+    group(torch.tensor([[1, 2], [3, 4]])).sum().backward()
+    assert group.weight.grad.is_sparse
+    assert not group.projection.grad.is_sparse
+
+
+@pytest.mark.parametrize("rows", [40, 3])
+def test_the_best_fit_is_the_truncated_svd(rows):
+    weight = torch.randn(rows, 6, dtype=torch.float64)
+    u, s, v = torch.linalg.svd(weight, full_matrices=False)
+    group = Block([rows], 6, dim=2).double()
+    group.load_dense([weight])
+    torch.testing.assert_close(group.rows(0, torch.arange(rows)), u[:, :2] * s[:2] @ v[:2])
+
+
+@pytest.mark.parametrize("dim", [1, 3, 8, 15, 16])
+def test_rows_start_as_wide_as_dense_ones_and_train_as_fast(dim):
+    group = Block([50_000], 16, dim=dim)
+    assert group.to_dense().std() * (3 * 50_000) ** 0.5 == pytest.approx(1, rel=0.03)
+    out = group(torch.arange(50_000)[None])
+    up = torch.randn_like(out)
+    out.backward(up)
+    assert group.weight.grad.to_dense().std() == pytest.approx(1, rel=0.05)
+
+
+@pytest.mark.parametrize("dim", [0, 9])
+def test_a_block_dim_outside_the_embedding_dim_is_refused(dim):
+    with pytest.raises(ValueError, match=f"block dim is {dim}; set --block.dim to 1 .. 8"):
+        Block([10], 8, dim=dim)
+
+
+@pytest.mark.parametrize("compression", [2, 4, 10])
+def test_the_budget_is_used_up_at_kaggle_size(compression):
+    budget = sum(KAGGLE_CARDINALITIES) * 16 * 4 // compression
+    chosen = Block.for_budget(KAGGLE_CARDINALITIES, 16, budget)
+    total = sum(
+        16 * table if options is None else (16 + table) * options["dim"]
+        for table, options in zip(KAGGLE_CARDINALITIES, chosen, strict=True)
+    )
+    assert 0.95 * budget <= total * 4 <= budget
+
+
+def test_a_budget_below_one_weight_per_row_is_refused():
+    budget = sum(KAGGLE_CARDINALITIES) * 16 * 4 // 17
+    with pytest.raises(ValueError, match="--emb block: these tables need at least 1350"):
+        Block.for_budget(KAGGLE_CARDINALITIES, 16, budget)

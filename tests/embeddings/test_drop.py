@@ -1,0 +1,63 @@
+import pytest
+import torch
+
+from dlrm.data.schema import KAGGLE_CARDINALITIES
+from dlrm.embeddings.drop import Drop, most_frequent
+
+
+def test_rare_ids_share_the_last_row():
+    group = Drop([4, 25], 3, keep=10)
+    assert group.weight.shape == (4 + 11, 3)
+    ids = torch.arange(25)
+    torch.testing.assert_close(group.rows(1, ids), group.weight[4 + ids.clamp(max=10)])
+    torch.testing.assert_close(group.rows(0, ids[:4]), group.weight[:4])
+
+
+def test_all_ids_may_share_one_row():
+    group = Drop([25], 3, keep=0)
+    assert torch.equal(group.to_dense(), group.weight.expand(25, 3))
+
+
+def test_fitting_copies_the_head_and_averages_the_tail():
+    weight = torch.randn(25, 3)
+    group = Drop.from_dense([weight], keep=10)
+    assert torch.equal(group.weight[:10], weight[:10])
+    torch.testing.assert_close(group.weight[10], weight[10:].mean(0))
+
+
+def test_a_negative_number_is_refused():
+    with pytest.raises(ValueError, match="drop keep is -1, it must not be negative"):
+        Drop([10], 4, keep=-1)
+
+
+def test_counts_are_compared_over_all_tables():
+    counts = [torch.tensor([9, 5, 5, 1]), torch.tensor([7, 6]), torch.tensor([5, 2, 2])]
+    assert most_frequent(counts, 0) == [0, 0, 0]
+    assert most_frequent(counts, 3) == [1, 2, 0]
+    assert most_frequent(counts, 5) == [3, 2, 0]
+    assert most_frequent(counts, 9) == [4, 2, 3]
+
+
+def test_a_budget_keeps_the_most_frequent_ids_of_all_tables():
+    counts = [torch.tensor([9, 8, 7, 1, 1, 1]), torch.tensor([2, 1, 1, 1])]
+    row = 8 * 4
+    # Six rows, two of which are for the rest of either table: 9, 8, 7 and 2 are kept.
+    assert Drop.for_budget([6, 4], 8, 6 * row, counts=counts) == [{"keep": 3}, {"keep": 1}]
+    assert Drop.for_budget([6, 4], 8, 6 * row) == [{"keep": 2}, {"keep": 2}]
+    with pytest.raises(ValueError, match="at least 64 bytes"):
+        Drop.for_budget([6, 4], 8, 2 * row - 1, counts=counts)
+
+
+@pytest.mark.parametrize("compression", [4, 10, 30, 100])
+@pytest.mark.parametrize("known", [False, True])
+def test_the_budget_is_used_up_at_kaggle_size(compression, known):
+    budget = sum(KAGGLE_CARDINALITIES) * 16 * 4 // compression
+    counts = (
+        [2**20 // torch.arange(1, rows + 1) for rows in KAGGLE_CARDINALITIES] if known else None
+    )
+    chosen = Drop.for_budget(KAGGLE_CARDINALITIES, 16, budget, counts=counts)
+    rows = [
+        table if options is None else options["keep"] + 1
+        for table, options in zip(KAGGLE_CARDINALITIES, chosen, strict=True)
+    ]
+    assert 0.999 * budget <= sum(rows) * 16 * 4 <= budget

@@ -1,0 +1,133 @@
+import pytest
+import torch
+
+from dlrm.data.schema import KAGGLE_CARDINALITIES
+from dlrm.embeddings.qr import QR
+
+every_operation = pytest.mark.parametrize("operation", ["multiply", "add", "concat"])
+
+
+@every_operation
+def test_a_row_is_composed_of_quotient_and_remainder(operation):
+    group = QR([3, 25], 6, collisions=4, operation=operation)
+    ids = torch.arange(25)
+    q, r = group.quotient[1 + ids // 4], group.remainder[3 + ids % 4]
+    assert len(group.quotient) == 1 + 7
+    assert len(group.remainder) == 3 + 4
+    expected = {
+        "multiply": lambda: q * r,
+        "add": lambda: q + r,
+        "concat": lambda: torch.hstack([q, r]),
+    }
+    torch.testing.assert_close(group.rows(1, ids), expected[operation]())
+
+
+@every_operation
+def test_no_two_ids_have_the_same_row(operation):
+    rows = QR([997], 6, collisions=31, operation=operation).to_dense()
+    assert len(rows.unique(dim=0)) == 997
+
+
+def test_bags_are_pooled_after_composing():
+    group = QR([25], 6, collisions=4)
+    out = group(torch.tensor([1, 6, 24]), torch.tensor([0, 3]))
+    composed = group.rows(0, torch.tensor([1, 6, 24])).sum(0)
+    apart = group.quotient[[0, 1, 6]].sum(0) * group.remainder[[1, 2, 0]].sum(0)
+    torch.testing.assert_close(out[0, 0], composed)
+    assert not torch.allclose(composed, apart)
+
+
+def test_concat_shares_an_odd_dim_out():
+    group = QR([25], 7, collisions=4, operation="concat")
+    assert group.quotient.shape == (7, 4)
+    assert group.remainder.shape == (4, 3)
+
+
+@every_operation
+@pytest.mark.parametrize("collisions", [2, 30, 1000])
+def test_rows_start_as_wide_as_dense_ones_and_train_as_fast(operation, collisions):
+    tables = 32
+    group = QR([30_000] * tables, 16, collisions=collisions, operation=operation)
+    rows = torch.stack([group.to_dense(table) for table in range(tables)])
+    assert rows.std() * (3 * 30_000) ** 0.5 == pytest.approx(1, rel=0.03)
+    out = group(torch.arange(0, 30_000, collisions).expand(tables, -1))
+    out.backward(torch.randn_like(out))
+    assert group.quotient.grad.to_dense().std() == pytest.approx(1, rel=0.15)
+
+
+def cells(rows, collisions):
+    """Quotient and remainder of every id as matrices of 0 and 1, ``[V, Q]`` and ``[V, R]``."""
+    ids = torch.arange(rows)
+    one_hot = torch.nn.functional.one_hot
+    return one_hot(ids // collisions).double(), one_hot(ids % collisions).double()
+
+
+@pytest.mark.parametrize("rows", [24, 25, 5, 2])
+def test_the_best_fit_of_add_is_least_squares(rows):
+    weight = torch.randn(rows, 3, dtype=torch.float64)
+    design = torch.cat(cells(rows, 4), 1)
+    expected = design @ (torch.linalg.pinv(design) @ weight)
+    group = QR([rows], 3, collisions=4, operation="add").double()
+    group.load_dense([weight])
+    torch.testing.assert_close(group.rows(0, torch.arange(rows)), expected)
+
+
+@pytest.mark.parametrize("rows", [24, 25])
+def test_the_best_fit_of_concat_is_the_means(rows):
+    weight = torch.randn(rows, 4, dtype=torch.float64)
+    q, r = cells(rows, 4)
+    expected = [q @ (q.T @ weight / q.sum(0)[:, None]), r @ (r.T @ weight / r.sum(0)[:, None])]
+    group = QR([rows], 4, collisions=4, operation="concat").double()
+    group.load_dense([weight])
+    expected = torch.cat([expected[0][:, :2], expected[1][:, 2:]], 1)
+    torch.testing.assert_close(group.rows(0, torch.arange(rows)), expected)
+
+
+def test_the_best_fit_of_multiply_is_of_rank_one_per_column():
+    weight = torch.randn(96, 3, dtype=torch.float64)
+    group = QR([96], 3, collisions=4).double()
+    group.load_dense([weight])
+    left = (group.rows(0, torch.arange(96)) - weight).square().sum(0)
+    singular = torch.linalg.svdvals(weight.T.reshape(3, 24, 4))
+    torch.testing.assert_close(left, singular[:, 1:].square().sum(1), rtol=1e-4, atol=0)
+
+
+@every_operation
+def test_a_table_of_zeros_can_be_fitted(operation):
+    group = QR.from_dense([torch.zeros(25, 4)], collisions=4, operation=operation)
+    assert not group.to_dense().any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"collisions": 0}, "qr collisions is 0; set --qr.collisions to 1 or more"),
+        (
+            {"operation": "mult"},
+            "qr operation is 'mult'; set --qr.operation to one of multiply, add",
+        ),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        QR([10], 4, **options)
+
+
+def test_concat_of_one_column_is_refused():
+    with pytest.raises(ValueError, match="qr concat needs an embedding_dim of at least 2"):
+        QR([10], 1, operation="concat")
+
+
+@every_operation
+@pytest.mark.parametrize("compression", [4, 10, 30, 100, 1000])
+def test_the_budget_is_used_up_at_kaggle_size(operation, compression):
+    budget = sum(KAGGLE_CARDINALITIES) * 16 * 4 // compression
+    chosen = QR.for_budget(KAGGLE_CARDINALITIES, 16, budget, operation=operation)
+    width = 8 if operation == "concat" else 16
+    total = sum(
+        16 * table
+        if options is None
+        else width * (-(-table // options["collisions"]) + options["collisions"])
+        for table, options in zip(KAGGLE_CARDINALITIES, chosen, strict=True)
+    )
+    assert 0.95 * budget <= total * 4 <= budget
