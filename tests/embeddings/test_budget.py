@@ -12,10 +12,8 @@ def test_the_level_is_the_highest_that_fits():
 
 
 def test_what_is_left_over_is_handed_out():
-    # A table of n rows takes 1 .. 3 bytes a row; 2 bytes for either table would be too much.
-    chosen = share_out(
-        [10, 11], lambda n, share: max(1, min(3, share // n)), int.__mul__, 38, "any"
-    )
+    # Whole bytes per row: a share of 19 leaves 15 of the 35, of which only the first takes 10.
+    chosen = share_out([10, 10], lambda rows, share: max(1, share // rows), int.__mul__, 35, "any")
     assert chosen == [2, 1]
 
 

@@ -48,13 +48,12 @@ def test_a_budget_keeps_the_most_frequent_ids_of_all_tables():
         Drop.for_budget([6, 4], 8, 2 * row - 1, counts=counts)
 
 
-@pytest.mark.parametrize("compression", [4, 10, 30, 100])
-@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(("compression", "known"), [(4, False), (1000, False), (30, True)])
 def test_the_budget_is_used_up_at_kaggle_size(compression, known):
     budget = sum(KAGGLE_CARDINALITIES) * 16 * 4 // compression
-    counts = (
-        [2**20 // torch.arange(1, rows + 1) for rows in KAGGLE_CARDINALITIES] if known else None
-    )
+    counts = None
+    if known:
+        counts = [2**20 // torch.arange(1, rows + 1) for rows in KAGGLE_CARDINALITIES]
     chosen = Drop.for_budget(KAGGLE_CARDINALITIES, 16, budget, counts=counts)
     rows = [
         table if options is None else options["keep"] + 1

@@ -26,7 +26,7 @@ def test_a_table_below_the_cap_is_taken_over_as_it_is():
 
 
 def test_fewer_than_one_row_is_refused():
-    with pytest.raises(ValueError, match="hash rows is 0; set --hash.rows to 1 or more"):
+    with pytest.raises(ValueError, match=r"hash rows is 0; set --hash.rows to 1 or more"):
         Hash([10], 4, rows=0)
 
 
