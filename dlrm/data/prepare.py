@@ -1,0 +1,213 @@
+"""Raw Criteo logs to a prepared directory: Parquet per split, vocabularies, ``meta.json``.
+
+Three passes, so that memory depends on the distinct values of a column and not on the rows:
+
+1. parse: blocks of lines become columns, spilled to ``OUTPUT/.prepare/blocks``; a categorical
+   column is coded by the distinct values of its own block;
+2. number: column by column, the values of all blocks are merged into a vocabulary, which gives an
+   id to each code of each block;
+3. write: block by block, codes become ids and go out as row groups of the splits.
+
+A spilled block and a numbered column appear under their name when they are whole, so that a
+restart takes them as they are. Results are made in ``OUTPUT/.prepare`` and moved out at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Literal
+
+from dlrm.data.passes import Pool, number_columns, parse_files, write_splits
+from dlrm.data.raw import BLOCK_BYTES
+from dlrm.data.schema import CRITEO_DENSE, SPLITS, Meta
+from dlrm.data.spill import BAD_ROWS_KEPT, Spilled
+from dlrm.data.workspace import Workspace, whole
+
+FORMAT = 1  # of the spilled blocks; raise it when a change makes old ones unfit for a restart
+BAD_ROWS_FILE = "bad_rows.json"
+DAYS = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is made of the input."""
+
+    split: tuple[str, ...] = ("days",)
+    """``("days",)`` or the shares of train, val and test in row order, as decimals."""
+    vocabulary: Literal["train", "all"] = "train"
+    """The rows whose values get ids of their own."""
+    min_count: int = 1
+    """Occurrences in those rows that a value needs for that."""
+    cap: int | None = None
+    """Take the hex values modulo this."""
+    dense_transform: Literal["log1p", "log3"] = "log1p"
+    limit: int | None = None
+    """Read that many lines of the input at most."""
+    bad_rows: Literal["stop", "skip"] = "stop"
+
+    def __post_init__(self) -> None:
+        if self.split != ("days",):
+            _fractions(self.split)
+        for name, value in (("--min-count", self.min_count), ("--cap", self.cap),
+                            ("--limit", self.limit)):  # fmt: skip
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+
+
+def prepare(
+    inputs: Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    options: Options,
+    *,
+    workers: int | None = None,
+    progress: bool = True,
+) -> Meta:
+    """Prepare raw logs for training.
+
+    Killed at any moment and called again with the same arguments, it goes on where it was and
+    ends with the same bytes. Until the end, nothing stands under a final name.
+
+    Args:
+        inputs: raw files, in the order of time.
+        output: directory for ``train.parquet``, ``val.parquet``, ``test.parquet``,
+            ``vocabulary/C1.parquet`` .., ``bad_rows.json`` and ``meta.json``.
+        options: what to make of them.
+        workers: threads; by default one per core that the process may use.
+        progress: show bars on standard error.
+
+    Returns:
+        What was written as ``meta.json``.
+
+    Raises:
+        FileNotFoundError: an input does not exist.
+        ValueError: bad rows (unless they are to be skipped), or no rows to train on.
+    """
+    paths = [Path(path) for path in inputs]
+    for path in paths:
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is not a file; give raw Criteo logs as input")
+        if paths.count(path) > 1:
+            raise ValueError(f"{path} is given more than once; give each input once")
+    key = {
+        "format": [FORMAT, BLOCK_BYTES],
+        "options": asdict(options) | {"bad_rows": None},  # does not change what is spilled
+        "inputs": [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in paths],
+    }
+    work = Workspace(Path(output), key)
+    try:
+        if not work.finished:
+            _make(paths, options, work, workers or _cores(), progress)
+        work.publish((*(f"{split}.parquet" for split in SPLITS), "vocabulary", BAD_ROWS_FILE))
+    finally:
+        work.close()
+    return Meta.read(output)
+
+
+def split_rows(split: tuple[str, ...], rows: Sequence[int]) -> dict[str, range]:
+    """The rows of each split, numbered over all inputs.
+
+    ``("days",)`` is the reference protocol: all days but the last train, the first half of the
+    last is test, the second val. A day is a file, or a seventh of the rows where there is a single
+    file (the first days are a row longer if need be). With fractions, train, val and test follow
+    one another in row order.
+
+    Args:
+        split: as :attr:`Options.split`.
+        rows: rows of each input file.
+    """
+    total = sum(rows)
+    if split == ("days",):
+        last = rows[-1] if len(rows) > 1 else total // DAYS
+        first = total - last
+        half = first + (last + 1) // 2
+        return {"train": range(first), "val": range(half, total), "test": range(first, half)}
+    train, val, _ = _fractions(split)
+    ends = int(train * total), int((train + val) * total)
+    return {
+        "train": range(ends[0]),
+        "val": range(*ends),
+        "test": range(ends[1], total),
+    }
+
+
+def _fractions(split: tuple[str, ...]) -> tuple[Fraction, ...]:
+    """The three shares, exactly as written in decimals."""
+    try:
+        shares = tuple(Fraction(share) for share in split)
+    except (ValueError, ZeroDivisionError):
+        shares = ()
+    if len(shares) != 3 or min(shares) < 0 or sum(shares) != 1:
+        raise ValueError(
+            f"--split is {' '.join(split)}; it must be days, or the shares of train, val and test, "
+            "which add up to 1, as in --split 0.85 0 0.15"
+        )
+    return shares
+
+
+def _make(
+    paths: Sequence[Path], options: Options, work: Workspace, workers: int, progress: bool
+) -> None:
+    """Make all results in the workspace."""
+    with Pool(workers) as pool:
+        blocks, inputs = parse_files(
+            paths,
+            work,
+            pool,
+            transform=options.dense_transform,
+            limit=options.limit,
+            skip_bad=options.bad_rows == "skip",
+            progress=progress,
+        )
+        rows = {str(path): 0 for path in paths}
+        for block in blocks:
+            rows[block.source] += block.rows
+        parts = split_rows(options.split, list(rows.values()))
+        counted = len(parts["train"]) if options.vocabulary == "train" else sum(rows.values())
+        if not counted:
+            raise ValueError(
+                f"no rows to make the vocabulary of: {sum(rows.values())} good rows were read and "
+                f"--split {' '.join(options.split)} leaves none for training; give more rows, "
+                "another --split or --vocabulary all"
+            )
+        _report_bad(blocks, work)
+        blocks = [block for block in blocks if block.rows]
+        categorical = number_columns(
+            blocks,
+            work,
+            counted=counted,
+            cap=options.cap,
+            min_count=options.min_count,
+            oov=options.vocabulary == "train" or options.min_count > 1,
+            progress=progress,
+        )
+        splits = write_splits(blocks, parts, work, pool, progress=progress)
+    Meta(
+        dense=CRITEO_DENSE,
+        categorical=categorical,
+        splits=splits,
+        options=asdict(options),
+        inputs=tuple(inputs),
+    ).write(work.directory)
+
+
+def _report_bad(blocks: Sequence[Spilled], work: Workspace) -> None:
+    kinds: Counter[str] = Counter()
+    for block in blocks:
+        kinds.update(block.bad)
+    first = [asdict(bad) for block in blocks for bad in block.first_bad][:BAD_ROWS_KEPT]
+    report = {"skipped": kinds.total(), "kinds": dict(sorted(kinds.items())), "first": first}
+    with whole(work / BAD_ROWS_FILE) as temporary:
+        temporary.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

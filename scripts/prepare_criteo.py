@@ -1,0 +1,146 @@
+"""Prepare raw Criteo logs for training: Parquet per split, vocabularies and meta.json."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from dlrm.data.prepare import BAD_ROWS_FILE, Options, prepare
+from dlrm.hints import nearest
+
+EPILOG = """\
+Input: lines of label, I1..I13 (numbers, may be empty), C1..C26 (up to 8 hex digits, may be empty),
+separated by tabs; Kaggle's train.txt or Terabyte's day_0 .. day_23, plain, gzip or zstd.
+
+Output: DIR/train.parquet, val.parquet, test.parquet (label uint8, I1..I13 float32, C1..C26 int32),
+DIR/vocabulary/C1.parquet .. (value, id, count; row number = id; value "" is the missing one, null
+stands for all values without an id of their own), DIR/bad_rows.json and, last, DIR/meta.json.
+Ids count from 0 in order of falling frequency in the rows of the vocabulary.
+
+Killed and started again with the same options, it goes on where it was and ends with the same
+bytes. On disk it needs some 130 bytes a row in DIR/.prepare while it works.
+
+Examples:
+  prepare_criteo.py train.txt --output data/kaggle
+  prepare_criteo.py train.txt --output data/kaggle_ref --vocabulary all
+  prepare_criteo.py sample.tsv.gz --output data/sample --split 0.85 0 0.15 --min-count 2
+  prepare_criteo.py day_{0..23}.gz --output data/terabyte --cap 40000000 --vocabulary all
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line, an unknown option with the nearest one."""
+
+    def parse_args(self, *args, **kwargs):
+        arguments, unknown = self.parse_known_args(*args, **kwargs)
+        if unknown:
+            options = [name for name in self._option_string_actions if name.startswith("--")]
+            self.error(f"unknown option {unknown[0]}{nearest(unknown[0].split('=')[0], options)}")
+        if arguments.output is None:
+            self.error("--output DIR is missing")
+        return arguments
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = vars(_parser().parse_args(argv))
+    inputs, output = arguments.pop("inputs"), arguments.pop("output")
+    workers = arguments.pop("workers")
+    start = time.perf_counter()
+    try:
+        options = Options(**arguments | {"split": tuple(arguments["split"])})
+        meta = prepare(inputs, output, options, workers=workers)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    seconds = time.perf_counter() - start
+    rows = sum(split.rows for split in meta.splits.values())
+    for name, split in meta.splits.items():
+        share = f", {split.positives / split.rows:.2%} positive" if split.rows else ""
+        print(f"{name:5} {split.rows:>13,} rows{share}")
+    print(f"ids   {sum(meta.cardinalities):>13,} in {len(meta.categorical)} columns")
+    bad = json.loads((output / BAD_ROWS_FILE).read_text())
+    if bad["skipped"]:
+        kinds = ", ".join(f"{kind}: {count:,}" for kind, count in bad["kinds"].items())
+        print(f"left out {bad['skipped']:,} ({kinds}); the first are in {output / BAD_ROWS_FILE}")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    print(f"{seconds:.1f} s, {rows / seconds:,.0f} rows/s, peak memory {peak:.2f} GB: {output}")
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add, default = parser.add_argument, Options()
+    add("inputs", nargs="+", metavar="INPUT", type=Path, help="raw files, in the order of time")
+    add("--output", metavar="DIR", type=Path, help="directory to write to; must be given")
+    add(
+        "--split",
+        nargs="+",
+        default=default.split,
+        metavar="SHARE",
+        help="'days', the reference protocol: the last day is halved into test and val, the days "
+        "before it train; a day is a file, or a seventh of the rows of a single file. Or three "
+        "shares of the rows for train, val and test, which follow one another in this order "
+        "(0.85 0 0.15; a share may be 0). Default: days",
+    )
+    add(
+        "--vocabulary",
+        choices=("train", "all"),
+        default=default.vocabulary,
+        help="rows whose values get ids of their own: those of the train split, all other values "
+        "then sharing an out-of-vocabulary id; or all rows, as the reference does. Default: train",
+    )
+    add(
+        "--min-count",
+        type=int,
+        default=default.min_count,
+        metavar="N",
+        help="values that occur less often than N times in the rows of the vocabulary share the "
+        "out-of-vocabulary id. Default: 1",
+    )
+    add(
+        "--cap",
+        type=int,
+        metavar="N",
+        help="take the hex values modulo N before counting, as the reference does (MLPerf: "
+        "40000000); missing stays a value of its own. Default: no cap",
+    )
+    add(
+        "--dense-transform",
+        choices=("log1p", "log3"),
+        default=default.dense_transform,
+        help="of I1..I13, where missing counts as 0. log1p: log(max(x, 0) + 1), as in the "
+        "reference. log3: log(max(x, -2) + 3), as in TorchRec. Default: log1p",
+    )
+    add(
+        "--limit",
+        type=int,
+        metavar="N",
+        help="read the first N lines of the input only, over all files. Default: all",
+    )
+    add(
+        "--bad-rows",
+        choices=("stop", "skip"),
+        default=default.bad_rows,
+        help="stop at the first bad row, or end of a damaged file, and say what is wrong; or leave "
+        "such rows out, count them by kind and report the first 20. Default: stop",
+    )
+    add("--workers", type=int, metavar="N", help="threads. Default: one per core")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
