@@ -11,10 +11,19 @@ def test_the_level_is_the_highest_that_fits():
         assert level == 100 or sum(min(table, level + 1) for table in tables) > budget
 
 
-def test_what_is_left_over_is_handed_out():
-    # Whole bytes per row: a share of 19 leaves 15 of the 35, of which only the first takes 10.
-    chosen = share_out([10, 10], lambda rows, share: max(1, share // rows), int.__mul__, 35, "any")
-    assert chosen == [2, 1]
+@pytest.mark.parametrize(
+    ("tables", "chosen"),
+    [
+        ([10, 10], [1, 2]),  # 15 are left: half of it helps nobody, all of it the second
+        ([10, 10, 20], [2, 1, 1]),  # 15 are left: too little for the last, so the first has it
+    ],
+)
+def test_what_is_left_over_is_handed_out(tables, chosen):
+    def whole_bytes_per_row(rows, share):
+        return max(1, share // rows)
+
+    budget = sum(tables) + 15
+    assert share_out(tables, whole_bytes_per_row, int.__mul__, budget, "any") == chosen
 
 
 def test_a_budget_that_is_too_small_names_the_smallest_one():
