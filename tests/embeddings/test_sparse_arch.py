@@ -1,0 +1,84 @@
+import pytest
+import torch
+
+from dlrm.embeddings.sparse_arch import SparseArch, parse_bytes, plan
+
+NAMES = ["a", "b", "c", "d"]
+SIZES = [50, 4000, 7, 900]
+
+
+def test_mixed_kinds_fill_their_own_slots():
+    table_plan = [("hash", {"rows": 16}), ("dense", {}), ("hash", {"rows": 16}), ("dense", {})]
+    arch = SparseArch(SIZES, 8, table_plan)
+    assert arch.slots == [[0, 2], [1, 3]]
+    ids = torch.stack([torch.randint(0, rows, (5,)) for rows in SIZES])
+    out = arch(ids)
+    assert out.shape == (5, 4, 8)
+    for group, slots in arch.embeddings():
+        for table, slot in enumerate(slots):
+            torch.testing.assert_close(out[:, slot], group.rows(table, ids[slot]))
+
+
+def test_mixed_kinds_with_bags():
+    table_plan = [("dense", {}), ("hash", {"rows": 3}), ("dense", {}), ("hash", {"rows": 3})]
+    arch = SparseArch(SIZES, 4, table_plan)
+    lengths = torch.tensor([2, 0, 1, 3, 0, 4, 1, 1])  # 4 tables, 2 samples
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    ids = torch.randint(0, 7, (int(lengths.sum()),))
+    weights = torch.rand(len(ids))
+    out = arch(ids, offsets, weights)
+    homes = {slot: (g, t) for g, slots in arch.embeddings() for t, slot in enumerate(slots)}
+    for slot, (group, table) in homes.items():
+        for sample in range(2):
+            bag = slice(offsets[slot * 2 + sample], offsets[slot * 2 + sample + 1])
+            expected = (group.rows(table, ids[bag]) * weights[bag, None]).sum(0)
+            torch.testing.assert_close(out[sample, slot], expected)
+
+
+def kinds_of(*args, **kwargs):
+    return [kind for kind, _ in plan(NAMES, SIZES, 8, *args, **kwargs)]
+
+
+def test_which_tables_are_compressed():
+    assert kinds_of("tt", threshold=900) == ["dense", "tt", "dense", "tt"]
+    assert kinds_of("tt", largest=1) == ["dense", "tt", "dense", "dense"]
+    assert kinds_of("tt", threshold=900, kinds={"c": "hash", "b": "dense"}) == [
+        *("dense", "dense", "hash", "tt")
+    ]
+
+
+def test_options_per_table():
+    found = plan(
+        NAMES, SIZES, 8, "tt", threshold=900, options={"tt": {"rank": {"b": 4, "default": 2}}}
+    )
+    assert found == [("dense", {}), ("tt", {"rank": 4}), ("dense", {}), ("tt", {"rank": 2})]
+
+
+@pytest.mark.parametrize("kind", ["hash", "qr", "tt"])
+@pytest.mark.parametrize("ratio", [3, 10])
+def test_a_budget_is_kept_and_used(kind, ratio):
+    sizes = [50, 40000, 7, 9000]
+    dense = 4 * 8 * sum(sizes)
+    found = plan(NAMES, sizes, 8, kind, budget=dense // ratio)
+    arch = SparseArch(sizes, 8, found)
+    total = sum(sum(parts.values()) for parts in arch.footprint())
+    assert 0.6 * dense / ratio < total <= dense / ratio
+
+
+def test_impossible_wishes_say_why():
+    with pytest.raises(ValueError, match="names table 'z'"):
+        kinds_of("tt", kinds={"z": "tt"})
+    with pytest.raises(ValueError, match="used up by the dense tables"):
+        kinds_of("hash", threshold=1000, budget=100)
+    with pytest.raises(ValueError, match=r"drop tables\.kinds or budget"):
+        kinds_of("hash", budget=10_000, kinds={"a": "hash"})
+
+
+def test_amounts_of_memory():
+    assert parse_bytes("20MB", 0) == 20_000_000
+    assert parse_bytes("1.5 KiB", 0) == 1536
+    assert parse_bytes("4000", 0) == 4000
+    assert parse_bytes("100x", 1000) == 10
+    for text in ("much", "-3MB", "0", "5 parsecs", ""):
+        with pytest.raises(ValueError, match="no amount of memory"):
+            parse_bytes(text, 1000)

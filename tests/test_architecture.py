@@ -1,0 +1,46 @@
+"""The house rules that a reader can't see at a glance: who imports whom."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted((ROOT / "dlrm").rglob("*.py"))
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_one_way(path):
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    found = set(imports(path))
+
+    def uses(*modules):
+        return {f for f in found if any(f == m or f.startswith(f"{m}.") for m in modules)}
+
+    assert not uses("train", "scripts", "tests")
+    if not name.startswith("dlrm.kernels"):
+        assert not uses("triton"), "only kernels import Triton"
+    else:
+        assert not uses("dlrm.embeddings", "dlrm.model", "dlrm.data", "dlrm.optim")
+    if name not in ("dlrm.cli", "dlrm.config"):
+        assert not uses("dlrm.config", "dlrm.cli"), "modules take plain arguments"
+    if name.startswith("dlrm.data") or name in ("dlrm.config", "dlrm.metrics", "dlrm.tracking"):
+        assert not uses("dlrm.embeddings", "dlrm.model")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_public_names_have_docstrings(path):
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree), "the module has no docstring"
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            jit = any("jit" in ast.unparse(d) for d in node.decorator_list)
+            assert jit or ast.get_docstring(node), node.name

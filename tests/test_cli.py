@@ -1,0 +1,123 @@
+import pytest
+import yaml
+
+from dlrm.cli import parse
+from dlrm.embeddings import available
+
+KINDS = available()
+
+
+def mistakes(capsys, *argv):
+    with pytest.raises(SystemExit) as stop:
+        parse(argv, KINDS)
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_defaults_need_no_arguments():
+    config, resolved = parse([], KINDS)
+    assert config.emb == "dense"
+    assert yaml.safe_load(resolved)["model"]["embedding_dim"] == 16
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_kind_is_one_flag(kind):
+    config, _ = parse(["--emb", kind], KINDS)
+    assert config.emb == kind
+
+
+def test_all_mistakes_are_reported_at_once(capsys):
+    text = mistakes(
+        capsys,
+        *("--bach_size", "3", "--batch_size", "many", "--optim.dense", "sgdd"),
+        *("--emb", "dens", "--epochs", "0", "--tt.rank", "0", "--optim.lr", "-1"),
+    )
+    assert "did you mean --batch_size" in text
+    assert "--batch_size is 'many', it must be a whole number" in text
+    assert "it must be one of sgd, adagrad, rowwise_adagrad, adam" in text
+    assert "--emb is 'dens', did you mean 'dense'" in text
+    assert "--epochs is 0" in text
+    assert "rank" in text
+    assert "lr is -1.0" in text
+    assert "unexpected 'stray'" in mistakes(capsys, "stray")
+
+
+def test_leaf_name_leads_to_the_full_option(capsys):
+    assert "did you mean --optim.lr" in mistakes(capsys, "--lr", "0.1")
+
+
+def test_option_without_value(capsys):
+    assert "--batch_size needs a value: a whole number" in mistakes(capsys, "--batch_size")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "rule"),
+    [
+        ("--model.embedding_dim", "0", "embedding_dim is 0, at least 1 needed"),
+        ("--model.bottom_mlp", "[0]", "bottom_mlp has a size below 1"),
+        ("--tables.threshold", "-1", "threshold is -1"),
+        ("--tables.largest", "-1", "largest is -1"),
+        ("--tables.kinds", "{C1: ttt}", "did you mean 'tt'"),
+        ("--optim.betas", "[0.9, 1.0]", "needed: 0 <= b < 1"),
+        ("--optim.clip_norm", "0", "clip_norm must be above 0"),
+        ("--loader.window", "0", "window is 0"),
+        ("--max_steps", "0", "max_steps is 0"),
+        ("--config", "nowhere.yaml", "can't be read"),
+    ],
+)
+def test_bad_values_name_option_and_rule(capsys, option, value, rule):
+    assert rule in mistakes(capsys, option, value)
+
+
+def test_yaml_sets_and_the_command_line_overrides(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("emb: tt\nbatch_size: 64\ntt:\n  rank: 8\noptim: {lr: 0.5}\n")
+    config, _ = parse(["--batch-size", "32", "--config", str(path)], KINDS)
+    assert (config.emb, config.batch_size, config.optim.lr) == ("tt", 32, 0.5)
+    assert config.methods["tt"] == {"rank": 8}
+
+
+def test_mistakes_in_yaml_name_the_file(capsys, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("batch_sise: 3\nepochs: often\nmodel: {embeding_dim: 4}\n")
+    text = mistakes(capsys, f"--config={path}")
+    assert f"{path}: unknown option batch_sise, did you mean --batch_size" in text
+    assert f"{path}: epochs is 'often'" in text
+    assert "did you mean --model.embedding_dim" in text
+    path.write_text("- a list\n")
+    assert "must hold options as name: value" in mistakes(capsys, f"--config={path}")
+
+
+def test_resolved_configuration_reads_back(tmp_path):
+    argv = ["--emb", "qr", "--model.top_mlp", "8", "4", "--tables.kinds", "{C3: tt}", "--profile"]
+    config, resolved = parse(argv, KINDS)
+    assert config.model.top_mlp == (8, 4)
+    assert config.profile
+    path = tmp_path / "resolved.yaml"
+    path.write_text(resolved)
+    again, _ = parse(["--config", str(path)], KINDS)
+    assert again.model == config.model
+    assert again.tables == config.tables
+
+
+def test_lists_and_options_by_table():
+    config, _ = parse(
+        ["--tt.q", "2", "2", "4", "--tt.rank", "{C3: 64, default: 16}", "--model.top_mlp", "8"],
+        KINDS,
+    )
+    assert config.methods["tt"] == {"q": [2, 2, 4], "rank": {"C3": 64, "default": 16}}
+    assert config.model.top_mlp == (8,)
+
+
+def test_help_explains_every_option_with_its_default(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(["--help"], KINDS)
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    entries = text[text.index("\noptions:") :].split("\n  --")[1:]
+    assert len(entries) > 40
+    for entry in entries:
+        name, _, rest = entry.partition(" ")
+        explanation = " ".join(rest.split())
+        assert "default:" in explanation or "required" in explanation, name
+        assert len(explanation.split("(type:")[0].split()) > 3, f"{name} is not explained"

@@ -1,0 +1,70 @@
+import math
+
+import pytest
+import torch
+
+from dlrm.model import DLRM, MLP, CrossInteraction, DotInteraction
+
+SIZES = [7, 300, 5]
+DENSE_PLAN = [("dense", {})] * 3
+
+
+def small(**options):
+    options = {"bottom_mlp": [6], "top_mlp": [9], **options}
+    return DLRM(4, SIZES, 8, DENSE_PLAN, **options)
+
+
+def test_kaggle_shape_has_the_published_number_of_weights():
+    model = DLRM(13, [10] * 26, 16, [("dense", {})] * 26)
+    assert sum(p.numel() for p in model.dense_parameters()) == 475_985
+
+
+def test_dot_interaction_is_the_products_of_all_pairs():
+    interaction = DotInteraction(3, 5)
+    bottom, embedded = torch.randn(2, 5), torch.randn(2, 3, 5)
+    vectors = [bottom, *embedded.unbind(1)]
+    pairs = [(vectors[i] * vectors[j]).sum(1) for i in range(4) for j in range(i)]
+    expected = torch.cat([bottom, torch.stack(pairs, 1)], 1)
+    out = interaction(bottom, embedded)
+    assert out.shape[1] == interaction.out_features
+    torch.testing.assert_close(out, expected)
+
+
+def test_cross_interaction_follows_the_formula():
+    interaction = CrossInteraction(2, 3, layers=2, rank=4)
+    bottom, embedded = torch.randn(5, 3), torch.randn(5, 2, 3)
+    first = x = torch.cat([bottom, embedded.flatten(1)], 1)
+    for layer in interaction.layers:
+        x = first * (x @ layer.down.weight.T @ layer.up.weight.T + layer.up.bias) + x
+    torch.testing.assert_close(interaction(bottom, embedded), x)
+
+
+@pytest.mark.parametrize("interaction", ["dot", "dcn"])
+def test_every_parameter_gets_a_gradient(interaction):
+    model = small(interaction=interaction, cross_rank=2)
+    ids = torch.stack([torch.randint(0, rows, (6,)) for rows in SIZES])
+    logits = model(torch.randn(4, 6), ids)
+    assert logits.shape == (6,)
+    logits.sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+    assert len(model.dense_parameters()) + 1 == len(list(model.parameters()))
+
+
+def test_multi_hot_with_bags_of_one_equals_one_hot():
+    model = small()
+    ids = torch.stack([torch.randint(0, rows, (6,)) for rows in SIZES])
+    dense = torch.randn(4, 6)
+    bags = model(dense, ids.flatten(), torch.arange(ids.numel() + 1))
+    torch.testing.assert_close(bags, model(dense, ids))
+
+
+def test_reference_initialisation():
+    mlp = MLP([400, 600])
+    assert mlp[0].weight.std().item() == pytest.approx(math.sqrt(2 / 1000), rel=0.02)
+    assert mlp[0].bias.std().item() == pytest.approx(math.sqrt(1 / 600), rel=0.1)
+
+
+def test_unknown_interaction_names_the_nearest():
+    with pytest.raises(ValueError, match="did you mean 'dot'"):
+        small(interaction="dots")

@@ -1,0 +1,78 @@
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dlrm.tracking import Clock, Profiler, Tracker, memory
+
+
+def events(directory):
+    accumulator = EventAccumulator(str(directory))
+    accumulator.Reload()
+    return accumulator
+
+
+def test_the_same_numbers_in_tensorboard_and_json_lines(tmp_path):
+    tracker = Tracker(tmp_path)
+    tracker.log(1, {"train/loss": 0.5, "speed/samples_per_second": 10.0})
+    tracker.log(2, {"train/loss": 0.25})
+    tracker.text("config", "emb: tt\n")
+    tracker.finish({"emb": "tt", "model": {"top_mlp": [4, 2]}}, {"test/auc": 0.75})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["train/loss"] for line in lines] == [0.5, 0.25]
+    read = events(tmp_path)
+    assert [(e.step, e.value) for e in read.Scalars("train/loss")] == [(1, 0.5), (2, 0.25)]
+    assert "config/text_summary" in read.Tags()["tensors"]
+    assert "_hparams_/session_start_info" in read.summary_metadata
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["metrics"] == {"test/auc": 0.75}
+    assert result["options"]["model"] == {"top_mlp": [4, 2]}
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_resumed_run_drops_what_was_logged_after_its_checkpoint(tmp_path):
+    with Tracker(tmp_path) as tracker:
+        for step in range(1, 6):
+            tracker.log(step, {"train/loss": float(step)})
+    with Tracker(tmp_path, step=3) as tracker:
+        tracker.log(4, {"train/loss": 40.0})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["train/loss"] for line in lines] == [1, 2, 3, 40]
+    assert [e.value for e in events(tmp_path).Scalars("train/loss")] == [1, 2, 3, 40]
+
+
+def test_clock_leaves_out_pauses_and_counts_waiting(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("dlrm.tracking.time.perf_counter", lambda: now[0])
+    data = SimpleNamespace(wait_seconds=5.0)
+    clock = Clock(data)
+    now[0], data.wait_seconds, clock.samples = 102.0, 6.0, 200
+    assert clock.lap() == {"speed/samples_per_second": 100.0, "speed/data_wait_share": 0.5}
+    with clock.paused():
+        now[0] += 50
+    now[0] += 2
+    clock.samples += 600
+    assert clock.lap() == {"speed/samples_per_second": 300.0, "speed/data_wait_share": 0.0}
+    assert clock.total()["speed/samples_per_second"] == 200.0
+    assert clock.total()["speed/train_seconds"] == 4.0
+
+
+@pytest.mark.parametrize("steps", [3, 16])
+def test_profiler_writes_a_trace_and_a_table(tmp_path, device, steps):
+    profiler = Profiler(tmp_path, device)
+    for _ in range(steps):
+        torch.ones(8, 8, device=device) @ torch.ones(8, 8, device=device)
+        profiler.step()
+    table = profiler.close()
+    if steps < 13:
+        assert "too short" in table
+    else:
+        assert "aten::mm" in table
+        trace = json.loads((tmp_path / "profile" / "trace.json").read_text())
+        assert any("aten::mm" in event.get("name", "") for event in trace["traceEvents"])
+
+
+def test_memory_is_in_bytes(device):
+    assert memory(device)["memory/process_peak"] > 50e6
