@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,9 +101,9 @@ class Profile:
 
 
 @cache
-def profiles() -> dict[str, Profile]:
+def profiles(path: Path = PROFILE_FILE) -> dict[str, Profile]:
     """The calibrated profiles by name."""
-    raw = json.loads(PROFILE_FILE.read_text())
+    raw = json.loads(path.read_text())
     return {
         name: Profile(
             name=name,
@@ -114,7 +115,7 @@ def profiles() -> dict[str, Profile]:
     }
 
 
-def _law(raw: dict) -> Law:
+def _law(raw: dict[str, Any]) -> Law:
     return Law(**{**raw, "knots": tuple(raw["knots"]), "below": tuple(raw["below"])})
 
 

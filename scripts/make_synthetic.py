@@ -1,0 +1,171 @@
+"""Write synthetic Criteo data of any size, with a planted truth.
+
+    python scripts/make_synthetic.py --output data/demo
+    python scripts/make_synthetic.py --output data/kaggle --like kaggle
+    python scripts/make_synthetic.py --output raw --like kaggle --rows 1000000 --format tsv
+
+The same options give the same bytes on every device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from tqdm import tqdm
+
+from dlrm.data import synthetic
+from dlrm.data.schema import Meta
+from dlrm.data.synthetic_law import profiles
+from dlrm.hints import nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """What a value of ``--like`` stands for."""
+
+    profile: str
+    rows: int
+    cap: int | None = None
+    fractions: tuple[float, float, float] | None = None
+
+
+PRESETS = {
+    "demo": Preset(
+        profile="kaggle",
+        rows=synthetic.DEMO_ROWS,
+        cap=synthetic.DEMO_CAP,
+        fractions=synthetic.DEMO_FRACTIONS,
+    ),
+    "kaggle": Preset(profile="kaggle", rows=45_840_617),
+    "terabyte": Preset(profile="terabyte", rows=100_000_000, cap=40_000_000),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with status 2."""
+        print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options; ends the program with status 2 for one that does not exist."""
+    parser = Parser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--output", required=True, metavar="DIR", help="directory to make; must not hold anything")
+    add(
+        "--like",
+        choices=PRESETS,
+        default="demo",
+        help="demo: 300,000 rows, Kaggle's 26 tables of at most 20,000 rows each, split 80/10/10. "
+        "kaggle: 45,840,617 rows, 26 tables of 33.8 M rows together. terabyte: the tables of ids "
+        "modulo 40 M, 204 M rows together, and by default 100 M of the 4.4 billion rows. "
+        "(default: %(default)s)",
+    )
+    add("--rows", type=int, help="rows of all splits together (default: as --like says)")
+    add(
+        "--cardinalities",
+        type=int,
+        nargs="+",
+        metavar="V",
+        help="rows of each table (default: as --like says)",
+    )
+    add("--cap", type=int, help="largest table; larger ones keep their most frequent values only")
+    add(
+        "--fractions",
+        type=float,
+        nargs=3,
+        metavar=("TRAIN", "VAL", "TEST"),
+        help="shares of the splits (default: the reference protocol, six days of seven for "
+        "training, of the last the first half for test and the rest for validation)",
+    )
+    add("--seed", type=int, default=0, help="(default: %(default)s)")
+    add("--auc", type=float, default=0.80, help="best possible AUC (default: %(default)s)")
+    add("--positives", type=float, default=0.256, help="share of label 1 (default: %(default)s)")
+    add(
+        "--format",
+        choices=("parquet", "tsv"),
+        default="parquet",
+        help="parquet: ready for training. tsv: raw as from Criteo, for prepare_criteo.py; one "
+        "train.txt with the splits in the order train, test, val (default: %(default)s)",
+    )
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where the rows are made; auto: a GPU if there is one (default: %(default)s)",
+    )
+    add("--threads", type=int, help="files written at a time (default: the number of cores)")
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        valid = [option for action in parser._actions for option in action.option_strings]
+        parser.error(f"unknown option {unknown[0]}{nearest(unknown[0], valid)}")
+    return args
+
+
+def make(args: argparse.Namespace) -> tuple[Meta, int]:
+    """Write the data that the options ask for; returns the meta data and the number of rows."""
+    preset = PRESETS[args.like]
+    rows = preset.rows if args.rows is None else args.rows
+    cap = preset.cap if args.cap is None and args.cardinalities is None else args.cap
+    if cap is not None and cap < 1:
+        raise ValueError(f"--cap is {cap}, it must be at least 1")
+    sizes = args.cardinalities or [c.cardinality for c in profiles()[preset.profile].categorical]
+    with tqdm(total=rows, unit="row", unit_scale=True, disable=None) as bar:
+
+        def progress(done: int) -> None:
+            with bar.get_lock():
+                bar.update(done)
+
+        meta = synthetic.write(
+            args.output,
+            rows=rows,
+            like=preset.profile,
+            cardinalities=[min(size, cap or size) for size in sizes],
+            fractions=args.fractions or preset.fractions,
+            seed=args.seed,
+            auc=args.auc,
+            positives=args.positives,
+            format=args.format,
+            device=None if args.device == "auto" else args.device,
+            threads=args.threads,
+            progress=progress,
+        )
+    return meta, rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit status."""
+    args = parse(argv)
+    start = time.perf_counter()
+    try:
+        meta, rows = make(args)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    seconds = time.perf_counter() - start
+    print(f"{args.output}: {rows:,} rows, tables of {sum(meta.cardinalities):,} rows together")
+    print(f"{'split':6}{'rows':>12}{'positives':>11}{'best AUC':>10}{'log loss':>10}")
+    for name, split in meta.splits.items():
+        best = meta.planted[name]
+        print(
+            f"{name:6}{split.rows:12,}{split.positives / max(split.rows, 1):11.4f}"
+            f"{best.get('auc', float('nan')):10.4f}{best.get('log_loss', float('nan')):10.4f}"
+        )
+    print(f"{seconds:.1f} s, {rows / seconds:,.0f} rows/s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
