@@ -3,39 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from math import prod
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from dlrm.embeddings.base import Common, Embedding, row_offsets
-from dlrm.embeddings.factorize import factorize_dim, factorize_rows, tt_svd
+from dlrm.embeddings.budget import water_level
+from dlrm.embeddings.cache import PopulateReport, RowCache
+from dlrm.embeddings.factorize import factorize_dim, factorize_rows
+from dlrm.embeddings.tt_algebra import fit_rows, mean_square, tt_svd
+from dlrm.kernels.tt import tt_vectors
 
-
-def tt_vectors(
-    cores: Sequence[Tensor],
-    p: Tensor,
-    core_offsets: Tensor,
-    q: Sequence[int],
-    ranks: Sequence[int],
-    tables: Tensor,
-    ids: Tensor,
-) -> Tensor:
-    """Stand-in until the kernel is there."""
-    rest, table = ids.reshape(-1).long(), tables.expand_as(ids).reshape(-1)
-    digits: list[Tensor] = []
-    for k in reversed(range(len(q))):
-        digits.insert(0, rest % p[table, k])
-        rest = rest // p[table, k]
-    out = cores[0].new_ones(len(rest), 1, 1)
-    for k, core in enumerate(cores):
-        slices = functional.embedding(digits[k] + core_offsets[table, k], core)
-        out = out @ slices.view(-1, ranks[k], q[k] * ranks[k + 1])
-        out = out.view(len(rest), prod(q[: k + 1]), ranks[k + 1])
-    return out.view(*ids.shape, prod(q))
+DEFAULT_RANK = 32
 
 
 class TT(Embedding):
@@ -55,9 +38,15 @@ class TT(Embedding):
         q: factors of the dim, as ``2 2 4`` for 16; by default the most balanced ones.
         p: factors of the number of rows, for every table of the group, their product at least
             its rows; by default balanced ones, for each table its own.
+        cache_rows: rows, of all tables of the group together, that are kept uncompressed as well
+            and trained as such: the most used ones. 0 for no cache. The cache is empty until
+            :meth:`cache_populate` is called, and renewed whenever it is.
+        cache_window: training look-ups that are remembered to be counted at the next renewal; by
+            default 16 per cached row. Of more look-ups the last count.
+        cache_decay: factor on older counts at each renewal.
 
     Raises:
-        ValueError: factors that do not fit, or a rank or d below what makes a product.
+        ValueError: factors that do not fit, or an option outside its range.
 
     Reference: Yin, Acun, Liu, Wu, "TT-Rec: Tensor Train Compression for Deep Learning
         Recommendation Models", MLSys 2021, arXiv 2101.11714.
@@ -68,10 +57,13 @@ class TT(Embedding):
         num_embeddings: Sequence[int],
         embedding_dim: int,
         *,
-        rank: int = 32,
+        rank: int = DEFAULT_RANK,
         d: int = 3,
         q: list[int] | None = None,
         p: list[int] | None = None,
+        cache_rows: int = 0,
+        cache_window: int | None = None,
+        cache_decay: float = 0.8,
         **common: Unpack[Common],
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, **common)
@@ -79,6 +71,8 @@ class TT(Embedding):
             raise ValueError(f"rank must be at least 1, got {rank}: set --tt.rank 32")
         if d < 2:
             raise ValueError(f"a tensor train has at least 2 cores, got d {d}: set --tt.d 3")
+        if cache_rows < 0:
+            raise ValueError(f"cache_rows is {cache_rows}: set --tt.cache_rows 0 for no cache")
         self.q = tuple(q) if q else factorize_dim(embedding_dim, d)
         self.p = [tuple(p) if p else factorize_rows(rows, d) for rows in self.num_embeddings]
         self._check_factors(d)
@@ -92,7 +86,19 @@ class TT(Embedding):
         self.register_buffer("_p", torch.tensor(self.p), persistent=False)
         self.register_buffer("_core_offsets", offsets, persistent=False)
         self._p: Tensor  # [F, d]
+        self.register_buffer("_rows", row_offsets(self.num_embeddings), persistent=False)
         self._core_offsets: Tensor  # [F, d]
+        self._rows: Tensor  # [F], where each table begins in the joint row space of the cache
+        self.cache = None
+        if cache_rows:
+            self.cache = RowCache(
+                sum(self.num_embeddings),
+                cache_rows,
+                embedding_dim,
+                window=16 * cache_rows if cache_window is None else cache_window,
+                decay=cache_decay,
+                sparse=self.sparse,
+            )
         self.reset_parameters()
 
     def _check_factors(self, d: int) -> None:
@@ -146,24 +152,114 @@ class TT(Embedding):
         ]
 
     def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
-        return tt_vectors(
-            list(self.cores), self._p, self._core_offsets, self.q, self.ranks, tables, ids
-        )
+        if self.cache is None:
+            return self._compressed(tables, ids)
+        slots = self.cache.find(ids + self._rows[tables])
+        hits = slots < self.cache.capacity
+        if hits.is_cuda:  # static shapes: both ways for all, the unused one with zero gradient
+            cached = self.cache.look_up(slots)
+            return torch.where(hits[..., None], cached, self._compressed(tables, ids))
+        tables, ids = tables.expand_as(ids)[~hits], ids[~hits]
+        out = self.cores[0].new_empty(*hits.shape, self.embedding_dim)
+        out[hits] = self.cache.look_up(slots[hits])
+        out[~hits] = self._compressed(tables, ids)
+        return out
+
+    def _compressed(self, tables: Tensor, ids: Tensor) -> Tensor:
+        """Rows as the cores give them; in full precision, whatever the MLPs are cast to."""
+        with torch.autocast(ids.device.type, enabled=False):
+            return tt_vectors(
+                list(self.cores), self._p, self._core_offsets, self.q, self.ranks, tables, ids
+            )
+
+    def observe(self, tables: Tensor, ids: Tensor) -> None:
+        if self.cache is not None:
+            self.cache.observe(ids + self._rows[tables])
+
+    def cache_stats(self) -> dict[str, int]:
+        """Hits and look-ups of the cache in training since its last renewal, if there is one."""
+        return {} if self.cache is None else self.cache.stats()
+
+    @torch.no_grad()
+    def cache_populate(self) -> PopulateReport | None:
+        """Renew the cache, if there is one: from now on it holds the most used rows.
+
+        Rows that stay are not touched. Rows that leave are written back into the cores by a least
+        squares fit; new rows start from what the cores give. To be called between two steps; the
+        optimizer state of ``report.reset`` must be reset by the caller.
+        """
+        if self.cache is None:
+            return None
+
+        def place(keys: Tensor) -> tuple[Tensor, Tensor]:
+            tables = torch.bucketize(keys, self._rows, right=True) - 1
+            return tables, keys - self._rows[tables]
+
+        def write(keys: Tensor, rows: Tensor) -> float:
+            shape = (self._p, self._core_offsets, self.q, self.ranks)
+            return fit_rows(list(self.cores), *shape, *place(keys), rows)
+
+        report = self.cache.populate(lambda keys: self._compressed(*place(keys)), write)
+        reset = {f"cache.{name}": rows for name, rows in report.reset.items()}
+        return replace(report, reset=reset)
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:
         """Decompose dense tables, each ``[V, D]``, by TT-SVD; exact where the rank suffices.
 
-        A table needs about three times its own memory meanwhile.
+        A table needs about three times its own memory meanwhile. The cache is emptied.
         """
+        if self.cache is not None:
+            self.cache.clear()
         for table, weight in enumerate(weights):
             fitted = tt_svd(weight, self.p[table], self.q, self.ranks)
             for core, new in zip(self._slices(table), fitted, strict=True):
                 core.copy_(new)
 
     def footprint(self) -> list[dict[str, int]]:
+        """Bytes of each table; the cache is shared out by the tables' rows."""
         size = self.cores[0].element_size()
-        return [{"weights": tt_weights(p, self.q, self.ranks) * size} for p in self.p]
+        parts = [{"weights": tt_weights(p, self.q, self.ranks) * size} for p in self.p]
+        if self.cache is not None:
+            bounds = torch.tensor([0, *accumulate(self.num_embeddings)])
+            shares = (bounds * self.cache.nbytes() // bounds[-1]).diff().tolist()
+            for part, share in zip(parts, shares, strict=True):
+                part["cache"] = share
+        return parts
+
+    @classmethod
+    def for_budget(
+        cls,
+        num_embeddings: Sequence[int],
+        embedding_dim: int,
+        budget: int,
+        *,
+        counts: Sequence[Tensor] | None = None,
+    ) -> list[dict[str, Any] | None]:
+        """As few tables as possible, the largest, at the highest rank; see :class:`Embedding`.
+
+        Tables are compressed, the largest first, until the budget is within reach of the default
+        rank (all of them if it is not), and the rank is the largest that fits.
+        """
+        order = sorted(range(len(num_embeddings)), key=lambda table: -num_embeddings[table])
+        shapes = [factorize_rows(rows, 3) for rows in num_embeddings]
+        q = factorize_dim(embedding_dim, 3)
+
+        def size(table: int, rank: int) -> int:
+            train = tt_weights(shapes[table], q, (1, rank, rank, 1))
+            return 4 * min(train, num_embeddings[table] * embedding_dim)
+
+        def total(compressed: int, rank: int) -> int:
+            dense = sum(num_embeddings[table] for table in order[compressed:])
+            return 4 * embedding_dim * dense + sum(size(t, rank) for t in order[:compressed])
+
+        fewest = (n for n in range(len(order)) if total(n, DEFAULT_RANK) <= budget)
+        compressed = next(fewest, len(order))
+        highest = embedding_dim * max(num_embeddings)
+        rank = 1 + water_level(lambda level: total(compressed, level + 1), highest, budget, "tt")
+        pays = [size(t, rank) < 4 * embedding_dim * n for t, n in enumerate(num_embeddings)]
+        chosen = set(order[:compressed])
+        return [{"rank": rank} if t in chosen and pays[t] else None for t in range(len(pays))]
 
     def extra_repr(self) -> str:
         """Also the ranks and factors."""
@@ -191,23 +287,3 @@ def clip_ranks(rank: int, p: Sequence[Sequence[int]], q: Sequence[int]) -> tuple
         for k in range(1, len(q))
     ]
     return (1, *(min(rank, bond) for bond in bonds), 1)
-
-
-def mean_square(cores: Sequence[Tensor]) -> float:
-    """Mean square of the entries of all rows of a table, without making them.
-
-    The sum over a core's digits of ``G[i]^T M G[i]``, core after core from ``M = 1``, ends as the
-    sum of squares of the table; it costs ``p q r^3`` a core. (In expectation, for independent
-    entries of variance ``s^2``, the mean square is ``prod(r) s^(2 d)``.)
-
-    Args:
-        cores: one table's, each ``[p_k, r_{k-1}, q_k, r_k]``.
-    """
-    gram = torch.ones(1, 1, dtype=torch.float64, device=cores[0].device)
-    entries = 1
-    for core in cores:
-        flat = core.double().transpose(0, 1).flatten(1, 2)  # [r, p q, r']
-        entries *= flat.shape[1]
-        weighted = (gram @ flat.flatten(1)).view_as(flat)
-        gram = flat.flatten(0, 1).T @ weighted.flatten(0, 1)  # [r', r']
-    return gram.item() / entries

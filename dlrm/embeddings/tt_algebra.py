@@ -1,0 +1,202 @@
+"""What is computed on whole tensor trains: mean squares, the TT-SVD, and the fit of given rows.
+
+The cores of one table are tensors ``[p_k, r_{k-1}, q_k, r_k]`` here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dlrm.kernels.tt import tt_vectors
+
+MAX_EXACT_SIDE = 4096  # matrices longer than this on both sides get a randomized SVD
+FIT_STEPS = 12  # of conjugate gradients; more change neither residual nor drift
+DRIFT_WEIGHT = 4.0  # of the mean squared change of a table's rows against that of the fitted rows
+
+
+def left_grams(cores: Sequence[Tensor]) -> list[Tensor]:
+    """Sums over all products of leading slices: ``out[k] = sum A^T A``, ``[r_k, r_k]``.
+
+    ``A [q_1 .. q_k, r_k]`` runs over the products of the first ``k`` cores' slices, ``prod(p[:k])``
+    of them, none of which is made: one step takes ``G^T M G`` to the next. float64.
+    """
+    gram = torch.ones(1, 1, dtype=torch.float64, device=cores[0].device)
+    grams = [gram]
+    for core in cores:
+        flat = core.double().transpose(0, 1).flatten(1, 2)  # [r, p q, r']
+        weighted = (gram @ flat.flatten(1)).view_as(flat)
+        gram = flat.flatten(0, 1).T @ weighted.flatten(0, 1)
+        grams.append(gram)
+    return grams
+
+
+def right_grams(cores: Sequence[Tensor]) -> list[Tensor]:
+    """The same from the right: ``out[k] = sum B B^T``, ``B`` the products of cores from ``k``."""
+    return left_grams([core.transpose(1, 3) for core in reversed(cores)])[::-1]
+
+
+def mean_square(cores: Sequence[Tensor]) -> float:
+    """Mean square of the entries of all ``prod(p)`` rows, exactly, without making them.
+
+    In expectation, for independent entries of variance ``s^2``, it is ``prod(r) s^(2 d)``.
+    """
+    entries = prod(core.shape[0] * core.shape[2] for core in cores)
+    return left_grams(cores)[-1].item() / entries
+
+
+def tt_svd(
+    weight: Tensor, p: Sequence[int], q: Sequence[int], ranks: Sequence[int]
+) -> list[Tensor]:
+    """Decompose a dense table into tensor-train cores by successive truncated SVDs.
+
+    The table, padded with zero rows to ``prod(p)``, becomes a tensor of the sides ``p_k q_k``;
+    each SVD splits off one side. The squared error is at most the sum of what the ``d - 1`` SVDs
+    leave out. Cores are scaled to equal deviation, so that one learning rate suits all of them.
+
+    Args:
+        weight: ``[V, D]``.
+        p: factors of the rows, ``prod(p) >= V``.
+        q: factors of the dim, ``prod(q) == D``.
+        ranks: ``(1, r_1, .., 1)``; what a bond cannot use is filled with zeros.
+
+    Returns:
+        The cores.
+
+    Reference: Oseledets, "Tensor-Train Decomposition", SIAM J. Sci. Comput. 33(5), 2011.
+    """
+    d = len(p)
+    padded = weight.new_zeros(prod(p), weight.shape[1])
+    padded[: len(weight)] = weight
+    sides = [side for k in range(d) for side in (k, d + k)]  # p_1, q_1, p_2, q_2, ...
+    rest = padded.view(*p, *q).permute(sides)
+    cores = []
+    for k in range(d - 1):
+        rows = ranks[k] * p[k] * q[k]
+        left, rest = _truncated_svd(rest.reshape(rows, -1), ranks[k + 1])
+        cores.append(left.view(ranks[k], p[k], q[k], -1).transpose(0, 1))
+    cores.append(rest.view(ranks[d - 1], p[-1], q[-1], 1).transpose(0, 1))
+    deviations = [core.square().mean().sqrt().clamp(min=1e-30) for core in cores]
+    common = torch.stack(deviations).log().mean().exp()
+    return [core * (common / own) for core, own in zip(cores, deviations, strict=True)]
+
+
+def _truncated_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The best ``left [m, rank] @ right [rank, n]``, padded with zeros beyond ``min(m, n)``.
+
+    The rows of ``right`` carry the singular values and ``left`` is orthonormal. A wide matrix
+    needs only the eigenvectors of its small Gram matrix, summed in float64; a tall one is small
+    by then; where both sides are long the SVD is randomized.
+    """
+    m, n = matrix.shape
+    usable = min(m, n, rank)
+    if min(m, n) > max(MAX_EXACT_SIDE, 4 * rank):
+        left, _, _ = torch.svd_lowrank(matrix, usable + 16, niter=4)
+    elif m <= n:
+        gram = torch.zeros(m, m, dtype=torch.float64, device=matrix.device)
+        for columns in matrix.split(1 << 16, dim=1):
+            gram.addmm_(columns.double(), columns.double().T)
+        left = torch.linalg.eigh(gram).eigenvectors.flip(1).to(matrix.dtype)
+    else:
+        left, _, _ = torch.linalg.svd(matrix, full_matrices=False)
+    left = left[:, :usable]
+    right = left.T @ matrix
+    pad = rank - usable
+    return functional.pad(left, (0, pad)), functional.pad(right, (0, 0, 0, pad))
+
+
+@torch.no_grad()
+def fit_rows(
+    cores: Sequence[Tensor],
+    p: Tensor,
+    core_offsets: Tensor,
+    q: Sequence[int],
+    ranks: Sequence[int],
+    tables: Tensor,
+    ids: Tensor,
+    rows: Tensor,
+) -> float:
+    """Change the cores of a group so that some rows become ``rows``, and the others little.
+
+    Only the largest core changes, for its slices are shared the least. Rows are linear in it, so
+    this is a least squares problem: the error of the given rows plus the mean squared change of
+    all rows of their tables, which is a quadratic form of the Gram matrices to the left and right
+    of the core. A few steps of conjugate gradients from no change solve it nearly.
+
+    Args:
+        cores, p, core_offsets, q, ranks, tables: as of :func:`~dlrm.kernels.tt.tt_vectors`; the
+            cores are changed in place.
+        ids: ``[n]``, no id twice in a table.
+        rows: ``[n, D]``, what they shall be.
+
+    Returns:
+        Norm of the remaining error by the norm of ``rows``.
+    """
+    k = max(range(len(cores)), key=lambda k: cores[k].numel())
+    penalty = _drift_penalty(cores, p, core_offsets, q, ranks, tables, k)
+
+    def look_up(core: Tensor) -> Tensor:
+        trial = [*cores[:k], core, *cores[k + 1 :]]
+        return tt_vectors(trial, p, core_offsets, q, ranks, tables, ids)
+
+    with torch.enable_grad():
+        core = cores[k].detach().clone().requires_grad_()
+        start = look_up(core)
+
+    def transposed(error: Tensor) -> Tensor:
+        return torch.autograd.grad(start, core, error, retain_graph=True)[0]
+
+    change = torch.zeros_like(core)
+    rest = transposed(rows - start)
+    direction, square = rest, rest.square().sum()
+    tiny = torch.finfo(rest.dtype).tiny
+    for _ in range(FIT_STEPS):
+        image = transposed(look_up(direction)) + penalty(direction)
+        step = square / (direction * image).sum().clamp(min=tiny)
+        change += step * direction
+        rest = rest - step * image
+        before, square = square, rest.square().sum()
+        direction = rest + square / before.clamp(min=tiny) * direction
+    cores[k].add_(change)
+    return ((rows - look_up(cores[k])).norm() / rows.norm().clamp(min=tiny)).item()
+
+
+def _drift_penalty(
+    cores: Sequence[Tensor],
+    p: Tensor,
+    core_offsets: Tensor,
+    q: Sequence[int],
+    ranks: Sequence[int],
+    tables: Tensor,
+    k: int,
+) -> Callable[[Tensor], Tensor]:
+    """The gradient of half the weighted mean squared change of all rows by a change of core ``k``.
+
+    A table weighs as much as the rows that are fitted to it.
+    """
+    forms = []
+    for table, fitted in zip(*(t.tolist() for t in tables.unique(return_counts=True)), strict=True):
+        first, sizes = core_offsets[table].tolist(), p[table].tolist()
+        slices = [
+            core.detach()[start : start + size].view(size, ranks[j], q[j], ranks[j + 1])
+            for j, (core, start, size) in enumerate(zip(cores, first, sizes, strict=True))
+        ]
+        left, right = left_grams(slices)[k], right_grams(slices)[k + 1]
+        left = left * (DRIFT_WEIGHT * fitted / prod(sizes))
+        shape = slices[k].shape
+        forms.append((first[k], shape, left.to(cores[k].dtype), right.to(cores[k].dtype)))
+
+    def gradient(change: Tensor) -> Tensor:
+        out = torch.zeros_like(change)
+        for start, shape, left, right in forms:
+            own = slice(start, start + shape[0])
+            out[own] = torch.einsum(
+                "ab,nbqc,cd->naqd", left, change[own].view(shape), right
+            ).reshape(shape[0], -1)
+        return out
+
+    return gradient
