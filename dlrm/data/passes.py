@@ -28,9 +28,10 @@ from dlrm.data.vocabulary import number
 from dlrm.data.workspace import Workspace, whole
 
 ROW_GROUP_ROWS = 1 << 17
-# 2 cores read 16M rows/s of zstd with dictionaries at 52 bytes a row, 23M of lz4 at 64, 26M of
-# uncompressed at 67, 7M of snappy at 61: no loader waits for any but the last; zstd is smallest.
-PARQUET: dict[str, Any] = {"compression": "zstd", "compression_level": 1}
+# zstd with dictionaries: 43 bytes a row, read at 9M rows/s by a core; lz4: 54 bytes, 14M rows/s.
+# Both are far faster than a loader needs, so the smaller is taken.
+ZSTD: dict[str, Any] = {"compression": "zstd", "compression_level": 1}
+LARGEST_DICTIONARY = 1 << 16  # more ids than that hardly repeat within a row group
 SCHEMA = pa.schema(
     [("label", pa.uint8())]
     + [(name, pa.float32()) for name in CRITEO_DENSE]
@@ -132,11 +133,17 @@ def number_columns(
         name = CRITEO_CATEGORICAL[index]
         done = work / "ids" / f"{name}.json"
         if not done.exists():
-            keys, counts = _merge(blocks, COLUMNS.index(name), counted)
+            keys, counts = _merge(blocks, name, counted)
             if cap is not None:
                 keys = np.where(keys == MISSING, MISSING, keys % cap)
             vocabulary, ids = number(keys, counts, min_count=min_count, oov=oov)
-            pq.write_table(vocabulary.table(), work / "vocabulary" / f"{name}.parquet", **PARQUET)
+            pq.write_table(
+                vocabulary.table(),
+                work / "vocabulary" / f"{name}.parquet",
+                use_dictionary=["count"],
+                column_encoding={"value": "PLAIN", "id": "DELTA_BINARY_PACKED"},
+                **ZSTD,
+            )
             np.save(work / "ids" / f"{name}.npy", ids)
             described = Categorical(
                 name=name, cardinality=len(vocabulary.keys), oov_id=vocabulary.oov_id
@@ -157,6 +164,7 @@ def number_columns(
 
 def write_splits(
     blocks: Sequence[Spilled],
+    categorical: Sequence[Categorical],
     parts: Mapping[str, range],
     work: Workspace,
     pool: Pool,
@@ -181,6 +189,8 @@ def write_splits(
         stop = min(part.stop - firsts[index], batch.num_rows)
         return pa.table(columns, schema=SCHEMA).slice(start, stop - start)
 
+    repeating = ["label", *CRITEO_DENSE]
+    repeating += [c.name for c in categorical if c.cardinality <= LARGEST_DICTIONARY]
     splits = {}
     with _bar("write", "rows", progress) as bar:
         bar.total = sum(map(len, parts.values()))
@@ -191,8 +201,10 @@ def write_splits(
                 if max(part.start, firsts[index]) < min(part.stop, firsts[index + 1])
             ]
             tables = pool.ordered(partial(rows_of, part), touched)
-            positives = _write_parquet(work / f"{name}.parquet", tables, bar)
-            splits[name] = Split(files=(f"{name}.parquet",), rows=len(part), positives=positives)
+            file = f"{name}.parquet"
+            with pq.ParquetWriter(work / file, SCHEMA, use_dictionary=repeating, **ZSTD) as writer:
+                positives = _write_rows(writer, tables, bar)
+            splits[name] = Split(files=(file,), rows=len(part), positives=positives)
     return splits
 
 
@@ -212,33 +224,36 @@ def _read(
 
 
 def _merge(
-    blocks: Sequence[Spilled], column: int, counted: int
+    blocks: Sequence[Spilled], name: str, counted: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Keys of all blocks behind one another, and how often each occurs in the counted rows."""
-    keys, counts = [], []
+    size = sum(block.distinct[name] for block in blocks)
+    keys, counts = np.empty(size, np.int64), np.empty(size, np.int32)
+    start = 0
     for block in blocks:
-        values = block.read([column]).column(0)
-        keys.append(values.dictionary.to_numpy())
+        values = block.read([COLUMNS.index(name)]).column(0)
         codes = values.indices.to_numpy()[: max(counted, 0)]
-        counts.append(np.bincount(codes, minlength=len(keys[-1])).astype(np.int32))
+        stop = start + len(values.dictionary)
+        keys[start:stop] = values.dictionary.to_numpy()
+        counts[start:stop] = np.bincount(codes, minlength=stop - start)
         counted -= block.rows
-    return np.concatenate(keys), np.concatenate(counts)
+        start = stop
+    return keys, counts
 
 
-def _write_parquet(path: Path, tables: Iterable[pa.Table], bar: tqdm) -> int:
+def _write_rows(writer: pq.ParquetWriter, tables: Iterable[pa.Table], bar: tqdm) -> int:
     """Write ``tables`` in row groups of one size; returns the number of positive labels."""
     positives = 0
     pending = SCHEMA.empty_table()
-    with pq.ParquetWriter(path, SCHEMA, **PARQUET) as writer:
-        for table in tables:
-            positives += pc.sum(table["label"]).as_py()
-            pending = pa.concat_tables([pending, table])
-            while pending.num_rows >= ROW_GROUP_ROWS:
-                writer.write_table(pending.slice(0, ROW_GROUP_ROWS), ROW_GROUP_ROWS)
-                pending = pending.slice(ROW_GROUP_ROWS)
-            bar.update(table.num_rows)
-        if pending.num_rows:
-            writer.write_table(pending, ROW_GROUP_ROWS)
+    for table in tables:
+        positives += pc.sum(table["label"]).as_py()
+        pending = pa.concat_tables([pending, table])
+        while pending.num_rows >= ROW_GROUP_ROWS:
+            writer.write_table(pending.slice(0, ROW_GROUP_ROWS), ROW_GROUP_ROWS)
+            pending = pending.slice(ROW_GROUP_ROWS)
+        bar.update(table.num_rows)
+    if pending.num_rows:
+        writer.write_table(pending, ROW_GROUP_ROWS)
     return positives
 
 

@@ -186,7 +186,7 @@ def _make(
             oov=options.vocabulary == "train" or options.min_count > 1,
             progress=progress,
         )
-        splits = write_splits(blocks, parts, work, pool, progress=progress)
+        splits = write_splits(blocks, categorical, parts, work, pool, progress=progress)
     Meta(
         dense=CRITEO_DENSE,
         categorical=categorical,
