@@ -12,6 +12,7 @@ Recommendation Systems", arXiv 1906.00091.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,128 +28,164 @@ CHUNK = 64  # columns of the vectors that are multiplied at a time
 
 
 @triton.jit
-def _load_vectors(bottom, embedded, vector, column, stride_f, F: tl.constexpr, D: tl.constexpr):
-    """The bottom vector and the embeddings of one sample, in the bottom's type."""
+def _load_vectors(bottom, parts, sample, place, column, SIZES: tl.constexpr, D: tl.constexpr):
+    """The vectors of one sample in the bottom's type; ``place`` is -1 for the bottom vector."""
     inside = column < D
-    first = tl.load(bottom + column, mask=(vector == 0) & inside, other=0.0)
-    others = (vector > 0) & (vector <= F) & inside
-    rest = tl.load(embedded + (vector - 1) * stride_f + column, mask=others, other=0.0)
-    return tl.where(vector == 0, first, rest.to(first.dtype))
+    x = tl.load(bottom + column, mask=(place == -1) & inside, other=0.0)
+    begin = 0
+    for part in tl.static_range(len(SIZES)):
+        pointer, stride_b, stride_f = parts[part]
+        mine = (place >= begin) & (place < begin + SIZES[part])
+        at = sample * stride_b + (place - begin) * stride_f + column
+        x += tl.load(pointer + at, mask=mine & inside, other=0.0).to(x.dtype)
+        begin += SIZES[part]
+    return x
+
+
+@triton.jit
+def _places(order, vector, F: tl.constexpr):
+    """Place of each vector among the parts: -1 for the bottom vector, ``F`` for padding."""
+    if order is None:
+        place = vector - 1
+    else:
+        place = tl.load(order + vector - 1, mask=(vector > 0) & (vector <= F), other=F)
+        place = tl.where(vector == 0, -1, place.to(tl.int32))
+    return place
 
 
 @triton.jit
 def _forward(
-    bottom, embedded, out, batch, stride_bottom, stride_b, stride_f, stride_out,
-    F: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_F: tl.constexpr,
-    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    bottom, parts, order, out, stride_bottom, stride_out,
+    SIZES: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
+    BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     """One sample: bottom vector, then the lower triangle of X X^T row by row, then zeros."""
     sample = tl.program_id(0).to(tl.int64)
     bottom += sample * stride_bottom
-    embedded += sample * stride_b
     out += sample * stride_out
     vector = tl.arange(0, BLOCK_F)[:, None]
+    place = _places(order, vector, F)
     products = tl.zeros((BLOCK_F, BLOCK_F), tl.float32)
     for start in range(0, D, BLOCK_D):
         column = start + tl.arange(0, BLOCK_D)[None, :]
-        x = _load_vectors(bottom, embedded, vector, column, stride_f, F, D)
+        x = _load_vectors(bottom, parts, sample, place, column, SIZES, D)
         products = tl.dot(x, tl.trans(x), products, input_precision=PRECISION)
         tl.store(out + column, tl.load(bottom + column, mask=column < D), mask=column < D)
     other = tl.arange(0, BLOCK_F)[None, :]
     at = D + vector * (vector - 1) // 2 + other
     pair = (other < vector) & (vector <= F)
     tl.store(out + at, products.to(out.dtype.element_ty), mask=pair)
-    PAIRS: tl.constexpr = F * (F + 1) // 2
-    if WIDTH > D + PAIRS:
-        padding = D + PAIRS + tl.arange(0, BLOCK_F)
-        tl.store(out + padding, tl.zeros_like(padding).to(out.dtype.element_ty), padding < WIDTH)
+    for pad in tl.static_range(PAD):
+        tl.store(out + D + F * (F + 1) // 2 + pad, 0.0)
 
 
 @triton.jit
 def _backward(
-    bottom, embedded, grad, grad_bottom, grad_embedded, batch,
-    stride_bottom, stride_b, stride_f, stride_grad,
-    F: tl.constexpr, D: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    bottom, parts, order, grad, grad_bottom, grad_parts, stride_bottom, stride_grad,
+    SIZES: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
+    BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One sample: (G + G^T) X, where G holds the gradients of the pairs below the diagonal."""
     sample = tl.program_id(0).to(tl.int64)
     bottom += sample * stride_bottom
-    embedded += sample * stride_b
     grad += sample * stride_grad
     grad_bottom += sample * D
-    grad_embedded += sample * F * D
     vector = tl.arange(0, BLOCK_F)[:, None]
     other = tl.arange(0, BLOCK_F)[None, :]
+    place = _places(order, vector, F)
     larger, smaller = tl.maximum(vector, other), tl.minimum(vector, other)
     at = D + larger * (larger - 1) // 2 + smaller
     both = tl.load(grad + at, mask=(larger != smaller) & (larger <= F), other=0.0)
     for start in range(0, D, BLOCK_D):
         column = start + tl.arange(0, BLOCK_D)[None, :]
         inside = column < D
-        x = _load_vectors(bottom, embedded, vector, column, stride_f, F, D)
-        result = tl.dot(both, x, input_precision=PRECISION)
-        passed = tl.load(grad + column, mask=(vector == 0) & inside, other=0.0)
-        result += passed.to(tl.float32)
-        to_bottom = result.to(grad_bottom.dtype.element_ty)
-        tl.store(grad_bottom + vector * D + column, to_bottom, mask=(vector == 0) & inside)
-        to_embedded = result.to(grad_embedded.dtype.element_ty)
-        others = (vector > 0) & (vector <= F) & inside
-        tl.store(grad_embedded + (vector - 1) * D + column, to_embedded, mask=others)
+        x = _load_vectors(bottom, parts, sample, place, column, SIZES, D)
+        result = tl.dot(both.to(x.dtype), x, input_precision=PRECISION)
+        first = (vector == 0) & inside
+        result += tl.load(grad + column, mask=first, other=0.0).to(tl.float32)
+        value = result.to(grad_bottom.dtype.element_ty)
+        tl.store(grad_bottom + vector * D + column, value, mask=first)
+        begin = 0
+        for part in tl.static_range(len(SIZES)):
+            pointer = grad_parts[part] + sample * SIZES[part] * D
+            mine = (place >= begin) & (place < begin + SIZES[part])
+            value = result.to(pointer.dtype.element_ty)
+            tl.store(pointer + (place - begin) * D + column, value, mask=mine & inside)
+            begin += SIZES[part]
 
 
-def _sizes(tables: int, dim: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Compile-time sizes; fp32 multiplies as three tf32 products, whose error is that of fp32."""
+def _sizes(parts: Sequence[Tensor], dtype: torch.dtype) -> dict[str, Any]:
+    """Compile-time sizes, and how fp32 is multiplied.
+
+    Three tf32 products have the error of fp32; one has a thousand times that, and is what
+    ``torch.set_float32_matmul_precision("high")`` asks for.
+    """
+    tables, dim = sum(part.shape[1] for part in parts), parts[0].shape[2]
     block_f = max(16, triton.next_power_of_2(tables + 1))
+    exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     return {
+        "SIZES": tuple(part.shape[1] for part in parts),
         "F": tables,
         "D": dim,
         "BLOCK_F": block_f,
         "BLOCK_D": max(16, min(CHUNK, triton.next_power_of_2(dim))),
-        "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
+        "PRECISION": "tf32x3" if exact else "tf32",
         "num_warps": 1 if block_f <= 32 else 4,
     }
 
 
+def _with_strides(parts: Sequence[Tensor]) -> tuple[tuple[Tensor, int, int], ...]:
+    return tuple((part, part.stride(0), part.stride(1)) for part in parts)
+
+
 class _DotInteraction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, bottom: Tensor, embedded: Tensor, width: int) -> Tensor:
-        batch, tables, dim = embedded.shape
-        out = bottom.new_empty(batch, width)
-        if batch:
-            _forward[(batch,)](
-                bottom, embedded, out, batch, bottom.stride(0), *embedded.stride()[:2], width,
-                WIDTH=width, **_sizes(tables, dim, bottom.dtype),
+    def forward(
+        ctx: Any, bottom: Tensor, order: Tensor | None, multiple: int, *parts: Tensor
+    ) -> Tensor:
+        tables = sum(part.shape[1] for part in parts)
+        width = bottom.shape[1] + tables * (tables + 1) // 2
+        pad = -width % multiple
+        out = bottom.new_empty(len(bottom), width + pad)
+        if len(bottom):
+            _forward[(len(bottom),)](
+                bottom, _with_strides(parts), order, out, bottom.stride(0), width + pad,
+                PAD=pad, **_sizes(parts, bottom.dtype),
             )  # fmt: skip
-        ctx.save_for_backward(bottom, embedded)
+        ctx.save_for_backward(bottom, order, *parts)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        bottom, embedded = ctx.saved_tensors
-        batch, tables, dim = embedded.shape
+        bottom, order, *parts = ctx.saved_tensors
         grad = grad if grad.stride(1) == 1 else grad.contiguous()
-        grad_bottom = torch.empty(bottom.shape, dtype=bottom.dtype, device=bottom.device)
-        grad_embedded = torch.empty(embedded.shape, dtype=embedded.dtype, device=bottom.device)
-        if batch:
-            _backward[(batch,)](
-                bottom, embedded, grad, grad_bottom, grad_embedded, batch, bottom.stride(0),
-                *embedded.stride()[:2], grad.stride(0), **_sizes(tables, dim, bottom.dtype),
+        grad_bottom, *grad_parts = (x.new_empty(x.shape) for x in (bottom, *parts))
+        if len(bottom):
+            _backward[(len(bottom),)](
+                bottom, _with_strides(parts), order, grad, grad_bottom, tuple(grad_parts),
+                bottom.stride(0), grad.stride(0), **_sizes(parts, bottom.dtype),
             )  # fmt: skip
-        return grad_bottom, grad_embedded, None
+        return grad_bottom, None, None, *grad_parts
 
 
 def dot_interaction(
-    bottom: Tensor, embedded: Tensor, *, multiple: int = 1, impl: str | None = None
+    bottom: Tensor,
+    embedded: Tensor | Sequence[Tensor],
+    *,
+    order: Tensor | None = None,
+    multiple: int = 1,
+    impl: str | None = None,
 ) -> Tensor:
     """The bottom vector, then the dot products of all pairs of the ``F + 1`` vectors.
 
     Args:
         bottom: output of the bottom MLP, ``[B, D]``, fp32 or bf16. Its type is the result's.
-        embedded: ``[B, F, D]``, of the same or another type. Of both, only the last dimension
-            must be contiguous.
-        multiple: pad the width with zeros to a multiple of this. Matrix products of the tensor
+        embedded: the embeddings, ``[B, F, D]`` or several ``[B, F_i, D]`` that together make up F;
+            of the same or another type. Of all inputs only the last dimension must be contiguous.
+        order: ``[F]``: embedding ``f`` is number ``order[f]`` of ``embedded``, the parts being
+            counted through. None: they lie in order.
+        multiple: pad the width with zeros to a multiple of this. Matrix products on the tensor
             cores want rows that begin on 16 bytes.
         impl: see :mod:`dlrm.kernels`.
 
@@ -159,22 +196,30 @@ def dot_interaction(
     Raises:
         ValueError: the shapes do not fit each other.
     """
-    batch, tables, dim = embedded.shape
-    if bottom.shape != (batch, dim):
+    parts = [embedded] if isinstance(embedded, Tensor) else list(embedded)
+    batch, dim = bottom.shape
+    if any(part.dim() != 3 or part.shape[::2] != (batch, dim) for part in parts):
         raise ValueError(
-            f"bottom is {tuple(bottom.shape)} and embedded {tuple(embedded.shape)}; they must be "
-            "[B, D] and [B, F, D]"
+            f"bottom is {(batch, dim)} and embedded {[tuple(part.shape) for part in parts]}; they "
+            "must be [B, D] and [B, F, D]"
         )
-    width = -(-(dim + tables * (tables + 1) // 2) // multiple) * multiple
     if not use_triton(bottom, impl):
-        return dot_interaction_torch(bottom, embedded, multiple=multiple)
-    bottom, embedded = (x if x.stride(-1) == 1 else x.contiguous() for x in (bottom, embedded))
-    return _DotInteraction.apply(bottom, embedded, width)
+        return dot_interaction_torch(bottom, parts, order=order, multiple=multiple)
+    bottom, *parts = (x if x.stride(-1) == 1 else x.contiguous() for x in (bottom, *parts))
+    return _DotInteraction.apply(bottom, order, multiple, *parts)
 
 
-def dot_interaction_torch(bottom: Tensor, embedded: Tensor, *, multiple: int = 1) -> Tensor:
+def dot_interaction_torch(
+    bottom: Tensor,
+    embedded: Tensor | Sequence[Tensor],
+    *,
+    order: Tensor | None = None,
+    multiple: int = 1,
+) -> Tensor:
     """:func:`dot_interaction` in PyTorch."""
-    x = torch.cat([bottom[:, None], embedded.to(bottom.dtype)], dim=1)  # [B, F + 1, D]
+    x = embedded if isinstance(embedded, Tensor) else torch.cat(list(embedded), dim=1)
+    x = x if order is None else x.index_select(1, order)
+    x = torch.cat([bottom[:, None], x.to(bottom.dtype)], dim=1)  # [B, F + 1, D]
     row, column = torch.tril_indices(x.shape[1], x.shape[1], -1, device=x.device)
     products = torch.bmm(x, x.transpose(1, 2))[:, row, column]
     out = torch.cat([bottom, products], dim=1)

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from dlrm.hints import nearest
 from dlrm.kernels import use_triton
+from dlrm.kernels.plan import announce
 
 MODES = ("sum", "mean", "max")
 TILE = 4096  # elements of a tile: 32 a thread
@@ -175,10 +176,12 @@ class _LookupTables(torch.autograd.Function):
         out = weight.new_empty(batch, tables, weight.shape[1])
         flat = None
         if ctx.needs_input_grad[0] and starts is None:
-            flat = ids.t().long()
+            flat = ids.long()
         elif ctx.needs_input_grad[0]:
             flat = torch.empty(batch, tables, dtype=torch.int64, device=ids.device)
         gather_rows(weight, starts, ids, out, None if starts is None else flat)
+        if flat is not None:
+            announce(flat.view(-1), len(weight))
         ctx.save_for_backward(weight, flat)
         ctx.sparse = sparse
         return out
@@ -188,7 +191,7 @@ class _LookupTables(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, flat = ctx.saved_tensors
         values = grad.reshape(-1, weight.shape[1])
-        return row_gradient(weight, flat.reshape(-1), values, ctx.sparse), None, None, None
+        return row_gradient(weight, flat.view(-1), values, ctx.sparse), None, None, None
 
 
 class _LookupBags(torch.autograd.Function):
@@ -217,6 +220,8 @@ class _LookupBags(torch.autograd.Function):
                 ids, offsets, starts, weight, scale, out, flat, chosen, bags, bags // tables,
                 F=tables, MODE=mode, **sizes,
             )  # fmt: skip
+        if flat is not None and ctx.needs_input_grad[0]:
+            announce(flat, len(weight))
         ctx.save_for_backward(weight, scale, offsets, flat, chosen)
         ctx.mode, ctx.sparse, ctx.tables = mode, sparse, tables
         return out

@@ -1,7 +1,7 @@
 """Update the rows of a table from an uncoalesced row gradient, in one pass.
 
 A look-up of ``n`` ids yields ``n`` gradient rows, many for the same row of the table. They are
-sorted by row (:func:`prepare`, which needs the ids alone and so can run ahead of the gradient),
+sorted by row (:mod:`dlrm.kernels.plan`: that needs the ids alone and can run ahead),
 summed per row, and the optimizer's rule is applied to each touched row once: no dense gradient, no
 coalesced copy, no count of distinct rows on the host, and the same bits every time.
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -24,36 +23,14 @@ from torch import Tensor
 
 from dlrm.hints import nearest
 from dlrm.kernels import use_triton
+from dlrm.kernels.plan import Plan, prepare
 
 RULES = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 """``sgd`` keeps no state, ``adagrad`` sums of squares ``[V, D]``, ``rowwise_adagrad`` sums of mean
 squares ``[V]`` or ``[V, 1]``, ``adam`` two moments ``[V, D]`` and the number of updates of each
 row, int32 ``[V]`` or ``[V, 1]``."""
 
-TILE = 4096  # elements of a tile: 32 a thread
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The entries of a row gradient sorted by row."""
-
-    rows: Tensor  # [n] int32 or int64, ascending
-    order: Tensor  # [n] int64, the entry that stands there
-
-
-def prepare(rows: Tensor, num_rows: int) -> Plan:
-    """Sort the entries of a row gradient.
-
-    Args:
-        rows: row of each entry, ``[n]`` int32 or int64.
-        num_rows: rows V of the table; below 2^31 the sort takes half the time.
-
-    Returns:
-        The plan for :func:`update_rows`, equal rows in order of their entries.
-    """
-    if num_rows < 2**31:
-        rows = rows.int()
-    return Plan(*torch.sort(rows, stable=True))
+TILE = 2048  # elements of a tile
 
 
 @triton.jit
@@ -65,7 +42,7 @@ def _add_equal(sum_a, row_a, sum_b, row_b):
 def _store(pointer, value, mask, seed, ROUND: tl.constexpr):
     """Store fp32 as the pointer's type; with ROUND to bf16 up or down by chance."""
     if ROUND:
-        chance = tl.randint(tl.load(seed), pointer.to(tl.int64).to(tl.int32)) & 0xFFFF
+        chance = tl.randint(tl.load(seed), pointer.to(tl.int64).to(tl.int32)).to(tl.int32) & 0xFFFF
         bits = (value.to(tl.int32, bitcast=True) + chance) & -65536  # upper half: the bf16
         value = tl.where(value == value, bits.to(tl.float32, bitcast=True), value)
     tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)
@@ -219,12 +196,13 @@ def update_rows(
     rounding = seed is not None and weight.dtype == torch.bfloat16
     block_d = triton.next_power_of_2(dim)
     block = max(16, min(256, TILE // block_d))
+    warps = max(1, block * block_d // 2048)  # 64 elements a thread
     tiles = triton.cdiv(n, block)
     partials = torch.empty(tiles, 2, dim, device=grads.device)
     decay = (*betas, *(math.log(beta) if beta else -math.inf for beta in betas))
     rest = (n, weight, tuple(states), lr, decay, eps, seed)
     options = {"D": dim, "BLOCK": block, "BLOCK_D": block_d, "RULE": rule, "ROUND": rounding}
-    _merge[tiles,](plan.rows, plan.order, grads, partials, *rest, **options)
+    _merge[tiles,](plan.rows, plan.order, grads, partials, *rest, num_warps=warps, **options)
     if tiles > 1:
         width = max(16, min(64, TILE // block_d))
         _finish[tiles - 1,](plan.rows, partials, *rest, WIDTH=width, num_warps=1, **options)
