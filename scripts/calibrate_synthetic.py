@@ -39,7 +39,7 @@ WELL_COUNTED = 20  # sample count from which a rank's share is taken as measured
 HEAD_STEP, TAIL_STEP = 1.2, 1.5  # ratio of neighbouring knots
 
 
-def read_sample(path: str) -> pd.DataFrame:
+def read_sample(path: str | Path) -> pd.DataFrame:
     """The raw rows of a Criteo TSV file; missing integers NaN, missing tokens ''."""
     return pd.read_csv(
         path,
@@ -60,14 +60,14 @@ def knots_between(first: int, last: int, step: float) -> np.ndarray:
     return np.array(knots)
 
 
-def seen(ids: np.ndarray, shares: np.ndarray, rows: int, full_rows: int) -> float:
+def seen(ids: np.ndarray, shares: np.ndarray, rows: int, full_rows: int) -> np.ndarray:
     """Expected distinct values in ``rows`` of ``full_rows`` rows drawn without replacement.
 
     Args:
         ids: number of values in each segment [S].
-        shares: share of the rows that one value of the segment takes [S].
+        shares: share of the rows that one value of the segment takes [..., S].
     """
-    return float(np.sum(ids * (1 - (1 - rows / full_rows) ** (full_rows * shares))))
+    return (1 - (1 - rows / full_rows) ** (full_rows * shares)) @ ids
 
 
 def fit_ranks(
@@ -102,20 +102,19 @@ def fit_ranks(
     t = np.log((tail[:-1] + tail[1:]) / 2 / head)
     first = counts[int(head * 0.8) : head].mean() / rows
     floor = min(1 / full_rows, (1 - covered[-1]) / (values - head))
-    best: tuple[float, np.ndarray] = (np.inf, np.full(len(width), floor))
-    for q in np.linspace(-1, 6, 351):
-        low, high = -5.0, 30.0
-        for _ in range(60):
-            s = (low + high) / 2
-            shares = np.clip(first * np.exp(-s * t - q * t * t), floor, first)
-            shares = np.minimum.accumulate(shares)
-            low, high = (s, high) if (width * shares).sum() > 1 - covered[-1] else (low, s)
-        shares *= (1 - covered[-1]) / (width * shares).sum()
-        error = abs(seen(width, shares, rows, full_rows) - (len(counts) - head))
-        if error < best[0]:
-            best = error, shares
-    shares = best[1]
-    expected = head + seen(width, shares, rows, full_rows)
+    left = 1 - covered[-1]
+    q = np.linspace(-1, 6, 351)[:, None]
+    low, high = np.full_like(q, -5), np.full_like(q, 30)
+    for _ in range(40):
+        s = (low + high) / 2
+        shares = np.clip(first * np.exp(-s * t - q * t * t), floor, first)  # [Q, S]
+        shares = np.minimum.accumulate(shares, axis=1)
+        more = (shares @ width > left)[:, None]
+        low, high = np.where(more, s, low), np.where(more, high, s)
+    shares *= left / (shares @ width)[:, None]
+    distinct = head + seen(width, shares, rows, full_rows)
+    best = np.abs(distinct - len(counts)).argmin()
+    shares, expected = shares[best], float(distinct[best])
     knots = np.concatenate([knots, tail[1:]])
     coverage = np.concatenate([coverage, covered[-1] + np.cumsum(width * shares)])
     falling = np.minimum.accumulate(np.diff(coverage) / np.diff(knots)) * np.diff(knots)
@@ -175,7 +174,7 @@ def write_profiles(path: Path, made: dict[str, dict]) -> None:
     os.replace(temporary, path)
 
 
-def plot(path: str, sample: pd.DataFrame, profile: Profile) -> None:
+def plot(path: str | Path, sample: pd.DataFrame, profile: Profile) -> None:
     """Draw real beside synthetic: coverage by rank, dense distributions, missing rates."""
     import matplotlib
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 PROFILE_FILE = Path(__file__).with_name("synthetic_profile.json")
 
-UNIFORM_BITS = 48  # a uniform number is an integer below 2^48
+UNIFORM_BITS = 56  # a uniform number is an integer below 2^56
 SLOT_BITS = 14  # its high bits choose a slot of the quantile table,
 STEP_BITS = 24  # the next ones interpolate within it
 FRACTION_BITS = 12  # of a quantile; 2^26 ids * 2^12 * 2^24 stays below 2^63
@@ -60,6 +60,11 @@ class Law:
         width = np.diff(self.knots)
         share = np.diff(self.below) / width * (1 - self.missing)
         return int(width[share > self.missing].sum())
+
+    @property
+    def smallest_share(self) -> float:
+        """Share of the present values that the rarest value takes."""
+        return float((np.diff(self.below) / np.diff(self.knots)).min())
 
     def resized(self, cardinality: int, *, name: str) -> Law:
         """The law over another number of values, missing counted, as column ``name``.
@@ -137,8 +142,8 @@ class Uniforms:
     """Uniform numbers per stream and row: each stream is a permutation of the rows.
 
     ``rows`` rows draw ``rows`` evenly spaced numbers in pseudo-random order, so a value whose share
-    is ``k / rows`` occurs ``k`` times, and all 33.8 M values of Criteo Kaggle occur in 45.8 M rows,
-    most of them once or twice, as in the real file. Independent draws would miss a third of them.
+    is ``k / rows`` occurs ``k`` times: of the 33.8 M values of Criteo Kaggle nearly all occur in
+    45.8 M rows, most of them once, as in the real file. Independent draws would miss a third.
 
     The permutation is a Feistel network over pairs of digits to the base ``ceil(sqrt(rows))`` with
     four rounds of random tables; results beyond the last row walk on until they fall inside.
@@ -175,11 +180,18 @@ class Uniforms:
             place[beyond] = self.order(stream, self.digits(place[beyond]))
         return place
 
-    def draw(self, stream: int, digits: tuple[Tensor, Tensor]) -> Tensor:
-        """A uniform number below ``2^UNIFORM_BITS`` for each row, int64 ``[B]``."""
+    def draw(self, stream: int, digits: tuple[Tensor, Tensor], *, jitter: bool = False) -> Tensor:
+        """A uniform number below ``2^UNIFORM_BITS`` for each row, int64 ``[B]``.
+
+        Evenly spaced, so that no value is missed whose share is at least that of a row; with
+        ``jitter`` anywhere between two of these, so that rarer values are no regular grid.
+        """
         place = self.order(stream, digits)
-        jitter = (place * 0x9E3779B1 >> 16) & ((1 << JITTER_BITS) - 1)
-        return place * self.step + (jitter * (self.step >> JITTER_BITS))
+        uniform = place * self.step
+        if jitter:
+            spread = (place * 0x9E3779B1 >> 16) & ((1 << JITTER_BITS) - 1)
+            uniform += spread * (self.step >> JITTER_BITS)
+        return uniform
 
 
 def invert(quantiles: Tensor, uniform: Tensor) -> Tensor:

@@ -87,7 +87,9 @@ class Generator:
         values: list[Tensor] = []
         missing: list[Tensor | None] = []
         for stream, law in enumerate(self.dense + self.categorical):
-            value = invert(self.quantiles[stream], self.uniforms.draw(stream, digits))
+            jitter = law.smallest_share * self.uniforms.rows < 1
+            uniform = self.uniforms.draw(stream, digits, jitter=jitter)
+            value = invert(self.quantiles[stream], uniform)
             mask = None
             if law.missing:
                 mask = absent[law.together] < int(law.missing * (1 << UNIFORM_BITS))

@@ -1,0 +1,122 @@
+"""Time scripts/make_synthetic.py, the whole program, on this machine; results as JSON.
+
+    python scripts/benchmark_synthetic.py --devices cpu cuda --output benchmarks/synthetic_h100.json
+
+Also compares the bytes made on each device and counts the values of each table that occur.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from dlrm.data.schema import Meta
+
+SCRIPT = Path(__file__).with_name("make_synthetic.py")
+
+
+def environment() -> dict[str, Any]:
+    """The machine and the versions."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=SCRIPT.parent, capture_output=True, text=True
+    )
+    gpu = torch.cuda.is_available()
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit.stdout.strip() or None,
+        "cores": len(os.sched_getaffinity(0)),
+        "gpu": torch.cuda.get_device_name() if gpu else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "pyarrow": pa.__version__,
+    }
+
+
+def time_run(output: Path, device: str, format: str, rows: int) -> dict[str, Any]:
+    """Make ``rows`` rows like Kaggle's in a process of its own; what it took."""
+    options = ["--like", "kaggle", "--rows", str(rows), "--format", format, "--device", device]
+    start = time.perf_counter()
+    subprocess.run([sys.executable, str(SCRIPT), *options, "--output", str(output)], check=True)
+    seconds = time.perf_counter() - start
+    files = sorted(path for path in output.iterdir() if path.name != "meta.json")
+    return {
+        "device": device,
+        "format": format,
+        "rows": rows,
+        "seconds": round(seconds, 2),
+        "rows_per_second": round(rows / seconds),
+        "bytes": sum(path.stat().st_size for path in files),
+        # Of the largest process so far, in kilobytes on Linux.
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
+        "sha256": checksum(files),
+    }
+
+
+def checksum(files: Sequence[Path]) -> str:
+    """SHA-256 of the files' contents one after another."""
+    total = hashlib.sha256()
+    for path in files:
+        with open(path, "rb") as file:
+            while piece := file.read(1 << 24):
+                total.update(piece)
+    return total.hexdigest()
+
+
+def values_seen(directory: Path) -> dict[str, list[int]]:
+    """Per table: how many of its rows occur in the data, and how many it has."""
+    meta = Meta.read(directory)
+    files = [directory / file for split in meta.splits.values() for file in split.files]
+    result = {}
+    for column in meta.categorical:
+        seen = np.zeros(column.cardinality, dtype=bool)
+        for file in files:
+            seen[pq.read_table(file, columns=[column.name])[column.name].to_numpy()] = True
+        result[column.name] = [int(seen.sum()), column.cardinality]
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--devices", nargs="+", choices=("cpu", "cuda"), default=["cpu"])
+    parser.add_argument("--rows", type=int, default=45_840_617, help="(default: %(default)s)")
+    parser.add_argument(
+        "--tsv-rows", type=int, default=4_000_000, help="rows of the TSV run (default: %(default)s)"
+    )
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as temporary:
+        made = Path(temporary)
+        runs = [time_run(made / device, device, "parquet", args.rows) for device in args.devices]
+        result = {
+            "environment": environment(),
+            "runs": [*runs, time_run(made / "tsv", args.devices[0], "tsv", args.tsv_rows)],
+            "same_bytes_on_all_devices": len({run["sha256"] for run in runs}) == 1,
+            "values_seen": values_seen(made / args.devices[0]),
+        }
+    args.output.parent.mkdir(exist_ok=True)
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
