@@ -260,7 +260,7 @@ def lookup(weight: Tensor, rows: Tensor, *, sparse: bool = True, impl: str | Non
     if not use_triton(weight, impl):
         return functional.embedding(rows, weight, sparse=sparse)
     flat = rows.reshape(1, -1)
-    return _LookupTables.apply(weight, None, flat, sparse).view(*rows.shape, -1)
+    return _LookupTables.apply(weight, None, flat, sparse).view(*rows.shape, weight.shape[1])
 
 
 def lookup_tables(

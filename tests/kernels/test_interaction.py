@@ -1,0 +1,120 @@
+"""The dot interaction against the plain formula in float64, outputs and gradients."""
+
+import pytest
+import torch
+
+from dlrm.kernels.interaction import dot_interaction, dot_interaction_torch
+
+GPU = torch.cuda.is_available()
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}  # relative RMS
+IMPLS = ["triton", "torch"]
+
+
+def rms(value, reference):
+    value, reference = value.double(), reference.double()
+    return ((value - reference).norm() / reference.norm().clamp(min=1e-30)).item()
+
+
+@pytest.fixture(autouse=True)
+def _nan_in_new_memory():
+    torch.use_deterministic_algorithms(True, warn_only=True)  # also fills torch.empty with NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def exact(bottom, embedded):
+    x = torch.cat([bottom[:, None], embedded], dim=1)
+    row, column = torch.tril_indices(x.shape[1], x.shape[1], -1)
+    return torch.cat([bottom, (x @ x.mT)[:, row, column]], dim=1)
+
+
+def check(bottom, parts, order, impl, multiple=1):
+    """Output and every gradient against float64."""
+    out = dot_interaction(bottom, parts, order=order, multiple=multiple, impl=impl)
+    double = [x.detach().double().requires_grad_() for x in (bottom, *parts)]
+    joint = torch.cat(double[1:], dim=1)
+    reference = exact(double[0], joint if order is None else joint[:, order])
+    width = reference.shape[1]
+    assert out.dtype == bottom.dtype
+    assert out.shape[1] == -(-width // multiple) * multiple
+    assert not out[:, width:].any()
+    tolerance = TOLERANCE[bottom.dtype]
+    assert rms(out[:, :width], reference) < tolerance
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    reference.backward(grad[:, :width].double())
+    for name, x, x64 in zip(["bottom", *range(len(parts))], (bottom, *parts), double, strict=True):
+        assert x.grad.dtype == x.dtype
+        assert rms(x.grad, x64.grad) < tolerance, name
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtypes", ["fp32 fp32", "bf16 bf16", "bf16 fp32", "fp32 bf16"])
+@pytest.mark.parametrize(
+    ("batch", "tables", "dim", "multiple"),
+    [(7, 26, 16, 8), (1, 1, 4, 1), (5, 3, 20, 1), (3, 40, 100, 16), (2, 64, 256, 8)],
+)
+def test_matches_float64(device, impl, dtypes, batch, tables, dim, multiple):
+    dtypes = [{"fp32": torch.float32, "bf16": torch.bfloat16}[name] for name in dtypes.split()]
+    if dtypes[0] == torch.bfloat16 and impl == "triton" and not GPU:
+        pytest.skip("Triton's interpreter multiplies bfloat16 matrices as if they were integers")
+    batch *= 300 if GPU and batch > 1 else 1
+    bottom = torch.randn(batch, dim, device=device, dtype=dtypes[0]).requires_grad_()
+    embedded = torch.randn(batch, tables, dim, device=device, dtype=dtypes[1]).requires_grad_()
+    check(bottom, [embedded], None, impl, multiple)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_several_groups_in_another_order(device, impl):
+    bottom = torch.randn(5, 12, device=device).requires_grad_()
+    parts = [torch.randn(5, f, 12, device=device).requires_grad_() for f in (2, 5, 1)]
+    check(bottom, parts, torch.randperm(8, device=device), impl)
+
+
+def test_reads_its_inputs_where_they_lie(device):
+    buffer = torch.randn(6, 9, 24, device=device)
+    embedded = buffer[:, 1:6, :20].requires_grad_()
+    bottom = buffer[:, 8, :20].requires_grad_()
+    transposed = torch.randn(4, 6, 20, device=device).requires_grad_()
+    check(bottom, [embedded], None, "triton")
+    out = dot_interaction(bottom, transposed.transpose(0, 1), impl="triton")
+    assert rms(out, exact(bottom, transposed.transpose(0, 1))) < 1e-6
+    out.sum().backward()
+    assert transposed.grad.shape == transposed.shape
+
+
+def test_gradient_may_be_a_view(device):
+    bottom = torch.randn(4, 8, device=device).requires_grad_()
+    embedded = torch.randn(4, 3, 8, device=device).requires_grad_()
+    out = dot_interaction(bottom, embedded, impl="triton")
+    (out.t() * torch.ones(14, 4, device=device)).t().sum().backward()
+    grads = bottom.grad.clone(), embedded.grad.clone()
+    bottom.grad = embedded.grad = None
+    dot_interaction_torch(bottom, embedded).sum().backward()
+    assert rms(grads[0], bottom.grad) < 1e-6
+    assert rms(grads[1], embedded.grad) < 1e-6
+
+
+def test_no_samples(device):
+    out = dot_interaction(
+        torch.empty(0, 8, device=device), torch.empty(0, 3, 8, device=device), impl="triton"
+    )
+    assert out.shape == (0, 14)
+
+
+def test_messages():
+    with pytest.raises(ValueError, match=r"bottom is \(2, 8\) and embedded \[\(2, 3, 4\)\]"):
+        dot_interaction(torch.zeros(2, 8), torch.zeros(2, 3, 4))
+
+
+@pytest.mark.gpu
+def test_high_precision_setting_is_honoured():
+    bottom, embedded = torch.randn(50, 16, device="cuda"), torch.randn(50, 26, 16, device="cuda")
+    reference = exact(bottom.double().cpu(), embedded.double().cpu()).cuda()[:, 16:]
+    assert rms(dot_interaction(bottom, embedded)[:, 16:], reference) < 1e-6
+    torch.set_float32_matmul_precision("high")
+    try:
+        error = rms(dot_interaction(bottom, embedded)[:, 16:], reference)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert 1e-5 < error < 1e-3
