@@ -98,7 +98,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=("parquet", "tsv"),
         default="parquet",
         help="parquet: ready for training. tsv: raw as from Criteo, for prepare_criteo.py; one "
-        "train.txt with the splits in the order train, test, val (default: %(default)s)",
+        "train.txt, in which --split days or the same fractions find the same splits again "
+        "(default: %(default)s)",
     )
     add(
         "--device",

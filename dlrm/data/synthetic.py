@@ -50,8 +50,8 @@ def write(
     """Write a synthetic data set into ``directory``, whole or not at all.
 
     Parquet comes as from ``prepare_criteo`` with the transform log(x + 1): ids in order of falling
-    frequency, the row of "missing" at its rank among them. TSV is ``train.txt`` in the order train,
-    test, validation, with the meta data beside it in ``synthetic.json``.
+    frequency, the row of "missing" at its rank among them. TSV is one ``train.txt`` with the splits
+    in the order of ``split_rows``, and the meta data beside it in ``synthetic.json``.
 
     Args:
         directory: made here; must not exist or be empty.
@@ -148,22 +148,23 @@ def write_demo(directory: str | os.PathLike[str]) -> Meta:
 
 
 def split_rows(rows: int, fractions: Sequence[float] | None = None) -> dict[str, range]:
-    """The rows of each split, in the order train, test, val.
+    """The rows of each split, as ``prepare_criteo`` would split a raw file of them.
 
-    Without ``fractions`` (of train, val and test) the reference protocol: of seven days six are
-    for training, the first half of the last one is the test set and the rest for validation.
+    With ``fractions``: train, then val, then test. Without: the reference protocol, where of seven
+    days six are for training, the first half of the last one is test and the rest validation.
     """
     if fractions is None:
-        train = rows - rows // 7
-        test = (rows // 7 + 1) // 2
+        day = rows // 7
+        test = (day + 1) // 2
+        lengths = {"train": rows - day, "test": test, "val": day - test}
     else:
-        train = round(rows * fractions[0])
-        test = min(round(rows * fractions[2]), rows - train)
-    return {
-        "train": range(train),
-        "test": range(train, train + test),
-        "val": range(train + test, rows),
-    }
+        train, end = int(fractions[0] * rows), int(sum(fractions[:2]) * rows)
+        lengths = {"train": train, "val": end - train, "test": rows - end}
+    splits, start = {}, 0
+    for name, length in lengths.items():
+        splits[name] = range(start, start + length)
+        start += length
+    return splits
 
 
 def _profile(like: str) -> Profile:

@@ -123,24 +123,31 @@ def test_several_files_per_split(tmp_path, monkeypatch):
     assert meta.planted["val"] == {}
 
 
+def test_splits_of_the_reference_protocol():
+    assert synthetic.split_rows(45_840_617) == {
+        "train": range(39_291_958),
+        "test": range(39_291_958, 39_291_958 + 3_274_330),
+        "val": range(39_291_958 + 3_274_330, 45_840_617),
+    }
+    assert [len(rows) for rows in synthetic.split_rows(7).values()] == [6, 1, 0]
+    assert [len(rows) for rows in synthetic.split_rows(1).values()] == [1, 0, 0]
+
+
 @pytest.mark.parametrize(
-    ("rows", "fractions", "train", "test", "val"),
+    ("rows", "fractions", "lengths"),
     [
-        (45_840_617, None, 39_291_958, 3_274_330, 3_274_329),
-        (7, None, 6, 1, 0),
-        (1, None, 1, 0, 0),
-        (1000, (0.8, 0.15, 0.05), 800, 50, 150),
-        (3, (0.5, 0, 0.5), 2, 1, 0),
-        (10, (0, 0, 1), 0, 10, 0),
+        (1000, (0.8, 0.15, 0.05), [800, 150, 50]),
+        (3, (0.5, 0, 0.5), [1, 0, 2]),
+        (10, (0, 0, 1), [0, 0, 10]),
+        (7, (1, 0, 0), [7, 0, 0]),
+        (10, (1 / 3, 1 / 3, 1 / 3), [3, 3, 4]),
     ],
 )
-def test_split_rows(rows, fractions, train, test, val):
+def test_splits_by_fractions(rows, fractions, lengths):
     splits = synthetic.split_rows(rows, fractions)
-    assert splits == {
-        "train": range(train),
-        "test": range(train, train + test),
-        "val": range(train + test, train + test + val),
-    }
+    assert list(splits) == ["train", "val", "test"]
+    assert [len(part) for part in splits.values()] == lengths
+    assert [row for part in splits.values() for row in part] == list(range(rows))
 
 
 # Determinism
@@ -410,7 +417,7 @@ def test_tsv_holds_the_same_rows_as_parquet(tmp_path):
     assert raw_meta.planted == meta.planted
     assert json.loads((tmp_path / "tsv/synthetic.json").read_text())["planted"] == meta.planted
     raw = script("calibrate_synthetic").read_sample(tmp_path / "tsv/train.txt")
-    made = pd.concat(read(tmp_path / "parquet", meta, s) for s in ("train", "test", "val"))
+    made = pd.concat(read(tmp_path / "parquet", meta, s) for s in ("train", "val", "test"))
     assert np.array_equal(raw["label"], made["label"])
     for name in CRITEO_DENSE:
         transformed = np.log1p(raw[name].fillna(0).clip(lower=0))
