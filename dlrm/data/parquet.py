@@ -36,20 +36,21 @@ class RowGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns:
-    """Rows column by column: every column of the file is a row of one of these arrays."""
-
-    dense: np.ndarray  # [N, rows] float32
-    ids: np.ndarray  # [one-hot features, rows] int32 or int64
-    labels: np.ndarray  # [rows] float32
-
-
-@dataclass(frozen=True, kw_only=True)
 class Bags:
-    """The ids of one multi-hot feature: row ``i`` has ``ids[offsets[i] : offsets[i + 1]]``."""
+    """The ids of a multi-hot feature: row ``i`` has ``ids[offsets[i] : offsets[i + 1]]``."""
 
     ids: np.ndarray  # [nnz]
     offsets: np.ndarray  # [rows + 1] int64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The rows of a row group, column by column, in the types of the file where these will do."""
+
+    labels: np.ndarray  # [rows] bool or number
+    dense: list[np.ndarray]  # [rows] float32 each
+    ids: list[np.ndarray]  # [rows] integer each: the one-hot features
+    bags: list[Bags]  # the multi-hot features
 
 
 class RowGroupReader:
@@ -106,38 +107,29 @@ class RowGroupReader:
             raise ValueError(f"split {split!r} of {where} is empty; choose a split that has rows")
         return groups
 
-    def read(self, group: RowGroup, out: Columns, where: slice | np.ndarray) -> list[Bags]:
-        """Read ``group`` into the places ``where`` of ``out``.
-
-        Args:
-            group: what to read.
-            out: receives the label, the dense and the one-hot columns.
-            where: the place in ``out`` of each row of the group.
-
-        Returns:
-            The bags of the multi-hot features, in the order of the columns.
+    def read(self, group: RowGroup) -> Rows:
+        """Read ``group`` and check its values.
 
         Raises:
             ValueError: the row group is damaged, or holds a value that cannot be used.
         """
         table = self.read_table(group)
-        out.labels[where] = _labels(_only_chunk(table, self.meta.label), group, self.meta.label)
-        for row, name in zip(out.dense, self.meta.dense, strict=True):
-            row[where] = _dense(_only_chunk(table, name), group, name)
-        one_hot, bags = iter(out.ids), []
-        for column, rows in zip(self.meta.categorical, self.num_embeddings, strict=True):
+        rows = Rows(
+            labels=_labels(_only_chunk(table, self.meta.label), group, self.meta.label),
+            dense=[_dense(_only_chunk(table, name), group, name) for name in self.meta.dense],
+            ids=[],
+            bags=[],
+        )
+        for column, cardinality in zip(self.meta.categorical, self.num_embeddings, strict=True):
             array = _only_chunk(table, column.name)
-            if column.multi_hot:
-                offsets = np.zeros(group.rows + 1, np.int64)
-                lengths = pc.fill_null(pc.list_value_length(array), 0)
-                np.cumsum(lengths, out=offsets[1:])
-                array = array.flatten()
-            ids = _ids(array, group, column, rows)
-            if column.multi_hot:
-                bags.append(Bags(ids=ids.astype(self.ids_dtype, copy=False), offsets=offsets))
-            else:
-                next(one_hot)[where] = ids
-        return bags
+            if not column.multi_hot:
+                rows.ids.append(_ids(array, group, column, cardinality))
+                continue
+            offsets = np.zeros(group.rows + 1, np.int64)
+            np.cumsum(pc.fill_null(pc.list_value_length(array), 0), out=offsets[1:])
+            ids = _ids(array.flatten(), group, column, cardinality)
+            rows.bags.append(Bags(ids=ids.astype(self.ids_dtype, copy=False), offsets=offsets))
+        return rows
 
     def open(self, path: Path) -> list[RowGroup]:
         """The row groups of one file, after a check of its footer and schema.

@@ -127,6 +127,31 @@ def test_window_mixes_row_groups(data):
     assert not (np.diff(batch.dense[0][:200].numpy()) > 0).all()
 
 
+def test_large_row_groups_are_dealt_in_runs(tmp_path):
+    count = 21_000  # row groups of 6,000, 4,500, 6,000 and 4,500 rows: not all runs are whole
+    source = columns(count)
+    lists = [[i % 90] * (i % 3) for i in range(count)]
+    tables = [
+        Categorical(name="C2", cardinality=3000),
+        Categorical(name="H1", cardinality=90, multi_hot=True),
+    ]
+    write(tmp_path, {**source, "H1": lists}, categorical=tables, row_group_size=6000)
+    loader = CriteoLoader(tmp_path, "train", batch_size=2100, shuffle=True)
+    batches = list(loader)
+    order = np.array(rows(batches))
+    np.testing.assert_array_equal(np.sort(order), np.arange(count))
+    groups = np.digitize(order, [6000, 10_500, 16_500])
+    for batch in groups.reshape(10, 2100)[:-1]:
+        assert np.bincount(batch).min() > 100  # an even deal: 600, 450, 600, 450
+    assert abs(np.corrcoef(order, np.arange(count))[0, 1]) < 0.05
+    assert (groups[:64] == groups[0]).all()
+    assert np.diff(order[:64]).min() < 0
+    for batch, these in zip(batches, order.reshape(10, 2100), strict=True):
+        np.testing.assert_array_equal(batch.ids[:2100], source["C2"][these])
+        got = torch.tensor_split(batch.ids, batch.offsets[2100:-1])[1:]
+        assert [bag.tolist() for bag in got] == [lists[row] for row in these]
+
+
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(("world_size", "batch_size"), [(2, 64), (3, 50), (5, 33), (3, 333)])
 def test_ranks_share_every_global_batch(data, world_size, batch_size, drop_last):
