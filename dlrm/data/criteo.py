@@ -20,7 +20,7 @@ import torch
 from dlrm.data.batch import Batch
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import Meta
-from dlrm.data.window import Run, Span, Window, fill, fill_multi_hot
+from dlrm.data.window import Part, Span, Window, fill, fill_multi_hot
 
 
 class CriteoLoader:
@@ -243,8 +243,8 @@ class CriteoLoader:
                 span := next(spans, None)
             ):
                 windows.append(Window(span, self._reader, readers))
-            runs = [window.run(first, last) for window in windows if window.start < last]
-            pending.append((self._assemble(assembler, last - first, runs), position))
+            parts = [window.part(first, last) for window in windows if window.start < last]
+            pending.append((self._assemble(assembler, last - first, parts), position))
             if len(pending) > self.prefetch:
                 yield self._wait_for(*pending.popleft())
         while pending:
@@ -259,7 +259,9 @@ class CriteoLoader:
             yield from spans[max(begin, done) : end]
             done = max(end, done)
 
-    def _assemble(self, assembler: ThreadPoolExecutor, size: int, runs: list[Run]) -> Future[Batch]:
+    def _assemble(
+        self, assembler: ThreadPoolExecutor, size: int, parts: list[Part]
+    ) -> Future[Batch]:
         """Start assembling a batch of ``size`` samples."""
         one_hot = sum(not column.multi_hot for column in self.meta.categorical)
         # Pinned here, not by the assembler: calls to CUDA from other threads disturb the capture of
@@ -271,9 +273,9 @@ class CriteoLoader:
             torch.empty(size, pin_memory=pinned),
         )
         if not self.meta.multi_hot:
-            return assembler.submit(fill, batch, runs)
+            return assembler.submit(fill, batch, parts)
         multi_hot = [column.multi_hot for column in self.meta.categorical]
-        return assembler.submit(fill_multi_hot, batch, runs, multi_hot)
+        return assembler.submit(fill_multi_hot, batch, parts, multi_hot)
 
     def _wait_for(self, assembled: Future[Batch], position: int) -> tuple[Batch, int]:
         began = time.perf_counter()

@@ -127,7 +127,7 @@ class Window:
         places[permutation] = place.places()
         return rows.bags, places
 
-    def run(self, first: int, last: int) -> Run:
+    def part(self, first: int, last: int) -> Part:
         """Of the rows ``first`` to ``last - 1`` of the epoch, those that lie in this window."""
         return self, slice(max(first, self.start) - self.start, min(last, self.stop) - self.start)
 
@@ -147,15 +147,15 @@ class Window:
         return self._bags
 
 
-Run: TypeAlias = tuple[Window, slice]
+Part: TypeAlias = tuple[Window, slice]
 """Consecutive rows of a window."""
 
 
-def fill(batch: Batch, runs: Sequence[Run]) -> Batch:
-    """Copy ``runs``, one behind the other, into the one-hot ``batch`` that has room for them."""
+def fill(batch: Batch, parts: Sequence[Part]) -> Batch:
+    """Copy ``parts``, one behind the other, into the one-hot ``batch`` that has room for them."""
     dense, ids, labels = batch.dense.numpy(), batch.ids.numpy(), batch.labels.numpy()
     start = 0
-    for window, rows in runs:
+    for window, rows in parts:
         window.wait()
         stop = start + rows.stop - rows.start
         dense[:, start:stop] = window.dense[:, rows]
@@ -165,23 +165,23 @@ def fill(batch: Batch, runs: Sequence[Run]) -> Batch:
     return batch
 
 
-def fill_multi_hot(batch: Batch, runs: Sequence[Run], multi_hot: Sequence[bool]) -> Batch:
+def fill_multi_hot(batch: Batch, parts: Sequence[Part], multi_hot: Sequence[bool]) -> Batch:
     """As :func:`fill`, where some features are multi-hot: all of them become bags.
 
     Args:
         batch: one-hot batch with room for the rows; its ids hold the one-hot features only.
-        runs: the rows.
+        parts: the rows.
         multi_hot: of each categorical feature, whether it is multi-hot.
 
     Returns:
         A batch with the ids of all features, table by table, and offsets.
     """
-    fill(batch, runs)
+    fill(batch, parts)
     ones = np.arange(batch.size + 1)
     one_hot = (Bags(ids=ids, offsets=ones) for ids in batch.ids.numpy())
     bags = (
-        _joined([_cut(feature, rows) for feature, (_, rows) in zip(pieces, runs, strict=True)])
-        for pieces in zip(*(window.bags() for window, _ in runs), strict=True)
+        _joined([_cut(feature, rows) for feature, (_, rows) in zip(pieces, parts, strict=True)])
+        for pieces in zip(*(window.bags() for window, _ in parts), strict=True)
     )
     empty = Bags(ids=np.empty(0, batch.ids.numpy().dtype), offsets=np.zeros(1, np.int64))
     joined = _joined([next(bags, empty) if many else next(one_hot) for many in multi_hot])
