@@ -45,7 +45,7 @@ def check(bottom, parts, order, impl, multiple=1):
     reference.backward(grad[:, :width].double())
     for name, x, x64 in zip(["bottom", *range(len(parts))], (bottom, *parts), double, strict=True):
         assert x.grad.dtype == x.dtype
-        assert rms(x.grad, x64.grad) < tolerance, name
+        assert rms(x.grad, x64.grad) < max(tolerance, TOLERANCE[x.dtype]), name
 
 
 @pytest.mark.parametrize("impl", IMPLS)
