@@ -70,6 +70,7 @@ def parse_files(
     transform: str,
     limit: int | None,
     skip_bad: bool,
+    block_bytes: int,
     progress: bool,
 ) -> tuple[list[Spilled], list[dict[str, Any]]]:
     """Pass 1: spill the blocks of all files.
@@ -91,7 +92,7 @@ def parse_files(
         return Spilled.of(block, path, transform), block.consumed
 
     with _bar("parse", "rows", progress) as bar:
-        blocks = enumerate(_read(paths, limit, inputs))
+        blocks = enumerate(_read(paths, limit, block_bytes, inputs))
         for part, consumed[part.source] in pool.ordered(spill, blocks):
             if part.first_bad and not skip_bad:
                 raise ValueError(
@@ -209,14 +210,14 @@ def write_splits(
 
 
 def _read(
-    paths: Sequence[Path], limit: int | None, inputs: list[dict[str, Any]]
+    paths: Sequence[Path], limit: int | None, block_bytes: int, inputs: list[dict[str, Any]]
 ) -> Iterator[Block]:
     """The blocks of all files; ``inputs`` gets the record of each file as it ends."""
     for path in paths:
         if limit == 0:
             return
         file = RawFile(path)
-        for block in file.blocks(limit):
+        for block in file.blocks(limit, block_bytes):
             yield block
             if limit is not None:
                 limit -= block.lines
@@ -225,7 +226,7 @@ def _read(
 
 def _merge(
     blocks: Sequence[Spilled], name: str, counted: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Keys of all blocks behind one another, and how often each occurs in the counted rows."""
     size = sum(block.distinct[name] for block in blocks)
     keys, counts = np.empty(size, np.int64), np.empty(size, np.int32)

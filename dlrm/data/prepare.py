@@ -66,6 +66,7 @@ def prepare(
     options: Options,
     *,
     workers: int | None = None,
+    block_bytes: int = BLOCK_BYTES,
     progress: bool = True,
 ) -> Meta:
     """Prepare raw logs for training.
@@ -79,6 +80,7 @@ def prepare(
             ``vocabulary/C1.parquet`` .., ``bad_rows.json`` and ``meta.json``.
         options: what to make of them.
         workers: threads; by default one per core that the process may use.
+        block_bytes: size of the blocks of lines that are parsed and spilled as one.
         progress: show bars on standard error.
 
     Returns:
@@ -95,17 +97,14 @@ def prepare(
         if paths.count(path) > 1:
             raise ValueError(f"{path} is given more than once; give each input once")
     key = {
-        "format": [FORMAT, BLOCK_BYTES],
+        "format": [FORMAT, block_bytes],
         "options": asdict(options) | {"bad_rows": None},  # does not change what is spilled
         "inputs": [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in paths],
     }
-    work = Workspace(Path(output), key)
-    try:
+    with Workspace(Path(output), key) as work:
         if not work.finished:
-            _make(paths, options, work, workers or _cores(), progress)
+            _make(paths, options, work, workers or _cores(), block_bytes, progress)
         work.publish((*(f"{split}.parquet" for split in SPLITS), "vocabulary", BAD_ROWS_FILE))
-    finally:
-        work.close()
     return Meta.read(output)
 
 
@@ -151,7 +150,12 @@ def _fractions(split: tuple[str, ...]) -> tuple[Fraction, ...]:
 
 
 def _make(
-    paths: Sequence[Path], options: Options, work: Workspace, workers: int, progress: bool
+    paths: Sequence[Path],
+    options: Options,
+    work: Workspace,
+    workers: int,
+    block_bytes: int,
+    progress: bool,
 ) -> None:
     """Make all results in the workspace."""
     with Pool(workers) as pool:
@@ -162,6 +166,7 @@ def _make(
             transform=options.dense_transform,
             limit=options.limit,
             skip_bad=options.bad_rows == "skip",
+            block_bytes=block_bytes,
             progress=progress,
         )
         rows = {str(path): 0 for path in paths}

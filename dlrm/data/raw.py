@@ -164,6 +164,8 @@ def _gunzip(first: bytes, pieces: Iterator[bytes]) -> Iterator[bytes]:
         while piece:
             if member.eof:
                 piece = piece.lstrip(b"\0")  # members may be padded with zeros
+                if not piece:
+                    break
                 member = zlib.decompressobj(wbits=31)
             yield member.decompress(piece)
             piece = member.unused_data
@@ -173,7 +175,7 @@ def _gunzip(first: bytes, pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 def _unzstd(first: bytes, pieces: Iterator[bytes]) -> Iterator[bytes]:
     stream = pa.CompressedInputStream(pa.PythonFile(_Joined(first, pieces), "r"), "zstd")
-    while chunk := stream.read(1 << 14):  # in small steps: an error loses the step it occurs in
+    while chunk := stream.read(1 << 12):  # in small steps, for an error loses the step
         yield chunk
 
 
@@ -190,3 +192,6 @@ class _Joined:
         data = self._rest or next(self._pieces, b"")
         data, self._rest = data[:size], data[size:]
         return data
+
+    def close(self) -> None:
+        self.closed = True

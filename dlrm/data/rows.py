@@ -108,7 +108,8 @@ def _from_hex(text: NDArray[np.uint64]) -> NDArray[np.uint64]:
     letter = text >> np.uint64(6) & _bytes(0x01)
     digit = (text & _bytes(0x0F)) + letter * np.uint64(9)
     above_9 = (digit + _bytes(6)) >> np.uint64(4) & _bytes(0x01)
-    if ((digit + _bytes(0x30) + above_9 * np.uint64(39)) != text | letter << np.uint64(5)).any():
+    lower_case = digit + _bytes(0x30) + above_9 * np.uint64(39)
+    if (lower_case != text | letter << np.uint64(5)).any() or (digit & _bytes(0xF0)).any():
         raise ValueError("not hex digits")
     pairs = (digit << np.uint64(4) | digit >> np.uint64(8)) & np.uint64(0x00FF00FF00FF00FF)
     fours = (pairs << np.uint64(8) | pairs >> np.uint64(16)) & np.uint64(0x0000FFFF0000FFFF)

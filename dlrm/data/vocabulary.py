@@ -35,7 +35,7 @@ class Vocabulary:
 
 
 def number(
-    keys: NDArray[np.int64], counts: NDArray[np.int64], *, min_count: int = 1, oov: bool = True
+    keys: NDArray[np.int64], counts: NDArray[np.integer], *, min_count: int = 1, oov: bool = True
 ) -> tuple[Vocabulary, NDArray[np.int32]]:
     """Give ids to the values of a column in order of falling count.
 
@@ -55,7 +55,7 @@ def number(
     """
     ordered, position = _sort(keys)
     starts = np.flatnonzero(np.diff(ordered, prepend=MISSING - 1))
-    totals = np.add.reduceat(counts[position], starts)
+    totals = np.add.reduceat(counts[position], starts, dtype=np.int64)
 
     kept = np.flatnonzero(totals >= min_count)
     kept = kept[np.argsort(-totals[kept], kind="stable")]

@@ -25,37 +25,46 @@ class Workspace:
         key: all that the results depend on. Work done under another key is thrown away.
 
     Raises:
-        ValueError: ``output`` is no directory, or another process is at work there.
+        ValueError: on entering: ``output`` is no directory, or another process is at work there.
     """
 
     def __init__(self, output: Path, key: Mapping[str, Any]) -> None:
         self.output = output
         self.directory = output / DIRECTORY
+        self._key = json.dumps(key, indent=2, sort_keys=True)
+
+    def __enter__(self) -> Workspace:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
-            raise ValueError(f"{output} is not a directory; give --output another name") from None
+            raise ValueError(f"{self.output} is not a directory; give another --output") from None
         self._lock = os.open(self.directory, os.O_RDONLY)  # let go when the process ends
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._clear_unless_of_this_key()
         except BlockingIOError:
             os.close(self._lock)
             raise ValueError(
-                f"another process is preparing {output}; wait for it or give another --output"
+                f"another process is preparing {self.output}; wait for it or give another --output"
             ) from None
-        text = json.dumps(key, indent=2, sort_keys=True)
-        kept = self.directory / KEY_FILE
-        if not kept.is_file() or kept.read_text() != text:
+        except BaseException:
+            os.close(self._lock)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._lock)
+
+    def _clear_unless_of_this_key(self) -> None:
+        kept = self / KEY_FILE
+        if not kept.is_file() or kept.read_text() != self._key:
             for path in self.directory.iterdir():
                 _remove(path)
             with whole(kept) as temporary:
-                temporary.write_text(text)
-        for name in ("blocks", "ids", "vocabulary"):
-            (self.directory / name).mkdir(exist_ok=True)
-
-    def close(self) -> None:
-        """Let another process have the directory; the work done stays for a restart."""
-        os.close(self._lock)
+                temporary.write_text(self._key)
+        if not self.finished:  # else an empty directory would replace one moved out before
+            for name in ("blocks", "ids", "vocabulary"):
+                (self / name).mkdir(exist_ok=True)
 
     def __truediv__(self, name: str) -> Path:
         return self.directory / name
