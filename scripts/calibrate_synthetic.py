@@ -205,14 +205,14 @@ def plot(path: str | Path, sample: pd.DataFrame, profile: Profile) -> None:
         if law.missing:
             synthetic = float((ids == law.missing_rank).double().mean())
             rates.append((float((sample[law.name] == "").mean()), synthetic))
-    for law, values, missing in zip(profile.dense, block.dense, block.dense_missing, strict=True):
+    for law, values, missing in zip(profile.dense, block.dense, block.missing, strict=True):
         axis = next(panels)
-        present = values if missing is None else values[~missing]
-        for column, style in ((sample[law.name].dropna(), "-"), (present.numpy(), "--")):
+        made = values[~missing].numpy()
+        for column, style in ((sample[law.name].dropna(), "-"), (made, "--")):
             ordered = np.log1p(np.sort(column) - law.lowest)
             axis.plot(ordered, np.arange(1, len(ordered) + 1) / len(ordered), style)
         axis.set_title(f"{law.name}, log scale", fontsize=9)
-        if missing is not None:
+        if law.missing:
             rates.append((float(sample[law.name].isna().mean()), float(missing.double().mean())))
     axis = next(panels)
     axis.plot([0, 1], [0, 1], color="lightgray")

@@ -147,12 +147,9 @@ def _write_part(path: Path, generator: Generator, rows: range, progress: Progres
     with pq.ParquetWriter(path, schema, compression="lz4") as writer:
         for start in range(rows.start, rows.stop, GROUP_ROWS):
             block = generator.block(start, min(start + GROUP_ROWS, rows.stop))
-            columns = [
-                block.labels,
-                *generator.transformed(block),
-                *(ids.to(torch.int32) for ids in block.ids),
-            ]
-            arrays = [pa.array(column.cpu().numpy()) for column in columns]
+            dense, ids = generator.transformed(block), block.ids.to(torch.int32)
+            columns = (block.labels.cpu(), *dense.cpu(), *ids.cpu())
+            arrays = [pa.array(column.numpy()) for column in columns]
             writer.write_table(pa.Table.from_arrays(arrays, schema=schema), GROUP_ROWS)
             counts += _tally(block)
             progress(len(block.labels))
@@ -162,11 +159,10 @@ def _write_part(path: Path, generator: Generator, rows: range, progress: Progres
 def _tsv(block: Block, tokens: Tokens) -> bytes:
     """Label, integers and tokens, tab separated, a missing value as nothing."""
     columns = [pa.array(block.labels.cpu().numpy())]
-    for values, missing in zip(block.dense, block.dense_missing, strict=True):
-        mask = None if missing is None else missing.cpu().numpy()
-        columns.append(pa.array(values.cpu().numpy(), mask=mask))
-    for column, ids in enumerate(block.ids):
-        columns.append(tokens.text(column, ids.cpu().numpy()))
+    for values, missing in zip(block.dense.cpu(), block.missing.cpu(), strict=True):
+        columns.append(pa.array(values.numpy(), mask=missing.numpy()))
+    for column, ids in enumerate(block.ids.cpu()):
+        columns.append(tokens.text(column, ids.numpy()))
     table = pa.Table.from_arrays(columns, names=[str(number) for number in range(len(columns))])
     options = pa.csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
     buffer = BytesIO()

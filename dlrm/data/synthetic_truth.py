@@ -27,7 +27,7 @@ RANK = 4
 CLUSTERS = 16
 FREQUENT = 4096  # ids with an effect of their own; the others share as many by a hash
 RARE_SCALE = 0.5
-POINT = 12  # fraction bits of effects; factors have 8, so that their products have 16
+POINT, FACTOR_POINT = 12, 8  # fraction bits of effects and of factors
 BIN_BITS, BINS = 8, 1 << 13  # probabilities per unit of the logit, and in all: logits up to 16
 
 DENSE_SCALE, CLUSTER_SCALE, ID_SCALE, FACTOR_SCALE = 0.5, 0.45, 0.3, 0.16
@@ -49,41 +49,35 @@ class Truth:
         device: torch.device | str,
     ) -> None:
         random = np.random.Generator(np.random.PCG64([seed, 2]))
-        tables = [_smooth_effect(law, random) for law in dense]
-        self.dense_effects = [torch.from_numpy(table).to(device) for table in tables]
+        effects = [_smooth_effect(law, random) for law in dense]
+        starts = np.cumsum([0, *map(len, effects)])[:-1]
+        self.dense_effects = torch.from_numpy(np.concatenate(effects)).to(device)
+        self.dense_starts = torch.from_numpy(starts).to(device)[:, None]  # [N, 1]
         self.id_tables = torch.cat([_id_effects(random) for _ in categorical]).to(device)
-        self.id_keys = hashed(seed, 3, max(1, len(categorical))).tolist()
+        self.id_starts = torch.arange(len(categorical), device=device)[:, None] * 2 * FREQUENT
+        self.id_keys = hashed(seed, 3, len(categorical)).to(device)[:, None]  # [F, 1]
         self.scale, self.bias = 1 << 16, 0
         odds = (np.arange(BINS) + 0.5 - BINS / 2) / (1 << BIN_BITS)
         self.probabilities = 1 / (1 + np.exp(-odds))  # [BINS]
         self.thresholds = torch.from_numpy(np.rint(self.probabilities * 2**31).astype(np.int64))
         self.thresholds = self.thresholds.to(device)
 
-    def score(self, dense: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
-        """Logit before scale and bias, fixed point.
+    def score(self, dense: Tensor, ids: Tensor) -> Tensor:
+        """Logit before scale and bias, fixed point, int64 ``[B]``.
 
         Args:
-            dense: values per column with missing and negative as 0, int64 ``[B]`` each.
-            ids: per column, int64 ``[B]`` each.
-
-        Returns:
-            int64 ``[B]``.
+            dense: values with missing and negative as 0, int64 ``[N, B]``.
+            ids: int64 ``[F, B]``.
         """
-        rows = [self._rows(column, column_ids) for column, column_ids in enumerate(ids)]
-        # Integers below 2^24 as float32: the sum is exact in any order.
-        total = F.embedding_bag(torch.stack(rows, dim=1), self.id_tables, mode="sum").long()
-        factors = total[:, 1:]
-        score = total[:, 0] + ((factors * factors).sum(1) >> 5)
-        for effect, values in zip(self.dense_effects, dense, strict=True):
-            score += effect.index_select(0, values)
-        return score
-
-    def _rows(self, column: int, ids: Tensor) -> Tensor:
-        """Rows of the effects table for the ids of a column, int32 ``[B]``."""
-        shared = FREQUENT + ((ids * -0x61C8864680B583EB ^ self.id_keys[column]) >> 40 & 4095)
+        shared = ((ids * -0x61C8864680B583EB).bitwise_xor_(self.id_keys) >> 40) & (FREQUENT - 1)
         rare = (FREQUENT - 1 - ids) >> 63  # all bits set for a rare id
-        rows = ids + ((shared - ids) & rare) + column * 2 * FREQUENT
-        return rows.to(torch.int32)
+        rows = ids + (shared + FREQUENT - ids).bitwise_and_(rare) + self.id_starts
+        # Integers below 2^24 as float32: the sum is exact in any order.
+        total = F.embedding_bag(rows.t().contiguous(), self.id_tables, mode="sum").long()
+        factors = total[:, 1:]
+        effects = self.dense_effects.index_select(0, (dense + self.dense_starts).view(-1))
+        pairs = (factors * factors).sum(1) >> (2 * FACTOR_POINT - POINT + 1)
+        return total[:, 0] + effects.view_as(dense).sum(0) + pairs
 
     def bins(self, score: Tensor) -> Tensor:
         """Index of the probability of each row, int64 ``[B]`` in ``[0, BINS)``."""
@@ -139,13 +133,15 @@ def _id_effects(random: np.random.Generator) -> Tensor:
     weight = random.uniform(0.3, 1.7)
     cluster = random.integers(CLUSTERS, size=2 * FREQUENT)
     shared = random.normal(size=CLUSTERS) * CLUSTER_SCALE * weight
-    factors = np.rint(random.normal(size=(CLUSTERS, RANK)) * FACTOR_SCALE * 256)
+    factors = np.rint(random.normal(size=(CLUSTERS, RANK)) * FACTOR_SCALE * (1 << FACTOR_POINT))
     own = random.normal(size=2 * FREQUENT) * ID_SCALE * weight
     effect = shared[cluster] + own
     effect[FREQUENT:] *= RARE_SCALE
-    # The square of the sum over columns holds each factor's own square: taken out here.
+    # Half the square of the sum over columns holds each pair once, and half of each own square,
+    # which is taken out here.
+    own_square = np.square(factors).sum(1)[cluster] // (1 << (2 * FACTOR_POINT - POINT + 1))
     table = np.empty((2 * FREQUENT, 1 + RANK), dtype=np.float32)
-    table[:, 0] = np.rint(effect * (1 << POINT)) - np.square(factors).sum(1)[cluster] // 32
+    table[:, 0] = np.rint(effect * (1 << POINT)) - own_square
     table[:, 1:] = factors[cluster]
     return torch.from_numpy(table)
 
