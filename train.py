@@ -216,15 +216,13 @@ class Run:
         """Renew the caches of rows; rows that change owner start with fresh optimizer state."""
         embeddings = self.optimizers[1]
         for index, (group, _) in enumerate(self.model.sparse_arch.embeddings()):
-            populate = getattr(group, "cache_populate", None)
-            report = populate() if populate else None
+            report = group.cache_populate()
             if report is None:
                 continue
             for name, rows in report.reset.items():
                 embeddings.reset_rows(group.get_parameter(name), rows)
-            self.tracker.log(
-                self.steps, {f"cache_{index}/{k}": v for k, v in report.values().items()}
-            )
+            values = {f"cache/{name}_{index}": value for name, value in report.values().items()}
+            self.tracker.log(self.steps, values)
 
     # Saving and resuming ------------------------------------------------------------------------
 

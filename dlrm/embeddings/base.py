@@ -6,10 +6,13 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Self, TypedDict
+from typing import TYPE_CHECKING, Any, Self, TypedDict
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from dlrm.embeddings.cache import PopulateReport
 
 MODES = ("sum", "mean", "max")
 
@@ -122,6 +125,12 @@ class Embedding(nn.Module, ABC):
     def cache_stats(self) -> Mapping[str, float]:
         """``hits`` and ``lookups`` of training batches so far, for kinds that have a cache."""
         return {}
+
+    def cache_populate(self) -> PopulateReport | None:
+        """Renew the cache, for kinds that have one. The caller must reset the optimizer state of
+        the report's ``reset``: rows of parameters that have changed owner.
+        """
+        return None
 
     # What every kind has ----------------------------------------------------------------------
 

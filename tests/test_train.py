@@ -1,0 +1,211 @@
+"""The program as its user meets it: processes, files, event files."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dlrm.data import synthetic
+from dlrm.embeddings import available
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["--model.bottom_mlp", "[16]", "--model.top_mlp", "[16]", "--batch_size", "256"]
+KIND_OPTIONS = {
+    "tt": ["--tt.rank", "4", "--tt.cache_rows", "40", "--populate_every", "7"],
+    "hash": ["--hash.rows", "64"],
+    "drop": ["--drop.keep", "64"],
+}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("data") / "synthetic"
+    cardinalities = [3000 if column % 5 == 0 else 20 + column for column in range(26)]
+    synthetic.write(directory, rows=12_000, cardinalities=cardinalities, fractions=[0.8, 0.1, 0.1])
+    return directory
+
+
+def command(*arguments):
+    return [sys.executable, *(str(argument) for argument in arguments)]
+
+
+def run(*arguments, status=0):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command(*arguments), cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def train(data, output, name, *options, status=0):
+    return run(
+        "train.py",
+        *("--data", data, "--output", output, "--name", name, "--device", "cpu"),
+        *SMALL,
+        *options,
+        status=status,
+    )
+
+
+def result(directory):
+    return json.loads((directory / "result.json").read_text())["metrics"]
+
+
+@pytest.mark.parametrize("kind", sorted(available()))
+def test_every_kind_trains_better_than_chance(kind, data, tmp_path):
+    options = ["--emb", kind, "--optim.lr", "0.02", *KIND_OPTIONS.get(kind, [])]
+    done = train(data, tmp_path, "run", *options, "--tables.threshold", "1000")
+    values = result(tmp_path / "run")
+    assert values["test/auc"] > 0.6
+    assert values["test/normalized_entropy"] < 1
+    assert values["test/auc"] < values["test/best_possible_auc"]
+    assert "test/auc" in done.stdout
+    if kind != "dense":
+        assert values["embeddings/compression"] > 1.2
+
+
+def test_everything_that_is_reported_is_there(data, tmp_path):
+    train(data, tmp_path, "run", "--emb", "tt", *KIND_OPTIONS["tt"], "--log_every", "10")
+    directory = tmp_path / "run"
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    scalars = events.Tags()["scalars"]
+    for name in (
+        *("train/loss", "train/gradient_norm/dense", "train/gradient_norm/embeddings"),
+        *("lr/dense", "lr/embeddings", "speed/samples_per_second", "speed/data_wait_share"),
+        *("embeddings/weights_bytes", "embeddings/bytes", "embeddings/compression"),
+        *("memory/process_peak", "cache/hit_rate"),
+        *(f"{split}/{metric}" for split in ("val", "test") for metric in
+          ("auc", "accuracy", "log_loss", "normalized_entropy", "calibration")),
+    ):  # fmt: skip
+        assert name in scalars, name
+    assert "config/text_summary" in events.Tags()["tensors"]
+    assert "_hparams_/session_start_info" in events.summary_metadata
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    logged = {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+    assert {e.step: pytest.approx(e.value) for e in events.Scalars("train/loss")} == logged
+    assert (directory / "config.yaml").exists()
+
+
+def losses(directory):
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+
+
+@pytest.mark.parametrize("kind", ["dense", "tt"])
+def test_killed_and_resumed_equals_uninterrupted(kind, data, tmp_path):
+    options = ["--emb", kind, "--log_every", "1", "--eval_every", "10", "--epochs", "2"]
+    options += KIND_OPTIONS.get(kind, [])
+    train(data, tmp_path, "whole", *options)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    arguments = command(
+        *("train.py", "--data", data, "--output", tmp_path, "--name", "killed"),
+        *("--device", "cpu", *SMALL, *options),
+    )
+    process = subprocess.Popen(
+        arguments, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    lines = tmp_path / "killed" / "metrics.jsonl"
+    deadline = time.time() + 120
+    while time.time() < deadline and process.poll() is None:
+        if lines.exists() and '"step": 43,' in lines.read_text():
+            break
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "killed" / "result.json").exists(), "it was not killed in time"
+    run("train.py", "--resume", tmp_path / "killed")
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    whole, resumed = result(tmp_path / "whole"), result(tmp_path / "killed")
+    assert {k: v for k, v in whole.items() if k.startswith("test/")} == {
+        k: v for k, v in resumed.items() if k.startswith("test/")
+    }
+
+
+def test_evaluate_predict_and_compare_work_on_a_run(data, tmp_path):
+    train(data, tmp_path, "a", "--emb", "tt", *KIND_OPTIONS["tt"])
+    train(data, tmp_path, "b", "--emb", "dense", "--seed", "1")
+    train(data, tmp_path, "c", "--emb", "dense", "--seed", "2")
+    again = json.loads(run("scripts/evaluate.py", tmp_path / "a", data, "--device", "cpu").stdout)
+    for name, value in result(tmp_path / "a").items():
+        if name.startswith("test/") and "best_possible" not in name:
+            assert again[name.removeprefix("test/")] == value, name
+    best = tmp_path / "a" / "checkpoints" / "best.pt"
+    assert "auc" in run("scripts/evaluate.py", best, data, "--split", "val").stdout
+
+    scores = tmp_path / "scores.parquet"
+    run("scripts/predict.py", tmp_path / "a", data, scores)
+    table = pd.read_parquet(scores)
+    labels = pd.read_parquet(sorted(data.glob("test*.parquet")))["label"]
+    assert table["label"].tolist() == labels.tolist()
+    assert table["probability"].between(0, 1).all()
+    assert table["probability"].mean() == pytest.approx(labels.mean(), rel=0.25)
+
+    runs = [tmp_path / name for name in "abc"]
+    out = run("scripts/compare.py", *runs, "--plot", tmp_path / "plot.png").stdout
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    dense = next(line for line in out.splitlines() if " dense " in line)
+    assert "±" in dense
+    assert re.search(r"\b2\b", dense)
+
+
+def test_profile_writes_a_trace(data, tmp_path):
+    train(data, tmp_path, "run", "--profile")
+    assert json.loads((tmp_path / "run" / "profile" / "trace.json").read_text())["traceEvents"]
+    assert "aten::" in (tmp_path / "run" / "profile" / "operations.txt").read_text()
+
+
+def test_a_diverging_run_says_so(data, tmp_path):
+    done = train(
+        data, tmp_path, "run", "--optim.dense", "sgd", "--optim.lr", "1e30", "--log_every", "1",
+        status=2,
+    )  # fmt: skip
+    assert "lower --optim.lr" in done.stderr
+
+
+def test_mistakes_are_one_line_and_leave_nothing(data, tmp_path):
+    cases = [
+        (["--data", tmp_path / "none"], "does not exist"),
+        (["--tables.kinds", "{C99: tt}"], "names table 'C99'"),
+        (["--budget", "heaps"], "no amount of memory"),
+        (["--emb", "hash", "--budget", "1000000x"], "budget"),
+        (["--device", "gpu"], "--device is 'gpu'"),
+        (["--resume", tmp_path / "nothing"], "is no checkpoint"),
+    ]
+    if not torch.cuda.is_available():
+        cases.append((["--device", "cuda"], "there is no CUDA GPU"))
+    for options, text in cases:
+        done = run("train.py", "--data", data, "--output", tmp_path / "out", *options, status=2)
+        assert text in done.stderr
+        assert done.stderr.count("error:") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_is_not_overwritten(data, tmp_path):
+    train(data, tmp_path, "run", "--max_steps", "2")
+    done = train(data, tmp_path, "run", "--max_steps", "2", status=2)
+    assert "choose another --name" in done.stderr
+
+
+def test_bad_checkpoints_are_refused(data, tmp_path):
+    bad = tmp_path / "bad.pt"
+    bad.write_bytes(b"no checkpoint")
+    assert "can't be read as a checkpoint" in run("scripts/evaluate.py", bad, data, status=2).stderr
+    torch.save({"other": 1}, bad)
+    assert (
+        "not a checkpoint of this program" in run("scripts/evaluate.py", bad, data, status=2).stderr
+    )
+    assert "is missing" in run("scripts/compare.py", tmp_path, status=2).stderr
