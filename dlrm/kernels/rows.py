@@ -6,9 +6,9 @@ summed per row, and the optimizer's rule is applied to each touched row once: no
 coalesced copy, no count of distinct rows on the host, and the same bits every time.
 
 The sorted entries are cut into tiles of equal length, so that a row with tens of thousands of
-entries costs no more than as many rows with one. A tile sums its rows by a segmented scan and
-updates those that lie wholly inside it. The sums of a row that crosses into other tiles (at most
-two per tile) go to a buffer, and a second, small kernel adds them up in order.
+entries costs no more than as many rows with one. A tile sums its rows by segmented scans, part
+after part, and updates those that lie wholly inside it. The sums of a row that crosses into other
+tiles (at most two per tile) go to a buffer, and a second, small kernel adds them up in order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ RULES = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 squares ``[V]`` or ``[V, 1]``, ``adam`` two moments ``[V, D]`` and the number of updates of each
 row, int32 ``[V]`` or ``[V, 1]``."""
 
-TILE = 2048  # elements of a tile
+TILE = 2048  # elements of a tile's part
+MANY = 4096  # tiles that fill a GPU; with more entries, tiles have up to 8 parts
 
 
 @triton.jit
@@ -76,12 +77,12 @@ def _apply(
         tl.store(states[0] + row, total, mask=live)
         step = grad / (tl.sqrt_rn(total) + eps)[:, None]
     elif RULE == "adam":
-        beta1, beta2, log1, log2 = betas
+        beta1, rest1, log1, beta2, rest2, log2 = betas
         count = tl.load(states[2] + row, mask=live, other=0) + 1
         tl.store(states[2] + row, count, mask=live)
-        first = tl.load(states[0] + at, mask=mask, other=0.0) * beta1 + grad * (1 - beta1)
+        first = tl.load(states[0] + at, mask=mask, other=0.0) * beta1 + grad * rest1
         tl.store(states[0] + at, first, mask=mask)
-        second = tl.load(states[1] + at, mask=mask, other=0.0) * beta2 + grad * grad * (1 - beta2)
+        second = tl.load(states[1] + at, mask=mask, other=0.0) * beta2 + grad * grad * rest2
         tl.store(states[1] + at, second, mask=mask)
         scale1 = _one_minus_exp(count * log1)[:, None]
         scale2 = _one_minus_exp(count * log2)[:, None]
@@ -94,30 +95,39 @@ def _apply(
 @triton.jit
 def _merge(
     rows, order, grads, partials, n, weight, states, lr, betas, eps, seed,
-    D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
     RULE: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """Sum a tile of sorted entries by row; update rows inside it, spill those that cross it."""
     tile = tl.program_id(0)
-    k = tile * BLOCK + tl.arange(0, BLOCK)
-    inside = k < n
-    row = tl.load(rows + k, mask=inside, other=-1)
-    following = tl.load(rows + k + 1, mask=k + 1 < n, other=-1)
-    before = tl.load(rows + tile * BLOCK - 1, mask=tile > 0, other=-1)
-    entry = tl.load(order + k, mask=inside, other=0)
+    begin = tile * BLOCK * PARTS
+    before = tl.load(rows + begin - 1, mask=tile > 0, other=-1)
     column = tl.arange(0, BLOCK_D)[None, :]
-    mask = inside[:, None] & (column < D)
-    grad = tl.load(grads + entry[:, None] * D + column, mask=mask, other=0.0).to(tl.float32)
-    keys = tl.broadcast_to(row[:, None], (BLOCK, BLOCK_D))
-    total, _ = tl.associative_scan((grad, keys), 0, _add_equal)
+    last_row = before
+    last_sum = tl.zeros((1, BLOCK_D), tl.float32)
+    for part in range(PARTS):
+        at = tl.arange(0, BLOCK)
+        k = begin + part * BLOCK + at
+        inside = k < n
+        row = tl.load(rows + k, mask=inside, other=-1)
+        following = tl.load(rows + k + 1, mask=k + 1 < n, other=-1)
+        entry = tl.load(order + k, mask=inside, other=0)
+        mask = inside[:, None] & (column < D)
+        grad = tl.load(grads + entry[:, None] * D + column, mask=mask, other=0.0).to(tl.float32)
+        keys = tl.broadcast_to(row[:, None], (BLOCK, BLOCK_D))
+        total, _ = tl.associative_scan((grad, keys), 0, _add_equal)
+        total += tl.where((row == last_row)[:, None], last_sum, 0.0)
 
-    end = inside & (row != following)
-    late = row == before  # it began in an earlier tile
-    cut = inside & ~end & (k == tile * BLOCK + BLOCK - 1)  # it goes on in the next
-    _apply(row, total, end & ~late, weight, states, lr, betas, eps, seed, D, RULE, ROUND)
-    slot = tile.to(tl.int64) * 2 + tl.where(late, 0, 1)
-    spill = ((end & late) | cut)[:, None] & (column < D)
-    tl.store(partials + slot[:, None] * D + column, total, mask=spill)
+        end = inside & (row != following)
+        late = row == before  # it began in an earlier tile
+        _apply(row, total, end & ~late, weight, states, lr, betas, eps, seed, D, RULE, ROUND)
+        last = at == BLOCK - 1
+        cut = last & inside & ~end & (part == PARTS - 1)  # it goes on in the next
+        slot = tile.to(tl.int64) * 2 + tl.where(late, 0, 1)
+        spill = ((end & late) | cut)[:, None] & (column < D)
+        tl.store(partials + slot[:, None] * D + column, total, mask=spill)
+        last_row = tl.sum(tl.where(last, row, 0), 0)
+        last_sum = tl.sum(tl.where(last[:, None], total, 0.0), 0)[None, :]
 
 
 @triton.jit
@@ -193,19 +203,24 @@ def update_rows(
     if n == 0:
         return
     plan = plan or prepare(rows, len(weight))
-    rounding = seed is not None and weight.dtype == torch.bfloat16
     block_d = triton.next_power_of_2(dim)
     block = max(16, min(256, TILE // block_d))
-    warps = max(1, block * block_d // 2048)  # 64 elements a thread
-    tiles = triton.cdiv(n, block)
+    parts = min(8, triton.next_power_of_2(max(1, n // (MANY * block))))
+    tiles = triton.cdiv(n, block * parts)
     partials = torch.empty(tiles, 2, dim, device=grads.device)
-    decay = (*betas, *(math.log(beta) if beta else -math.inf for beta in betas))
-    rest = (n, weight, tuple(states), lr, decay, eps, seed)
-    options = {"D": dim, "BLOCK": block, "BLOCK_D": block_d, "RULE": rule, "ROUND": rounding}
-    _merge[tiles,](plan.rows, plan.order, grads, partials, *rest, num_warps=warps, **options)
+    decay = [(beta, 1 - beta, math.log(beta) if beta else -math.inf) for beta in betas]
+    rest = (n, weight, tuple(states), lr, (*decay[0], *decay[1]), eps, seed)
+    rounding = seed is not None and weight.dtype == torch.bfloat16
+    options = {"D": dim, "BLOCK_D": block_d, "RULE": rule, "ROUND": rounding}
+    _merge[tiles,](
+        plan.rows, plan.order, grads, partials, *rest, BLOCK=block, PARTS=parts,
+        num_warps=max(1, block * block_d // 2048), **options,
+    )  # fmt: skip
     if tiles > 1:
-        width = max(16, min(64, TILE // block_d))
-        _finish[tiles - 1,](plan.rows, partials, *rest, WIDTH=width, num_warps=1, **options)
+        width = max(16, min(64, 4096 // block_d))
+        _finish[tiles - 1,](
+            plan.rows, partials, *rest, BLOCK=block * parts, WIDTH=width, num_warps=1, **options
+        )
     if seed is not None:
         seed.add_(1)
 

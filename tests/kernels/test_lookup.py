@@ -18,6 +18,14 @@ def rms(value, reference):
     return ((value - reference).norm() / reference.norm().clamp(min=1e-30)).item()
 
 
+def summed(grad):
+    """The gradient of a table as a dense tensor, sparse entries summed in float64."""
+    if not grad.is_sparse:
+        return grad
+    dense = torch.zeros(grad.shape, dtype=torch.float64, device=grad.device)
+    return dense.index_add_(0, grad._indices()[0], grad._values().double())
+
+
 def tables(dim, device, dtype=torch.float32):
     weight = torch.randn(sum(SIZES), dim, device=device, dtype=dtype).requires_grad_()
     starts = torch.tensor([0, *SIZES[:-1]], device=device).cumsum(0)
@@ -77,7 +85,7 @@ def test_one_id_per_table(device, impl, dtype, batch, dim, index, sparse):
     assert weight.grad.is_sparse == sparse
     exact = weight.detach().double().requires_grad_()
     exact[(ids + starts[:, None]).t()].backward(grad.double())
-    assert rms(weight.grad.to_dense(), exact.grad) < TOLERANCE[dtype]
+    assert rms(summed(weight.grad), exact.grad) < TOLERANCE[dtype]
 
 
 def test_gradient_is_one_entry_per_lookup_and_no_copy(device):
@@ -165,7 +173,7 @@ def test_bags(device, impl, mode, batch, dim, index):
     grad = torch.randn_like(out)
     out.backward(grad)
     reference.backward(grad.double())
-    assert rms(weight.grad.to_dense(), exact.grad) < 1e-6
+    assert rms(summed(weight.grad), exact.grad) < 1e-5
     if scale is not None:
         assert rms(scale.grad, exact_scale.grad) < 1e-6
 
@@ -181,7 +189,7 @@ def test_bags_of_bfloat16_rows(device, mode):
     grad = torch.randn_like(out)
     out.backward(grad)
     reference.backward(grad.double())
-    assert rms(weight.grad.to_dense(), exact.grad) < TOLERANCE[torch.bfloat16]
+    assert rms(summed(weight.grad), exact.grad) < TOLERANCE[torch.bfloat16]
 
 
 def test_max_gives_the_gradient_to_the_first_of_equal_entries(device):

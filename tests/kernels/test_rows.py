@@ -49,11 +49,12 @@ def _nan_in_new_memory():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=[1, 1000] if GPU else [1])
+@pytest.fixture(params=[1, 4000] if GPU else [1])
 def scale(request, monkeypatch):
     """Small sizes cut into the smallest tiles, large ones (on a GPU) into those of the kernel."""
     if request.param == 1:
         monkeypatch.setattr(kernel, "TILE", 1)
+        monkeypatch.setattr(kernel, "MANY", 2)  # so that tiles have several parts
     return request.param
 
 
