@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from math import isqrt
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.nn import functional
 from dlrm.embeddings.base import Common, Embedding, row_offsets
 from dlrm.embeddings.budget import share_out
 
-OPERATIONS = ("multiply", "add", "concat")
+Operation = Literal["multiply", "add", "concat"]
 ITERATIONS = 30  # of the alternating fits
 
 
@@ -26,7 +26,7 @@ class QR(Embedding):
 
     Args:
         collisions: ids that share a quotient row; also the rows of the remainder table.
-        operation: how the two rows make one: multiply, add, or concat (each has half of the dim).
+        operation: how the two rows make one; to concat, each has half of the dim.
 
     Reference:
         Shi et al., "Compositional Embeddings Using Complementary Partitions for Memory-Efficient
@@ -39,7 +39,7 @@ class QR(Embedding):
         embedding_dim: int,
         *,
         collisions: int = 4,
-        operation: str = "multiply",
+        operation: Operation = "multiply",
         **common: Unpack[Common],
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, **common)
@@ -121,7 +121,7 @@ class QR(Embedding):
         budget: int,
         *,
         counts: Sequence[Tensor] | None = None,
-        operation: str = "multiply",
+        operation: Operation = "multiply",
     ) -> list[dict[str, Any] | None]:
         """Per table the fewest collisions that fit an equal share, under ``operation``."""
         quotient_dim, remainder_dim = dims(embedding_dim, operation)
@@ -164,11 +164,12 @@ class QR(Embedding):
         return cells.unflatten(1, (quotients, remainders)), present.view(quotients, remainders)
 
 
-def dims(embedding_dim: int, operation: str) -> tuple[int, int]:
+def dims(embedding_dim: int, operation: Operation) -> tuple[int, int]:
     """Length of a quotient row and of a remainder row."""
-    if operation not in OPERATIONS:
+    if operation not in get_args(Operation):
         raise ValueError(
-            f"qr operation is {operation!r}; set --qr.operation to one of {', '.join(OPERATIONS)}"
+            f"qr operation is {operation!r}; set --qr.operation to one of "
+            f"{', '.join(get_args(Operation))}"
         )
     if operation != "concat":
         return embedding_dim, embedding_dim
