@@ -37,14 +37,22 @@ from dlrm.data.schema import Meta
 
 
 def rates(rows: int, run: Callable[[], object], repeats: int) -> dict[str, float]:
-    """Rows per second of ``run``: the median of its repeats, the least and the most."""
-    seconds = []
+    """Rows per second of ``run`` over its repeats, and the CPU time of all threads per row.
+
+    The CPU time tells what a run costs on a machine that has other things to do as well.
+    """
+    seconds, cpu = [], []
     for _ in range(repeats):
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         run()
         seconds.append(time.perf_counter() - began)
-    names = {"median": statistics.median(seconds), "least": max(seconds), "most": min(seconds)}
-    return {name: round(rows / took) for name, took in names.items()}
+        cpu.append(time.process_time() - cpu_began)
+    return {
+        "median": round(rows / statistics.median(seconds)),
+        "least": round(rows / max(seconds)),
+        "most": round(rows / min(seconds)),
+        "cpu_ns_per_row": round(1e9 * statistics.median(cpu) / rows, 1),
+    }
 
 
 def read_alone(directory: Path, threads: int) -> None:
@@ -120,16 +128,19 @@ def _size(directory: Path, meta: Meta) -> int:
 
 def environment(device: str) -> dict[str, Any]:
     """Where and with what this was measured."""
+    info = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    cpu = [line for line in info.splitlines() if line.startswith("model name")]
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     gpu = torch.cuda.get_device_name() if device.startswith("cuda") else None
     return {
-        "cpu": platform.machine(),
+        "cpu": cpu[0].partition(": ")[2] if cpu else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "gpu": gpu,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "pyarrow": pa.__version__,
         "numpy": np.__version__,
+        "load_before": round(os.getloadavg()[0], 1),
         "commit": commit.stdout.strip(),
         "date": datetime.now(UTC).date().isoformat(),
     }
@@ -152,8 +163,8 @@ def main() -> None:
         directory = options.data or Path(made) / "data"
         if options.data is None:
             synthetic.write(directory, rows=options.rows, fractions=(1.0, 0.0, 0.0))
-        result = measure(directory, options)
-    result = {"environment": environment(options.device), "readers": options.readers, **result}
+        where = environment(options.device)
+        result = {"environment": where, "readers": options.readers, **measure(directory, options)}
     text = json.dumps(result, indent=2) + "\n"
     sys.stdout.write(text)
     if options.output:

@@ -20,7 +20,7 @@ import torch
 from dlrm.data.batch import Batch
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import Meta
-from dlrm.data.window import Part, Span, Window, fill, fill_multi_hot
+from dlrm.data.window import Block, Part, Span, Window, fill, fill_multi_hot
 
 
 class CriteoLoader:
@@ -98,6 +98,7 @@ class CriteoLoader:
         self.meta = Meta.read(directory)
         self._reader = RowGroupReader(directory, self.meta, num_embeddings)
         self._groups = self._reader.row_groups(split)
+        self._multi_hot = [column.multi_hot for column in self.meta.categorical]
         self._ids_dtype = torch.int32 if self._reader.ids_dtype == np.int32 else torch.int64
         self.rows = sum(group.rows for group in self._groups)
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
@@ -224,18 +225,18 @@ class CriteoLoader:
             batches = self._assembled(start, readers, assembler)
             if self.device.type == "cuda":
                 batches = self._copied(batches)
-            for batch, self._position in batches:
+            for batch, _, self._position in batches:
                 yield batch
 
     def _assembled(
         self, start: int, readers: ThreadPoolExecutor, assembler: ThreadPoolExecutor
-    ) -> Iterator[tuple[Batch, int]]:
-        """Batches in host memory, each with the position behind it."""
+    ) -> Iterator[tuple[Batch, Block, int]]:
+        """Batches in host memory, the room they were assembled in, and the position behind."""
         spans = self._needed(start)
         # Windows to read beyond a batch's own: one, or as many as keep all readers busy.
         ahead = max(1, self.readers // self._mixed)
         windows: deque[Window] = deque()
-        pending: deque[tuple[Future[Batch], int]] = deque()
+        pending: deque[tuple[Future[Batch], Block, int]] = deque()
         for first, last, position in self._shares(start):
             while windows and windows[0].stop <= first:
                 windows.popleft()
@@ -244,7 +245,8 @@ class CriteoLoader:
             ):
                 windows.append(Window(span, self._reader, readers))
             parts = [window.part(first, last) for window in windows if window.start < last]
-            pending.append((self._assemble(assembler, last - first, parts), position))
+            block = self._block(last - first)
+            pending.append((assembler.submit(self._fill, block.batch, parts), block, position))
             if len(pending) > self.prefetch:
                 yield self._wait_for(*pending.popleft())
         while pending:
@@ -259,37 +261,42 @@ class CriteoLoader:
             yield from spans[max(begin, done) : end]
             done = max(end, done)
 
-    def _assemble(
-        self, assembler: ThreadPoolExecutor, size: int, parts: list[Part]
-    ) -> Future[Batch]:
-        """Start assembling a batch of ``size`` samples."""
-        one_hot = sum(not column.multi_hot for column in self.meta.categorical)
-        # Pinned here, not by the assembler: calls to CUDA from other threads disturb the capture of
-        # a CUDA graph. PyTorch gives the block out again when its copies are done.
-        pinned = self.device.type == "cuda"
-        batch = Batch(
-            torch.empty(len(self.meta.dense), size, pin_memory=pinned),
-            torch.empty(one_hot, size, dtype=self._ids_dtype, pin_memory=pinned),
-            torch.empty(size, pin_memory=pinned),
+    def _block(self, size: int) -> Block:
+        return Block(
+            size,
+            dense=len(self.meta.dense),
+            one_hot=self._multi_hot.count(False),
+            ids=self._ids_dtype,
+            # Pinned by the consumer's thread, not by the assembler: calls to CUDA from other
+            # threads disturb the capture of a CUDA graph. PyTorch gives the memory out again when
+            # its copies are done.
+            pinned=self.device.type == "cuda",
         )
-        if not self.meta.multi_hot:
-            return assembler.submit(fill, batch, parts)
-        multi_hot = [column.multi_hot for column in self.meta.categorical]
-        return assembler.submit(fill_multi_hot, batch, parts, multi_hot)
 
-    def _wait_for(self, assembled: Future[Batch], position: int) -> tuple[Batch, int]:
+    def _fill(self, batch: Batch, parts: list[Part]) -> Batch:
+        if not self.meta.multi_hot:
+            return fill(batch, parts)
+        return fill_multi_hot(batch, parts, self._multi_hot)
+
+    def _wait_for(
+        self, assembled: Future[Batch], block: Block, position: int
+    ) -> tuple[Batch, Block, int]:
         began = time.perf_counter()
         batch = assembled.result()
         self.wait_seconds += time.perf_counter() - began
-        return batch, position
+        return batch, block, position
 
-    def _copied(self, batches: Iterator[tuple[Batch, int]]) -> Iterator[tuple[Batch, int]]:
+    def _copied(
+        self, batches: Iterator[tuple[Batch, Block, int]]
+    ) -> Iterator[tuple[Batch, Block, int]]:
         """The batches on the GPU, each copied while the consumer works on the one before."""
         stream = torch.cuda.Stream(self.device)
-        ahead: tuple[Batch, torch.cuda.Event, int] | None = None
-        for batch, position in batches:
+        ahead: tuple[torch.cuda.Event, Batch, Block, int] | None = None
+        for batch, block, position in batches:
+            one_piece = batch is block.batch
             with torch.cuda.stream(stream):
-                following = batch.pin_memory().to(self.device), stream.record_event(), position
+                batch = block.to(self.device) if one_piece else batch.pin_memory().to(self.device)
+                following = stream.record_event(), batch, block, position
             if ahead is not None:
                 yield _received(*ahead)
             ahead = following
@@ -297,12 +304,14 @@ class CriteoLoader:
             yield _received(*ahead)
 
 
-def _received(batch: Batch, copied: torch.cuda.Event, position: int) -> tuple[Batch, int]:
+def _received(
+    copied: torch.cuda.Event, batch: Batch, block: Block, position: int
+) -> tuple[Batch, Block, int]:
     """A batch whose copy the current stream awaits, and which it keeps alive while in use."""
     stream = torch.cuda.current_stream(batch.labels.device)
     stream.wait_event(copied)
     batch.record_stream(stream)
-    return batch, position
+    return batch, block, position
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -9,9 +10,13 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dlrm.data.batch import Batch
 from dlrm.data.parquet import Bags, RowGroup, RowGroupReader
+
+ALIGNMENT = 256
+"""Bytes to which tensors in one piece of memory are aligned, as PyTorch's own are on a GPU."""
 
 RUN = 64
 """Rows that are dealt together: 256 bytes of a column, four cache lines. Writing them one by one to
@@ -145,6 +150,41 @@ class Window:
             features = zip(*(bags for bags, _ in reads), strict=True)
             self._bags = [_reordered(_joined(pieces), order) for pieces in features]
         return self._bags
+
+
+class Block:
+    """Room for a one-hot batch in one piece of memory, so that one copy brings it to a GPU.
+
+    Args:
+        size: samples B.
+        dense: dense features N.
+        one_hot: one-hot features F.
+        ids: type of the ids.
+        pinned: page-lock the memory.
+    """
+
+    def __init__(
+        self, size: int, *, dense: int, one_hot: int, ids: torch.dtype, pinned: bool
+    ) -> None:
+        parts = [((one_hot, size), ids), ((dense, size), torch.float32), ((size,), torch.float32)]
+        self._parts: list[tuple[slice, torch.dtype, tuple[int, ...]]] = []
+        start = 0
+        for shape, kind in parts:
+            stop = start + math.prod(shape) * kind.itemsize
+            self._parts.append((slice(start, stop), kind, shape))
+            start = -(-stop // ALIGNMENT) * ALIGNMENT
+        self._memory = torch.empty(start, dtype=torch.uint8, pin_memory=pinned)
+        self.batch = self._batch(self._memory)
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on ``device``, copied asynchronously."""
+        return self._batch(self._memory.to(device, non_blocking=True))
+
+    def _batch(self, memory: Tensor) -> Batch:
+        ids, dense, labels = (
+            memory[part].view(kind).view(shape) for part, kind, shape in self._parts
+        )
+        return Batch(dense, ids, labels)
 
 
 Part: TypeAlias = tuple[Window, slice]
