@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from dlrm.data.raw import Block, RawFile
-from dlrm.data.rows import COLUMNS, MISSING
+from dlrm.data.rows import MISSING
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, Categorical, Split
 from dlrm.data.spill import Spilled
-from dlrm.data.vocabulary import number
+from dlrm.data.vocabulary import group, look_up, number
 from dlrm.data.workspace import Workspace, whole
 
 ROW_GROUP_ROWS = 1 << 17
@@ -32,6 +32,7 @@ ROW_GROUP_ROWS = 1 << 17
 # Both are far faster than a loader needs, so the smaller is taken.
 ZSTD: dict[str, Any] = {"compression": "zstd", "compression_level": 1}
 LARGEST_DICTIONARY = 1 << 16  # more ids than that hardly repeat within a row group
+CHUNK_KEYS = 1 << 25  # of the blocks, merged at a time: 0.3 GB, with what it takes to sort 1 GB
 SCHEMA = pa.schema(
     [("label", pa.uint8())]
     + [(name, pa.float32()) for name in CRITEO_DENSE]
@@ -120,8 +121,8 @@ def number_columns(
 
     Args:
         blocks: what pass 1 returned, without blocks that hold no rows.
-        work: gets ``vocabulary/NAME.parquet`` and ``ids/NAME.npy``, int32, the blocks' codes
-            behind one another.
+        work: gets ``vocabulary/NAME.parquet`` and ``ids/NAME``, int32, the blocks' codes behind
+            one another.
         counted: the first so many rows make the vocabulary.
         cap: values are taken modulo this before they are counted, as in the reference; a missing
             value stays one of its own.
@@ -130,13 +131,10 @@ def number_columns(
         progress: show a bar.
     """
 
-    def column(index: int) -> Categorical:
-        name = CRITEO_CATEGORICAL[index]
+    def column(name: str) -> Categorical:
         done = work / "ids" / f"{name}.json"
         if not done.exists():
-            keys, counts = _merge(blocks, name, counted)
-            if cap is not None:
-                keys = np.where(keys == MISSING, MISSING, keys % cap)
+            keys, counts = _count(blocks, name, cap, counted)
             vocabulary, ids = number(keys, counts, min_count=min_count, oov=oov)
             pq.write_table(
                 vocabulary.table(),
@@ -145,19 +143,20 @@ def number_columns(
                 column_encoding={"value": "PLAIN", "id": "DELTA_BINARY_PACKED"},
                 **ZSTD,
             )
-            np.save(work / "ids" / f"{name}.npy", ids)
-            described = Categorical(
-                name=name, cardinality=len(vocabulary.keys), oov_id=vocabulary.oov_id
-            )
+            with (work / "ids" / name).open("wb") as file:
+                for chunk in _chunks(blocks, name):
+                    look_up(keys, ids, _keys(chunk, name, cap)).tofile(file)
+            size, oov_id = len(vocabulary.keys), vocabulary.oov_id
             with whole(done) as temporary:
+                described = Categorical(name=name, cardinality=size, oov_id=oov_id)
                 temporary.write_text(json.dumps(asdict(described)))
         return Categorical(**json.loads(done.read_text()))
 
-    # Two columns at a time whatever the number of cores, for the largest take a gigabyte each.
+    # Two columns at a time whatever the number of cores, to bound the memory.
     with Pool(2) as pool, _bar("number", "columns", progress) as bar:
         bar.total = len(CRITEO_CATEGORICAL)
         described = []
-        for categorical in pool.ordered(column, range(len(CRITEO_CATEGORICAL))):
+        for categorical in pool.ordered(column, CRITEO_CATEGORICAL):
             described.append(categorical)
             bar.update()
     return tuple(described)
@@ -174,7 +173,7 @@ def write_splits(
 ) -> dict[str, Split]:
     """Pass 3: ``SPLIT.parquet`` for the rows of each split, in the workspace."""
     firsts = list(accumulate((block.rows for block in blocks), initial=0))
-    ids = {name: np.load(work / "ids" / f"{name}.npy", "r") for name in CRITEO_CATEGORICAL}
+    ids = {name: np.memmap(work / "ids" / name, np.int32, "r") for name in CRITEO_CATEGORICAL}
     code_firsts = {
         name: list(accumulate((block.distinct[name] for block in blocks), initial=0))
         for name in CRITEO_CATEGORICAL
@@ -224,22 +223,38 @@ def _read(
         inputs.append({"name": path.name, "bytes": path.stat().st_size, "sha256": file.sha256()})
 
 
-def _merge(
-    blocks: Sequence[Spilled], name: str, counted: int
-) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Keys of all blocks behind one another, and how often each occurs in the counted rows."""
-    size = sum(block.distinct[name] for block in blocks)
-    keys, counts = np.empty(size, np.int64), np.empty(size, np.int32)
-    start = 0
-    for block in blocks:
-        values = block.read([COLUMNS.index(name)]).column(0)
-        codes = values.indices.to_numpy()[: max(counted, 0)]
-        stop = start + len(values.dictionary)
-        keys[start:stop] = values.dictionary.to_numpy()
-        counts[start:stop] = np.bincount(codes, minlength=stop - start)
-        counted -= block.rows
-        start = stop
+def _chunks(blocks: Sequence[Spilled], name: str) -> Iterator[Sequence[Spilled]]:
+    """Consecutive blocks with some ``CHUNK_KEYS`` keys together."""
+    start, size = 0, 0
+    for stop, block in enumerate(blocks, 1):
+        size += block.distinct[name]
+        if size >= CHUNK_KEYS or stop == len(blocks):
+            yield blocks[start:stop]
+            start, size = stop, 0
+
+
+def _count(
+    blocks: Sequence[Spilled], name: str, cap: int | None, counted: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The distinct keys of a column in rising order, and the occurrences of each among the first
+    ``counted`` rows."""
+    keys, counts = np.empty(0, np.int64), np.empty(0, np.int64)
+    for chunk in _chunks(blocks, name):
+        occurrences = [counts]
+        for block in chunk:
+            values = block.read_column(name)
+            codes = values.indices.to_numpy()[: max(counted, 0)]
+            occurrences.append(np.bincount(codes, minlength=len(values.dictionary)))
+            counted -= block.rows
+        more = _keys(chunk, name, cap)
+        keys, counts = group(np.concatenate((keys, more)), np.concatenate(occurrences))
     return keys, counts
+
+
+def _keys(blocks: Sequence[Spilled], name: str, cap: int | None) -> NDArray[np.int64]:
+    """What each code of each block stands for."""
+    keys = np.concatenate([block.read_column(name).dictionary.to_numpy() for block in blocks])
+    return keys if cap is None else np.where(keys == MISSING, MISSING, keys % cap)
 
 
 def _write_rows(writer: pq.ParquetWriter, tables: Iterable[pa.Table], bar: tqdm) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from dlrm.data.raw import BadRow, Block
-from dlrm.data.rows import parse
+from dlrm.data.rows import COLUMNS, parse
 from dlrm.data.schema import CRITEO_CATEGORICAL
 from dlrm.data.workspace import whole
 
@@ -43,10 +43,15 @@ class Spilled:
         summary["first_bad"] = [BadRow(**bad) for bad in summary["first_bad"]]
         return cls(path=path, source=str(block.path), **summary)
 
-    def read(self, columns: Sequence[int] | None = None) -> pa.RecordBatch:
-        """The rows, or only the columns of these positions, mapped from disk."""
-        options = pa.ipc.IpcReadOptions(included_fields=columns)
-        return pa.ipc.open_file(pa.memory_map(str(self.path)), options=options).get_batch(0)
+    def read(self) -> pa.RecordBatch:
+        """All columns of the rows, mapped from disk."""
+        return pa.ipc.open_file(pa.memory_map(str(self.path))).get_batch(0)
+
+    def read_column(self, name: str) -> pa.DictionaryArray:
+        """A categorical column alone."""
+        options = pa.ipc.IpcReadOptions(included_fields=[COLUMNS.index(name)])
+        file = pa.ipc.open_file(pa.memory_map(str(self.path)), options=options)
+        return file.get_batch(0).column(0)
 
 
 def _write(block: Block, path: Path, transform: str) -> None:

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dlrm.data import passes
 from dlrm.data import prepare as prepare_module
 from dlrm.data.passes import ROW_GROUP_ROWS
 from dlrm.data.prepare import Options, prepare, split_rows
@@ -135,6 +136,14 @@ def test_every_value(raw, tmp_path, options, block_bytes):
     quiet(raw, tmp_path / "out", options, block_bytes=block_bytes)
     ranges = split_rows(options.split, [1500])
     check_against_plain_python(rows, ranges, tmp_path / "out", options)
+
+
+def test_vocabularies_merged_in_chunks(raw, tmp_path, monkeypatch):
+    monkeypatch.setattr(passes, "CHUNK_KEYS", 200)
+    options = Options(min_count=2)
+    quiet(raw, tmp_path / "out", options, block_bytes=BLOCK)
+    ranges = split_rows(options.split, [1500])
+    check_against_plain_python(raw_rows(1500), ranges, tmp_path / "out", options)
 
 
 def test_columns_and_meta(raw, tmp_path):
