@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -74,76 +73,72 @@ def write(
     Raises:
         ValueError: an argument is out of its range, or ``directory`` is taken.
     """
-    directory = Path(os.path.abspath(directory))
+    options = {
+        "like": like,
+        "rows": rows,
+        "fractions": fractions,
+        "seed": seed,
+        "auc": auc,
+        "positives": positives,
+        "dense_transform": "log1p",
+    }
     profile = _profile(like)
     _check(rows=rows, fractions=fractions, auc=auc, positives=positives, format=format)
     categorical = _laws(profile, cardinalities, format)
     threads = _default_threads() if threads is None else threads
     if threads < 1:
         raise ValueError(f"threads is {threads}, it must be at least 1")
-    _check_free(directory)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-    try:
-        with _one_thread_per_operation():
-            generator = Generator(
-                profile.dense,
-                categorical,
-                rows=rows,
-                seed=seed,
-                auc=auc,
-                positives=positives,
-                device=_device(device),
-            )
-            work = (temporary, generator, split_rows(rows, fractions), threads, progress)
-            if format == "parquet":
-                splits, counts = write_parquet(*work)
-            else:
-                splits, counts = write_tsv(*work, seed=seed)
+    with _made_whole(Path(directory)) as temporary, _one_thread_per_operation():
+        generator = Generator(
+            profile.dense,
+            categorical,
+            rows=rows,
+            seed=seed,
+            auc=auc,
+            positives=positives,
+            device=_device(device),
+        )
+        work = (temporary, generator, split_rows(rows, fractions), threads, progress)
+        if format == "parquet":
+            splits, counts = write_parquet(*work)
+        else:
+            splits, counts = write_tsv(*work, seed=seed)
+        probabilities = generator.truth.probabilities
         meta = Meta(
             dense=tuple(law.name for law in profile.dense),
             categorical=tuple(
                 Categorical(name=law.name, cardinality=law.cardinality) for law in categorical
             ),
             splits={split: splits[split] for split in SPLITS},
-            options={
-                "source": "synthetic",
-                "like": like,
-                "rows": rows,
-                "seed": seed,
-                "dense_transform": "log1p",
-            },
-            planted={
-                split: best_metrics(counts[split], generator.truth.probabilities)
-                for split in SPLITS
-            },
+            options={"source": "synthetic", **options},
+            planted={split: best_metrics(counts[split], probabilities) for split in SPLITS},
         )
         if format == "parquet":
             meta.write(temporary)
         else:
             (temporary / TSV_META_FILE).write_text(json.dumps(asdict(meta), indent=2) + "\n")
-        temporary.chmod(0o755)
-        _check_free(directory)
-        temporary.replace(directory)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return meta
 
 
 def write_demo(directory: str | os.PathLike[str]) -> Meta:
     """The small data set that the program trains on by default; one that is there is kept.
 
-    300,000 rows, 80% for training; Kaggle's 26 tables with at most 20,000 rows each.
+    300,000 rows, 80% for training; Kaggle's 26 tables with at most 20,000 rows each. Several
+    processes may ask for it at once.
     """
     if not (Path(directory) / META_FILE).is_file():
         cardinalities = [min(law.cardinality, DEMO_CAP) for law in _profile("kaggle").categorical]
-        return write(
-            directory,
-            rows=DEMO_ROWS,
-            cardinalities=cardinalities,
-            fractions=DEMO_FRACTIONS,
-            device="cpu",
-        )
+        try:
+            write(
+                directory,
+                rows=DEMO_ROWS,
+                cardinalities=cardinalities,
+                fractions=DEMO_FRACTIONS,
+                device="cpu",
+            )
+        except (ValueError, OSError):
+            if not (Path(directory) / META_FILE).is_file():
+                raise
     return Meta.read(directory)
 
 
@@ -249,6 +244,14 @@ def _one_thread_per_operation() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _check_free(directory: Path) -> None:
+@contextmanager
+def _made_whole(directory: Path) -> Iterator[Path]:
+    """A temporary directory that takes the name ``directory`` if nothing goes wrong."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory} exists already; choose another output or remove it")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".synthetic-", dir=directory.parent) as outer:
+        inner = Path(outer) / "data"
+        inner.mkdir()
+        yield inner
+        inner.replace(directory)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -111,9 +112,28 @@ def test_demo_that_is_there_is_kept(demo):
     assert contents(demo) == before
 
 
+def test_another_process_may_make_the_demo_first(demo, tmp_path, monkeypatch):
+    write = synthetic.write
+
+    def late(directory, **options):
+        shutil.copytree(demo, directory)
+        return write(directory, **options)
+
+    monkeypatch.setattr(synthetic, "write", late)
+    assert synthetic.write_demo(tmp_path / "demo") == Meta.read(demo)
+    assert [path.name for path in tmp_path.iterdir()] == ["demo"]
+
+
+def test_demo_does_not_take_a_directory_of_others(tmp_path):
+    (tmp_path / "mine").write_text("kept")
+    with pytest.raises(ValueError, match="exists already"):
+        synthetic.write_demo(tmp_path)
+
+
 def test_several_files_per_split(tmp_path, monkeypatch):
+    monkeypatch.setattr("dlrm.data.synthetic_files.GROUP_ROWS", 1000)
     monkeypatch.setattr("dlrm.data.synthetic_files.PART_GROUPS", 1)
-    rows = 2 * GROUP_ROWS + 10
+    rows = 2010
     meta = synthetic.write(
         tmp_path / "d", rows=rows, cardinalities=[10], fractions=(1, 0, 0), threads=2
     )
