@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 if TYPE_CHECKING:
     from dlrm.embeddings.cache import PopulateReport
@@ -176,7 +177,8 @@ class Embedding(nn.Module, ABC):
     def to_dense(self, table: int = 0, *, chunk: int = 1 << 16) -> Tensor:
         """One table in full, ``[V, D]``, made ``chunk`` rows at a time."""
         rows = self.num_embeddings[table]
-        out = torch.empty(rows, self.embedding_dim, device=self._sizes.device)
+        like = next(self.parameters())
+        out = torch.empty(rows, self.embedding_dim, dtype=like.dtype, device=like.device)
         for start in range(0, rows, chunk):
             ids = torch.arange(start, min(start + chunk, rows), device=out.device)
             out[start : start + chunk] = self.vectors(self._tables[table], ids)
@@ -230,10 +232,8 @@ class Embedding(nn.Module, ABC):
             self._check(tables, ids)
         if self.training:
             self.observe(tables, ids)
-        out = self.vectors(tables, ids)  # [F, B, D]
-        if weights is not None:
-            out = out * weights[..., None]
-        return out.transpose(0, 1)
+        out = self.lookup(ids)  # [B, F, D]
+        return out if weights is None else out * weights.t()[..., None]
 
     def _bags(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         bags = offsets.numel() - 1
@@ -242,19 +242,29 @@ class Embedding(nn.Module, ABC):
                 f"with offsets, ids must be [nnz] and offsets [{self.num_tables} * B + 1]; got "
                 f"{tuple(ids.shape)} and {tuple(offsets.shape)}"
             )
-        batch = bags // self.num_tables
-        index = torch.arange(bags, device=ids.device)
-        bag = torch.repeat_interleave(index, offsets.diff(), output_size=ids.numel())  # [nnz]
-        tables = bag // max(batch, 1)
+        batch = max(bags // self.num_tables, 1)
+        bag = _bag_of_each(offsets, ids.numel())
         if self.check_ids:
-            self._check(tables, ids)
+            self._check(bag // batch, ids)
         if self.padding_idx is not None:
             keep = ids != self.padding_idx
-            ids, bag, tables = ids[keep], bag[keep], tables[keep]
+            ids, bag = ids[keep], bag[keep]
             weights = None if weights is None else weights[keep]
+            lengths = torch.bincount(bag, minlength=bags)
+            offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         if self.training:
-            self.observe(tables, ids)
-        out = pool(self.vectors(tables, ids), bag, bags, self.mode, weights)
+            self.observe(bag // batch, ids)
+        return self.lookup_bags(ids, offsets, weights)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        """One row per table and sample: ``ids [F, B]``, checked, to ``[B, F, D]``."""
+        return self.vectors(self._tables[:, None], ids).transpose(0, 1)
+
+    def lookup_bags(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+        """Pooled bags: ``ids [nnz]``, checked, and ``offsets [F * B + 1]`` to ``[B, F, D]``."""
+        batch = (offsets.numel() - 1) // self.num_tables
+        tables = _bag_of_each(offsets, ids.numel()) // max(batch, 1)
+        out = pool(self.vectors(tables, ids), offsets, self.mode, weights)
         return out.view(self.num_tables, batch, self.embedding_dim).transpose(0, 1)
 
     def _check(self, tables: Tensor, ids: Tensor) -> None:
@@ -278,32 +288,25 @@ class Embedding(nn.Module, ABC):
         )
 
 
-def pool(vectors: Tensor, bag: Tensor, bags: int, mode: str, weights: Tensor | None) -> Tensor:
-    """Reduce ``vectors [nnz, D]`` to ``[bags, D]``; ``bag [nnz]`` names the bag of each, ascending.
+def _bag_of_each(offsets: Tensor, count: int) -> Tensor:
+    """The bag of each of ``count`` ids, ascending, ``[count]``."""
+    index = torch.arange(offsets.numel() - 1, device=offsets.device)
+    return torch.repeat_interleave(index, offsets.diff(), output_size=count)
 
-    Empty bags give zeros. The gradient of max goes to the first of equal entries, as in
-    ``nn.EmbeddingBag``.
+
+def pool(vectors: Tensor, offsets: Tensor, mode: str, weights: Tensor | None) -> Tensor:
+    """Reduce bags of ``vectors [nnz, D]`` to ``[bags, D]``; an empty bag gives zeros.
+
+    Args:
+        vectors: of all bags, behind one another.
+        offsets: where each bag begins, and the end, ``[bags + 1]``.
+        mode: sum, mean or max; the gradient of max goes to the first of equal entries.
+        weights: a factor per vector, ``[nnz]``, in mode sum only.
     """
-    if weights is not None:
-        vectors = vectors * weights[:, None]
-    out = vectors.new_zeros(bags, vectors.shape[1])
-    if mode != "max":
-        out = out.index_add(0, bag, vectors)
-        if mode == "mean":
-            count = torch.bincount(bag, minlength=bags).clamp_(min=1)
-            out = out / count[:, None]
-        return out
-    if vectors.shape[0] == 0:
-        return out
-    with torch.no_grad():  # per bag and column, the position of its first largest entry
-        index = bag[:, None].expand_as(vectors)
-        largest = out.scatter_reduce(0, index, vectors, "amax", include_self=False)
-        position = torch.arange(len(bag), device=bag.device)[:, None].expand_as(vectors)
-        position = position.where(vectors == largest[bag], len(bag))
-        first = torch.full(out.shape, len(bag), device=bag.device)
-        first = first.scatter_reduce(0, index, position, "amin")
-        empty = first == len(bag)
-    return vectors.gather(0, first.masked_fill(empty, 0)).masked_fill(empty, 0.0)
+    index = torch.arange(len(vectors), device=vectors.device)
+    return functional.embedding_bag(
+        index, vectors, offsets, mode=mode, per_sample_weights=weights, include_last_offset=True
+    )
 
 
 def row_offsets(rows: Sequence[int]) -> Tensor:

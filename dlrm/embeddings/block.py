@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from dlrm.embeddings.base import Common, Embedding, row_offsets
 from dlrm.embeddings.budget import share_out
+from dlrm.kernels.lookup import lookup, lookup_bags, lookup_tables
 
 CHUNK = 1 << 20  # rows at a time when fitting to a dense table
 
@@ -66,12 +67,10 @@ class Block(Embedding):
                 nn.init.orthogonal_(matrix)
 
     def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
-        rows = functional.embedding(ids + self._offsets[tables], self.weight, sparse=self.sparse)
+        rows = lookup(self.weight, ids + self._offsets[tables], sparse=self.sparse)
         if self.projection is None:
             return rows
-        if tables.shape == (self.num_tables, 1) and ids.dim() == 2:
-            return torch.bmm(rows, self.projection)
-        # For any other order of tables: each row is the weights of a bag of the rows of its L.
+        # The tables come in any order: each row is the weights of a bag of the rows of its L.
         index = tables[..., None] * self.dim + torch.arange(self.dim, device=ids.device)
         return functional.embedding_bag(
             index.expand(rows.shape).reshape(-1, self.dim),
@@ -79,6 +78,29 @@ class Block(Embedding):
             per_sample_weights=rows.reshape(-1, self.dim),
             mode="sum",
         ).view(*ids.shape, self.embedding_dim)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        return self._widen(lookup_tables(self.weight, self._offsets, ids, sparse=self.sparse))
+
+    def lookup_bags(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+        if self.mode == "max":  # a maximum can not be taken of short rows
+            return super().lookup_bags(ids, offsets, weights)
+        short = lookup_bags(
+            self.weight,
+            self._offsets,
+            ids,
+            offsets,
+            per_sample_weights=weights,
+            mode=self.mode,
+            sparse=self.sparse,
+        )
+        return self._widen(short)
+
+    def _widen(self, short: Tensor) -> Tensor:
+        """``[B, F, dim]`` to ``[B, F, D]``, each table by its own matrix."""
+        if self.projection is None:
+            return short
+        return torch.bmm(short.transpose(0, 1), self.projection).transpose(0, 1)
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:

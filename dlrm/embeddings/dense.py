@@ -7,9 +7,9 @@ from typing import Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from dlrm.embeddings.base import Common, Embedding, row_offsets
+from dlrm.kernels.lookup import lookup, lookup_bags, lookup_tables
 
 
 class Dense(Embedding):
@@ -38,7 +38,24 @@ class Dense(Embedding):
             nn.init.uniform_(rows, -(len(rows) ** -0.5), len(rows) ** -0.5)
 
     def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
-        return functional.embedding(ids + self._offsets[tables], self.weight, sparse=self.sparse)
+        return lookup(self.weight, ids + self._offsets[tables], sparse=self.sparse)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        return lookup_tables(self.weight, self._offsets, ids, sparse=self.sparse)
+
+    def lookup_bags(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+        if self.mode == "max" and not self.weight.is_cuda:
+            # PyTorch's embedding_bag would make a dense gradient of the table.
+            return super().lookup_bags(ids, offsets, weights)
+        return lookup_bags(
+            self.weight,
+            self._offsets,
+            ids,
+            offsets,
+            per_sample_weights=weights,
+            mode=self.mode,
+            sparse=self.sparse,
+        )
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:

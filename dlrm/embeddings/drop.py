@@ -7,10 +7,10 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from dlrm.embeddings.base import Common, Embedding, row_offsets
 from dlrm.embeddings.budget import water_level
+from dlrm.kernels.lookup import lookup
 
 
 class Drop(Embedding):
@@ -49,7 +49,7 @@ class Drop(Embedding):
 
     def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
         rows = ids.minimum(self._last[tables]) + self._offsets[tables]
-        return functional.embedding(rows, self.weight, sparse=self.sparse)
+        return lookup(self.weight, rows, sparse=self.sparse)
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:

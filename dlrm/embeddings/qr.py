@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from dlrm.embeddings.base import Common, Embedding, row_offsets
 from dlrm.embeddings.budget import share_out
+from dlrm.kernels.lookup import lookup
 
 Operation = Literal["multiply", "add", "concat"]
 ITERATIONS = 30  # of the alternating fits
@@ -78,11 +79,11 @@ class QR(Embedding):
                 nn.init.uniform_(remainder, -bound, bound)
 
     def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
-        q = functional.embedding(
-            ids // self.collisions + self._quotients[tables], self.quotient, sparse=self.sparse
+        q = lookup(
+            self.quotient, ids // self.collisions + self._quotients[tables], sparse=self.sparse
         )
-        r = functional.embedding(
-            ids % self.collisions + self._remainders[tables], self.remainder, sparse=self.sparse
+        r = lookup(
+            self.remainder, ids % self.collisions + self._remainders[tables], sparse=self.sparse
         )
         if self.operation == "multiply":
             return q * r

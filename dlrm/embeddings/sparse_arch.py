@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -188,11 +189,18 @@ def plan(
             f"a budget of {budget:,} bytes is used up by the dense tables alone ({budget - left:,} "
             "bytes): raise the budget, or let more tables be compressed with tables.threshold"
         )
-    fitted = available()[kind].for_budget(
+    for_budget = available()[kind].for_budget
+    fixed = {
+        key: value
+        for key, value in (options or {}).get(kind, {}).items()
+        if key in inspect.signature(for_budget).parameters
+    }
+    fitted = for_budget(
         [num_embeddings[table] for table in chosen],
         embedding_dim,
         left,
         counts=None if counts is None else [counts[table] for table in chosen],
+        **fixed,
     )
     for table, found in zip(chosen, fitted, strict=True):
         if found is None:

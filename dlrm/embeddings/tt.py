@@ -85,10 +85,10 @@ class TT(Embedding):
         offsets = torch.stack([row_offsets(slices) for slices in zip(*self.p, strict=True)], 1)
         self.register_buffer("_p", torch.tensor(self.p), persistent=False)
         self.register_buffer("_core_offsets", offsets, persistent=False)
+        self.register_buffer("_row_offsets", row_offsets(self.num_embeddings), persistent=False)
         self._p: Tensor  # [F, d]
-        self.register_buffer("_rows", row_offsets(self.num_embeddings), persistent=False)
         self._core_offsets: Tensor  # [F, d]
-        self._rows: Tensor  # [F], where each table begins in the joint row space of the cache
+        self._row_offsets: Tensor  # [F], where each table begins among the keys of the cache
         self.cache = None
         if cache_rows:
             self.cache = RowCache(
@@ -132,7 +132,7 @@ class TT(Embedding):
         by the mean square of the product, which :func:`mean_square` knows exactly for any rank.
         """
         for core in self.cores:
-            tail = torch.rand_like(core).mul_(-0.0227501).add_(0.0227501)  # P(x < -2) = 0.02275
+            tail = torch.rand_like(core).neg_().add_(1).mul_(0.0227501)  # P(x < -2) is 0.02275
             sign = torch.randint_like(core, 2).mul_(2).sub_(1)
             core.copy_(torch.special.ndtri(tail).mul_(sign))
             core.div_(core.square().mean(1, keepdim=True).sqrt_())
@@ -154,7 +154,7 @@ class TT(Embedding):
     def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
         if self.cache is None:
             return self._compressed(tables, ids)
-        slots = self.cache.find(ids + self._rows[tables])
+        slots = self.cache.find(ids + self._row_offsets[tables])
         hits = slots < self.cache.capacity
         if hits.is_cuda:  # static shapes: both ways for all, the unused one with zero gradient
             cached = self.cache.look_up(slots)
@@ -174,7 +174,7 @@ class TT(Embedding):
 
     def observe(self, tables: Tensor, ids: Tensor) -> None:
         if self.cache is not None:
-            self.cache.observe(ids + self._rows[tables])
+            self.cache.observe(ids + self._row_offsets[tables])
 
     def cache_stats(self) -> dict[str, int]:
         """Hits and look-ups of the cache in training since its last renewal, if there is one."""
@@ -192,8 +192,8 @@ class TT(Embedding):
             return None
 
         def place(keys: Tensor) -> tuple[Tensor, Tensor]:
-            tables = torch.bucketize(keys, self._rows, right=True) - 1
-            return tables, keys - self._rows[tables]
+            tables = torch.bucketize(keys, self._row_offsets, right=True) - 1
+            return tables, keys - self._row_offsets[tables]
 
         def write(keys: Tensor, rows: Tensor) -> float:
             shape = (self._p, self._core_offsets, self.q, self.ranks)

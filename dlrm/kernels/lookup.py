@@ -360,4 +360,4 @@ def lookup_bags_torch(
         rows, weight, offsets, mode=mode, sparse=sparse and mode != "max",
         per_sample_weights=per_sample_weights, include_last_offset=True,
     )  # fmt: skip
-    return pooled.view(tables, batch, -1).transpose(0, 1)
+    return pooled.view(tables, batch, weight.shape[1]).transpose(0, 1)
