@@ -28,7 +28,9 @@ class CriteoLoader:
 
     The order of an epoch's rows is a function of the data, ``seed``, ``window`` and the epoch
     alone: the row groups are permuted, then the rows of every ``window`` consecutive groups are
-    mixed. Global batch ``k`` is the ``k``-th run of ``world_size * batch_size`` rows of that order,
+    mixed: those of each group are permuted, and dealt into the window in runs of 64.
+
+    Global batch ``k`` is the ``k``-th run of ``world_size * batch_size`` rows of that order,
     and each rank takes its share of the run, so that any number of ranks sees the same rows in the
     same steps. The last run is shared out as evenly as can be. Nothing is dropped or repeated, and
     all ranks see the same number of batches; where the last run has fewer rows than there are
@@ -99,7 +101,6 @@ class CriteoLoader:
         self._reader = RowGroupReader(directory, self.meta, num_embeddings)
         self._groups = self._reader.row_groups(split)
         self._multi_hot = [column.multi_hot for column in self.meta.categorical]
-        self._ids_dtype = torch.int32 if self._reader.ids_dtype == np.int32 else torch.int64
         self.rows = sum(group.rows for group in self._groups)
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
         self.shuffle, self.seed, self.window, self.drop_last = shuffle, seed, window, drop_last
@@ -223,20 +224,23 @@ class CriteoLoader:
             _threads(self.readers, "parquet-reader") as readers,
         ):
             batches = self._assembled(start, readers, assembler)
-            if self.device.type == "cuda":
-                batches = self._copied(batches)
-            for batch, _, self._position in batches:
+            on_device = (
+                self._copied(batches)
+                if self.device.type == "cuda"
+                else ((host.to(self.device), position) for host, position in batches)
+            )
+            for batch, self._position in on_device:
                 yield batch
 
     def _assembled(
         self, start: int, readers: ThreadPoolExecutor, assembler: ThreadPoolExecutor
-    ) -> Iterator[tuple[Batch, Block, int]]:
-        """Batches in host memory, the room they were assembled in, and the position behind."""
+    ) -> Iterator[tuple[Block | Batch, int]]:
+        """Batches in host memory, each with the position behind it."""
         spans = self._needed(start)
         # Windows to read beyond a batch's own: one, or as many as keep all readers busy.
         ahead = max(1, self.readers // self._mixed)
         windows: deque[Window] = deque()
-        pending: deque[tuple[Future[Batch], Block, int]] = deque()
+        pending: deque[tuple[Future[Block | Batch], int]] = deque()
         for first, last, position in self._shares(start):
             while windows and windows[0].stop <= first:
                 windows.popleft()
@@ -246,7 +250,7 @@ class CriteoLoader:
                 windows.append(Window(span, self._reader, readers))
             parts = [window.part(first, last) for window in windows if window.start < last]
             block = self._block(last - first)
-            pending.append((assembler.submit(self._fill, block.batch, parts), block, position))
+            pending.append((assembler.submit(self._fill, block, parts), position))
             if len(pending) > self.prefetch:
                 yield self._wait_for(*pending.popleft())
         while pending:
@@ -266,52 +270,46 @@ class CriteoLoader:
             size,
             dense=len(self.meta.dense),
             one_hot=self._multi_hot.count(False),
-            ids=self._ids_dtype,
+            ids=self._reader.ids_dtype,
             # Pinned by the consumer's thread, not by the assembler: calls to CUDA from other
             # threads disturb the capture of a CUDA graph. PyTorch gives the memory out again when
             # its copies are done.
             pinned=self.device.type == "cuda",
         )
 
-    def _fill(self, batch: Batch, parts: list[Part]) -> Batch:
-        if not self.meta.multi_hot:
-            return fill(batch, parts)
-        return fill_multi_hot(batch, parts, self._multi_hot)
+    def _fill(self, block: Block, parts: list[Part]) -> Block | Batch:
+        if self.meta.multi_hot:
+            return fill_multi_hot(block, parts, self._multi_hot)
+        return fill(block, parts)
 
     def _wait_for(
-        self, assembled: Future[Batch], block: Block, position: int
-    ) -> tuple[Batch, Block, int]:
+        self, assembled: Future[Block | Batch], position: int
+    ) -> tuple[Block | Batch, int]:
         began = time.perf_counter()
         batch = assembled.result()
         self.wait_seconds += time.perf_counter() - began
-        return batch, block, position
+        return batch, position
 
-    def _copied(
-        self, batches: Iterator[tuple[Batch, Block, int]]
-    ) -> Iterator[tuple[Batch, Block, int]]:
+    def _copied(self, batches: Iterator[tuple[Block | Batch, int]]) -> Iterator[tuple[Batch, int]]:
         """The batches on the GPU, each copied while the consumer works on the one before."""
         stream = torch.cuda.Stream(self.device)
-        ahead: tuple[torch.cuda.Event, Batch, Block, int] | None = None
-        for batch, block, position in batches:
-            one_piece = batch is block.batch
+        copies: deque[tuple[Batch, int, torch.cuda.Event]] = deque()
+        for host, position in batches:
             with torch.cuda.stream(stream):
-                batch = block.to(self.device) if one_piece else batch.pin_memory().to(self.device)
-                following = stream.record_event(), batch, block, position
-            if ahead is not None:
-                yield _received(*ahead)
-            ahead = following
-        if ahead is not None:
-            yield _received(*ahead)
+                pinned = host if isinstance(host, Block) else host.pin_memory()
+                copies.append((pinned.to(self.device), position, stream.record_event()))
+            if len(copies) > 1:
+                yield _received(*copies.popleft())
+        while copies:
+            yield _received(*copies.popleft())
 
 
-def _received(
-    copied: torch.cuda.Event, batch: Batch, block: Block, position: int
-) -> tuple[Batch, Block, int]:
+def _received(batch: Batch, position: int, copied: torch.cuda.Event) -> tuple[Batch, int]:
     """A batch whose copy the current stream awaits, and which it keeps alive while in use."""
     stream = torch.cuda.current_stream(batch.labels.device)
     stream.wait_event(copied)
     batch.record_stream(stream)
-    return batch, block, position
+    return batch, position
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,13 +9,9 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from dlrm.data.batch import Batch
 from dlrm.data.parquet import Bags, RowGroup, RowGroupReader
-
-ALIGNMENT = 256
-"""Bytes to which tensors in one piece of memory are aligned, as PyTorch's own are on a GPU."""
 
 RUN = 64
 """Rows that are dealt together: 256 bytes of a column, four cache lines. Writing them one by one to
@@ -153,77 +148,86 @@ class Window:
 
 
 class Block:
-    """Room for a one-hot batch in one piece of memory, so that one copy brings it to a GPU.
+    """A one-hot batch in one piece of memory, so that one copy brings it to a GPU.
+
+    Its columns are NumPy arrays: :func:`fill` fills them, :meth:`to` makes tensors of them. Every
+    call to PyTorch costs microseconds and this is done for each batch, so there are few of them.
 
     Args:
         size: samples B.
         dense: dense features N.
         one_hot: one-hot features F.
-        ids: type of the ids.
+        ids: type of the ids, int32 or int64.
         pinned: page-lock the memory.
     """
 
-    def __init__(
-        self, size: int, *, dense: int, one_hot: int, ids: torch.dtype, pinned: bool
-    ) -> None:
-        parts = [((one_hot, size), ids), ((dense, size), torch.float32), ((size,), torch.float32)]
-        self._parts: list[tuple[slice, torch.dtype, tuple[int, ...]]] = []
-        start = 0
-        for shape, kind in parts:
-            stop = start + math.prod(shape) * kind.itemsize
-            self._parts.append((slice(start, stop), kind, shape))
-            start = -(-stop // ALIGNMENT) * ALIGNMENT
-        self._memory = torch.empty(start, dtype=torch.uint8, pin_memory=pinned)
-        self.batch = self._batch(self._memory)
+    def __init__(self, size: int, *, dense: int, one_hot: int, ids: np.dtype, pinned: bool) -> None:
+        ids_end = one_hot * size * ids.itemsize // 4  # in words of four bytes
+        self._dense_start = _aligned(ids_end)
+        dense_end = self._dense_start + dense * size
+        self._labels_start = _aligned(dense_end)
+        end = self._labels_start + size
+        self._words = torch.empty(_aligned(end), dtype=torch.int32, pin_memory=pinned)
+        words = self._words.numpy()
+        floats = words.view(np.float32)
+        self.ids = words[:ids_end].view(ids).reshape(one_hot, size)
+        self.dense = floats[self._dense_start : dense_end].reshape(dense, size)
+        self.labels = floats[self._labels_start : end]
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on ``device``, copied asynchronously."""
-        return self._batch(self._memory.to(device, non_blocking=True))
-
-    def _batch(self, memory: Tensor) -> Batch:
-        ids, dense, labels = (
-            memory[part].view(kind).view(shape) for part, kind, shape in self._parts
+        """The batch on ``device``; a copy to a GPU is asynchronous."""
+        words = self._words.to(device, non_blocking=True)
+        floats = words.view(torch.float32)
+        ids = words if self.ids.itemsize == 4 else words.view(torch.int64)
+        (features, size), dense = self.ids.shape, len(self.dense)
+        return Batch(
+            dense=floats.as_strided((dense, size), (size, 1), self._dense_start),
+            ids=ids.as_strided((features, size), (size, 1)),
+            labels=floats.as_strided((size,), (1,), self._labels_start),
         )
-        return Batch(dense, ids, labels)
+
+
+def _aligned(words: int) -> int:
+    """``words`` rounded up to 256 bytes, to which PyTorch aligns tensors on a GPU."""
+    return -(-words // 64) * 64
 
 
 Part: TypeAlias = tuple[Window, slice]
 """Consecutive rows of a window."""
 
 
-def fill(batch: Batch, parts: Sequence[Part]) -> Batch:
-    """Copy ``parts``, one behind the other, into the one-hot ``batch`` that has room for them."""
-    dense, ids, labels = batch.dense.numpy(), batch.ids.numpy(), batch.labels.numpy()
+def fill(block: Block, parts: Sequence[Part]) -> Block:
+    """Copy ``parts``, one behind the other, into the ``block`` that has room for them."""
     start = 0
     for window, rows in parts:
         window.wait()
         stop = start + rows.stop - rows.start
-        dense[:, start:stop] = window.dense[:, rows]
-        ids[:, start:stop] = window.ids[:, rows]
-        labels[start:stop] = window.labels[rows]
+        block.dense[:, start:stop] = window.dense[:, rows]
+        block.ids[:, start:stop] = window.ids[:, rows]
+        block.labels[start:stop] = window.labels[rows]
         start = stop
-    return batch
+    return block
 
 
-def fill_multi_hot(batch: Batch, parts: Sequence[Part], multi_hot: Sequence[bool]) -> Batch:
+def fill_multi_hot(block: Block, parts: Sequence[Part], multi_hot: Sequence[bool]) -> Batch:
     """As :func:`fill`, where some features are multi-hot: all of them become bags.
 
     Args:
-        batch: one-hot batch with room for the rows; its ids hold the one-hot features only.
+        block: room for the one-hot features.
         parts: the rows.
         multi_hot: of each categorical feature, whether it is multi-hot.
 
     Returns:
         A batch with the ids of all features, table by table, and offsets.
     """
-    fill(batch, parts)
+    batch = fill(block, parts).to(torch.device("cpu"))
     ones = np.arange(batch.size + 1)
-    one_hot = (Bags(ids=ids, offsets=ones) for ids in batch.ids.numpy())
+    one_hot = (Bags(ids=ids, offsets=ones) for ids in block.ids)
     bags = (
         _joined([_cut(feature, rows) for feature, (_, rows) in zip(pieces, parts, strict=True)])
         for pieces in zip(*(window.bags() for window, _ in parts), strict=True)
     )
-    empty = Bags(ids=np.empty(0, batch.ids.numpy().dtype), offsets=np.zeros(1, np.int64))
+    empty = Bags(ids=np.empty(0, block.ids.dtype), offsets=np.zeros(1, np.int64))
     joined = _joined([next(bags, empty) if many else next(one_hot) for many in multi_hot])
     ids, offsets = torch.from_numpy(joined.ids), torch.from_numpy(joined.offsets)
     return Batch(batch.dense, ids, batch.labels, offsets)
