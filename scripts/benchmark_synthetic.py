@@ -41,6 +41,7 @@ def environment() -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit.stdout.strip() or None,
         "cores": len(os.sched_getaffinity(0)),
+        "load_before": round(os.getloadavg()[0], 1),  # above 0: other programs ran as well
         "gpu": torch.cuda.get_device_name() if gpu else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -51,9 +52,10 @@ def environment() -> dict[str, Any]:
 def time_run(output: Path, device: str, format: str, rows: int) -> dict[str, Any]:
     """Make ``rows`` rows like Kaggle's in a process of its own; what it took."""
     options = ["--like", "kaggle", "--rows", str(rows), "--format", format, "--device", device]
-    start = time.perf_counter()
+    start, cpu_before = time.perf_counter(), os.times()
     subprocess.run([sys.executable, str(SCRIPT), *options, "--output", str(output)], check=True)
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, os.times()
+    cpu_seconds = sum(cpu[2:4]) - sum(cpu_before[2:4])  # of child processes, user and system
     files = sorted(path for path in output.iterdir() if path.name != "meta.json")
     return {
         "device": device,
@@ -61,6 +63,7 @@ def time_run(output: Path, device: str, format: str, rows: int) -> dict[str, Any
         "rows": rows,
         "seconds": round(seconds, 2),
         "rows_per_second": round(rows / seconds),
+        "rows_per_core_second": round(rows / cpu_seconds),
         "bytes": sum(path.stat().st_size for path in files),
         # Of the largest process so far, in kilobytes on Linux.
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
@@ -103,11 +106,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     args = parser.parse_args(argv)
+    machine = environment()
     with tempfile.TemporaryDirectory() as temporary:
         made = Path(temporary)
         runs = [time_run(made / device, device, "parquet", args.rows) for device in args.devices]
         result = {
-            "environment": environment(),
+            "environment": machine,
             "runs": [*runs, time_run(made / "tsv", args.devices[0], "tsv", args.tsv_rows)],
             "same_bytes_on_all_devices": len({run["sha256"] for run in runs}) == 1,
             "values_seen": values_seen(made / args.devices[0]),
