@@ -38,6 +38,7 @@ class Parser(argparse.ArgumentParser):
     """Reports a mistake in one line, an unknown option with the nearest one."""
 
     def parse_args(self, *args, **kwargs):
+        """As in the base class; every mistake ends the program with status 2."""
         arguments, unknown = self.parse_known_args(*args, **kwargs)
         if unknown:
             options = [name for name in self._option_string_actions if name.startswith("--")]
@@ -47,10 +48,12 @@ class Parser(argparse.ArgumentParser):
         return arguments
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        """End the program with status 2."""
+        self.exit(2, f"error: {message}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Prepare and print a summary; returns the exit status, 2 for bad input."""
     arguments = vars(_parser().parse_args(argv))
     inputs, output = arguments.pop("inputs"), arguments.pop("output")
     workers = arguments.pop("workers")
@@ -61,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
     seconds = time.perf_counter() - start
     rows = sum(split.rows for split in meta.splits.values())
     for name, split in meta.splits.items():

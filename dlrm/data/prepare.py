@@ -21,13 +21,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from dlrm.data.passes import Pool, number_columns, parse_files, write_splits
 from dlrm.data.raw import BLOCK_BYTES
 from dlrm.data.schema import CRITEO_DENSE, SPLITS, Meta
 from dlrm.data.spill import BAD_ROWS_KEPT, Spilled
 from dlrm.data.workspace import Workspace, whole
+from dlrm.hints import nearest
 
 FORMAT = 1  # of the spilled blocks; raise it when a change makes old ones unfit for a restart
 BAD_ROWS_FILE = "bad_rows.json"
@@ -54,10 +55,12 @@ class Options:
     def __post_init__(self) -> None:
         if self.split != ("days",):
             _fractions(self.split)
-        for name, value in (("--min-count", self.min_count), ("--cap", self.cap),
-                            ("--limit", self.limit)):  # fmt: skip
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+        for name, hint in get_type_hints(Options).items():
+            option, value = f"--{name.replace('_', '-')}", getattr(self, name)
+            if get_origin(hint) is Literal and value not in get_args(hint):
+                raise ValueError(f"{option} is {value!r}{nearest(value, get_args(hint))}")
+            if isinstance(value, int) and value < 1:
+                raise ValueError(f"{option} is {value}; it must be at least 1")
 
 
 def prepare(
@@ -88,8 +91,11 @@ def prepare(
 
     Raises:
         FileNotFoundError: an input does not exist.
-        ValueError: bad rows (unless they are to be skipped), or no rows to train on.
+        ValueError: bad rows (unless they are to be skipped), no rows to train on, or another
+            process at work on ``output``.
     """
+    if workers is not None and workers < 1:
+        raise ValueError(f"--workers is {workers}; it must be at least 1")
     paths = [Path(path) for path in inputs]
     for path in paths:
         if not path.is_file():

@@ -93,6 +93,7 @@ def hex_keys(values: pa.Array) -> NDArray[np.int64]:
 
 def hex_strings(keys: NDArray[np.int64]) -> pa.Array:
     """Values as strings of 8 lower-case hex digits; ``MISSING`` gives the empty string."""
+    assert len(keys) < 1 << 28  # 32-bit offsets; the largest column of Terabyte has 228 M values
     present = keys != MISSING
     data = keys[present].astype(">u4").tobytes().hex().encode()
     offsets = np.zeros(len(keys) + 1, np.int32)

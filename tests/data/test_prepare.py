@@ -418,6 +418,9 @@ def test_nothing_to_train_on(raw, tmp_path):
         ({"min_count": 0}, "--min-count is 0; it must be at least 1"),
         ({"cap": -1}, "--cap is -1; it must be at least 1"),
         ({"limit": 0}, "--limit is 0; it must be at least 1"),
+        ({"vocabulary": "tain"}, "--vocabulary is 'tain', did you mean 'train'"),
+        ({"dense_transform": "log"}, "--dense-transform is 'log', did you mean 'log"),
+        ({"bad_rows": "keep"}, "--bad-rows is 'keep'; valid: skip, stop"),
     ],
 )
 def test_wrong_options(options, message):
@@ -430,6 +433,8 @@ def test_wrong_paths(raw, tmp_path):
         quiet(tmp_path / "no", tmp_path / "out")
     with pytest.raises(ValueError, match=r"train.txt is given more than once"):
         quiet([raw, raw], tmp_path / "out")
+    with pytest.raises(ValueError, match="--workers is 0; it must be at least 1"):
+        quiet(raw, tmp_path / "out", workers=0)
     with pytest.raises(ValueError, match=r"train.txt is not a directory; give another --output"):
         quiet(raw, raw)
     with pytest.raises(ValueError, match=r"train.txt/out is not a directory"):
