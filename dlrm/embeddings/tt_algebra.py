@@ -15,6 +15,7 @@ from torch.nn import functional
 from dlrm.kernels.tt import tt_vectors
 
 MAX_EXACT_SIDE = 4096  # matrices longer than this on both sides get a randomized SVD
+FIT_CHUNK = 8192  # rows that are fitted at a time: each may need its own copy of a slice
 FIT_STEPS = 12  # of conjugate gradients; more change neither residual nor drift
 DRIFT_WEIGHT = 4.0  # of the mean squared change of a table's rows against that of the fitted rows
 
@@ -139,30 +140,36 @@ def fit_rows(
     k = max(range(len(cores)), key=lambda k: cores[k].numel())
     penalty = _drift_penalty(cores, p, core_offsets, q, ranks, tables, k)
 
-    def look_up(core: Tensor) -> Tensor:
+    def look_up(core: Tensor, part: slice) -> Tensor:
         trial = [*cores[:k], core, *cores[k + 1 :]]
-        return tt_vectors(trial, p, core_offsets, q, ranks, tables, ids)
+        return tt_vectors(trial, p, core_offsets, q, ranks, tables[part], ids[part])
 
-    with torch.enable_grad():
-        core = cores[k].detach().clone().requires_grad_()
-        start = look_up(core)
+    def pull(core: Tensor, target: Tensor) -> Tensor:
+        """``J^T (target - J core)``, where ``J`` takes core ``k`` to the rows."""
+        core = core.detach().requires_grad_()
+        total = torch.zeros_like(core)
+        for part in parts:
+            with torch.enable_grad():
+                image = look_up(core, part)
+            total += torch.autograd.grad(image, core, target[part] - image.detach())[0]
+        return total
 
-    def transposed(error: Tensor) -> Tensor:
-        return torch.autograd.grad(start, core, error, retain_graph=True)[0]
-
-    change = torch.zeros_like(core)
-    rest = transposed(rows - start)
+    parts = [slice(start, start + FIT_CHUNK) for start in range(0, len(ids), FIT_CHUNK)]
+    nothing = torch.zeros_like(rows)
+    change = torch.zeros_like(cores[k])
+    rest = pull(cores[k], rows)
     direction, square = rest, rest.square().sum()
     tiny = torch.finfo(rest.dtype).tiny
     for _ in range(FIT_STEPS):
-        image = transposed(look_up(direction)) + penalty(direction)
+        image = penalty(direction) - pull(direction, nothing)
         step = square / (direction * image).sum().clamp(min=tiny)
         change += step * direction
         rest = rest - step * image
         before, square = square, rest.square().sum()
         direction = rest + square / before.clamp(min=tiny) * direction
     cores[k].add_(change)
-    return ((rows - look_up(cores[k])).norm() / rows.norm().clamp(min=tiny)).item()
+    missed = torch.cat([rows[part] - look_up(cores[k], part) for part in parts])
+    return (missed.norm() / rows.norm().clamp(min=tiny)).item()
 
 
 def _drift_penalty(

@@ -314,11 +314,13 @@ def test_cached_look_up_on_the_gpu_without_synchronisation():
     expected = copy.deepcopy(group).cpu()
     ids = torch.tensor([[1, 7, 2, 1], [4, 4, 8, 6]], device="cuda")
     out = group(ids)
-    torch.testing.assert_close(out.cpu(), expected(ids.cpu()))
+    close = {"rtol": 5e-3, "atol": 1e-3}  # the kernel may multiply in TF32
+    torch.testing.assert_close(out.cpu(), expected(ids.cpu()), **close)
     out.sum().backward()
     expected(ids.cpu()).sum().backward()
     for (name, a), b in zip(group.named_parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(a.grad.to_dense()[:6].cpu(), b.grad.to_dense()[:6], msg=name)
+        got, wanted = (g.grad.to_dense()[:6].cpu() for g in (a, b))
+        torch.testing.assert_close(got, wanted, msg=name, **close)
     torch.cuda.set_sync_debug_mode("error")
     try:
         slots = group.cache.find(ids)

@@ -94,7 +94,9 @@ def test_svd_of_zeros():
 
 
 @pytest.mark.parametrize("d", [2, 3, 4])
-def test_fit_meets_rows_of_several_tables_and_leaves_the_others(d):
+@pytest.mark.parametrize("chunk", [2, 8192])
+def test_fit_meets_rows_of_several_tables_and_leaves_the_others(d, chunk, monkeypatch):
+    monkeypatch.setattr(tt_algebra, "FIT_CHUNK", chunk)
     group = TT([3000, 500], 8, rank=16, d=d)
     tables, ids = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 77, 2999, 3, 499])
     wanted = group.vectors(tables, ids) + 0.01 * torch.randn(5, 8)
