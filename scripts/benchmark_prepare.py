@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raw = _make(Path(work) / "raw", max(options.rows))
         runs = [measure(raw, rows, Path(work)) for rows in sorted(options.rows)]
     environment = provenance() | {
-        "cores": len(os.sched_getaffinity(0)),
+        "device": f"{platform.machine()} CPU, {len(os.sched_getaffinity(0))} cores",
         "pyarrow": pa.__version__,
         "numpy": np.__version__,
     }
