@@ -4,6 +4,14 @@ Row ``i`` of a table is the chain product ``G_1[i_1] G_2[i_2] ... G_d[i_d]`` of 
 core, where ``i_1`` (the most significant) to ``i_d`` are the digits of ``i`` in the mixed base
 ``p_1 ... p_d`` and a slice of core ``k`` is a block ``[r_{k-1}, q_k, r_k]``.
 
+On a GPU a row is the product of two factors, ``left [A, R] @ right [R, C]``. With three cores the
+left factor is a product of the first two, with four cores the right one is of the last two as well.
+Factors are shared: the pairs of slices that a batch uses are flagged, ranked, and multiplied out
+once each, as one small GEMM per slice of the big middle core. However skewed the ids are, no slice
+has more rows to multiply than its neighbour core has slices. The backward pass sums the gradients
+of equal factors first and then takes the same GEMMs the other way round. All sizes depend on shapes
+alone and nothing comes back to the host, so a CUDA graph can hold it all.
+
 Reference:
     Yin, Acun, Liu, Wu, "TT-Rec: Tensor Train Compression for Deep Learning Recommendation Models",
     MLSys 2021, arXiv 2101.11714.
@@ -13,9 +21,65 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
+import triton
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dlrm.hints import nearest
+from dlrm.kernels import tt_kernels as kernels
+from dlrm.kernels import use_triton
+from dlrm.kernels.tt_factors import chain_of, power
+from dlrm.kernels.tt_lookup import Call, Lookup
+
+PRECISIONS = ("ieee", "tf32", "tf32x3")
+RULES = ("sgd", "adagrad", "rowwise_adagrad")
+_MERGED_FROM = 1 << 15  # look-ups from which merging equal ids pays
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, weights: Tensor | None, *cores: Tensor) -> Tensor:
+        ctx.save_for_backward(weights, *cores)
+        ctx.look = Lookup(call, cores, weights)
+        return ctx.look.rows(pooled=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weights, *cores = ctx.saved_tensors
+        grad = grad.contiguous()
+        d_weights = None
+        if ctx.needs_input_grad[1]:
+            d_weights = _weights_gradient(ctx.look, grad).to(weights.dtype)
+        grads = ctx.look.backward(grad, cores)
+        return None, d_weights, *(g.to(c.dtype) for g, c in zip(grads, cores, strict=True))
+
+
+def _weights_gradient(look: Lookup, grad: Tensor) -> Tensor:
+    """Gradient of the factor of each id: its row times the gradient of its bag, ``[n]``."""
+    call = look.call
+    assert look.bag_of is not None
+    bag = (look.bag_of - 1).clamp(min=0)
+    at = (bag % call.inner) * call.outer + bag // call.inner
+    products = look.rows(pooled=False) * grad.index_select(0, at)
+    return products.sum(1).masked_fill(look.bag_of == 0, 0.0)
+
+
+def _way(n: int, deterministic: bool) -> str:
+    if deterministic:
+        return "ordered"
+    return "merged" if n >= _MERGED_FROM else "direct"
+
+
+def _precision(precision: str | None) -> str:
+    if precision is None:
+        return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision!r}{nearest(precision, PRECISIONS)}")
+    return precision
 
 
 def tt_vectors(
@@ -26,6 +90,10 @@ def tt_vectors(
     ranks: Sequence[int],
     tables: Tensor,
     ids: Tensor,
+    *,
+    impl: str | None = None,
+    precision: str | None = None,
+    deterministic: bool = False,
 ) -> Tensor:
     """Look up rows of a group of tables in tensor-train format.
 
@@ -38,11 +106,162 @@ def tt_vectors(
         ranks: ``(1, r_1, ..., r_{d-1}, 1)``.
         tables: table of each id, an integer tensor that broadcasts against ``ids``.
         ids: any integer tensor ``[...]``; every id lies inside its table.
+        impl: ``"triton"`` or ``"torch"``; by default Triton on a GPU for two to four cores of fp32
+            or bf16.
+        precision: how Triton multiplies fp32 matrices: ieee, tf32 or tf32x3; by default what
+            ``torch.set_float32_matmul_precision`` says. Gradients of cores are summed in fp32.
+        deterministic: make the gradients of equal inputs equal to the last bit, which takes an
+            ordering of the look-ups.
 
     Returns:
-        The rows, ``[..., D]`` with ``D = prod(q)``.
+        The rows, ``[..., D]`` with ``D = prod(q)``. Of two-dimensional ``ids [F, B]`` they lie in
+        memory as ``[B, F, D]``.
     """
-    return tt_vectors_torch(cores, p, core_offsets, q, ranks, tables, ids)
+    if not _runs_triton(cores, impl) or not ids.numel():
+        return tt_vectors_torch(cores, p, core_offsets, q, ranks, tables, ids)
+    n = ids.numel()
+    outer, inner = ids.shape if ids.dim() == 2 else (1, 1)
+    if tables.numel() == 1:
+        per_table = max(n, 1)
+    elif ids.dim() == 2 and tables.shape == (outer, 1):
+        per_table = inner
+    else:
+        per_table, tables = 1, tables.expand(ids.shape)
+    call = Call(
+        chain=chain_of(p, q, ranks), p=p, starts=core_offsets, ids=ids.contiguous().view(-1),
+        tables=tables.contiguous(), per_table=per_table, offsets=None, mean=False, results=n,
+        inner=inner, outer=outer, precision=_precision(precision),
+        way=_way(n, deterministic),
+    )  # fmt: skip
+    out = _Rows.apply(call, None, *cores)
+    if ids.dim() == 2:
+        return out.view(inner, outer, -1).transpose(0, 1)
+    return out.view(*ids.shape, -1)
+
+
+def tt_bags(
+    cores: Sequence[Tensor],
+    p: Tensor,
+    core_offsets: Tensor,
+    q: Sequence[int],
+    ranks: Sequence[int],
+    ids: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None = None,
+    *,
+    mode: str = "sum",
+    impl: str | None = None,
+    precision: str | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """Look up rows and pool them by bag, without a copy of every row.
+
+    Args:
+        cores, p, core_offsets, q, ranks: as in :func:`tt_vectors`.
+        ids: ``[nnz]``, the ids of all bags, table by table. It may be longer than the bags are.
+        offsets: ``[F * B + 1]``, where each bag begins in ``ids``.
+        weights: a factor per id, ``[nnz]``; mode sum only. They get a gradient.
+        mode: sum or mean; an empty bag gives zeros.
+        impl, precision, deterministic: as in :func:`tt_vectors`.
+
+    Returns:
+        ``[F, B, D]``, in memory ``[B, F, D]``.
+
+    Raises:
+        ValueError: another mode, or weights with mean.
+    """
+    if mode not in ("sum", "mean"):
+        raise ValueError(f"mode is {mode!r}, it must be sum or mean")
+    if weights is not None and mode != "sum":
+        raise ValueError("weights need mode sum, not mean")
+    bags, tables = offsets.numel() - 1, p.shape[0]
+    batch = bags // tables
+    if not _runs_triton(cores, impl) or not ids.numel() or not bags:
+        return _tt_bags_torch(cores, p, core_offsets, q, ranks, ids, offsets, weights, mode)
+    call = Call(
+        chain=chain_of(p, q, ranks), p=p, starts=core_offsets, ids=ids.contiguous(), tables=None,
+        per_table=1, offsets=offsets.contiguous(), mean=mode == "mean", results=bags, inner=batch,
+        outer=tables, precision=_precision(precision),
+        way=_way(ids.numel(), deterministic),
+    )  # fmt: skip
+    return _Rows.apply(call, weights, *cores).view(batch, tables, -1).transpose(0, 1)
+
+
+def tt_update_(
+    cores: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    lr: Tensor,
+    *,
+    rule: str = "sgd",
+    states: Sequence[Tensor] | None = None,
+    eps: float = 1e-10,
+    impl: str | None = None,
+) -> None:
+    """Update all cores in place; with Triton in one launch.
+
+    Args:
+        cores: as in :func:`tt_vectors`; fp32 or bf16.
+        grads: gradient of each core, of its shape.
+        lr: the learning rate, a tensor of one number on the device of the cores.
+        rule: sgd, adagrad or rowwise_adagrad, whose one moment per slice is the running sum of the
+            mean square of its gradient.
+        states: moments of each core, fp32: of its shape for adagrad, ``[slices]`` for
+            rowwise_adagrad.
+        eps: added to the root of the moment.
+        impl: as in :func:`tt_vectors`.
+
+    Raises:
+        ValueError: an unknown rule, or no states for a rule that has them.
+    """
+    if rule not in RULES:
+        raise ValueError(f"rule is {rule!r}{nearest(rule, RULES)}")
+    if (rule == "sgd") != (states is None):
+        raise ValueError(
+            f"rule {rule} takes {'no' if rule == 'sgd' else 'one fp32'} state per core"
+        )
+    if not _runs_triton(cores, impl):
+        tt_update_torch_(cores, grads, lr, rule=rule, states=states, eps=eps)
+        return
+    absent: list[Tensor | None] = [None] * (4 - len(cores))
+    moments = [None] * len(cores) if states is None else states
+    rows = [len(core) for core in cores] + [0, 0]
+    lengths = [core.shape[1] for core in cores] + [0, 0]
+    block = min(1024, power(max(lengths)))
+    blocks = 1 if rule == "rowwise_adagrad" else triton.cdiv(max(lengths), block)
+    kernels.update_cores[(sum(rows), blocks)](
+        *cores, *absent, *grads, *absent, *moments, *absent, lr, eps, *rows[:3],
+        L0=lengths[0], L1=lengths[1], L2=lengths[2], L3=lengths[3], RULE=rule, BLOCK=block,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def tt_update_torch_(
+    cores: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    lr: Tensor,
+    *,
+    rule: str,
+    states: Sequence[Tensor] | None,
+    eps: float,
+) -> None:
+    """:func:`tt_update_` in plain PyTorch."""
+    for k, (core, grad) in enumerate(zip(cores, grads, strict=True)):
+        step = grad.float()
+        if states is not None:
+            square = step.square()
+            states[k].add_(square if rule == "adagrad" else square.mean(1))
+            step = step / (states[k].view(len(core), -1).sqrt() + eps)
+        core.sub_((lr * step).to(core.dtype))
+
+
+def _runs_triton(cores: Sequence[Tensor], impl: str | None) -> bool:
+    able = 2 <= len(cores) <= 4 and cores[0].dtype in (torch.float32, torch.bfloat16)
+    if impl == "triton" and not able:
+        raise ValueError(
+            f"{len(cores)} cores of {cores[0].dtype}: the Triton look-up takes 2 to 4 cores of "
+            "float32 or bfloat16; leave out impl"
+        )
+    return able and use_triton(cores[0], impl)
 
 
 def tt_vectors_torch(
@@ -89,3 +308,28 @@ def tt_vectors_torch(
         rows = rows.view(len(prefix), prod(q[: k + 1]), ranks[k + 1])
         parent = children
     return rows.view(-1, prod(q)).index_select(0, parent).view(*ids.shape, prod(q))
+
+
+def _tt_bags_torch(
+    cores: Sequence[Tensor],
+    p: Tensor,
+    core_offsets: Tensor,
+    q: Sequence[int],
+    ranks: Sequence[int],
+    ids: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    mode: str,
+) -> Tensor:
+    """:func:`tt_bags` in plain PyTorch."""
+    tables, batch = p.shape[0], (offsets.numel() - 1) // p.shape[0]
+    lengths = offsets.diff()
+    bag = torch.repeat_interleave(torch.arange(len(lengths), device=ids.device), lengths)
+    ids = ids[: len(bag)]
+    vectors = tt_vectors_torch(cores, p, core_offsets, q, ranks, bag // max(batch, 1), ids)
+    if weights is not None:
+        vectors = vectors * weights[: len(bag), None]
+    out = vectors.new_zeros(len(lengths), vectors.shape[1]).index_add(0, bag, vectors)
+    if mode == "mean":
+        out = out / lengths.clamp(min=1)[:, None]
+    return out.view(tables, batch, -1)
