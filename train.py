@@ -56,7 +56,11 @@ class Run:
             power=optim.decay_power,
         )
         self.step = TrainStep(
-            self.model, self.optimizers, amp=config.amp, clip_norm=optim.clip_norm
+            self.model,
+            self.optimizers,
+            precision=config.precision,
+            clip_norm=optim.clip_norm,
+            mode=config.step,
         )
         self.steps = self.epoch = 0
         self.best = float("-inf")
@@ -142,7 +146,8 @@ class Run:
         if not self.meta.splits.get(split) or not self.meta.splits[split].rows:
             return {}
         batches = self._loader(split, self.config.eval_batch_size)
-        return metrics.classification(*metrics.predict(self.model, batches, amp=self.config.amp))
+        bf16 = self.config.precision == "bf16"
+        return metrics.classification(*metrics.predict(self.model, batches, bf16=bf16))
 
     def _finish(self, clock: Clock) -> dict[str, float]:
         self._validate()

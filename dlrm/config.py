@@ -158,8 +158,11 @@ class RunConfig:
     """Steps between two log entries."""
     populate_every: int = 200
     """Steps between two renewals of a cache of rows, for kinds that have one switched on."""
-    amp: bool = False
-    """Run MLPs and interaction in bfloat16."""
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
+    """Of the matrix products in the MLPs and the interaction: fp32, tf32 (on GPUs) or bfloat16."""
+    step: Literal["auto", "eager", "compile", "graph"] = "auto"
+    """How a step runs: eager, with compiled MLPs, or compiled and captured as a CUDA graph; auto
+    is graph on a GPU and eager elsewhere."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto takes a GPU if there is one."""
     profile: bool = False

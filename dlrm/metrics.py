@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from sklearn.metrics import roc_auc_score
 from torch import nn
+from torch.compiler import set_stance
 
 from dlrm.data.batch import Batch
 
@@ -56,14 +57,14 @@ def sigmoid(logits: np.ndarray) -> np.ndarray:
 
 @torch.inference_mode()
 def predict(
-    model: nn.Module, batches: Iterable[Batch], *, amp: bool = False
+    model: nn.Module, batches: Iterable[Batch], *, bf16: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """Logits and labels of all samples, in order; the model's mode is restored afterwards.
 
     Args:
         model: maps ``(dense, ids, offsets)`` to logits.
         batches: on the model's device.
-        amp: run in bfloat16 autocast, as in training.
+        bf16: run in bfloat16 autocast, as in training.
 
     Returns:
         ``logits [n]`` and ``labels [n]``, float32.
@@ -73,7 +74,8 @@ def predict(
     logits, labels = [], []
     try:
         for batch in batches:
-            with torch.autocast(batch.labels.device.type, torch.bfloat16, enabled=amp):
+            device = batch.labels.device.type
+            with torch.autocast(device, torch.bfloat16, bf16), set_stance("force_eager"):
                 logits.append(model(batch.dense, batch.ids, batch.offsets).float())
             labels.append(batch.labels)
     finally:

@@ -7,9 +7,11 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from dlrm.embeddings.sparse_arch import Plan, SparseArch
 from dlrm.hints import nearest
+from dlrm.kernels.interaction import dot_interaction
 
 INTERACTIONS = ("dot", "dcn")
 
@@ -30,6 +32,16 @@ class MLP(nn.Sequential):
             layers += [linear, nn.ReLU()]
         super().__init__(*(layers if final_relu else layers[:-1]))
 
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, n]`` to ``[B, m]``; columns of ``x`` beyond n are zeros and are left out."""
+        first, *rest = self
+        assert isinstance(first, nn.Linear)
+        weight = functional.pad(first.weight, (0, x.shape[1] - first.in_features))
+        x = functional.linear(x, weight, first.bias)
+        for layer in rest:
+            x = layer(x)
+        return x
+
 
 class DotInteraction(nn.Module):
     """The bottom vector, followed by the dot products of all pairs of the ``F + 1`` vectors.
@@ -39,17 +51,21 @@ class DotInteraction(nn.Module):
 
     def __init__(self, num_tables: int, embedding_dim: int) -> None:
         super().__init__()
-        vectors = num_tables + 1
-        self.out_features = embedding_dim + vectors * (vectors - 1) // 2
-        row, column = torch.tril_indices(vectors, vectors, -1)
-        self.register_buffer("_pairs", row * vectors + column, persistent=False)
-        self._pairs: Tensor  # [F (F + 1) / 2]
+        self.out_features = embedding_dim + num_tables * (num_tables + 1) // 2
 
-    def forward(self, bottom: Tensor, embedded: Tensor) -> Tensor:
-        """``bottom [B, D]`` and ``embedded [B, F, D]`` to ``[B, D + F (F + 1) / 2]``."""
-        x = torch.cat([bottom[:, None], embedded.to(bottom.dtype)], dim=1)  # [B, F + 1, D]
-        products = torch.bmm(x, x.transpose(1, 2)).flatten(1)  # [B, (F + 1)^2]
-        return torch.cat([bottom, products.index_select(1, self._pairs)], dim=1)
+    def forward(self, bottom: Tensor, embedded: list[Tensor], order: Tensor) -> Tensor:
+        """Let the vectors meet.
+
+        Args:
+            bottom: ``[B, D]``.
+            embedded, order: the groups' vectors ``[B, F_g, D]``, see ``SparseArch``.
+
+        Returns:
+            ``[B, D + F (F + 1) / 2]``; on a GPU with up to 7 columns of zeros behind them, since
+            the tensor cores want rows that begin on 16 bytes.
+        """
+        multiple = 8 if bottom.is_cuda else 1
+        return dot_interaction(bottom, embedded, order=order, multiple=multiple)
 
 
 class CrossLayer(nn.Module):
@@ -79,9 +95,10 @@ class CrossInteraction(nn.Module):
         self.out_features = (num_tables + 1) * embedding_dim
         self.layers = nn.ModuleList(CrossLayer(self.out_features, rank) for _ in range(layers))
 
-    def forward(self, bottom: Tensor, embedded: Tensor) -> Tensor:
-        """``bottom [B, D]`` and ``embedded [B, F, D]`` to ``[B, (F + 1) D]``."""
-        first = torch.cat([bottom[:, None], embedded.to(bottom.dtype)], dim=1).flatten(1)
+    def forward(self, bottom: Tensor, embedded: list[Tensor], order: Tensor) -> Tensor:
+        """Arguments as of :class:`DotInteraction`; returns ``[B, (F + 1) D]``."""
+        vectors = torch.cat(embedded, dim=1).index_select(1, order).to(bottom.dtype)
+        first = torch.cat([bottom[:, None], vectors], dim=1).flatten(1)
         x = first
         for layer in self.layers:
             x = layer(first, x)
@@ -146,8 +163,8 @@ class DLRM(nn.Module):
             Logits, ``[B]``.
         """
         bottom = self.bottom_mlp(dense.t())  # [B, D]
-        embedded = self.sparse_arch(ids, offsets)  # [B, F, D]
-        crossed = self.interaction(bottom, embedded)
+        embedded = self.sparse_arch(ids, offsets)  # [B, F_g, D] of each group
+        crossed = self.interaction(bottom, embedded, self.sparse_arch.order)
         return self.top_mlp(crossed).squeeze(1)
 
     def dense_parameters(self) -> list[nn.Parameter]:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from dlrm.hints import nearest
+from dlrm.kernels.plan import announced
+from dlrm.kernels.rows import update_rows
 
 RULES = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 
@@ -58,16 +60,36 @@ class RowOptimizer(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Apply the gradients."""
         for group in self.param_groups:
+            whole = []
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if parameter.grad.is_sparse:
-                    grad = parameter.grad.coalesce()
-                    _update_rows(
-                        parameter, grad.indices()[0], grad.values(), self.state[parameter], group
+                grad = parameter.grad
+                if grad is not None and grad.is_sparse:
+                    rows = grad._indices()[0]
+                    update_rows(
+                        group["rule"],
+                        parameter,
+                        rows,
+                        grad._values(),
+                        list(self.state[parameter].values()),
+                        lr=group["lr"],
+                        eps=group["eps"],
+                        betas=group["betas"],
+                        plan=announced(rows),
                     )
-                else:
-                    _update_all(parameter, parameter.grad, self.state[parameter], group)
+                elif grad is not None:
+                    whole.append(parameter)
+            if whole:
+                self._update_whole(whole, group)
+
+    def _update_whole(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Update parameters with dense gradients, few launches for all of them."""
+        moves: Sequence[Tensor] = [p.grad for p in parameters if p.grad is not None]
+        states = [self.state[parameter] for parameter in parameters]
+        if group["rule"] == "adam":
+            moves = _adam(states, moves, group)
+        elif group["rule"] != "sgd":
+            moves = _adagrad(states, moves, group)
+        torch._foreach_sub_(parameters, torch._foreach_mul(list(moves), group["lr"]))
 
     @torch.no_grad()
     def reset_rows(self, parameter: Tensor, rows: Tensor) -> None:
@@ -106,44 +128,42 @@ def _new_state(parameter: Tensor, rule: str) -> dict[str, Tensor]:
             return {
                 "mean": torch.zeros_like(parameter),
                 "square": torch.zeros_like(parameter),
-                "steps": torch.zeros(row, dtype=torch.int32, device=parameter.device),
+                "steps": parameter.new_zeros(row),
             }
     return {}
 
 
-def _direction(grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
-    """Advance ``state`` in place by ``grad`` and return what the rate multiplies."""
-    match group["rule"]:
-        case "adagrad":
-            state["sum"].addcmul_(grad, grad)
-            return grad / (state["sum"].sqrt() + group["eps"])
-        case "rowwise_adagrad":
-            dims = tuple(range(1, grad.dim()))
-            state["sum"].add_(grad.square().mean(dims, keepdim=True) if dims else grad.square())
-            return grad / (state["sum"].sqrt() + group["eps"])
-        case "adam":
-            beta1, beta2 = group["betas"]
-            state["mean"].lerp_(grad, 1 - beta1)
-            state["square"].lerp_(grad.square(), 1 - beta2)
-            steps = state["steps"].add_(1)
-            mean = state["mean"] / (1 - beta1**steps)
-            return mean / ((state["square"] / (1 - beta2**steps)).sqrt() + group["eps"])
-    return grad
+def _adagrad(
+    states: list[dict[str, Tensor]], grads: Sequence[Tensor], group: dict[str, Any]
+) -> Sequence[Tensor]:
+    """Add to the sums of squares in place; returns what the rate multiplies."""
+    sums = [state["sum"] for state in states]
+    squares: Sequence[Tensor] = torch._foreach_mul(list(grads), list(grads))
+    if group["rule"] == "rowwise_adagrad":
+        squares = [
+            square.mean(tuple(range(1, square.dim())), keepdim=True) if square.dim() > 1 else square
+            for square in squares
+        ]
+    torch._foreach_add_(sums, list(squares))
+    roots = torch._foreach_sqrt(sums)
+    torch._foreach_add_(roots, group["eps"])
+    return torch._foreach_div(list(grads), roots)
 
 
-def _update_all(
-    parameter: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]
-) -> None:
-    parameter.addcmul_(_direction(grad, state, group), group["lr"], value=-1)
-
-
-def _update_rows(
-    parameter: Tensor, rows: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]
-) -> None:
-    touched = {name: tensor.index_select(0, rows) for name, tensor in state.items()}
-    parameter.index_add_(0, rows, _direction(grad, touched, group) * -group["lr"])
-    for name, tensor in touched.items():
-        state[name].index_copy_(0, rows, tensor)
+def _adam(
+    states: list[dict[str, Tensor]], grads: Sequence[Tensor], group: dict[str, Any]
+) -> Sequence[Tensor]:
+    """Advance Adam's moments and steps in place; returns what the rate multiplies."""
+    beta1, beta2 = group["betas"]
+    means, squares, steps = ([s[name] for s in states] for name in ("mean", "square", "steps"))
+    torch._foreach_lerp_(means, list(grads), 1 - beta1)
+    torch._foreach_lerp_(squares, torch._foreach_mul(list(grads), list(grads)), 1 - beta2)
+    torch._foreach_add_(steps, 1)
+    moves = []
+    for mean, square, step in zip(means, squares, steps, strict=True):
+        root = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        moves.append(mean / (1 - beta1**step) / root)
+    return moves
 
 
 class Schedule:
@@ -189,11 +209,22 @@ class Schedule:
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The 2-norm of all gradients together, equal ids merged first."""
-    squares = []
+    """The 2-norm of all gradients together, equal ids merged first; 0-d, on their device."""
+    norms = []
     for parameter in parameters:
         grad = parameter.grad
         if grad is not None:
-            values = grad.coalesce().values() if grad.is_sparse else grad
-            squares.append(values.float().square().sum())
-    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+            norms.append(torch.linalg.vector_norm(_merged(grad) if grad.is_sparse else grad))
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def _merged(grad: Tensor) -> Tensor:
+    """The rows of a sparse gradient with equal ids summed, padded with zeros to its entries.
+
+    Unlike ``coalesce`` it has a shape that does not depend on the ids, so that a CUDA graph can
+    hold it.
+    """
+    rows, order = grad._indices()[0].sort()
+    segment = torch.cat([rows.new_zeros(1), (rows.diff() != 0).cumsum(0)])[: len(rows)]
+    values = grad._values()
+    return torch.zeros_like(values).index_add_(0, segment, values[order])

@@ -44,11 +44,12 @@ def main(argv: list[str] | None = None) -> int:
             device=device,
             num_embeddings=model.sparse_arch.num_embeddings,
         )
+        bf16 = config["precision"] == "bf16"
         schema = pa.schema({"probability": pa.float32(), "label": pa.uint8()})
         output.parent.mkdir(parents=True, exist_ok=True)
         with parquet.ParquetWriter(temporary, schema) as writer:
             for batch in loader:
-                logits, labels = metrics.predict(model, [batch], amp=config["amp"])
+                logits, labels = metrics.predict(model, [batch], bf16=bf16)
                 columns = [metrics.sigmoid(logits).astype(np.float32), labels.astype(np.uint8)]
                 writer.write_table(pa.table(columns, schema=schema))
         temporary.replace(output)

@@ -25,7 +25,7 @@ def test_dot_interaction_is_the_products_of_all_pairs():
     vectors = [bottom, *embedded.unbind(1)]
     pairs = [(vectors[i] * vectors[j]).sum(1) for i in range(4) for j in range(i)]
     expected = torch.cat([bottom, torch.stack(pairs, 1)], 1)
-    out = interaction(bottom, embedded)
+    out = interaction(bottom, [embedded], torch.arange(3))
     assert out.shape[1] == interaction.out_features
     torch.testing.assert_close(out, expected)
 
@@ -36,7 +36,7 @@ def test_cross_interaction_follows_the_formula():
     first = x = torch.cat([bottom, embedded.flatten(1)], 1)
     for layer in interaction.layers:
         x = first * (x @ layer.down.weight.T @ layer.up.weight.T + layer.up.bias) + x
-    torch.testing.assert_close(interaction(bottom, embedded), x)
+    torch.testing.assert_close(interaction(bottom, [embedded], torch.arange(2)), x)
 
 
 @pytest.mark.parametrize("interaction", ["dot", "dcn"])

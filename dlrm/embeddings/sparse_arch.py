@@ -19,7 +19,10 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2*
 
 
 class SparseArch(nn.Module):
-    """A list of groups of tables, each of one kind, that together fill ``[B, F, D]``.
+    """A list of groups of tables, each of one kind.
+
+    The groups' vectors are not put behind one another: the interaction reads them where they lie,
+    feature ``f`` being number ``order[f]`` of them, counted through the groups.
 
     Args:
         num_embeddings: rows of each table, in feature order.
@@ -54,22 +57,32 @@ class SparseArch(nn.Module):
             for slots in self.slots
         )
         order = torch.tensor([slot for slots in self.slots for slot in slots])
-        self.register_buffer("_inverse", order.argsort(), persistent=False)
+        self.register_buffer("order", order.argsort(), persistent=False)
         for index, slots in enumerate(self.slots):
             self.register_buffer(f"_slots_{index}", torch.tensor(slots), persistent=False)
-        self._inverse: Tensor  # [F]
+        self.order: Tensor  # [F]
 
     def forward(
         self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
-    ) -> Tensor:
-        """Look up every table; arguments and result as in ``Embedding.forward``."""
+    ) -> list[Tensor]:
+        """Look up every table.
+
+        Args:
+            ids, offsets, per_sample_weights: of all features, as in ``Embedding.forward``.
+
+        Returns:
+            The vectors of each group, ``[B, F_g, D]``.
+        """
         if len(self.groups) == 1:
-            return self.groups[0](ids, offsets, per_sample_weights)
-        out = [
+            return [self.groups[0](ids, offsets, per_sample_weights)]
+        return [
             group(*self._share(index, ids, offsets, per_sample_weights))
             for index, group in enumerate(self.groups)
         ]
-        return torch.cat(out, dim=1).index_select(1, self._inverse)
+
+    def in_order(self, vectors: list[Tensor]) -> Tensor:
+        """The groups' vectors in one ``[B, F, D]``, in the order of the features."""
+        return torch.cat(vectors, dim=1).index_select(1, self.order)
 
     def _share(
         self, index: int, ids: Tensor, offsets: Tensor | None, weights: Tensor | None

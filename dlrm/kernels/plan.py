@@ -101,3 +101,9 @@ def announce(rows: Tensor, num_rows: int) -> None:
     planner = _planner.get()
     if planner is not None and rows.is_cuda and rows.numel():
         planner.start(rows, num_rows)
+
+
+def announced(rows: Tensor) -> Plan | None:
+    """What the planner in force has found out about ``rows``, if they were announced to one."""
+    planner = _planner.get()
+    return None if planner is None else planner.take(rows)

@@ -12,7 +12,7 @@ def test_mixed_kinds_fill_their_own_slots():
     arch = SparseArch(SIZES, 8, table_plan)
     assert arch.slots == [[0, 2], [1, 3]]
     ids = torch.stack([torch.randint(0, rows, (5,)) for rows in SIZES])
-    out = arch(ids)
+    out = arch.in_order(arch(ids))
     assert out.shape == (5, 4, 8)
     for group, slots in arch.embeddings():
         for table, slot in enumerate(slots):
@@ -26,7 +26,7 @@ def test_mixed_kinds_with_bags():
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
     ids = torch.randint(0, 7, (int(lengths.sum()),))
     weights = torch.rand(len(ids))
-    out = arch(ids, offsets, weights)
+    out = arch.in_order(arch(ids, offsets, weights))
     homes = {slot: (g, t) for g, slots in arch.embeddings() for t, slot in enumerate(slots)}
     for slot, (group, table) in homes.items():
         for sample in range(2):

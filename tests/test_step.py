@@ -1,0 +1,112 @@
+import copy
+
+import pytest
+import torch
+
+from dlrm.data.batch import Batch
+from dlrm.model import DLRM
+from dlrm.optim import RULES, RowOptimizer
+from dlrm.step import TrainStep
+
+SIZES = [50, 3000, 400]
+PLANS = {
+    "dense": [("dense", {})] * 3,
+    "tt": [("dense", {}), ("tt", {"rank": 4}), ("dense", {})],
+    "mixed": [("hash", {"rows": 20}), ("qr", {"collisions": 9}), ("block", {"dim": 2})],
+}
+
+
+def batches(count, size, device, dense=4):
+    for _ in range(count):
+        ids = torch.stack([torch.randint(0, rows, (size,)) for rows in SIZES])
+        batch = Batch(torch.randn(dense, size), ids, (torch.rand(size) < 0.3).float())
+        yield batch.to(device)
+
+
+def make(plan, rule="adagrad", device="cpu", **options):
+    torch.manual_seed(0)
+    model = DLRM(4, SIZES, 8, PLANS[plan], bottom_mlp=[16], top_mlp=[16]).to(device)
+    optimizers = [
+        RowOptimizer(model.dense_parameters(), rule, lr=0.05),
+        RowOptimizer(model.sparse_arch.parameters(), rule, lr=0.05),
+    ]
+    return model, TrainStep(model, optimizers, **options)
+
+
+@pytest.mark.parametrize("plan", sorted(PLANS))
+def test_the_loss_falls(plan):
+    _, step = make(plan)
+    batch = next(batches(1, 64, "cpu"))
+    losses = [step(batch)["loss"].item() for _ in range(30)]
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_clipping_limits_the_update_and_keeps_its_direction():
+    def moves(clip_norm):
+        model, step = make("dense", "sgd", clip_norm=clip_norm)
+        before = copy.deepcopy(model)
+        torch.manual_seed(1)
+        out = step(next(batches(1, 32, "cpu")))
+        pairs = zip(model.parameters(), before.parameters(), strict=True)
+        return torch.cat([(a - b).flatten() for a, b in pairs]), out
+
+    free, out = moves(1e9)
+    norm = torch.hypot(out["gradient_norm/dense"], out["gradient_norm/embeddings"])
+    torch.testing.assert_close(free.norm(), 0.05 * norm)
+    limited, _ = moves(0.01)
+    torch.testing.assert_close(limited, free * (0.01 / norm), rtol=1e-3, atol=1e-7)
+
+
+def test_bf16_autocast_stays_near_fp32():
+    results = []
+    for precision in ("fp32", "bf16"):
+        _, step = make("dense", precision=precision)
+        torch.manual_seed(1)
+        results.append([step(batch)["loss"].item() for batch in batches(10, 64, "cpu")])
+    assert results[0] != results[1]
+    assert results[0] == pytest.approx(results[1], abs=0.02)
+
+
+def test_unknown_modes_name_the_nearest():
+    with pytest.raises(ValueError, match="did you mean 'compile'"):
+        make("dense", mode="compiled")
+    with pytest.raises(ValueError, match="did you mean 'bf16'"):
+        make("dense", precision="b16")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="needs a GPU"):
+            make("dense", mode="graph")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", sorted(PLANS))
+@pytest.mark.parametrize("rule", RULES)
+def test_captured_and_compiled_losses_equal_eager(plan, rule):
+    """fp32, 40 steps with short batches between: equal to 1e-4, the rounding of fused sums."""
+    results = {}
+    for mode in ("eager", "compile", "graph"):
+        _, step = make(plan, rule, "cuda", mode=mode)
+        torch.manual_seed(1)
+        losses = []
+        for index in range(8):
+            for batch in batches(4, 256, "cuda"):
+                losses.append(step(batch, norms=index % 2 == 1)["loss"].item())
+            for batch in batches(1, 100 + index, "cuda"):
+                losses.append(step(batch)["loss"].item())
+        results[mode] = losses
+    assert results["compile"] == pytest.approx(results["eager"], abs=1e-4)
+    assert results["graph"] == pytest.approx(results["eager"], abs=1e-4)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_follows_the_learning_rate():
+    model, step = make("dense", "sgd", "cuda", mode="graph")
+    for batch in batches(6, 64, "cuda"):
+        step(batch)
+    for optimizer in step.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"].fill_(0.0)
+    before = copy.deepcopy(model.state_dict())
+    for batch in batches(2, 64, "cuda"):
+        step(batch)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
