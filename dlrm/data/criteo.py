@@ -28,7 +28,7 @@ class CriteoLoader:
 
     The order of an epoch's rows is a function of the data, ``seed``, ``window`` and the epoch
     alone: the row groups are permuted, then the rows of every ``window`` consecutive groups are
-    mixed: those of each group are permuted, and dealt into the window in runs of 64.
+    mixed, that is each group's permuted and dealt into the window in runs of 64.
 
     Global batch ``k`` is the ``k``-th run of ``world_size * batch_size`` rows of that order,
     and each rank takes its share of the run, so that any number of ranks sees the same rows in the
