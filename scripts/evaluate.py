@@ -39,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
             device=device,
             num_embeddings=model.sparse_arch.num_embeddings,
         )
+        bf16 = config["precision"] == "bf16"
         values = metrics.classification(*metrics.predict(model, loader, bf16=bf16))
     except (ValueError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -88,10 +88,9 @@ def test_captured_and_compiled_losses_equal_eager(plan, rule):
         torch.manual_seed(1)
         losses = []
         for index in range(8):
-            for batch in batches(4, 256, "cuda"):
-                losses.append(step(batch, norms=index % 2 == 1)["loss"].item())
-            for batch in batches(1, 100 + index, "cuda"):
-                losses.append(step(batch)["loss"].item())
+            norms = index % 2 == 1
+            losses += [step(b, norms=norms)["loss"].item() for b in batches(4, 256, "cuda")]
+            losses += [step(b)["loss"].item() for b in batches(1, 100 + index, "cuda")]
         results[mode] = losses
     assert results["compile"] == pytest.approx(results["eager"], abs=1e-4)
     assert results["graph"] == pytest.approx(results["eager"], abs=1e-4)
