@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from dlrm.kernels import use_triton
 
-CHUNK = 64  # columns of the vectors that are multiplied at a time
+CHUNK = 64  # columns, and in the backward vectors, that are multiplied at a time
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def _load_vectors(bottom, parts, sample, place, column, SIZES: tl.constexpr, D: 
     for part in tl.static_range(len(SIZES)):
         pointer, stride_b, stride_f = parts[part]
         mine = (place >= begin) & (place < begin + SIZES[part])
-        at = sample * stride_b + (place - begin) * stride_f + column
+        at = sample * stride_b + (place - begin).to(tl.int64) * stride_f + column
         x += tl.load(pointer + at, mask=mine & inside, other=0.0).to(x.dtype)
         begin += SIZES[part]
     return x
@@ -83,7 +83,7 @@ def _forward(
 def _backward(
     bottom, parts, order, grad, grad_bottom, grad_parts, stride_bottom, stride_grad,
     SIZES: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
-    BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One sample: (G + G^T) X, where G holds the gradients of the pairs below the diagonal."""
     sample = tl.program_id(0).to(tl.int64)
@@ -91,16 +91,20 @@ def _backward(
     grad += sample * stride_grad
     grad_bottom += sample * D
     vector = tl.arange(0, BLOCK_F)[:, None]
-    other = tl.arange(0, BLOCK_F)[None, :]
     place = _places(order, vector, F)
-    larger, smaller = tl.maximum(vector, other), tl.minimum(vector, other)
-    at = D + larger * (larger - 1) // 2 + smaller
-    both = tl.load(grad + at, mask=(larger != smaller) & (larger <= F), other=0.0)
     for start in range(0, D, BLOCK_D):
         column = start + tl.arange(0, BLOCK_D)[None, :]
         inside = column < D
-        x = _load_vectors(bottom, parts, sample, place, column, SIZES, D)
-        result = tl.dot(both.to(x.dtype), x, input_precision=PRECISION)
+        result = tl.zeros((BLOCK_F, BLOCK_D), tl.float32)
+        for begin_k in tl.static_range(0, BLOCK_F, BLOCK_K):
+            other = begin_k + tl.arange(0, BLOCK_K)
+            larger = tl.maximum(vector, other[None, :])
+            smaller = tl.minimum(vector, other[None, :])
+            at = D + larger * (larger - 1) // 2 + smaller
+            both = tl.load(grad + at, mask=(larger != smaller) & (larger <= F), other=0.0)
+            others = other[:, None]
+            x = _load_vectors(bottom, parts, sample, _places(order, others, F), column, SIZES, D)
+            result = tl.dot(both.to(x.dtype), x, result, input_precision=PRECISION)
         first = (vector == 0) & inside
         result += tl.load(grad + column, mask=first, other=0.0).to(tl.float32)
         value = result.to(grad_bottom.dtype.element_ty)
@@ -131,6 +135,7 @@ def _sizes(parts: Sequence[Tensor], dtype: torch.dtype) -> dict[str, Any]:
         "BLOCK_D": max(16, min(CHUNK, triton.next_power_of_2(dim))),
         "PRECISION": "tf32x3" if exact else "tf32",
         "num_warps": 1 if block_f <= 32 else 4,
+        "num_stages": 3 if block_f <= 32 else 1,  # shared memory
     }
 
 
@@ -161,10 +166,11 @@ class _DotInteraction(torch.autograd.Function):
         bottom, order, *parts = ctx.saved_tensors
         grad = grad if grad.stride(1) == 1 else grad.contiguous()
         grad_bottom, *grad_parts = (x.new_empty(x.shape) for x in (bottom, *parts))
+        sizes = _sizes(parts, bottom.dtype)
         if len(bottom):
             _backward[(len(bottom),)](
                 bottom, _with_strides(parts), order, grad, grad_bottom, tuple(grad_parts),
-                bottom.stride(0), grad.stride(0), **_sizes(parts, bottom.dtype),
+                bottom.stride(0), grad.stride(0), BLOCK_K=min(CHUNK, sizes["BLOCK_F"]), **sizes,
             )  # fmt: skip
         return grad_bottom, None, None, *grad_parts
 

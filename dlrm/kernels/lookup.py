@@ -164,7 +164,8 @@ def row_gradient(weight: Tensor, flat: Tensor, values: Tensor, sparse: bool) -> 
     """The gradient of ``weight [V, D]`` from rows ``flat [n]`` and their ``values [n, D]``."""
     if not sparse:
         return torch.zeros_like(weight).index_add_(0, flat, values)
-    return torch.sparse_coo_tensor(flat[None], values, weight.shape, check_invariants=False)
+    with torch.sparse.check_sparse_tensor_invariants(False):  # they hold, and it would synchronise
+        return torch.sparse_coo_tensor(flat[None], values, weight.shape)
 
 
 class _LookupTables(torch.autograd.Function):

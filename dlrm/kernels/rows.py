@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
 from dlrm.hints import nearest
 from dlrm.kernels import use_triton
@@ -31,7 +32,7 @@ squares ``[V]`` or ``[V, 1]``, ``adam`` two moments ``[V, D]`` and the number of
 row, int32 ``[V]`` or ``[V, 1]``."""
 
 TILE = 2048  # elements of a tile's part
-MANY = 4096  # tiles that fill a GPU; with more entries, tiles have up to 8 parts
+MANY = 6000  # tiles that fill a GPU; with more entries, tiles have up to 8 parts
 
 
 @triton.jit
@@ -182,7 +183,7 @@ def update_rows(
         rule: one of :data:`RULES`.
         weight: the table, ``[V, D]`` contiguous, fp32 or bf16.
         rows: row of each entry, ``[n]``; not looked at with ``plan``.
-        grads: gradient of each entry, ``[n, D]`` contiguous, fp32 or bf16.
+        grads: gradient of each entry, ``[n, D]``, fp32 or bf16.
         states: the rule's state, see :data:`RULES`; fp32.
         lr: learning rate, a 0-d fp32 tensor.
         eps: added to the root in the denominator.
@@ -202,13 +203,14 @@ def update_rows(
     n, dim = grads.shape
     if n == 0:
         return
+    grads = grads.contiguous()
     plan = plan or prepare(rows, len(weight))
     block_d = triton.next_power_of_2(dim)
     block = max(16, min(256, TILE // block_d))
     parts = min(8, triton.next_power_of_2(max(1, n // (MANY * block))))
     tiles = triton.cdiv(n, block * parts)
     partials = torch.empty(tiles, 2, dim, device=grads.device)
-    decay = [(beta, 1 - beta, math.log(beta) if beta else -math.inf) for beta in betas]
+    decay = [(beta, 1 - beta, math.log(beta or 1e-38)) for beta in betas]
     rest = (n, weight, tuple(states), lr, (*decay[0], *decay[1]), eps, seed)
     rounding = seed is not None and weight.dtype == torch.bfloat16
     options = {"D": dim, "BLOCK_D": block_d, "RULE": rule, "ROUND": rounding}
@@ -242,9 +244,25 @@ def _check(rule: str, weight: Tensor, grads: Tensor, states: Sequence[Tensor]) -
         )
     if grads.dim() != 2 or grads.shape[1] != dim:
         raise ValueError(f"grads have shape {tuple(grads.shape)}, they must be [n, {dim}]")
-    for tensor in (weight, grads, *states):
-        if not tensor.is_contiguous():
-            raise ValueError("weight, grads and states must be contiguous; call .contiguous()")
+    if not all(tensor.is_contiguous() for tensor in (weight, *states)):
+        raise ValueError("weight and states must be contiguous, they are updated in place")
+
+
+def merge_rows_torch(rows: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum the entries of equal rows.
+
+    Args:
+        rows: row of each entry, ``[n]``.
+        grads: gradient of each entry, ``[n, D]``.
+
+    Returns:
+        The distinct rows, ascending, and their sums in fp32 or wider.
+    """
+    rows, order = rows.sort(stable=True)
+    rows, counts = rows.unique_consecutive(return_counts=True)
+    grads = grads.to(torch.promote_types(grads.dtype, torch.float32))
+    sums = functional.embedding_bag(order, grads, counts.cumsum(0) - counts, mode="sum")
+    return rows, sums
 
 
 @torch.no_grad()
@@ -261,27 +279,28 @@ def update_rows_torch(
     seed: Tensor | None = None,
 ) -> None:
     """:func:`update_rows` in PyTorch; its bf16 rows draw from torch's generator, not ``seed``."""
-    rows, inverse = rows.unique(return_inverse=True)
-    wide = torch.promote_types(grads.dtype, torch.float32)
-    grad = grads.new_zeros(len(rows), grads.shape[1], dtype=wide).index_add_(
-        0, inverse, grads.to(wide)
-    )
+    if not len(rows):
+        return
+    rows, grad = merge_rows_torch(rows.long(), grads)
+    kept = [state.view(len(weight), -1) for state in states]
+    touched = [state.index_select(0, rows) for state in kept]
     if rule == "adagrad":
-        states[0][rows] += grad.square()
-        grad = grad / (states[0][rows].sqrt() + eps)
+        touched[0] += grad.square()
+        grad = grad / (touched[0].sqrt() + eps)
     elif rule == "rowwise_adagrad":
-        mean = states[0].view(-1, 1)
-        mean[rows] += grad.square().mean(1, keepdim=True)
-        grad = grad / (mean[rows].sqrt() + eps)
+        touched[0] += grad.square().mean(1, keepdim=True)
+        grad = grad / (touched[0].sqrt() + eps)
     elif rule == "adam":
-        first, second, count = (*states[:2], states[2].view(-1, 1))
-        count[rows] += 1
-        first[rows] = first[rows] * betas[0] + grad * (1 - betas[0])
-        second[rows] = second[rows] * betas[1] + grad.square() * (1 - betas[1])
-        scale1, scale2 = (-torch.expm1(count[rows] * math.log(beta)) for beta in betas)
-        grad = (first[rows] / scale1) / ((second[rows] / scale2).sqrt() + eps)
-    value = weight[rows].to(wide) - lr * grad
+        first, second, count = touched
+        count += 1
+        first.lerp_(grad, 1 - betas[0])
+        second.lerp_(grad.square(), 1 - betas[1])
+        scale1, scale2 = (-torch.expm1(count * math.log(beta or 1e-38)) for beta in betas)
+        grad = first / scale1 / ((second / scale2).sqrt() + eps)
+    for state, value in zip(kept, touched, strict=True):
+        state.index_copy_(0, rows, value)
+    value = weight.index_select(0, rows).to(grad.dtype) - lr * grad
     if seed is not None and weight.dtype == torch.bfloat16:
         chance = torch.randint_like(value, 1 << 16, dtype=torch.int32)
         value = ((value.view(torch.int32) + chance) & -65536).view(torch.float32)
-    weight[rows] = value.to(weight.dtype)
+    weight.index_copy_(0, rows, value.to(weight.dtype))

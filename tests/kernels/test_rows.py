@@ -208,8 +208,8 @@ def test_messages():
         update_rows("adam", weight, ids, grads, lr=lr)
     with pytest.raises(ValueError, match=r"grads have shape \(2, 5\), they must be \[n, 4\]"):
         update_rows("sgd", weight, ids, torch.zeros(2, 5), lr=lr)
-    with pytest.raises(ValueError, match="contiguous"):
-        update_rows("sgd", weight, ids, torch.zeros(4, 2).t(), lr=lr)
+    with pytest.raises(ValueError, match="weight and states must be contiguous"):
+        update_rows("sgd", torch.zeros(4, 3).t(), ids, grads, lr=lr)
     with pytest.raises(ValueError, match="impl is 'cuda'"):
         update_rows("sgd", weight, ids, grads, lr=lr, impl="cuda")
 
