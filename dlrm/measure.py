@@ -1,86 +1,77 @@
-"""Times of GPU work, and what they were taken on."""
+"""What every benchmark shares: where it ran, how a GPU is timed, how a result is written."""
 
 from __future__ import annotations
 
+import json
+import os
 import platform
+import statistics
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import torch
 
-Work = Callable[[], Any]
+ROOT = Path(__file__).parent.parent
 
 
-def time_captured(works: Sequence[Work], *, repeats: int = 20) -> float:
-    """Median time of one of ``works`` in ms, all of them replayed in turn from one CUDA graph.
+def environment() -> dict[str, Any]:
+    """The machine, the versions, the commit and the date of a measurement.
 
-    Args:
-        works: the same work on different inputs, so that none finds its own in the cache.
-        repeats: replays of the graph.
+    A copy of the project without its git history has the commit from ``$DLRM_COMMIT``.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for work in works:
-            work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for work in works:
-            work()
-    graph.replay()
-    return _median(graph.replay, repeats) / len(works)
-
-
-def time_eager(works: Sequence[Work], *, repeats: int = 20) -> float:
-    """Median time of one of ``works`` in ms, called from Python in turn, launches included."""
-
-    def all_in_turn() -> None:
-        for work in works:
-            work()
-
-    all_in_turn()
-    return _median(all_in_turn, repeats) / len(works)
-
-
-def _median(work: Work, repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return median(times)
-
-
-def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of a copy on the device: the ceiling of what streams."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / (time_captured([lambda: target.copy_(source)] * 4) / 1e3)
-
-
-def provenance() -> dict[str, str]:
-    """Device, versions, commit and date, to stand beside measured figures."""
-    import triton
-
-    root = Path(__file__).parent
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True
-    ).stdout.strip()
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    git = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
+    versions: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
+    versions |= {"numpy": np.__version__, "pyarrow": pa.__version__}
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        versions["triton"] = version("triton")
     return {
-        "device": device,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": str(torch.version.cuda),
-        "python": platform.python_version(),
-        "commit": commit or "unknown",
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_before": round(os.getloadavg()[0], 1),  # above 0: other programs ran as well
+        "versions": versions,
+        "commit": git.stdout.strip() or os.environ.get("DLRM_COMMIT"),
         "date": datetime.now(UTC).date().isoformat(),
     }
+
+
+def _cpu_name() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def gpu_milliseconds(run: Callable[[int], object], *, warm_up: int = 10, steps: int = 50) -> float:
+    """Median milliseconds of ``run(i)`` on the GPU over ``steps`` calls, by events.
+
+    ``i`` counts the calls, so that ``run`` can take its inputs in turn.
+    """
+    for index in range(warm_up):
+        run(index)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    torch.cuda.synchronize()
+    marks[0].record()
+    for index in range(steps):
+        run(warm_up + index)
+        marks[index + 1].record()
+    torch.cuda.synchronize()
+    return statistics.median(marks[i].elapsed_time(marks[i + 1]) for i in range(steps))
+
+
+def write(path: str | Path, result: Mapping[str, Any]) -> None:
+    """Write a result and its environment as JSON, whole or not at all."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps({"environment": environment(), **result}, indent=1) + "\n")
+    temporary.replace(path)
