@@ -25,7 +25,7 @@ PROFILE_FILE = Path(__file__).with_name("synthetic_profile.json")
 UNIFORM_BITS = 56  # a uniform number is an integer below 2^56
 SLOT_BITS = 14  # its high bits choose a slot of the quantile table,
 STEP_BITS = 24  # the next ones interpolate within it
-FRACTION_BITS = 12  # of a quantile; 2^26 ids * 2^12 * 2^24 stays below 2^63
+FRACTION_BITS = 12  # of a quantile; 2^27 ids * 2^12 * 2^24 is all that 63 bits hold
 JITTER_BITS = 14
 
 
