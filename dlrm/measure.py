@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -66,6 +66,34 @@ def gpu_milliseconds(run: Callable[[int], object], *, warm_up: int = 10, steps: 
         marks[index + 1].record()
     torch.cuda.synchronize()
     return statistics.median(marks[i].elapsed_time(marks[i + 1]) for i in range(steps))
+
+
+def captured_milliseconds(works: Sequence[Callable[[], object]], *, repeats: int = 20) -> float:
+    """Median milliseconds of one of ``works``, replayed in turn from one CUDA graph.
+
+    The works are the same on different inputs, so that none finds its own in the cache; in a graph
+    no launch waits for Python.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for work in works:
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for work in works:
+            work()
+    times = gpu_milliseconds(lambda _: graph.replay(), warm_up=1, steps=repeats)
+    return times / len(works)
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second, read and written, of a copy on the GPU: the ceiling of what streams."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copies = captured_milliseconds([lambda: target.copy_(source)] * 4)
+    return 2 * source.numel() / copies * 1e3
 
 
 def write(path: str | Path, result: Mapping[str, Any]) -> None:

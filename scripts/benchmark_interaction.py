@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlrm import measure
 from dlrm.kernels.interaction import dot_interaction, dot_interaction_torch
-from dlrm.measure import copy_bandwidth, provenance, time_captured
 
 INPUTS = 2  # batches in rotation, each larger than the cache at the sizes that matter
 TYPES = {  # bottom vector and products, embeddings
@@ -76,8 +76,10 @@ def times(op: Callable[..., Tensor], batches: Sequence[Inputs]) -> dict[str, flo
         batch.bottom.grad = batch.embedded.grad = None
         op(batch.bottom, batch.embedded).backward(batch.grad)
 
-    forward = time_captured([partial(op, x.bottom.detach(), x.embedded.detach()) for x in batches])
-    whole = time_captured([partial(both, batch) for batch in batches])
+    forward = measure.captured_milliseconds(
+        [partial(op, x.bottom.detach(), x.embedded.detach()) for x in batches]
+    )
+    whole = measure.captured_milliseconds([partial(both, batch) for batch in batches])
     return {"forward": forward, "backward": whole - forward}
 
 
@@ -90,13 +92,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dims", type=int, nargs="+", default=[16, 64], help="embedding dims")
     parser.add_argument("--batches", type=int, nargs="+", default=[2048, 16384, 65536])
     parser.add_argument("--types", nargs="+", choices=TYPES, default=list(TYPES))
-    parser.add_argument("--commit", help="for the record, where there is no git")
     parser.add_argument("--output", type=Path, help="where to write the results as JSON")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA GPU")
     torch.manual_seed(0)
-    bandwidth = copy_bandwidth()
+    bandwidth = measure.copy_bandwidth()
     results: list[dict[str, Any]] = []
     for dim in options.dims:
         for size in options.batches:
@@ -115,15 +116,13 @@ def main(argv: Sequence[str] | None = None) -> None:
                 results.append({**result, "error": float(f"{error:.2g}")})
                 print(json.dumps(results[-1]), flush=True)
     record = {
-        **provenance(),
-        **({"commit": options.commit} if options.commit else {}),
         "copy_bandwidth_bytes_per_second": round(bandwidth),
         "unit": "ms",
         "tables": options.tables,
         "results": results,
     }
     if options.output:
-        options.output.write_text(json.dumps(record, indent=1) + "\n")
+        measure.write(options.output, record)
 
 
 if __name__ == "__main__":

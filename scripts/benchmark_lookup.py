@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dlrm import measure
 from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.kernels.lookup import gather_rows, lookup_tables
 from dlrm.kernels.plan import Plan, prepare
 from dlrm.kernels.rows import RULES, update_rows, update_rows_torch
-from dlrm.measure import copy_bandwidth, provenance, time_captured, time_eager
 
 INPUTS = 4  # different batches in rotation
 FBGEMM_MS = {(16, 2048): 1.02, (16, 65536): 1.2, (64, 65536): 1.5}
@@ -142,14 +142,23 @@ def ours(setup: Setup, rule: str) -> dict[str, float]:
         for ids, grad in zip(setup.ids, setup.grads, strict=True)
     ]
     return {
-        "forward": time_captured([partial(gather, ids, setup.out, flat) for ids in setup.ids]),
-        "sort": time_captured([partial(prepare, rows, len(weight)) for rows in setup.flat]),
-        "update": time_captured(
+        "forward": measure.captured_milliseconds(
+            [partial(gather, ids, setup.out, flat) for ids in setup.ids]
+        ),
+        "sort": measure.captured_milliseconds(
+            [partial(prepare, rows, len(weight)) for rows in setup.flat]
+        ),
+        "update": measure.captured_milliseconds(
             [partial(update, plan, grad) for plan, grad in zip(plans, grads, strict=True)]
         ),
-        "all": time_captured(steps),
-        "all_eager": time_eager(steps),
+        "all": measure.captured_milliseconds(steps),
+        "all_eager": eager(steps),
     }
+
+
+def eager(works: Sequence[Callable[[], object]]) -> float:
+    """Median ms of one of ``works`` called from Python in turn, launches included."""
+    return measure.gpu_milliseconds(lambda i: works[i % len(works)](), steps=20)
 
 
 def peers(setup: Setup) -> dict[str, float]:
@@ -176,10 +185,7 @@ def peers(setup: Setup) -> dict[str, float]:
 
     pairs = list(zip(setup.ids, setup.grads, strict=True))
     times: dict[str, Callable[..., None]] = {"embedding_bags": separate, "joint_embedding": joint}
-    return {
-        name: time_eager([partial(work, *pair) for pair in pairs], repeats=5)
-        for name, work in times.items()
-    }
+    return {name: eager([partial(work, *pair) for pair in pairs]) for name, work in times.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -193,14 +199,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32"])
     parser.add_argument("--max-rows", type=int, help="cap the rows of a table (small GPUs)")
     parser.add_argument("--no-peers", action="store_true", help="leave out PyTorch's look-ups")
-    parser.add_argument("--commit", help="for the record, where there is no git")
     parser.add_argument("--output", type=Path, help="where to write the results as JSON")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA GPU")
     torch.manual_seed(0)
     rows = [min(v, options.max_rows or v) for v in KAGGLE_CARDINALITIES]
-    bandwidth = copy_bandwidth()
+    bandwidth = measure.copy_bandwidth()
     results: list[dict[str, Any]] = []
     for dim in options.dims:
         for name in options.dtypes:
@@ -223,15 +228,13 @@ def main(argv: Sequence[str] | None = None) -> None:
                         print(json.dumps(results[-1]), flush=True)
             del weight, setup
     record = {
-        **provenance(),
-        **({"commit": options.commit} if options.commit else {}),
         "copy_bandwidth_bytes_per_second": round(bandwidth),
         "unit": "ms",
         "tables": f"Kaggle, {sum(rows):,} rows",
         "results": results,
     }
     if options.output:
-        options.output.write_text(json.dumps(record, indent=1) + "\n")
+        measure.write(options.output, record)
 
 
 def _round(value: Any) -> Any:
