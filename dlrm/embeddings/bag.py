@@ -1,0 +1,124 @@
+"""A drop-in for ``torch.nn.EmbeddingBag`` whose table is of any kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from dlrm.embeddings.registry import build
+
+
+class EmbeddingBag(nn.Module):
+    """A drop-in for ``torch.nn.EmbeddingBag`` whose table is of any kind.
+
+    ``EmbeddingBag(V, D)`` behaves as ``nn.EmbeddingBag(V, D)``;
+    ``EmbeddingBag(V, D, kind="tt", rank=32)`` does so with a table in tensor-train format.
+
+    Args:
+        num_embeddings: rows ``V``.
+        embedding_dim: length ``D`` of a row.
+        mode, sparse, include_last_offset, padding_idx: as in ``nn.EmbeddingBag``.
+        kind: the embedding kind, one of ``dlrm.embeddings.available()``.
+        device, dtype: where and as what the parameters are made.
+        options: the options of the kind, such as ``rank`` of tt.
+
+    Raises:
+        ValueError: an option that the kind does not have, or ``max_norm`` or
+            ``scale_grad_by_freq``, which none has.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        kind: str = "dense",
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if max_norm is not None or scale_grad_by_freq:
+            raise ValueError("max_norm and scale_grad_by_freq are not supported by any kind")
+        if padding_idx is not None:
+            if not -num_embeddings <= padding_idx < num_embeddings:
+                raise ValueError(f"padding_idx {padding_idx} is outside {num_embeddings} rows")
+            padding_idx %= num_embeddings
+        common = {"mode": mode, "sparse": sparse, "padding_idx": padding_idx}
+        self.embedding = build(kind, [num_embeddings], embedding_dim, **common, **options)
+        if _weight is not None:
+            self.embedding.load_dense([_weight])
+        self.embedding.to(device=device, dtype=dtype)
+        self.include_last_offset = include_last_offset
+
+    @classmethod
+    def from_pretrained(
+        cls, embeddings: Tensor, freeze: bool = True, *, kind: str = "dense", **options: Any
+    ) -> Self:
+        """An embedding of any kind that starts from the rows of ``embeddings [V, D]``."""
+        rows, dim = embeddings.shape
+        bag = cls(rows, dim, _weight=embeddings, kind=kind, **options)
+        return bag.requires_grad_(not freeze)
+
+    def forward(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Look up and pool bags.
+
+        Args:
+            input: ids, ``[B, L]`` (bags of equal length) or ``[nnz]`` with ``offsets``.
+            offsets: start of each bag, ``[B]``, or ``[B + 1]`` with ``include_last_offset``.
+            per_sample_weights: a factor per id, of the shape of ``input``; mode sum only.
+
+        Returns:
+            ``[B, D]``.
+        """
+        if input.dim() == 2:
+            if offsets is not None:
+                raise ValueError("offsets must be None for 2-D input: its rows are the bags")
+            offsets = torch.arange(
+                0, input.numel() + 1, max(input.shape[1], 1), device=input.device
+            )
+            if input.shape[1] == 0:
+                offsets = offsets.new_zeros(input.shape[0] + 1)
+            input = input.reshape(-1)
+            if per_sample_weights is not None:
+                per_sample_weights = per_sample_weights.reshape(-1)
+        elif input.dim() == 1:
+            offsets = self._bounds(input, offsets)
+        else:
+            raise ValueError(f"input has {input.dim()} dimensions, it must have 1 or 2")
+        return self.embedding(input, offsets, per_sample_weights)[:, 0]
+
+    def _bounds(self, input: Tensor, offsets: Tensor | None) -> Tensor:
+        """Offsets with the last, checked where that costs no synchronisation."""
+        if offsets is None or offsets.dim() != 1:
+            raise ValueError("1-D input needs 1-D offsets: the start of each bag")
+        if not self.include_last_offset:
+            offsets = torch.cat([offsets, offsets.new_tensor([input.numel()])])
+        if not offsets.is_cuda:
+            steps = offsets.diff()
+            if offsets[0] != 0 or offsets[-1] != input.numel() or (steps < 0).any():
+                raise ValueError(
+                    f"offsets must rise from 0 to at most the number of ids, {input.numel()}; "
+                    f"got {offsets.tolist()[:8]} ..."
+                )
+        return offsets
+
+    def footprint(self) -> Mapping[str, int]:
+        """Bytes by part."""
+        return self.embedding.footprint()[0]
