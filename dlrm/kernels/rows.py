@@ -1,9 +1,12 @@
 """Update the rows of a table from an uncoalesced row gradient, in one pass.
 
 A look-up of ``n`` ids yields ``n`` gradient rows, many for the same row of the table. They are
-sorted by row (:mod:`dlrm.kernels.plan`: that needs the ids alone and can run ahead),
-summed per row, and the optimizer's rule is applied to each touched row once: no dense gradient, no
-coalesced copy, no count of distinct rows on the host, and the same bits every time.
+sorted by row (:mod:`dlrm.kernels.plan`: that needs the ids alone and can run ahead), summed per
+row, and the optimizer's rule is applied to each touched row once: no dense gradient, no coalesced
+copy, no count of distinct rows on the host, and the same bits every time.
+
+Bytes an update must move: every gradient row once, with its number, and every distinct row of the
+weight and the state twice.
 
 The sorted entries are cut into tiles of equal length, so that a row with tens of thousands of
 entries costs no more than as many rows with one. A tile sums its rows by segmented scans, part
@@ -29,7 +32,7 @@ from dlrm.kernels.plan import Plan, prepare
 RULES = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 """``sgd`` keeps no state, ``adagrad`` sums of squares ``[V, D]``, ``rowwise_adagrad`` sums of mean
 squares ``[V]`` or ``[V, 1]``, ``adam`` two moments ``[V, D]`` and the number of updates of each
-row, int32 ``[V]`` or ``[V, 1]``."""
+row ``[V]`` or ``[V, 1]``."""
 
 TILE = 2048  # elements of a tile's part
 MANY = 6000  # tiles that fill a GPU; with more entries, tiles have up to 8 parts
@@ -41,13 +44,13 @@ def _add_equal(sum_a, row_a, sum_b, row_b):
 
 
 @triton.jit
-def _store(pointer, value, mask, seed, ROUND: tl.constexpr):
-    """Store fp32 as the pointer's type; with ROUND to bf16 up or down by chance."""
+def _store(weight, at, value, mask, seed, ROUND: tl.constexpr):
+    """Store fp32 as the weight's type; with ROUND to bf16 up or down by chance."""
     if ROUND:
-        chance = tl.randint(tl.load(seed), pointer.to(tl.int64).to(tl.int32)).to(tl.int32) & 0xFFFF
+        chance = tl.randint(tl.load(seed), at.to(tl.int32)).to(tl.int32) & 0xFFFF
         bits = (value.to(tl.int32, bitcast=True) + chance) & -65536  # upper half: the bf16
         value = tl.where(value == value, bits.to(tl.float32, bitcast=True), value)
-    tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)
+    tl.store(weight + at, value.to(weight.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -90,7 +93,7 @@ def _apply(
         step = (first / scale1) / (tl.sqrt_rn(second / scale2) + eps)
     else:
         step = grad
-    _store(weight + at, value - rate * step, mask, seed, ROUND)
+    _store(weight, at, value - rate * step, mask, seed, ROUND)
 
 
 @triton.jit
@@ -184,7 +187,7 @@ def update_rows(
         weight: the table, ``[V, D]`` contiguous, fp32 or bf16.
         rows: row of each entry, ``[n]``; not looked at with ``plan``.
         grads: gradient of each entry, ``[n, D]``, fp32 or bf16.
-        states: the rule's state, see :data:`RULES`; fp32.
+        states: the rule's state, see :data:`RULES`; fp32, numbers of updates also int32.
         lr: learning rate, a 0-d fp32 tensor.
         eps: added to the root in the denominator.
         betas: decay of Adam's moments.
