@@ -18,7 +18,7 @@ MAX_EXACT_SIDE = 4096  # matrices longer than this on both sides get a randomize
 FIT_CHUNK = 8192  # rows that are fitted at a time: each may need its own copy of a slice
 FIT_STEPS = 12  # of conjugate gradients; more change neither residual nor drift
 # Weight of the mean squared change of all rows of a table against the error of the fitted rows. Of
-# 0.1, 1, 4 and no write-back, 4 gave the best test loss on Criteo, a sixth of the cache leaving each time.
+# 0.1, 1, 4 and no write-back, 4 gave the best test loss on Criteo (a sixth of the cache leaving).
 DRIFT_WEIGHT = 4.0
 
 
