@@ -89,11 +89,12 @@ def captured_milliseconds(works: Sequence[Callable[[], object]], *, repeats: int
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of a copy on the GPU: the ceiling of what streams."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    """Bytes a second, read and written, that a GPU streams: the ceiling of what moves memory."""
+    source = torch.ones(2**28, device="cuda")
     target = torch.empty_like(source)
-    copies = captured_milliseconds([lambda: target.copy_(source)] * 4)
-    return 2 * source.numel() / copies * 1e3
+    ways = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
+    fastest = min(captured_milliseconds([way] * 4) for way in ways)
+    return 2 * source.nbytes / fastest * 1e3
 
 
 def write(path: str | Path, result: Mapping[str, Any]) -> None:
