@@ -18,8 +18,9 @@ from dlrm import checkpoint, metrics
 from dlrm.cli import parse
 from dlrm.config import RunConfig
 from dlrm.data import synthetic
+from dlrm.data.counts import read_counts
 from dlrm.data.criteo import CriteoLoader
-from dlrm.data.schema import META_FILE, Meta, read_counts
+from dlrm.data.schema import META_FILE, Meta
 from dlrm.distributed import pick_device
 from dlrm.embeddings import available
 from dlrm.embeddings.sparse_arch import parse_bytes, plan

@@ -70,7 +70,7 @@ class OptimConfig:
     """Optimizer of the MLPs and the interaction."""
     embeddings: Rule = "adagrad"
     """Optimizer of the embeddings; it updates only the rows that a batch touched."""
-    lr: float = 0.02
+    lr: float = 0.015
     """Learning rate of the dense part, and of the embeddings unless they have their own."""
     embeddings_lr: float | None = None
     """Learning rate of the embeddings; lr if not set."""
@@ -80,7 +80,7 @@ class OptimConfig:
     """Decay of Adam's moments."""
     clip_norm: float | None = None
     """Scale all gradients down to this norm together; not clipped if not set."""
-    warmup_steps: int = 0
+    warmup_steps: int = 50
     """Steps over which the learning rates rise linearly."""
     decay_start: int | None = None
     """Step at which a polynomial decay begins; never if not set."""
@@ -109,8 +109,8 @@ class LoaderConfig:
     """Shuffle the training rows by seed and epoch: the row groups, and a window of them mixed."""
     window: int = 8
     """Row groups whose rows are mixed at a time."""
-    readers: int = 2
-    """Threads that decode row groups in the background."""
+    readers: int | None = None
+    """Threads that decode row groups in the background; by default half of the cores, up to 8."""
     prefetch: int = 4
     """Batches that are made ahead."""
     drop_last: bool = False
@@ -119,7 +119,10 @@ class LoaderConfig:
     def __post_init__(self) -> None:
         _require(
             window=(self.window >= 1, f"is {self.window}, at least 1 needed"),
-            readers=(self.readers >= 1, f"is {self.readers}, at least 1 needed"),
+            readers=(
+                self.readers is None or self.readers >= 1,
+                f"is {self.readers}, at least 1 needed",
+            ),
             prefetch=(self.prefetch >= 1, f"is {self.prefetch}, at least 1 needed"),
         )
 
@@ -148,7 +151,7 @@ class RunConfig:
     """Passes over the training rows."""
     max_steps: int | None = None
     """Stop after so many steps."""
-    batch_size: int = 1024
+    batch_size: int = 512
     """Samples per step."""
     eval_batch_size: int = 16384
     """Samples per batch in evaluations."""

@@ -17,6 +17,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from dlrm.machine import cores
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -36,7 +38,7 @@ def environment() -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores(),
         "load_before": round(os.getloadavg()[0], 1),  # above 0: other programs ran as well
         "versions": versions,
         "commit": git.stdout.strip() or os.environ.get("DLRM_COMMIT"),

@@ -10,22 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from tqdm import tqdm
@@ -34,6 +29,7 @@ from dlrm.data import synthetic
 from dlrm.data.criteo import CriteoLoader
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import Meta
+from dlrm.measure import environment
 
 
 def rates(rows: int, run: Callable[[], object], repeats: int) -> dict[str, float]:
@@ -126,26 +122,6 @@ def _size(directory: Path, meta: Meta) -> int:
     return sum((directory / name).stat().st_size for name in meta.splits["train"].files)
 
 
-def environment(device: str) -> dict[str, Any]:
-    """Where and with what this was measured."""
-    info = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
-    cpu = [line for line in info.splitlines() if line.startswith("model name")]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    gpu = torch.cuda.get_device_name() if device.startswith("cuda") else None
-    return {
-        "cpu": cpu[0].partition(": ")[2] if cpu else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "gpu": gpu,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "pyarrow": pa.__version__,
-        "numpy": np.__version__,
-        "load_before": round(os.getloadavg()[0], 1),
-        "commit": commit.stdout.strip(),
-        "date": datetime.now(UTC).date().isoformat(),
-    }
-
-
 def main() -> None:
     """Measure, print, and write the JSON file."""
     parser = argparse.ArgumentParser(
@@ -163,7 +139,7 @@ def main() -> None:
         directory = options.data or Path(made) / "data"
         if options.data is None:
             synthetic.write(directory, rows=options.rows, fractions=(1.0, 0.0, 0.0))
-        where = environment(options.device)
+        where = environment()
         result = {"environment": where, "readers": options.readers, **measure(directory, options)}
     text = json.dumps(result, indent=2) + "\n"
     sys.stdout.write(text)

@@ -11,7 +11,6 @@ import argparse
 import hashlib
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
@@ -22,31 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 
 from dlrm.data.schema import Meta
+from dlrm.measure import environment
 
 SCRIPT = Path(__file__).with_name("make_synthetic.py")
-
-
-def environment() -> dict[str, Any]:
-    """The machine and the versions."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=SCRIPT.parent, capture_output=True, text=True
-    )
-    gpu = torch.cuda.is_available()
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip() or None,
-        "cores": len(os.sched_getaffinity(0)),
-        "load_before": round(os.getloadavg()[0], 1),  # above 0: other programs ran as well
-        "gpu": torch.cuda.get_device_name() if gpu else None,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "pyarrow": pa.__version__,
-    }
 
 
 def time_run(output: Path, device: str, format: str, rows: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Fit the distributions of the synthetic data to a sample of real Criteo rows.
 
-Writes the profile that ``dlrm.data.synthetic`` draws from, ``dlrm/data/synthetic_profile.json``:
+Writes the profile that ``dlrm.data.synthetic`` draws from, ``dlrm/data/synthesis/profile.json``:
 aggregates alone (shares by rank, quantiles, missing rates), never a value or a row of the sample.
 With ``--plot`` it also draws the fit: coverage by rank of the real sample beside a synthetic sample
 of as many rows.
@@ -27,8 +27,8 @@ from dlrm.data.schema import (
     KAGGLE_CARDINALITIES,
     TERABYTE_CARDINALITIES,
 )
-from dlrm.data.synthetic_law import PROFILE_FILE, Profile, profiles
-from dlrm.data.synthetic_rows import Generator
+from dlrm.data.synthesis.law import PROFILE_FILE, Profile, profiles
+from dlrm.data.synthesis.rows import Generator
 
 # Rows of the full files, over which the cardinalities were counted.
 FULL = {

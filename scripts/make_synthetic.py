@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from dlrm.data import synthetic
 from dlrm.data.schema import Meta
-from dlrm.data.synthetic_law import profiles
+from dlrm.data.synthesis.law import profiles
 from dlrm.hints import nearest
 
 

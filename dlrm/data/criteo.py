@@ -21,6 +21,7 @@ from dlrm.data.batch import Batch
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import Meta
 from dlrm.data.window import Block, Part, Span, Window, fill, fill_multi_hot
+from dlrm.machine import cores
 
 
 class CriteoLoader:
@@ -51,7 +52,7 @@ class CriteoLoader:
         world_size: number of ranks.
         drop_last: leave out the last global batch if it is short.
         window: row groups mixed with one another; 1 mixes only within each row group.
-        readers: threads that read and decode row groups.
+        readers: threads that read and decode row groups; by default half of the cores, up to 8.
         prefetch: batches assembled ahead of the consumer.
         device: where batches are to be. For a CUDA device they are assembled in pinned memory and
             copied on a stream of their own while the batch before is in use.
@@ -82,11 +83,13 @@ class CriteoLoader:
         world_size: int = 1,
         drop_last: bool = False,
         window: int = 8,
-        readers: int = 2,
+        readers: int | None = None,
         prefetch: int = 4,
         device: torch.device | str = "cpu",
         num_embeddings: Sequence[int] | None = None,
     ) -> None:
+        if readers is None:
+            readers = min(8, max(1, cores() // 2))
         counts = {"batch_size": batch_size, "world_size": world_size, "window": window}
         for name, value in {**counts, "readers": readers, "prefetch": prefetch}.items():
             if value < 1:

@@ -23,12 +23,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from dlrm.data.passes import Pool, number_columns, parse_files, write_splits
-from dlrm.data.raw import BLOCK_BYTES
+from dlrm.data.preparation.passes import Pool, number_columns, parse_files, write_splits
+from dlrm.data.preparation.raw import BLOCK_BYTES
+from dlrm.data.preparation.spill import BAD_ROWS_KEPT, Spilled
+from dlrm.data.preparation.workspace import Workspace, whole
 from dlrm.data.schema import CRITEO_DENSE, SPLITS, Meta
-from dlrm.data.spill import BAD_ROWS_KEPT, Spilled
-from dlrm.data.workspace import Workspace, whole
 from dlrm.hints import nearest
+from dlrm.machine import cores
 
 FORMAT = 1  # of the spilled blocks; raise it when a change makes old ones unfit for a restart
 BAD_ROWS_FILE = "bad_rows.json"
@@ -109,7 +110,7 @@ def prepare(
     }
     with Workspace(Path(output), key) as work:
         if not work.finished:
-            _make(paths, options, work, workers or _cores(), block_bytes, progress)
+            _make(paths, options, work, workers or cores(), block_bytes, progress)
         work.publish((*(f"{split}.parquet" for split in SPLITS), "vocabulary", BAD_ROWS_FILE))
     return Meta.read(output)
 
@@ -215,10 +216,3 @@ def _report_bad(blocks: Sequence[Spilled], work: Workspace) -> None:
     report = {"skipped": kinds.total(), "kinds": dict(sorted(kinds.items())), "first": first}
     with whole(work / BAD_ROWS_FILE) as temporary:
         temporary.write_text(json.dumps(report, indent=2) + "\n")
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

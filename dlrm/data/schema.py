@@ -14,10 +14,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from pyarrow import parquet
-from torch import Tensor
-
 SCHEMA_VERSION = 1
 META_FILE = "meta.json"
 SPLITS = ("train", "val", "test")
@@ -137,21 +133,3 @@ class Meta:
             raise ValueError(
                 f"{path} is not a meta file: {error}; prepare the data again"
             ) from None
-
-
-def read_counts(directory: str | os.PathLike[str], meta: Meta) -> list[Tensor] | None:
-    """How often each id of each column occurs, ``[cardinality]`` each, from the vocabularies.
-
-    Ids that no vocabulary names (the out-of-vocabulary id) count 0. None if there are none.
-    """
-    counts = []
-    for column in meta.categorical:
-        path = Path(directory) / meta.vocabulary_file(column.name)
-        if not path.is_file():
-            return None
-        table = parquet.read_table(path, columns=["id", "count"])
-        count = torch.zeros(column.cardinality, dtype=torch.int64)
-        ids, seen = (torch.tensor(table[name].to_numpy()) for name in ("id", "count"))
-        count.index_add_(0, ids.long(), seen.long())
-        counts.append(count)
-    return counts

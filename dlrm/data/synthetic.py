@@ -1,7 +1,7 @@
 """Synthetic Criteo of any size from a seed, with a planted truth.
 
-The columns follow distributions fitted to real samples (``synthetic_law``) and the labels are drawn
-from a known model (``synthetic_truth``), so that the best possible AUC and log loss are known:
+The columns follow distributions fitted to real samples (``synthesis.law``) and the labels are drawn
+from a known model (``synthesis.truth``), so that the best possible AUC and log loss are known:
 ``Meta.planted`` has them per split. The same arguments give the same bytes, whatever the device
 and the number of threads.
 """
@@ -20,11 +20,12 @@ from typing import Literal
 import torch
 
 from dlrm.data.schema import META_FILE, SPLITS, Categorical, Meta
-from dlrm.data.synthetic_files import write_parquet, write_tsv
-from dlrm.data.synthetic_law import Law, Profile, profiles
-from dlrm.data.synthetic_rows import Generator
-from dlrm.data.synthetic_truth import best_metrics
+from dlrm.data.synthesis.files import write_parquet, write_tsv
+from dlrm.data.synthesis.law import Law, Profile, profiles
+from dlrm.data.synthesis.rows import Generator
+from dlrm.data.synthesis.truth import best_metrics
 from dlrm.hints import nearest
+from dlrm.machine import cores
 
 DEMO_ROWS, DEMO_CAP, DEMO_FRACTIONS = 300_000, 20_000, (0.8, 0.1, 0.1)
 MAX_CARDINALITY = 1 << 27  # what the fixed point of the quantile tables holds
@@ -85,7 +86,7 @@ def write(
     profile = _profile(like)
     _check(rows=rows, fractions=fractions, auc=auc, positives=positives, format=format)
     categorical = _laws(profile, cardinalities, format)
-    threads = _default_threads() if threads is None else threads
+    threads = cores() if threads is None else threads
     if threads < 1:
         raise ValueError(f"threads is {threads}, it must be at least 1")
     with _made_whole(Path(directory)) as temporary, _one_thread_per_operation():
@@ -226,11 +227,6 @@ def _device(name: str | None) -> torch.device:
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError("the device is 'cuda', but no CUDA GPU is at hand; use cpu")
     return torch.device(name)
-
-
-def _default_threads() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

@@ -18,12 +18,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dlrm.data import passes
 from dlrm.data import prepare as prepare_module
-from dlrm.data.passes import ROW_GROUP_ROWS
+from dlrm.data.preparation import passes
+from dlrm.data.preparation.passes import ROW_GROUP_ROWS
+from dlrm.data.preparation.workspace import Workspace
 from dlrm.data.prepare import Options, prepare, split_rows
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, SPLITS, Meta
-from dlrm.data.workspace import Workspace
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from dlrm.data.raw import RawFile
+from dlrm.data.preparation.raw import RawFile
 
 LINES = b"".join(b"line %d of the file\n" % i for i in range(1, 5001))
 

@@ -5,8 +5,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dlrm.data.raw import Block
-from dlrm.data.rows import COLUMNS, MISSING, dense, hex_keys, hex_strings, parse
+from dlrm.data.preparation.raw import Block
+from dlrm.data.preparation.rows import COLUMNS, MISSING, dense, hex_keys, hex_strings, parse
 
 GOOD = ["1", *map(str, range(13)), *(f"{i:08x}" for i in range(26))]
 

@@ -16,10 +16,10 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 from dlrm.data import synthetic
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, KAGGLE_CARDINALITIES, Meta
-from dlrm.data.synthetic_files import GROUP_ROWS, Tokens, in_order
-from dlrm.data.synthetic_law import SLOT_BITS, UNIFORM_BITS, Law, Uniforms, invert, profiles
-from dlrm.data.synthetic_rows import Generator
-from dlrm.data.synthetic_truth import FREQUENT, best_metrics
+from dlrm.data.synthesis.files import GROUP_ROWS, Tokens, in_order
+from dlrm.data.synthesis.law import SLOT_BITS, UNIFORM_BITS, Law, Uniforms, invert, profiles
+from dlrm.data.synthesis.rows import Generator
+from dlrm.data.synthesis.truth import FREQUENT, best_metrics
 
 ROOT = Path(__file__).parents[2]
 SAMPLE = ROOT.parent / "shared/data/criteo_kaggle_137k.tsv.gz"
@@ -131,8 +131,8 @@ def test_demo_does_not_take_a_directory_of_others(tmp_path):
 
 
 def test_several_files_per_split(tmp_path, monkeypatch):
-    monkeypatch.setattr("dlrm.data.synthetic_files.GROUP_ROWS", 1000)
-    monkeypatch.setattr("dlrm.data.synthetic_files.PART_GROUPS", 1)
+    monkeypatch.setattr("dlrm.data.synthesis.files.GROUP_ROWS", 1000)
+    monkeypatch.setattr("dlrm.data.synthesis.files.PART_GROUPS", 1)
     rows = 2010
     meta = synthetic.write(
         tmp_path / "d", rows=rows, cardinalities=[10], fractions=(1, 0, 0), threads=2

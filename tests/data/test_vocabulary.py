@@ -3,8 +3,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from dlrm.data.rows import MISSING
-from dlrm.data.vocabulary import group, look_up, number
+from dlrm.data.preparation.rows import MISSING
+from dlrm.data.preparation.vocabulary import group, look_up, number
 
 
 def test_falling_count_then_missing_then_value():

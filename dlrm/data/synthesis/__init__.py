@@ -1,0 +1,1 @@
+"""The parts of :mod:`dlrm.data.synthetic`: laws of the columns, rows, the truth, and files."""

@@ -1,0 +1,287 @@
+"""Time the tensor-train look-up on a GPU: forward, and forward + backward + SGD.
+
+    python scripts/benchmark_tt.py --output benchmarks/tt.json
+
+Captured as a CUDA graph and eager, uniform and skewed ids, in each precision, beside plain PyTorch
+with the same cores, a dense ``nn.EmbeddingBag`` with sparse SGD of as many rows, published figures
+of the reference kernel, and two floors: the arithmetic and the bytes that cannot be spared. Reports
+nothing of a case whose rows or gradients differ from PyTorch's in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dlrm.data.schema import KAGGLE_CARDINALITIES
+from dlrm.embeddings.factorize import factorize_rows
+from dlrm.kernels.tt import tt_bags, tt_update_, tt_vectors, tt_vectors_torch
+from dlrm.measure import gpu_milliseconds, write
+
+INPUTS = 8  # different batches in rotation
+TOLERANCE = {"ieee": 1e-4, "tf32": 5e-3, "bf16": 5e-2}  # relative RMS of rows and gradients
+TENSOR_CORES = {"ieee": 67e12, "tf32": 495e12, "bf16": 990e12}  # FLOP/s of an H100 SXM, dense
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Tables and the size of a batch."""
+
+    name: str
+    rows: tuple[int, ...]
+    """Rows of each table."""
+    q: tuple[int, ...]
+    rank: int
+    lookups: int
+    """Of each table."""
+    bag: int = 1
+    """Look-ups of a bag."""
+    skews: tuple[str, ...] = ("uniform", "skewed")
+    reference_ms: float | None = None
+    """Forward + backward + fused SGD of the TT-Rec authors' CUDA kernel on an H100, uniform ids."""
+
+
+LARGEST = tuple(sorted(KAGGLE_CARDINALITIES)[:-8:-1])  # 99.6% of the rows of the 26 tables
+ONE = (11_000_000,)  # p = 200, 220, 250
+CASES = (
+    Case(
+        name="bags of 20", rows=ONE, q=(4, 4, 4), rank=32, lookups=10240, bag=20, reference_ms=1.97
+    ),
+    Case(name="rank 32", rows=ONE, q=(2, 2, 4), rank=32, lookups=65536, reference_ms=9.5),
+    Case(name="rank 32, dim 64", rows=ONE, q=(4, 4, 4), rank=32, lookups=65536, reference_ms=10.1),
+    Case(name="rank 64, dim 128", rows=ONE, q=(4, 4, 8), rank=64, lookups=65536, reference_ms=17.1),
+    Case(name="4 cores", rows=ONE, q=(2, 2, 2, 2), rank=32, lookups=65536),
+    Case(name="7 tables, 2,048", rows=LARGEST, q=(2, 2, 4), rank=32, lookups=2048),
+    Case(name="7 tables, 16,384", rows=LARGEST, q=(2, 2, 4), rank=32, lookups=16384),
+    Case(name="7 tables, 65,536", rows=LARGEST, q=(2, 2, 4), rank=32, lookups=65536),
+)
+
+
+class Setup:
+    """Cores, and batches of one case and skew."""
+
+    def __init__(self, case: Case, skew: str, precision: str, deterministic: bool) -> None:
+        self.case, self.precision = case, precision
+        self.options: dict[str, Any] = {"deterministic": deterministic}
+        if precision != "bf16":
+            self.options["precision"] = precision
+        d, tables = len(case.q), len(case.rows)
+        self.ranks = (1, *[case.rank] * (d - 1), 1)
+        self.p = torch.tensor([factorize_rows(rows, d) for rows in case.rows], device="cuda")
+        self.starts = self.p.cumsum(0) - self.p
+        self.tables = torch.arange(tables, device="cuda")[:, None]
+        self.lr = torch.tensor(1e-6, device="cuda")
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        self.cores = []
+        for k, q in enumerate(case.q):
+            shape = int(self.p[:, k].sum()), self.ranks[k] * q * self.ranks[k + 1]
+            core = torch.randn(shape, device="cuda") / self.ranks[k + 1] ** 0.5
+            self.cores.append(core.to(dtype).requires_grad_())
+        self.dim = prod(case.q)
+        self.ids = [self._draw(skew) for _ in range(INPUTS)]
+        self.offsets = torch.arange(0, tables * case.lookups + 1, case.bag, device="cuda")
+        shape = (case.lookups // case.bag, tables, self.dim)
+        self.grads = [
+            torch.randn(shape, device="cuda", dtype=dtype).transpose(0, 1) for _ in range(INPUTS)
+        ]
+
+    def _draw(self, skew: str) -> Tensor:
+        size = torch.tensor(self.case.rows, device="cuda", dtype=torch.float64)[:, None]
+        random = torch.rand(len(size), self.case.lookups, device="cuda", dtype=torch.float64)
+        ids = random * size if skew == "uniform" else torch.exp(random * torch.log(size + 1)) - 1
+        return torch.minimum(ids.long(), size.long() - 1)
+
+    def forward(self, index: int) -> Tensor:
+        """The pooled rows of a batch, ``[F, bags, D]``."""
+        shared = (self.cores, self.p, self.starts, self.case.q, self.ranks)
+        ids = self.ids[index % INPUTS]
+        if self.case.bag == 1:
+            return tt_vectors(*shared, self.tables, ids, **self.options)
+        return tt_bags(*shared, ids.view(-1), self.offsets, **self.options)
+
+    def step(self, index: int) -> None:
+        """Forward, backward and SGD."""
+        rows = self.forward(index)
+        grads = torch.autograd.grad(rows, self.cores, self.grads[index % INPUTS])
+        tt_update_(self.cores, grads, self.lr)
+
+    def exact(self, cores: Sequence[Tensor], index: int = 0) -> Tensor:
+        """The pooled rows in plain PyTorch."""
+        arguments = (self.p, self.starts, self.case.q, self.ranks, self.tables)
+        rows = tt_vectors_torch(cores, *arguments, self.ids[index % INPUTS])
+        return rows.unflatten(1, (-1, self.case.bag)).sum(2)
+
+    def exact_step(self, index: int) -> None:
+        """Forward, backward and SGD in plain PyTorch."""
+        grads = torch.autograd.grad(
+            self.exact(self.cores, index), self.cores, self.grads[index % INPUTS]
+        )
+        with torch.no_grad():
+            for core, grad in zip(self.cores, grads, strict=True):
+                core.sub_(self.lr * grad)
+
+    def check(self) -> float:
+        """Largest relative RMS error of rows and gradients of all cores."""
+        cores = [core.detach().double().requires_grad_() for core in self.cores]
+        rows, exact = self.forward(0), self.exact(cores)
+        pairs = [(rows, exact)]
+        grads = torch.autograd.grad(rows, self.cores, self.grads[0])
+        pairs += zip(grads, torch.autograd.grad(exact, cores, self.grads[0].double()), strict=True)
+        return max(float((a.detach() - b.detach()).norm() / b.detach().norm()) for a, b in pairs)
+
+    def floors(self, bandwidth: float) -> dict[str, float]:
+        """Least microseconds of a step by arithmetic and by bytes, for the batches drawn.
+
+        Arithmetic: every pair of leading slices in use is multiplied once forward and twice
+        backward, and so is every distinct id by its last slice. Bytes: ids, rows and gradients of
+        rows once, cores read and written. Both count what three cores need, so four cores, which
+        share more, may lie below.
+        """
+        case = self.case
+        left = case.q[0] * case.rank * case.q[1] * case.rank
+        right = case.q[0] * case.q[1] * case.rank * prod(case.q[2:])
+        distinct = pairs = 0
+        last = self.p[:, 2:].prod(1)
+        for ids in self.ids:
+            for table, row in enumerate(ids):
+                distinct += row.unique().numel() / INPUTS
+                pairs += (row // last[table]).unique().numel() / INPUTS
+        flop = 3 * 2 * (pairs * left + distinct * right)
+        lookups = self.ids[0].numel()
+        size = self.cores[0].element_size()
+        weights = sum(core.numel() for core in self.cores)
+        moved = 8 * lookups + 2 * size * self.grads[0].numel() + 2 * size * weights
+        return {
+            "distinct": distinct / lookups,
+            "floor_arithmetic_us": flop / TENSOR_CORES[self.precision] * 1e6,
+            "floor_bytes_us": moved / bandwidth * 1e6,
+        }
+
+
+def dense_milliseconds(case: Case, skew: str) -> float:
+    """A dense ``nn.EmbeddingBag`` of one table with sparse SGD, eager."""
+    rows, dim = case.rows[0], prod(case.q)
+    bag = nn.EmbeddingBag(rows, dim, mode="sum", sparse=True, device="cuda")
+    optimizer = torch.optim.SGD(bag.parameters(), lr=1e-6)
+    setup = Setup(case, skew, "ieee", False)
+
+    def step(index: int) -> None:
+        ids = setup.ids[index % INPUTS].view(-1, case.bag)
+        bag(ids).backward(setup.grads[index % INPUTS][0])
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return gpu_milliseconds(step)
+
+
+def captured_milliseconds(run: Callable[[int], object]) -> float:
+    """Median milliseconds of ``run`` as a replayed CUDA graph, one graph for each input."""
+    for index in range(INPUTS):
+        run(index)
+    graphs = []
+    for index in range(INPUTS):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            run(index)
+        graphs.append(graph)
+
+    def replay_all(_: int) -> None:
+        for graph in graphs:
+            graph.replay()
+
+    return gpu_milliseconds(replay_all, warm_up=3, steps=20) / INPUTS
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per second by a large copy on the device."""
+    source = torch.empty(1 << 28, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / gpu_milliseconds(lambda _: target.copy_(source), steps=10) * 1e3
+
+
+def measure(bandwidth: float, cases: Sequence[Case], precisions: Sequence[str]) -> Iterator[dict]:
+    """One result a case, skew and precision."""
+    for case in cases:
+        for skew in case.skews:
+            peers: dict[str, float] = {}
+            for precision in precisions:
+                for deterministic in (False, True):
+                    if deterministic and precision != precisions[0]:
+                        continue
+                    torch.manual_seed(0)
+                    setup = Setup(case, skew, precision, deterministic)
+                    result = {"case": case.name, "ids": skew, "precision": precision}
+                    result |= {"deterministic": deterministic}
+                    error = setup.check()
+                    if not error < TOLERANCE[precision]:
+                        yield {**result, "failed": f"differs from PyTorch by {error:.1e}"}
+                        continue
+                    if not peers:
+                        peers["torch_eager_ms"] = gpu_milliseconds(
+                            setup.exact_step, warm_up=2, steps=8
+                        )
+                        if len(case.rows) == 1:
+                            peers["dense_eager_ms"] = dense_milliseconds(case, skew)
+                    result |= {
+                        "error": error,
+                        "forward_ms": captured_milliseconds(setup.forward),
+                        "step_ms": captured_milliseconds(setup.step),
+                        "step_eager_ms": gpu_milliseconds(setup.step),
+                        **setup.floors(bandwidth),
+                        **peers,
+                    }
+                    if case.reference_ms and skew == "uniform":
+                        result["reference_ms"] = case.reference_ms
+                        result["times_reference"] = case.reference_ms / result["step_ms"]
+                    yield {k: _round(v) for k, v in result.items()}
+
+
+def _round(value: Any) -> Any:
+    return float(f"{value:.3g}") if isinstance(value, float) else value
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and write the results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [case.name for case in CASES]
+    parser.add_argument("--cases", nargs="+", choices=names, default=names, metavar="CASE",
+                        help=f"any of: {'; '.join(names)} (default: all)")  # fmt: skip
+    parser.add_argument("--precisions", nargs="+", choices=sorted(TOLERANCE),
+                        default=["tf32", "ieee", "bf16"])  # fmt: skip
+    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("this benchmark needs a CUDA GPU")
+    torch.cuda.set_stream(torch.cuda.Stream())  # autograd and capture on one stream
+    bandwidth = copy_bandwidth()
+    cases = [case for case in CASES if case.name in options.cases]
+    results = []
+    for result in measure(bandwidth, cases, options.precisions):
+        print(json.dumps(result), flush=True)
+        results.append(result)
+    if any("failed" in result for result in results):
+        parser.exit(1, "a check failed: nothing is written\n")
+    if options.output:
+        write(
+            options.output,
+            {
+                "what": "TT look-up, forward + backward + SGD; step_ms and forward_ms are replays "
+                "of a CUDA graph",
+                "copy_bytes_per_second": round(bandwidth),
+                "results": results,
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()
