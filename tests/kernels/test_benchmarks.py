@@ -43,5 +43,5 @@ def test_a_wrong_result_is_not_reported(monkeypatch):
 
     right = interaction.dot_interaction
     monkeypatch.setattr(interaction, "dot_interaction", lambda *x: right(*x) * 1.01)
-    with pytest.raises(SystemExit, match="differs from PyTorch by .*: nothing is reported"):
+    with pytest.raises(SystemExit, match=r"differs from PyTorch by .*: nothing is reported"):
         main_of("benchmark_interaction")(SMALL["benchmark_interaction"])
