@@ -1,0 +1,97 @@
+"""Gradient-boosted trees on the same data: a mark beside which to see a DLRM.
+
+    python scripts/baseline_trees.py --data data/sample
+
+Each id is replaced by how often it occurs in training and by the share of positives among its
+other training rows (smoothed, and left out fold by fold, so that no row sees its own label).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from sklearn.ensemble import HistGradientBoostingClassifier
+
+from dlrm import measure
+from dlrm.data.schema import Meta
+from dlrm.metrics import classification
+
+FOLDS = 5
+PRIOR = 20.0  # pseudo-observations with the average share of positives
+
+
+def read(directory: Path, meta: Meta, split: str) -> pd.DataFrame:
+    """All rows of a split."""
+    return pd.concat([pd.read_parquet(directory / file) for file in meta.splits[split].files])
+
+
+def shares(ids: pd.Series, labels: pd.Series, seen: pd.Series, base: float) -> np.ndarray:
+    """Smoothed share of positives of each value of ``seen``, measured on ``ids`` and ``labels``."""
+    sums = labels.groupby(ids).agg(["sum", "count"])
+    rate = (sums["sum"] + PRIOR * base) / (sums["count"] + PRIOR)
+    return seen.map(rate).fillna(base).to_numpy()
+
+
+def features(
+    meta: Meta, train: pd.DataFrame, test: pd.DataFrame, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Feature matrices of training and test rows."""
+    label = train[meta.label].astype(np.float64).reset_index(drop=True)
+    base = label.mean()
+    fold = pd.Series(np.random.default_rng(seed).integers(0, FOLDS, len(train)))
+    columns: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    for name in meta.dense:
+        columns[0].append(train[name].to_numpy())
+        columns[1].append(test[name].to_numpy())
+    for column in meta.categorical:
+        ids = train[column.name].reset_index(drop=True)
+        other = test[column.name]
+        counts = ids.value_counts()
+        columns[0].append(ids.map(counts).to_numpy())
+        columns[1].append(other.map(counts).fillna(0).to_numpy())
+        own = np.empty(len(train))
+        for k in range(FOLDS):
+            inside = fold == k
+            own[inside] = shares(ids[~inside], label[~inside], ids[inside], base)
+        columns[0].append(own)
+        columns[1].append(shares(ids, label, other, base))
+    return np.column_stack(columns[0]), np.column_stack(columns[1])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train with several seeds and print the test metrics; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True, help="prepared directory")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="where the result is written as JSON")
+    options = parser.parse_args(argv)
+    try:
+        meta = Meta.read(options.data)
+    except (FileNotFoundError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    train, test = (read(options.data, meta, split) for split in ("train", "test"))
+    results = []
+    for seed in range(options.seeds):
+        inputs, others = features(meta, train, test, seed)
+        model = HistGradientBoostingClassifier(
+            max_iter=300, learning_rate=0.05, min_samples_leaf=100, random_state=seed
+        )
+        model.fit(inputs, train[meta.label])
+        logits = model.decision_function(others)
+        results.append({"seed": seed, **classification(logits, test[meta.label].to_numpy())})
+    table = pd.DataFrame(results).set_index("seed")
+    print(pd.concat([table, table.agg(["mean", "std"])]).to_string())
+    if options.json:
+        measure.write(options.json, {"data": options.data.name, "results": results})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
