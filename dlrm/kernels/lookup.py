@@ -36,8 +36,8 @@ def _gather(
     """Fetch one row per table and sample, sample after sample; ``flat`` gets their indices."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
-    sample, table = k // F, k % F
-    row = tl.load(ids + table.to(tl.int64) * batch + sample, mask=inside, other=0).to(tl.int64)
+    sample, table = (k // F).to(tl.int64), (k % F).to(tl.int64)
+    row = tl.load(ids + table * batch + sample, mask=inside, other=0).to(tl.int64)
     if starts is not None:
         row += tl.load(starts + table)
     if flat is not None:
@@ -45,7 +45,7 @@ def _gather(
     column = tl.arange(0, BLOCK_D)[None, :]
     mask = inside[:, None] & (column < D)
     value = tl.load(weight + row[:, None] * D + column, mask=mask, other=0.0)
-    to = sample.to(tl.int64) * stride_b + table * stride_f
+    to = sample * stride_b + table * stride_f
     tl.store(out + to[:, None] + column, value, mask=mask)
 
 
@@ -58,8 +58,8 @@ def _pool(
     """Pool the rows of a bag per table and sample; ``chosen`` gets the look-ups that max took."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
-    sample, table = k // F, k % F
-    bag = table.to(tl.int64) * batch + sample
+    table = k % F
+    bag = table.to(tl.int64) * batch + k // F
     begin = tl.load(offsets + bag, mask=inside, other=0)
     length = tl.load(offsets + bag + 1, mask=inside, other=0) - begin
     start = tl.load(starts + table)
