@@ -340,6 +340,9 @@ def lookup_bags(
         )
     if not use_triton(weight, impl):
         return lookup_bags_torch(weight, starts, ids, offsets, per_sample_weights, mode, sparse)
+    if per_sample_weights is not None:
+        per_sample_weights = per_sample_weights.contiguous()
+    ids, offsets = ids.contiguous(), offsets.contiguous()
     return _LookupBags.apply(weight, per_sample_weights, starts, ids, offsets, mode, sparse)
 
 

@@ -200,6 +200,24 @@ def test_max_gives_the_gradient_to_the_first_of_equal_entries(device):
     assert weight.grad.to_dense().flatten().tolist() == [0, 1, 0]
 
 
+def test_inputs_may_be_views(device):
+    weight, starts = tables(4, device)
+    ids = ids_of(6, device)
+    assert torch.equal(
+        lookup_tables(weight, starts, ids.t().contiguous().t(), impl="triton"),
+        lookup_tables(weight, starts, ids, impl="triton"),
+    )
+    ids, offsets = bags_of(5, device)
+    scale = torch.randn(len(ids), device=device)
+    views = [torch.stack([x, x], dim=1)[:, 1] for x in (ids, offsets, scale)]
+    for mode, few in (("sum", {"per_sample_weights": views[2]}), ("mean", {})):
+        out = lookup_bags(weight, starts, *views[:2], mode=mode, impl="triton", **few)
+        full = {"per_sample_weights": scale} if few else {}
+        assert torch.equal(
+            out, lookup_bags(weight, starts, ids, offsets, mode=mode, impl="triton", **full)
+        )
+
+
 def test_all_bags_empty(device):
     weight, starts = tables(4, device)
     ids = torch.empty(0, dtype=torch.int64, device=device)
