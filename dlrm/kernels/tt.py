@@ -29,14 +29,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dlrm.hints import nearest
-from dlrm.kernels import tt_kernels as kernels
 from dlrm.kernels import use_triton
 from dlrm.kernels.tt_factors import chain_of, power
 from dlrm.kernels.tt_lookup import Call, Lookup
+from dlrm.kernels.tt_update import update_cores
 
 PRECISIONS = ("ieee", "tf32", "tf32x3")
 RULES = ("sgd", "adagrad", "rowwise_adagrad")
-_MERGED_FROM = 1 << 15  # look-ups from which merging equal ids pays
+_MERGED_FROM = 24_000  # look-ups from which merging equal ids pays
 
 
 class _Rows(torch.autograd.Function):
@@ -62,10 +62,9 @@ def _weights_gradient(look: Lookup, grad: Tensor) -> Tensor:
     """Gradient of the factor of each id: its row times the gradient of its bag, ``[n]``."""
     call = look.call
     assert look.bag_of is not None
-    bag = (look.bag_of - 1).clamp(min=0)
+    bag = look.bag_of.clamp(min=0)
     at = (bag % call.inner) * call.outer + bag // call.inner
-    products = look.rows(pooled=False) * grad.index_select(0, at)
-    return products.sum(1).masked_fill(look.bag_of == 0, 0.0)
+    return (look.rows(pooled=False) * grad.index_select(0, at)).sum(1)
 
 
 def _way(n: int, deterministic: bool) -> str:
@@ -91,6 +90,7 @@ def tt_vectors(
     tables: Tensor,
     ids: Tensor,
     *,
+    skip: Tensor | None = None,
     impl: str | None = None,
     precision: str | None = None,
     deterministic: bool = False,
@@ -106,6 +106,8 @@ def tt_vectors(
         ranks: ``(1, r_1, ..., r_{d-1}, 1)``.
         tables: table of each id, an integer tensor that broadcasts against ``ids``.
         ids: any integer tensor ``[...]``; every id lies inside its table.
+        skip: ids that are answered elsewhere, say by a cache, bool of the shape of ``ids``: their
+            rows are zeros without gradient, and cost nothing on a GPU.
         impl: ``"triton"`` or ``"torch"``; by default Triton on a GPU for two to four cores of fp32
             or bf16.
         precision: how Triton multiplies fp32 matrices: ieee, tf32 or tf32x3; by default what
@@ -118,7 +120,8 @@ def tt_vectors(
         memory as ``[B, F, D]``.
     """
     if not _runs_triton(cores, impl) or not ids.numel():
-        return tt_vectors_torch(cores, p, core_offsets, q, ranks, tables, ids)
+        rows = tt_vectors_torch(cores, p, core_offsets, q, ranks, tables, ids)
+        return rows if skip is None else rows.masked_fill(skip[..., None], 0.0)
     n = ids.numel()
     outer, inner = ids.shape if ids.dim() == 2 else (1, 1)
     if tables.numel() == 1:
@@ -128,11 +131,19 @@ def tt_vectors(
     else:
         per_table, tables = 1, tables.expand(ids.shape)
     call = Call(
-        chain=chain_of(p, q, ranks), p=p, starts=core_offsets, ids=ids.contiguous().view(-1),
-        tables=tables.contiguous(), per_table=per_table, offsets=None, mean=False, results=n,
-        inner=inner, outer=outer, precision=_precision(precision),
+        chain=chain_of(p, q, ranks),
+        p=p,
+        starts=core_offsets,
+        ids=ids.contiguous().view(-1),
+        skip=None if skip is None else skip.contiguous().view(-1),
+        tables=tables.contiguous(),
+        per_table=per_table,
+        results=n,
+        inner=inner,
+        outer=outer,
+        precision=_precision(precision),
         way=_way(n, deterministic),
-    )  # fmt: skip
+    )
     out = _Rows.apply(call, None, *cores)
     if ids.dim() == 2:
         return out.view(inner, outer, -1).transpose(0, 1)
@@ -179,11 +190,18 @@ def tt_bags(
     if not _runs_triton(cores, impl) or not ids.numel() or not bags:
         return _tt_bags_torch(cores, p, core_offsets, q, ranks, ids, offsets, weights, mode)
     call = Call(
-        chain=chain_of(p, q, ranks), p=p, starts=core_offsets, ids=ids.contiguous(), tables=None,
-        per_table=1, offsets=offsets.contiguous(), mean=mode == "mean", results=bags, inner=batch,
-        outer=tables, precision=_precision(precision),
+        chain=chain_of(p, q, ranks),
+        p=p,
+        starts=core_offsets,
+        ids=ids.contiguous(),
+        offsets=offsets.contiguous(),
+        mean=mode == "mean",
+        results=bags,
+        inner=batch,
+        outer=tables,
+        precision=_precision(precision),
         way=_way(ids.numel(), deterministic),
-    )  # fmt: skip
+    )
     return _Rows.apply(call, weights, *cores).view(batch, tables, -1).transpose(0, 1)
 
 
@@ -228,7 +246,7 @@ def tt_update_(
     lengths = [core.shape[1] for core in cores] + [0, 0]
     block = min(1024, power(max(lengths)))
     blocks = 1 if rule == "rowwise_adagrad" else triton.cdiv(max(lengths), block)
-    kernels.update_cores[(sum(rows), blocks)](
+    update_cores[(sum(rows), blocks)](
         *cores, *absent, *grads, *absent, *moments, *absent, lr, eps, *rows[:3],
         L0=lengths[0], L1=lengths[1], L2=lengths[2], L3=lengths[3], RULE=rule, BLOCK=block,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """The two factors of rows in tensor-train format, and the products of cores that make them.
 
-See :mod:`dlrm.kernels.tt` for what a factor is, :mod:`dlrm.kernels.tt_kernels` for pairs and slots.
+See :mod:`dlrm.kernels.tt` for what a factor is, :mod:`dlrm.kernels.tt_pairs` for pairs and slots.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dlrm.kernels import tt_kernels as kernels
+from dlrm.kernels import tt_pairs as kernels
 
 # Rows and columns of the tile that a program multiplies, by kernel; measured on an H100.
 _TILES = {"pair_products": (32, 64), "big_gradient": (64, 64), "small_gradient": (64, 32)}
@@ -110,7 +110,7 @@ class Chain:
             strides = {"SJ": 1, "SR": q[3], "BR": 1, "BC": r, "OJ": 1, "OC": q[3]}
             right = Pairs.build(p, 3, 2, {"Q": q[3], "R": r, "N": n, **strides})
         a, r, c = prod(q[:middle]), ranks[middle], prod(q[middle:])
-        pads = {"A2": power(a), "R2": power(r), "C2": power(c)}
+        pads = {"A2": power(a, 2), "R2": power(r, 2), "C2": power(c, 2)}
         keys, first, lefts, rights = [], 0, 0, 0
         for row in p.tolist():
             many, others = prod(row[:middle]), prod(row[middle:])
@@ -135,6 +135,12 @@ def chain_of(p: Tensor, q: Sequence[int], ranks: Sequence[int]) -> Chain:
     if key not in known:
         known[key] = Chain.build(p, key[0], key[1])
     return known[key]
+
+
+def clear_rows(out: Tensor, count: Tensor) -> None:
+    """Zero the first ``count`` rows of ``out``, a number that is on the GPU."""
+    grid = (triton.cdiv(out.numel(), 4096),)
+    kernels.clear_rows[grid](out, count, LENGTH=out.shape[1], BLOCK=4096)
 
 
 class Factor:
@@ -218,9 +224,17 @@ class Factor:
         )  # fmt: skip
         grads[pairs.small], grads[pairs.big] = d_small, d_big
 
+    def no_gradient(self) -> Tensor:
+        """Zeros to sum the gradient of the values in use into, fp32."""
+        if self.scan is None:
+            return torch.zeros_like(self.values, dtype=torch.float32)
+        out = torch.empty_like(self.values, dtype=torch.float32)
+        clear_rows(out, self.scan[-1:])
+        return out
+
     def order(self) -> Tensor:
         """Look-ups in an order in which those with an equal factor lie together."""
         index = self.index
-        if self.number <= 1 << 16:  # half the passes of a radix sort; wrapping keeps keys apart
+        if self.number < 1 << 16:  # half the passes of a radix sort; wrapping keeps them apart
             index = index.to(torch.int16)
         return index.sort(stable=True).indices

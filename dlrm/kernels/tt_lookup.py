@@ -18,8 +18,8 @@ import torch
 import triton
 from torch import Tensor
 
-from dlrm.kernels import tt_kernels as kernels
-from dlrm.kernels.tt_factors import Chain, Factor, power
+from dlrm.kernels import tt_distinct, tt_index, tt_rows
+from dlrm.kernels.tt_factors import Chain, Factor, clear_rows, power
 
 _STEPS = 8  # look-ups that one chunk of the ordered backward pass walks over
 _TILE = 2048  # numbers that a program of 4 warps holds
@@ -33,15 +33,16 @@ class Call:
     p: Tensor  # [F, d]
     starts: Tensor  # [F, d] first slice of each table in each core
     ids: Tensor  # [n], contiguous
-    tables: Tensor | None  # table of every run of per_table ids; None with offsets
-    per_table: int
-    offsets: Tensor | None  # [F * B + 1]
-    mean: bool
     results: int  # rows of the result
     inner: int  # result k is row (k % inner) * outer + k // inner
     outer: int
     precision: str
     way: str  # direct, merged or ordered
+    tables: Tensor | None = None  # without offsets: table of every run of per_table ids
+    per_table: int = 1
+    skip: Tensor | None = None  # [n] bool
+    offsets: Tensor | None = None  # [F * B + 1]
+    mean: bool = False
 
 
 class Lookup:
@@ -57,9 +58,8 @@ class Lookup:
         if call.offsets is None:
             left, right = call.ids.new_empty(2, self.n, dtype=torch.int32)
         else:
-            # Ids behind the last bag stay at 0, which is no bag: a buffer of static size may be
-            # longer than what is used of it.
-            left, right, self.bag_of = call.ids.new_zeros(3, self.n, dtype=torch.int32)
+            # Ids behind the last bag stay at -1: a buffer of static size may be longer than used.
+            left, right, self.bag_of = call.ids.new_full((3, self.n), -1, dtype=torch.int32)
             if call.mean or weights is not None:
                 self.scale = call.ids.new_zeros(self.n, dtype=torch.float32)
         self.left = Factor(call.chain.left, 0, cores, left)
@@ -74,7 +74,7 @@ class Lookup:
         call, left, right = self.call, self.left, self.right
         keys = bitmap = None
         if self.merged:
-            keys = call.ids.new_empty(self.n, dtype=torch.int64)
+            keys = call.ids.new_full((self.n,), -1, dtype=torch.int64)
             bitmap = call.ids.new_zeros(call.chain.words, dtype=torch.int32)
         arguments = (
             call.p, call.starts, left.base, right.base, left.index, right.index, left.flags,
@@ -82,33 +82,44 @@ class Lookup:
         )  # fmt: skip
         cores = call.p.shape[1]
         if call.offsets is None:
-            kernels.index_ids[(triton.cdiv(self.n, 256),)](
-                call.ids, call.tables, call.per_table, *arguments, self.n, CORES=cores, BLOCK=256
+            tt_index.index_ids[(triton.cdiv(self.n, 256),)](
+                call.ids,
+                call.skip,
+                call.tables,
+                call.per_table,
+                *arguments,
+                self.n,
+                CORES=cores,
+                BLOCK=256,
             )
         else:
-            kernels.index_bags[(call.results,)](
-                call.ids, call.offsets, weights, call.inner, *arguments, self.bag_of, self.scale,
-                CORES=cores, MEAN=call.mean, BLOCK=32, num_warps=1,
+            tt_index.index_bags[(call.results,)](
+                call.ids, call.skip, call.offsets, weights, call.inner, *arguments, self.bag_of,
+                self.scale, CORES=cores, MEAN=call.mean, BLOCK=32, num_warps=1,
             )  # fmt: skip
         if bitmap is not None:
             self._number(keys, bitmap)
 
     def _number(self, keys: Tensor | None, bitmap: Tensor) -> None:
-        """Number the distinct ids; from here on the factors are those of the distinct ids."""
+        """Number the distinct ids and note their factors."""
         words = self.call.chain.words
         counts = torch.empty_like(bitmap)
-        kernels.count_ids[(triton.cdiv(words, 1024),)](bitmap, counts, words, BLOCK=1024)
+        tt_index.count_ids[(triton.cdiv(words, 1024),)](bitmap, counts, words, BLOCK=1024)
         self.total = torch.cumsum(counts, 0, dtype=torch.int32)
-        self.which, left, right = (torch.zeros_like(self.left.index) for _ in range(3))
-        kernels.number_ids[(triton.cdiv(self.n, 256),)](
-            keys, bitmap, self.total, self.bag_of, self.left.index, self.right.index, self.which,
-            left, right, self.n, BLOCK=256,
+        self.which = torch.empty_like(self.left.index)
+        self.factors = torch.empty_like(self.left.index, dtype=torch.int64)
+        tt_index.number_ids[(triton.cdiv(self.n, 256),)](
+            keys, bitmap, self.total, self.left.index, self.right.index, self.which, self.factors,
+            self.n, BLOCK=256,
         )  # fmt: skip
-        self.left.index, self.right.index = left, right
 
     def _operands(self) -> tuple[Tensor | None, ...]:
         left, right = self.left, self.right
         return left.values, right.values, left.index, right.index, left.scan, right.scan
+
+    def _distinct(self) -> tuple[Any, ...]:
+        left, right, words = self.left, self.right, self.call.chain.words
+        return left.values, right.values, self.factors, left.scan, right.scan, self.total, words
 
     def _tiles(self) -> tuple[tuple[int], dict[str, Any]]:
         """Grid and compile-time constants for tiles of distinct ids."""
@@ -122,8 +133,7 @@ class Lookup:
     def _distinct_rows(self) -> Tensor:
         values = self.left.values.new_empty(self.n, self.dim)
         grid, tile = self._tiles()
-        words = self.call.chain.words
-        kernels.distinct_rows[grid](*self._operands(), self.total, words, values, **tile)
+        tt_distinct.distinct_rows[grid](*self._distinct(), values, **tile)
         return values
 
     def _copies(self) -> tuple[int, dict[str, int]]:
@@ -142,14 +152,14 @@ class Lookup:
         if self.merged:
             block, tile = self._copies()
             grid = (triton.cdiv(results, block) if offsets is None else results,)
-            kernels.spread_rows[grid](
+            tt_distinct.spread_rows[grid](
                 self.distinct, self.which, offsets, scale, out, results, inner, outer, **tile
             )
             return out
         sizes = call.chain.sizes
         block = max(1, min(16, _TILE // (sizes["A2"] * sizes["R2"])))
         grid = (triton.cdiv(results, block) if offsets is None else results,)
-        kernels.rows[grid](
+        tt_rows.rows[grid](
             *self._operands(), offsets, scale, out, results, inner, outer, **sizes, BLOCK=block
         )
         return out
@@ -172,19 +182,15 @@ class Lookup:
     def _merged_gradients(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the left and right factors."""
         call, (block, rows) = self.call, self._copies()
-        once = grad.new_zeros(self.n, self.dim, dtype=torch.float32)
-        kernels.merge_gradients[(triton.cdiv(self.n, block),)](
+        once = grad.new_empty(self.n, self.dim, dtype=torch.float32)
+        clear_rows(once, self.total[-1:])
+        tt_distinct.merge_gradients[(triton.cdiv(self.n, block),)](
             grad, self.which, self.bag_of, self.scale, once, self.n, call.inner, call.outer,
             **rows,
         )  # fmt: skip
         grid, tile = self._tiles()
-        d_left, d_right = (
-            torch.zeros_like(factor.values, dtype=torch.float32)
-            for factor in (self.left, self.right)
-        )
-        kernels.distinct_gradient[grid](
-            *self._operands(), self.total, call.chain.words, once, d_left, d_right, **tile
-        )
+        d_left, d_right = self.left.no_gradient(), self.right.no_gradient()
+        tt_distinct.distinct_gradient[grid](*self._distinct(), once, d_left, d_right, **tile)
         return d_left, d_right
 
     def _gradient(self, grad: Tensor, factor: Factor, other: Factor) -> Tensor:
@@ -196,18 +202,21 @@ class Lookup:
         steps = _STEPS if ordered else 1
         chunks = triton.cdiv(self.n, steps)
         rows = len(factor.values)
-        # Ordered, the products in use are all written. Of slices not all need be in use.
-        make = grad.new_empty if ordered and factor.pairs is not None else grad.new_zeros
-        out = make(rows + chunks * ordered, length, dtype=torch.float32)
+        if ordered:
+            # Products in use are all written, but slices need not be in use.
+            make = grad.new_zeros if factor.pairs is None else grad.new_empty
+            out = make(rows + chunks, length, dtype=torch.float32)
+        else:
+            out = factor.no_gradient()
         order = factor.order() if ordered else None
-        kernels.factor_gradient[(triton.cdiv(chunks, block),)](
-            other.values, grad, factor.index, factor.scan, other.index, other.scan, self.bag_of,
-            self.scale, order, out, rows, self.n, call.inner, call.outer,
+        tt_rows.factor_gradient[(triton.cdiv(chunks, block),)](
+            other.values, grad, factor.index, factor.scan, other.index, other.scan,
+            self.bag_of, self.scale, order, out, rows, self.n, call.inner, call.outer,
             **sizes, LEFT=left, STEPS=steps, BLOCK=block, EXCLUSIVE=ordered,
         )  # fmt: skip
         if ordered:
             width = min(128, power(length))
-            kernels.carry_runs[(chunks, triton.cdiv(length, width))](
+            tt_rows.carry_runs[(chunks, triton.cdiv(length, width))](
                 factor.index, factor.scan, order, out, rows, self.n,
                 LENGTH=length, STEPS=steps, TILE=16, BLOCK=width,
             )  # fmt: skip

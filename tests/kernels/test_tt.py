@@ -138,8 +138,10 @@ def test_ids_that_repeat_and_ids_at_both_ends(kind, way, device, monkeypatch):
     cores, want = group.reference(ids, group.index())
     close(got, want, ROUNDING["ieee"])
     gradients = torch.autograd.grad(got.square().sum(), group.cores)
+    # 70,000 numbers of one sign, added one after another in fp32, lose some digits.
+    tolerance = 1e-3 if GPU and way != "ordered" else 2e-5
     for k, gradient in enumerate(torch.autograd.grad(want.square().sum(), cores)):
-        close(gradients[k], gradient, 10 * ROUNDING["ieee"], f"core {k}")
+        close(gradients[k], gradient, tolerance, f"core {k}")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -164,6 +166,24 @@ def test_tables_may_be_named_per_id(way, device, monkeypatch):
     ids = torch.randint(min(group.rows), (80,), device=device)
     got = tt_vectors(*group.arguments, tables, ids, precision="ieee", **take(monkeypatch, way))
     close(got, group.reference(ids, tables)[1], ROUNDING["ieee"])
+
+
+@pytest.mark.parametrize("way", [*WAYS, "torch"])
+def test_skipped_ids_have_neither_rows_nor_gradients(way, device, monkeypatch):
+    group = Group("d3-kaggle", device)
+    ids = group.ids(40)
+    skip = torch.rand(ids.shape, device=device) < 0.5
+    skip[1, 5:] = True
+    options = take(monkeypatch, way) if way != "torch" else {"impl": "torch"}
+    got = tt_vectors(*group.arguments, group.index(), ids, skip=skip, precision="ieee", **options)
+    cores, want = group.reference(ids, group.index())
+    want = torch.where(skip[..., None], 0.0, want)
+    assert (got[skip] == 0).all()
+    close(got, want, ROUNDING["ieee"])
+    grad = torch.randn_like(got)
+    gradients = torch.autograd.grad(got, group.cores, grad)
+    for k, gradient in enumerate(torch.autograd.grad(want, cores, grad.double())):
+        close(gradients[k], gradient, ROUNDING["ieee"], f"core {k}")
 
 
 def test_rows_of_a_batch_lie_sample_after_sample(device):
@@ -260,10 +280,11 @@ def test_bfloat16_cores(way, device, monkeypatch):
 def test_precision_is_what_torch_says_or_the_caller(device):
     group = Group("readme", device)
     ids = group.ids(4096)
-    _, want = group.reference(ids, group.index())
+    want = group.reference(ids, group.index())[1].detach()
 
     def error(**options) -> float:
-        got = tt_vectors(*group.arguments, group.index(), ids, **options)
+        with torch.no_grad():
+            got = tt_vectors(*group.arguments, group.index(), ids, **options)
         return float((got.double() - want).norm() / want.norm())
 
     before = torch.get_float32_matmul_precision()
@@ -308,7 +329,7 @@ def test_update_moves_every_slice(name, impl, rule, device):
 @pytest.mark.parametrize("way", WAYS)
 def test_training_follows_the_reference_without_drift(way, device, monkeypatch):
     group = Group("kaggle" if GPU else "d3", device)
-    steps, batch = (2000, 4096) if GPU else (8, 20)
+    steps, batch = (1000, 4096) if GPU else (8, 20)
     options = take(monkeypatch, way)
     ours = [core.detach().clone().requires_grad_() for core in group.cores]
     theirs = [core.detach().double().clone().requires_grad_() for core in group.cores]

@@ -1,0 +1,167 @@
+"""Triton kernels that multiply out pairs of slices; see :mod:`dlrm.kernels.tt`.
+
+A pair is a slice ``[Q, R]`` of the small (outer) core and one ``[R, N]`` of the big core beside it;
+their product is ``[Q, N]``. Pairs that a batch uses have a *slot*, their rank among all in use, so
+that the slots of one big slice lie together: ``scan`` is the running sum of the flags of the pairs,
+and the slot of a pair in use is its entry less 1. ``S*``, ``B*`` and ``O*`` are the strides of the
+small core, the big one and the product; ``R2`` is ``R`` rounded up to a power of 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def list_members(flags, scan, pair_start, small_start, members, BLOCK: tl.constexpr):
+    """Write the small slice of every slot; one program a big slice."""
+    big = tl.program_id(0)
+    begin = tl.load(pair_start + big)
+    end = tl.load(pair_start + big + 1)
+    small = tl.load(small_start + big)
+    for first in range(begin, end, BLOCK):
+        pair = first + tl.arange(0, BLOCK)
+        used = tl.load(flags + pair, mask=pair < end, other=0) != 0
+        slot = tl.load(scan + pair, mask=used, other=1) - 1
+        tl.store(members + slot, small + pair - begin, mask=used)
+
+
+@triton.jit
+def _slots(scan, pair_start, big):
+    """Slots of a big slice: the first, and the first behind them."""
+    first = tl.load(pair_start + big)
+    behind = tl.load(pair_start + big + 1)
+    begin = tl.load(scan + first - 1, mask=first > 0, other=0)
+    return begin, tl.load(scan + behind - 1, mask=behind > 0, other=0)
+
+
+@triton.jit
+def clear_rows(out, count, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Zero the first ``count`` rows."""
+    end = tl.load(count).to(tl.int64) * LENGTH
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    if first < end:
+        at = first + tl.arange(0, BLOCK)
+        tl.store(out + at, tl.zeros((BLOCK,), tl.float32), mask=at < end)
+
+
+@triton.jit
+def pair_products(
+    small, big, out, scan, pair_start, members,
+    Q: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+    SJ: tl.constexpr, SR: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    OJ: tl.constexpr, OC: tl.constexpr,
+    R2: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``out[slot] = small slice [Q, R] @ big slice [R, N]``, for a tile of (slot, Q) rows."""
+    at = tl.program_id(0)
+    begin, end = _slots(scan, pair_start, at)
+    first = tl.program_id(1) * BM
+    if first < (end - begin) * Q:
+        m = first + tl.arange(0, BM)
+        row = m < (end - begin) * Q
+        slot, j = begin + m // Q, m % Q
+        member = tl.load(members + slot, mask=row, other=0).to(tl.int64)
+        r = tl.arange(0, R2)
+        x = tl.load(
+            small + (member * (Q * R) + j * SJ)[:, None] + r[None, :] * SR,
+            mask=row[:, None] & (r < R)[None, :], other=0.0,
+        )  # fmt: skip
+        for n in range(0, N, BN):
+            c = n + tl.arange(0, BN)
+            y = tl.load(
+                big + at.to(tl.int64) * (R * N) + r[:, None] * BR + c[None, :] * BC,
+                mask=(r < R)[:, None] & (c < N)[None, :], other=0.0,
+            )  # fmt: skip
+            product = tl.dot(x, y, input_precision=PRECISION)
+            to = (slot.to(tl.int64) * (Q * N) + j * OJ)[:, None] + c[None, :] * OC
+            mask = row[:, None] & (c < N)[None, :]
+            tl.store(out + to, product.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def big_gradient(
+    small, grad, out, scan, pair_start, members,
+    Q: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+    SJ: tl.constexpr, SR: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    OJ: tl.constexpr, OC: tl.constexpr,
+    R2: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradient of a big slice, ``N`` in tiles: the sum over its slots of ``small' @ grad``."""
+    at = tl.program_id(0)
+    begin, end = _slots(scan, pair_start, at)
+    r = tl.arange(0, R2)
+    c = tl.program_id(1) * BN + tl.arange(0, BN)
+    total = tl.zeros((R2, BN), tl.float32)
+    for first in range(0, (end - begin) * Q, BM):
+        m = first + tl.arange(0, BM)
+        row = m < (end - begin) * Q
+        slot, j = begin + m // Q, m % Q
+        member = tl.load(members + slot, mask=row, other=0).to(tl.int64)
+        x = tl.load(
+            small + (member * (Q * R) + j * SJ)[None, :] + r[:, None] * SR,
+            mask=row[None, :] & (r < R)[:, None], other=0.0,
+        )  # fmt: skip
+        g = tl.load(
+            grad + (slot.to(tl.int64) * (Q * N) + j * OJ)[:, None] + c[None, :] * OC,
+            mask=row[:, None] & (c < N)[None, :], other=0.0,
+        )  # fmt: skip
+        total = tl.dot(x, g.to(x.dtype), total, input_precision=PRECISION)
+    to = at.to(tl.int64) * (R * N) + r[:, None] * BR + c[None, :] * BC
+    tl.store(out + to, total, mask=(r < R)[:, None] & (c < N)[None, :])
+
+
+@triton.jit
+def small_gradient(
+    big, grad, out, scan, pair_start,
+    Q: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+    SJ: tl.constexpr, SR: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    OJ: tl.constexpr, OC: tl.constexpr,
+    R2: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What each slot adds to the gradient of its small slice: ``grad @ big'``."""
+    at = tl.program_id(0)
+    begin, end = _slots(scan, pair_start, at)
+    first = tl.program_id(1) * BM
+    if first < (end - begin) * Q:
+        m = first + tl.arange(0, BM)
+        row = m < (end - begin) * Q
+        slot, j = (begin + m // Q).to(tl.int64), m % Q
+        r = tl.arange(0, R2)
+        total = tl.zeros((BM, R2), tl.float32)
+        for n in range(0, N, BN):
+            c = n + tl.arange(0, BN)
+            g = tl.load(
+                grad + (slot * (Q * N) + j * OJ)[:, None] + c[None, :] * OC,
+                mask=row[:, None] & (c < N)[None, :], other=0.0,
+            )  # fmt: skip
+            y = tl.load(
+                big + at.to(tl.int64) * (R * N) + r[None, :] * BR + c[:, None] * BC,
+                mask=(r < R)[None, :] & (c < N)[:, None], other=0.0,
+            )  # fmt: skip
+            total = tl.dot(g.to(y.dtype), y, total, input_precision=PRECISION)
+        to = (slot * (Q * R) + j * SJ)[:, None] + r[None, :] * SR
+        tl.store(out + to, total, mask=row[:, None] & (r < R)[None, :])
+
+
+@triton.jit
+def sum_small(
+    parts, flags, scan, first_pair, step, count, out,
+    LENGTH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sum the parts of one small slice over the big slices it is paired with."""
+    at = tl.program_id(0)
+    first, stride, many = tl.load(first_pair + at), tl.load(step + at), tl.load(count + at)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for begin in range(0, many, TILE):
+        i = begin + tl.arange(0, TILE)
+        pair = first + i * stride
+        used = tl.load(flags + pair, mask=i < many, other=0) != 0
+        slot = (tl.load(scan + pair, mask=used, other=1) - 1).to(tl.int64)
+        mask = used[:, None] & (column < LENGTH)[None, :]
+        total += tl.sum(
+            tl.load(parts + slot[:, None] * LENGTH + column[None, :], mask=mask, other=0.0), 0
+        )
+    tl.store(out + at.to(tl.int64) * LENGTH + column, total, mask=column < LENGTH)
