@@ -151,10 +151,11 @@ class Run:
         return metrics.classification(*metrics.predict(self.model, batches, bf16=bf16))
 
     def _finish(self, clock: Clock) -> dict[str, float]:
+        speed = clock.total()
         self._validate()
         final = {f"test/{k}": v for k, v in self._evaluate("test").items()}
         final |= embedding_bytes(self.model, self.optimizers)
-        final |= clock.total() | memory(self.device)
+        final |= speed | memory(self.device)
         planted = self.meta.planted.get("test", {})
         final |= {f"test/best_possible_{name}": value for name, value in planted.items()}
         self.tracker.log(self.steps, final)
