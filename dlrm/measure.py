@@ -7,6 +7,7 @@ import os
 import platform
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -68,6 +69,18 @@ def gpu_milliseconds(run: Callable[[int], object], *, warm_up: int = 10, steps: 
         marks[index + 1].record()
     torch.cuda.synchronize()
     return statistics.median(marks[i].elapsed_time(marks[i + 1]) for i in range(steps))
+
+
+def cpu_milliseconds(run: Callable[[int], object], *, warm_up: int = 5, steps: int = 30) -> float:
+    """As :func:`gpu_milliseconds`, on the CPU."""
+    for index in range(warm_up):
+        run(index)
+    times = []
+    for index in range(steps):
+        began = time.perf_counter()
+        run(warm_up + index)
+        times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)
 
 
 def captured_milliseconds(works: Sequence[Callable[[], object]], *, repeats: int = 20) -> float:

@@ -1,7 +1,11 @@
-"""Samples per second of whole training steps on one GPU, batches already there.
+"""Samples per second of whole training steps, batches already on the device.
 
-The Kaggle model with its 26 tables at full size; ids with log-uniform skew, as in the figures of
-the peers. A mode whose losses differ from the eager ones is an error, not a result.
+    python scripts/benchmark_step.py --output benchmarks/step_h100.json
+    python scripts/benchmark_step.py --device cpu --output benchmarks/step_cpu.json
+
+The Kaggle model, on a GPU with its 26 tables at full size, on a CPU with tables of at most 20,000
+rows; ids with log-uniform skew, as in the figures of the peers. A mode whose losses differ from
+the eager ones is an error, not a result.
 """
 
 from __future__ import annotations
@@ -27,31 +31,41 @@ from dlrm.step import TrainStep
 DIM = 16
 NAMES = [f"C{i}" for i in range(1, 27)]
 TOLERANCE = {"fp32": 1e-4, "tf32": 2e-3, "bf16": 1e-2}
-# Millions of samples per second of the fastest peer on the same kind of GPU: TorchRec 1.6.
-PEER = {2048: 0.52, 16384: 3.55, 65536: 6.00}
+# Milliseconds of a step of TorchRec 1.6, the fastest peer: on an H100 whichever precision is the
+# faster one, on 2 CPU cores by precision.
+PEER_H100 = {2048: 2048 / 520, 16384: 16384 / 3550, 65536: 65536 / 6000}
+PEER_CPU = {("fp32", 2048): 68.0, ("bf16", 2048): 35.0}
+CPU_CAP = 20_000  # rows of a table on a CPU
 
 
-def make_batches(size: int, count: int, skewed: bool) -> list[Batch]:
-    """Random batches on the GPU."""
-    rows = torch.tensor(KAGGLE_CARDINALITIES, device="cuda", dtype=torch.float64)[:, None]
+def cardinalities(device: str) -> list[int]:
+    """Rows of the tables."""
+    cap = CPU_CAP if device == "cpu" else max(KAGGLE_CARDINALITIES)
+    return [min(rows, cap) for rows in KAGGLE_CARDINALITIES]
+
+
+def make_batches(device: str, size: int, count: int, skewed: bool) -> list[Batch]:
+    """Random batches on the device."""
+    rows = torch.tensor(cardinalities(device), device=device, dtype=torch.float64)[:, None]
     batches = []
     for _ in range(count):
-        uniform = torch.rand(len(rows), size, device="cuda", dtype=torch.float64)
+        uniform = torch.rand(len(rows), size, device=device, dtype=torch.float64)
         ids = (rows**uniform - 1 if skewed else rows * uniform).floor().minimum(rows - 1)
-        labels = (torch.rand(size, device="cuda") < 0.256).float()
-        batches.append(Batch(torch.randn(13, size, device="cuda"), ids.int(), labels))
+        labels = (torch.rand(size, device=device) < 0.256).float()
+        batches.append(Batch(torch.randn(13, size, device=device), ids.int(), labels))
     return batches
 
 
-def make_step(kind: str, rule: str, precision: str, mode: str) -> tuple[DLRM, TrainStep]:
-    """The Kaggle model, with the 7 largest tables at rank 32 if of kind tt."""
+def make_step(
+    device: str, kind: str, rule: str, precision: str, mode: str
+) -> tuple[DLRM, TrainStep]:
+    """The Kaggle model, its 7 largest tables of the kind (tt at rank 32)."""
     torch.manual_seed(0)
+    rows = cardinalities(device)
     options = {"hash": {"rows": 200_000}, "qr": {"collisions": 100}, "block": {"dim": 4}}
-    table_plan = plan(
-        NAMES, KAGGLE_CARDINALITIES, DIM, kind, largest=7, options={kind: options.get(kind, {})}
-    )
-    with torch.device("cuda"):
-        model = DLRM(13, KAGGLE_CARDINALITIES, DIM, table_plan)
+    table_plan = plan(NAMES, rows, DIM, kind, largest=7, options={kind: options.get(kind, {})})
+    with torch.device(device):
+        model = DLRM(13, rows, DIM, table_plan)
     optimizers = [
         RowOptimizer(model.dense_parameters(), "sgd", lr=0.01),
         RowOptimizer(model.sparse_arch.parameters(), rule, lr=0.01),
@@ -59,28 +73,34 @@ def make_step(kind: str, rule: str, precision: str, mode: str) -> tuple[DLRM, Tr
     return model, TrainStep(model, optimizers, precision=precision, mode=mode)
 
 
-def losses(kind: str, rule: str, precision: str, mode: str, batches: list[Batch]) -> list[float]:
+def losses(batches: list[Batch], *configuration: str) -> list[float]:
     """The losses of the first steps of a fresh model."""
-    _, step = make_step(kind, rule, precision, mode)
+    _, step = make_step(*configuration)
     return [step(batch)["loss"].item() for batch in batches]
 
 
 def measure_one(
-    kind: str, rule: str, precision: str, mode: str, size: int, skewed: bool
+    device: str, kind: str, rule: str, precision: str, mode: str, size: int, skewed: bool
 ) -> dict[str, Any]:
     """Check a configuration against eager steps, then time it."""
-    batches = make_batches(size, 8, skewed)
+    batches = make_batches(device, size, 8, skewed)
     if mode != "eager":
-        expected = losses(kind, rule, precision, "eager", batches)
+        expected = losses(batches, device, kind, rule, precision, "eager")
         release()
-        found = losses(kind, rule, precision, mode, batches)
+        found = losses(batches, device, kind, rule, precision, mode)
         release()
         worst = max(abs(a - b) for a, b in zip(expected, found, strict=True))
         if not worst <= TOLERANCE[precision]:
             raise ValueError(f"{kind} {rule} {precision} {mode} {size}: losses differ by {worst}")
-    torch.cuda.reset_peak_memory_stats()
-    model, step = make_step(kind, rule, precision, mode)
-    ms = measure.gpu_milliseconds(lambda i: step(batches[i % 8]), warm_up=20, steps=60)
+    model, step = make_step(device, kind, rule, precision, mode)
+    if device == "cpu":
+        ms = measure.cpu_milliseconds(lambda i: step(batches[i % 8]))
+        peer, memory = PEER_CPU.get((precision, size)), {}
+    else:
+        torch.cuda.reset_peak_memory_stats()
+        ms = measure.gpu_milliseconds(lambda i: step(batches[i % 8]), warm_up=20, steps=60)
+        peer = PEER_H100.get(size)
+        memory = {"peak_gpu_MB": round(torch.cuda.max_memory_allocated() / 1e6, 1)}
     footprint = sum(sum(parts.values()) for parts in model.sparse_arch.footprint())
     return {
         "kind": kind,
@@ -91,24 +111,30 @@ def measure_one(
         "ids": "skewed" if skewed else "uniform",
         "ms": round(ms, 4),
         "Msamples/s": round(size / ms / 1e3, 3),
-        "times best peer": round(size / ms / 1e3 / PEER[size], 2),
+        "times best peer": round(peer / ms, 2) if peer else None,
         "embedding_MB": round(footprint / 1e6, 2),
-        "peak_gpu_MB": round(torch.cuda.max_memory_allocated() / 1e6, 1),
+        **memory,
     }
 
 
 def release() -> None:
     """Give the memory of dropped models and graphs back."""
     gc.collect()
-    torch.cuda.empty_cache()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
-def cases(options: argparse.Namespace) -> Iterator[tuple[str, str, str, str, int, bool]]:
+def cases(options: argparse.Namespace) -> Iterator[tuple[str, str, str, str, str, int, bool]]:
     """All combinations that were asked for."""
     return itertools.product(
-        options.kinds, options.rules, options.precisions, options.modes, options.batches,
+        [options.device],
+        options.kinds,
+        options.rules,
+        options.precisions,
+        options.modes,
+        options.batches,
         [name == "skewed" for name in options.ids],
-    )  # fmt: skip
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -116,16 +142,17 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--kinds", nargs="+", default=["dense", "tt"])
     parser.add_argument("--rules", nargs="+", default=["sgd", "rowwise_adagrad"])
-    parser.add_argument("--precisions", nargs="+", default=["fp32", "tf32", "bf16"])
-    parser.add_argument("--modes", nargs="+", default=["graph"])
+    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--modes", nargs="+", default=["auto"])
     parser.add_argument("--batches", nargs="+", type=int, default=[2048, 16384, 65536])
     parser.add_argument("--ids", nargs="+", default=["skewed"], choices=["skewed", "uniform"])
     parser.add_argument("--output", default="benchmarks/step.json")
     options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("error: this benchmark needs a CUDA GPU", file=sys.stderr)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("error: there is no CUDA GPU; measure the CPU with --device cpu", file=sys.stderr)
         return 2
     results = []
     for case in cases(options):

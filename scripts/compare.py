@@ -17,6 +17,7 @@ mpl.use("Agg")
 
 import matplotlib.pyplot as plt
 import pandas as pd
+from matplotlib.ticker import LogLocator, NullFormatter
 
 METRICS = {
     "test/auc": "AUC",
@@ -36,6 +37,7 @@ FORMATS = {
     "ratio": ".1f",
     "samples/s": ",.0f",
 }
+QUALITY = ("AUC", "log loss", "accuracy", "NE")
 PER_RUN = ("seed", "name", "output", "resume")  # options that do not make two runs different
 
 
@@ -48,7 +50,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--plot", type=Path, default=Path("compare.png"), help="PNG to draw (default: %(default)s)"
     )
-    parser.add_argument("--metric", choices=["AUC", "log loss", "accuracy", "NE"], default="AUC")
+    parser.add_argument("--metric", choices=QUALITY, default="AUC")
     parser.add_argument("--json", type=Path, help="also write the table as JSON")
     return parser
 
@@ -107,25 +109,26 @@ def render(summary: pd.DataFrame) -> str:
     return shown.to_string(index=False)
 
 
-QUALITY = ("AUC", "log loss", "accuracy", "NE")
-
-
 def draw(summary: pd.DataFrame, metric: str, path: Path) -> None:
     """Quality against bytes, one line per kind, with error bars over seeds."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for kind, points in summary.sort_values("MB").groupby("emb"):
+        line = "o" if kind == "dense" else "o-"
         axes.errorbar(
             points["MB"],
             points[metric],
             yerr=points[f"{metric} std"].fillna(0.0),
-            marker="o",
+            fmt=line,
             capsize=3,
             label=kind,
         )
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("embedding memory (MB)")
     axes.set_ylabel(f"test {metric}")
-    axes.grid(alpha=0.3, which="both")
+    axes.grid(alpha=0.3)
     axes.legend(title="--emb")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp.png")
