@@ -1,6 +1,6 @@
 """Time the tensor-train look-up on a GPU: forward, and forward + backward + SGD.
 
-    python scripts/benchmark_tt.py --output benchmarks/tt.json
+    python scripts/benchmark_tt.py --output benchmarks/tt_h100.json
 
 Captured as a CUDA graph and eager, uniform and skewed ids, in each precision, beside plain PyTorch
 with the same cores, a dense ``nn.EmbeddingBag`` with sparse SGD of as many rows, published figures
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings.factorize import factorize_rows
 from dlrm.kernels.tt import tt_bags, tt_update_, tt_vectors, tt_vectors_torch
-from dlrm.measure import gpu_milliseconds, write
+from dlrm.measure import copy_bandwidth, gpu_milliseconds, write
 
 INPUTS = 8  # different batches in rotation
 TOLERANCE = {"ieee": 1e-4, "tf32": 5e-3, "bf16": 5e-2}  # relative RMS of rows and gradients
+VARIANTS = ("tf32", "tf32 deterministic", "ieee", "bf16")
 TENSOR_CORES = {"ieee": 67e12, "tf32": 495e12, "bf16": 990e12}  # FLOP/s of an H100 SXM, dense
 
 
@@ -44,7 +45,6 @@ class Case:
     """Of each table."""
     bag: int = 1
     """Look-ups of a bag."""
-    skews: tuple[str, ...] = ("uniform", "skewed")
     reference_ms: float | None = None
     """Forward + backward + fused SGD of the TT-Rec authors' CUDA kernel on an H100, uniform ids."""
 
@@ -52,25 +52,24 @@ class Case:
 LARGEST = tuple(sorted(KAGGLE_CARDINALITIES)[:-8:-1])  # 99.6% of the rows of the 26 tables
 ONE = (11_000_000,)  # p = 200, 220, 250
 CASES = (
-    Case(
-        name="bags of 20", rows=ONE, q=(4, 4, 4), rank=32, lookups=10240, bag=20, reference_ms=1.97
-    ),
-    Case(name="rank 32", rows=ONE, q=(2, 2, 4), rank=32, lookups=65536, reference_ms=9.5),
-    Case(name="rank 32, dim 64", rows=ONE, q=(4, 4, 4), rank=32, lookups=65536, reference_ms=10.1),
-    Case(name="rank 64, dim 128", rows=ONE, q=(4, 4, 8), rank=64, lookups=65536, reference_ms=17.1),
-    Case(name="4 cores", rows=ONE, q=(2, 2, 2, 2), rank=32, lookups=65536),
-    Case(name="7 tables, 2,048", rows=LARGEST, q=(2, 2, 4), rank=32, lookups=2048),
-    Case(name="7 tables, 16,384", rows=LARGEST, q=(2, 2, 4), rank=32, lookups=16384),
-    Case(name="7 tables, 65,536", rows=LARGEST, q=(2, 2, 4), rank=32, lookups=65536),
+    Case(name="bags", rows=ONE, q=(4, 4, 4), rank=32, lookups=10240, bag=20, reference_ms=1.97),
+    Case(name="dim16", rows=ONE, q=(2, 2, 4), rank=32, lookups=65536, reference_ms=9.5),
+    Case(name="dim64", rows=ONE, q=(4, 4, 4), rank=32, lookups=65536, reference_ms=10.1),
+    Case(name="dim128-rank64", rows=ONE, q=(4, 4, 8), rank=64, lookups=65536, reference_ms=17.1),
+    Case(name="4-cores", rows=ONE, q=(2, 2, 2, 2), rank=32, lookups=65536),
+    Case(name="7x2048", rows=LARGEST, q=(2, 2, 4), rank=32, lookups=2048),
+    Case(name="7x16384", rows=LARGEST, q=(2, 2, 4), rank=32, lookups=16384),
+    Case(name="7x65536", rows=LARGEST, q=(2, 2, 4), rank=32, lookups=65536),
 )
 
 
 class Setup:
     """Cores, and batches of one case and skew."""
 
-    def __init__(self, case: Case, skew: str, precision: str, deterministic: bool) -> None:
-        self.case, self.precision = case, precision
-        self.options: dict[str, Any] = {"deterministic": deterministic}
+    def __init__(self, case: Case, skew: str, variant: str) -> None:
+        self.case = case
+        self.precision = precision = variant.split()[0]
+        self.options: dict[str, Any] = {"deterministic": "deterministic" in variant}
         if precision != "bf16":
             self.options["precision"] = precision
         d, tables = len(case.q), len(case.rows)
@@ -88,9 +87,10 @@ class Setup:
         self.dim = prod(case.q)
         self.ids = [self._draw(skew) for _ in range(INPUTS)]
         self.offsets = torch.arange(0, tables * case.lookups + 1, case.bag, device="cuda")
-        shape = (case.lookups // case.bag, tables, self.dim)
+        batch = case.lookups // case.bag
         self.grads = [
-            torch.randn(shape, device="cuda", dtype=dtype).transpose(0, 1) for _ in range(INPUTS)
+            torch.randn(batch, tables, self.dim, device="cuda", dtype=dtype).transpose(0, 1)
+            for _ in range(INPUTS)
         ]
 
     def _draw(self, skew: str) -> Tensor:
@@ -171,7 +171,7 @@ def dense_milliseconds(case: Case, skew: str) -> float:
     rows, dim = case.rows[0], prod(case.q)
     bag = nn.EmbeddingBag(rows, dim, mode="sum", sparse=True, device="cuda")
     optimizer = torch.optim.SGD(bag.parameters(), lr=1e-6)
-    setup = Setup(case, skew, "ieee", False)
+    setup = Setup(case, skew, "ieee")
 
     def step(index: int) -> None:
         ids = setup.ids[index % INPUTS].view(-1, case.bag)
@@ -182,8 +182,11 @@ def dense_milliseconds(case: Case, skew: str) -> float:
     return gpu_milliseconds(step)
 
 
-def captured_milliseconds(run: Callable[[int], object]) -> float:
-    """Median milliseconds of ``run`` as a replayed CUDA graph, one graph for each input."""
+def replayed_milliseconds(run: Callable[[int], object]) -> float:
+    """Median milliseconds of ``run`` as a replayed CUDA graph, one graph for each input.
+
+    Captured on the current stream: a backward pass runs where the forward pass before it ran.
+    """
     for index in range(INPUTS):
         run(index)
     graphs = []
@@ -200,48 +203,35 @@ def captured_milliseconds(run: Callable[[int], object]) -> float:
     return gpu_milliseconds(replay_all, warm_up=3, steps=20) / INPUTS
 
 
-def copy_bandwidth() -> float:
-    """Bytes read and written per second by a large copy on the device."""
-    source = torch.empty(1 << 28, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / gpu_milliseconds(lambda _: target.copy_(source), steps=10) * 1e3
+def peers(setup: Setup, skew: str) -> dict[str, float]:
+    """Milliseconds of a step in plain PyTorch, and of a dense table of as many rows; eager."""
+    times = {"torch_eager_ms": gpu_milliseconds(setup.exact_step, warm_up=2, steps=8)}
+    if len(setup.case.rows) == 1:
+        times["dense_eager_ms"] = dense_milliseconds(setup.case, skew)
+    return times
 
 
-def measure(bandwidth: float, cases: Sequence[Case], precisions: Sequence[str]) -> Iterator[dict]:
-    """One result a case, skew and precision."""
-    for case in cases:
-        for skew in case.skews:
-            peers: dict[str, float] = {}
-            for precision in precisions:
-                for deterministic in (False, True):
-                    if deterministic and precision != precisions[0]:
-                        continue
-                    torch.manual_seed(0)
-                    setup = Setup(case, skew, precision, deterministic)
-                    result = {"case": case.name, "ids": skew, "precision": precision}
-                    result |= {"deterministic": deterministic}
-                    error = setup.check()
-                    if not error < TOLERANCE[precision]:
-                        yield {**result, "failed": f"differs from PyTorch by {error:.1e}"}
-                        continue
-                    if not peers:
-                        peers["torch_eager_ms"] = gpu_milliseconds(
-                            setup.exact_step, warm_up=2, steps=8
-                        )
-                        if len(case.rows) == 1:
-                            peers["dense_eager_ms"] = dense_milliseconds(case, skew)
-                    result |= {
-                        "error": error,
-                        "forward_ms": captured_milliseconds(setup.forward),
-                        "step_ms": captured_milliseconds(setup.step),
-                        "step_eager_ms": gpu_milliseconds(setup.step),
-                        **setup.floors(bandwidth),
-                        **peers,
-                    }
-                    if case.reference_ms and skew == "uniform":
-                        result["reference_ms"] = case.reference_ms
-                        result["times_reference"] = case.reference_ms / result["step_ms"]
-                    yield {k: _round(v) for k, v in result.items()}
+def measure(case: Case, skew: str, variant: str, bandwidth: float) -> dict[str, Any]:
+    """The times of one case, or what failed."""
+    torch.manual_seed(0)
+    setup = Setup(case, skew, variant)
+    result: dict[str, Any] = {"case": case.name, "ids": skew, "variant": variant}
+    error = setup.check()
+    if not error < TOLERANCE[setup.precision]:
+        return {**result, "failed": f"differs from PyTorch by {error:.1e}"}
+    result |= {
+        "error": error,
+        "forward_ms": replayed_milliseconds(setup.forward),
+        "step_ms": replayed_milliseconds(setup.step),
+        "step_eager_ms": gpu_milliseconds(setup.step),
+        **setup.floors(bandwidth),
+    }
+    if case.reference_ms and skew == "uniform":
+        result["reference_ms"] = case.reference_ms
+        result["times_reference"] = case.reference_ms / result["step_ms"]
+    if variant == "tf32":
+        result |= peers(setup, skew)
+    return {name: _round(value) for name, value in result.items()}
 
 
 def _round(value: Any) -> Any:
@@ -255,20 +245,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     names = [case.name for case in CASES]
     parser.add_argument("--cases", nargs="+", choices=names, default=names, metavar="CASE",
-                        help=f"any of: {'; '.join(names)} (default: all)")  # fmt: skip
-    parser.add_argument("--precisions", nargs="+", choices=sorted(TOLERANCE),
-                        default=["tf32", "ieee", "bf16"])  # fmt: skip
+                        help=f"any of: {', '.join(names)} (default: all)")  # fmt: skip
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS),
+                        help="precision of products, or of all that is kept (bf16)")  # fmt: skip
     parser.add_argument("--output", type=Path, help="where to write the results as JSON")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA GPU")
     torch.cuda.set_stream(torch.cuda.Stream())  # autograd and capture on one stream
     bandwidth = copy_bandwidth()
-    cases = [case for case in CASES if case.name in options.cases]
     results = []
-    for result in measure(bandwidth, cases, options.precisions):
-        print(json.dumps(result), flush=True)
-        results.append(result)
+    for case in CASES:
+        for skew in ("uniform", "skewed"):
+            for variant in options.variants if case.name in options.cases else ():
+                results.append(measure(case, skew, variant, bandwidth))
+                print(json.dumps(results[-1]), flush=True)
     if any("failed" in result for result in results):
         parser.exit(1, "a check failed: nothing is written\n")
     if options.output:

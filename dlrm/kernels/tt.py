@@ -30,13 +30,14 @@ from torch.autograd.function import once_differentiable
 
 from dlrm.hints import nearest
 from dlrm.kernels import use_triton
-from dlrm.kernels.tt_factors import chain_of, power
+from dlrm.kernels.tt_factors import Chain, chain_of, power
 from dlrm.kernels.tt_lookup import Call, Lookup
 from dlrm.kernels.tt_update import update_cores
 
 PRECISIONS = ("ieee", "tf32", "tf32x3")
 RULES = ("sgd", "adagrad", "rowwise_adagrad")
 _MERGED_FROM = 24_000  # look-ups from which merging equal ids pays
+_MERGED_UP_TO = 1 << 23  # words of 32 bits to flag all ids: 268M rows, 32 MB
 
 
 class _Rows(torch.autograd.Function):
@@ -67,10 +68,10 @@ def _weights_gradient(look: Lookup, grad: Tensor) -> Tensor:
     return (look.rows(pooled=False) * grad.index_select(0, at)).sum(1)
 
 
-def _way(n: int, deterministic: bool) -> str:
+def _way(chain: Chain, n: int, deterministic: bool) -> str:
     if deterministic:
         return "ordered"
-    return "merged" if n >= _MERGED_FROM else "direct"
+    return "merged" if n >= _MERGED_FROM and chain.words <= _MERGED_UP_TO else "direct"
 
 
 def _precision(precision: str | None) -> str:
@@ -130,8 +131,9 @@ def tt_vectors(
         per_table = inner
     else:
         per_table, tables = 1, tables.expand(ids.shape)
+    chain = chain_of(p, q, ranks)
     call = Call(
-        chain=chain_of(p, q, ranks),
+        chain=chain,
         p=p,
         starts=core_offsets,
         ids=ids.contiguous().view(-1),
@@ -142,9 +144,9 @@ def tt_vectors(
         inner=inner,
         outer=outer,
         precision=_precision(precision),
-        way=_way(n, deterministic),
+        way=_way(chain, n, deterministic),
     )
-    out = _Rows.apply(call, None, *cores)
+    out = _Rows.apply(call, None, *(core.contiguous() for core in cores))
     if ids.dim() == 2:
         return out.view(inner, outer, -1).transpose(0, 1)
     return out.view(*ids.shape, -1)
@@ -189,8 +191,9 @@ def tt_bags(
     batch = bags // tables
     if not _runs_triton(cores, impl) or not ids.numel() or not bags:
         return _tt_bags_torch(cores, p, core_offsets, q, ranks, ids, offsets, weights, mode)
+    chain = chain_of(p, q, ranks)
     call = Call(
-        chain=chain_of(p, q, ranks),
+        chain=chain,
         p=p,
         starts=core_offsets,
         ids=ids.contiguous(),
@@ -200,9 +203,11 @@ def tt_bags(
         inner=batch,
         outer=tables,
         precision=_precision(precision),
-        way=_way(ids.numel(), deterministic),
+        way=_way(chain, ids.numel(), deterministic),
     )
-    return _Rows.apply(call, weights, *cores).view(batch, tables, -1).transpose(0, 1)
+    weights = None if weights is None else weights.contiguous()
+    out = _Rows.apply(call, weights, *(core.contiguous() for core in cores))
+    return out.view(batch, tables, -1).transpose(0, 1)
 
 
 def tt_update_(

@@ -83,15 +83,9 @@ class Lookup:
         cores = call.p.shape[1]
         if call.offsets is None:
             tt_index.index_ids[(triton.cdiv(self.n, 256),)](
-                call.ids,
-                call.skip,
-                call.tables,
-                call.per_table,
-                *arguments,
-                self.n,
-                CORES=cores,
-                BLOCK=256,
-            )
+                call.ids, call.skip, call.tables, call.per_table, *arguments, self.n,
+                CORES=cores, BLOCK=256,
+            )  # fmt: skip
         else:
             tt_index.index_bags[(call.results,)](
                 call.ids, call.skip, call.offsets, weights, call.inner, *arguments, self.bag_of,

@@ -138,7 +138,7 @@ def factor_gradient(
                 ).to(tl.float32)  # fmt: skip
                 total += g[:, :, None] * y[:, None, :]
         else:
-            for k in tl.range(A, loop_unroll_factor=4):
+            for k in range(A):
                 x = tl.load(
                     other + (o_row * (A * R))[:, None] + k * R + r[None, :],
                     mask=live[:, None] & (r < R)[None, :], other=0.0,

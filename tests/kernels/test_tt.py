@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dlrm.kernels import tt
 from dlrm.kernels.tt import tt_bags, tt_update_, tt_vectors, tt_vectors_torch
+from dlrm.kernels.tt_factors import chain_of
 
 GPU = torch.cuda.is_available()
 WAYS = ("direct", "merged", "ordered")
@@ -87,6 +88,7 @@ def close(got: Tensor, want: Tensor, tolerance: float, name: str = "rows") -> No
 def take(monkeypatch: pytest.MonkeyPatch, way: str) -> dict:
     """Arguments that make a look-up go this way, whatever its size."""
     monkeypatch.setattr(tt, "_MERGED_FROM", 1 if way == "merged" else 1 << 62)
+    monkeypatch.setattr(tt, "_MERGED_UP_TO", 1 << 62)
     return {"impl": "triton", "deterministic": way == "ordered"}
 
 
@@ -379,6 +381,17 @@ def test_a_cuda_graph_replays_on_new_ids(way, device, monkeypatch):
         close(results[0], want.detach(), ROUNDING["ieee"])
         for k, gradient in enumerate(torch.autograd.grad(want, cores, grad.double())):
             close(results[1 + k], gradient, 10 * ROUNDING["ieee"], f"core {k}")
+
+
+def test_many_ids_are_merged_where_a_map_of_all_rows_is_small(device):
+    small, huge = (
+        chain_of(torch.tensor([[side] * 3], device=device), (2, 2, 2), (1, 2, 2, 1))
+        for side in (100, 1000)
+    )
+    assert tt._way(small, 30_000, False) == "merged"
+    assert tt._way(small, 30_000, True) == "ordered"
+    assert tt._way(small, 3_000, False) == "direct"
+    assert tt._way(huge, 30_000, False) == "direct"
 
 
 def test_errors_name_the_remedy(device):
