@@ -1,9 +1,12 @@
-"""The end of an error message about a name: the nearest valid one, and all of them."""
+"""Messages that lead on: the nearest valid name, and a command line that gives it."""
 
 from __future__ import annotations
 
+import argparse
 import difflib
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -11,3 +14,41 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     valid = sorted(valid)
     match = difflib.get_close_matches(name, valid, n=1)
     return f"{f', did you mean {match[0]!r}?' if match else ';'} valid: {', '.join(valid)}"
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the layout of the description, and adds each default that its help leaves out."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help or ""
+        silent = action.default in (None, False, argparse.SUPPRESS) or "default" in text.lower()
+        return text if silent or not action.option_strings else f"{text} (default: %(default)s)"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of arguments that reports a mistake in one line, with status 2.
+
+    An unknown option is named before one that is missing, with the nearest that exists.
+    """
+
+    def __init__(self, description: str | None = None, **options: Any) -> None:
+        super().__init__(
+            description=description,
+            formatter_class=_Formatter,
+            allow_abbrev=False,
+            **options,
+        )
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """As in the base class."""
+        for token in sys.argv[1:] if args is None else args:
+            name = token.partition("=")[0]
+            if name.startswith("--") and name != "--" and name not in self._option_string_actions:
+                options = [option for option in self._option_string_actions if len(option) > 2]
+                self.error(f"unknown option {name}{nearest(name, options)}")
+        return super().parse_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with status 2."""
+        print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(2)

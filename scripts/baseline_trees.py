@@ -8,7 +8,6 @@ other training rows (smoothed, and left out fold by fold, so that no row sees it
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from sklearn.ensemble import HistGradientBoostingClassifier
 
 from dlrm import measure
 from dlrm.data.schema import Meta
+from dlrm.hints import Parser
 from dlrm.metrics import classification
 
 FOLDS = 5
@@ -64,9 +64,7 @@ def features(
 
 def main(argv: list[str] | None = None) -> int:
     """Train with several seeds and print the test metrics; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="prepared directory")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="where the result is written as JSON")

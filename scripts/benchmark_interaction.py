@@ -8,7 +8,6 @@ nothing if a result differs from PyTorch's in float64.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dlrm import measure
+from dlrm.hints import Parser
 from dlrm.kernels.interaction import dot_interaction, dot_interaction_torch
 
 INPUTS = 2  # batches in rotation, each larger than the cache at the sizes that matter
@@ -85,9 +85,7 @@ def times(op: Callable[..., Tensor], batches: Sequence[Inputs]) -> dict[str, flo
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and write the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--tables", type=int, default=26, help="number of tables F")
     parser.add_argument("--dims", type=int, nargs="+", default=[16, 64], help="embedding dims")
     parser.add_argument("--batches", type=int, nargs="+", default=[2048, 16384, 65536])

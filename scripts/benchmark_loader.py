@@ -29,6 +29,7 @@ from dlrm.data import synthetic
 from dlrm.data.criteo import CriteoLoader
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import Meta
+from dlrm.hints import Parser
 from dlrm.measure import environment
 
 
@@ -124,9 +125,7 @@ def _size(directory: Path, meta: Meta) -> int:
 
 def main() -> None:
     """Measure, print, and write the JSON file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--data", type=Path, help="prepared directory; made if not given")
     parser.add_argument("--rows", type=int, default=4_000_000, help="rows to make without --data")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[4096, 65536], help="per run")

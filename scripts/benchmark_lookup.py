@@ -9,7 +9,6 @@ which the bytes can be moved. Reports nothing if a result differs from PyTorch's
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from torch.nn import functional
 
 from dlrm import measure
 from dlrm.data.schema import KAGGLE_CARDINALITIES
+from dlrm.hints import Parser
 from dlrm.kernels.lookup import gather_rows, lookup_tables
 from dlrm.kernels.plan import Plan, prepare
 from dlrm.kernels.rows import RULES, update_rows, update_rows_torch
@@ -190,9 +190,7 @@ def peers(setup: Setup) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and write the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--dims", type=int, nargs="+", default=[16, 64], help="embedding dims")
     parser.add_argument("--batches", type=int, nargs="+", default=[2048, 16384, 65536])
     parser.add_argument("--rules", nargs="+", choices=RULES, default=["sgd", "rowwise_adagrad"])

@@ -9,7 +9,6 @@ head of one file. What is timed is the whole program, from its start to its end.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm.data.schema import Meta
+from dlrm.hints import Parser
 from dlrm.measure import write
 
 SCRIPTS = Path(__file__).parent
@@ -38,9 +38,7 @@ print(table.num_rows / (time.perf_counter() - began))
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, and write the JSON file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument(
         "--rows",
         type=int,

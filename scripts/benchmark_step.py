@@ -24,6 +24,7 @@ from dlrm import measure
 from dlrm.data.batch import Batch
 from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings.sparse_arch import plan
+from dlrm.hints import Parser
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
 from dlrm.step import TrainStep
@@ -139,9 +140,7 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[str, str, str, str, str
 
 def main(argv: list[str] | None = None) -> int:
     """Measure every case; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--kinds", nargs="+", default=["dense", "tt"])
     parser.add_argument("--rules", nargs="+", default=["sgd", "rowwise_adagrad"])

@@ -7,7 +7,6 @@ Also compares the bytes made on each device and counts the values of each table 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -24,6 +23,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from dlrm.data.schema import Meta
+from dlrm.hints import Parser
 from dlrm.measure import environment
 
 SCRIPT = Path(__file__).with_name("make_synthetic.py")
@@ -76,9 +76,7 @@ def values_seen(directory: Path) -> dict[str, list[int]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--devices", nargs="+", choices=("cpu", "cuda"), default=["cpu"])
     parser.add_argument("--rows", type=int, default=45_840_617, help="(default: %(default)s)")
     parser.add_argument(

@@ -10,7 +10,6 @@ of as many rows.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -29,6 +28,7 @@ from dlrm.data.schema import (
 )
 from dlrm.data.synthesis.law import PROFILE_FILE, Profile, profiles
 from dlrm.data.synthesis.rows import Generator
+from dlrm.hints import Parser
 
 # Rows of the full files, over which the cardinalities were counted.
 FULL = {
@@ -227,9 +227,7 @@ def plot(path: str | Path, sample: pd.DataFrame, profile: Profile) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument(
         "samples", nargs="+", metavar="NAME=FILE", help="kaggle or terabyte, and a raw TSV file"
     )

@@ -6,7 +6,6 @@ and, from two seeds on, the standard deviation over them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -18,6 +17,8 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.ticker import LogLocator, NullFormatter
+
+from dlrm.hints import Parser
 
 METRICS = {
     "test/auc": "AUC",
@@ -37,15 +38,14 @@ FORMATS = {
     "ratio": ".1f",
     "samples/s": ",.0f",
 }
+
 QUALITY = ("AUC", "log loss", "accuracy", "NE")
 PER_RUN = ("seed", "name", "output", "resume")  # options that do not make two runs different
 
 
-def arguments() -> argparse.ArgumentParser:
+def arguments() -> Parser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="run directories")
     parser.add_argument(
         "--plot", type=Path, default=Path("compare.png"), help="PNG to draw (default: %(default)s)"

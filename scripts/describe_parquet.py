@@ -10,14 +10,11 @@ more, which stands for them.
 
 from __future__ import annotations
 
-import argparse
 import glob
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -26,7 +23,7 @@ from tqdm import tqdm
 
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import META_FILE, SPLITS, Categorical, Meta, Split
-from dlrm.hints import nearest
+from dlrm.hints import Parser
 
 
 @dataclass
@@ -147,24 +144,9 @@ def _found(directory: Path, patterns: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-class Parser(argparse.ArgumentParser):
-    """Names the nearest option for an unknown one; errors are one line, status 2."""
-
-    def error(self, message: str) -> NoReturn:
-        unknown = message.removeprefix("unrecognized arguments: ").split()[0]
-        if message.startswith("unrecognized") and unknown.startswith("-"):
-            message = f"unknown option {unknown}{nearest(unknown, self._option_string_actions)}"
-        print(f"error: {message}", file=sys.stderr)
-        raise SystemExit(2)
-
-
 def parser() -> Parser:
     """The command line."""
-    made = Parser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    made = Parser(__doc__)
     made.add_argument("directory", type=Path, help="where the files lie and meta.json goes")
     for split in SPLITS:
         made.add_argument(

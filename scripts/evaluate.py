@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 
 from dlrm import checkpoint, metrics
 from dlrm.data.criteo import CriteoLoader
 from dlrm.distributed import pick_device
+from dlrm.hints import Parser
 
 
-def arguments() -> argparse.ArgumentParser:
+def arguments() -> Parser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("checkpoint", help="run directory, or a file in its checkpoints/")
     parser.add_argument("data", help="prepared directory with meta.json")
     parser.add_argument("--split", default="test", help="which split to measure")

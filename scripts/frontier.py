@@ -10,7 +10,6 @@ repeated, so an interrupted comparison goes on where it was.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -24,15 +23,14 @@ from tqdm import tqdm
 
 from dlrm import measure
 from dlrm.data.schema import Meta
+from dlrm.hints import Parser
 
 ROOT = Path(__file__).parent.parent
 
 
-def arguments() -> argparse.ArgumentParser:
+def arguments() -> Parser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--data", required=True, help="prepared directory")
     parser.add_argument("--config", help="YAML of the runs, as for train.py")
     parser.add_argument("--kinds", nargs="+", default=["tt", "qr", "block", "hash", "drop"])

@@ -14,14 +14,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 from tqdm import tqdm
 
 from dlrm.data import synthetic
 from dlrm.data.schema import Meta
 from dlrm.data.synthesis.law import profiles
-from dlrm.hints import nearest
+from dlrm.hints import Parser, nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,22 +45,9 @@ PRESETS = {
 }
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """End the program with status 2."""
-        print(f"error: {message}", file=sys.stderr)
-        raise SystemExit(2)
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options; ends the program with status 2 for one that does not exist."""
-    parser = Parser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(__doc__)
     add = parser.add_argument
     add("--output", required=True, metavar="DIR", help="directory to make; must not hold anything")
     add(

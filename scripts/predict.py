@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -13,13 +12,12 @@ from pyarrow import parquet
 from dlrm import checkpoint, metrics
 from dlrm.data.criteo import CriteoLoader
 from dlrm.distributed import pick_device
+from dlrm.hints import Parser
 
 
-def arguments() -> argparse.ArgumentParser:
+def arguments() -> Parser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("checkpoint", help="run directory, or a file in its checkpoints/")
     parser.add_argument("data", help="prepared directory with meta.json")
     parser.add_argument("output", help="Parquet file to write: probability and label, in row order")

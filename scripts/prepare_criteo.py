@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from dlrm.data.prepare import BAD_ROWS_FILE, Options, prepare
-from dlrm.hints import nearest
+from dlrm.hints import Parser
 
 EPILOG = """\
 Input: lines of label, I1..I13 (numbers, may be empty), C1..C26 (up to 8 hex digits, may be empty),
@@ -32,24 +30,6 @@ Examples:
   prepare_criteo.py sample.tsv.gz --output data/sample --split 0.85 0 0.15 --min-count 2
   prepare_criteo.py day_{0..23}.gz --output data/terabyte --cap 40000000 --vocabulary all
 """
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line, an unknown option with the nearest one."""
-
-    def parse_args(self, *args, **kwargs):
-        """As in the base class; every mistake ends the program with status 2."""
-        arguments, unknown = self.parse_known_args(*args, **kwargs)
-        if unknown:
-            options = [name for name in self._option_string_actions if name.startswith("--")]
-            self.error(f"unknown option {unknown[0]}{nearest(unknown[0].split('=')[0], options)}")
-        if arguments.output is None:
-            self.error("--output DIR is missing")
-        return arguments
-
-    def error(self, message: str) -> NoReturn:
-        """End the program with status 2."""
-        self.exit(2, f"error: {message}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,16 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(__doc__, epilog=EPILOG)
     add, default = parser.add_argument, Options()
     add("inputs", nargs="+", metavar="INPUT", type=Path, help="raw files, in the order of time")
     add("--output", metavar="DIR", type=Path, help="directory to write to; must be given")
-    add(
+    add("--output", metavar="DIR", type=Path, required=True, help="directory to write to")
         "--split",
         nargs="+",
         default=default.split,

@@ -465,7 +465,7 @@ def test_the_script(raw, tmp_path):
     ("arguments", "message"),
     [
         (["raw", "--output", "out", "--min-cuont", "2"], "unknown option --min-cuont, did you"),
-        (["raw"], "--output DIR is missing"),
+        (["raw"], "required: --output"),
         (["raw", "--output", "out", "--vocabulary", "some"], "invalid choice: 'some'"),
         (["no-such-file", "--output", "out"], "no-such-file is not a file"),
     ],

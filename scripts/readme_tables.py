@@ -1,0 +1,161 @@
+"""Write the tables of README.md from the results in ``benchmarks/``.
+
+``python scripts/readme_tables.py`` replaces what stands between the marks ``<!-- table: NAME -->``
+and ``<!-- end -->``; with ``--check`` it only says whether that would change anything.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dlrm.hints import Parser
+
+ROOT = Path(__file__).parent.parent
+MARK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def read(name: str) -> dict[str, Any]:
+    """One result."""
+    return json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table; all columns but the first are right-aligned."""
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines) + "\n"
+
+
+def source(*names: str) -> str:
+    """Where the numbers come from."""
+    places = {read(name)["environment"].get("device") or "cpu" for name in names}
+    cores = {read(name)["environment"]["cores"] for name in names}
+    where = ", ".join(
+        f"{count} CPU cores" if place == "cpu" else place.replace(" HBM3", "")
+        for place, count in zip(sorted(places), sorted(cores), strict=True)
+    )
+    files = ", ".join(f"`benchmarks/{name}.json`" for name in names)
+    return f"\n*{where}; {files}.*\n"
+
+
+def spread(row: dict[str, Any], name: str) -> str:
+    """``mean ± deviation``."""
+    return f"{row[name]:.4f} ± {row[f'{name} std']:.4f}"
+
+
+def sample() -> str:
+    """Quality of every kind at equal bytes on real rows."""
+    result = read("frontier_sample")
+    rows = sorted(result["results"], key=lambda row: (row["budget"] != "", -row["MB"], -row["AUC"]))
+    trees = read("trees_sample")["results"]
+    mean = {k: sum(t[k] for t in trees) / len(trees) for k in ("auc", "log_loss", "accuracy")}
+    lines: list[list[object]] = [
+        [
+            f"`{row['emb']}`",
+            row["budget"] or "-",
+            f"{row['MB']:.2f}",
+            spread(row, "AUC"),
+            spread(row, "log loss"),
+            f"{row['accuracy']:.4f}",
+            f"{row['samples/s'] / 1e3:,.1f}k",
+        ]
+        for row in rows
+    ]
+    marks = (f"{mean['auc']:.4f}", f"{mean['log_loss']:.4f}", f"{mean['accuracy']:.4f}")
+    lines.append(["boosted trees", "-", "-", *marks, "-"])
+    head = ["`--emb`", "budget", "MB", "AUC", "log loss", "accuracy", "samples/s"]
+    return markdown(head, lines) + source("frontier_sample")
+
+
+def cpu_step() -> str:
+    """A step on the CPU beside TorchRec's."""
+    rows = [
+        [f"`{r['kind']}`", r["rule"], r["precision"], f"{r['ms']:.1f}", r["times best peer"]]
+        for r in read("step_cpu")["results"]
+    ]
+    head = ["`--emb`", "optimizer", "precision", "ms", "times TorchRec's speed"]
+    return markdown(head, rows) + source("step_cpu")
+
+
+def gpu_step() -> str:
+    """A captured step on one GPU beside the fastest peer's."""
+    rows = [
+        [
+            f"`{r['kind']}`",
+            r["rule"],
+            f"{r['batch']:,}",
+            f"{r['ms']:.2f}",
+            f"{r['Msamples/s']:.1f} M",
+            r["times best peer"],
+            f"{r['embedding_MB']:,.0f}",
+            f"{r['peak_gpu_MB']:,.0f}",
+        ]
+        for r in sorted(read("step_h100")["results"], key=lambda r: (r["kind"], r["batch"]))
+    ]
+    head = [
+        *("`--emb`", "optimizer", "batch", "ms", "samples/s", "times best peer"),
+        *("embeddings, MB", "peak GPU, MB"),
+    ]
+    return markdown(head, rows) + source("step_h100")
+
+
+def lookup() -> str:
+    """Dense look-ups: forward, backward and update of all 26 tables."""
+    rows = [
+        [
+            r["dim"],
+            f"{r['batch']:,}",
+            r["rule"],
+            f"{r['all']:.3f}",
+            f"{r['forward_floor'] + r['update_floor']:.3f}",
+            f"{r['fbgemm']:.2f}" if r.get("fbgemm") else "-",
+            f"{r['embedding_bags']:.2f}" if r.get("embedding_bags") else "-",
+        ]
+        for r in read("lookup_h100")["results"]
+        if r["ids"] == "skewed" and r["dim"] in (16, 64)
+    ]
+    head = [
+        *("dim", "batch", "optimizer", "ms", "floor by bytes, ms", "FBGEMM, ms"),
+        "`nn.EmbeddingBag`, ms",
+    ]
+    return markdown(head, rows) + source("lookup_h100")
+
+
+def prepare() -> str:
+    """From raw logs to Parquet."""
+    rows = [
+        [
+            f"{r['rows'] / 1e6:g} M",
+            f"{r['seconds']:.1f}",
+            f"{r['rows_per_second']:,}",
+            f"{r['peak_memory_gb']:.2f}",
+        ]
+        for r in read("prepare_criteo")["runs"]
+    ]
+    head = ["rows", "seconds", "rows/s", "peak memory, GB"]
+    return markdown(head, rows) + source("prepare_criteo")
+
+
+TABLES = {table.__name__: table for table in (sample, cpu_step, gpu_step, lookup, prepare)}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write or check the tables; returns the exit status."""
+    parser = Parser(__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if outdated")
+    options = parser.parse_args(argv)
+    path = ROOT / "README.md"
+    old = path.read_text()
+    new = MARK.sub(lambda mark: mark[1] + "\n" + TABLES[mark[2]]() + "\n" + mark[3], old)
+    if options.check:
+        return int(new != old)
+    path.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+import pytest
+
+from dlrm.hints import Parser, nearest
+
+
+def test_nearest_name_and_all_of_them():
+    assert nearest("rnk", ["rank", "q"]) == ", did you mean 'rank'? valid: q, rank"
+    assert nearest("zzz", ["rank", "q"]) == "; valid: q, rank"
+
+
+def test_an_unknown_option_is_named_before_a_missing_one(capsys):
+    parser = Parser("What it does.")
+    parser.add_argument("--output", required=True, help="where to")
+    with pytest.raises(SystemExit) as stop:
+        parser.parse_args(["--outptu", "x"])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: unknown option --outptu, did you mean '--output'?")
+    assert error.count("\n") == 1
+    with pytest.raises(SystemExit):
+        parser.parse_args([])
+    assert "required: --output" in capsys.readouterr().err
+
+
+def test_help_gives_defaults_once(capsys):
+    parser = Parser("What it does.")
+    parser.add_argument("--rows", type=int, default=3, help="how many")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help"])
+    text = capsys.readouterr().out
+    assert "how many (default: 3)" in text
+    assert text.count("default: 0") == 1
