@@ -66,8 +66,8 @@ def _parser() -> Parser:
     parser = Parser(__doc__, epilog=EPILOG)
     add, default = parser.add_argument, Options()
     add("inputs", nargs="+", metavar="INPUT", type=Path, help="raw files, in the order of time")
-    add("--output", metavar="DIR", type=Path, help="directory to write to; must be given")
     add("--output", metavar="DIR", type=Path, required=True, help="directory to write to")
+    add(
         "--split",
         nargs="+",
         default=default.split,
