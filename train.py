@@ -129,7 +129,7 @@ class Run:
                 "set --optim.warmup_steps or --optim.clip_norm"
             )
 
-    def _validate(self) -> None:
+    def _validate(self) -> dict[str, float]:
         """Evaluate on validation, and keep the latest and the best state."""
         values = self._evaluate("val")
         if values:
@@ -142,6 +142,7 @@ class Run:
             checkpoint.save(self.directory / "checkpoints" / checkpoint.LATEST, state)
             if better:
                 checkpoint.save(self.directory / "checkpoints" / checkpoint.BEST, state)
+        return values
 
     def _evaluate(self, split: str) -> dict[str, float]:
         if not self.meta.splits.get(split) or not self.meta.splits[split].rows:
@@ -152,8 +153,8 @@ class Run:
 
     def _finish(self, clock: Clock) -> dict[str, float]:
         speed = clock.total()
-        self._validate()
-        final = {f"test/{k}": v for k, v in self._evaluate("test").items()}
+        splits = {"val": self._validate(), "test": self._evaluate("test")}
+        final = {f"{split}/{k}": v for split, values in splits.items() for k, v in values.items()}
         final |= embedding_bytes(self.model, self.optimizers)
         final |= speed | memory(self.device)
         planted = self.meta.planted.get("test", {})

@@ -3,19 +3,24 @@
     python scripts/frontier.py --data data/sample --config configs/criteo_sample.yaml
 
 Trains every kind at every compression ratio with several seeds, each run by ``train.py``, then
-writes one table, one plot and one JSON. ``drop``, which keeps the frequent rows and lets the rare
-ones share one, is the baseline that every method must beat. Runs that have finished are not
-repeated, so an interrupted comparison goes on where it was.
+writes one table, one plot and one JSON. With ``--rates`` and ``--validation DIR`` the learning rate
+of the embeddings is first chosen for each kind, by its AUC on the validation split of that data.
+
+``drop``, which keeps the frequent rows and lets the rare ones share one, is the baseline that every
+method must beat. Runs that have finished are not repeated, so an interrupted comparison goes on
+where it was.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import compare
@@ -24,6 +29,7 @@ from tqdm import tqdm
 from dlrm import measure
 from dlrm.data.schema import Meta
 from dlrm.hints import Parser
+from dlrm.machine import cores
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,6 +42,8 @@ def arguments() -> Parser:
     parser.add_argument("--kinds", nargs="+", default=["tt", "qr", "block", "hash", "drop"])
     parser.add_argument("--ratios", nargs="+", type=float, default=[4, 10, 30])
     parser.add_argument("--seeds", type=int, default=3, help="runs per point (default: 3)")
+    parser.add_argument("--rates", nargs="+", type=float, help="learning rates to choose from")
+    parser.add_argument("--validation", help="prepared directory with a validation split")
     parser.add_argument("--runs", type=Path, default=Path("runs/frontier"), help="where runs go")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--plot", type=Path, default=Path("frontier.png"))
@@ -44,64 +52,102 @@ def arguments() -> Parser:
     return parser
 
 
-def points(kinds: list[str], ratios: list[float], seeds: int) -> Iterator[tuple[str, list[str]]]:
-    """Name and options of every run: dense, then each kind at each ratio."""
-    for seed in range(seeds):
-        yield f"dense-{seed}", ["--emb=dense", f"--seed={seed}"]
-        for kind in kinds:
-            for ratio in ratios:
-                budget = f"{ratio:g}x"
-                yield (
-                    f"{kind}-{budget}-{seed}",
-                    [f"--emb={kind}", f"--budget={budget}", f"--seed={seed}"],
-                )
+Run = tuple[str, list[str]]  # name and options
 
 
-def train(name: str, options: list[str], common: list[str], runs: Path, threads: int) -> str | None:
-    """One run; returns why it could not be done, or None."""
-    if (runs / name / "result.json").exists():
-        return None
-    command = [sys.executable, "train.py", f"--output={runs.resolve()}", f"--name={name}"]
-    log = runs / f"{name}.log"
-    with log.open("w") as output:
-        done = subprocess.run(
-            [*command, "--checkpoint=false", *common, *options],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    if done.returncode == 0:
-        return None
-    errors = [line for line in log.read_text().splitlines() if line.startswith("error")]
-    if not errors:
-        raise ChildProcessError(f"run {name} failed; see {log}")
-    return f"{name}: {errors[0]}"
+def point(kind: str, ratio: float, seed: int, rate: float | None) -> Run:
+    """One run of a kind at a ratio."""
+    options = [f"--emb={kind}", f"--seed={seed}"]
+    options += [] if rate is None else [f"--optim.embeddings_lr={rate:g}"]
+    if kind == "dense":
+        return f"dense-{seed}", options
+    return f"{kind}-{ratio:g}x-{seed}", [*options, f"--budget={ratio:g}x"]
+
+
+def choose_rates(options: argparse.Namespace, pool: Pool) -> dict[str, float]:
+    """The rate of each kind with the best AUC on validation, at the middle ratio, two seeds."""
+    ratio = sorted(options.ratios)[len(options.ratios) // 2]
+    tried: dict[tuple[str, float], list[Run]] = {}
+    for kind in ["dense", *options.kinds]:
+        for rate in options.rates:
+            runs = [point(kind, ratio, seed, rate) for seed in range(2)]
+            tried[kind, rate] = [(f"rate-{rate:g}-{name}", given) for name, given in runs]
+    pool.train([run for runs in tried.values() for run in runs], options.validation)
+    chosen: dict[str, tuple[float, float]] = {}
+    for (kind, rate), runs in tried.items():
+        found = [pool.metrics(name)["val/auc"] for name, _ in runs]
+        chosen[kind] = max(chosen.get(kind, (0.0, 0.0)), (sum(found) / len(found), rate))
+    return {kind: rate for kind, (_, rate) in chosen.items()}
+
+
+class Pool:
+    """Runs ``train.py``, several at a time, and leaves out what is done already."""
+
+    def __init__(self, directory: Path, jobs: int, common: list[str]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory, self.jobs, self.common = directory, jobs, common
+
+    def train(self, runs: list[Run], data: str) -> list[str]:
+        """Train what is missing; returns why some runs could not be done."""
+        with ThreadPoolExecutor(self.jobs) as threads:
+            results = threads.map(lambda run: self._train(run, data), runs)
+            return [why for why in tqdm(results, total=len(runs), unit=" runs") if why]
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """The final metrics of a run."""
+        return json.loads((self.directory / name / "result.json").read_text())["metrics"]
+
+    def _train(self, run: Run, data: str) -> str | None:
+        name, options = run
+        if (self.directory / name / "result.json").exists():
+            return None
+        shutil.rmtree(self.directory / name, ignore_errors=True)
+        command = [
+            *(sys.executable, "train.py", f"--data={Path(data).resolve()}"),
+            *(f"--output={self.directory.resolve()}", f"--name={name}", "--checkpoint=false"),
+        ]
+        threads = max(1, cores() // self.jobs)
+        log = self.directory / f"{name}.log"
+        with log.open("w") as output:
+            done = subprocess.run(
+                [*command, *self.common, *options],
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        if done.returncode == 0:
+            return None
+        errors = [line for line in log.read_text().splitlines() if line.startswith("error")]
+        if not errors:
+            raise ChildProcessError(f"run {name} failed; see {log}")
+        return f"{name}: {errors[0]}"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Train what is missing, then compare; returns the exit status."""
     options = arguments().parse_args(argv)
     try:
-        Meta.read(options.data)
+        for directory in filter(None, (options.data, options.validation)):
+            Meta.read(directory)
+        if bool(options.rates) != bool(options.validation):
+            raise ValueError("--rates and --validation go together")
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    options.runs.mkdir(parents=True, exist_ok=True)
-    common = [f"--data={Path(options.data).resolve()}", *(f"--{o}" for o in options.options)]
+    common = [f"--{option}" for option in options.options]
     if options.config:
         common.append(f"--config={Path(options.config).resolve()}")
-    todo = list(points(options.kinds, options.ratios, options.seeds))
-    threads = max(1, (os.cpu_count() or 1) // options.jobs)
-    with ThreadPoolExecutor(options.jobs) as pool:
-        results = pool.map(lambda run: train(run[0], run[1], common, options.runs, threads), todo)
-        impossible = [why for why in tqdm(results, total=len(todo), unit=" runs") if why]
-    for why in impossible:
-        print(why)
+    pool = Pool(options.runs, options.jobs, common)
+    rates = choose_rates(options, pool) if options.rates else {}
+    todo = [point("dense", 1, seed, rates.get("dense")) for seed in range(options.seeds)]
+    for kind, ratio, seed in product(options.kinds, options.ratios, range(options.seeds)):
+        todo.append(point(kind, ratio, seed, rates.get(kind)))
+    impossible = pool.train(todo, options.data)
+    print(*impossible, sep="\n")
     runs = [options.runs / name for name, _ in todo]
-    summary = compare.summarize(
-        compare.read([run for run in runs if (run / "result.json").exists()])
-    )
+    done = [run for run in runs if (run / "result.json").exists()]
+    summary = compare.summarize(compare.read(done))
     print(compare.render(summary))
     compare.draw(summary, "AUC", options.plot)
     if options.json:
@@ -111,6 +157,7 @@ def main(argv: list[str] | None = None) -> int:
                 "data": Path(options.data).name,
                 "config": options.config,
                 "options": options.options,
+                "embeddings_lr": rates,
                 "impossible": impossible,
                 "results": json.loads(summary.to_json(orient="records")),
             },
