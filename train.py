@@ -23,7 +23,7 @@ from dlrm.data.criteo import CriteoLoader
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.distributed import pick_device
 from dlrm.embeddings import available
-from dlrm.embeddings.sparse_arch import parse_bytes, plan
+from dlrm.embeddings.sparse_arch import plan
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, Schedule
 from dlrm.step import TrainStep
@@ -38,6 +38,7 @@ class Run:
     def __init__(self, config: RunConfig, resolved: str) -> None:
         self.config, self.resolved = config, resolved
         self.device = pick_device(config.device)
+        self.directory = self._directory()
         if config.data == DEMO and not (Path(DEMO) / META_FILE).exists():
             print(f"making synthetic demo data in {DEMO} (first use)")
             synthetic.write_demo(DEMO)
@@ -67,10 +68,7 @@ class Run:
         self.best = float("-inf")
         if restored:
             self._restore(restored)
-        self.directory = self._directory()
         self.tracker = Tracker(self.directory, step=self.steps if restored else None)
-
-    # The loop -----------------------------------------------------------------------------------
 
     def train(self) -> dict[str, float]:
         """Train, evaluate, and return the final metrics."""
@@ -155,7 +153,7 @@ class Run:
         speed = clock.total()
         splits = {"val": self._validate(), "test": self._evaluate("test")}
         final = {f"{split}/{k}": v for split, values in splits.items() for k, v in values.items()}
-        final |= embedding_bytes(self.model, self.optimizers)
+        final |= self._embedding_sizes()
         final |= speed | memory(self.device)
         planted = self.meta.planted.get("test", {})
         final |= {f"test/best_possible_{name}": value for name, value in planted.items()}
@@ -164,8 +162,6 @@ class Run:
         print(pd.Series(final).map("{:,.6g}".format).to_string())
         print(f"results in {self.directory}; tensorboard --logdir {self.directory.parent}")
         return final
-
-    # Its parts ----------------------------------------------------------------------------------
 
     def _loader(self, split: str, batch_size: int) -> CriteoLoader:
         loader, training = self.config.loader, split == "train"
@@ -199,10 +195,6 @@ class Run:
             return checkpoint.find(self.config.resume).parent.parent
         name = self.config.name or f"{self.config.emb}-{time.strftime('%Y%m%d-%H%M%S')}"
         directory = Path(self.config.output) / name
-        number = 2
-        while directory.exists() and not self.config.name:
-            directory = directory.with_name(f"{name}-{number}")
-            number += 1
         if directory.exists():
             raise ValueError(f"{directory} exists: choose another --name, or --resume {directory}")
         return directory
@@ -211,7 +203,7 @@ class Run:
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / "config.yaml").write_text(self.resolved)
         self.tracker.text("config", self.resolved)
-        sizes = embedding_bytes(self.model, self.optimizers)
+        sizes = self._embedding_sizes()
         self.tracker.log(self.steps, sizes)
         parameters = sum(p.numel() for p in self.model.dense_parameters())
         print(
@@ -219,6 +211,12 @@ class Run:
             f"{parameters:,} dense weights, embeddings {sizes['embeddings/bytes'] / 1e6:.2f} MB "
             f"({sizes['embeddings/compression']:.1f}x)"
         )
+
+    def _embedding_sizes(self) -> dict[str, float]:
+        """Bytes of the embeddings and of their optimizer state, which no ratio counts."""
+        state = self.optimizers[1].state_bytes(self.model.sparse_arch.parameters())
+        sizes = self.model.sparse_arch.sizes() | {"optimizer_bytes": float(state)}
+        return {f"embeddings/{name}": size for name, size in sizes.items()}
 
     def _populate_caches(self) -> None:
         """Renew the caches of rows; rows that change owner start with fresh optimizer state."""
@@ -231,8 +229,6 @@ class Run:
                 embeddings.reset_rows(group.get_parameter(name), rows)
             values = {f"cache/{name}_{index}": value for name, value in report.values().items()}
             self.tracker.log(self.steps, values)
-
-    # Saving and resuming ------------------------------------------------------------------------
 
     def _samples_seen(self) -> int:
         return self.epoch * self.train_data.rows + self.train_data.state_dict()["position"]
@@ -261,47 +257,21 @@ class Run:
 
 def recipe(config: RunConfig, meta: Meta) -> dict[str, Any]:
     """The arguments of the model, as the checkpoint keeps them."""
-    dim = config.model.embedding_dim
-    dense_bytes = 4 * dim * sum(meta.cardinalities)
-    budget = parse_bytes(config.budget, dense_bytes) if config.budget else None
-    threshold = config.tables.threshold
-    if threshold is None:
-        threshold = 2000 if budget is None else 0
     return {
         "num_dense": len(meta.dense),
         "num_embeddings": list(meta.cardinalities),
         "plan": plan(
             [column.name for column in meta.categorical],
             meta.cardinalities,
-            dim,
+            config.model.embedding_dim,
             config.emb,
             options=config.methods,
-            threshold=threshold,
-            largest=config.tables.largest,
-            kinds=config.tables.kinds,
-            budget=budget,
-            counts=read_counts(config.data, meta) if budget else None,
+            **asdict(config.tables),
+            budget=config.budget,
+            counts=read_counts(config.data, meta) if config.budget else None,
         ),
         **asdict(config.model),
     }
-
-
-def embedding_bytes(model: DLRM, optimizers: Sequence[RowOptimizer]) -> dict[str, float]:
-    """Bytes of all embeddings by part, and how much smaller they are than dense tables.
-
-    The ratio counts all that the model keeps for look-ups; optimizer state is a part of its own.
-    """
-    parts: dict[str, float] = {}
-    for table in model.sparse_arch.footprint():
-        for part, size in table.items():
-            parts[part] = parts.get(part, 0.0) + size
-    total = sum(parts.values())
-    values = {f"embeddings/{part}_bytes": size for part, size in parts.items()}
-    values["embeddings/bytes"] = total
-    values["embeddings/compression"] = model.sparse_arch.dense_bytes() / total
-    parameters = list(model.sparse_arch.parameters())
-    values["embeddings/optimizer_bytes"] = sum(o.state_bytes(parameters) for o in optimizers)
-    return values
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -43,8 +43,8 @@ class TrainStep:
     Args:
         model: the model, in training mode.
         optimizers: together they own every parameter.
-        precision: of the matrix products in the MLPs and the interaction; ``bf16`` is autocast,
-            ``tf32`` has an effect on GPUs alone.
+        precision: of the matrix products: ``fp32``; ``tf32`` on a GPU; or ``bf16``, autocast of
+            the MLPs and the interaction, what stays in fp32 (TT cores) being multiplied in tf32.
         clip_norm: scale all gradients down to this norm together; None for not at all.
         mode: one of ``auto``, ``eager``, ``compile``, ``graph``.
 
@@ -74,7 +74,7 @@ class TrainStep:
         self.optimizers = optimizers
         self.clip_norm = clip_norm
         self.precision = precision
-        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+        torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
         if self.mode != "eager":
             for mlp in (model.bottom_mlp, model.top_mlp):
                 mlp.compile(dynamic=False)

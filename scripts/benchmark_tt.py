@@ -10,7 +10,6 @@ nothing of a case whose rows or gradients differ from PyTorch's in float64.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 
 from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings.factorize import factorize_rows
+from dlrm.hints import Parser
 from dlrm.kernels.tt import tt_bags, tt_update_, tt_vectors, tt_vectors_torch
 from dlrm.measure import copy_bandwidth, gpu_milliseconds, write
 
@@ -240,9 +240,7 @@ def _round(value: Any) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and write the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     names = [case.name for case in CASES]
     parser.add_argument("--cases", nargs="+", choices=names, default=names, metavar="CASE",
                         help=f"any of: {', '.join(names)} (default: all)")  # fmt: skip

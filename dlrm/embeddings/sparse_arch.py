@@ -15,6 +15,7 @@ from dlrm.embeddings.base import Embedding
 
 Plan = list[tuple[str, dict[str, Any]]]
 
+THRESHOLD = 2000  # rows of a table from which on it is compressed
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -120,9 +121,19 @@ class SparseArch(nn.Module):
         hits = sum(stats.get("hits", 0) for stats in caches)
         return {"cache/hit_rate": hits / lookups} if lookups else {}
 
-    def dense_bytes(self) -> int:
-        """Bytes of the same tables, uncompressed in fp32: what compression is measured against."""
-        return 4 * self.embedding_dim * sum(self.num_embeddings)
+    def sizes(self) -> dict[str, float]:
+        """Bytes by part and in all, and the compression: how many times larger dense tables are.
+
+        Compression is measured against the same tables uncompressed in fp32, and counts all that
+        is kept for look-ups.
+        """
+        parts: dict[str, float] = {}
+        for table in self.footprint():
+            for part, size in table.items():
+                parts[f"{part}_bytes"] = parts.get(f"{part}_bytes", 0.0) + size
+        total = sum(parts.values())
+        dense = 4 * self.embedding_dim * sum(self.num_embeddings)
+        return {**parts, "bytes": total, "compression": dense / total}
 
 
 def parse_bytes(text: str, dense_bytes: int) -> int:
@@ -148,10 +159,10 @@ def plan(
     kind: str,
     *,
     options: Mapping[str, Mapping[str, Any]] | None = None,
-    threshold: int = 0,
+    threshold: int | None = None,
     largest: int | None = None,
     kinds: Mapping[str, str] | None = None,
-    budget: int | None = None,
+    budget: str | None = None,
     counts: Sequence[Tensor] | None = None,
 ) -> Plan:
     """Decide kind and options of every table.
@@ -163,16 +174,20 @@ def plan(
         kind: of the tables that are chosen; the others are dense.
         options: per kind; a value that is a mapping gives tables by name their own value
             (``{"rank": {"C3": 64, "default": 16}}``).
-        threshold: tables of at least so many rows are chosen.
+        threshold: tables of at least so many rows are chosen; by default 2000, and all of them
+            where there is a budget.
         largest: instead, the so many largest tables are chosen.
         kinds: tables named here have the kind given here, whatever their size.
-        budget: bytes for all tables together; the options of the chosen tables follow from it.
+        budget: memory for all tables together, as :func:`parse_bytes` reads it; the options of
+            the chosen tables follow from it.
         counts: how often each id of each table occurs, for kinds whose budget needs it.
 
     Raises:
         ValueError: unknown names, or a budget that cannot be met.
     """
     kinds = dict(kinds or {})
+    if threshold is None:
+        threshold = THRESHOLD if budget is None else 0
     for name in kinds:
         if name not in names:
             raise ValueError(f"tables.kinds names table {name!r}; the data has {', '.join(names)}")
@@ -194,13 +209,13 @@ def plan(
         return result
     if kinds:
         raise ValueError("budget chooses among the tables of one kind; drop tables.kinds or budget")
-    left = budget - 4 * embedding_dim * sum(
-        rows for table, rows in enumerate(num_embeddings) if table not in chosen
-    )
-    if left <= 0 or not chosen:
+    row = 4 * embedding_dim
+    limit = parse_bytes(budget, row * sum(num_embeddings))
+    dense = row * sum(rows for table, rows in enumerate(num_embeddings) if table not in chosen)
+    if dense >= limit or not chosen:
         raise ValueError(
-            f"a budget of {budget:,} bytes is used up by the dense tables alone ({budget - left:,} "
-            "bytes): raise the budget, or let more tables be compressed with tables.threshold"
+            f"a budget of {limit:,} bytes is used up by the dense tables alone ({dense:,} bytes): "
+            "raise the budget, or let more tables be compressed with tables.threshold"
         )
     for_budget = available()[kind].for_budget
     fixed = {
@@ -211,7 +226,7 @@ def plan(
     fitted = for_budget(
         [num_embeddings[table] for table in chosen],
         embedding_dim,
-        left,
+        limit - dense,
         counts=None if counts is None else [counts[table] for table in chosen],
         **fixed,
     )

@@ -16,7 +16,7 @@ from dlrm.embeddings.budget import water_level
 from dlrm.embeddings.cache import PopulateReport, RowCache
 from dlrm.embeddings.factorize import factorize_dim, factorize_rows
 from dlrm.embeddings.tt_algebra import fit_rows, mean_square, tt_svd
-from dlrm.kernels.tt import tt_vectors
+from dlrm.kernels.tt import tt_bags, tt_vectors
 
 DEFAULT_RANK = 32
 
@@ -156,21 +156,28 @@ class TT(Embedding):
             return self._compressed(tables, ids)
         slots = self.cache.find(ids + self._row_offsets[tables])
         hits = slots < self.cache.capacity
-        if hits.is_cuda:  # static shapes: both ways for all, the unused one with zero gradient
-            cached = self.cache.look_up(slots)
-            return torch.where(hits[..., None], cached, self._compressed(tables, ids))
+        if hits.is_cuda:  # static shapes; the kernel leaves out the ids that hit
+            compressed = self._compressed(tables, ids, skip=hits)
+            return torch.where(hits[..., None], self.cache.look_up(slots), compressed)
         tables, ids = tables.expand_as(ids)[~hits], ids[~hits]
         out = self.cores[0].new_empty(*hits.shape, self.embedding_dim)
         out[hits] = self.cache.look_up(slots[hits])
         out[~hits] = self._compressed(tables, ids)
         return out
 
-    def _compressed(self, tables: Tensor, ids: Tensor) -> Tensor:
-        """Rows as the cores give them; in full precision, whatever the MLPs are cast to."""
+    def lookup_bags(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+        if self.cache is not None or self.mode == "max":
+            return super().lookup_bags(ids, offsets, weights)
+        shape = (self._p, self._core_offsets, self.q, self.ranks)
         with torch.autocast(ids.device.type, enabled=False):
-            return tt_vectors(
-                list(self.cores), self._p, self._core_offsets, self.q, self.ranks, tables, ids
-            )
+            pooled = tt_bags(list(self.cores), *shape, ids, offsets, weights, mode=self.mode)
+        return pooled.transpose(0, 1)
+
+    def _compressed(self, tables: Tensor, ids: Tensor, skip: Tensor | None = None) -> Tensor:
+        """Rows as the cores give them; not cast down with the MLPs, since errors multiply."""
+        shape = (self._p, self._core_offsets, self.q, self.ranks)
+        with torch.autocast(ids.device.type, enabled=False):
+            return tt_vectors(list(self.cores), *shape, tables, ids, skip=skip)
 
     def observe(self, tables: Tensor, ids: Tensor) -> None:
         if self.cache is not None:

@@ -376,4 +376,4 @@ def _tt_bags_torch(
     out = vectors.new_zeros(len(lengths), vectors.shape[1]).index_add(0, bag, vectors)
     if mode == "mean":
         out = out / lengths.clamp(min=1)[:, None]
-    return out.view(tables, batch, -1)
+    return out.view(tables, batch, vectors.shape[1])

@@ -59,7 +59,7 @@ def test_options_per_table():
 def test_a_budget_is_kept_and_used(kind, ratio):
     sizes = [50, 40000, 7, 9000]
     dense = 4 * 8 * sum(sizes)
-    found = plan(NAMES, sizes, 8, kind, budget=dense // ratio)
+    found = plan(NAMES, sizes, 8, kind, budget=f"{ratio}x")
     arch = SparseArch(sizes, 8, found)
     total = sum(sum(parts.values()) for parts in arch.footprint())
     assert 0.6 * dense / ratio < total <= dense / ratio
@@ -69,9 +69,9 @@ def test_impossible_wishes_say_why():
     with pytest.raises(ValueError, match="names table 'z'"):
         kinds_of("tt", kinds={"z": "tt"})
     with pytest.raises(ValueError, match="used up by the dense tables"):
-        kinds_of("hash", threshold=1000, budget=100)
+        kinds_of("hash", threshold=1000, budget="100B")
     with pytest.raises(ValueError, match=r"drop tables\.kinds or budget"):
-        kinds_of("hash", budget=10_000, kinds={"a": "hash"})
+        kinds_of("hash", budget="10KB", kinds={"a": "hash"})
 
 
 def test_amounts_of_memory():
