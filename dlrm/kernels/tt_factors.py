@@ -23,6 +23,7 @@ _TILES = {"pair_products": (32, 64), "big_gradient": (64, 64), "small_gradient":
 
 
 def power(n: int, least: int = 1) -> int:
+    """The next power of two from ``n`` on: Triton's blocks have no other sizes."""
     return max(least, triton.next_power_of_2(n))
 
 
