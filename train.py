@@ -30,6 +30,7 @@ from dlrm.step import TrainStep
 from dlrm.tracking import Clock, Profiler, Tracker, memory
 
 DEMO = RunConfig().data
+HOUSEKEEPING = {"name", "output", "resume", "checkpoint", "profile", "log_every", "eval_every"}
 
 
 class Run:
@@ -158,7 +159,8 @@ class Run:
         planted = self.meta.planted.get("test", {})
         final |= {f"test/best_possible_{name}": value for name, value in planted.items()}
         self.tracker.log(self.steps, final)
-        self.tracker.finish(yaml.safe_load(self.resolved), final)
+        unused = available().keys() - {kind for kind, _ in self.recipe["plan"]}
+        self.tracker.finish(yaml.safe_load(self.resolved), final, HOUSEKEEPING | unused)
         print(pd.Series(final).map("{:,.6g}".format).to_string())
         print(f"results in {self.directory}; tensorboard --logdir {self.directory.parent}")
         return final

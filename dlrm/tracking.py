@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -51,12 +51,16 @@ class Tracker:
         """Record a text, shown as preformatted."""
         self._writer.add_text(name, "\n".join("    " + line for line in text.splitlines()))
 
-    def finish(self, options: Mapping[str, Any], final: Mapping[str, float]) -> None:
+    def finish(
+        self, options: Mapping[str, Any], final: Mapping[str, float], hidden: Collection[str] = ()
+    ) -> None:
         """Record the run's options and final metrics for comparisons, and close the files.
 
-        They go to TensorBoard's hparams page and to ``result.json``.
+        They go to ``result.json`` and, without the ``hidden`` options, which do not tell runs
+        apart, to TensorBoard's hparams page.
         """
-        flat = pd.json_normalize(dict(options)).iloc[0].items()
+        told = {name: value for name, value in options.items() if name not in hidden}
+        flat = pd.json_normalize(told).iloc[0].items()
         plain = {
             str(name): value if isinstance(value, bool | int | float | str) else str(value)
             for name, value in flat

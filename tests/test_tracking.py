@@ -19,16 +19,19 @@ def test_the_same_numbers_in_tensorboard_and_json_lines(tmp_path):
     tracker.log(1, {"train/loss": 0.5, "speed/samples_per_second": 10.0})
     tracker.log(2, {"train/loss": 0.25})
     tracker.text("config", "emb: tt\n")
-    tracker.finish({"emb": "tt", "model": {"top_mlp": [4, 2]}}, {"test/auc": 0.75})
+    options = {"emb": "tt", "name": "a", "model": {"top_mlp": [4, 2]}}
+    tracker.finish(options, {"test/auc": 0.75}, hidden={"name"})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["train/loss"] for line in lines] == [0.5, 0.25]
     read = events(tmp_path)
     assert [(e.step, e.value) for e in read.Scalars("train/loss")] == [(1, 0.5), (2, 0.25)]
     assert "config/text_summary" in read.Tags()["tensors"]
-    assert "_hparams_/session_start_info" in read.summary_metadata
+    start = read.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    assert b"model.top_mlp" in start
+    assert b"name" not in start.replace(b"model_name", b"")
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["metrics"] == {"test/auc": 0.75}
-    assert result["options"]["model"] == {"top_mlp": [4, 2]}
+    assert result["options"] == options
     assert not list(tmp_path.glob("*.tmp"))
 
 
