@@ -50,7 +50,9 @@ def spread(row: dict[str, Any], name: str) -> str:
 def sample() -> str:
     """Quality of every kind at equal bytes on real rows."""
     result = read("frontier_sample")
-    rows = sorted(result["results"], key=lambda row: (row["budget"] != "", -row["MB"], -row["AUC"]))
+    rows = sorted(
+        result["results"], key=lambda row: (float(row["budget"].rstrip("x") or 1), -row["AUC"])
+    )
     trees = read("trees_sample")["results"]
     mean = {k: sum(t[k] for t in trees) / len(trees) for k in ("auc", "log_loss", "accuracy")}
     lines: list[list[object]] = [
@@ -129,7 +131,7 @@ def prepare() -> str:
     """From raw logs to Parquet."""
     rows = [
         [
-            f"{r['rows'] / 1e6:g} M",
+            f"{r['rows'] / 1e6:.3g} M",
             f"{r['seconds']:.1f}",
             f"{r['rows_per_second']:,}",
             f"{r['peak_memory_gb']:.2f}",
