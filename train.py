@@ -67,6 +67,7 @@ class Run:
         )
         self.steps = self.epoch = 0
         self.best = float("-inf")
+        self.validated: tuple[int, dict[str, float]] = (-1, {})  # step and metrics of the last
         if restored:
             self._restore(restored)
         self.tracker = Tracker(self.directory, step=self.steps if restored else None)
@@ -76,39 +77,42 @@ class Run:
         config = self.config
         self._announce()
         eval_every = config.eval_every or max(len(self.train_data) // 4, 1)
-        progress = tqdm(
-            total=config.epochs * self.train_data.rows,
-            initial=self._samples_seen(),
+        last_step = config.max_steps or float("inf")
+        rows = self.train_data.rows
+        profiler = Profiler(self.directory, self.device) if config.profile else None
+        clock = Clock(self.train_data)
+        self.model.train()
+        with tqdm(
+            total=config.epochs * rows,
+            initial=self.epoch * rows + self.train_data.state_dict()["position"],
             unit=" samples",
             unit_scale=True,
             dynamic_ncols=True,
             mininterval=0.2 if sys.stderr.isatty() else 15,
-        )
-        profiler = Profiler(self.directory, self.device) if config.profile else None
-        clock = Clock(self.train_data)
-        self.model.train()
-        for epoch in range(self.epoch, config.epochs):
-            self.epoch = epoch
-            self.train_data.set_epoch(epoch)
-            for batch in self.train_data:
-                if config.max_steps is not None and self.steps >= config.max_steps:
+        ) as progress:
+            for epoch in range(self.epoch, config.epochs):
+                self.epoch = epoch
+                if self.steps >= last_step:
                     break
-                self.schedule.set(self.steps)
-                self.steps += 1
-                logging = self.steps % config.log_every == 0
-                out = self.step(batch, norms=logging)
-                clock.samples += batch.size
-                progress.update(batch.size)
-                if profiler:
-                    profiler.step()
-                if self.steps % config.populate_every == 0:
-                    self._populate_caches()
-                if logging:
-                    self._log(out, clock, progress)
-                if self.steps % eval_every == 0:
-                    with clock.paused():
-                        self._validate()
-        progress.close()
+                self.train_data.set_epoch(self.epoch)
+                for batch in self.train_data:
+                    self.schedule.set(self.steps)
+                    self.steps += 1
+                    logging = self.steps % config.log_every == 0
+                    out = self.step(batch, norms=logging)
+                    clock.samples += batch.size
+                    progress.update(batch.size)
+                    if profiler:
+                        profiler.step()
+                    if self.steps % config.populate_every == 0:
+                        self._populate_caches()
+                    if logging:
+                        self._log(out, clock, progress)
+                    if self.steps % eval_every == 0:
+                        with clock.paused():
+                            self._validate()
+                    if self.steps >= last_step:
+                        break
         if profiler:
             self.tracker.text("profile", profiler.close())
         return self._finish(clock)
@@ -118,8 +122,7 @@ class Run:
         values |= clock.lap()
         for name, optimizer in zip(("dense", "embeddings"), self.optimizers, strict=True):
             values[f"lr/{name}"] = float(optimizer.param_groups[0]["lr"])
-        values |= self.model.sparse_arch.cache_stats()
-        values |= memory(self.device)
+        values |= self.model.sparse_arch.cache_stats() | memory(self.device)
         self.tracker.log(self.steps, values)
         progress.set_postfix(loss=f"{values['train/loss']:.4f}", refresh=False)
         if not torch.isfinite(out["loss"]):
@@ -130,7 +133,10 @@ class Run:
 
     def _validate(self) -> dict[str, float]:
         """Evaluate on validation, and keep the latest and the best state."""
+        if self.validated[0] == self.steps:
+            return self.validated[1]
         values = self._evaluate("val")
+        self.validated = self.steps, values
         if values:
             self.tracker.log(self.steps, {f"val/{k}": v for k, v in values.items()})
         if self.config.checkpoint:
@@ -154,8 +160,7 @@ class Run:
         speed = clock.total()
         splits = {"val": self._validate(), "test": self._evaluate("test")}
         final = {f"{split}/{k}": v for split, values in splits.items() for k, v in values.items()}
-        final |= self._embedding_sizes()
-        final |= speed | memory(self.device)
+        final |= self._embedding_sizes() | speed | memory(self.device)
         planted = self.meta.planted.get("test", {})
         final |= {f"test/best_possible_{name}": value for name, value in planted.items()}
         self.tracker.log(self.steps, final)
@@ -183,13 +188,11 @@ class Run:
     def _optimizers(self) -> list[RowOptimizer]:
         optim = self.config.optim
         embeddings_lr = optim.lr if optim.embeddings_lr is None else optim.embeddings_lr
-        parts = (
-            (self.model.dense_parameters(), optim.dense, optim.lr),
-            (self.model.sparse_arch.parameters(), optim.embeddings, embeddings_lr),
-        )
+        dense, embeddings = self.model.dense_parameters(), self.model.sparse_arch.parameters()
+        rest: dict[str, Any] = {"eps": optim.eps, "betas": optim.betas}
         return [
-            RowOptimizer(parameters, rule, lr=lr, eps=optim.eps, betas=optim.betas)
-            for parameters, rule, lr in parts
+            RowOptimizer(dense, optim.dense, lr=optim.lr, **rest),
+            RowOptimizer(embeddings, optim.embeddings, lr=embeddings_lr, **rest),
         ]
 
     def _directory(self) -> Path:
@@ -231,9 +234,6 @@ class Run:
                 embeddings.reset_rows(group.get_parameter(name), rows)
             values = {f"cache/{name}_{index}": value for name, value in report.values().items()}
             self.tracker.log(self.steps, values)
-
-    def _samples_seen(self) -> int:
-        return self.epoch * self.train_data.rows + self.train_data.state_dict()["position"]
 
     def _state(self) -> dict[str, Any]:
         return {

@@ -19,6 +19,7 @@ from dlrm.embeddings import available
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--model.bottom_mlp", "[16]", "--model.top_mlp", "[16]", "--batch_size", "256"]
+SMALL += ["--optim.warmup_steps", "5"]
 KIND_OPTIONS = {
     "tt": ["--tt.rank", "4", "--tt.cache_rows", "40", "--populate_every", "7"],
     "hash": ["--hash.rows", "64"],
@@ -181,6 +182,7 @@ def test_mistakes_are_one_line_and_leave_nothing(data, tmp_path):
         (["--data", tmp_path / "none"], "does not exist"),
         (["--tables.kinds", "{C99: tt}"], "names table 'C99'"),
         (["--budget", "heaps"], "no amount of memory"),
+        (["--budget", "2x"], "--emb dense takes no budget"),
         (["--emb", "hash", "--budget", "1000000x"], "budget"),
         (["--device", "gpu"], "--device is 'gpu'"),
         (["--resume", tmp_path / "nothing"], "is no checkpoint"),
@@ -209,3 +211,11 @@ def test_bad_checkpoints_are_refused(data, tmp_path):
         "not a checkpoint of this program" in run("scripts/evaluate.py", bad, data, status=2).stderr
     )
     assert "is missing" in run("scripts/compare.py", tmp_path, status=2).stderr
+
+
+def test_stopped_at_a_step_and_resumed_loses_no_batch(data, tmp_path):
+    options = ["--log_every", "1", "--emb", "hash", "--hash.rows", "64"]
+    train(data, tmp_path, "whole", *options, "--max_steps", "20")
+    train(data, tmp_path, "parts", *options, "--max_steps", "9")
+    run("train.py", "--resume", tmp_path / "parts", "--max_steps", "20")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")

@@ -118,7 +118,9 @@ class Embedding(nn.Module, ABC):
         Raises:
             ValueError: no options of this kind fit into the budget.
         """
-        raise ValueError(f"--emb {cls.kind()} takes no budget")
+        raise ValueError(
+            f"--emb {cls.kind()} takes no budget; --emb drop keeps as many rows as fit into one"
+        )
 
     def observe(self, tables: Tensor, ids: Tensor) -> None:
         """See the ids of a training batch; for kinds that count them. Nothing by default."""

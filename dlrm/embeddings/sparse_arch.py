@@ -205,7 +205,7 @@ def plan(
         if table in chosen or name in kinds:
             table_kind = kinds.get(name, kind)
             result[table] = (table_kind, _options_of(name, (options or {}).get(table_kind, {})))
-    if budget is None or kind == "dense":
+    if budget is None:
         return result
     if kinds:
         raise ValueError("budget chooses among the tables of one kind; drop tables.kinds or budget")
