@@ -171,7 +171,7 @@ class RunConfig:
     profile: bool = False
     """Write a torch.profiler trace of a few steps and a table of the costliest operations."""
     checkpoint: bool = True
-    """Keep the latest and the best state of the run on disk."""
+    """Keep the latest state of the run on disk, and the best by AUC on the validation split."""
     model: ModelConfig = field(default_factory=ModelConfig)
     tables: TablesConfig = field(default_factory=TablesConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -142,7 +142,30 @@ def prepare() -> str:
     return markdown(head, rows) + source("prepare_criteo")
 
 
-TABLES = {table.__name__: table for table in (sample, cpu_step, gpu_step, lookup, prepare)}
+def loader() -> str:
+    """From Parquet to batches."""
+
+    def million(rate: dict[str, float]) -> str:
+        return f"{rate['median'] / 1e6:.1f} M"
+
+    rows = []
+    for name in ("loader", "loader_h100"):
+        result = read(name)
+        place = "H100, 16 cores" if "h100" in name else "2 cores"
+        floors = [million(result["floors"][floor]) for floor in ("pyarrow_read", "plain_copy")]
+        rates = {(r["batch_size"], r["shuffle"]): r["rows_per_second"] for r in result["loader"]}
+        for size in sorted({size for size, _ in rates}):
+            ordered = [million(rates[size, shuffle]) for shuffle in (True, False)]
+            rows.append([place, f"{size:,}", *ordered, *floors])
+    head = [
+        *("where to", "batch", "shuffled, rows/s", "in order, rows/s"),
+        *("floor: pyarrow reads", "floor: a copy"),
+    ]
+    note = "\n*`benchmarks/loader.json`, `benchmarks/loader_h100.json`.*\n"
+    return markdown(head, rows) + note
+
+
+TABLES = {table.__name__: table for table in (sample, cpu_step, gpu_step, lookup, prepare, loader)}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -51,6 +51,20 @@ def run(*arguments, status=0):
     return done
 
 
+REAL = ROOT.parent / "shared" / "data" / "criteo_kaggle_137k.tsv.gz"
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="the real sample is not here")
+def test_real_rows_from_raw_logs_to_a_trained_model(tmp_path):
+    options = ["--split", "0.85", "0", "0.15", "--min-count", "2", "--limit", "60000"]
+    run("scripts/prepare_criteo.py", REAL, "--output", tmp_path / "data", *options)
+    config = ["--config", "configs/criteo_sample.yaml", "--device", "cpu"]
+    for kind, floor in (("dense", 0.73), ("tt", 0.72)):
+        given = [*config, "--data", tmp_path / "data", "--output", tmp_path, "--name", kind]
+        run("train.py", *given, "--emb", kind)
+        assert result(tmp_path / kind)["test/auc"] > floor
+
+
 def train(data, output, name, *options, status=0):
     return run(
         "train.py",
