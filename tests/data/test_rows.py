@@ -1,3 +1,4 @@
+import codecs
 import math
 from pathlib import Path
 
@@ -55,6 +56,7 @@ BAD = [
     (replaced("I4", "0x10"), "not a number", "I4 is '0x10'"),
     (replaced("I4", "nan"), "not a number", "I4 is 'nan'"),
     (replaced("I4", "-inf"), "not a number", "I4 is '-inf'"),
+    (replaced("I4", "-1e400"), "not a number", "I4 is '-1e400', beyond the range of float64"),
     (replaced("I4", "1\r2"), "not a number", "I4 is '1\\r2'"),
     (replaced("C7", "xyz"), "not hex", "C7 is 'xyz', must be 1 to 8 hex digits or empty"),
     (replaced("C7", "0123456g"), "not hex", "C7 is '0123456g'"),
@@ -75,6 +77,14 @@ def test_bad_rows_are_named_and_left_out(line, kind, message):
     assert (row.file, row.line, row.kind) == ("day_0", 13, kind)
     assert str(row).startswith("day_0, line 13: ")
     assert message in row.message
+
+
+def test_a_byte_order_mark_is_left_out_alone_and_beside_bad_rows():
+    first = codecs.BOM_UTF8 + "\t".join(GOOD).encode()
+    for lines, count in (((first, GOOD), 0), ((first, GOOD, b"bad"), 1)):
+        batch, bad = parse(block(*lines))
+        assert batch.num_rows == 2
+        assert len(bad) == count
 
 
 def test_nothing_but_bad_rows():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
+import math
 import re
+from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -160,13 +163,14 @@ def _keyed(column: pa.DictionaryArray) -> pa.DictionaryArray:
 
 def _check(block: Block) -> tuple[list[bytes], list[BadRow]]:
     """Sort the lines of a block into good ones and reports on bad ones."""
-    lines = block.data.split(b"\n")
+    # pyarrow's reader leaves out a byte order mark, too.
+    lines = block.data.removeprefix(codecs.BOM_UTF8).split(b"\n")
     if lines[-1] == b"":
         lines.pop()
     good, bad = [], []
     for number, line in enumerate(lines, block.first_line):
         line = line.removesuffix(b"\r")
-        if _LINE.fullmatch(line):
+        if _LINE.fullmatch(line) and _all_finite(line.split(b"\t", 14)[1:14]):
             good.append(line)
         else:
             kind, message = _diagnose(line)
@@ -190,9 +194,15 @@ def _diagnose(line: bytes) -> tuple[str, str]:
             return "label not 0 or 1", f"label is {_shown(field)}, must be 0 or 1"
         if name in CRITEO_DENSE and value and not re.fullmatch(_NUMBER, value):
             return "not a number", f"{name} is {_shown(field)}, must be a number or empty"
+        if name in CRITEO_DENSE and not _all_finite([value]):
+            return "not a number", f"{name} is {_shown(field)}, beyond the range of float64"
         if name in CRITEO_CATEGORICAL and value and not re.fullmatch(_HEX, value):
             return "not hex", f"{name} is {_shown(field)}, must be 1 to 8 hex digits or empty"
     raise AssertionError(f"a good line: {line!r}")
+
+
+def _all_finite(numbers: Sequence[bytes]) -> bool:
+    return all(math.isfinite(float(number)) for number in numbers if number)
 
 
 def _shown(text: str) -> str:
