@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -65,7 +66,8 @@ def describe(
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is damaged, a column is missing or of a wrong type, an id is negative.
+        ValueError: a file is damaged, a column is missing or of a wrong type, a label is missing or
+            not in [0, 1], an id is negative.
     """
     first = next(name for names in files.values() for name in names)
     schema = _schema(directory / first)
@@ -89,7 +91,7 @@ def describe(
         for split, those in groups.items():
             for group in those:
                 table = reader.read_table(group)
-                positives[split] += round(pc.sum(table[label].cast(pa.float64())).as_py() or 0)
+                positives[split] += round(float(reader.labels(table, group).sum(dtype=np.float64)))
                 for column in columns:
                     ids = table[column.name]
                     ids = pc.list_flatten(ids) if column.multi_hot else ids

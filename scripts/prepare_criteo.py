@@ -73,7 +73,8 @@ def _parser() -> Parser:
         default=default.split,
         metavar="SHARE",
         help="'days', the reference protocol: the last day is halved into test and val, the days "
-        "before it train; a day is a file, or a seventh of the rows of a single file. Or three "
+        "before it train; a day is a file of which rows are read, or a seventh of the rows of a "
+        "single one. Or three "
         "shares of the rows for train, val and test, which follow one another in this order "
         "(0.85 0 0.15; a share may be 0). Default: days",
     )

@@ -160,7 +160,8 @@ class CriteoLoader:
             ValueError: ``state`` is of other data or options, so that it would not continue the
                 same order of rows, or is no state of a loader.
         """
-        if set(state) != {"epoch", "position", "order"}:
+        whole = set(state) == {"epoch", "position", "order"}
+        if not whole or not isinstance(state["order"], Mapping):
             raise ValueError(
                 f"not a state of a loader: it has {sorted(state)}, not epoch, position and order"
             )

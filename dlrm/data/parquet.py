@@ -115,7 +115,7 @@ class RowGroupReader:
         """
         table = self.read_table(group)
         rows = Rows(
-            labels=_labels(_only_chunk(table, self.meta.label), group, self.meta.label),
+            labels=self.labels(table, group),
             dense=[_dense(_only_chunk(table, name), group, name) for name in self.meta.dense],
             ids=[],
             bags=[],
@@ -130,6 +130,14 @@ class RowGroupReader:
             ids = _ids(array.flatten(), group, column, cardinality)
             rows.bags.append(Bags(ids=ids.astype(self.ids_dtype, copy=False), offsets=offsets))
         return rows
+
+    def labels(self, table: pa.Table, group: RowGroup) -> np.ndarray:
+        """The labels of what :meth:`read_table` gave for ``group``, ``[rows]`` bool or number.
+
+        Raises:
+            ValueError: one is missing or not in [0, 1].
+        """
+        return _labels(_only_chunk(table, self.meta.label), group, self.meta.label)
 
     def open(self, path: Path) -> list[RowGroup]:
         """The row groups of one file, after a check of its footer and schema.
@@ -264,9 +272,12 @@ def _ids(array: pa.Array, group: RowGroup, column: Categorical, rows: int) -> np
             )
         array = array.cast(pa.int64(), safe=False).fill_null(column.oov_id)
     ids = array.to_numpy()
-    unsigned = ids.view(f"u{ids.itemsize}")  # a negative id becomes a huge one: one pass, not two
-    if ids.size and unsigned.max() >= rows:
-        value = np.flatnonzero(unsigned >= rows)[0]
+    # As unsigned, a negative id is at least half the range of its type: one pass, not two.
+    unsigned, limit = ids.view(f"u{ids.itemsize}"), rows
+    if ids.dtype.kind == "i":
+        limit = min(rows, 1 << (8 * ids.itemsize - 1))
+    if ids.size and unsigned.max() >= limit:
+        value = np.flatnonzero(unsigned >= limit)[0]
         raise ValueError(
             f"{group}, column {column.name!r}: value {value} is id {ids[value]}, outside the table "
             f"of {rows} rows; ids lie in [0, {rows}): enlarge the table or correct the data"

@@ -119,9 +119,9 @@ def split_rows(split: tuple[str, ...], rows: Sequence[int]) -> dict[str, range]:
     """The rows of each split, numbered over all inputs.
 
     ``("days",)`` is the reference protocol: all days but the last train, the first half of the
-    last is test, the second val. A day is a file, or a seventh of the rows where there is a single
-    file (the first days are a row longer if need be). With fractions, train, val and test follow
-    one another in row order.
+    last is test, the second val. A day is a file that has rows, or a seventh of them where there is
+    a single one (the first days are a row longer if need be). With fractions, train, val and test
+    follow one another in row order.
 
     Args:
         split: as :attr:`Options.split`.
@@ -129,7 +129,8 @@ def split_rows(split: tuple[str, ...], rows: Sequence[int]) -> dict[str, range]:
     """
     total = sum(rows)
     if split == ("days",):
-        last = rows[-1] if len(rows) > 1 else total // DAYS
+        days = [count for count in rows if count]  # a limit may leave the last files unread
+        last = days[-1] if len(days) > 1 else total // DAYS
         first = total - last
         half = first + (last + 1) // 2
         return {"train": range(first), "val": range(half, total), "test": range(first, half)}

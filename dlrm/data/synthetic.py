@@ -84,7 +84,7 @@ def write(
         "dense_transform": "log1p",
     }
     profile = _profile(like)
-    _check(rows=rows, fractions=fractions, auc=auc, positives=positives, format=format)
+    _check(rows=rows, fractions=fractions, seed=seed, auc=auc, positives=positives, format=format)
     categorical = _laws(profile, cardinalities, format)
     threads = cores() if threads is None else threads
     if threads < 1:
@@ -199,10 +199,18 @@ def _law(profile: Profile, number: int, size: int) -> Law:
 
 
 def _check(
-    *, rows: int, fractions: Sequence[float] | None, auc: float, positives: float, format: str
+    *,
+    rows: int,
+    fractions: Sequence[float] | None,
+    seed: int,
+    auc: float,
+    positives: float,
+    format: str,
 ) -> None:
     if rows < 1:
         raise ValueError(f"rows is {rows}, it must be at least 1")
+    if seed < 0:
+        raise ValueError(f"seed is {seed}, it must not be negative")
     if format not in ("parquet", "tsv"):
         raise ValueError(f"the format is {format!r}, it must be parquet or tsv")
     if not 0.5 <= auc < 1:
@@ -210,7 +218,7 @@ def _check(
     if not 0 < positives < 1:
         raise ValueError(f"positives is {positives}, it must lie between 0 and 1")
     if fractions is not None and (
-        len(fractions) != 3 or min(fractions) < 0 or abs(sum(fractions) - 1) > 1e-6
+        len(fractions) != 3 or min(fractions) < 0 or not abs(sum(fractions) - 1) <= 1e-6
     ):
         raise ValueError(
             f"fractions is {list(fractions)}, it must be three numbers of train, val and test, "

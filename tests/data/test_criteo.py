@@ -246,6 +246,8 @@ def test_refuses_the_state_of_other_data(data, tmp_path):
     with pytest.raises(ValueError, match="'train' loader cannot be continued: data is"):
         CriteoLoader(tmp_path, "train", batch_size=10).load_state_dict(state)
     with pytest.raises(ValueError, match="not a state of a loader"):
+        CriteoLoader(data, "train", batch_size=10).load_state_dict({**state, "order": None})
+    with pytest.raises(ValueError, match="not a state of a loader"):
         CriteoLoader(data, "train", batch_size=10).load_state_dict({"step": 3})
 
 
@@ -467,6 +469,16 @@ def test_bad_values_are_named(tmp_path, kind):
         values = np.array(values)
     write(tmp_path, {**columns(), name: values})
     with pytest.raises(ValueError, match=rf"train_0.parquet, row group 1, column {message}"):
+        list(CriteoLoader(tmp_path, "train", batch_size=10))
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.int16, np.int32, np.int64])
+def test_negative_ids_of_narrow_types(tmp_path, kind):
+    ids = columns()["C3"].astype(kind)
+    ids[64 + 37] = -1
+    tables = [Categorical(name="C3", cardinality=100_000)]
+    write(tmp_path, {**columns(), "C3": ids}, categorical=tables)
+    with pytest.raises(ValueError, match="row group 1, column 'C3': value 37 is id -1, outside"):
         list(CriteoLoader(tmp_path, "train", batch_size=10))
 
 

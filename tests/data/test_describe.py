@@ -92,6 +92,7 @@ MISTAKES = {
     "missing column": ((*ARGUMENTS, "--dense", "cost"), "has no columns named 'cost'"),
     "text": ((*ARGUMENTS, "--categorical", "title"), "column 'title' is "),
     "negative ids": ((*ARGUMENTS, "--categorical", "debt"), "column 'debt' holds id -3"),
+    "label of 2": (("--train", "test.parquet", "--label", "age"), "column 'age': row"),
     "unknown option": ((*ARGUMENTS, "--lable", "x"), "option --lable, did you mean '--label'?"),
     "no Parquet": (("--train", "notes.txt"), "notes.txt is not a whole Parquet file"),
 }

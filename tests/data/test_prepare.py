@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dlrm.data import prepare as prepare_module
+from dlrm.data.criteo import CriteoLoader
 from dlrm.data.preparation import passes
 from dlrm.data.preparation.passes import ROW_GROUP_ROWS
 from dlrm.data.preparation.workspace import Workspace
@@ -160,6 +161,20 @@ def test_columns_and_meta(raw, tmp_path):
     assert not (tmp_path / "out" / ".prepare").exists()
 
 
+def test_a_flipped_bit_in_the_results_is_found(raw, tmp_path):
+    quiet(raw, tmp_path)
+    path = tmp_path / "train.parquet"
+    whole, group = path.read_bytes(), pq.read_metadata(path).row_group(0)
+    for index in range(group.num_columns):
+        column = group.column(index)
+        start = column.dictionary_page_offset or column.data_page_offset
+        damaged = bytearray(whole)
+        damaged[start + column.total_compressed_size - 1] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"column '{column.path_in_schema}' cannot be read"):
+            list(CriteoLoader(tmp_path, "train", batch_size=100))
+
+
 def test_row_groups_are_of_one_size(tmp_path):
     row = "\t".join(raw_rows(1)[0]) + "\n"
     raw = tmp_path / "raw"
@@ -183,6 +198,8 @@ def test_days_of_the_reference():
 def test_a_day_a_file():
     parts = split_rows(("days",), [10, 20, 5])
     assert parts == {"train": range(30), "test": range(30, 33), "val": range(33, 35)}
+    assert split_rows(("days",), [10, 20, 5, 0]) == parts  # of the last file no row was read
+    assert split_rows(("days",), [70, 0]) == split_rows(("days",), [70])
 
 
 @pytest.mark.parametrize("rows", [0, 1, 6, 7, 1000, 137_139])

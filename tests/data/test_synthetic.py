@@ -15,6 +15,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss, roc_auc_score
 
 from dlrm.data import synthetic
+from dlrm.data.criteo import CriteoLoader
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, KAGGLE_CARDINALITIES, Meta
 from dlrm.data.synthesis.files import GROUP_ROWS, Tokens, in_order
 from dlrm.data.synthesis.law import SLOT_BITS, UNIFORM_BITS, Law, Uniforms, invert, profiles
@@ -171,6 +172,16 @@ def test_splits_by_fractions(rows, fractions, lengths):
 
 
 # Determinism
+
+
+def test_a_flipped_bit_is_found(tmp_path):
+    synthetic.write(tmp_path / "data", rows=500, device="cpu")
+    path = tmp_path / "data" / "train-00000.parquet"
+    column, damaged = pq.read_metadata(path).row_group(0).column(5), bytearray(path.read_bytes())
+    damaged[column.dictionary_page_offset + column.total_compressed_size - 1] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match="row group 0, column 'I5' cannot be read"):
+        list(CriteoLoader(tmp_path / "data", "train", batch_size=100))
 
 
 def test_same_arguments_give_the_same_bytes(tmp_path):
@@ -460,6 +471,8 @@ def test_tsv_holds_the_same_rows_as_parquet(tmp_path):
         ({"format": "csv"}, "the format is 'csv', it must be parquet or tsv"),
         ({"auc": 1.0}, "auc is 1.0"),
         ({"positives": 0}, "positives is 0, it must lie between 0 and 1"),
+        ({"fractions": (float("nan"), 0.5, 0.5)}, "fractions is .* add to 1"),
+        ({"seed": -1}, "seed is -1, it must not be negative"),
         ({"fractions": (0.5, 0.6)}, "fractions is .* add to 1"),
         ({"fractions": (0.5, 0.6, 0.2)}, "fractions is .* add to 1"),
         ({"fractions": (1.5, -0.5, 0)}, "none negative"),

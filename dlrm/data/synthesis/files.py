@@ -144,7 +144,7 @@ def _write_part(path: Path, generator: Generator, rows: range, progress: Progres
     )
     counts = np.zeros((2, BINS), dtype=np.int64)
     # Of the encodings tried, dictionaries with LZ4 read fastest for their bytes.
-    with pq.ParquetWriter(path, schema, compression="lz4") as writer:
+    with pq.ParquetWriter(path, schema, compression="lz4", write_page_checksum=True) as writer:
         for start in range(rows.start, rows.stop, GROUP_ROWS):
             block = generator.block(start, min(start + GROUP_ROWS, rows.stop))
             dense, ids = generator.transformed(block), block.ids.to(torch.int32)
