@@ -141,6 +141,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"interrupted; nothing is left in {args.output}", file=sys.stderr)
+        return 130
     seconds = time.perf_counter() - start
     print(f"{args.output}: {rows:,} rows, tables of {sum(meta.cardinalities):,} rows together")
     print(f"{'split':6}{'rows':>12}{'positives':>11}{'best AUC':>10}{'log loss':>10}")

@@ -3,7 +3,10 @@
 import importlib.util
 import json
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -600,3 +603,17 @@ def test_calibration_draws_the_fit(tmp_path):
 def test_calibration_names_a_bad_sample(capsys):
     assert script("calibrate_synthetic").main(["kagle=nowhere"]) == 2
     assert "must be kaggle=FILE or terabyte=FILE" in capsys.readouterr().err
+
+
+def test_interrupted_it_leaves_nothing(tmp_path):
+    program = str(ROOT / "scripts/make_synthetic.py")
+    command = [sys.executable, program, "--output", str(tmp_path / "data"), "--rows", "99999999"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not list(tmp_path.glob(".synthetic-*/data/*")):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        errors = process.communicate()[1]
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == f"interrupted; nothing is left in {tmp_path / 'data'}"
+    assert "Traceback" not in errors
+    assert not list(tmp_path.iterdir())
