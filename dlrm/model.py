@@ -137,6 +137,7 @@ class DLRM(nn.Module):
     ) -> None:
         super().__init__()
         tables = len(num_embeddings)
+        self.num_dense = num_dense
         self.interaction: DotInteraction | CrossInteraction
         if interaction == "dot":
             self.interaction = DotInteraction(tables, embedding_dim)
@@ -161,7 +162,15 @@ class DLRM(nn.Module):
 
         Returns:
             Logits, ``[B]``.
+
+        Raises:
+            ValueError: not as many dense features as the model has.
         """
+        if len(dense) != self.num_dense:
+            raise ValueError(
+                f"dense has shape {tuple(dense.shape)}, it must be [{self.num_dense}, B]: "
+                "one row per dense feature"
+            )
         bottom = self.bottom_mlp(dense.t())  # [B, D]
         embedded = self.sparse_arch(ids, offsets)  # [B, F_g, D] of each group
         crossed = self.interaction(bottom, embedded, self.sparse_arch.order)

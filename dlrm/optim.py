@@ -21,7 +21,8 @@ class RowOptimizer(torch.optim.Optimizer):
     A sparse gradient (COO, one entry per look-up, as the embeddings give) updates the rows it
     names and no others; equal ids are merged first, so a row used twice with gradients 1 and 10
     moves by -11 under SGD with learning rate 1. A parameter with a dense gradient is updated in
-    full. The learning rate is a tensor, so that a captured CUDA graph sees it change.
+    full. The learning rate is a tensor, so that a captured CUDA graph sees it change. The state of
+    bf16 parameters is fp32: bf16 has no number next to 256 that is one larger.
 
     Row-wise Adagrad keeps one accumulator per row, the running sum of the mean of the squared
     gradient over the row. Adam counts steps per row: a row's bias correction depends on its own
@@ -48,13 +49,18 @@ class RowOptimizer(torch.optim.Optimizer):
     ) -> None:
         if rule not in RULES:
             raise ValueError(f"unknown optimizer {rule!r}{nearest(rule, RULES)}")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "rule": rule})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take on further parameters, with options of their own where the group has them."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        lr = float(group["lr"])
         if lr < 0:
             raise ValueError(f"the learning rate is {lr}, it must not be negative")
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "rule": rule})
-        for group in self.param_groups:
-            group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
-            for parameter in group["params"]:
-                self.state[parameter] = _new_state(parameter, rule)
+        group["lr"] = torch.tensor(lr, device=group["params"][0].device)
+        for parameter in group["params"]:
+            self.state[parameter] = _new_state(parameter, group["rule"])
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -83,7 +89,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _update_whole(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """Update parameters with dense gradients, few launches for all of them."""
-        moves: Sequence[Tensor] = [p.grad for p in parameters if p.grad is not None]
+        moves: Sequence[Tensor] = [p.grad.to(_wide(p)) for p in parameters if p.grad is not None]
         states = [self.state[parameter] for parameter in parameters]
         if group["rule"] == "adam":
             moves = _adam(states, moves, group)
@@ -117,18 +123,24 @@ class RowOptimizer(torch.optim.Optimizer):
                     tensor.copy_(state_dict["state"][index][name])
 
 
+def _wide(parameter: Tensor) -> torch.dtype:
+    """The type of a parameter's state: fp32 at least."""
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
 def _new_state(parameter: Tensor, rule: str) -> dict[str, Tensor]:
+    wide = _wide(parameter)
     row = (parameter.shape[0], *[1] * (parameter.dim() - 1)) if parameter.dim() else ()
     match rule:
         case "adagrad":
-            return {"sum": torch.zeros_like(parameter)}
+            return {"sum": torch.zeros_like(parameter, dtype=wide)}
         case "rowwise_adagrad":
-            return {"sum": parameter.new_zeros(row)}
+            return {"sum": parameter.new_zeros(row, dtype=wide)}
         case "adam":
             return {
-                "mean": torch.zeros_like(parameter),
-                "square": torch.zeros_like(parameter),
-                "steps": parameter.new_zeros(row),
+                "mean": torch.zeros_like(parameter, dtype=wide),
+                "square": torch.zeros_like(parameter, dtype=wide),
+                "steps": parameter.new_zeros(row, dtype=wide),
             }
     return {}
 

@@ -68,3 +68,10 @@ def test_reference_initialisation():
 def test_unknown_interaction_names_the_nearest():
     with pytest.raises(ValueError, match="did you mean 'dot'"):
         small(interaction="dots")
+
+
+@pytest.mark.parametrize("features", [3, 5])
+def test_dense_features_of_another_number_are_refused(features):
+    model = DLRM(4, [10], 8, [("dense", {})])
+    with pytest.raises(ValueError, match=rf"dense has shape \({features}, 2\), it must be \[4, B"):
+        model(torch.zeros(features, 2), torch.zeros(1, 2, dtype=torch.long))

@@ -148,3 +148,36 @@ def test_gradient_norm_merges_duplicates():
     weight.grad = torch.tensor([4.0])
     assert gradient_norm([table, weight]).item() == pytest.approx(5.0)
     assert gradient_norm([torch.nn.Parameter(torch.zeros(1))]).item() == 0.0
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("sparse_gradient", [False, True])
+def test_bf16_parameters_are_updated_from_fp32_state(rule, sparse_gradient):
+    table = torch.nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16))
+    wide = torch.nn.Parameter(torch.ones(4, 3))
+    optimizers = [RowOptimizer([p], rule, lr=0.01) for p in (table, wide)]
+    for _ in range(300):  # beyond 256, where a count in bf16 would stand still
+        grad = torch.full((4, 3), 0.25)
+        for parameter in (table, wide):
+            values = grad.to(parameter.dtype)
+            if sparse_gradient:
+                sparse(parameter, [0, 1, 2, 3], values)
+            else:
+                parameter.grad = values
+        for optimizer in optimizers:
+            optimizer.step()
+    for name, state in optimizers[0].state[table].items():
+        assert state.dtype == torch.float32
+        torch.testing.assert_close(state, optimizers[1].state[wide][name])
+    assert (table < 1).all()
+
+
+def test_parameters_may_join_later():
+    first, second = (torch.nn.Parameter(torch.ones(2, 3)) for _ in range(2))
+    optimizer = RowOptimizer([first], "adagrad", lr=0.5)
+    optimizer.add_param_group({"params": [second], "lr": 0.25})
+    second.grad = torch.ones(2, 3)
+    optimizer.step()
+    torch.testing.assert_close(second.detach(), torch.full((2, 3), 0.75))
+    with pytest.raises(ValueError, match=r"learning rate is -1.0, it must not be negative"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": -1.0})

@@ -58,7 +58,7 @@ class EmbeddingBag(nn.Module):
         common = {"mode": mode, "sparse": sparse, "padding_idx": padding_idx}
         self.embedding = build(kind, [num_embeddings], embedding_dim, **common, **options)
         if _weight is not None:
-            self.embedding.load_dense([_weight])
+            self.embedding.to(_weight).load_dense([_weight])
         self.embedding.to(device=device, dtype=dtype)
         self.include_last_offset = include_last_offset
 
@@ -67,6 +67,8 @@ class EmbeddingBag(nn.Module):
         cls, embeddings: Tensor, freeze: bool = True, *, kind: str = "dense", **options: Any
     ) -> Self:
         """An embedding of any kind that starts from the rows of ``embeddings [V, D]``."""
+        if embeddings.dim() != 2:
+            raise ValueError(f"embeddings have {embeddings.dim()} dimensions, they must be [V, D]")
         rows, dim = embeddings.shape
         bag = cls(rows, dim, _weight=embeddings, kind=kind, **options)
         return bag.requires_grad_(not freeze)

@@ -89,7 +89,11 @@ class Embedding(nn.Module, ABC):
 
     @abstractmethod
     def load_dense(self, weights: Sequence[Tensor]) -> None:
-        """Fit the parameters to dense tables, each ``[V, D]``, as well as the kind allows."""
+        """Fit the parameters to dense tables, each ``[V, D]``, as well as the kind allows.
+
+        Raises:
+            ValueError: the tables are not of this group's shapes.
+        """
 
     @abstractmethod
     def footprint(self) -> list[dict[str, int]]:
@@ -155,9 +159,11 @@ class Embedding(nn.Module, ABC):
 
     @classmethod
     def from_dense(cls, weights: Sequence[Tensor], **options: Any) -> Self:
-        """Compress trained tables: a group of this kind fitted to ``weights``, each ``[V, D]``."""
+        """Compress trained tables: a group of this kind fitted to ``weights``, each ``[V, D]``, on
+        the device and of the type of the first.
+        """
         group = cls([len(w) for w in weights], weights[0].shape[1], **options)
-        group.to(weights[0].device).load_dense(weights)
+        group.to(weights[0]).load_dense(weights)
         return group
 
     @property
@@ -282,6 +288,13 @@ class Embedding(nn.Module, ABC):
                 f"id {int(ids[bad][0])} of table {table} is outside "
                 f"[0, {self.num_embeddings[table]})"
             )
+
+    def _check_dense(self, weights: Sequence[Tensor]) -> None:
+        """Raise unless there is one dense table of the right shape for every table."""
+        given = [tuple(weight.shape) for weight in weights]
+        expected = [(rows, self.embedding_dim) for rows in self.num_embeddings]
+        if given != expected:
+            raise ValueError(f"dense tables have shapes {given}, they must have {expected}")
 
     def extra_repr(self) -> str:
         """Tables, rows and dim for ``print(model)``."""

@@ -105,6 +105,7 @@ class Block(Embedding):
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:
         """Fit each table ``[V, D]`` by its truncated singular value decomposition."""
+        self._check_dense(weights)
         for table, rows in enumerate(self.weight.split(self.num_embeddings)):
             weight = weights[table]
             if self.projection is None:

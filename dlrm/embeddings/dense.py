@@ -60,6 +60,7 @@ class Dense(Embedding):
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:
         """Take over the rows of dense tables, each ``[V, D]``."""
+        self._check_dense(weights)
         for rows, weight in zip(self.weight.split(self.num_embeddings), weights, strict=True):
             rows.copy_(weight)
 

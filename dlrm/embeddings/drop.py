@@ -54,6 +54,7 @@ class Drop(Embedding):
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:
         """Take over the kept rows of ``weights``, each ``[V, D]``, and the mean of the others."""
+        self._check_dense(weights)
         for rows, weight in zip(self.weight.split(self.kept_rows), weights, strict=True):
             head, tail = weight.split([len(rows) - 1, len(weight) - len(rows) + 1])
             rows[:-1] = head

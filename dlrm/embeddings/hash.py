@@ -58,6 +58,7 @@ class Hash(Embedding):
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:
         """Set each row to the mean of the rows of ``weights``, each ``[V, D]``, that share it."""
+        self._check_dense(weights)
         for rows, weight in zip(self.weight.split(self.kept_rows), weights, strict=True):
             rounds, rest = divmod(len(weight), len(rows))
             total = weight[: rounds * len(rows)].unflatten(0, (rounds, len(rows))).sum(0)

@@ -97,6 +97,7 @@ class QR(Embedding):
         the two tables, each step exact given the other table; per column, multiply finds the best
         matrix of rank one (id quotient by id remainder) and add the two-way means.
         """
+        self._check_dense(weights)
         for weight, (_, quotient, remainder) in zip(weights, self._parts(), strict=True):
             cells, present = self._cells(weight)
             if self.operation == "concat":

@@ -183,14 +183,17 @@ def plan(
         counts: how often each id of each table occurs, for kinds whose budget needs it.
 
     Raises:
-        ValueError: unknown names, or a budget that cannot be met.
+        ValueError: unknown names, a negative ``largest``, or a budget that cannot be met.
     """
     kinds = dict(kinds or {})
+    if largest is not None and largest < 0:
+        raise ValueError(f"tables.largest is {largest}, it must not be negative")
     if threshold is None:
         threshold = THRESHOLD if budget is None else 0
     for name in kinds:
         if name not in names:
             raise ValueError(f"tables.kinds names table {name!r}; the data has {', '.join(names)}")
+    _check_table_names(names, options or {})
     order = sorted(range(len(names)), key=lambda table: -num_embeddings[table])
     picked = set(order[:largest]) if largest is not None else set(order)
     chosen = [
@@ -221,8 +224,13 @@ def plan(
     fixed = {
         key: value
         for key, value in (options or {}).get(kind, {}).items()
-        if key in inspect.signature(for_budget).parameters
+        if value is not None and key in inspect.signature(for_budget).parameters
     }
+    for key, value in fixed.items():
+        if isinstance(value, Mapping):
+            raise ValueError(
+                f"with a budget all tables have one {kind}.{key}; give one value or drop budget"
+            )
     fitted = for_budget(
         [num_embeddings[table] for table in chosen],
         embedding_dim,
@@ -236,6 +244,17 @@ def plan(
         else:
             result[table] = (kind, {**result[table][1], **found})
     return result
+
+
+def _check_table_names(names: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise where an option is given to a table that is not there."""
+    for kind, own in options.items():
+        for key, value in own.items():
+            for name in value if isinstance(value, Mapping) else ():
+                if name not in (*names, "default"):
+                    raise ValueError(
+                        f"{kind}.{key} names table {name!r}; the data has {', '.join(names)}"
+                    )
 
 
 def _options_of(name: str, options: Mapping[str, Any]) -> dict[str, Any]:

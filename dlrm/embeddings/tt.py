@@ -216,10 +216,12 @@ class TT(Embedding):
 
         A table needs about three times its own memory meanwhile. The cache is emptied.
         """
+        self._check_dense(weights)
         if self.cache is not None:
             self.cache.clear()
         for table, weight in enumerate(weights):
-            fitted = tt_svd(weight, self.p[table], self.q, self.ranks)
+            wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+            fitted = tt_svd(wide, self.p[table], self.q, self.ranks)
             for core, new in zip(self._slices(table), fitted, strict=True):
                 core.copy_(new)
 
@@ -242,18 +244,38 @@ class TT(Embedding):
         budget: int,
         *,
         counts: Sequence[Tensor] | None = None,
+        d: int = 3,
+        q: list[int] | None = None,
+        p: list[int] | None = None,
+        cache_rows: int = 0,
+        cache_window: int | None = None,
     ) -> list[dict[str, Any] | None]:
         """As few tables as possible, the largest, at the highest rank; see :class:`Embedding`.
 
         Tables are compressed, the largest first, until the budget is within reach of the default
-        rank (all of them if it is not), and the rank is the largest that fits.
+        rank (all of them if it is not), and the rank is the largest that fits, beside a cache if
+        there is one.
         """
+        if cache_rows:
+            window = 16 * cache_rows if cache_window is None else cache_window
+            rows = sum(num_embeddings)
+            with torch.device("meta"):
+                cache = RowCache(
+                    rows, cache_rows, embedding_dim, decay=1, window=window, sparse=True
+                )
+            if cache.nbytes() >= budget:
+                raise ValueError(
+                    f"a budget of {budget} bytes is used up by the cache of {cache.capacity} rows "
+                    f"({cache.nbytes()} bytes): set fewer --tt.cache_rows or a smaller "
+                    "--tt.cache_window, or raise the budget"
+                )
+            budget -= cache.nbytes()
         order = sorted(range(len(num_embeddings)), key=lambda table: -num_embeddings[table])
-        shapes = [factorize_rows(rows, 3) for rows in num_embeddings]
-        q = factorize_dim(embedding_dim, 3)
+        shapes = [tuple(p) if p else factorize_rows(rows, d) for rows in num_embeddings]
+        widths = tuple(q) if q else factorize_dim(embedding_dim, d)
 
         def size(table: int, rank: int) -> int:
-            train = tt_weights(shapes[table], q, (1, rank, rank, 1))
+            train = tt_weights(shapes[table], widths, (1, *[rank] * (d - 1), 1))
             return 4 * min(train, num_embeddings[table] * embedding_dim)
 
         def total(compressed: int, rank: int) -> int:

@@ -268,6 +268,24 @@ def test_from_dense_with_room_for_all_reproduces(kind):
 
 
 @every_case
+def test_dense_tables_of_other_shapes_are_refused(kind, options):
+    group = build(kind, [20, 30], 8, **options)
+    for shapes in ([(20, 8)], [(20, 8), (29, 8)], [(20, 8), (30, 7)], [(20, 8), (30, 8), (5, 8)]):
+        with pytest.raises(ValueError, match=r"dense tables have shapes .*, they must have"):
+            group.load_dense([torch.zeros(shape) for shape in shapes])
+
+
+@every_case
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_trained_rows_keep_their_type(kind, options, dtype):
+    rows = torch.randn(40, 8, dtype=dtype)
+    bag = EmbeddingBag.from_pretrained(rows, kind=kind, **options)
+    assert bag(torch.tensor([[1, 2]])).dtype == dtype
+    if kind == "dense":
+        assert torch.equal(bag.embedding.to_dense(), rows)
+
+
+@every_case
 def test_from_dense_of_its_own_tables_reproduces(kind, options):
     sizes = [1, 8, 60, 125]  # products of three equal factors or nearly so, as tt likes them
     made = build(kind, sizes, 8, **options)

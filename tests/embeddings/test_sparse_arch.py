@@ -82,3 +82,43 @@ def test_amounts_of_memory():
     for text in ("much", "-3MB", "0", "5 parsecs", ""):
         with pytest.raises(ValueError, match="no amount of memory"):
             parse_bytes(text, 1000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"largest": -1}, r"tables.largest is -1, it must not be negative"),
+        ({"options": {"tt": {"rank": {"z": 4}}}}, r"tt.rank names table 'z'; the data has a, b"),
+        (
+            {"options": {"tt": {"d": {"b": 2}}}, "budget": "3x"},
+            r"with a budget all tables have one tt.d",
+        ),
+        (
+            {"options": {"tt": {"cache_rows": 4000}}, "budget": "30x"},
+            r"used up by the cache of 4000 rows",
+        ),
+    ],
+)
+def test_options_that_cannot_be_met_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        plan(NAMES, SIZES, 8, "tt", **arguments)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"d": 2},
+        {"d": 4},
+        {"q": [1, 1, 8]},
+        {"p": [40, 40, 40]},
+        {"cache_rows": 100},
+        {"cache_rows": 50, "cache_window": 5000},
+    ],
+)
+@pytest.mark.parametrize("ratio", [3, 15])
+def test_a_budget_counts_the_options_of_tt(options, ratio):
+    sizes = [50, 40000, 7, 9000]
+    found = plan(NAMES, sizes, 8, "tt", options={"tt": options}, budget=f"{ratio}x")
+    arch = SparseArch(sizes, 8, found)
+    assert ("tt", {**options, "rank": found[1][1]["rank"]}) == found[1]
+    assert 0.5 / ratio <= arch.sizes()["bytes"] / (32 * sum(sizes)) <= 1 / ratio
