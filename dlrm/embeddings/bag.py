@@ -60,7 +60,12 @@ class EmbeddingBag(nn.Module):
         if _weight is not None:
             self.embedding.to(_weight).load_dense([_weight])
         self.embedding.to(device=device, dtype=dtype)
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.mode = mode
+        self.sparse = sparse
         self.include_last_offset = include_last_offset
+        self.padding_idx = padding_idx
 
     @classmethod
     def from_pretrained(
@@ -89,6 +94,11 @@ class EmbeddingBag(nn.Module):
         Returns:
             ``[B, D]``.
         """
+        if per_sample_weights is not None and per_sample_weights.shape != input.shape:
+            raise ValueError(
+                f"per_sample_weights have shape {tuple(per_sample_weights.shape)}, "
+                f"they must have the shape of input, {tuple(input.shape)}"
+            )
         if input.dim() == 2:
             if offsets is not None:
                 raise ValueError("offsets must be None for 2-D input: its rows are the bags")

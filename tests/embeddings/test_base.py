@@ -149,3 +149,16 @@ def test_the_drop_in_refuses_bags_that_do_not_fit(ids, offsets, message):
     offsets = None if offsets is None else torch.tensor(offsets)
     with pytest.raises(ValueError, match=message):
         EmbeddingBag(50, 6)(torch.tensor(ids), offsets)
+
+
+def test_the_drop_in_has_the_attributes_of_the_original():
+    arguments = {"mode": "max", "sparse": True, "include_last_offset": True, "padding_idx": -1}
+    ours, original = EmbeddingBag(7, 4, **arguments), nn.EmbeddingBag(7, 4, **arguments)
+    for name in ("num_embeddings", "embedding_dim", *arguments):
+        assert getattr(ours, name) == getattr(original, name)
+
+
+def test_the_drop_in_refuses_weights_of_another_shape():
+    bag = EmbeddingBag(7, 4, mode="sum")
+    with pytest.raises(ValueError, match=r"have shape \(4,\), they must have the shape of input"):
+        bag(torch.zeros(2, 2, dtype=torch.long), None, torch.ones(4))
