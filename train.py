@@ -45,9 +45,11 @@ class Run:
             synthetic.write_demo(DEMO)
         self.train_data = self._loader("train", config.batch_size)
         self.meta = self.train_data.meta
-        restored = checkpoint.load(config.resume) if config.resume else None
+        if not len(self.train_data):
+            raise ValueError("--loader.drop_last leaves no batch at all: lower --batch_size")
+        self.recipe = recipe(config, self.meta)
+        restored = checkpoint.load(config.resume, recipe=self.recipe) if config.resume else None
         torch.manual_seed(config.seed)
-        self.recipe = restored["recipe"] if restored else recipe(config, self.meta)
         self.model = DLRM(**self.recipe).to(self.device)
         self.optimizers = self._optimizers()
         optim = config.optim
@@ -83,7 +85,7 @@ class Run:
         clock = Clock(self.train_data)
         self.model.train()
         with tqdm(
-            total=config.epochs * rows,
+            total=min(config.epochs * rows, last_step * config.batch_size),
             initial=self.epoch * rows + self.train_data.state_dict()["position"],
             unit=" samples",
             unit_scale=True,
@@ -119,10 +121,9 @@ class Run:
 
     def _log(self, out: dict[str, torch.Tensor], clock: Clock, progress: tqdm) -> None:
         values = {f"train/{name}": float(value) for name, value in out.items()}
-        values |= clock.lap()
+        values |= clock.lap() | self.model.sparse_arch.cache_stats() | memory(self.device)
         for name, optimizer in zip(("dense", "embeddings"), self.optimizers, strict=True):
             values[f"lr/{name}"] = float(optimizer.param_groups[0]["lr"])
-        values |= self.model.sparse_arch.cache_stats() | memory(self.device)
         self.tracker.log(self.steps, values)
         progress.set_postfix(loss=f"{values['train/loss']:.4f}", refresh=False)
         if not torch.isfinite(out["loss"]):
@@ -143,10 +144,9 @@ class Run:
             better = values.get("auc", float("-inf")) > self.best
             if better:
                 self.best = values["auc"]
-            state = self._state()
-            checkpoint.save(self.directory / "checkpoints" / checkpoint.LATEST, state)
-            if better:
-                checkpoint.save(self.directory / "checkpoints" / checkpoint.BEST, state)
+            # the best first: if killed in between, the resumed run gets here again
+            for name in [checkpoint.BEST] * better + [checkpoint.LATEST]:
+                checkpoint.save(self.directory / "checkpoints" / name, self._state())
         return values
 
     def _evaluate(self, split: str) -> dict[str, float]:
@@ -157,7 +157,7 @@ class Run:
         return metrics.classification(*metrics.predict(self.model, batches, bf16=bf16))
 
     def _finish(self, clock: Clock) -> dict[str, float]:
-        speed = clock.total()
+        speed = clock.total() if clock.samples else {}
         splits = {"val": self._validate(), "test": self._evaluate("test")}
         final = {f"{split}/{k}": v for split, values in splits.items() for k, v in values.items()}
         final |= self._embedding_sizes() | speed | memory(self.device)
@@ -205,7 +205,6 @@ class Run:
         return directory
 
     def _announce(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / "config.yaml").write_text(self.resolved)
         self.tracker.text("config", self.resolved)
         sizes = self._embedding_sizes()
@@ -225,13 +224,12 @@ class Run:
 
     def _populate_caches(self) -> None:
         """Renew the caches of rows; rows that change owner start with fresh optimizer state."""
-        embeddings = self.optimizers[1]
         for index, (group, _) in enumerate(self.model.sparse_arch.embeddings()):
             report = group.cache_populate()
             if report is None:
                 continue
             for name, rows in report.reset.items():
-                embeddings.reset_rows(group.get_parameter(name), rows)
+                self.optimizers[1].reset_rows(group.get_parameter(name), rows)
             values = {f"cache/{name}_{index}": value for name, value in report.values().items()}
             self.tracker.log(self.steps, values)
 
@@ -281,16 +279,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     kinds = available()
     config, resolved = parse(arguments, kinds)
+    run = None
     try:
         if config.resume:
             saved = checkpoint.find(config.resume).parent.parent / "config.yaml"
             config, resolved = parse([*arguments, f"--config={saved}"], kinds)
-        Run(config, resolved).train()
-    except (ValueError, FileNotFoundError) as error:
+        run = Run(config, resolved)
+        run.train()
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; go on with --resume", file=sys.stderr)
+        print(f"interrupted; {checkpoint.way_on(run.directory if run else None)}", file=sys.stderr)
         return 130
     return 0
 

@@ -7,6 +7,7 @@ that a trained model is loaded without the data or the configuration it came fro
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,29 @@ def find(path: str | Path) -> Path:
     return file
 
 
-def load(path: str | Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+def way_on(directory: Path | None) -> str:
+    """How to go on after an interruption of the run in ``directory``; None if it had none yet."""
+    if directory and (directory / "checkpoints" / LATEST).exists():
+        return f"go on with --resume {directory}"
+    return "there was no checkpoint yet" + (f" in {directory}" if directory else "")
+
+
+def load(
+    path: str | Path,
+    device: torch.device | str = "cpu",
+    *,
+    recipe: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Read the checkpoint of a run.
+
+    Args:
+        path: as for :func:`find`.
+        device: where its tensors go.
+        recipe: the model that it must be of; any if None.
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: the file is not a checkpoint of this program.
+        ValueError: the file is not a checkpoint of this program, or of another model.
     """
     file = find(path)
     try:
@@ -58,6 +76,13 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> dict[str, Any]
         raise ValueError(f"{file} can't be read as a checkpoint: {error}") from None
     if not isinstance(state, dict) or "recipe" not in state:
         raise ValueError(f"{file} is not a checkpoint of this program")
+    saved = state["recipe"]
+    changed = [name for name in recipe or {} if recipe and recipe[name] != saved.get(name)]
+    if changed:
+        raise ValueError(
+            f"{file} is of a model with another {', '.join(changed)}: resume with the data and the "
+            "options of the model that the run began with, or start a new run"
+        )
     return state
 
 

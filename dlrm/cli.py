@@ -17,6 +17,8 @@ from docstring_parser import parse_from_object
 from jsonargparse import ArgumentError, ArgumentParser
 
 from dlrm.config import RunConfig
+from dlrm.distributed import pick_device
+from dlrm.embeddings.sparse_arch import parse_bytes
 from dlrm.hints import nearest
 
 
@@ -129,8 +131,10 @@ def _given(
         else:
             problems.append(f"unexpected {token!r}: options are written --name value")
     for name, *values in groups:
-        if name == "config":
+        if name == "config" and "".join(values):
             yield from _from_file(" ".join(values), schema, problems)
+        elif name == "config":
+            problems.append("--config needs a value: a YAML file")
     for name, *values in groups:
         if name == "config":
             continue
@@ -161,13 +165,15 @@ def _from_file(
             yield name, value, f"{path}: {name}"
         elif isinstance(value, dict) and any(key.startswith(f"{name}.") for key in schema):
             entries[:0] = [(f"{name}.{key}", inner) for key, inner in value.items()]
+        elif any(key.startswith(f"{name}.") for key in schema):
+            problems.append(f"{path}: {name} is {value!r}, it must hold options as name: value")
         else:
             problems.append(f"{path}: unknown option {name}{_did_you_mean(name, schema)}")
 
 
 def _did_you_mean(name: str, schema: Mapping[str, Option]) -> str:
     match = [full for full in schema if full.rpartition(".")[2] == name]
-    match = match or difflib.get_close_matches(name, [*schema, "config", "help"], n=1)
+    match = match or difflib.get_close_matches(name.lower(), [*schema, "config", "help"], n=1)
     return f", did you mean --{match[0]}?" if match else "; --help lists all"
 
 
@@ -175,7 +181,7 @@ def _typed(parser: ArgumentParser, schema: Mapping[str, Option], name: str, valu
     """``value`` as the option's type; a lone value is a list of one where a list is wanted."""
     if isinstance(value, dict | list) and schema[name].type in (str, str | None):
         raise ArgumentError(None, f"{name} must be text")
-    text = value if isinstance(value, str) else json.dumps(value)
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
     try:
         return parser.parse_args([f"--{name}={text}"])[name]
     except ArgumentError:
@@ -188,9 +194,9 @@ def _type_name(annotation: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(arguments)}"
     if origin is dict:
-        return f"a mapping of tables to {_type_name(arguments[1])}"
+        return f"a mapping of tables to {_type_name(arguments[1])}, as in {{C3: ..., C12: ...}}"
     if origin in (tuple, list):
-        return f"a list of {_type_name(arguments[0])}"
+        return f"a list, each {_type_name(arguments[0])}"
     if arguments:
         return " or ".join(_type_name(a) for a in arguments if a is not type(None))
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(
@@ -223,7 +229,12 @@ def _build(
     named |= {f"--tables.kinds {t}": kind for t, kind in values["tables.kinds"].items()}
     for source, kind in named.items():
         if kind not in kinds:
-            problems.append(f"{source} is {kind!r}{nearest(kind, kinds)}")
+            problems.append(f"{source} is {kind!r}{nearest(kind.lower(), kinds)}")
+    for name, check in (("budget", _check_budget), ("device", pick_device)):
+        try:
+            check(values[name])
+        except ValueError as error:
+            problems.append(str(error))
     try:
         return RunConfig(**parts)
     except ValueError as error:
@@ -231,15 +242,20 @@ def _build(
         return None
 
 
+def _check_budget(text: str | None) -> None:
+    if text is not None:
+        parse_bytes(text, 0)
+
+
 def _methods(
     given: Mapping[str, Any], kinds: Mapping[str, type], dim: int, problems: list[str]
 ) -> dict[str, dict[str, Any]]:
-    """The options given for each kind, each tried out on a small table."""
+    """The options of each kind that differ from the default, each tried out on a small table."""
     methods: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
     for full, value in given.items():
         kind, _, name = full.partition(".")
-        if kind not in kinds:
-            continue
+        if kind not in kinds or value == kinds[kind].options()[name].default:  # type: ignore[attr-defined]
+            continue  # so that a resolved configuration, which has them all, means the same
         methods[kind][name] = value
         for single in value.values() if isinstance(value, dict) else [value]:
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -91,9 +92,16 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         _require(
-            lr=(self.lr >= 0, f"is {self.lr}, it can't be negative"),
-            embeddings_lr=((self.embeddings_lr or 0) >= 0, "can't be negative"),
-            eps=(self.eps >= 0, f"is {self.eps}, it can't be negative"),
+            **{
+                name: (0 <= (value or 0) < math.inf, f"is {value}, it must be finite, 0 or more")
+                for name, value in {
+                    "lr": self.lr,
+                    "embeddings_lr": self.embeddings_lr,
+                    "eps": self.eps,
+                    "decay_start": self.decay_start,
+                    "decay_power": self.decay_power,
+                }.items()
+            },
             betas=(all(0 <= b < 1 for b in self.betas), f"are {self.betas}, needed: 0 <= b < 1"),
             clip_norm=(self.clip_norm is None or self.clip_norm > 0, "must be above 0"),
             warmup_steps=(self.warmup_steps >= 0, "can't be negative"),
@@ -185,7 +193,12 @@ class RunConfig:
         values = {name: getattr(self, name) for name in (*positive, *optional)}
         _require(
             **{
-                name: (value is None or value >= 1, f"is {value}, at least 1 needed")
+                name: (
+                    value is None or 1 <= value < 2**31,
+                    f"is {value}, it must be 1 .. 2**31 - 1",
+                )
                 for name, value in values.items()
-            }
+            },
+            seed=(0 <= self.seed < 2**63, f"is {self.seed}, it must be 0 .. 2**63 - 1"),
+            name=(self.name != "", "is empty"),
         )

@@ -80,7 +80,7 @@ def read(runs: list[Path]) -> pd.DataFrame:
                 **values,
             }
         )
-    table = pd.DataFrame(rows)
+    table = pd.DataFrame(rows).astype(dict.fromkeys(METRICS.values(), float))
     table["MB"] /= 1e6
     return table
 
@@ -142,14 +142,14 @@ def main(argv: list[str] | None = None) -> int:
     options = arguments().parse_args(argv)
     try:
         summary = summarize(read(options.runs))
-    except (ValueError, KeyError, FileNotFoundError) as error:
+        print(render(summary))
+        draw(summary, options.metric, options.plot)
+        print(f"plot in {options.plot}")
+        if options.json:
+            summary.to_json(options.json, orient="records", indent=2)
+    except (ValueError, KeyError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(render(summary))
-    draw(summary, options.metric, options.plot)
-    print(f"plot in {options.plot}")
-    if options.json:
-        summary.to_json(options.json, orient="records", indent=2)
     return 0
 
 

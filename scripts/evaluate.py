@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         bf16 = config["precision"] == "bf16"
         values = metrics.classification(*metrics.predict(model, loader, bf16=bf16))
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(json.dumps({"split": options.split, "rows": loader.rows, **values}, indent=2))

@@ -51,10 +51,12 @@ def main(argv: list[str] | None = None) -> int:
                 columns = [metrics.sigmoid(logits).astype(np.float32), labels.astype(np.uint8)]
                 writer.write_table(pa.table(columns, schema=schema))
         temporary.replace(output)
-    except (ValueError, FileNotFoundError) as error:
-        temporary.unlink(missing_ok=True)
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    finally:
+        if temporary.is_file():
+            temporary.unlink()
     print(f"{loader.rows:,} scores in {output}")
     return 0
 

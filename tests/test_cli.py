@@ -63,6 +63,18 @@ def test_option_without_value(capsys):
         ("--loader.window", "0", "window is 0"),
         ("--max_steps", "0", "max_steps is 0"),
         ("--config", "nowhere.yaml", "can't be read"),
+        ("--config", "", "--config needs a value: a YAML file"),
+        ("--seed", "-1", "seed is -1"),
+        ("--seed", "99999999999999999999", "it must be 0 .. 2**63 - 1"),
+        ("--batch_size", "99999999999999999999", "it must be 1 .. 2**31 - 1"),
+        ("--name", "", "name is empty"),
+        ("--emb", "TT", "did you mean 'tt'"),
+        ("--optim.lr", ".nan", "lr is nan, it must be finite, 0 or more"),
+        ("--optim.eps", ".inf", "eps is inf, it must be finite"),
+        ("--optim.decay_start", "-5", "decay_start is -5"),
+        ("--budget", "heaps", "no amount of memory"),
+        ("--device", "gpu", "--device is 'gpu'"),
+        ("--tables.kinds", "{C3:tt}", "as in {C3: ..., C12: ...}"),
     ],
 )
 def test_bad_values_name_option_and_rule(capsys, option, value, rule):
@@ -84,6 +96,11 @@ def test_mistakes_in_yaml_name_the_file(capsys, tmp_path):
     assert f"{path}: unknown option batch_sise, did you mean --batch_size" in text
     assert f"{path}: epochs is 'often'" in text
     assert "did you mean --model.embedding_dim" in text
+    path.write_text("optim: 3\ntt:\nepochs: 2026-01-01\n")
+    text = mistakes(capsys, f"--config={path}")
+    assert f"{path}: optim is 3, it must hold options" in text
+    assert f"{path}: tt is None, it must hold options" in text
+    assert "epochs is datetime.date(2026, 1, 1), it must be a whole number" in text
     path.write_text("- a list\n")
     assert "must hold options as name: value" in mistakes(capsys, f"--config={path}")
 
@@ -98,6 +115,7 @@ def test_resolved_configuration_reads_back(tmp_path):
     again, _ = parse(["--config", str(path)], KINDS)
     assert again.model == config.model
     assert again.tables == config.tables
+    assert again.methods == config.methods
 
 
 def test_lists_and_options_by_table():

@@ -14,6 +14,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dlrm.checkpoint import way_on
 from dlrm.data import synthetic
 from dlrm.embeddings import available
 
@@ -208,6 +209,45 @@ def test_mistakes_are_one_line_and_leave_nothing(data, tmp_path):
         assert text in done.stderr
         assert done.stderr.count("error:") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_resumed_run_keeps_its_model(data, tmp_path):
+    train(data, tmp_path, "run", "--max_steps", "2")
+    before = (tmp_path / "run" / "config.yaml").read_text()
+    for options in (["--emb", "tt"], ["--model.embedding_dim", "8"]):
+        done = run("train.py", "--resume", tmp_path / "run", *options, status=2)
+        assert "is of a model with another" in done.stderr
+    assert (tmp_path / "run" / "config.yaml").read_text() == before
+
+
+def test_a_finished_run_resumed_reports_no_speed_of_nothing(data, tmp_path):
+    train(data, tmp_path, "run", "--max_steps", "2")
+    first = result(tmp_path / "run")
+    run("train.py", "--resume", tmp_path / "run")
+    again = result(tmp_path / "run")
+    assert again["test/auc"] == first["test/auc"]
+    assert "speed/samples_per_second" not in again
+
+
+def test_an_epoch_of_one_batch_and_of_none(data, tmp_path):
+    done = run("train.py", "--output", tmp_path, "--data", data, "--name", "x", *SMALL,
+               "--batch_size", "9600", "--loader.drop_last", "--max_steps", "1")  # fmt: skip
+    assert "100%" in done.stderr
+    done = train(data, tmp_path, "y", "--batch_size", "9601", "--loader.drop_last", status=2)
+    assert "leaves no batch at all" in done.stderr
+    assert way_on(None) == "there was no checkpoint yet"
+    assert way_on(tmp_path / "y") == f"there was no checkpoint yet in {tmp_path / 'y'}"
+    assert way_on(tmp_path / "x") == f"go on with --resume {tmp_path / 'x'}"
+
+
+def test_files_where_directories_are_wanted(data, tmp_path):
+    train(data, tmp_path, "run", "--max_steps", "1")
+    file = tmp_path / "file"
+    file.write_text("")
+    train(data, file, "run", status=2)
+    run("scripts/predict.py", tmp_path / "run", data, file / "scores.parquet", status=2)
+    run("scripts/predict.py", tmp_path / "run", data, tmp_path, status=2)
+    run("scripts/compare.py", tmp_path / "run", "--plot", file / "x.png", status=2)
 
 
 def test_a_run_is_not_overwritten(data, tmp_path):
