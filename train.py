@@ -23,7 +23,7 @@ from dlrm.data.criteo import CriteoLoader
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.distributed import pick_device
 from dlrm.embeddings import available
-from dlrm.embeddings.sparse_arch import plan
+from dlrm.embeddings.plan import plan
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, Schedule
 from dlrm.step import TrainStep

@@ -18,7 +18,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from dlrm.config import RunConfig
 from dlrm.distributed import pick_device
-from dlrm.embeddings.sparse_arch import parse_bytes
+from dlrm.embeddings.plan import parse_bytes
 from dlrm.hints import nearest
 
 
@@ -269,6 +269,8 @@ def _resolved(schema: Mapping[str, Option], given: Mapping[str, Any]) -> str:
     """All options with their values as nested YAML."""
     nested: dict[str, Any] = {}
     for name, option in schema.items():
+        if name == "resume":  # what a run went on from is not part of what it is
+            continue
         value = given.get(name, option.default)
         value = list(value) if isinstance(value, tuple) else value
         group, dot, leaf = name.partition(".")

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dlrm.embeddings.sparse_arch import Plan, SparseArch
+from dlrm.embeddings.plan import Plan
+from dlrm.embeddings.sparse_arch import SparseArch
 from dlrm.hints import nearest
 from dlrm.kernels.interaction import dot_interaction
 
@@ -112,7 +113,7 @@ class DLRM(nn.Module):
         num_dense: number of dense features N.
         num_embeddings: rows of each table.
         embedding_dim: length D of a row.
-        plan: kind and options of each table (``dlrm.embeddings.sparse_arch.plan``).
+        plan: kind and options of each table (``dlrm.embeddings.plan.plan``).
         bottom_mlp: hidden sizes of the bottom MLP; a last layer of D outputs follows them.
         top_mlp: hidden sizes of the top MLP; a last layer of one output follows them.
         interaction: ``dot`` or ``dcn``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -15,6 +16,12 @@ import torch
 from torch.profiler import profile, schedule
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
+
+
+def _json(values: Mapping[str, float]) -> dict[str, float | None]:
+    """Values with null for what is not a number, which JSON has no word for."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
 
 HPARAM_GROUPS = ("test", "embeddings", "speed")
 
@@ -44,7 +51,7 @@ class Tracker:
         """Record numbers under names like ``train/loss``; the part before the slash groups them."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
-        entry = {"step": step, "time": round(time.time(), 3), **values}
+        entry = {"step": step, "time": round(time.time(), 3), **_json(values)}
         self._lines.write(json.dumps(entry) + "\n")
 
     def text(self, name: str, text: str) -> None:
@@ -69,7 +76,7 @@ class Tracker:
         writer = self._writer._get_file_writer()
         for summary in hparams(plain, shown):
             writer.add_summary(summary)
-        result = {"run": self.path.parent.name, "options": dict(options), "metrics": dict(final)}
+        result = {"run": self.path.parent.name, "options": dict(options), "metrics": _json(final)}
         temporary = self.path.with_name("result.json.tmp")
         temporary.write_text(json.dumps(result, indent=2) + "\n")
         temporary.replace(self.path.with_name("result.json"))

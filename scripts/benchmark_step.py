@@ -23,7 +23,7 @@ import torch
 from dlrm import measure
 from dlrm.data.batch import Batch
 from dlrm.data.schema import KAGGLE_CARDINALITIES
-from dlrm.embeddings.sparse_arch import plan
+from dlrm.embeddings.plan import plan
 from dlrm.hints import Parser
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer

@@ -35,6 +35,16 @@ def test_the_same_numbers_in_tensorboard_and_json_lines(tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def test_what_is_not_a_number_is_null_in_json(tmp_path):
+    with Tracker(tmp_path) as tracker:
+        tracker.log(1, {"test/auc": float("nan")})
+        tracker.finish({"emb": "tt"}, {"test/auc": float("nan")})
+    for name in ("metrics.jsonl", "result.json"):
+        text = (tmp_path / name).read_text()
+        assert "null" in text
+        assert "NaN" not in text
+
+
 def test_a_resumed_run_drops_what_was_logged_after_its_checkpoint(tmp_path):
     with Tracker(tmp_path) as tracker:
         for step in range(1, 6):

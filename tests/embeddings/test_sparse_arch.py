@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from dlrm.embeddings.sparse_arch import SparseArch, parse_bytes, plan
+from dlrm.embeddings.plan import parse_bytes, plan
+from dlrm.embeddings.sparse_arch import SparseArch
 
 NAMES = ["a", "b", "c", "d"]
 SIZES = [50, 4000, 7, 900]
