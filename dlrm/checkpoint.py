@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import yaml
 
+from dlrm.files import whole
 from dlrm.model import DLRM
 
 LATEST, BEST = "latest.pt", "best.pt"
@@ -22,12 +23,10 @@ LATEST, BEST = "latest.pt", "best.pt"
 def save(path: Path, state: dict[str, Any]) -> None:
     """Write ``state`` to ``path`` under a temporary name first, then rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
+    with whole(path) as temporary, temporary.open("wb") as file:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def find(path: str | Path) -> Path:

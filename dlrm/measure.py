@@ -18,9 +18,11 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from dlrm.files import whole
 from dlrm.machine import cores
 
 ROOT = Path(__file__).parent.parent
+LOAD_BEFORE = round(os.getloadavg()[0], 1)  # at the start; above 0: other programs ran as well
 
 
 def environment() -> dict[str, Any]:
@@ -40,7 +42,7 @@ def environment() -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "cpu": _cpu_name(),
         "cores": cores(),
-        "load_before": round(os.getloadavg()[0], 1),  # above 0: other programs ran as well
+        "load_before": LOAD_BEFORE,
         "versions": versions,
         "commit": git.stdout.strip() or os.environ.get("DLRM_COMMIT"),
         "date": datetime.now(UTC).date().isoformat(),
@@ -116,6 +118,5 @@ def write(path: str | Path, result: Mapping[str, Any]) -> None:
     """Write a result and its environment as JSON, whole or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps({"environment": environment(), **result}, indent=1) + "\n")
-    temporary.replace(path)
+    with whole(path) as temporary:
+        temporary.write_text(json.dumps({"environment": environment(), **result}, indent=1) + "\n")

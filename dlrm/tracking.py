@@ -17,6 +17,8 @@ from torch.profiler import profile, schedule
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
+from dlrm.files import whole
+
 
 def _json(values: Mapping[str, float]) -> dict[str, float | None]:
     """Values with null for what is not a number, which JSON has no word for."""
@@ -41,9 +43,8 @@ class Tracker:
         if step is not None and self.path.exists():
             lines = [json.loads(line) for line in self.path.read_text().splitlines()]
             kept = [json.dumps(line) + "\n" for line in lines if line["step"] <= step]
-            temporary = self.path.with_suffix(".tmp")
-            temporary.write_text("".join(kept))
-            temporary.replace(self.path)
+            with whole(self.path) as temporary:
+                temporary.write_text("".join(kept))
         self._writer = SummaryWriter(str(directory), purge_step=None if step is None else step + 1)
         self._lines = self.path.open("a", buffering=1)
 
@@ -77,9 +78,8 @@ class Tracker:
         for summary in hparams(plain, shown):
             writer.add_summary(summary)
         result = {"run": self.path.parent.name, "options": dict(options), "metrics": _json(final)}
-        temporary = self.path.with_name("result.json.tmp")
-        temporary.write_text(json.dumps(result, indent=2) + "\n")
-        temporary.replace(self.path.with_name("result.json"))
+        with whole(self.path.with_name("result.json")) as temporary:
+            temporary.write_text(json.dumps(result, indent=2) + "\n")
         self.close()
 
     def close(self) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,7 +29,7 @@ from dlrm.data.criteo import CriteoLoader
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import Meta
 from dlrm.hints import Parser
-from dlrm.measure import environment
+from dlrm.measure import write
 
 
 def rates(rows: int, run: Callable[[], object], repeats: int) -> dict[str, float]:
@@ -138,12 +137,10 @@ def main() -> None:
         directory = options.data or Path(made) / "data"
         if options.data is None:
             synthetic.write(directory, rows=options.rows, fractions=(1.0, 0.0, 0.0))
-        where = environment()
-        result = {"environment": where, "readers": options.readers, **measure(directory, options)}
-    text = json.dumps(result, indent=2) + "\n"
-    sys.stdout.write(text)
+        result = {"readers": options.readers, **measure(directory, options)}
+    print(json.dumps(result, indent=2))
     if options.output:
-        options.output.write_text(text)
+        write(options.output, result)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from dlrm.data.schema import Meta
 from dlrm.hints import Parser
-from dlrm.measure import environment
+from dlrm.measure import write
 
 SCRIPT = Path(__file__).with_name("make_synthetic.py")
 
@@ -84,18 +84,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     args = parser.parse_args(argv)
-    machine = environment()
     with tempfile.TemporaryDirectory() as temporary:
         made = Path(temporary)
         runs = [time_run(made / device, device, "parquet", args.rows) for device in args.devices]
         result = {
-            "environment": machine,
             "runs": [*runs, time_run(made / "tsv", args.devices[0], "tsv", args.tsv_rows)],
             "same_bytes_on_all_devices": len({run["sha256"] for run in runs}) == 1,
             "values_seen": values_seen(made / args.devices[0]),
         }
-    args.output.parent.mkdir(exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(args.output, result)
     print(json.dumps(result))
     return 0
 

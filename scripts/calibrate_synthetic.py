@@ -11,7 +11,6 @@ of as many rows.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from dlrm.data.schema import (
 )
 from dlrm.data.synthesis.law import PROFILE_FILE, Profile, profiles
 from dlrm.data.synthesis.rows import Generator
+from dlrm.files import whole
 from dlrm.hints import Parser
 
 # Rows of the full files, over which the cardinalities were counted.
@@ -169,9 +169,8 @@ def profile_of(sample: pd.DataFrame, full_rows: int, cardinalities: tuple[int, .
 def write_profiles(path: Path, made: dict[str, dict]) -> None:
     """Write the profiles, a column per line, those not made this time as they are."""
     old = json.loads(path.read_text()) if path.exists() else {}
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(old | made).replace('{"name"', '\n{"name"') + "\n")
-    os.replace(temporary, path)
+    with whole(path) as temporary:
+        temporary.write_text(json.dumps(old | made).replace('{"name"', '\n{"name"') + "\n")
 
 
 def plot(path: str | Path, sample: pd.DataFrame, profile: Profile) -> None:

@@ -18,6 +18,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from dlrm.files import whole
 from dlrm.hints import Parser
 
 METRICS = {
@@ -131,10 +132,9 @@ def draw(summary: pd.DataFrame, metric: str, path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(title="--emb")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp.png")
-    figure.savefig(temporary, dpi=150)
+    with whole(path) as temporary:
+        figure.savefig(temporary, dpi=150, format="png")
     plt.close(figure)
-    temporary.replace(path)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,6 +12,7 @@ from pyarrow import parquet
 from dlrm import checkpoint, metrics
 from dlrm.data.criteo import CriteoLoader
 from dlrm.distributed import pick_device
+from dlrm.files import whole
 from dlrm.hints import Parser
 
 
@@ -31,7 +32,6 @@ def main(argv: list[str] | None = None) -> int:
     """Score the split; returns the exit status."""
     options = arguments().parse_args(argv)
     output = Path(options.output)
-    temporary = output.with_name(output.name + ".tmp")
     try:
         device = pick_device(options.device)
         model, config = checkpoint.load_model(options.checkpoint, device)
@@ -45,18 +45,14 @@ def main(argv: list[str] | None = None) -> int:
         bf16 = config["precision"] == "bf16"
         schema = pa.schema({"probability": pa.float32(), "label": pa.uint8()})
         output.parent.mkdir(parents=True, exist_ok=True)
-        with parquet.ParquetWriter(temporary, schema) as writer:
+        with whole(output) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
             for batch in loader:
                 logits, labels = metrics.predict(model, [batch], bf16=bf16)
                 columns = [metrics.sigmoid(logits).astype(np.float32), labels.astype(np.uint8)]
                 writer.write_table(pa.table(columns, schema=schema))
-        temporary.replace(output)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    finally:
-        if temporary.is_file():
-            temporary.unlink()
     print(f"{loader.rows:,} scores in {output}")
     return 0
 

@@ -26,8 +26,9 @@ from typing import Literal, get_args, get_origin, get_type_hints
 from dlrm.data.preparation.passes import Pool, number_columns, parse_files, write_splits
 from dlrm.data.preparation.raw import BLOCK_BYTES
 from dlrm.data.preparation.spill import BAD_ROWS_KEPT, Spilled
-from dlrm.data.preparation.workspace import Workspace, whole
+from dlrm.data.preparation.workspace import Workspace
 from dlrm.data.schema import CRITEO_DENSE, SPLITS, Meta
+from dlrm.files import whole
 from dlrm.hints import nearest
 from dlrm.machine import cores
 

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dlrm.files import whole
+
 SCHEMA_VERSION = 1
 META_FILE = "meta.json"
 SPLITS = ("train", "val", "test")
@@ -89,9 +91,8 @@ class Meta:
     def write(self, directory: str | os.PathLike[str]) -> Path:
         """Write ``meta.json`` into ``directory``, whole or not at all; returns its path."""
         path = Path(directory) / META_FILE
-        temporary = path.with_name(META_FILE + ".tmp")
-        temporary.write_text(json.dumps(asdict(self), indent=2) + "\n")
-        temporary.replace(path)
+        with whole(path) as temporary:
+            temporary.write_text(json.dumps(asdict(self), indent=2) + "\n")
         return path
 
     @classmethod

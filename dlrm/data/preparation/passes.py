@@ -24,8 +24,9 @@ from dlrm.data.preparation.raw import Block, RawFile
 from dlrm.data.preparation.rows import MISSING
 from dlrm.data.preparation.spill import Spilled
 from dlrm.data.preparation.vocabulary import group, look_up, number
-from dlrm.data.preparation.workspace import Workspace, whole
+from dlrm.data.preparation.workspace import Workspace
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, Categorical, Split
+from dlrm.files import whole
 
 ROW_GROUP_ROWS = 1 << 17
 # zstd with dictionaries: 43 bytes a row, read at 9M rows/s by a core; lz4: 54 bytes, 14M rows/s.

@@ -12,8 +12,8 @@ import pyarrow as pa
 
 from dlrm.data.preparation.raw import BadRow, Block
 from dlrm.data.preparation.rows import COLUMNS, parse
-from dlrm.data.preparation.workspace import whole
 from dlrm.data.schema import CRITEO_CATEGORICAL
+from dlrm.files import whole
 
 BAD_ROWS_KEPT = 20
 _SUMMARY = b"summary"

@@ -6,12 +6,12 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dlrm.data.schema import META_FILE
+from dlrm.files import whole
 
 DIRECTORY = ".prepare"
 KEY_FILE = "key.json"
@@ -90,14 +90,6 @@ class Workspace:
                 _remove(path)
         (self / META_FILE).replace(self.output / META_FILE)
         shutil.rmtree(self.directory)
-
-
-@contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """A temporary name to write to; the file gets its name ``path`` when the block ends well."""
-    temporary = path.with_name(path.name + ".tmp")
-    yield temporary
-    temporary.replace(path)
 
 
 def _remove(path: Path) -> None:

@@ -1,0 +1,27 @@
+import pytest
+
+from dlrm.files import whole
+
+
+def test_the_file_appears_when_the_block_ends_well(tmp_path):
+    path = tmp_path / "a.json"
+    with whole(path) as temporary:
+        temporary.write_text("new")
+        assert not path.exists()
+    assert path.read_text() == "new"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("old")
+
+    def fail():
+        with whole(path) as temporary:
+            temporary.write_text("half")
+            raise KeyError("why")
+
+    with pytest.raises(KeyError, match="why"):
+        fail()
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
