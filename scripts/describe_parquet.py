@@ -11,6 +11,7 @@ more, which stands for them.
 from __future__ import annotations
 
 import glob
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from tqdm import tqdm
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import META_FILE, SPLITS, Categorical, Meta, Split
 from dlrm.hints import Parser
+
+SPARSE = 10  # rows of a table per value of its column, from which on the ids look hashed
 
 
 @dataclass
@@ -199,6 +202,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(
             f"{column.name:24} {column.cardinality:>13,} rows  {' '.join(notes).strip()}".rstrip()
         )
+    rows = sum(split.rows for split in meta.splits.values())
+    for column in meta.categorical:
+        if not column.multi_hot and column.cardinality > max(SPARSE * rows, 10**6):
+            print(
+                f"warning: {column.name} needs a table of {column.cardinality:,} rows for {rows:,} "
+                "values: its ids look hashed; number them from 0 on, the most frequent first",
+                file=sys.stderr,
+            )
     for name, split in meta.splits.items():
         share = split.positives / max(1, split.rows)
         print(f"{name:24} {split.rows:>13,} rows in {len(split.files)} files, {share:.2%} positive")

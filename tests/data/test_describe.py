@@ -110,3 +110,12 @@ def test_mistakes_are_one_line(shop, kind):
     assert run.stderr.startswith("error: ")
     assert run.stderr.count("\n") == 1
     assert not (shop / "meta.json").exists()
+
+
+def test_hashed_ids_are_warned_of(tmp_path):
+    hashed = frame().assign(item=np.random.default_rng(0).integers(0, 2**62, 200))
+    hashed.to_parquet(tmp_path / "train.parquet", index=False)
+    run = describe(tmp_path, "--train", "train.parquet", "--label", "clicked")
+    assert run.returncode == 0, run.stderr
+    assert "warning: item needs a table of" in run.stderr
+    assert "shop" not in run.stderr
