@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from dlrm.embeddings.base import Common, Embedding, row_offsets
 from dlrm.embeddings.budget import share_out
-from dlrm.kernels.lookup import lookup, lookup_bags, lookup_tables
+from dlrm.kernels.bags import lookup_bags
+from dlrm.kernels.lookup import lookup, lookup_tables
 
 CHUNK = 1 << 20  # rows at a time when fitting to a dense table
 

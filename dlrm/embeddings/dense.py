@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding, row_offsets
-from dlrm.kernels.lookup import lookup, lookup_bags, lookup_tables
+from dlrm.kernels.bags import lookup_bags
+from dlrm.kernels.lookup import lookup, lookup_tables
 
 
 class Dense(Embedding):

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding, row_offsets
 from dlrm.embeddings.budget import water_level
-from dlrm.kernels.lookup import lookup
+from dlrm.kernels.bags import lookup_bags
+from dlrm.kernels.lookup import lookup, lookup_tables
 
 
 class Hash(Embedding):
@@ -54,6 +55,23 @@ class Hash(Embedding):
     def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
         rows = ids % self._rows[tables] + self._offsets[tables]
         return lookup(self.weight, rows, sparse=self.sparse)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        return lookup_tables(self.weight, self._offsets, ids, modulo=self._rows, sparse=self.sparse)
+
+    def lookup_bags(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+        if self.mode == "max" and not self.weight.is_cuda:
+            return super().lookup_bags(ids, offsets, weights)  # embedding_bag's would be dense
+        return lookup_bags(
+            self.weight,
+            self._offsets,
+            ids,
+            offsets,
+            per_sample_weights=weights,
+            mode=self.mode,
+            modulo=self._rows,
+            sparse=self.sparse,
+        )
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:

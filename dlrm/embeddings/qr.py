@@ -14,6 +14,7 @@ from torch.nn import functional
 from dlrm.embeddings.base import Common, Embedding, row_offsets
 from dlrm.embeddings.budget import share_out
 from dlrm.kernels.lookup import lookup
+from dlrm.kernels.quotient import compose, lookup_quotient
 
 Operation = Literal["multiply", "add", "concat"]
 ITERATIONS = 30  # of the alternating fits
@@ -85,9 +86,18 @@ class QR(Embedding):
         r = lookup(
             self.remainder, ids % self.collisions + self._remainders[tables], sparse=self.sparse
         )
-        if self.operation == "multiply":
-            return q * r
-        return q + r if self.operation == "add" else torch.cat([q, r], -1)
+        return compose(q, r, self.operation)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        return lookup_quotient(
+            self.quotient,
+            self.remainder,
+            (self._quotients, self._remainders),
+            ids,
+            self.collisions,
+            operation=self.operation,
+            sparse=self.sparse,
+        )
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:

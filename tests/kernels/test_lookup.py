@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from dlrm.kernels import bags
 from dlrm.kernels import lookup as kernel
-from dlrm.kernels.lookup import MODES, gather_rows, lookup, lookup_bags, lookup_tables
+from dlrm.kernels.bags import MODES, lookup_bags
+from dlrm.kernels.lookup import gather_rows, lookup, lookup_tables
 
 GPU = torch.cuda.is_available()
 SCALE = 400 if GPU else 1
@@ -62,6 +64,7 @@ def _nan_in_new_memory():
 def _small_tiles(monkeypatch):
     if not GPU:
         monkeypatch.setattr(kernel, "TILE", 64)
+        monkeypatch.setattr(bags, "TILE", 16)
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
@@ -86,6 +89,24 @@ def test_one_id_per_table(device, impl, dtype, batch, dim, index, sparse):
     exact = weight.detach().double().requires_grad_()
     exact[(ids + starts[:, None]).t()].backward(grad.double())
     assert rms(summed(weight.grad), exact.grad) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("share", ["modulo", "last"])
+def test_ids_that_share_rows(device, impl, index, share):
+    weight, starts = tables(8, device)
+    ids = 3 * ids_of(9 * SCALE, device)
+    sizes = torch.tensor(SIZES, device=device)
+    local = ids % sizes[:, None] if share == "modulo" else ids.minimum(sizes[:, None] - 1)
+    number = {share: sizes if share == "modulo" else sizes - 1}
+    out = lookup_tables(weight, starts, ids.to(index), impl=impl, **number)
+    assert torch.equal(out, lookup_tables(weight, starts, local, impl="torch"))
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    exact = weight.detach().double().requires_grad_()
+    lookup_tables(exact, starts, local, sparse=False, impl="torch").backward(grad.double())
+    assert rms(summed(weight.grad), exact.grad) < TOLERANCE[torch.float32]
 
 
 def test_gradient_is_one_entry_per_lookup_and_no_copy(device):
@@ -176,6 +197,26 @@ def test_bags(device, impl, mode, batch, dim, index):
     assert rms(summed(weight.grad), exact.grad) < 1e-5
     if scale is not None:
         assert rms(scale.grad, exact_scale.grad) < 1e-6
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("share", ["modulo", "last"])
+def test_bags_of_ids_that_share_rows(device, impl, share):
+    weight, starts = tables(8, device)
+    ids, offsets = bags_of(6 * SCALE, device)
+    sizes = torch.tensor(SIZES, device=device)
+    counts = offsets[:: 6 * SCALE].diff()
+    size = sizes.repeat_interleave(counts)
+    local = (3 * ids) % size if share == "modulo" else (3 * ids).minimum(size - 1)
+    number = {share: sizes if share == "modulo" else sizes - 1}
+    out = lookup_bags(weight, starts, 3 * ids, offsets, impl=impl, **number)
+    exact = weight.detach().double().requires_grad_()
+    reference = exact_bags(exact, starts, local, offsets, None, "sum")
+    assert rms(out, reference) < TOLERANCE[torch.float32]
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    reference.backward(grad.double())
+    assert rms(summed(weight.grad), exact.grad) < 1e-5
 
 
 @pytest.mark.parametrize("mode", MODES)
