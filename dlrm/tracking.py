@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import pandas as pd
 import torch
@@ -19,13 +19,47 @@ from torch.utils.tensorboard.summary import hparams
 
 from dlrm.files import whole
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 def _json(values: Mapping[str, float]) -> dict[str, float | None]:
     """Values with null for what is not a number, which JSON has no word for."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
-HPARAM_GROUPS = ("test", "embeddings", "speed")
+HPARAM_METRICS = (
+    *("test/auc", "test/log_loss", "test/accuracy", "test/normalized_entropy"),
+    *("embeddings/compression", "embeddings/bytes", "speed/samples_per_second"),
+)
+"""Columns of TensorBoard's hparams page, which shows the first of them at once."""
+
+OVERVIEW: dict[str, dict[str, tuple[str, ...]]] = {
+    "quality": {
+        "loss": ("train/loss", "val/log_loss"),
+        "validation AUC": ("val/auc",),
+        "validation calibration": ("val/calibration",),
+    },
+    "speed": {
+        "samples per second": ("speed/samples_per_second",),
+        "share of time waiting for data": ("speed/data_wait_share",),
+    },
+    "memory": {
+        "bytes of the embeddings": ("embeddings/bytes",),
+        "compression": ("embeddings/compression",),
+        "peak bytes": ("memory/",),
+    },
+    "training": {
+        "gradient norms": ("train/gradient_norm/",),
+        "learning rates": ("lr/",),
+    },
+    "caches of rows": {
+        "hit rate": ("cache/hit_rate",),
+        "rows in and out": ("cache/admitted", "cache/evicted"),
+    },
+}
+"""TensorBoard's page of custom scalars, which puts first what matters most: by category the
+charts, each with the names, or beginnings of names, that it shows."""
 
 
 class Tracker:
@@ -46,6 +80,16 @@ class Tracker:
             with whole(self.path) as temporary:
                 temporary.write_text("".join(kept))
         self._writer = SummaryWriter(str(directory), purge_step=None if step is None else step + 1)
+        if step is None:
+            self._writer.add_custom_scalars(
+                {
+                    category: {
+                        title: ["Multiline", [f"^{name}" for name in names]]
+                        for title, names in charts.items()
+                    }
+                    for category, charts in OVERVIEW.items()
+                }
+            )
         self._lines = self.path.open("a", buffering=1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -73,7 +117,7 @@ class Tracker:
             str(name): value if isinstance(value, bool | int | float | str) else str(value)
             for name, value in flat
         }
-        shown = {name: final[name] for name in final if name.split("/")[0] in HPARAM_GROUPS}
+        shown = {name: final[name] for name in HPARAM_METRICS if name in final}
         writer = self._writer._get_file_writer()
         for summary in hparams(plain, shown):
             writer.add_summary(summary)
@@ -141,16 +185,46 @@ class Clock:
         }
 
 
+def log_figures(directory: Path, figures: Mapping[str, Figure]) -> None:
+    """Show figures on TensorBoard's page of images, as a run of the name of ``directory``.
+
+    Args:
+        directory: made if it is not there; below the directory that TensorBoard looks at.
+        figures: by name, such as ``comparison/auc``; the part before the slash groups them.
+    """
+    with SummaryWriter(str(directory)) as writer:
+        for name, figure in figures.items():
+            writer.add_figure(name, figure, close=False)
+
+
+def read_trace(path: Path) -> pd.DataFrame:
+    """What ran when, from a trace that torch.profiler exported.
+
+    Returns:
+        A row per operation of the CPU and per kernel and copy of a GPU: ``name``, ``kind``
+        (``cpu_op``, ``kernel``, ``gpu_memcpy``, ``gpu_memset``), ``lane`` (the thread or stream),
+        ``start`` and ``ms``, both in milliseconds, the first start being 0.
+    """
+    kinds = ("cpu_op", "kernel", "gpu_memcpy", "gpu_memset")
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") in kinds]
+    trace = pd.DataFrame(events, columns=["name", "cat", "tid", "ts", "dur"])
+    trace = trace.rename(columns={"cat": "kind", "tid": "lane", "ts": "start", "dur": "ms"})
+    trace["start"] = (trace["start"] - trace["start"].min()) / 1e3  # from microseconds
+    trace["ms"] /= 1e3
+    return trace.sort_values("start", ignore_index=True)
+
+
 class Profiler:
     """A torch.profiler trace of a few steps, after some that warm up.
 
-    Writes ``profile/trace.json`` (open it in chrome://tracing or Perfetto) and
+    Writes ``profile/trace.json`` (open it in Perfetto or chrome://tracing) and
     ``profile/operations.txt``, the costliest operations, into the run's directory.
     """
 
     def __init__(self, directory: Path, device: torch.device) -> None:
         self._directory = directory / "profile"
         self._directory.mkdir(parents=True, exist_ok=True)
+        self.trace = self._directory / "trace.json"
         self._sort = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
         self._profile = profile(
             schedule=schedule(wait=5, warmup=3, active=5, repeat=1),
@@ -162,7 +236,7 @@ class Profiler:
         self._profile.start()
 
     def _write(self, trace: profile) -> None:
-        trace.export_chrome_trace(str(self._directory / "trace.json"))
+        trace.export_chrome_trace(str(self.trace))
         self._table = trace.key_averages().table(sort_by=self._sort, row_limit=25)
         (self._directory / "operations.txt").write_text(self._table)
 
@@ -171,9 +245,13 @@ class Profiler:
         self._profile.step()
 
     def close(self) -> str:
-        """End profiling; returns the table of the costliest operations."""
+        """End profiling; returns the costliest operations and how to see the trace."""
         self._profile.stop()
-        return self._table
+        if not self.trace.exists():
+            return self._table
+        return (
+            f"{self.trace}: open it at https://ui.perfetto.dev or chrome://tracing\n{self._table}"
+        )
 
 
 def memory(device: torch.device) -> dict[str, float]:

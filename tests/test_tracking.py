@@ -1,11 +1,14 @@
+import io
 import json
 from types import SimpleNamespace
 
+import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dlrm.tracking import Clock, Profiler, Tracker, memory
+from dlrm.tracking import OVERVIEW, Clock, Profiler, Tracker, log_figures, memory, read_trace
 
 
 def events(directory):
@@ -33,6 +36,32 @@ def test_the_same_numbers_in_tensorboard_and_json_lines(tmp_path):
     assert result["metrics"] == {"test/auc": 0.75}
     assert result["options"] == options
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_the_overview_has_its_charts_in_order(tmp_path):
+    with Tracker(tmp_path) as tracker:
+        tracker.log(1, {"train/loss": 0.5, "val/auc": 0.7})
+    read = events(tmp_path)
+    layout = read.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    assert [layout.index(category.encode()) for category in OVERVIEW] == sorted(
+        layout.index(category.encode()) for category in OVERVIEW
+    )
+    assert b"^val/auc" in layout
+    with Tracker(tmp_path, step=1):
+        pass
+    assert len(events(tmp_path).Tensors("custom_scalars__config__")) == 1
+
+
+def test_figures_become_images_of_a_run(tmp_path):
+    figure, axes = plt.subplots(figsize=(2, 1), dpi=50)
+    axes.plot([0, 1])
+    log_figures(tmp_path / "comparison", {"comparison/auc": figure})
+    (image,) = events(tmp_path / "comparison").Images("comparison/auc")
+    assert (image.width, image.height) == (100, 50)
+    pixels = plt.imread(io.BytesIO(image.encoded_image_string))
+    assert len(np.unique(pixels)) > 2  # something is drawn
+    assert plt.fignum_exists(figure.number)  # the caller may go on to save it
+    plt.close(figure)
 
 
 def test_what_is_not_a_number_is_null_in_json(tmp_path):
@@ -83,8 +112,14 @@ def test_profiler_writes_a_trace_and_a_table(tmp_path, device, steps):
         assert "too short" in table
     else:
         assert "aten::mm" in table
-        trace = json.loads((tmp_path / "profile" / "trace.json").read_text())
-        assert any("aten::mm" in event.get("name", "") for event in trace["traceEvents"])
+        assert str(tmp_path / "profile" / "trace.json") in table
+        trace = read_trace(tmp_path / "profile" / "trace.json")
+        products = trace[trace["name"] == "aten::mm"]
+        assert len(products) == 5  # the steps that are recorded
+        assert (products["ms"] > 0).all()
+        assert trace["start"].is_monotonic_increasing
+        assert trace["start"].iloc[0] == 0
+        assert set(trace["kind"]) >= {"cpu_op"} | ({"kernel"} if device.type == "cuda" else set())
 
 
 def test_memory_is_in_bytes(device):
