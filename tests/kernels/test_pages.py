@@ -37,9 +37,8 @@ def scattered(rows, page_size, dim, device, dtype=torch.float32, groups=(1, 2, 1
     first = torch.zeros(pages, dtype=torch.int64)
     blocks = []
     for index, replicas in enumerate(groups):
-        held = [
-            table[p * page_size : (p + 1) * page_size] for p in range(pages) if group[p] == index
-        ]
+        own = (group == index).nonzero()[:, 0].tolist()
+        held = [table[page * page_size : (page + 1) * page_size] for page in own]
         at = 0
         for page in own:
             first[page] = at
