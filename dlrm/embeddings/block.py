@@ -13,6 +13,7 @@ from dlrm.embeddings.base import Common, Embedding, row_offsets
 from dlrm.embeddings.budget import share_out
 from dlrm.kernels.bags import lookup_bags
 from dlrm.kernels.lookup import lookup, lookup_tables
+from dlrm.kernels.widen import lookup_widened, widen
 
 CHUNK = 1 << 20  # rows at a time when fitting to a dense table
 
@@ -81,7 +82,9 @@ class Block(Embedding):
         ).view(*ids.shape, self.embedding_dim)
 
     def lookup(self, ids: Tensor) -> Tensor:
-        return self._widen(lookup_tables(self.weight, self._offsets, ids, sparse=self.sparse))
+        if self.projection is None:
+            return lookup_tables(self.weight, self._offsets, ids, sparse=self.sparse)
+        return lookup_widened(self.weight, self.projection, self._offsets, ids, sparse=self.sparse)
 
     def lookup_bags(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         if self.mode == "max":  # a maximum can not be taken of short rows
@@ -95,13 +98,7 @@ class Block(Embedding):
             mode=self.mode,
             sparse=self.sparse,
         )
-        return self._widen(short)
-
-    def _widen(self, short: Tensor) -> Tensor:
-        """``[B, F, dim]`` to ``[B, F, D]``, each table by its own matrix."""
-        if self.projection is None:
-            return short
-        return torch.bmm(short.transpose(0, 1), self.projection).transpose(0, 1)
+        return short if self.projection is None else widen(short, self.projection)
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:
