@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from dlrm import checkpoint, metrics
 from dlrm.cli import parse
-from dlrm.config import RunConfig
+from dlrm.config import HOUSEKEEPING, RunConfig
 from dlrm.data import synthetic
 from dlrm.data.counts import read_counts
 from dlrm.data.criteo import CriteoLoader
@@ -30,7 +30,6 @@ from dlrm.step import TrainStep
 from dlrm.tracking import Clock, Profiler, Tracker, memory
 
 DEMO = RunConfig().data
-HOUSEKEEPING = {"name", "output", "resume", "checkpoint", "profile", "log_every", "eval_every"}
 
 
 class Run:

@@ -7,6 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+HOUSEKEEPING = {
+    *("name", "output", "resume", "checkpoint", "profile", "log_every", "eval_every"),
+    *("device", "loader", "eval_batch_size"),
+}
+"""Options that make no difference to a run's results."""
+
 
 def _require(**rules: tuple[bool, str]) -> None:
     """Raise one error that lists every option whose rule does not hold."""

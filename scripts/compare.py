@@ -16,10 +16,12 @@ mpl.use("Agg")
 
 import matplotlib.pyplot as plt
 import pandas as pd
+from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from dlrm.files import whole
 from dlrm.hints import Parser
+from dlrm.tracking import log_figures
 
 METRICS = {
     "test/auc": "AUC",
@@ -53,6 +55,12 @@ def arguments() -> Parser:
     )
     parser.add_argument("--metric", choices=QUALITY, default="AUC")
     parser.add_argument("--json", type=Path, help="also write the table as JSON")
+    parser.add_argument(
+        "--tensorboard",
+        type=Path,
+        metavar="DIR",
+        help="also show the plot in TensorBoard, as a run of this name, such as runs/comparison",
+    )
     return parser
 
 
@@ -110,7 +118,7 @@ def render(summary: pd.DataFrame) -> str:
     return shown.to_string(index=False)
 
 
-def draw(summary: pd.DataFrame, metric: str, path: Path) -> None:
+def draw(summary: pd.DataFrame, metric: str, path: Path) -> Figure:
     """Quality against bytes, one line per kind, with error bars over seeds."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for kind, points in summary.sort_values("MB").groupby("emb"):
@@ -135,18 +143,22 @@ def draw(summary: pd.DataFrame, metric: str, path: Path) -> None:
     with whole(path) as temporary:
         figure.savefig(temporary, dpi=150, format="png")
     plt.close(figure)
+    return figure
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table and draw the plot; returns the exit status."""
     options = arguments().parse_args(argv)
     try:
-        summary = summarize(read(options.runs))
+        runs = [run for run in options.runs if run != options.tensorboard]
+        summary = summarize(read(runs))
         print(render(summary))
-        draw(summary, options.metric, options.plot)
+        figure = draw(summary, options.metric, options.plot)
         print(f"plot in {options.plot}")
         if options.json:
             summary.to_json(options.json, orient="records", indent=2)
+        if options.tensorboard:
+            log_figures(options.tensorboard, {f"comparison/{options.metric}": figure})
     except (ValueError, KeyError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
