@@ -171,8 +171,13 @@ def test_evaluate_predict_and_compare_work_on_a_run(data, tmp_path):
     assert table["probability"].mean() == pytest.approx(labels.mean(), rel=0.25)
 
     runs = [tmp_path / name for name in "abc"]
-    out = run("scripts/compare.py", *runs, "--plot", tmp_path / "plot.png").stdout
+    board = tmp_path / "comparison"
+    plot = ("--plot", tmp_path / "plot.png", "--tensorboard", board)
+    out = run("scripts/compare.py", *runs, board, *plot).stdout  # as runs/* the second time
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    events = EventAccumulator(str(board))
+    events.Reload()
+    assert events.Tags()["images"] == ["comparison/AUC"]
     dense = next(line for line in out.splitlines() if " dense " in line)
     assert "±" in dense
     assert re.search(r"\b2\b", dense)
