@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
 import torch
-from sklearn.metrics import roc_auc_score
-from torch import nn
+from torch import Tensor, nn
 from torch.compiler import set_stance
 
 from dlrm.data.batch import Batch
 
 
-def classification(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """AUC, accuracy, log loss, normalized entropy and calibration.
+@torch.inference_mode()
+def classification(logits: Tensor | np.ndarray, labels: Tensor | np.ndarray) -> dict[str, float]:
+    """AUC, accuracy, log loss, normalized entropy and calibration, computed where the logits are.
 
     Args:
         logits: ``[n]`` scores before the sigmoid.
-        labels: ``[n]``, 0 or 1.
+        labels: ``[n]``, 0 or 1, on the same device.
 
     Returns:
         ``auc`` (exact; NaN where only one class occurs), ``accuracy`` at probability 0.5,
@@ -28,37 +29,60 @@ def classification(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     Raises:
         ValueError: no samples, or logits that are not finite.
     """
-    logits = logits.astype(np.float64)
+    logits, labels = torch.as_tensor(logits).double(), torch.as_tensor(labels).double()
     if len(logits) == 0:
         raise ValueError("there are no samples to measure")
-    if not np.isfinite(logits).all():
+    if not logits.isfinite().all():
         raise ValueError(
             "the model's outputs are not finite: training diverged; lower --optim.lr or set "
             "--optim.warmup_steps or --optim.clip_norm"
         )
     # log(1 + exp(-|x|)) + max(x, 0) - x y: exact where the probability rounds to 0 or 1
-    loss = np.logaddexp(0.0, logits) - logits * labels
+    zero = logits.new_zeros(())
+    loss = float((torch.logaddexp(zero, logits) - logits * labels).mean())
     base = float(labels.mean())
-    both = 0.0 < base < 1.0
-    entropy = -(base * np.log(base) + (1 - base) * np.log(1 - base)) if both else float("nan")
+    entropy = float("nan")
+    if 0.0 < base < 1.0:
+        entropy = -(base * math.log(base) + (1 - base) * math.log1p(-base))
     return {
-        "auc": float(roc_auc_score(labels, logits)) if both else float("nan"),
-        "accuracy": float(((logits > 0) == (labels > 0.5)).mean()),
-        "log_loss": float(loss.mean()),
-        "normalized_entropy": float(loss.mean() / entropy),
-        "calibration": float(sigmoid(logits).mean() / base) if base else float("nan"),
+        "auc": auc(logits, labels),
+        "accuracy": float(((logits > 0) == (labels > 0.5)).double().mean()),
+        "log_loss": loss,
+        "normalized_entropy": loss / entropy,
+        "calibration": float(sigmoid(logits).mean()) / base if base else float("nan"),
     }
 
 
-def sigmoid(logits: np.ndarray) -> np.ndarray:
-    """Probabilities of logits, in float64 and without overflow."""
-    return np.exp(-np.logaddexp(0.0, -logits.astype(np.float64)))
+def auc(scores: Tensor, labels: Tensor) -> float:
+    """The area under the ROC curve: the share of pairs of a positive and a negative that are in
+    the right order, a tie counting half. Counted in integers, so exact whatever the order.
+
+    Args:
+        scores: ``[n]``.
+        labels: ``[n]``, 0 or 1.
+
+    Returns:
+        The area; NaN where only one class occurs.
+    """
+    scores, order = scores.sort()
+    positive = labels[order] > 0.5
+    last = torch.cat([scores[1:] != scores[:-1], positive.new_ones(1)])  # of its equal scores
+    positives, negatives = positive.cumsum(0)[last], (~positive).cumsum(0)[last]
+    below = negatives - negatives.diff(prepend=negatives.new_zeros(1))
+    won = (positives.diff(prepend=positives.new_zeros(1)) * (below + negatives)).sum()
+    pairs = int(positives[-1]) * int(negatives[-1])
+    return int(won) / (2 * pairs) if pairs else float("nan")
+
+
+def sigmoid(logits: Tensor) -> Tensor:
+    """Probabilities of logits, in float64."""
+    return torch.sigmoid(logits.double())
 
 
 @torch.inference_mode()
 def predict(
     model: nn.Module, batches: Iterable[Batch], *, bf16: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Tensor, Tensor]:
     """Logits and labels of all samples, in order; the model's mode is restored afterwards.
 
     Args:
@@ -67,7 +91,7 @@ def predict(
         bf16: run in bfloat16 autocast, as in training.
 
     Returns:
-        ``logits [n]`` and ``labels [n]``, float32.
+        ``logits [n]`` and ``labels [n]``, float32, on the model's device.
     """
     training = model.training
     model.eval()
@@ -81,5 +105,5 @@ def predict(
     finally:
         model.train(training)
     if not logits:
-        return np.zeros(0, np.float32), np.zeros(0, np.float32)
-    return torch.cat(logits).cpu().numpy(), torch.cat(labels).cpu().numpy()
+        return torch.zeros(0), torch.zeros(0)
+    return torch.cat(logits), torch.cat(labels)

@@ -48,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
         with whole(output) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
             for batch in loader:
                 logits, labels = metrics.predict(model, [batch], bf16=bf16)
-                columns = [metrics.sigmoid(logits).astype(np.float32), labels.astype(np.uint8)]
+                probabilities = metrics.sigmoid(logits).float().cpu().numpy()
+                columns = [probabilities, labels.cpu().numpy().astype(np.uint8)]
                 writer.write_table(pa.table(columns, schema=schema))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -4,7 +4,7 @@ import torch
 from sklearn.metrics import accuracy_score, log_loss, roc_auc_score
 
 from dlrm.data.batch import Batch
-from dlrm.metrics import classification, predict, sigmoid
+from dlrm.metrics import auc, classification, predict, sigmoid
 
 
 def test_metrics_agree_with_scikit_learn():
@@ -13,13 +13,26 @@ def test_metrics_agree_with_scikit_learn():
     labels = (random.random(500) < 0.3).astype(np.float32)
     probability = 1 / (1 + np.exp(-logits.astype(np.float64)))
     values = classification(logits, labels)
-    assert values["auc"] == pytest.approx(roc_auc_score(labels, probability))
+    assert values["auc"] == pytest.approx(roc_auc_score(labels, probability), rel=1e-12)
     assert values["log_loss"] == pytest.approx(log_loss(labels, probability))
     assert values["accuracy"] == pytest.approx(accuracy_score(labels, logits > 0))
     base = labels.mean(dtype=float)
     entropy = log_loss(labels, np.full(500, base))
     assert values["normalized_entropy"] == pytest.approx(values["log_loss"] / entropy)
     assert values["calibration"] == pytest.approx(probability.mean() / base)
+
+
+@pytest.mark.parametrize("digits", [0, 1, 6])
+@pytest.mark.parametrize("share", [0.002, 0.3, 0.998])
+def test_auc_counts_ties_half_and_ignores_the_order(device, digits, share):
+    random = np.random.default_rng(1)
+    scores, labels = random.normal(size=3000).round(digits), random.random(3000) < share
+    expected = roc_auc_score(labels, scores)
+    tensors = [torch.tensor(x, device=device) for x in (scores, labels.astype(np.float32))]
+    found = auc(*tensors)
+    assert found == pytest.approx(expected, rel=1e-12)
+    order = torch.randperm(3000, device=device)
+    assert auc(*(tensor[order] for tensor in tensors)) == found
 
 
 def test_predicting_the_base_rate_has_entropy_one():
@@ -34,7 +47,7 @@ def test_huge_logits_do_not_overflow():
     values = classification(np.array([800.0, -800.0]), np.array([0.0, 0.0]))
     assert values["log_loss"] == pytest.approx(400.0)
     assert np.isnan(values["auc"])
-    assert sigmoid(np.array([-800.0, 800.0])).tolist() == [0.0, 1.0]
+    assert sigmoid(torch.tensor([-800.0, 800.0])).tolist() == [0.0, 1.0]
 
 
 def test_what_cannot_be_measured_is_an_error():
