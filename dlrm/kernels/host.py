@@ -1,8 +1,11 @@
 """Host memory that a GPU reads and writes at its own address, as a tensor of that GPU.
 
 Under unified addressing a kernel follows the address of a pinned host page as it follows one of
-its own memory, at the speed of the link (53 GB/s on PCIe 5). A tensor of the GPU over such memory
-has gradients, optimizers and kernels like any other, and takes no GPU memory.
+its own memory, at the speed of the link. A tensor of the GPU over such memory has gradients,
+optimizers and kernels like any other, and takes no GPU memory.
+
+Seen on an H100, rows of 512 bytes: at random in up to 1 GB, 92% of the link's 55 GB/s; at random in
+4 GB 37%, since the GPU's translations of addresses reach no further, but 91% in ascending order.
 """
 
 from __future__ import annotations
@@ -16,15 +19,15 @@ import torch
 from torch import Tensor
 
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
-HUGE = 1 << 21  # bytes of a huge page
+HUGE = 1 << 21  # bytes of a huge page: fewer translations, and pinned at 4 GB/s
 
 
 class _Registered:
     """A stretch of anonymous memory, pinned and known to the GPU while this object lives."""
 
     def __init__(self, size: int) -> None:
-        self.memory = mmap.mmap(-1, size)
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer translations: a look-up's rows lie far apart
+        self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
             self.memory.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         self.address = self.bytes.data_ptr()
