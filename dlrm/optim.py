@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dlrm.hints import nearest
+from dlrm.kernels import whole
+from dlrm.kernels.cached_rows import cached_rows
 from dlrm.kernels.plan import announced
 from dlrm.kernels.rows import update_rows
+from dlrm.rules import OPTIONS, RULES, Rule, advance, make_rule, round_stochastic
 
-RULES = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+__all__ = ["RULES", "RowOptimizer", "Schedule", "gradient_norm"]
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -66,36 +68,55 @@ class RowOptimizer(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Apply the gradients."""
         for group in self.param_groups:
-            whole = []
+            rule, dense = _rule_of(group), []
             for parameter in group["params"]:
-                grad = parameter.grad
-                if grad is not None and grad.is_sparse:
-                    rows = grad._indices()[0]
-                    update_rows(
-                        group["rule"],
-                        parameter,
-                        rows,
-                        grad._values(),
-                        list(self.state[parameter].values()),
-                        lr=group["lr"],
-                        eps=group["eps"],
-                        betas=group["betas"],
-                        plan=announced(rows),
-                    )
-                elif grad is not None:
-                    whole.append(parameter)
-            if whole:
-                self._update_whole(whole, group)
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    self._update_rows(parameter, rule, group)
+                elif parameter.grad is not None:
+                    dense.append(parameter)
+            if dense:
+                self._update_whole(dense, rule, group["lr"])
 
-    def _update_whole(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+    def _update_rows(self, parameter: Tensor, rule: Rule, group: dict[str, Any]) -> None:
+        """Update the rows that a sparse gradient names."""
+        assert parameter.grad is not None
+        rows, cached = parameter.grad._indices()[0], cached_rows(parameter)
+        update_rows(
+            rule,
+            parameter,
+            rows,
+            parameter.grad._values(),
+            list(self.state[parameter].values()),
+            lr=group["lr"],
+            plan=announced(rows),
+            cached=cached,
+            seed=group["seed"] if self._rounds(parameter) else None,
+        )
+        if cached is not None:
+            cached.updated()
+
+    def _update_whole(self, parameters: list[Tensor], rule: Rule, lr: Tensor) -> None:
         """Update parameters with dense gradients, few launches for all of them."""
-        moves: Sequence[Tensor] = [p.grad.to(_wide(p)) for p in parameters if p.grad is not None]
-        states = [self.state[parameter] for parameter in parameters]
-        if group["rule"] == "adam":
-            moves = _adam(states, moves, group)
-        elif group["rule"] != "sgd":
-            moves = _adagrad(states, moves, group)
-        torch._foreach_sub_(parameters, torch._foreach_mul(list(moves), group["lr"]))
+        for parameter in parameters:
+            if (cached := cached_rows(parameter)) is not None:
+                cached.release()
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        states = [list(self.state[parameter].values()) for parameter in parameters]
+        plain = rule.name in whole.RULES and not rule.momentum and not rule.weight_decay
+        if plain and not any(map(self._rounds, parameters)):
+            options = {"eps": rule.eps, "betas": rule.betas}
+            whole.update_whole(rule.name, parameters, grads, states, lr=lr, **options)
+            return
+        values = [parameter.to(_wide(parameter)) for parameter in parameters]
+        wide = [grad.to(value.dtype) for grad, value in zip(grads, values, strict=True)]
+        advance(rule, values, wide, states, lr)
+        for parameter, value in zip(parameters, values, strict=True):
+            if value is not parameter:
+                parameter.copy_(round_stochastic(value) if self._rounds(parameter) else value)
+
+    def _rounds(self, parameter: Tensor) -> bool:
+        """Whether a parameter is rounded by chance."""
+        return self._stochastic and parameter.dtype == torch.bfloat16
 
     @torch.no_grad()
     def reset_rows(self, parameter: Tensor, rows: Tensor) -> None:
@@ -128,54 +149,20 @@ def _wide(parameter: Tensor) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
-def _new_state(parameter: Tensor, rule: str) -> dict[str, Tensor]:
-    wide = _wide(parameter)
-    row = (parameter.shape[0], *[1] * (parameter.dim() - 1)) if parameter.dim() else ()
-    match rule:
-        case "adagrad":
-            return {"sum": torch.zeros_like(parameter, dtype=wide)}
-        case "rowwise_adagrad":
-            return {"sum": parameter.new_zeros(row, dtype=wide)}
-        case "adam":
-            return {
-                "mean": torch.zeros_like(parameter, dtype=wide),
-                "square": torch.zeros_like(parameter, dtype=wide),
-                "steps": parameter.new_zeros(row, dtype=wide),
-            }
-    return {}
-
-
-def _adagrad(
-    states: list[dict[str, Tensor]], grads: Sequence[Tensor], group: dict[str, Any]
-) -> Sequence[Tensor]:
-    """Add to the sums of squares in place; returns what the rate multiplies."""
-    sums = [state["sum"] for state in states]
-    squares: Sequence[Tensor] = torch._foreach_mul(list(grads), list(grads))
-    if group["rule"] == "rowwise_adagrad":
-        squares = [
-            square.mean(tuple(range(1, square.dim())), keepdim=True) if square.dim() > 1 else square
-            for square in squares
-        ]
-    torch._foreach_add_(sums, list(squares))
-    roots = torch._foreach_sqrt(sums)
-    torch._foreach_add_(roots, group["eps"])
-    return torch._foreach_div(list(grads), roots)
-
-
-def _adam(
-    states: list[dict[str, Tensor]], grads: Sequence[Tensor], group: dict[str, Any]
-) -> Sequence[Tensor]:
-    """Advance Adam's moments and steps in place; returns what the rate multiplies."""
-    beta1, beta2 = group["betas"]
-    means, squares, steps = ([s[name] for s in states] for name in ("mean", "square", "steps"))
-    torch._foreach_lerp_(means, list(grads), 1 - beta1)
-    torch._foreach_lerp_(squares, torch._foreach_mul(list(grads), list(grads)), 1 - beta2)
-    torch._foreach_add_(steps, 1)
-    moves = []
-    for mean, square, step in zip(means, squares, steps, strict=True):
-        root = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        moves.append(mean / (1 - beta1**step) / root)
-    return moves
+def _new_state(parameter: Tensor, rule: Rule) -> dict[str, Tensor]:
+    """Zeros for what the rule keeps; of rows in host memory they lie there too, and move along."""
+    wide, row = _wide(parameter), (*parameter.shape[:1], *[1] * (parameter.dim() - 1))
+    cached = cached_rows(parameter)
+    if cached is not None:
+        cached.start()
+        return {
+            name: cached.new_rows(1 if per_row else parameter.shape[1], wide)
+            for name, per_row in rule.states.items()
+        }
+    return {
+        name: parameter.new_zeros(row if per_row else parameter.shape, dtype=wide)
+        for name, per_row in rule.states.items()
+    }
 
 
 class Schedule:

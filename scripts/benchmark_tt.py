@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings.factorize import factorize_rows
 from dlrm.hints import Parser
-from dlrm.kernels.tt import tt_bags, tt_update_, tt_vectors, tt_vectors_torch
+from dlrm.kernels.tt import tt_bags, tt_vectors, tt_vectors_torch
+from dlrm.kernels.whole import update_whole
 from dlrm.measure import copy_bandwidth, gpu_milliseconds, write
 
 INPUTS = 8  # different batches in rotation
@@ -111,7 +112,7 @@ class Setup:
         """Forward, backward and SGD."""
         rows = self.forward(index)
         grads = torch.autograd.grad(rows, self.cores, self.grads[index % INPUTS])
-        tt_update_(self.cores, grads, self.lr)
+        update_whole("sgd", self.cores, grads, [()] * len(grads), lr=self.lr)
 
     def exact(self, cores: Sequence[Tensor], index: int = 0) -> Tensor:
         """The pooled rows in plain PyTorch."""

@@ -24,19 +24,16 @@ from math import prod
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dlrm.hints import nearest
 from dlrm.kernels import use_triton
-from dlrm.kernels.tt_factors import Chain, chain_of, power
+from dlrm.kernels.tt_factors import Chain, chain_of
 from dlrm.kernels.tt_lookup import Call, Lookup
-from dlrm.kernels.tt_update import update_cores
 
 PRECISIONS = ("ieee", "tf32", "tf32x3")
 _SHARE = 8  # rows for which plain PyTorch reads a large slice once
-RULES = ("sgd", "adagrad", "rowwise_adagrad")
 _MERGED_FROM = 24_000  # look-ups from which merging equal ids pays
 _MERGED_UP_TO = 1 << 23  # words of 32 bits to flag all ids: 268M rows, 32 MB
 
@@ -209,73 +206,6 @@ def tt_bags(
     weights = None if weights is None else weights.contiguous()
     out = _Rows.apply(call, weights, *(core.contiguous() for core in cores))
     return out.view(batch, tables, -1).transpose(0, 1)
-
-
-def tt_update_(
-    cores: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    lr: Tensor,
-    *,
-    rule: str = "sgd",
-    states: Sequence[Tensor] | None = None,
-    eps: float = 1e-10,
-    impl: str | None = None,
-) -> None:
-    """Update all cores in place; with Triton in one launch.
-
-    Args:
-        cores: as in :func:`tt_vectors`; fp32 or bf16.
-        grads: gradient of each core, of its shape.
-        lr: the learning rate, a tensor of one number on the device of the cores.
-        rule: sgd, adagrad or rowwise_adagrad, whose one moment per slice is the running sum of the
-            mean square of its gradient.
-        states: moments of each core, fp32: of its shape for adagrad, ``[slices]`` for
-            rowwise_adagrad.
-        eps: added to the root of the moment.
-        impl: as in :func:`tt_vectors`.
-
-    Raises:
-        ValueError: an unknown rule, or no states for a rule that has them.
-    """
-    if rule not in RULES:
-        raise ValueError(f"rule is {rule!r}{nearest(rule, RULES)}")
-    if (rule == "sgd") != (states is None):
-        raise ValueError(
-            f"rule {rule} takes {'no' if rule == 'sgd' else 'one fp32'} state per core"
-        )
-    if not _runs_triton(cores, impl):
-        tt_update_torch_(cores, grads, lr, rule=rule, states=states, eps=eps)
-        return
-    absent: list[Tensor | None] = [None] * (4 - len(cores))
-    moments = [None] * len(cores) if states is None else states
-    rows = [len(core) for core in cores] + [0, 0]
-    lengths = [core.shape[1] for core in cores] + [0, 0]
-    block = min(1024, power(max(lengths)))
-    blocks = 1 if rule == "rowwise_adagrad" else triton.cdiv(max(lengths), block)
-    update_cores[(sum(rows), blocks)](
-        *cores, *absent, *grads, *absent, *moments, *absent, lr, eps, *rows[:3],
-        L0=lengths[0], L1=lengths[1], L2=lengths[2], L3=lengths[3], RULE=rule, BLOCK=block,
-    )  # fmt: skip
-
-
-@torch.no_grad()
-def tt_update_torch_(
-    cores: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    lr: Tensor,
-    *,
-    rule: str,
-    states: Sequence[Tensor] | None,
-    eps: float,
-) -> None:
-    """:func:`tt_update_` in plain PyTorch."""
-    for k, (core, grad) in enumerate(zip(cores, grads, strict=True)):
-        step = grad.float()
-        if states is not None:
-            square = step.square()
-            states[k].add_(square if rule == "adagrad" else square.mean(1))
-            step = step / (states[k].view(len(core), -1).sqrt() + eps)
-        core.sub_((lr * step).to(core.dtype))
 
 
 def _runs_triton(cores: Sequence[Tensor], impl: str | None) -> bool:

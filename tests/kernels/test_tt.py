@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from dlrm.kernels import tt
-from dlrm.kernels.tt import tt_bags, tt_update_, tt_vectors, tt_vectors_torch
+from dlrm.kernels.tt import tt_bags, tt_vectors, tt_vectors_torch
 from dlrm.kernels.tt_factors import chain_of
+from dlrm.kernels.whole import update_whole
 
 GPU = torch.cuda.is_available()
 WAYS = ("direct", "merged", "ordered")
@@ -323,33 +324,6 @@ def test_precision_is_what_torch_says_or_the_caller(device):
         torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.parametrize("rule", tt.RULES)
-@pytest.mark.parametrize("impl", ["triton", "torch"])
-@pytest.mark.parametrize("name", ["d2-tall", "d3-tall", "d4"])
-def test_update_moves_every_slice(name, impl, rule, device):
-    group = Group(name, device)
-    cores = [core.detach() for core in group.cores]
-    grads = [torch.randn_like(core) for core in cores]
-    shape = (lambda c: c[:, 0]) if rule == "rowwise_adagrad" else (lambda c: c)
-    states = [torch.rand_like(shape(core)) for core in cores]
-    want, moments = [], []
-    for core, grad, state in zip(cores, grads, states, strict=True):
-        square = grad.double().square()
-        moment = state.double() + (square.mean(1) if state.dim() == 1 else square)
-        step = grad.double()
-        if rule != "sgd":
-            step = step / (moment.view(len(core), -1).sqrt() + 1e-10)
-        want.append(core.double() - 0.1 * step)
-        moments.append(moment)
-    lr = torch.tensor(0.1, device=device)
-    given = None if rule == "sgd" else states
-    tt_update_(cores, grads, lr, rule=rule, states=given, impl=impl)
-    for k, core in enumerate(cores):
-        close(core, want[k], 1e-6, f"core {k}")
-        if rule != "sgd":
-            close(states[k], moments[k], 1e-6, f"state {k}")
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_training_follows_the_reference_without_drift(way, device, monkeypatch):
     group = Group("kaggle" if GPU else "d3", device)
@@ -363,7 +337,8 @@ def test_training_follows_the_reference_without_drift(way, device, monkeypatch):
         target = torch.sin(ids.double())[..., None]
         rest = group.arguments[1:]
         loss = tt_vectors(ours, *rest, group.index(), ids, precision="ieee", **options) - target
-        tt_update_(ours, torch.autograd.grad(loss.square().mean(), ours), lr, impl="triton")
+        grads = torch.autograd.grad(loss.square().mean(), ours)
+        update_whole("sgd", ours, grads, [()] * len(ours), lr=lr, impl="triton")
         loss = tt_vectors_torch(theirs, *rest, group.index(), ids) - target
         for core, grad in zip(
             theirs, torch.autograd.grad(loss.square().mean(), theirs), strict=True
@@ -429,13 +404,6 @@ def test_errors_name_the_remedy(device):
         tt_bags(*group.arguments, ids[0], offsets, mode="max")
     with pytest.raises(ValueError, match="weights need mode sum"):
         tt_bags(*group.arguments, ids[0], offsets, torch.ones(3, device=device), mode="mean")
-    lr = torch.tensor(0.1, device=device)
-    with pytest.raises(ValueError, match="did you mean 'adagrad'"):
-        tt_update_(group.cores, group.cores, lr, rule="adagrat")
-    with pytest.raises(ValueError, match="rule adagrad takes one fp32 state per core"):
-        tt_update_(group.cores, group.cores, lr, rule="adagrad")
-    with pytest.raises(ValueError, match="rule sgd takes no state per core"):
-        tt_update_(group.cores, group.cores, lr, states=group.cores)
     huge = torch.tensor([[1 << 16, 1 << 16, 1]], device=device)
     with pytest.raises(ValueError, match=r"4294967296 pairs .* more balanced factors p"):
         tt_vectors(
