@@ -85,6 +85,12 @@ def cpu_milliseconds(run: Callable[[int], object], *, warm_up: int = 5, steps: i
     return statistics.median(times)
 
 
+def milliseconds(run: Callable[[int], object], device: torch.device | str, **counts: int) -> float:
+    """:func:`gpu_milliseconds` or :func:`cpu_milliseconds`, as the device asks for."""
+    timed = gpu_milliseconds if torch.device(device).type == "cuda" else cpu_milliseconds
+    return timed(run, **counts)
+
+
 def captured_milliseconds(works: Sequence[Callable[[], object]], *, repeats: int = 20) -> float:
     """Median milliseconds of one of ``works``, replayed in turn from one CUDA graph.
 
