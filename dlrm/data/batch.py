@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,3 +57,14 @@ class Batch:
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         offsets = None if self.offsets is None else function(self.offsets)
         return Batch(function(self.dense), function(self.ids), function(self.labels), offsets)
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """One-hot batches of the same features behind one another."""
+    if len(batches) == 1:
+        return batches[0]
+    return Batch(
+        dense=torch.cat([batch.dense for batch in batches], dim=1),
+        ids=torch.cat([batch.ids for batch in batches], dim=1),
+        labels=torch.cat([batch.labels for batch in batches]),
+    )

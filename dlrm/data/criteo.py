@@ -9,19 +9,23 @@ import time
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from dlrm.data.batch import Batch
+from dlrm.data.batch import Batch, joined
+from dlrm.data.gathered import GatheredWindow
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import Meta
 from dlrm.data.window import Block, Part, Span, Window, fill, fill_multi_hot
 from dlrm.machine import cores
+
+AnyWindow = TypeVar("AnyWindow", Window, GatheredWindow)
 
 
 class CriteoLoader:
@@ -40,7 +44,8 @@ class CriteoLoader:
     Every iteration is a whole epoch, but the first one after :meth:`load_state_dict` brings what
     was left of it. One iteration runs at a time: starting another ends the first.
 
-    Memory: about two windows, so ``2 * window`` row groups decoded (160 bytes a row for Criteo).
+    Memory: the window in use and as many as keep the readers busy, so by default ``2 * window`` row
+    groups decoded (160 bytes a row for Criteo); for a GPU on it as well.
 
     Args:
         directory: where ``meta.json`` lies.
@@ -53,9 +58,10 @@ class CriteoLoader:
         drop_last: leave out the last global batch if it is short.
         window: row groups mixed with one another; 1 mixes only within each row group.
         readers: threads that read and decode row groups; by default half of the cores, up to 8.
-        prefetch: batches assembled ahead of the consumer.
-        device: where batches are to be. For a CUDA device they are assembled in pinned memory and
-            copied on a stream of their own while the batch before is in use.
+        prefetch: batches assembled ahead of the consumer, where the CPU assembles them.
+        device: where batches are to be. A CUDA device gets whole row groups from pinned memory and
+            gathers the rows of a batch itself, on a stream of its own, while the batch before is in
+            use; multi-hot batches it gets assembled.
         num_embeddings: rows of each table, which ids are checked against; by default those of
             ``meta.json``.
 
@@ -109,6 +115,7 @@ class CriteoLoader:
         self.shuffle, self.seed, self.window, self.drop_last = shuffle, seed, window, drop_last
         self.readers, self.prefetch, self.device = readers, prefetch, torch.device(device)
         self.split = split
+        self._gathers = self.device.type == "cuda" and not self.meta.multi_hot
         self._mixed = window if shuffle else 1  # row groups of a window
         self.wait_seconds = 0.0
         self.epoch = 0
@@ -227,38 +234,59 @@ class CriteoLoader:
             _threads(1, "batch-assembler") as assembler,
             _threads(self.readers, "parquet-reader") as readers,
         ):
-            batches = self._assembled(start, readers, assembler)
-            on_device = (
-                self._copied(batches)
-                if self.device.type == "cuda"
-                else ((host.to(self.device), position) for host, position in batches)
-            )
-            for batch, self._position in on_device:
+            if self._gathers:
+                batches = self._gathered(start, readers)
+            else:
+                batches = self._assembled(start, readers, assembler)
+            if self.device.type == "cuda":
+                batches = self._ahead(batches)
+            for batch, self._position in batches:
                 yield batch
+
+    def _gathered(self, start: int, readers: ThreadPoolExecutor) -> Iterator[tuple[Batch, int]]:
+        """Batches that the device gathers from windows, each with the position behind it."""
+        make = partial(GatheredWindow, reader=self._reader, pool=readers, device=self.device)
+        for windows, (first, last, position) in self._windowed(start, make):
+            for window in windows:
+                window.copy_arrived()
+            mine = [window for window in windows if window.start < last]
+            began = time.perf_counter()
+            for window in mine:
+                window.wait()
+            self.wait_seconds += time.perf_counter() - began
+            parts = [window.batch(first, last) for window in mine]
+            yield joined(parts or [self._fill(0, []).to(self.device)]), position
 
     def _assembled(
         self, start: int, readers: ThreadPoolExecutor, assembler: ThreadPoolExecutor
-    ) -> Iterator[tuple[Block | Batch, int]]:
-        """Batches in host memory, each with the position behind it."""
+    ) -> Iterator[tuple[Batch, int]]:
+        """Batches assembled in host memory, on the device, each with the position behind it."""
+        pending: deque[tuple[Future[Batch], int]] = deque()
+        make = partial(Window, reader=self._reader, pool=readers)
+        for windows, (first, last, position) in self._windowed(start, make):
+            parts = [window.part(first, last) for window in windows if window.start < last]
+            pending.append((assembler.submit(self._fill, last - first, parts), position))
+            if len(pending) > self.prefetch:
+                yield self._wait_for(*pending.popleft())
+        while pending:
+            yield self._wait_for(*pending.popleft())
+
+    def _windowed(
+        self, start: int, make: Callable[[Span], AnyWindow]
+    ) -> Iterator[tuple[Sequence[AnyWindow], tuple[int, int, int]]]:
+        """Each of this rank's shares with the windows from its first row on, some read ahead."""
         spans = self._needed(start)
-        # Windows to read beyond a batch's own: one, or as many as keep all readers busy.
-        ahead = max(1, self.readers // self._mixed)
-        windows: deque[Window] = deque()
-        pending: deque[tuple[Future[Block | Batch], int]] = deque()
+        # Windows to read beyond a batch's own: as many as keep all readers busy.
+        ahead = -(-self.readers // self._mixed)
+        windows: deque[AnyWindow] = deque()
         for first, last, position in self._shares(start):
             while windows and windows[0].stop <= first:
                 windows.popleft()
             while sum(window.start >= last for window in windows) < ahead and (
                 span := next(spans, None)
             ):
-                windows.append(Window(span, self._reader, readers))
-            parts = [window.part(first, last) for window in windows if window.start < last]
-            block = self._block(last - first)
-            pending.append((assembler.submit(self._fill, block, parts), position))
-            if len(pending) > self.prefetch:
-                yield self._wait_for(*pending.popleft())
-        while pending:
-            yield self._wait_for(*pending.popleft())
+                windows.append(make(span))
+            yield windows, (first, last, position)
 
     def _needed(self, start: int) -> Iterator[Span]:
         """The windows that this rank's rows lie in, in order."""
@@ -269,43 +297,39 @@ class CriteoLoader:
             yield from spans[max(begin, done) : end]
             done = max(end, done)
 
-    def _block(self, size: int) -> Block:
-        return Block(
+    def _fill(self, size: int, parts: list[Part]) -> Batch:
+        block = Block(
             size,
             dense=len(self.meta.dense),
             one_hot=self._multi_hot.count(False),
             ids=self._reader.ids_dtype,
-            # Pinned by the consumer's thread, not by the assembler: calls to CUDA from other
-            # threads disturb the capture of a CUDA graph. PyTorch gives the memory out again when
-            # its copies are done.
-            pinned=self.device.type == "cuda",
+            pinned=False,
         )
-
-    def _fill(self, block: Block, parts: list[Part]) -> Block | Batch:
         if self.meta.multi_hot:
             return fill_multi_hot(block, parts, self._multi_hot)
-        return fill(block, parts)
+        return fill(block, parts).to(torch.device("cpu"))
 
-    def _wait_for(
-        self, assembled: Future[Block | Batch], position: int
-    ) -> tuple[Block | Batch, int]:
+    def _wait_for(self, assembled: Future[Batch], position: int) -> tuple[Batch, int]:
         began = time.perf_counter()
         batch = assembled.result()
         self.wait_seconds += time.perf_counter() - began
         return batch, position
 
-    def _copied(self, batches: Iterator[tuple[Block | Batch, int]]) -> Iterator[tuple[Batch, int]]:
-        """The batches on the GPU, each copied while the consumer works on the one before."""
+    def _ahead(self, batches: Iterator[tuple[Batch, int]]) -> Iterator[tuple[Batch, int]]:
+        """The batches on the GPU, each made there while the consumer works on the one before."""
         stream = torch.cuda.Stream(self.device)
-        copies: deque[tuple[Batch, int, torch.cuda.Event]] = deque()
-        for host, position in batches:
+        made: deque[tuple[Batch, int, torch.cuda.Event]] = deque()
+        while True:
             with torch.cuda.stream(stream):
-                pinned = host if isinstance(host, Block) else host.pin_memory()
-                copies.append((pinned.to(self.device), position, stream.record_event()))
-            if len(copies) > 1:
-                yield _received(*copies.popleft())
-        while copies:
-            yield _received(*copies.popleft())
+                batch, position = next(batches, (None, 0))
+                if batch is None:
+                    break
+                on_device = batch if self._gathers else batch.pin_memory().to(self.device)
+                made.append((on_device, position, stream.record_event()))
+            if len(made) > 1:
+                yield _received(*made.popleft())
+        while made:
+            yield _received(*made.popleft())
 
 
 def _received(batch: Batch, position: int, copied: torch.cuda.Event) -> tuple[Batch, int]:

@@ -549,6 +549,54 @@ def test_bad_epoch(data):
         CriteoLoader(data, "train", batch_size=10).set_epoch(-1)
 
 
+def gathering(*arguments, **options):
+    """A loader that makes its batches as for a GPU."""
+    loader = CriteoLoader(*arguments, **options)
+    loader._gathers = True
+    return loader
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 7, 64, 300, 1000])
+@pytest.mark.parametrize(("readers", "window"), [(1, 3), (5, 2), (2, 20)])
+def test_gathered_batches_are_the_assembled_ones(data, batch_size, shuffle, readers, window):
+    options = {"shuffle": shuffle, "window": window, "readers": readers}
+    assembled = CriteoLoader(data, "train", batch_size=batch_size, **options)
+    gathered = gathering(data, "train", batch_size=batch_size, **options)
+    batches = list(gathered)
+    assert same(batches, list(assembled))
+    assert all(batch.ids.is_contiguous() and batch.dense.is_contiguous() for batch in batches)
+    assert gathered.state_dict() == assembled.state_dict()
+    assert gathered.wait_seconds > 0
+
+
+def test_gathered_batches_of_ranks_and_of_a_resumed_epoch(tmp_path):
+    ids = np.arange(13) + 3_000_000_000
+    tables = [Categorical(name="C1", cardinality=4_000_000_000)]
+    write(tmp_path, {**columns(13), "C1": ids}, categorical=tables, row_group_size=3)
+    for rank in range(4):
+        options = {"batch_size": 3, "rank": rank, "world_size": 4, "shuffle": True, "window": 2}
+        assembled, gathered = (
+            make(tmp_path, "train", **options) for make in (CriteoLoader, gathering)
+        )
+        batches = list(gathered)
+        assert same(batches, list(assembled))
+        assert batches[0].ids.dtype == batches[1].ids.dtype == torch.int64
+        gathered.load_state_dict({**gathered.state_dict(), "position": 12})
+        assert same(list(gathered), batches[1:])
+
+
+def test_errors_of_readers_reach_the_consumer_of_gathered_batches(tmp_path):
+    ids = columns()["C1"]
+    ids[900] = 50
+    write(tmp_path, {**columns(), "C1": ids})
+    seen = []
+    with pytest.raises(ValueError, match=r"train_1.parquet, row group 6, column 'C1'"):
+        seen.extend(gathering(tmp_path, "train", batch_size=10))
+    assert len(seen) == 88
+    assert not readers()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("multi_hot", [False, True])
 def test_batches_on_the_gpu(tmp_path, multi_hot):
