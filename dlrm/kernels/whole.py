@@ -71,7 +71,7 @@ def update_whole(
     rule: str,
     parameters: Sequence[Tensor],
     grads: Sequence[Tensor],
-    sums: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
     *,
     lr: Tensor,
     eps: float = 1e-8,
@@ -83,8 +83,8 @@ def update_whole(
         rule: ``sgd``, ``adagrad`` or ``rowwise_adagrad``; a row is what shares a first index.
         parameters: contiguous, of any shape.
         grads: gradient of each, of its shape.
-        sums: of the squared gradients of each parameter, of its shape; for rowwise_adagrad of their
-            means over a row, one number a row; none for sgd. fp32.
+        states: of each parameter: nothing for sgd, else one fp32 tensor, the sum of its squared
+            gradients, or for rowwise_adagrad of their means over a row, one number a row.
         lr: learning rate, a 0-d tensor.
         eps: added to the root in the denominator.
         impl: see :mod:`dlrm.kernels`.
@@ -94,16 +94,15 @@ def update_whole(
     """
     if rule not in RULES:
         raise ValueError(f"unknown rule {rule!r}{nearest(rule, RULES)}")
-    kept = 0 if rule == "sgd" else len(parameters)
-    if len(grads) != len(parameters) or len(sums) != kept:
+    if not len(parameters) == len(grads) == len(states):
         raise ValueError(
-            f"{len(parameters)} parameters have {len(grads)} gradients and {len(sums)} sums: "
-            f"{rule} takes {len(parameters)} and {kept}"
+            f"{len(parameters)} parameters, {len(grads)} gradients, {len(states)} states: give one "
+            "of each per parameter"
         )
     if not parameters:
         return
     if not use_triton(parameters[0], impl):
-        update_whole_torch(rule, parameters, grads, sums, lr=lr, eps=eps)
+        update_whole_torch(rule, parameters, grads, states, lr=lr, eps=eps)
         return
     alike: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     for index, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
@@ -112,10 +111,8 @@ def update_whole(
     for members in alike.values():
         for first in range(0, len(members), TENSORS):
             some = members[first : first + TENSORS]
-            chosen = (
-                [tensors[i] for i in some if tensors] for tensors in (parameters, grads, sums)
-            )
-            _launch(rule, *chosen, lr, eps)
+            sums = [state for i in some for state in states[i]]
+            _launch(rule, [parameters[i] for i in some], [grads[i] for i in some], sums, lr, eps)
 
 
 def _launch(
@@ -146,18 +143,17 @@ def update_whole_torch(
     rule: str,
     parameters: Sequence[Tensor],
     grads: Sequence[Tensor],
-    sums: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
     *,
     lr: Tensor,
     eps: float = 1e-8,
 ) -> None:
     """:func:`update_whole` in PyTorch."""
-    for index, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
+    for parameter, grad, state in zip(parameters, grads, states, strict=True):
         step = grad.to(torch.promote_types(parameter.dtype, torch.float32))
-        if rule != "sgd":
+        for total in state:
             square = step.square()
             if rule == "rowwise_adagrad" and step.dim() > 1:
-                square = square.flatten(1).mean(1).view_as(sums[index])
-            sums[index].add_(square)
-            step = step / (sums[index].sqrt() + eps)
+                square = square.flatten(1).mean(1).view_as(total)
+            step = step / (total.add_(square).sqrt() + eps)
         parameter.sub_((lr * step).to(parameter.dtype))
