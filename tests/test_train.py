@@ -25,6 +25,8 @@ KIND_OPTIONS = {
     "tt": ["--tt.rank", "4", "--tt.cache_rows", "40", "--populate_every", "7"],
     "hash": ["--hash.rows", "64"],
     "drop": ["--drop.keep", "64"],
+    "robe": ["--robe.rows", "64"],
+    "cafe": ["--cafe.rows", "200", "--populate_every", "7"],
 }
 
 pytestmark = pytest.mark.slow

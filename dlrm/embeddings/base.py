@@ -327,3 +327,9 @@ def pool(vectors: Tensor, offsets: Tensor, mode: str, weights: Tensor | None) ->
 def row_offsets(rows: Sequence[int]) -> Tensor:
     """Where each table begins when their rows stand behind one another, ``[F]``."""
     return torch.tensor([0, *accumulate(rows)][:-1])
+
+
+def shares(amount: int, tables: Sequence[int]) -> list[int]:
+    """An amount of bytes shared out by the tables' rows, to the byte."""
+    bounds = torch.tensor([0, *accumulate(tables)])
+    return (bounds * amount // bounds[-1]).diff().tolist()

@@ -1,0 +1,273 @@
+"""CAFE: ids that a sketch finds to be hot have rows of their own, all others share hashed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from dlrm.embeddings.base import Common, Embedding, row_offsets, shares
+from dlrm.embeddings.budget import water_level
+from dlrm.embeddings.cache import PopulateReport
+from dlrm.embeddings.hashing import scramble
+from dlrm.kernels.lookup import lookup
+
+HOT, RIVALS = 8, 4  # slots of a bucket: with a row, and waiting to get one
+SLOTS = HOT + RIVALS
+SLOT_BYTES = 8  # key and score of a slot
+COUNTER_BYTES = 16  # hits and look-ups
+
+
+class Cafe(Embedding):
+    """The ids used most have rows of their own, all others share rows as with ``hash``.
+
+    Which ids are hot is learnt online and need not be known, so ids may come in any order. An id
+    of any table belongs to one bucket of a sketch. A bucket has 8 slots with a row each and 4 more
+    for rivals; a slot holds an id and its score, the number of its look-ups in training. An id
+    without a slot takes that of the weakest rival, of score ``s``, with probability
+    ``1 / (s + 1)`` and begins at ``s + 1``, so that scores are right on average and the many rare
+    ids do not drive out the frequent ones. Owners of rows change in :meth:`cache_populate` only:
+    rivals that overtook owners in score replace them and start from the row they had shared.
+
+    Args:
+        rows: memory, everything counted: that of so many rows per table.
+        hot: share of it that goes to the sketch and the rows of its owners.
+        decay: factor on the scores at each renewal.
+
+    Reference:
+        Zhang et al., "CAFE: Towards Compact, Adaptive, and Fast Embedding for Large-scale
+        Recommendation Models", SIGMOD 2024, arXiv 2312.03256. Admission: Ben Basat et al.,
+        "Randomized Admission Policy for Efficient Top-k and Frequency Estimation", INFOCOM 2017.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: Sequence[int],
+        embedding_dim: int,
+        *,
+        rows: int = 10_000,
+        hot: float = 0.5,
+        decay: float = 0.9,
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, **common)
+        if rows < 1:
+            raise ValueError(f"cafe rows is {rows}; set --cafe.rows to 1 or more")
+        if not 0 <= hot <= 1:
+            raise ValueError(f"cafe hot is {hot}, it must be between 0 and 1; set --cafe.hot")
+        if not 0 <= decay <= 1:
+            raise ValueError(f"cafe decay is {decay}, it must be between 0 and 1; set --cafe.decay")
+        self.decay = decay
+        buckets, shared = _sizes(rows, hot, embedding_dim)
+        self.buckets = buckets * self.num_tables
+        self.shared_rows = tuple(min(table, shared) for table in self.num_embeddings)
+        self.weight = nn.Parameter(
+            torch.empty(self.buckets * HOT + sum(self.shared_rows), embedding_dim)
+        )
+        keys = torch.int32 if sum(self.num_embeddings) < 2**31 else torch.int64
+        self.empty = torch.iinfo(keys).max  # the key of a slot without owner
+        self.register_buffer("_keys", torch.full((self.buckets, SLOTS), self.empty, dtype=keys))
+        self.register_buffer("_scores", torch.zeros_like(self._keys, dtype=torch.int32))
+        self.register_buffer("_traffic", torch.zeros(2, dtype=torch.int64))
+        self.register_buffer("_starts", row_offsets(self.num_embeddings), persistent=False)
+        self.register_buffer("_shared", torch.tensor(self.shared_rows), persistent=False)
+        first = self.buckets * HOT + row_offsets(self.shared_rows)
+        self.register_buffer("_first_shared", first, persistent=False)
+        self._keys: Tensor  # [buckets, SLOTS], row owners first; an id's key is its row of them all
+        self._scores: Tensor  # [buckets, SLOTS]
+        self._traffic: Tensor  # [2], hits and look-ups since the last renewal
+        self._starts: Tensor  # [F], the first key of each table
+        self._shared: Tensor  # [F]
+        self._first_shared: Tensor  # [F]
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the shared rows anew, U(-1/sqrt(V), 1/sqrt(V)) for a table of V ids; forget ids."""
+        self._clear()
+        for table, rows in zip(self.num_embeddings, self._shared_parts(), strict=True):
+            nn.init.uniform_(rows, -(table**-0.5), table**-0.5)
+
+    def _clear(self) -> None:
+        self._keys.fill_(self.empty)
+        self._scores.zero_()
+        self._traffic.zero_()
+        self.weight[: self.buckets * HOT] = 0
+
+    def _shared_parts(self) -> Sequence[Tensor]:
+        return self.weight[self.buckets * HOT :].split(self.shared_rows)
+
+    def _shared_row(self, tables: Tensor, ids: Tensor) -> Tensor:
+        return self._first_shared[tables] + ids % self._shared[tables]
+
+    def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
+        keys = ids + self._starts[tables]
+        bucket = scramble(keys) % self.buckets
+        match = self._keys[bucket, :HOT] == keys[..., None]  # [..., HOT]
+        owned = bucket * HOT + match.int().argmax(-1)
+        rows = torch.where(match.any(-1), owned, self._shared_row(tables, ids))
+        return lookup(self.weight, rows, sparse=self.sparse)
+
+    @torch.no_grad()
+    def observe(self, tables: Tensor, ids: Tensor) -> None:
+        keys = (ids + self._starts[tables]).view(-1)
+        if not len(keys):
+            return
+        bucket = scramble(keys) % self.buckets
+        match = self._keys[bucket] == keys[:, None]  # [n, SLOTS]
+        known = match.any(1)
+        place = bucket * SLOTS + match.int().argmax(1)
+        self._scores.view(-1).index_add_(0, place, known.int())
+        self._admit(keys, bucket, known)
+        self._traffic[0] += match[:, :HOT].sum()
+        self._traffic[1] += len(keys)
+
+    def _admit(self, keys: Tensor, bucket: Tensor, known: Tensor) -> None:
+        """Let one of the unknown ids of each bucket try for the slot of the weakest rival."""
+        turn = scramble(self._traffic[1])  # all that is random follows from it
+        unknown = torch.zeros_like(self._scores[:, 0]).index_add_(0, bucket, (~known).int())
+        shift = turn % len(keys)
+        order = (torch.arange(len(keys), device=keys.device) + shift) % len(keys)
+        last = torch.full_like(unknown, -1, dtype=torch.int64)
+        last.scatter_reduce_(0, bucket, torch.where(known, -1, order), "amax")
+        challenger = keys[(last - shift) % len(keys)].to(self._keys.dtype)
+        score, weakest = self._scores[:, HOT:].min(1, keepdim=True)
+        weakest += HOT
+        draw = scramble(torch.arange(self.buckets, device=keys.device) ^ turn) / 2**32
+        admitted = draw[:, None] * (score + 1) < unknown[:, None]
+        incumbent = self._keys.gather(1, weakest)
+        self._keys.scatter_(1, weakest, torch.where(admitted, challenger[:, None], incumbent))
+        self._scores.scatter_(1, weakest, score + admitted)
+
+    def cache_stats(self) -> dict[str, int]:
+        """Training look-ups of hot ids, and of all, since the last renewal."""
+        hits, lookups = self._traffic.tolist()
+        return {"hits": hits, "lookups": lookups}
+
+    @torch.no_grad()
+    def cache_populate(self) -> PopulateReport:
+        """Give the rows of each bucket to the ids that scored highest; to be called between steps.
+
+        Owners that stay keep row and value. A new one starts from the row that it had shared; the
+        caller must reset the optimizer state of ``report.reset``.
+        """
+        stats = self.cache_stats()
+        score = 2 * self._scores  # of equals an owner stays
+        score[:, :HOT] += self._keys[:, :HOT] != self.empty
+        best = score.sort(dim=1, descending=True, stable=True).indices[:, :HOT]
+        chosen = torch.zeros_like(self._keys, dtype=torch.bool).scatter_(1, best, True)
+        # Each bucket has as many to come as to go, so the two lists pair up.
+        bucket, to_go = (~chosen[:, :HOT]).nonzero(as_tuple=True)
+        to_come = HOT + chosen[:, HOT:].nonzero(as_tuple=True)[1]
+        for slots in (self._keys, self._scores):
+            leaving, entering = slots[bucket, to_go], slots[bucket, to_come]
+            slots[bucket, to_go], slots[bucket, to_come] = entering, leaving
+        entered = self._keys[bucket, to_go] != self.empty
+        reset = (bucket * HOT + to_go)[entered]
+        keys = self._keys[bucket, to_go][entered]
+        tables = torch.bucketize(keys, self._starts, right=True) - 1
+        self.weight[reset] = self.weight[self._shared_row(tables, keys - self._starts[tables])]
+        self.weight.grad = None  # it may belong to former owners
+        evicted = self._keys[bucket, to_come] != self.empty
+        self._scores.copy_(self._scores * self.decay)
+        self._traffic.zero_()
+        return PopulateReport(
+            **stats,
+            resident=int((self._keys[:, :HOT] != self.empty).sum()),
+            admitted=len(reset),
+            evicted=int(evicted.sum()),
+            residual=0.0,
+            reset={"weight": reset},
+        )
+
+    @torch.no_grad()
+    def load_dense(self, weights: Sequence[Tensor]) -> None:
+        """Fit to dense tables, each ``[V, D]``.
+
+        Shared rows become the mean of their ids' rows. The ids farthest from these get rows of
+        their own, and the means are taken again without them.
+        """
+        self._check_dense(weights)
+        self._clear()
+        self._fit_shared(weights)
+        errors = []
+        for table, weight in enumerate(weights):
+            ids = torch.arange(len(weight), device=weight.device)
+            shared = self.weight[self._shared_row(self._tables[table], ids)]
+            errors.append((weight - shared).float().square().sum(1))
+        error = torch.cat(errors)
+        order = error.sort(descending=True, stable=True).indices
+        bucket = scramble(order) % self.buckets
+        bucket, by_bucket = bucket.sort(stable=True)
+        order = order[by_bucket]
+        begins = torch.searchsorted(bucket, torch.arange(self.buckets, device=bucket.device))
+        slot = torch.arange(len(order), device=bucket.device) - begins[bucket]
+        keep = (slot < HOT) & (error[order] > 0)
+        bucket, slot, order = bucket[keep], slot[keep], order[keep]
+        self._keys[bucket, slot] = order.to(self._keys.dtype)
+        rows = bucket * HOT + slot
+        for start, weight in zip(self._starts.tolist(), weights, strict=True):
+            of_table = (order >= start) & (order < start + len(weight))
+            self.weight[rows[of_table]] = weight[order[of_table] - start]
+        self._fit_shared(weights, without=order)
+
+    def _fit_shared(self, weights: Sequence[Tensor], without: Tensor | None = None) -> None:
+        """Set each shared row to the mean of the rows of its ids, but those of keys ``without``."""
+        for table, (rows, weight) in enumerate(zip(self._shared_parts(), weights, strict=True)):
+            counted = weight.new_ones(len(weight), 1)
+            if without is not None:
+                ids = without - self._starts[table]
+                counted[ids[(ids >= 0) & (ids < len(weight))]] = 0
+            place = torch.arange(len(weight), device=weight.device) % len(rows)
+            total = torch.zeros_like(rows).index_add_(0, place, weight * counted)
+            count = rows.new_zeros(len(rows), 1).index_add_(0, place, counted)
+            rows.copy_(torch.where(count > 0, total / count, rows))
+
+    def footprint(self) -> list[dict[str, int]]:
+        """Bytes of each table; hot rows and sketch are shared out by the tables' rows."""
+        row = self.embedding_dim * self.weight.element_size()
+        hot = shares(self.buckets * HOT * row, self.num_embeddings)
+        sketch = self._keys.nbytes + self._scores.nbytes + self._traffic.nbytes
+        return [
+            {"weights": own * row + of_hot, "sketch": of_sketch}
+            for own, of_hot, of_sketch in zip(
+                self.shared_rows, hot, shares(sketch, self.num_embeddings), strict=True
+            )
+        ]
+
+    @classmethod
+    def for_budget(
+        cls,
+        num_embeddings: Sequence[int],
+        embedding_dim: int,
+        budget: int,
+        *,
+        counts: Sequence[Tensor] | None = None,
+        hot: float = 0.5,
+    ) -> list[dict[str, Any] | None]:
+        """The largest ``rows``, the same for all tables, that fits; see :class:`Embedding`."""
+        row = 4 * embedding_dim
+
+        def size(table: int, rows: int) -> int:
+            buckets, shared = _sizes(max(rows, 1), hot, embedding_dim)
+            sketch = buckets * SLOTS * SLOT_BYTES + COUNTER_BYTES
+            return (buckets * HOT + min(table, shared)) * row + sketch
+
+        def cost(rows: int) -> int:
+            return sum(min(table * row, size(table, rows)) for table in num_embeddings)
+
+        highest = int(2 * max(num_embeddings) / max(1 - hot, 0.01)) + 100
+        rows = water_level(cost, highest, budget, cls.kind())
+        return [
+            None if table * row <= size(table, rows) else {"rows": max(rows, 1)}
+            for table in num_embeddings
+        ]
+
+
+def _sizes(rows: int, hot: float, embedding_dim: int) -> tuple[int, int]:
+    """Buckets and shared rows per table in the memory of ``rows`` fp32 rows; of each at least 1."""
+    row = 4 * embedding_dim
+    buckets = max(1, int(hot * rows * row) // (HOT * row + SLOTS * SLOT_BYTES))
+    return buckets, max(1, int((1 - hot) * rows))

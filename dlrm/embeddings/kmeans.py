@@ -1,0 +1,70 @@
+"""K-means for tables of millions of rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ITERATIONS = 20
+SAMPLE = 256  # rows per cluster that it learns from
+CHUNK = 1 << 22  # distances computed at a time
+
+
+def kmeans(points: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
+    """Find centroids and the nearest of them for each point.
+
+    Learns from a random sample of ``256`` points per cluster, seeded by k-means++; then every point
+    is assigned, and each centroid becomes the mean of its points. Exact if there are no more
+    distinct points than clusters.
+
+    Args:
+        points: ``[n, d]``.
+        clusters: at most ``n``.
+
+    Returns:
+        The centroids ``[clusters, d]``, fp32 at least, and the code of each point, int64 ``[n]``.
+
+    Reference:
+        Arthur and Vassilvitskii, "k-means++: The Advantages of Careful Seeding", SODA 2007.
+    """
+    points = points.to(torch.promote_types(points.dtype, torch.float32))
+    if clusters == len(points):
+        return points.clone(), torch.arange(clusters, device=points.device)
+    sample = points
+    if len(points) > SAMPLE * clusters:
+        sample = points[torch.randint(len(points), (SAMPLE * clusters,), device=points.device)]
+    centroids = _seeds(sample, clusters)
+    for _ in range(ITERATIONS):
+        centroids = _means(sample, _nearest(sample, centroids), centroids)
+    codes = _nearest(points, centroids)
+    return _means(points, codes, centroids), codes
+
+
+def _seeds(points: Tensor, clusters: int) -> Tensor:
+    """Points far apart: each is drawn with a probability by its squared distance to the others."""
+    chosen = torch.randint(len(points), (1,), device=points.device)
+    seeds = points[chosen].repeat(clusters, 1)
+    distance = (points - seeds[0]).square().sum(1)
+    for index in range(1, clusters):
+        # By the inverse of the distribution, as the device knows it: no more distinct points than
+        # seeds leave a distance of 0 everywhere, and then the first point will do.
+        mass = distance.double().cumsum(0)
+        draw = torch.rand(1, dtype=torch.float64, device=points.device) * mass[-1]
+        place = torch.searchsorted(mass, draw, right=True).clamp_(max=len(points) - 1)
+        seeds[index] = points[place[0]]
+        distance = torch.minimum(distance, (points - seeds[index]).square().sum(1))
+    return seeds
+
+
+def _nearest(points: Tensor, centroids: Tensor) -> Tensor:
+    """The nearest centroid of each point, ``[n]``."""
+    norms = centroids.square().sum(1)
+    parts = points.split(max(1, CHUNK // len(centroids)))
+    return torch.cat([torch.addmm(norms, p, centroids.t(), alpha=-2).argmin(1) for p in parts])
+
+
+def _means(points: Tensor, codes: Tensor, centroids: Tensor) -> Tensor:
+    """The mean of the points of each code; a centroid without points stays."""
+    total = torch.zeros_like(centroids).index_add_(0, codes, points)
+    count = codes.bincount(minlength=len(centroids))[:, None]
+    return torch.where(count > 0, total / count, centroids)

@@ -1,0 +1,195 @@
+"""Logits of a vocabulary whose vectors are made of shared parts.
+
+Every entry ``v`` of the vocabulary names one of ``C`` centroids for each part ``p`` of its vector.
+The product of a token with the vector is then the sum of its products with the named centroids,
+``out[n, v] = sum_p products[p, code[v, p], n] + bias[v]``, and the products with all centroids are
+few. Codes are packed: 384 centroids need 9 bits, so 8 parts need 9 bytes an entry.
+
+Bytes that must move: ``out`` once. The products, a few hundred KB, stay in the caches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dlrm.kernels import use_triton
+
+BLOCK_V, BLOCK_N = 64, 64  # entries and tokens of a tile of the output
+BLOCK_M = 32  # entries of a centroid that are summed at a time
+
+
+def code_bits(clusters: int) -> int:
+    """Bits of a code that tells ``clusters`` apart."""
+    return max(1, (clusters - 1).bit_length())
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes ``[V, parts]``, each below ``2^bits`` (16 bits at most), as uint8 ``[V, bytes]``.
+
+    The codes of a row stand behind one another, the lowest bit first.
+    """
+    rows, parts = codes.shape
+    packed = torch.zeros(rows, (parts * bits + 7) // 8, dtype=torch.uint8, device=codes.device)
+    for part in range(parts):
+        byte, shift = divmod(part * bits, 8)
+        value = codes[:, part].long() << shift
+        for column in range(byte, min(byte + 3, packed.shape[1])):
+            packed[:, column] |= (value & 255).to(torch.uint8)
+            value >>= 8
+    return packed
+
+
+def unpack(packed: Tensor, parts: int, bits: int) -> Tensor:
+    """The codes of packed rows: uint8 ``[..., bytes]`` to int64 ``[..., parts]``."""
+    if bits == 8:
+        return packed.long()
+    begin = torch.arange(parts, device=packed.device) * bits
+    bytes_ = (begin // 8)[:, None] + torch.arange(3, device=packed.device)
+    # A byte past the end is the last one again, in bits that no code has.
+    words = packed[..., bytes_.clamp(max=packed.shape[-1] - 1)].long()
+    words = words << (8 * torch.arange(3, device=packed.device))
+    return (words.sum(-1) >> begin % 8) & ((1 << bits) - 1)
+
+
+def members(packed: Tensor, parts: int, bits: int, clusters: int) -> tuple[Tensor, Tensor]:
+    """Which entries have each centroid, for the backward pass.
+
+    Returns:
+        The entries ordered by their code, int32 ``[parts, V]``, and where each centroid's begin
+        and the last one's end, int32 ``[parts, clusters + 1]``.
+    """
+    codes, order = unpack(packed, parts, bits).t().contiguous().sort(stable=True)
+    limits = torch.arange(clusters + 1, device=packed.device).expand(parts, -1).contiguous()
+    return order.int(), torch.searchsorted(codes, limits, out_int32=True)
+
+
+@triton.jit
+def _sum_forward(
+    products, codes, bias, out, tokens, entries, clusters, width,
+    PARTS: tl.constexpr, BITS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Add up the products that each entry names, for a tile of entries and tokens."""
+    v = (tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = v < entries
+    mask = inside[:, None] & (n < tokens)[None, :]
+    total = tl.zeros((BLOCK_V, BLOCK_N), tl.float32)
+    for part in tl.static_range(PARTS):
+        shift: tl.constexpr = part * BITS % 8
+        at = codes + v * width + part * BITS // 8
+        word = tl.load(at, mask=inside, other=0).to(tl.int32)
+        if shift + BITS > 8:
+            word |= tl.load(at + 1, mask=inside, other=0).to(tl.int32) << 8
+        if shift + BITS > 16:
+            word |= tl.load(at + 2, mask=inside, other=0).to(tl.int32) << 16
+        row = (part * clusters + ((word >> shift) & ((1 << BITS) - 1))).to(tl.int64)
+        value = tl.load(products + row[:, None] * tokens + n[None, :], mask=mask, other=0.0)
+        total += value.to(tl.float32)
+    if bias is not None:
+        total += tl.load(bias + v, mask=inside, other=0.0).to(tl.float32)[:, None]
+    to = n.to(tl.int64)[None, :] * entries + v[:, None]
+    tl.store(out + to, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum_backward(
+    grad, order, bounds, out, tokens, entries, clusters,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Add up the gradients ``grad [V, N]`` of the entries that name one centroid."""
+    centroid = tl.program_id(0)
+    part = (centroid // clusters).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin = tl.load(bounds + centroid + part)
+    end = tl.load(bounds + centroid + part + 1)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(begin, end, BLOCK_M):
+        member = first + tl.arange(0, BLOCK_M)
+        live = member < end
+        v = tl.load(order + part * entries + member, mask=live, other=0).to(tl.int64)
+        mask = live[:, None] & (n < tokens)[None, :]
+        value = tl.load(grad + v[:, None] * tokens + n[None, :], mask=mask, other=0.0)
+        total += value.to(tl.float32)
+    to = centroid.to(tl.int64) * tokens + n
+    tl.store(out + to, tl.sum(total, 0).to(out.dtype.element_ty), mask=n < tokens)
+
+
+class _CodebookSum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        products: Tensor,
+        codes: Tensor,
+        bias: Tensor | None,
+        bits: int,
+        order: Tensor,
+        bounds: Tensor,
+    ) -> Tensor:
+        parts, clusters, tokens = products.shape
+        out = products.new_empty(tokens, len(codes))
+        grid = (triton.cdiv(len(codes), BLOCK_V), triton.cdiv(tokens, BLOCK_N))
+        if out.numel():
+            _sum_forward[grid](
+                products.contiguous(), codes, bias, out, tokens, *codes.shape[:1], clusters,
+                codes.shape[1], PARTS=parts, BITS=bits, BLOCK_V=BLOCK_V, BLOCK_N=BLOCK_N,
+            )  # fmt: skip
+        ctx.save_for_backward(order, bounds)
+        ctx.shape, ctx.has_bias = products.shape, bias is not None
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        order, bounds = ctx.saved_tensors
+        parts, clusters, tokens = ctx.shape
+        out = grad.new_zeros(ctx.shape)
+        grid = (parts * clusters, triton.cdiv(tokens, BLOCK_N))
+        if grad.numel():
+            _sum_backward[grid](
+                grad.t().contiguous(), order, bounds, out, tokens, grad.shape[1], clusters,
+                BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+            )  # fmt: skip
+        return out, None, grad.sum(0) if ctx.has_bias else None, None, None, None
+
+
+def codebook_sum(
+    products: Tensor,
+    codes: Tensor,
+    bias: Tensor | None,
+    bits: int,
+    index: tuple[Tensor, Tensor],
+    *,
+    impl: str | None = None,
+) -> Tensor:
+    """Add up, for every token and entry of the vocabulary, the products that the entry names.
+
+    Args:
+        products: of every centroid with every token, ``[parts, clusters, N]``.
+        codes: packed codes of each entry, uint8 ``[V, bytes]``, contiguous; see :func:`pack`.
+        bias: ``[V]``, or None.
+        bits: of a code.
+        index: what :func:`members` gives for these codes.
+        impl: see :mod:`dlrm.kernels`.
+
+    Returns:
+        ``[N, V]``. The sums are taken in fp32, and the gradient of the products is the same on
+        every run: no atomic additions.
+    """
+    if not use_triton(products, impl):
+        return codebook_sum_torch(products, codes, bias, bits)
+    return _CodebookSum.apply(products, codes, bias, bits, *index)
+
+
+def codebook_sum_torch(products: Tensor, codes: Tensor, bias: Tensor | None, bits: int) -> Tensor:
+    """:func:`codebook_sum` in PyTorch."""
+    names = unpack(codes, len(products), bits)  # [V, parts]
+    total = products.new_zeros(len(codes), products.shape[2])
+    for part, product in enumerate(products):
+        total = total + product[names[:, part]]
+    return total.t() if bias is None else total.t() + bias
