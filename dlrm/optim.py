@@ -18,26 +18,33 @@ __all__ = ["RULES", "RowOptimizer", "Schedule", "gradient_norm"]
 
 
 class RowOptimizer(torch.optim.Optimizer):
-    """SGD, Adagrad, row-wise Adagrad or Adam for parameters with dense or sparse gradients.
+    """The rules of ``torch.optim`` for parameters with dense or sparse gradients.
 
     A sparse gradient (COO, one entry per look-up, as the embeddings give) updates the rows it
     names and no others; equal ids are merged first, so a row used twice with gradients 1 and 10
-    moves by -11 under SGD with learning rate 1. A parameter with a dense gradient is updated in
-    full. The learning rate is a tensor, so that a captured CUDA graph sees it change. The state of
-    bf16 parameters is fp32: bf16 has no number next to 256 that is one larger.
+    moves by -11 under SGD with learning rate 1. Momentum, decay and all else a rule does happens
+    to a row when it is touched; touched in every step it moves as under ``torch.optim``, bias
+    corrections included: steps are counted per row. A parameter with a dense gradient is updated
+    in full. The learning rate is a tensor, so that a captured CUDA graph sees it change.
 
     Row-wise Adagrad keeps one accumulator per row, the running sum of the mean of the squared
-    gradient over the row. Adam counts steps per row: a row's bias correction depends on its own
-    updates, not on those of others.
+    gradient over the row.
+
+    The state of bf16 parameters is fp32 (bf16 has no number next to 256 that is one larger), and
+    they are rounded up or down by chance, so that steps too small for bf16 count on average.
 
     Args:
         params: parameters or parameter groups.
-        rule: one of ``sgd``, ``adagrad``, ``rowwise_adagrad``, ``adam``.
+        rule: one of :data:`RULES`.
         lr: learning rate.
-        betas: decay of Adam's moments.
-        eps: added to the denominator of Adagrad and Adam.
+        stochastic: round bf16 parameters by chance; else to nearest.
+        options: those of the rule, named as in ``torch.optim``; see ``dlrm.rules.OPTIONS``.
 
-    Reference: Duchi et al., JMLR 2011 (Adagrad); Kingma and Ba, ICLR 2015 (Adam).
+    Raises:
+        ValueError: an unknown rule, an option it has no use for, or a value out of range.
+
+    Reference: Duchi et al., JMLR 2011 (Adagrad); Kingma and Ba, ICLR 2015 (Adam, Adamax);
+    Loshchilov and Hutter, ICLR 2019 (AdamW); Zeiler, arXiv 1212.5701 (Adadelta).
     """
 
     def __init__(
@@ -46,12 +53,12 @@ class RowOptimizer(torch.optim.Optimizer):
         rule: str = "adagrad",
         *,
         lr: float = 0.01,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
+        stochastic: bool = True,
+        **options: Any,
     ) -> None:
-        if rule not in RULES:
-            raise ValueError(f"unknown optimizer {rule!r}{nearest(rule, RULES)}")
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "rule": rule})
+        make_rule(rule, **options)
+        self._stochastic = stochastic
+        super().__init__(params, {"rule": rule, "lr": lr, **OPTIONS[rule], **options})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take on further parameters, with options of their own where the group has them."""
@@ -60,9 +67,12 @@ class RowOptimizer(torch.optim.Optimizer):
         lr = float(group["lr"])
         if lr < 0:
             raise ValueError(f"the learning rate is {lr}, it must not be negative")
-        group["lr"] = torch.tensor(lr, device=group["params"][0].device)
+        device = group["params"][0].device
+        group["lr"] = torch.tensor(lr, device=device)
+        if any(map(self._rounds, group["params"])):
+            group["seed"] = torch.zeros((), dtype=torch.int64, device=device)
         for parameter in group["params"]:
-            self.state[parameter] = _new_state(parameter, group["rule"])
+            self.state[parameter] = _new_state(parameter, _rule_of(group))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -104,8 +114,7 @@ class RowOptimizer(torch.optim.Optimizer):
         states = [list(self.state[parameter].values()) for parameter in parameters]
         plain = rule.name in whole.RULES and not rule.momentum and not rule.weight_decay
         if plain and not any(map(self._rounds, parameters)):
-            options = {"eps": rule.eps, "betas": rule.betas}
-            whole.update_whole(rule.name, parameters, grads, states, lr=lr, **options)
+            whole.update_whole(rule.name, parameters, grads, states, lr=lr, eps=rule.eps)
             return
         values = [parameter.to(_wide(parameter)) for parameter in parameters]
         wide = [grad.to(value.dtype) for grad, value in zip(grads, values, strict=True)]
@@ -139,14 +148,37 @@ class RowOptimizer(torch.optim.Optimizer):
             if old["rule"] != group["rule"]:
                 raise ValueError(f"the saved optimizer is {old['rule']}, this is {group['rule']}")
             group["lr"].fill_(float(old["lr"]))
+            if "seed" in group and "seed" in old:
+                group["seed"].copy_(old["seed"])
             for parameter, index in zip(group["params"], old["params"], strict=True):
-                for name, tensor in self.state[parameter].items():
-                    tensor.copy_(state_dict["state"][index][name])
+                kept, given = self.state[parameter], state_dict["state"].get(index, {})
+                if given.keys() != kept.keys():
+                    raise ValueError(
+                        f"the saved {old['rule']} keeps {', '.join(given) or 'nothing'}, this one "
+                        f"{', '.join(kept) or 'nothing'}: resume with the same --optim.momentum"
+                    )
+                if (cached := cached_rows(parameter)) is not None:
+                    cached.release()
+                for name, tensor in kept.items():
+                    tensor.copy_(given[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in the base class, the state of rows in host memory brought up to date."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if (cached := cached_rows(parameter)) is not None:
+                    cached.flush()
+        return super().state_dict()
 
 
 def _wide(parameter: Tensor) -> torch.dtype:
     """The type of a parameter's state: fp32 at least."""
     return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _rule_of(group: dict[str, Any]) -> Rule:
+    """The rule of a group, with the options that the group has now."""
+    return make_rule(group["rule"], **{name: group[name] for name in OPTIONS[group["rule"]]})
 
 
 def _new_state(parameter: Tensor, rule: Rule) -> dict[str, Tensor]:

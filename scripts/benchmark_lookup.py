@@ -25,7 +25,8 @@ from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.hints import Parser
 from dlrm.kernels.lookup import gather_rows, lookup_tables
 from dlrm.kernels.plan import Plan, prepare
-from dlrm.kernels.rows import RULES, update_rows, update_rows_torch
+from dlrm.kernels.rows import update_rows, update_rows_torch
+from dlrm.rules import RULES
 
 INPUTS = 4  # different batches in rotation
 FBGEMM_MS = {(16, 2048): 1.02, (16, 65536): 1.2, (64, 65536): 1.5}

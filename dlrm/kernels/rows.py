@@ -12,6 +12,9 @@ The sorted entries are cut into tiles of equal length, so that a row with tens o
 entries costs no more than as many rows with one. A tile sums its rows by segmented scans, part
 after part, and updates those that lie wholly inside it. The sums of a row that crosses into other
 tiles (at most two per tile) go to a buffer, and a second, small kernel adds them up in order.
+
+Rows of a table in host memory may have a copy on the GPU, with their state
+(:mod:`dlrm.kernels.cached_rows`): then the copy is updated, and without one the row in its place.
 """
 
 from __future__ import annotations
@@ -25,14 +28,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from dlrm.hints import nearest
 from dlrm.kernels import use_triton
+from dlrm.kernels.cached_rows import CachedRows
 from dlrm.kernels.plan import Plan, prepare
-
-RULES = ("sgd", "adagrad", "rowwise_adagrad", "adam")
-"""``sgd`` keeps no state, ``adagrad`` sums of squares ``[V, D]``, ``rowwise_adagrad`` sums of mean
-squares ``[V]`` or ``[V, 1]``, ``adam`` two moments ``[V, D]`` and the number of updates of each
-row ``[V]`` or ``[V, 1]``."""
+from dlrm.rules import Rule, advance, make_rule, round_stochastic
 
 TILE = 2048  # elements of a tile's part
 MANY = 6000  # tiles that fill a GPU; with more entries, tiles have up to 8 parts
@@ -44,63 +43,103 @@ def _add_equal(sum_a, row_a, sum_b, row_b):
 
 
 @triton.jit
-def _store(weight, at, value, mask, seed, ROUND: tl.constexpr):
+def _store(weight, at, element, value, mask, seed, ROUND: tl.constexpr):
     """Store fp32 as the weight's type; with ROUND to bf16 up or down by chance."""
     if ROUND:
-        chance = tl.randint(tl.load(seed), at.to(tl.int32)).to(tl.int32) & 0xFFFF
+        chance = tl.randint(tl.load(seed), element.to(tl.int32)).to(tl.int32) & 0xFFFF
         bits = (value.to(tl.int32, bitcast=True) + chance) & -65536  # upper half: the bf16
         value = tl.where(value == value, bits.to(tl.float32, bitcast=True), value)
     tl.store(weight + at, value.to(weight.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _one_minus_exp(x):
+def one_minus_exp(x):
     """``1 - exp(x)`` for x <= 0, by its series where the difference would cancel."""
     series = -x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5))))
     return tl.where(x > -0.1, series, 1 - tl.exp(x))
 
 
 @triton.jit
+def _begin(row, slots, slot, gaps, TENSOR: tl.constexpr, WIDTH: tl.constexpr):
+    """Where the rows of a tensor begin, in elements: in their slots, if they have one."""
+    at = row * WIDTH
+    if slots is not None:
+        at = tl.where(slot >= 0, slot * WIDTH + gaps[TENSOR], at)
+    return at
+
+
+@triton.jit
 def _apply(
-    row, grad, live, weight, states, lr, betas, eps, seed,
-    D: tl.constexpr, RULE: tl.constexpr, ROUND: tl.constexpr,
+    row, grad, live, weight, states, slots, gaps, lr, hyper, seed,
+    D: tl.constexpr, RULE: tl.constexpr, MOMENTUM: tl.constexpr, DECAY: tl.constexpr,
+    ROUND: tl.constexpr,
 ):  # fmt: skip
     """Apply the rule to ``row [K]`` where ``live [K]``, given the summed ``grad [K, BLOCK_D]``."""
+    eps, decay, momentum, keep, rest, beta1, rest1, log1, beta2, rest2, log2 = hyper
     row = row.to(tl.int64)
+    slot = row
+    if slots is not None:
+        slot = tl.load(slots + row, mask=live, other=-1).to(tl.int64)
     column = tl.arange(0, grad.shape[1])[None, :]
-    at = row[:, None] * D + column
     mask = live[:, None] & (column < D)
     rate = tl.load(lr)
+    at = _begin(row, slots, slot, gaps, 0, D)[:, None] + column
     value = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
-    if RULE == "adagrad":
-        total = tl.load(states[0] + at, mask=mask, other=0.0) + grad * grad
-        tl.store(states[0] + at, total, mask=mask)
-        step = grad / (tl.sqrt_rn(total) + eps)
-    elif RULE == "rowwise_adagrad":
-        total = tl.load(states[0] + row, mask=live, other=0.0) + tl.sum(grad * grad, 1) / D
-        tl.store(states[0] + row, total, mask=live)
+    if DECAY and RULE == "adamw":
+        value = value * (1 - rate * decay)
+    elif DECAY:
+        grad = grad + decay * value
+    if RULE == "rowwise_adagrad":
+        at_sum = _begin(row, slots, slot, gaps, 1, 1)
+        total = tl.load(states[0] + at_sum, mask=live, other=0.0) + tl.sum(grad * grad, 1) / D
+        tl.store(states[0] + at_sum, total, mask=live)
         step = grad / (tl.sqrt_rn(total) + eps)[:, None]
-    elif RULE == "adam":
-        beta1, rest1, log1, beta2, rest2, log2 = betas
-        count = tl.load(states[2] + row, mask=live, other=0) + 1
-        tl.store(states[2] + row, count, mask=live)
-        first = tl.load(states[0] + at, mask=mask, other=0.0) * beta1 + grad * rest1
-        tl.store(states[0] + at, first, mask=mask)
-        second = tl.load(states[1] + at, mask=mask, other=0.0) * beta2 + grad * grad * rest2
-        tl.store(states[1] + at, second, mask=mask)
-        scale1 = _one_minus_exp(count * log1)[:, None]
-        scale2 = _one_minus_exp(count * log2)[:, None]
-        step = (first / scale1) / (tl.sqrt_rn(second / scale2) + eps)
-    else:
+    elif RULE == "sgd":
         step = grad
-    _store(weight, at, value - rate * step, mask, seed, ROUND)
+    else:
+        at_first = _begin(row, slots, slot, gaps, 1, D)[:, None] + column
+        first = tl.load(states[0] + at_first, mask=mask, other=0.0)
+        if RULE == "adagrad":
+            first += grad * grad
+            step = grad / (tl.sqrt_rn(first) + eps)
+        elif RULE == "rmsprop":
+            first = first * keep + grad * grad * rest
+            step = grad / (tl.sqrt_rn(first) + eps)
+        else:
+            at_second = _begin(row, slots, slot, gaps, 2, D)[:, None] + column
+            second = tl.load(states[1] + at_second, mask=mask, other=0.0)
+            if RULE == "adadelta":
+                first = first * keep + grad * grad * rest
+                step = tl.sqrt_rn(second + eps) / tl.sqrt_rn(first + eps) * grad
+                second = second * keep + step * step * rest
+            else:
+                at_steps = _begin(row, slots, slot, gaps, 3, 1)
+                count = tl.load(states[2] + at_steps, mask=live, other=0) + 1
+                tl.store(states[2] + at_steps, count, mask=live)
+                first = first * beta1 + grad * rest1
+                scale1 = one_minus_exp(count * log1)[:, None]
+                if RULE == "adamax":
+                    second = tl.maximum(second * beta2, tl.abs(grad) + eps)
+                    step = (first / scale1) / second
+                else:  # adam, adamw
+                    second = second * beta2 + grad * grad * rest2
+                    scale2 = one_minus_exp(count * log2)[:, None]
+                    step = (first / scale1) / (tl.sqrt_rn(second / scale2) + eps)
+            tl.store(states[1] + at_second, second, mask=mask)
+        tl.store(states[0] + at_first, first, mask=mask)
+    if MOMENTUM:  # kept behind the rule's other states
+        buffer = states[len(states) - 1]
+        at_buffer = _begin(row, slots, slot, gaps, len(states), D)[:, None] + column
+        step += momentum * tl.load(buffer + at_buffer, mask=mask, other=0.0)
+        tl.store(buffer + at_buffer, step, mask=mask)
+    _store(weight, at, row[:, None] * D + column, value - rate * step, mask, seed, ROUND)
 
 
 @triton.jit
 def _merge(
-    rows, order, grads, partials, n, weight, states, lr, betas, eps, seed,
+    rows, order, grads, partials, n, weight, states, slots, gaps, lr, hyper, seed,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
-    RULE: tl.constexpr, ROUND: tl.constexpr,
+    RULE: tl.constexpr, MOMENTUM: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """Sum a tile of sorted entries by row; update rows inside it, spill those that cross it."""
     tile = tl.program_id(0)
@@ -124,7 +163,10 @@ def _merge(
 
         end = inside & (row != following)
         late = row == before  # it began in an earlier tile
-        _apply(row, total, end & ~late, weight, states, lr, betas, eps, seed, D, RULE, ROUND)
+        _apply(
+            row, total, end & ~late, weight, states, slots, gaps, lr, hyper, seed,
+            D, RULE, MOMENTUM, DECAY, ROUND,
+        )  # fmt: skip
         last = at == BLOCK - 1
         cut = last & inside & ~end & (part == PARTS - 1)  # it goes on in the next
         slot = tile.to(tl.int64) * 2 + tl.where(late, 0, 1)
@@ -136,9 +178,9 @@ def _merge(
 
 @triton.jit
 def _finish(
-    rows, partials, n, weight, states, lr, betas, eps, seed,
+    rows, partials, n, weight, states, slots, gaps, lr, hyper, seed,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr,
-    RULE: tl.constexpr, ROUND: tl.constexpr,
+    RULE: tl.constexpr, MOMENTUM: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """Update the row that begins in this tile and goes on in the next, if there is one."""
     tile = tl.program_id(0)
@@ -160,20 +202,22 @@ def _finish(
             more = tl.sum(same.to(tl.int32), 0) == WIDTH
             tile += WIDTH
         rows_ = row + tl.zeros((1,), row.dtype)
-        _apply(rows_, total, rows_ >= 0, weight, states, lr, betas, eps, seed, D, RULE, ROUND)
+        _apply(
+            rows_, total, rows_ >= 0, weight, states, slots, gaps, lr, hyper, seed,
+            D, RULE, MOMENTUM, DECAY, ROUND,
+        )  # fmt: skip
 
 
 def update_rows(
-    rule: str,
+    rule: str | Rule,
     weight: Tensor,
     rows: Tensor,
     grads: Tensor,
     states: Sequence[Tensor] = (),
     *,
     lr: Tensor,
-    eps: float = 1e-8,
-    betas: tuple[float, float] = (0.9, 0.999),
     plan: Plan | None = None,
+    cached: CachedRows | None = None,
     seed: Tensor | None = None,
     impl: str | None = None,
 ) -> None:
@@ -183,15 +227,16 @@ def update_rows(
     on the ids, so a CUDA graph can hold the call.
 
     Args:
-        rule: one of :data:`RULES`.
+        rule: one of ``dlrm.rules.RULES`` with its default options, or what ``make_rule`` gives.
         weight: the table, ``[V, D]`` contiguous, fp32 or bf16.
-        rows: row of each entry, ``[n]``; not looked at with ``plan``.
+        rows: row of each entry, ``[n]``, entries below 0 are left out; not looked at with ``plan``.
         grads: gradient of each entry, ``[n, D]``, fp32 or bf16.
-        states: the rule's state, see :data:`RULES`; fp32, numbers of updates also int32.
+        states: what the rule keeps, in the order of ``rule.states``, zeros at first: ``[V, D]``
+            or, where it is one number a row, ``[V]`` or ``[V, 1]``; fp32, steps also int32.
         lr: learning rate, a 0-d fp32 tensor.
-        eps: added to the root in the denominator.
-        betas: decay of Adam's moments.
         plan: ``prepare(rows, V)``, if it was made ahead.
+        cached: which rows have a copy that stands for them, if ``weight`` and ``states`` lie in
+            host memory and it knows them, in this order.
         seed: a 0-d int64 tensor: bf16 rows are then rounded up or down by chance, without bias,
             and the seed moves on by one. Without it they are rounded to nearest.
         impl: see :mod:`dlrm.kernels`.
@@ -199,9 +244,10 @@ def update_rows(
     Raises:
         ValueError: unknown rule, or states or shapes that do not fit.
     """
+    rule = make_rule(rule) if isinstance(rule, str) else rule
     _check(rule, weight, grads, states)
     if not use_triton(weight, impl):
-        update_rows_torch(rule, weight, rows, grads, states, lr=lr, eps=eps, betas=betas, seed=seed)
+        update_rows_torch(rule, weight, rows, grads, states, lr=lr, cached=cached, seed=seed)
         return
     n, dim = grads.shape
     if n == 0:
@@ -213,10 +259,16 @@ def update_rows(
     parts = min(8, triton.next_power_of_2(max(1, n // (MANY * block))))
     tiles = triton.cdiv(n, block * parts)
     partials = torch.empty(tiles, 2, dim, device=grads.device)
-    decay = [(beta, 1 - beta, math.log(beta or 1e-38)) for beta in betas]
-    rest = (n, weight, tuple(states), lr, (*decay[0], *decay[1]), eps, seed)
-    rounding = seed is not None and weight.dtype == torch.bfloat16
-    options = {"D": dim, "BLOCK_D": block_d, "RULE": rule, "ROUND": rounding}
+    slots, gaps = (None, ()) if cached is None else (cached.slots, cached.gaps)
+    rest = (n, weight, tuple(states), slots, gaps, lr, _hyper(rule), seed)
+    options = {
+        "D": dim,
+        "BLOCK_D": block_d,
+        "RULE": rule.name,
+        "MOMENTUM": rule.momentum > 0,
+        "DECAY": rule.weight_decay > 0,
+        "ROUND": seed is not None and weight.dtype == torch.bfloat16,
+    }
     _merge[tiles,](
         plan.rows, plan.order, grads, partials, *rest, BLOCK=block, PARTS=parts,
         num_warps=max(1, block * block_d // 2048), **options,
@@ -230,19 +282,19 @@ def update_rows(
         seed.add_(1)
 
 
-def _check(rule: str, weight: Tensor, grads: Tensor, states: Sequence[Tensor]) -> None:
-    if rule not in RULES:
-        raise ValueError(f"unknown rule {rule!r}{nearest(rule, RULES)}")
+def _hyper(rule: Rule) -> tuple[float, ...]:
+    """The options as the kernel takes them."""
+    keep = rule.alpha or rule.rho  # no rule has both
+    betas = [(beta, 1 - beta, math.log(beta or 1e-38)) for beta in rule.betas]
+    return (rule.eps, rule.weight_decay, rule.momentum, keep, 1 - keep, *betas[0], *betas[1])
+
+
+def _check(rule: Rule, weight: Tensor, grads: Tensor, states: Sequence[Tensor]) -> None:
     rows, dim = weight.shape
-    sizes = {
-        "sgd": [],
-        "adagrad": [rows * dim],
-        "rowwise_adagrad": [rows],
-        "adam": [rows * dim, rows * dim, rows],
-    }[rule]
+    sizes = [rows if per_row else rows * dim for per_row in rule.states.values()]
     if [state.numel() for state in states] != sizes:
         raise ValueError(
-            f"{rule} on a table {(rows, dim)} needs states of {sizes} elements, "
+            f"{rule.name} on a table {(rows, dim)} needs states of {sizes} elements, "
             f"got {[tuple(state.shape) for state in states]}"
         )
     if grads.dim() != 2 or grads.shape[1] != dim:
@@ -255,7 +307,7 @@ def merge_rows_torch(rows: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
     """Sum the entries of equal rows.
 
     Args:
-        rows: row of each entry, ``[n]``.
+        rows: row of each entry, ``[n]``; entries below 0 are left out.
         grads: gradient of each entry, ``[n, D]``.
 
     Returns:
@@ -265,45 +317,38 @@ def merge_rows_torch(rows: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
     rows, counts = rows.unique_consecutive(return_counts=True)
     grads = grads.to(torch.promote_types(grads.dtype, torch.float32))
     sums = functional.embedding_bag(order, grads, counts.cumsum(0) - counts, mode="sum")
-    return rows, sums
+    live = int((rows < 0).sum())
+    return rows[live:], sums[live:]
 
 
 @torch.no_grad()
 def update_rows_torch(
-    rule: str,
+    rule: str | Rule,
     weight: Tensor,
     rows: Tensor,
     grads: Tensor,
     states: Sequence[Tensor] = (),
     *,
     lr: Tensor,
-    eps: float = 1e-8,
-    betas: tuple[float, float] = (0.9, 0.999),
+    cached: CachedRows | None = None,
     seed: Tensor | None = None,
 ) -> None:
     """:func:`update_rows` in PyTorch; its bf16 rows draw from torch's generator, not ``seed``."""
     if not len(rows):
         return
+    rule = make_rule(rule) if isinstance(rule, str) else rule
     rows, grad = merge_rows_torch(rows.long(), grads)
-    kept = [state.view(len(weight), -1) for state in states]
-    touched = [state.index_select(0, rows) for state in kept]
-    if rule == "adagrad":
-        touched[0] += grad.square()
-        grad = grad / (touched[0].sqrt() + eps)
-    elif rule == "rowwise_adagrad":
-        touched[0] += grad.square().mean(1, keepdim=True)
-        grad = grad / (touched[0].sqrt() + eps)
-    elif rule == "adam":
-        first, second, count = touched
-        count += 1
-        first.lerp_(grad, 1 - betas[0])
-        second.lerp_(grad.square(), 1 - betas[1])
-        scale1, scale2 = (-torch.expm1(count * math.log(beta or 1e-38)) for beta in betas)
-        grad = first / scale1 / ((second / scale2).sqrt() + eps)
-    for state, value in zip(kept, touched, strict=True):
-        state.index_copy_(0, rows, value)
-    value = weight.index_select(0, rows).to(grad.dtype) - lr * grad
+    tensors = [tensor.view(len(weight), -1) for tensor in (weight, *states)]
+    if cached is None:
+        value, *kept = [tensor.index_select(0, rows) for tensor in tensors]
+    else:
+        value, *kept = [cached.read(index, rows) for index in range(len(tensors))]
+    value = value.to(grad.dtype)
+    advance(rule, [value], [grad], [kept], lr)
     if seed is not None and weight.dtype == torch.bfloat16:
-        chance = torch.randint_like(value, 1 << 16, dtype=torch.int32)
-        value = ((value.view(torch.int32) + chance) & -65536).view(torch.float32)
-    weight.index_copy_(0, rows, value.to(weight.dtype))
+        value = round_stochastic(value)
+    for index, new in enumerate((value.to(weight.dtype), *kept)):
+        if cached is None:
+            tensors[index].index_copy_(0, rows, new)
+        else:
+            cached.write(index, rows, new)

@@ -6,7 +6,8 @@ import torch
 from dlrm.kernels import plan as plans
 from dlrm.kernels import rows as kernel
 from dlrm.kernels.plan import Planner, prepare
-from dlrm.kernels.rows import RULES, update_rows, update_rows_torch
+from dlrm.kernels.rows import update_rows, update_rows_torch
+from dlrm.rules import RULES
 
 GPU = torch.cuda.is_available()
 TOLERANCE = 1e-5  # relative RMS of what a step moves
