@@ -6,7 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Self, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,10 @@ class Embedding(nn.Module, ABC):
         check_ids: raise on ids outside their table. Costs a pass over the ids; whoever has
             checked them already (the loader has) may turn it off.
     """
+
+    per_table: ClassVar[frozenset[str]] = frozenset()
+    """Options that may be a list, one for each table, so that tables which differ in them alone
+    still make one group."""
 
     def __init__(
         self,
@@ -327,6 +331,31 @@ def pool(vectors: Tensor, offsets: Tensor, mode: str, weights: Tensor | None) ->
 def row_offsets(rows: Sequence[int]) -> Tensor:
     """Where each table begins when their rows stand behind one another, ``[F]``."""
     return torch.tensor([0, *accumulate(rows)][:-1])
+
+
+def kept_rows(
+    num_embeddings: Sequence[int], keep: int | Sequence[int] | None, kind: str
+) -> tuple[int, ...]:
+    """Rows of each table of which only the first ``keep`` ids have their own, the others one.
+
+    Args:
+        num_embeddings: ids of each table.
+        keep: for all tables or for each; None keeps all.
+        kind: the embedding kind, for the message.
+
+    Raises:
+        ValueError: a negative number, or not one for each table.
+    """
+    if keep is None:
+        return tuple(num_embeddings)
+    each = [keep] * len(num_embeddings) if isinstance(keep, int) else keep
+    valid = all(isinstance(own, int) and own >= 0 for own in each)
+    if not valid or len(each) != len(num_embeddings):
+        raise ValueError(
+            f"{kind} keep is {keep}: set --{kind}.keep to a number of ids, 0 or more, or to one "
+            f"for each of the {len(num_embeddings)} tables"
+        )
+    return tuple(min(table, own + 1) for table, own in zip(num_embeddings, each, strict=True))
 
 
 def shares(amount: int, tables: Sequence[int]) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dlrm.embeddings.base import Common, Embedding, row_offsets
+from dlrm.embeddings.base import Common, Embedding, kept_rows, row_offsets
 from dlrm.embeddings.budget import share_out
 from dlrm.kernels.bags import lookup_bags
 from dlrm.kernels.lookup import lookup, lookup_tables
@@ -21,17 +21,24 @@ CHUNK = 1 << 20  # rows at a time when fitting to a dense table
 class Block(Embedding):
     """``row = W[id] @ L``: rows of ``dim`` weights, one matrix ``L [dim, D]`` per table, no bias.
 
+    With ``keep``, only the first ids of a table have a row each and all later ones share one more;
+    ids stand in order of falling frequency.
+
     Where ``dim`` is the embedding dim there is no ``L`` and the kind is the dense one. Rows of the
     composed table start with the deviation of a dense one, ``1 / sqrt(3 V)``, and the rows of
     ``L`` orthonormal, so that the gradient of ``W`` has the size that a dense table's has.
 
     Args:
         dim: the block dim, the length of the rows that are kept.
+        keep: how many ids of a table have a row of their own, a number or one per table; by
+            default all.
 
     Reference:
         Ginart et al., "Mixed Dimension Embeddings with Application to Memory-Efficient
         Recommendation Systems", ISIT 2021, arXiv 1909.11810.
     """
+
+    per_table = frozenset({"keep"})
 
     def __init__(
         self,
@@ -39,6 +46,7 @@ class Block(Embedding):
         embedding_dim: int,
         *,
         dim: int = 4,
+        keep: int | list[int] | None = None,
         **common: Unpack[Common],
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, **common)
@@ -47,28 +55,34 @@ class Block(Embedding):
                 f"block dim is {dim}; set --block.dim to 1 .. {embedding_dim}, the embedding dim"
             )
         self.dim = dim
-        self.weight = nn.Parameter(torch.empty(sum(self.num_embeddings), dim))
+        self.kept_rows = kept_rows(self.num_embeddings, keep, self.kind())
+        self.weight = nn.Parameter(torch.empty(sum(self.kept_rows), dim))
         self.projection = (
             nn.Parameter(torch.empty(self.num_tables, dim, embedding_dim))
             if dim < embedding_dim
             else None
         )
-        self.register_buffer("_offsets", row_offsets(self.num_embeddings), persistent=False)
+        self.register_buffer("_offsets", row_offsets(self.kept_rows), persistent=False)
+        last = None if self.kept_rows == self.num_embeddings else torch.tensor(self.kept_rows) - 1
+        self.register_buffer("_last", last, persistent=False)
         self._offsets: Tensor  # [F]
+        self._last: Tensor | None  # [F], the shared row of each table
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw rows and matrices anew."""
         wider = (self.embedding_dim / self.dim) ** 0.5  # an entry of L has a variance of 1 / D
-        for rows in self.weight.split(self.num_embeddings):
-            bound = wider * len(rows) ** -0.5
+        for table, rows in zip(self.num_embeddings, self.weight.split(self.kept_rows), strict=True):
+            bound = wider * table**-0.5
             nn.init.uniform_(rows, -bound, bound)
         if self.projection is not None:
             for matrix in self.projection:
                 nn.init.orthogonal_(matrix)
 
     def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
+        if self._last is not None:
+            ids = ids.minimum(self._last[tables])
         rows = lookup(self.weight, ids + self._offsets[tables], sparse=self.sparse)
         if self.projection is None:
             return rows
@@ -83,7 +97,10 @@ class Block(Embedding):
 
     def lookup(self, ids: Tensor) -> Tensor:
         if self.projection is None:
-            return lookup_tables(self.weight, self._offsets, ids, sparse=self.sparse)
+            last = self._last
+            return lookup_tables(self.weight, self._offsets, ids, last=last, sparse=self.sparse)
+        if self._last is not None:
+            ids = ids.minimum(self._last[:, None])
         return lookup_widened(self.weight, self.projection, self._offsets, ids, sparse=self.sparse)
 
     def lookup_bags(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
@@ -96,27 +113,36 @@ class Block(Embedding):
             offsets,
             per_sample_weights=weights,
             mode=self.mode,
+            last=self._last,
             sparse=self.sparse,
         )
         return short if self.projection is None else widen(short, self.projection)
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:
-        """Fit each table ``[V, D]`` by its truncated singular value decomposition."""
+        """Fit each table ``[V, D]`` by its truncated singular value decomposition.
+
+        Rows that are not kept take part as their mean.
+        """
         self._check_dense(weights)
-        for table, rows in enumerate(self.weight.split(self.num_embeddings)):
+        for table, rows in enumerate(self.weight.split(self.kept_rows)):
             weight = weights[table]
+            head, tail = weight.split([len(rows) - 1, len(weight) - len(rows) + 1])
+            mean = tail.mean(0, keepdim=True)
             if self.projection is None:
-                rows.copy_(weight)
+                torch.cat([head, mean], out=rows)
                 continue
-            gram = sum(part.double().T @ part.double() for part in weight.split(CHUNK))
+            wide = mean.double()
+            gram = len(tail) * wide.T @ wide
+            for part in head.split(CHUNK):
+                gram += part.double().T @ part.double()
             basis = torch.linalg.eigh(gram).eigenvectors[:, -self.dim :].to(weight.dtype)  # [D, E]
-            rows.copy_(weight @ basis)
+            torch.cat([head @ basis, mean @ basis], out=rows)
             self.projection[table] = basis.T
 
     def footprint(self) -> list[dict[str, int]]:
         size = self.weight.element_size()
-        parts = [{"weights": rows * self.dim * size} for rows in self.num_embeddings]
+        parts = [{"weights": rows * self.dim * size} for rows in self.kept_rows]
         if self.projection is not None:
             for part in parts:
                 part["projection"] = self.dim * self.embedding_dim * size

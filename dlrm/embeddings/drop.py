@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from dlrm.embeddings.base import Common, Embedding, row_offsets
+from dlrm.embeddings.base import Common, Embedding, kept_rows, row_offsets
 from dlrm.embeddings.budget import water_level
 from dlrm.kernels.bags import lookup_bags
 from dlrm.kernels.lookup import lookup, lookup_tables
@@ -20,21 +20,21 @@ class Drop(Embedding):
     Ids stand in order of falling frequency, so this is the frequency threshold of common practice.
 
     Args:
-        keep: how many ids of a table have a row of their own.
+        keep: how many ids of a table have a row of their own, a number or one per table.
     """
+
+    per_table = frozenset({"keep"})
 
     def __init__(
         self,
         num_embeddings: Sequence[int],
         embedding_dim: int,
         *,
-        keep: int = 10_000,
+        keep: int | list[int] = 10_000,
         **common: Unpack[Common],
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, **common)
-        if keep < 0:
-            raise ValueError(f"drop keep is {keep}, it must not be negative; set --drop.keep")
-        self.kept_rows = tuple(min(table, keep + 1) for table in self.num_embeddings)
+        self.kept_rows = kept_rows(self.num_embeddings, keep, self.kind())
         self.weight = nn.Parameter(torch.empty(sum(self.kept_rows), embedding_dim))
         self.register_buffer("_last", torch.tensor(self.kept_rows) - 1, persistent=False)
         self.register_buffer("_offsets", row_offsets(self.kept_rows), persistent=False)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dlrm.embeddings.base import Embedding
 from dlrm.embeddings.plan import Plan
-from dlrm.embeddings.registry import build
+from dlrm.embeddings.registry import available, build
 
 
 class SparseArch(nn.Module):
@@ -21,7 +22,7 @@ class SparseArch(nn.Module):
     Args:
         num_embeddings: rows of each table, in feature order.
         embedding_dim: length of a row.
-        plan: kind and options of each table; see :func:`plan`. Tables with equal ones form a group.
+        plan: kind and options of each table; see :func:`plan` and :func:`grouped`.
         check_ids: see :class:`~dlrm.embeddings.base.Embedding`.
     """
 
@@ -36,19 +37,17 @@ class SparseArch(nn.Module):
         super().__init__()
         self.num_embeddings = tuple(num_embeddings)
         self.embedding_dim = embedding_dim
-        members: dict[str, list[int]] = {}
-        for slot, entry in enumerate(plan):
-            members.setdefault(repr(entry), []).append(slot)
-        self.slots = list(members.values())
+        groups = grouped(plan)
+        self.slots = [slots for slots, _, _ in groups]
         self.groups = nn.ModuleList(
             build(
-                plan[slots[0]][0],
+                kind,
                 [num_embeddings[slot] for slot in slots],
                 embedding_dim,
                 check_ids=check_ids,
-                **plan[slots[0]][1],
+                **options,
             )
-            for slots in self.slots
+            for slots, kind, options in groups
         )
         order = torch.tensor([slot for slots in self.slots for slot in slots])
         self.register_buffer("order", order.argsort(), persistent=False)
@@ -127,3 +126,28 @@ class SparseArch(nn.Module):
         total = sum(parts.values())
         dense = 4 * self.embedding_dim * sum(self.num_embeddings)
         return {**parts, "bytes": total, "compression": dense / total}
+
+
+def grouped(plan: Plan) -> list[tuple[list[int], str, dict[str, Any]]]:
+    """The tables that are looked up together: of one kind, with equal options.
+
+    Options that a kind takes per table may differ; the group has a list of them.
+
+    Returns:
+        For each group its tables, its kind and its options.
+    """
+    kinds = available()
+
+    def free(kind: str) -> frozenset[str]:
+        return kinds[kind].per_table if kind in kinds else frozenset()
+
+    members: dict[str, list[int]] = {}
+    for table, (kind, options) in enumerate(plan):
+        equal = [(name, None if name in free(kind) else own) for name, own in options.items()]
+        members.setdefault(repr((kind, equal)), []).append(table)
+    groups = []
+    for tables in members.values():
+        kind, options = plan[tables[0]]
+        lists = {n: [plan[t][1][n] for t in tables] for n in options if n in free(kind)}
+        groups.append((tables, kind, {**options, **lists}))
+    return groups

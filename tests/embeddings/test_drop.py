@@ -25,9 +25,16 @@ def test_fitting_copies_the_head_and_averages_the_tail():
     torch.testing.assert_close(group.weight[10], weight[10:].mean(0))
 
 
-def test_a_negative_number_is_refused():
-    with pytest.raises(ValueError, match="drop keep is -1, it must not be negative"):
-        Drop([10], 4, keep=-1)
+def test_tables_of_one_group_keep_numbers_of_their_own():
+    group = Drop([20, 25], 3, keep=[30, 2])
+    assert group.weight.shape == (20 + 3, 3)
+    assert torch.equal(group.rows(1, torch.arange(25)), group.weight[[20, 21, *[22] * 23]])
+
+
+@pytest.mark.parametrize("keep", [-1, [4, -1], [4], [[4], 5]])
+def test_a_number_of_ids_that_cannot_be_is_refused(keep):
+    with pytest.raises(ValueError, match=r"drop keep is .*: set --drop.keep to a number of ids"):
+        Drop([10, 10], 4, keep=keep)
 
 
 def test_counts_are_compared_over_all_tables():

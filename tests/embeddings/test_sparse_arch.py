@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from dlrm.embeddings.plan import parse_bytes, plan
-from dlrm.embeddings.sparse_arch import SparseArch
+from dlrm.embeddings.sparse_arch import SparseArch, grouped
 
 NAMES = ["a", "b", "c", "d"]
 SIZES = [50, 4000, 7, 900]
@@ -18,6 +18,18 @@ def test_mixed_kinds_fill_their_own_slots():
     for group, slots in arch.embeddings():
         for table, slot in enumerate(slots):
             torch.testing.assert_close(out[:, slot], group.rows(table, ids[slot]))
+
+
+def test_tables_that_differ_in_an_option_per_table_make_one_group():
+    table_plan = [("drop", {"keep": 3}), ("block", {"dim": 2, "keep": 9})]
+    table_plan += [("drop", {"keep": 5}), ("block", {"dim": 3, "keep": 9})]
+    assert grouped(table_plan) == [
+        ([0, 2], "drop", {"keep": [3, 5]}),
+        ([1], "block", {"dim": 2, "keep": [9]}),
+        ([3], "block", {"dim": 3, "keep": [9]}),
+    ]
+    arch = SparseArch(SIZES, 8, table_plan)
+    assert [group.kept_rows for group in arch.groups] == [(4, 6), (10,), (10,)]
 
 
 def test_mixed_kinds_with_bags():
