@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.compiler import set_stance
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dlrm.data.batch import Batch
 from dlrm.hints import nearest
+from dlrm.kernels.branch import branch_of
 from dlrm.kernels.plan import Planner
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, gradient_norm
@@ -31,6 +34,16 @@ class Captured:
     out: dict[str, Tensor]
 
 
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean binary cross entropy in fp32, ``[B]`` and ``[B]`` to a 0-d tensor."""
+    return binary_cross_entropy_with_logits(logits.float(), labels)
+
+
+def _parameters(optimizer: RowOptimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
 class TrainStep:
     """A training step on one device, without a synchronisation with the host.
 
@@ -47,6 +60,10 @@ class TrainStep:
             the MLPs and the interaction, what stays in fp32 (TT cores) being multiplied in tf32.
         clip_norm: scale all gradients down to this norm together; None for not at all.
         mode: one of ``auto``, ``eager``, ``compile``, ``graph``.
+
+    Attributes:
+        preparing_seconds: time spent in steps that were compiled or captured, or ran one by one
+            before that.
 
     Raises:
         ValueError: an unknown mode or precision, or graph without a GPU.
@@ -78,9 +95,14 @@ class TrainStep:
         if self.mode != "eager":
             for mlp in (model.bottom_mlp, model.top_mlp):
                 mlp.compile(dynamic=False)
+        self._loss = mean_loss if self.mode == "eager" else torch.compile(mean_loss, dynamic=False)
+        embeddings = {id(parameter) for parameter in model.sparse_arch.parameters()}
+        self._beside = [o for o in optimizers if embeddings.issuperset(map(id, _parameters(o)))]
+        self._branch = branch_of(self.device)
         self._planner = Planner(self.device) if on_gpu else nullcontext()
         self._seen: Counter[tuple[int, bool]] = Counter()
         self._captured: dict[tuple[int, bool], Captured] = {}
+        self.preparing_seconds = 0.0
 
     def __call__(self, batch: Batch, *, norms: bool = False) -> dict[str, Tensor]:
         """Train on one batch.
@@ -96,22 +118,34 @@ class TrainStep:
         if self.mode != "graph" or batch.offsets is not None:
             return self._run(batch, norms)
         key = (batch.size, norms)
-        self._seen[key] += 1
-        if key in self._captured:
-            captured = self._captured[key]
+        captured = self._captured.get(key)
+        if captured is not None:
             captured.batch.copy_(batch)
-        elif self._seen[key] <= WARM_UP:
-            return self._warm_up(batch, norms)
-        else:
+            captured.graph.replay()
+            return captured.out
+        began = time.perf_counter()
+        out = self._prepare(batch, norms, key)
+        self.preparing_seconds += time.perf_counter() - began
+        return out
+
+    def _prepare(self, batch: Batch, norms: bool, key: tuple[int, bool]) -> dict[str, Tensor]:
+        """A step of a batch size that is not captured yet, and may be now."""
+        self._seen[key] += 1
+        if self._seen[key] > WARM_UP:
             captured = self._captured[key] = self._capture(batch, norms)
-        captured.graph.replay()
-        return captured.out
+            captured.graph.replay()
+            return captured.out
+        # The short last batch of an epoch is not worth the seconds of compiling for its size.
+        known = not self._captured or any(size == batch.size for size, _ in self._captured)
+        compiles = known or self._seen[key] == WARM_UP
+        with nullcontext() if compiles else set_stance("force_eager"):
+            return self._warm_up(batch, norms)
 
     def _run(self, batch: Batch, norms: bool) -> dict[str, Tensor]:
         with self._planner:
             with torch.autocast(self.device.type, torch.bfloat16, self.precision == "bf16"):
                 logits = self.model(batch.dense, batch.ids, batch.offsets)
-            loss = binary_cross_entropy_with_logits(logits.float(), batch.labels)
+            loss = self._loss(logits, batch.labels)
             loss.backward()
             out = {"loss": loss.detach()}
             if norms or self.clip_norm is not None:
@@ -121,10 +155,20 @@ class TrainStep:
                 if self.clip_norm is not None:
                     norm = torch.hypot(dense, embeddings)
                     self._scale_gradients((self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
-            for optimizer in self.optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            self._update()
         return out
+
+    def _update(self) -> None:
+        """Apply the gradients, those of the embeddings beside the backward pass of the MLPs."""
+        with self._branch.fork(wait=self.clip_norm is not None):
+            for optimizer in self._beside:
+                optimizer.step()
+        for optimizer in self.optimizers:
+            if optimizer not in self._beside:
+                optimizer.step()
+        self._branch.join()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     @torch.no_grad()
     def _scale_gradients(self, factor: Tensor) -> None:
