@@ -1,18 +1,202 @@
-"""Where a process computes."""
+"""Many processes: where each computes, and how they exchange values."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from datetime import timedelta
+from io import StringIO
+from typing import Any
+
 import torch
+import torch.distributed as dist
+from torch import Tensor
+
+TIMEOUT = timedelta(minutes=30)  # of a collective: others wait while one evaluates or writes
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of an option like ``auto``, ``cpu`` or ``cuda:1``."""
+    """The device of an option like ``auto``, ``cpu`` or ``cuda:1``.
+
+    Under torchrun ``auto`` and ``cuda`` are the GPU of the process's number on its host.
+
+    Raises:
+        ValueError: no such device, or one for all of several processes.
+    """
+    local, several = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)) > 1
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
         raise ValueError(f"--device is {name!r}, it must be auto, cpu, cuda or cuda:1") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
         raise ValueError(f"--device is {name}, but there is no CUDA GPU: use --device cpu")
-    return device
+    if not several:
+        return device
+    if device.index is not None:
+        raise ValueError(
+            f"--device is {name} for every process: use --device cuda, and CUDA_VISIBLE_DEVICES to "
+            "choose among the GPUs"
+        )
+    if local >= torch.cuda.device_count():
+        raise ValueError(
+            f"process {local} of this host has no GPU, there are {torch.cuda.device_count()}: "
+            "lower --nproc-per-node, or use --device cpu"
+        )
+    return torch.device("cuda", local)
+
+
+@dataclass
+class World:
+    """The processes of a run, and this one among them.
+
+    A process alone needs no process group: every exchange is then the identity.
+
+    Args:
+        rank: of this process.
+        size: number of processes.
+    """
+
+    rank: int = 0
+    size: int = 1
+    static: bool = False
+    """The present step has equal shapes on every rank, so that no sizes need be exchanged."""
+
+    @classmethod
+    def of_environment(cls) -> World:
+        """The world that torchrun describes; one process without it."""
+        return cls(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+
+    @property
+    def first(self) -> bool:
+        """Whether this process speaks for all: it prints, logs and writes."""
+        return self.rank == 0
+
+    @contextmanager
+    def silent_unless_first(self) -> Iterator[None]:
+        """What every process would say alike, the first one alone says."""
+        if self.first:
+            yield
+        else:
+            with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+                yield
+
+    def join(self, device: torch.device) -> None:
+        """Join the process group: NCCL on GPUs, gloo on CPUs."""
+        if self.size > 1:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=TIMEOUT)
+
+    def leave(self) -> None:
+        """Leave the process group; nothing is waited for."""
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def share(self, batch_size: int) -> int:
+        """This process's samples of a batch of all.
+
+        Raises:
+            ValueError: they can't be shared out evenly.
+        """
+        share, rest = divmod(batch_size, self.size)
+        if rest or not share:
+            raise ValueError(
+                f"--batch_size {batch_size} can't be shared evenly by {self.size} processes: use "
+                f"{max(share, 1) * self.size} or {(share + 1) * self.size}"
+            )
+        return share
+
+    def from_first(self, value: Any) -> Any:
+        """The first process's ``value``, which it alone needs to know."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, 0)
+        return box[0]
+
+    def wait(self) -> None:
+        """Wait for all processes."""
+        if self.size > 1:
+            dist.barrier()
+
+    def sizes(self, count: int, device: torch.device) -> list[int]:
+        """``count`` of every rank. Where the step is static they are equal, and nothing waits."""
+        if self.static or self.size == 1:
+            return [count] * self.size
+        mine = torch.tensor([count], device=device)
+        counts = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(counts, mine)
+        return torch.cat(counts).tolist()
+
+    def gather(self, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """``tensor [n, ...]`` of every rank, ``n`` being ``sizes`` by rank."""
+        if self.size == 1:
+            return [tensor]
+        longest = max(sizes)
+        padded = tensor.new_zeros(longest, *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded)
+        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+
+    def in_order(self, values: Tensor, rows: int, batch_size: int) -> Tensor:
+        """One value per row of a split, on every rank, in the order of the rows.
+
+        Args:
+            values: of this rank's share of every batch, as ``CriteoLoader`` deals them out.
+            rows: of the split.
+            batch_size: samples of a batch over all ranks.
+        """
+        if self.size == 1:
+            return values
+        parts = self.gather(values, self.sizes(len(values), values.device))
+        taken = [0] * self.size
+        ordered = []
+        for first in range(0, rows, batch_size):
+            share, extra = divmod(min(batch_size, rows - first), self.size)
+            for rank, part in enumerate(parts):
+                count = share + (rank < extra)
+                ordered.append(part[taken[rank] : taken[rank] + count])
+                taken[rank] += count
+        return torch.cat(ordered)
+
+
+def exchange(
+    x: Tensor, give: Sequence[int], get: Sequence[int], wire: torch.dtype | None = None
+) -> Tensor:
+    """Send a part of ``x`` to every rank, and receive one from each; its gradient goes back.
+
+    Args:
+        x: ``[n]``, the parts behind one another.
+        give: elements for each rank, summing to n.
+        get: elements from each rank.
+        wire: type in which values and gradients travel; their own if None.
+
+    Returns:
+        ``[sum(get)]``, of the type of the wire.
+    """
+    return _Exchange.apply(x if wire is None else x.to(wire), list(give), list(get))
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, give: list[int], get: list[int]) -> Tensor:
+        ctx.give, ctx.get = give, get
+        return _all_to_all(x, give, get)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _all_to_all(grad, ctx.get, ctx.give), None, None
+
+
+def _all_to_all(x: Tensor, give: list[int], get: list[int]) -> Tensor:
+    out = x.new_empty(sum(get))
+    dist.all_to_all_single(out, x.contiguous(), get, give)
+    return out

@@ -19,6 +19,7 @@ from dlrm.kernels.branch import branch_of
 from dlrm.kernels.plan import Planner
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, gradient_norm
+from dlrm.reduce import Reducer
 
 MODES = ("auto", "eager", "compile", "graph")
 PRECISIONS = ("fp32", "tf32", "bf16")
@@ -60,6 +61,7 @@ class TrainStep:
             the MLPs and the interaction, what stays in fp32 (TT cores) being multiplied in tf32.
         clip_norm: scale all gradients down to this norm together; None for not at all.
         mode: one of ``auto``, ``eager``, ``compile``, ``graph``.
+        reducer: sums the gradients over the processes, if there are several.
 
     Attributes:
         preparing_seconds: time spent in steps that were compiled or captured, or ran one by one
@@ -77,6 +79,7 @@ class TrainStep:
         precision: str = "fp32",
         clip_norm: float | None = None,
         mode: str = "auto",
+        reducer: Reducer | None = None,
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"unknown step mode {mode!r}{nearest(mode, MODES)}")
@@ -90,6 +93,7 @@ class TrainStep:
         self.model = model
         self.optimizers = optimizers
         self.clip_norm = clip_norm
+        self.reducer = reducer
         self.precision = precision
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
         if self.mode != "eager":
@@ -104,19 +108,24 @@ class TrainStep:
         self._captured: dict[tuple[int, bool], Captured] = {}
         self.preparing_seconds = 0.0
 
-    def __call__(self, batch: Batch, *, norms: bool = False) -> dict[str, Tensor]:
+    def __call__(
+        self, batch: Batch, *, norms: bool = False, total: int | None = None
+    ) -> dict[str, Tensor]:
         """Train on one batch.
 
         Args:
-            batch: on the model's device.
+            batch: on the model's device; with several processes this one's share.
             norms: also give the gradient norms of the dense part and of the embeddings.
+            total: samples of the shares of all processes together.
 
         Returns:
             ``loss`` (and ``gradient_norm/dense``, ``gradient_norm/embeddings``) as 0-d tensors,
             to be read before the next step: a captured one writes to the same place.
         """
-        if self.mode != "graph" or batch.offsets is not None:
-            return self._run(batch, norms)
+        total = batch.size if total is None else total
+        uneven = self.reducer is not None and total % self.reducer.world.size > 0
+        if self.mode != "graph" or batch.offsets is not None or uneven:
+            return self._run(batch, norms, total)
         key = (batch.size, norms)
         captured = self._captured.get(key)
         if captured is not None:
@@ -124,33 +133,40 @@ class TrainStep:
             captured.graph.replay()
             return captured.out
         began = time.perf_counter()
-        out = self._prepare(batch, norms, key)
+        out = self._prepare(batch, norms, total, key)
         self.preparing_seconds += time.perf_counter() - began
         return out
 
-    def _prepare(self, batch: Batch, norms: bool, key: tuple[int, bool]) -> dict[str, Tensor]:
+    def _prepare(
+        self, batch: Batch, norms: bool, total: int, key: tuple[int, bool]
+    ) -> dict[str, Tensor]:
         """A step of a batch size that is not captured yet, and may be now."""
         self._seen[key] += 1
         if self._seen[key] > WARM_UP:
-            captured = self._captured[key] = self._capture(batch, norms)
+            captured = self._captured[key] = self._capture(batch, norms, total)
             captured.graph.replay()
             return captured.out
         # The short last batch of an epoch is not worth the seconds of compiling for its size.
         known = not self._captured or any(size == batch.size for size, _ in self._captured)
         compiles = known or self._seen[key] == WARM_UP
         with nullcontext() if compiles else set_stance("force_eager"):
-            return self._warm_up(batch, norms)
+            return self._warm_up(batch, norms, total)
 
-    def _run(self, batch: Batch, norms: bool) -> dict[str, Tensor]:
-        with self._planner:
+    def _run(self, batch: Batch, norms: bool, total: int) -> dict[str, Tensor]:
+        reducer = self.reducer
+        sharing = reducer.step(total, one_hot=batch.offsets is None) if reducer else nullcontext()
+        norm_of = reducer.norm if reducer else gradient_norm
+        with self._planner, sharing:
             with torch.autocast(self.device.type, torch.bfloat16, self.precision == "bf16"):
                 logits = self.model(batch.dense, batch.ids, batch.offsets)
             loss = self._loss(logits, batch.labels)
+            if reducer is not None:  # a mean over no samples is not a number
+                loss = loss * (batch.size / total) if batch.size else logits.float().sum()
             loss.backward()
-            out = {"loss": loss.detach()}
+            out = {"loss": reducer.finish(loss.detach()) if reducer else loss.detach()}
             if norms or self.clip_norm is not None:
-                dense = gradient_norm(self.model.dense_parameters())
-                embeddings = gradient_norm(self.model.sparse_arch.parameters())
+                dense = norm_of(self.model.dense_parameters())
+                embeddings = norm_of(self.model.sparse_arch.parameters())
                 out |= {"gradient_norm/dense": dense, "gradient_norm/embeddings": embeddings}
                 if self.clip_norm is not None:
                     norm = torch.hypot(dense, embeddings)
@@ -160,7 +176,8 @@ class TrainStep:
 
     def _update(self) -> None:
         """Apply the gradients, those of the embeddings beside the backward pass of the MLPs."""
-        with self._branch.fork(wait=self.clip_norm is not None):
+        changed = self.clip_norm is not None or self.reducer is not None
+        with self._branch.fork(wait=changed):
             for optimizer in self._beside:
                 optimizer.step()
         for optimizer in self.optimizers:
@@ -176,19 +193,19 @@ class TrainStep:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
-    def _warm_up(self, batch: Batch, norms: bool) -> dict[str, Tensor]:
+    def _warm_up(self, batch: Batch, norms: bool, total: int) -> dict[str, Tensor]:
         """A step one by one on a side stream, as capture asks for."""
         current, side = torch.cuda.current_stream(), torch.cuda.Stream(self.device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            out = self._run(batch, norms)
+            out = self._run(batch, norms, total)
         current.wait_stream(side)
         return out
 
-    def _capture(self, batch: Batch, norms: bool) -> Captured:
+    def _capture(self, batch: Batch, norms: bool, total: int) -> Captured:
         """Record a step on copies of ``batch``; nothing is computed yet."""
         static = batch.clone()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = self._run(static, norms)
+            out = self._run(static, norms, total)
         return Captured(graph, static, out)

@@ -1,0 +1,73 @@
+"""A tensor whose parts lie on many processes, as checkpoints know it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Shards:
+    """The local parts of a tensor; other processes have others, or the same ones.
+
+    The methods with underscores are what ``torch.distributed.checkpoint`` asks of objects that
+    it writes and reads by parts.
+
+    Args:
+        size: of the whole tensor.
+        parts: offset in the whole tensor and values of each local part.
+        dtype: of the whole tensor.
+    """
+
+    def __init__(
+        self,
+        size: Sequence[int],
+        parts: Sequence[tuple[tuple[int, ...], Tensor]],
+        dtype: torch.dtype,
+    ) -> None:
+        self.parts = {torch.Size(offset): values for offset, values in parts}
+        self.dtype = dtype
+        self._size = torch.Size(size)
+
+    def size(self) -> torch.Size:
+        """Of the whole tensor."""
+        return self._size
+
+    @torch.no_grad()
+    def copy_to(self, other: Shards) -> None:
+        """Give the values to another of the same parts."""
+        for offset, values in self.parts.items():
+            other.parts[offset].copy_(values)
+
+    def __create_chunk_list__(self) -> list[object]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [
+            ChunkStorageMetadata(offsets=offset, sizes=values.shape)
+            for offset, values in self.parts.items()
+        ]
+
+    def __create_write_items__(self, name: str, _: object) -> list[object]:
+        from torch.distributed.checkpoint import planner
+        from torch.distributed.checkpoint.metadata import (
+            ChunkStorageMetadata,
+            MetadataIndex,
+            TensorProperties,
+        )
+
+        return [
+            planner.WriteItem(
+                index=MetadataIndex(name, offset),
+                type=planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(
+                    chunk=ChunkStorageMetadata(offsets=offset, sizes=values.shape),
+                    properties=TensorProperties(dtype=self.dtype),
+                    size=self._size,
+                ),
+            )
+            for offset, values in self.parts.items()
+        ]
+
+    def __get_tensor_shard__(self, index: object) -> Tensor:
+        return self.parts[index.offset]  # type: ignore[attr-defined]
