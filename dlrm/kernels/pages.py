@@ -360,16 +360,23 @@ class _LookupPages(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         pages, (rows,) = ctx.pages, ctx.saved_tensors
-        if ctx.flat is not None:
-            parts = [(flat, grad) for flat in ctx.flat]
-        else:
+        if ctx.flat is None:
             parts = [(row, grad[entries]) for entries, row in _partition(pages, rows)]
+        elif len(pages.groups) == 1:
+            parts = [(ctx.flat[0], grad)]
+        else:
+            parts = [(flat, grad.where(flat[:, None] >= 0, 0.0)) for flat in ctx.flat]
         grads = [
-            row_gradient(block, row.to(block.device), values.to(block.device), ctx.sparse)
+            row_gradient(block, row.to(block.device), _own(values, block.device, copy), ctx.sparse)
             for blocks, (row, values) in zip(pages.groups, parts, strict=True)
-            for block in blocks
+            for copy, block in enumerate(blocks)
         ]
         return None, None, None, None, *grads
+
+
+def _own(values: Tensor, device: torch.device, copy: int) -> Tensor:
+    """A replica's own values: gradients are scaled in place."""
+    return values.to(device, copy=copy > 0)
 
 
 def _capturing(tensor: Tensor) -> bool:

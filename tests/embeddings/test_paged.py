@@ -1,0 +1,250 @@
+"""Paged tables equal dense ones wherever their pages lie."""
+
+import re
+
+import pytest
+import torch
+
+from dlrm.embeddings import EmbeddingBag, build
+from dlrm.embeddings.placement import balanced, cyclic, places_of
+from dlrm.optim import RowOptimizer
+
+SIZES = [1, 7, 40, 131]
+GPU = torch.cuda.is_available()
+HERE = ["cpu", "cpu"]
+PLACES = [
+    {},
+    {"devices": HERE, "page_size": 7},
+    {"devices": HERE, "page_size": 1},
+    {"devices": HERE, "page_size": 7, "placement": "cyclic"},
+    {"devices": ["cpu", "cpu+cpu", "cpu"], "page_size": 10},
+    {"devices": ["cpu+cpu+cpu", "cpu+cpu"], "page_size": 10},
+    {"devices": ["host", "cpu"], "page_size": 50},
+]
+every_place = pytest.mark.parametrize("options", PLACES, ids=str)
+
+
+def ids_of(batch, sizes=SIZES):
+    """Skewed ids with both ends of every table and of every page of 7 and 10 among them."""
+    ids = torch.stack([(torch.rand(batch) ** 3 * rows).long() for rows in sizes])
+    ids[:, 0], ids[:, -1] = 0, torch.tensor(sizes) - 1
+    for at, row in enumerate((6, 7, 9, 10, 13, 14, 19, 20, 130, 125, 126)):
+        ids[-1, at + 1] = row
+    return ids
+
+
+def pair(options, dim=8, **common):
+    """A dense group and a paged one from the same seed."""
+    torch.manual_seed(5)
+    dense = build("dense", SIZES, dim, **common)
+    torch.manual_seed(5)
+    return dense, build("paged", SIZES, dim, **options, **common)
+
+
+def assert_equal_tables(paged, dense):
+    for table in range(len(SIZES)):
+        assert torch.equal(paged.to_dense(table), dense.to_dense(table))
+    for replicas in paged.blocks:
+        assert all(torch.equal(block, replicas[0]) for block in replicas)
+
+
+@every_place
+def test_rows_begin_as_dense_ones_to_the_last_bit(options):
+    dense, paged = pair(options)
+    assert_equal_tables(paged, dense)
+
+
+@every_place
+@pytest.mark.parametrize("rule", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+def test_training_equals_dense_to_the_last_bit(options, rule):
+    dense, paged = pair(options)
+    optimizers = [RowOptimizer(group.parameters(), rule, lr=0.1) for group in (dense, paged)]
+    for _ in range(6):
+        ids, up = ids_of(60), torch.randn(60, len(SIZES), 8)
+        outs = [group(ids) for group in (dense, paged)]
+        assert torch.equal(*outs)
+        for out, optimizer in zip(outs, optimizers, strict=True):
+            out.backward(up)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal_tables(paged, dense)
+
+
+@every_place
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.SparseAdam, torch.optim.Adagrad])
+def test_training_with_torch_optim(options, make):
+    dense, paged = pair(options)
+    optimizers = [make(group.parameters(), lr=0.1) for group in (dense, paged)]
+    for _ in range(3):
+        ids = ids_of(60)
+        for group, optimizer in zip((dense, paged), optimizers, strict=True):
+            group(ids).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for table in range(len(SIZES)):
+        torch.testing.assert_close(paged.to_dense(table), dense.to_dense(table))
+
+
+@every_place
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_equal_dense_ones(options, mode):
+    dense, paged = pair(options, mode=mode)
+    ids = ids_of(60).flatten()
+    offsets = torch.arange(0, 241, 5)
+    outs = [group(ids, offsets) for group in (dense, paged)]
+    torch.testing.assert_close(*outs, rtol=0, atol=1e-7)
+    for group, out in zip((dense, paged), outs, strict=True):
+        out.square().sum().backward()
+        RowOptimizer(group.parameters(), "sgd", lr=0.1).step()
+    for table in range(len(SIZES)):
+        torch.testing.assert_close(paged.to_dense(table), dense.to_dense(table))
+
+
+def test_a_page_is_a_stretch_of_one_table():
+    paged = build("paged", [10, 3, 8], 2, page_size=4, devices=HERE, placement="cyclic")
+    lengths = [4, 4, 2, 3, 4, 4]  # each table begins a page, each last page ends with it
+    assert [len(block) for (block,) in paged.blocks] == [sum(lengths[0::2]), sum(lengths[1::2])]
+    weights = [torch.arange(2 * rows).view(rows, 2) + 100.0 * rows for rows in (10, 3, 8)]
+    paged.load_dense(weights)
+    first = torch.cat([weights[0][:4], weights[0][8:], weights[2][:4]])
+    assert torch.equal(paged.blocks[0][0], first)
+
+
+def test_a_list_says_where_each_page_lies():
+    devices = ["cpu", "host", "host", "cpu", "host"]
+    paged = build("paged", [17], 2, page_size=4, devices=devices, placement="cyclic")
+    assert paged.places == (("cpu",), ("host",), ("cpu",))
+    assert [len(block) for (block,) in paged.blocks] == [4, 4 + 4 + 1, 4]
+
+
+def test_any_shape_of_ids():
+    _, paged = pair({"devices": HERE, "page_size": 7})
+    ids = torch.randint(131, (2, 3, 4))
+    assert torch.equal(paged.rows(3, ids), paged.to_dense(3)[ids])
+    assert paged.rows(3, ids[0, 0, 0]).shape == (8,)
+    assert paged.rows(3, ids[:0]).shape == (0, 3, 4, 8)
+
+
+@pytest.mark.parametrize("bad", [-1, 131, 139, 2**40])
+def test_every_id_outside_raises(bad):
+    """Beyond the last page, within its unused part, before the first."""
+    _, paged = pair({"devices": HERE, "page_size": 7})
+    message = re.escape(f"id {bad} of table 3 is outside [0, 131)")
+    with pytest.raises(IndexError, match=message):
+        paged.rows(3, torch.tensor([0, bad]))
+
+
+def test_lookups_of_a_replica_are_shared_and_gradients_agree():
+    paged = build("paged", [30], 4, devices=["cpu+cpu"], page_size=7)
+    one, other = paged.blocks[0]
+    with torch.no_grad():
+        one.fill_(1)
+        other.fill_(2)
+    out = paged(torch.full((1, 10), 3))
+    assert sorted(out[:, 0, 0].tolist()) == [1] * 5 + [2] * 5
+    out.sum().backward()
+    assert torch.equal(one.grad.to_dense(), other.grad.to_dense())
+    assert one.grad.to_dense()[3].tolist() == [10] * 4
+    one.grad.mul_(0.5)  # clipping scales every gradient in place
+    assert other.grad.to_dense()[3].tolist() == [10] * 4
+
+
+@pytest.mark.parametrize("saved", PLACES[:5], ids=str)
+@pytest.mark.parametrize("loaded", PLACES[:5], ids=str)
+def test_the_state_does_not_depend_on_the_placement(saved, loaded):
+    dense, old = pair(saved)
+    assert list(old.state_dict()) == ["weight"]
+    for kind, options in (("paged", loaded), ("dense", {})):
+        new = build(kind, SIZES, 8, **options)
+        new.load_state_dict(old.state_dict())
+        for table in range(len(SIZES)):
+            assert torch.equal(new.to_dense(table), dense.to_dense(table))
+    old.load_state_dict(build("dense", SIZES, 8).state_dict())
+
+
+def test_a_state_that_does_not_fit_is_refused():
+    _, paged = pair({})
+    with pytest.raises(RuntimeError, match=r"weight has shape \(3, 8\), it must be \(179, 8\)"):
+        paged.load_state_dict({"weight": torch.zeros(3, 8)})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        paged.load_state_dict({})
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        paged.load_state_dict({**paged.state_dict(), "more": torch.zeros(1)})
+
+
+def test_pages_with_a_place_stay_there_and_take_on_a_type():
+    _, placed = pair({"devices": HERE, "page_size": 7})
+    placed.to("meta")
+    assert all(p.device.type == "cpu" for p in placed.parameters())
+    assert placed._offsets.is_meta
+    _, loose = pair({})
+    loose.to("meta")
+    assert all(p.is_meta for p in loose.parameters())
+    _, placed = pair({"devices": HERE, "page_size": 7})
+    before = placed.to_dense(3)
+    placed.double()
+    assert placed.to_dense(3).dtype == torch.float64
+    assert torch.equal(placed.to_dense(3).float(), before)
+    assert placed(ids_of(60)).dtype == torch.float64
+
+
+def test_the_default_places_hot_pages_in_the_cheapest_memory():
+    """Shares of the rows are kept; the first pages of every table lie on the GPU."""
+    places = [("host",), ("cuda:0",), ("cpu",)]
+    lengths, loads = [10] * 8, [8, 7, 6, 5, 4, 3, 2, 1]
+    assert balanced(lengths, loads, places, [0, 1, 2, 1]) == [1, 1, 1, 1, 0, 0, 2, 2]
+
+
+def test_the_default_balances_load_and_bytes_among_equals():
+    sizes = [100_000, 40_000, 1_500, 700]
+    paged = build("paged", sizes, 2, page_size=64, devices=["cpu", "cpu", "cpu"])
+    rows = [len(block) for (block,) in paged.blocks]
+    assert max(rows) - min(rows) <= 64
+    ids = torch.stack(
+        [(torch.exp(torch.rand(20_000) * torch.log(torch.tensor(n + 1.0))) - 1) for n in sizes]
+    ).long()
+    paged(ids).sum().backward()
+    found = torch.tensor([float(block.grad._nnz()) for (block,) in paged.blocks])
+    turns = build("paged", sizes, 2, page_size=64, devices=["cpu"] * 3, placement="cyclic")
+    turns(ids).sum().backward()
+    naive = torch.tensor([float(block.grad._nnz()) for (block,) in turns.blocks])
+    assert found.max() / found.mean() < 1.05 < naive.max() / naive.mean()
+
+
+def test_places():
+    places, entries = places_of(["host", "cpu", "cpu", "host", "cpu+host"])
+    assert places == [("host",), ("cpu",), ("cpu",), ("cpu", "host")]
+    assert entries == [0, 1, 2, 0, 3]
+    assert cyclic(5, [2, 0]) == [2, 0, 2, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"page_size": 0}, "page_size is 0; set --paged.page_size to 1 or more"),
+        ({"placement": "cylic"}, "unknown placement 'cylic', did you mean 'cyclic'"),
+        ({"devices": ["gpu"]}, "paged.devices names 'gpu', each must be cuda:0"),
+        ({"devices": ["cpu+hots"]}, r"paged.devices names 'cpu\+hots', each must be"),
+        ({"devices": ["cuda:99"]}, r"names 'cuda:99', but this machine has .* CUDA GPU"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        build("paged", SIZES, 4, **options)
+
+
+def test_it_says_where_its_rows_are():
+    _, paged = pair({"devices": ["host", "cpu"], "page_size": 50})
+    assert "page_size=50, " in repr(paged)
+    assert re.search(r"\d+ rows on host, \d+ rows on cpu", repr(paged))
+    total = sum(SIZES) * 8 * 4
+    parts = [sum(t.get(name, 0) for t in paged.footprint()) for name in ("weights", "host")]
+    assert sum(parts) == total
+    assert all(parts)
+    replicated = build("paged", SIZES, 8, devices=["cpu+cpu"])
+    assert sum(sum(table.values()) for table in replicated.footprint()) == 2 * total
+
+
+def test_the_drop_in_takes_devices():
+    bag = EmbeddingBag(41, 8, kind="paged", devices=HERE, page_size=5)
+    assert bag(torch.tensor([[0, 40]])).shape == (1, 8)
