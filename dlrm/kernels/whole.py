@@ -26,17 +26,17 @@ BLOCK = 1024
 
 @triton.jit
 def _update(
-    params, grads, sums, starts, lengths, sizes, lr, eps,
+    weights, grads, sums, starts, lengths, sizes, lr, eps,
     COUNT: tl.constexpr, RULE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Update a chunk of one tensor: a row, or where the rule knows no rows some elements."""
     pid = tl.program_id(0)
-    param, grad, start, length, size = params[0], grads[0], starts[0], lengths[0], sizes[0]
+    param, grad, start, length, size = weights[0], grads[0], starts[0], lengths[0], sizes[0]
     if RULE != "sgd":
         state = sums[0]
     for k in tl.static_range(1, COUNT):
         mine = pid >= starts[k]
-        param, grad = tl.where(mine, params[k], param), tl.where(mine, grads[k], grad)
+        param, grad = tl.where(mine, weights[k], param), tl.where(mine, grads[k], grad)
         start, length = tl.where(mine, starts[k], start), tl.where(mine, lengths[k], length)
         size = tl.where(mine, sizes[k], size)
         if RULE != "sgd":

@@ -1,0 +1,58 @@
+"""A second stream of a GPU, for work beside that of the current one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+
+
+class Branch:
+    """Work beside the current stream; on a CPU, work in its place.
+
+    ::
+
+        branch = branch_of(device)
+        with branch.fork():  # may use all that was computed before
+            embedded = look_up(ids)
+        bottom = mlp(dense)  # at the same time
+        branch.join()  # what follows may use both
+
+    Autograd runs a backward pass on the stream of its forward pass, so the two lie beside each
+    other there as well, and a CUDA graph keeps the fork.
+
+    What the branch allocates must be freed between its join and its next fork or by itself: the
+    memory goes back to the branch, which begins again only behind what then used it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def fork(self, *, wait: bool = True) -> Iterator[None]:
+        """Run a block on the branch.
+
+        Args:
+            wait: begin behind all that the current stream has been given so far; without, behind
+                what the branch itself has.
+        """
+        if self._stream is None:
+            yield
+            return
+        if wait:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Let the current stream wait for the branch."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
+@cache
+def branch_of(device: torch.device) -> Branch:
+    """The branch of a device, the same one whoever asks."""
+    return Branch(device)
