@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dlrm.embeddings.plan import Plan
+from dlrm.embeddings.sharded import Sharding
 from dlrm.embeddings.sparse_arch import SparseArch
 from dlrm.hints import nearest
 from dlrm.kernels.branch import branch_of
@@ -124,6 +125,7 @@ class DLRM(nn.Module):
         top_mlp: hidden sizes of the top MLP; a last layer of one output follows them.
         interaction: ``dot`` or ``dcn``.
         cross_layers, cross_rank: depth and rank of the dcn interaction.
+        sharding: pieces of tables that several processes hold.
 
     Reference: Naumov et al., "Deep Learning Recommendation Model for Personalization and
     Recommendation Systems", arXiv 1906.00091.
@@ -141,6 +143,7 @@ class DLRM(nn.Module):
         interaction: str = "dot",
         cross_layers: int = 3,
         cross_rank: int = 512,
+        sharding: Sharding | None = None,
     ) -> None:
         super().__init__()
         tables = len(num_embeddings)
@@ -158,7 +161,7 @@ class DLRM(nn.Module):
             )
         self.bottom_mlp = MLP([num_dense, *bottom_mlp, embedding_dim])
         self.top_mlp = MLP([self.interaction.out_features, *top_mlp, 1], final_relu=False)
-        self.sparse_arch = SparseArch(num_embeddings, embedding_dim, plan)
+        self.sparse_arch = SparseArch(num_embeddings, embedding_dim, plan, sharding=sharding)
 
     def forward(self, dense: Tensor, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Score a feature-major batch.

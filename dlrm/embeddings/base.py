@@ -45,9 +45,13 @@ class Embedding(nn.Module, ABC):
             checked them already (the loader has) may turn it off.
     """
 
+    is_kind: ClassVar[bool] = True
+    """Whether ``--emb`` may name it."""
     per_table: ClassVar[frozenset[str]] = frozenset()
     """Options that may be a list, one for each table, so that tables which differ in them alone
     still make one group."""
+    budget_by_counts: ClassVar[bool] = False
+    """Whether :meth:`for_budget` makes use of how often each id occurs."""
 
     def __init__(
         self,

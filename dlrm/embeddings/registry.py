@@ -24,6 +24,7 @@ def available() -> dict[str, type[Embedding]]:
                 and issubclass(value, Embedding)
                 and not inspect.isabstract(value)
                 and value.__module__ == module.__name__
+                and value.is_kind
             ):
                 kinds[info.name] = value
     return kinds

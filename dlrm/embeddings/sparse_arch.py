@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from dlrm.embeddings.base import Embedding
 from dlrm.embeddings.plan import Plan
 from dlrm.embeddings.registry import available, build
+from dlrm.embeddings.sharded import Sharded, Sharding
 
 
 class SparseArch(nn.Module):
@@ -24,6 +26,7 @@ class SparseArch(nn.Module):
         embedding_dim: length of a row.
         plan: kind and options of each table; see :func:`plan` and :func:`grouped`.
         check_ids: see :class:`~dlrm.embeddings.base.Embedding`.
+        sharding: pieces of tables that several processes hold.
     """
 
     def __init__(
@@ -33,24 +36,27 @@ class SparseArch(nn.Module):
         plan: Plan,
         *,
         check_ids: bool = False,
+        sharding: Sharding | None = None,
     ) -> None:
         super().__init__()
         self.num_embeddings = tuple(num_embeddings)
         self.embedding_dim = embedding_dim
         groups = grouped(plan)
         self.slots = [slots for slots, _, _ in groups]
-        self.groups = nn.ModuleList(
-            build(
-                kind,
-                [num_embeddings[slot] for slot in slots],
-                embedding_dim,
-                check_ids=check_ids,
-                **options,
-            )
-            for slots, kind, options in groups
-        )
-        order = torch.tensor([slot for slots in self.slots for slot in slots])
-        self.register_buffer("order", order.argsort(), persistent=False)
+        self.groups = nn.ModuleList()
+        order: list[int] = []
+        for slots, kind, options in groups:
+            rows = [num_embeddings[slot] for slot in slots]
+            own = _own(sharding, slots)
+            group: Embedding
+            if own is None:
+                group = build(kind, rows, embedding_dim, check_ids=check_ids, **options)
+                order += slots
+            else:
+                group = Sharded(rows, embedding_dim, own, check_ids=check_ids)
+                order += [slots[table] for table in group.order]
+            self.groups.append(group)
+        self.register_buffer("order", torch.tensor(order).argsort(), persistent=False)
         for index, slots in enumerate(self.slots):
             self.register_buffer(f"_slots_{index}", torch.tensor(slots), persistent=False)
         self.order: Tensor  # [F]
@@ -64,14 +70,15 @@ class SparseArch(nn.Module):
             ids, offsets, per_sample_weights: of all features, as in ``Embedding.forward``.
 
         Returns:
-            The vectors of each group, ``[B, F_g, D]``.
+            The vectors of each group, ``[B, F_g, D]``; of sharded ones in several parts.
         """
-        if len(self.groups) == 1:
-            return [self.groups[0](ids, offsets, per_sample_weights)]
-        return [
-            group(*self._share(index, ids, offsets, per_sample_weights))
-            for index, group in enumerate(self.groups)
-        ]
+        found: list[Tensor] = []
+        for index, group in enumerate(self.groups):
+            share = (ids, offsets, per_sample_weights)
+            if len(self.groups) > 1:
+                share = self._share(index, *share)
+            found += group.parts(*share) if isinstance(group, Sharded) else [group(*share)]
+        return found
 
     def in_order(self, vectors: list[Tensor]) -> Tensor:
         """The groups' vectors in one ``[B, F, D]``, in the order of the features."""
@@ -126,6 +133,17 @@ class SparseArch(nn.Module):
         total = sum(parts.values())
         dense = 4 * self.embedding_dim * sum(self.num_embeddings)
         return {**parts, "bytes": total, "compression": dense / total}
+
+
+def _own(sharding: Sharding | None, slots: Sequence[int]) -> Sharding | None:
+    """The pieces of a group's tables, numbered as there; None if it has none."""
+    place = {slot: table for table, slot in enumerate(slots)}
+    pieces = [
+        replace(piece, table=place[piece.table])
+        for piece in (sharding.pieces if sharding else ())
+        if piece.table in place
+    ]
+    return replace(sharding, pieces=pieces) if sharding and pieces else None
 
 
 def grouped(plan: Plan) -> list[tuple[list[int], str, dict[str, Any]]]:
