@@ -185,13 +185,12 @@ class Run:
         )
 
     def _optimizers(self) -> list[RowOptimizer]:
-        optim = self.config.optim
+        optim, rule = self.config.optim, self.config.optim.embeddings
         embeddings_lr = optim.lr if optim.embeddings_lr is None else optim.embeddings_lr
         dense, embeddings = self.model.dense_parameters(), self.model.sparse_arch.parameters()
-        rest: dict[str, Any] = {"eps": optim.eps, "betas": optim.betas}
         return [
-            RowOptimizer(dense, optim.dense, lr=optim.lr, **rest),
-            RowOptimizer(embeddings, optim.embeddings, lr=embeddings_lr, **rest),
+            RowOptimizer(dense, optim.dense, lr=optim.lr, **optim.options_of(optim.dense)),
+            RowOptimizer(embeddings, rule, lr=embeddings_lr, **optim.options_of(rule)),
         ]
 
     def _directory(self) -> Path:
@@ -256,16 +255,18 @@ class Run:
 
 def recipe(config: RunConfig, meta: Meta) -> dict[str, Any]:
     """The arguments of the model, as the checkpoint keeps them."""
+    tables = asdict(config.tables)
     return {
         "num_dense": len(meta.dense),
         "num_embeddings": list(meta.cardinalities),
+        "tables_dtype": tables.pop("dtype"),
         "plan": plan(
             [column.name for column in meta.categorical],
             meta.cardinalities,
             config.model.embedding_dim,
             config.emb,
             options=config.methods,
-            **asdict(config.tables),
+            **tables,
             budget=config.budget,
             counts=read_counts(config.data, meta) if config.budget else None,
         ),

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dlrm.rules import OPTIONS, make_rule
+
 HOUSEKEEPING = {
     *("name", "output", "resume", "checkpoint", "profile", "log_every", "eval_every"),
     *("device", "loader", "eval_batch_size"),
@@ -58,6 +60,9 @@ class TablesConfig:
     """Instead of the threshold: the so many largest tables."""
     kinds: dict[str, str] = field(default_factory=dict)
     """Tables by name with a kind of their own, as in {C3: tt, C12: qr}."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of the embeddings' parameters; bf16 halves them and is rounded by chance, its optimizer
+    state stays fp32."""
 
     def __post_init__(self) -> None:
         _require(
@@ -66,7 +71,10 @@ class TablesConfig:
         )
 
 
-Rule = Literal["sgd", "adagrad", "rowwise_adagrad", "adam"]
+Rule = Literal[
+    "sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "rmsprop", "adamax", "adadelta"
+]
+RULE_OPTIONS = ("betas", "eps", "momentum", "weight_decay", "alpha", "rho")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +89,19 @@ class OptimConfig:
     """Learning rate of the dense part, and of the embeddings unless they have their own."""
     embeddings_lr: float | None = None
     """Learning rate of the embeddings; lr if not set."""
-    eps: float = 1e-8
-    """Added to the denominator of Adagrad and Adam."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of Adam's moments."""
+    betas: tuple[float, float] | None = None
+    """Decay of the moments of Adam, AdamW and Adamax; 0.9 and 0.999 if not set."""
+    eps: float | None = None
+    """Added to the denominator (not in sgd); 1e-8 if not set, 1e-6 for Adadelta."""
+    momentum: float | None = None
+    """Momentum of sgd and rmsprop; 0 if not set."""
+    weight_decay: float | None = None
+    """Share of a weight that is taken off, times the learning rate, where it is updated; 0 if not
+    set, 0.01 for AdamW."""
+    alpha: float | None = None
+    """Decay of rmsprop's squared gradients; 0.99 if not set."""
+    rho: float | None = None
+    """Decay of Adadelta's squared gradients and steps; 0.9 if not set."""
     clip_norm: float | None = None
     """Scale all gradients down to this norm together; not clipped if not set."""
     warmup_steps: int = 50
@@ -103,16 +120,29 @@ class OptimConfig:
                 for name, value in {
                     "lr": self.lr,
                     "embeddings_lr": self.embeddings_lr,
-                    "eps": self.eps,
                     "decay_start": self.decay_start,
                     "decay_power": self.decay_power,
                 }.items()
             },
-            betas=(all(0 <= b < 1 for b in self.betas), f"are {self.betas}, needed: 0 <= b < 1"),
             clip_norm=(self.clip_norm is None or self.clip_norm > 0, "must be above 0"),
             warmup_steps=(self.warmup_steps >= 0, "can't be negative"),
             decay_steps=(self.decay_steps >= 1, "must be at least 1"),
+            **{
+                name: (
+                    getattr(self, name) is None
+                    or any(name in OPTIONS[rule] for rule in (self.dense, self.embeddings)),
+                    f"is set, but neither {self.dense} nor {self.embeddings} has a use for it",
+                )
+                for name in RULE_OPTIONS
+            },
         )
+        for rule in (self.dense, self.embeddings):
+            make_rule(rule, **self.options_of(rule))
+
+    def options_of(self, rule: str) -> dict[str, Any]:
+        """The options that are set and that ``rule`` has a use for."""
+        options = {name: getattr(self, name) for name in RULE_OPTIONS if name in OPTIONS[rule]}
+        return {name: value for name, value in options.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +176,8 @@ class RunConfig:
     """One training run."""
 
     emb: str = "dense"
-    """Kind of the embeddings."""
+    """Kind of the embeddings, or auto: each table has the kind and the size that make the most of
+    --budget."""
     budget: str | None = None
     """Memory for all embeddings, as 20MB or, relative to dense tables, 100x; the options of the
     kind follow from it."""

@@ -125,6 +125,7 @@ class DLRM(nn.Module):
         top_mlp: hidden sizes of the top MLP; a last layer of one output follows them.
         interaction: ``dot`` or ``dcn``.
         cross_layers, cross_rank: depth and rank of the dcn interaction.
+        tables_dtype: of the embeddings' parameters, ``fp32`` or ``bf16``.
         sharding: pieces of tables that several processes hold.
 
     Reference: Naumov et al., "Deep Learning Recommendation Model for Personalization and
@@ -143,6 +144,7 @@ class DLRM(nn.Module):
         interaction: str = "dot",
         cross_layers: int = 3,
         cross_rank: int = 512,
+        tables_dtype: str = "fp32",
         sharding: Sharding | None = None,
     ) -> None:
         super().__init__()
@@ -162,6 +164,8 @@ class DLRM(nn.Module):
         self.bottom_mlp = MLP([num_dense, *bottom_mlp, embedding_dim])
         self.top_mlp = MLP([self.interaction.out_features, *top_mlp, 1], final_relu=False)
         self.sparse_arch = SparseArch(num_embeddings, embedding_dim, plan, sharding=sharding)
+        if tables_dtype == "bf16":
+            self.sparse_arch.to(torch.bfloat16)
 
     def forward(self, dense: Tensor, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Score a feature-major batch.

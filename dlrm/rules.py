@@ -142,7 +142,7 @@ def _rmsprop(rule: Rule, grads: list[Tensor], kept: Kept) -> Sequence[Tensor]:
 
 def _adadelta(rule: Rule, grads: list[Tensor], kept: Kept) -> Sequence[Tensor]:
     _blend(kept["square"], torch._foreach_mul(grads, grads), rule.rho)
-    above, below = (torch._foreach_add(kept[name], rule.eps) for name in ("change", "square"))
+    above, below = (list(torch._foreach_add(kept[name], rule.eps)) for name in ("change", "square"))
     moves = torch._foreach_mul(torch._foreach_sqrt(torch._foreach_div(above, below)), grads)
     _blend(kept["change"], torch._foreach_mul(moves, moves), rule.rho)
     return moves
@@ -170,8 +170,8 @@ def _blend(old: list[Tensor], new: Sequence[Tensor], keep: float) -> None:
     torch._foreach_lerp_(old, list(new), 1 - keep)
 
 
-def _roots(squares: Sequence[Tensor], eps: float) -> Sequence[Tensor]:
-    roots = torch._foreach_sqrt(list(squares))
+def _roots(squares: Sequence[Tensor], eps: float) -> list[Tensor]:
+    roots = list(torch._foreach_sqrt(list(squares)))
     torch._foreach_add_(roots, eps)
     return roots
 

@@ -58,7 +58,8 @@ def test_option_without_value(capsys):
         ("--tables.threshold", "-1", "threshold is -1"),
         ("--tables.largest", "-1", "largest is -1"),
         ("--tables.kinds", "{C1: ttt}", "did you mean 'tt'"),
-        ("--optim.betas", "[0.9, 1.0]", "needed: 0 <= b < 1"),
+        ("--optim.betas", "[0.9, 1.0]", "betas is set, but neither adagrad nor adagrad has a use"),
+        ("--optim.alpha", "0.9", "alpha is set, but neither adagrad nor adagrad has a use for it"),
         ("--optim.clip_norm", "0", "clip_norm must be above 0"),
         ("--loader.window", "0", "window is 0"),
         ("--max_steps", "0", "max_steps is 0"),
@@ -79,6 +80,16 @@ def test_option_without_value(capsys):
 )
 def test_bad_values_name_option_and_rule(capsys, option, value, rule):
     assert rule in mistakes(capsys, option, value)
+
+
+def test_options_of_the_rules_are_checked_by_the_rules(capsys):
+    text = mistakes(capsys, "--optim.dense", "adam", "--optim.betas", "[0.9, 1.0]")
+    assert "betas[1] is 1.0, it must be in [0, 1)" in text
+    config, _ = parse(["--optim.dense=adamw", "--optim.weight-decay=0.1", "--optim.rho=0.8",
+                       "--optim.embeddings=adadelta", "--optim.betas", "0.8", "0.9"],
+                      KINDS)  # fmt: skip
+    assert config.optim.options_of("adamw") == {"betas": (0.8, 0.9), "weight_decay": 0.1}
+    assert config.optim.options_of("adadelta") == {"weight_decay": 0.1, "rho": 0.8}
 
 
 def test_yaml_sets_and_the_command_line_overrides(tmp_path):

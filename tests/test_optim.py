@@ -5,10 +5,16 @@ import torch
 
 from dlrm.optim import RULES, RowOptimizer, Schedule, gradient_norm
 
-TORCH = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-8),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.1),
+TORCH = {  # rule, options as of both, torch's class
+    "sgd": ("sgd", {}, torch.optim.SGD),
+    "momentum": ("sgd", {"momentum": 0.9, "weight_decay": 0.1}, torch.optim.SGD),
+    "adagrad": ("adagrad", {"eps": 1e-8, "weight_decay": 0.1}, torch.optim.Adagrad),
+    "adam": ("adam", {"betas": (0.8, 0.9), "weight_decay": 0.1}, torch.optim.Adam),
+    "adamw": ("adamw", {"weight_decay": 0.3}, torch.optim.AdamW),
+    "rmsprop": ("rmsprop", {"alpha": 0.9}, torch.optim.RMSprop),
+    "rmsprop_momentum": ("rmsprop", {"momentum": 0.9, "weight_decay": 0.1}, torch.optim.RMSprop),
+    "adamax": ("adamax", {}, torch.optim.Adamax),
+    "adadelta": ("adadelta", {"rho": 0.8}, torch.optim.Adadelta),
 }
 
 
@@ -16,15 +22,36 @@ def sparse(parameter, rows, values):
     parameter.grad = torch.sparse_coo_tensor(torch.tensor([rows]), values, parameter.shape)
 
 
-@pytest.mark.parametrize("rule", sorted(TORCH))
-def test_dense_gradients_equal_torch(rule):
+@pytest.mark.parametrize("name", TORCH)
+@pytest.mark.parametrize("gradient", ["dense", "sparse"])
+def test_rules_equal_torch(name, gradient):
+    rule, options, reference = TORCH[name]
     ours, theirs = (torch.nn.Parameter(torch.ones(5, 3)) for _ in range(2))
-    optimizer, reference = RowOptimizer([ours], rule, lr=0.1), TORCH[rule]([theirs])
-    for _ in range(5):
-        grad = torch.randn(5, 3)
-        ours.grad, theirs.grad = grad.clone(), grad.clone()
+    optimizer = RowOptimizer([ours], rule, lr=0.1, **options)
+    other = reference([theirs], lr=0.1, **options)
+    for _ in range(8):
+        rows, values = [3, 0, 1, 1, 4, 2, 0], torch.randn(7, 3)  # every row in every step
+        theirs.grad = torch.zeros(5, 3).index_add_(0, torch.tensor(rows), values)
+        if gradient == "sparse":
+            sparse(ours, rows, values)
+        else:
+            ours.grad = theirs.grad.clone()
         optimizer.step()
-        reference.step()
+        other.step()
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_parameters_of_any_number_of_dimensions_equal_torch():
+    shapes = [(), (3,), (2, 3, 4)]
+    ours, theirs = ([torch.nn.Parameter(torch.ones(s)) for s in shapes] for _ in range(2))
+    optimizer = RowOptimizer(ours, "adamw", lr=0.1)
+    other = torch.optim.AdamW(theirs, lr=0.1)
+    for _ in range(3):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        optimizer.step()
+        other.step()
     torch.testing.assert_close(ours, theirs)
 
 
@@ -121,6 +148,8 @@ def test_foreign_state_is_refused():
         RowOptimizer([table], "adam").load_state_dict(state)
     with pytest.raises(ValueError, match="of other parameters"):
         RowOptimizer([table, torch.nn.Parameter(torch.ones(1))], "sgd").load_state_dict(state)
+    with pytest.raises(ValueError, match="the saved sgd keeps nothing, this one momentum"):
+        RowOptimizer([table], "sgd", momentum=0.9).load_state_dict(state)
 
 
 def test_bad_arguments():
@@ -129,6 +158,12 @@ def test_bad_arguments():
         RowOptimizer([table], "adagrd")
     with pytest.raises(ValueError, match="must not be negative"):
         RowOptimizer([table], "sgd", lr=-1)
+    with pytest.raises(ValueError, match="sgd has no use for betas; its options are momentum, w"):
+        RowOptimizer([table], "sgd", betas=(0.9, 0.9))
+    with pytest.raises(ValueError, match=r"alpha is 1.0, it must be in \[0, 1\)"):
+        RowOptimizer([table], "rmsprop", alpha=1.0)
+    with pytest.raises(ValueError, match="momentum is -1, it must be finite, 0 or more"):
+        RowOptimizer([table], "sgd", momentum=-1)
 
 
 def test_schedule_warms_up_holds_and_decays():
@@ -170,6 +205,23 @@ def test_bf16_parameters_are_updated_from_fp32_state(rule, sparse_gradient):
         assert state.dtype == torch.float32
         torch.testing.assert_close(state, optimizers[1].state[wide][name])
     assert (table < 1).all()
+
+
+@pytest.mark.parametrize("sparse_gradient", [False, True])
+def test_bf16_parameters_move_on_average_by_steps_too_small_for_them(sparse_gradient):
+    def train(**options):
+        table = torch.nn.Parameter(torch.ones(64, 8, dtype=torch.bfloat16))
+        optimizer = RowOptimizer([table], "sgd", lr=1 / 1024, **options)  # an eighth of a spacing
+        for _ in range(16):
+            values = torch.full((64, 8), -1.0, dtype=torch.bfloat16)
+            table.grad = values
+            if sparse_gradient:
+                sparse(table, list(range(64)), values)
+            optimizer.step()
+        return table.detach().double()
+
+    assert (train(stochastic=False) == 1).all()
+    assert train().mean().item() == pytest.approx(1 + 16 / 1024, abs=2e-3)
 
 
 def test_parameters_may_join_later():

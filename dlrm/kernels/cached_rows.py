@@ -17,6 +17,7 @@ class CachedRows:
     start: Any
     new_rows: Any
     release: Any
+    flush: Any
     updated: Any
 
 
