@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dlrm.kernels import whole
 from dlrm.kernels.cached_rows import cached_rows
+from dlrm.kernels.host import zeros_beside
 from dlrm.kernels.plan import announced
 from dlrm.kernels.rows import update_rows
 from dlrm.rules import OPTIONS, RULES, Rule, advance, make_rule, round_stochastic
@@ -84,24 +85,27 @@ class RowOptimizer(torch.optim.Optimizer):
                     self._update_rows(parameter, rule, group)
                 elif parameter.grad is not None:
                     dense.append(parameter)
-            if dense:
-                self._update_whole(dense, rule, group["lr"])
+            for device in {parameter.device for parameter in dense}:
+                here = [parameter for parameter in dense if parameter.device == device]
+                self._update_whole(here, rule, group["lr"].to(device))
 
     def _update_rows(self, parameter: Tensor, rule: Rule, group: dict[str, Any]) -> None:
         """Update the rows that a sparse gradient names."""
         assert parameter.grad is not None
         rows, cached = parameter.grad._indices()[0], cached_rows(parameter)
-        update_rows(
-            rule,
-            parameter,
-            rows,
-            parameter.grad._values(),
-            list(self.state[parameter].values()),
-            lr=group["lr"],
-            plan=announced(rows),
-            cached=cached,
-            seed=group["seed"] if self._rounds(parameter) else None,
-        )
+        device = parameter.device
+        with torch.cuda.device_of(parameter):  # kernels start on the current GPU
+            update_rows(
+                rule,
+                parameter,
+                rows,
+                parameter.grad._values(),
+                list(self.state[parameter].values()),
+                lr=group["lr"].to(device),
+                plan=announced(rows),
+                cached=cached,
+                seed=group["seed"].to(device) if self._rounds(parameter) else None,
+            )
         if cached is not None:
             cached.updated()
 
@@ -192,7 +196,7 @@ def _new_state(parameter: Tensor, rule: Rule) -> dict[str, Tensor]:
             for name, per_row in rule.states.items()
         }
     return {
-        name: parameter.new_zeros(row if per_row else parameter.shape, dtype=wide)
+        name: zeros_beside(parameter, row if per_row else parameter.shape, wide)
         for name, per_row in rule.states.items()
     }
 
@@ -240,12 +244,16 @@ class Schedule:
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The 2-norm of all gradients together, equal ids merged first; 0-d, on their device."""
-    norms = []
+    """The 2-norm of all gradients together, equal ids merged first; 0-d, on their first device.
+
+    Parameters with an attribute ``replica`` that is true repeat another's gradient and don't count.
+    """
+    norms: list[Tensor] = []
     for parameter in parameters:
         grad = parameter.grad
-        if grad is not None:
-            norms.append(torch.linalg.vector_norm(_merged(grad) if grad.is_sparse else grad))
+        if grad is not None and not getattr(parameter, "replica", False):
+            norm = torch.linalg.vector_norm(_merged(grad) if grad.is_sparse else grad)
+            norms.append(norm.to(norms[0].device) if norms else norm)
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 

@@ -89,7 +89,9 @@ class Paged(Embedding):
             names = [f"weight_{index}_{replica}" for replica in range(len(place))]
             for name, device in zip(names, place, strict=True):
                 block = _block((size, self.embedding_dim), torch.get_default_dtype(), device)
-                self.register_parameter(name, nn.Parameter(block))
+                parameter = nn.Parameter(block)
+                parameter.replica = name != names[0]  # type: ignore[attr-defined] # see gradient_norm
+                self.register_parameter(name, parameter)
             self._names.append(names)
         self.register_buffer("_owner", torch.tensor(owners), persistent=False)
         self.register_buffer("_first", torch.tensor(firsts), persistent=False)

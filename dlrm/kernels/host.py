@@ -22,6 +22,10 @@ _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 HUGE = 1 << 21  # bytes of a huge page: fewer translations, and pinned at 4 GB/s
 
 
+_stretches: dict[int, int] = {}
+"""Size by address of what is pinned now."""
+
+
 class _Registered:
     """A stretch of anonymous memory, pinned and known to the GPU while this object lives."""
 
@@ -33,11 +37,11 @@ class _Registered:
         self.address = self.bytes.data_ptr()
         error = torch.cuda.cudart().cudaHostRegister(self.address, size, _PORTABLE_AND_MAPPED)
         if int(error):
-            self.address = 0
             raise ValueError(
                 f"{size:,} bytes of host memory can't be pinned (CUDA error {int(error)}): free "
                 "some, or raise the limit of locked memory (ulimit -l)"
             )
+        _stretches[self.address] = size
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (size,),
             "typestr": "|u1",
@@ -46,7 +50,7 @@ class _Registered:
         }
 
     def __del__(self) -> None:
-        if self.address:
+        if _stretches.pop(self.address, 0):
             torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
@@ -78,3 +82,16 @@ def mapped(
     assert on_gpu.data_ptr() == held.address, "the memory was copied"
     cpu, gpu = (t[:size].view(dtype).view(*shape) for t in (held.bytes, on_gpu))
     return cpu, gpu
+
+
+def in_host_memory(tensor: Tensor) -> bool:
+    """Whether a tensor of a GPU is one of :func:`mapped`, or a part of one."""
+    at = tensor.data_ptr()
+    return any(begin <= at < begin + size for begin, size in _stretches.items())
+
+
+def zeros_beside(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros in the same kind of memory as ``tensor``: an optimizer's state lies with its rows."""
+    if tensor.is_cuda and in_host_memory(tensor):
+        return mapped(shape, dtype, tensor.device)[1]
+    return tensor.new_zeros(tuple(shape), dtype=dtype)

@@ -266,9 +266,9 @@ def scatter_rows(
     if _by_address(pages, rows, impl):
         grid, sizes = _sizes(pages, n)
         if n:
-            _scatter[grid](
-                rows, pages.addresses, values, count, n, len(pages.group), **sizes
-            )  # fmt: skip
+            _wait(pages, rows.device)
+            _scatter[grid](rows, pages.addresses, values, count, n, len(pages.group), **sizes)
+            _wait(pages, rows.device, back=True)
         return
     live = _live(rows, count)
     parts = _partition(pages, rows[live])
@@ -293,10 +293,19 @@ def _launch_gather(
     n = rows.numel()
     grid, sizes = _sizes(pages, n)
     if n:
+        _wait(pages, rows.device)
         _gather[grid](
             rows, pages.addresses, out, count, flat, pages.group, pages.first, n,
             len(pages.group), GROUPS=len(pages.groups), **sizes,
         )  # fmt: skip
+
+
+def _wait(pages: Pages, reader: torch.device, *, back: bool = False) -> None:
+    """Order the kernel behind what peers do to their pages, or with ``back`` that behind it."""
+    for peer in {block.device for block in pages.blocks if block.is_cuda} - {reader}:
+        ends = torch.cuda.current_stream(reader), torch.cuda.current_stream(peer)
+        behind, ahead = reversed(ends) if back else ends
+        behind.wait_stream(ahead)
 
 
 def _by_address(pages: Pages, rows: Tensor, impl: str | None) -> bool:
