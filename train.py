@@ -268,7 +268,7 @@ def recipe(config: RunConfig, meta: Meta) -> dict[str, Any]:
             options=config.methods,
             **tables,
             budget=config.budget,
-            counts=read_counts(config.data, meta) if config.budget else None,
+            counts=lambda: read_counts(config.data, meta),
         ),
         **asdict(config.model),
     }

@@ -18,7 +18,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from dlrm.config import RunConfig
 from dlrm.distributed import pick_device
-from dlrm.embeddings.plan import parse_bytes
+from dlrm.embeddings.plan import AUTO, parse_bytes
 from dlrm.hints import nearest
 
 
@@ -85,7 +85,9 @@ def _schema(kinds: Mapping[str, type]) -> dict[str, Option]:
 
     add(RunConfig, "")
     emb = schema["emb"]
-    schema["emb"] = Option(emb.type, emb.default, f"{emb.help} One of: {', '.join(sorted(kinds))}.")
+    schema["emb"] = Option(
+        emb.type, emb.default, f"{emb.help} One of: {', '.join([*sorted(kinds), AUTO])}."
+    )
     for kind, cls in kinds.items():
         options: Mapping[str, inspect.Parameter] = cls.options()  # type: ignore[attr-defined]
         hints = get_type_hints(cls.__init__)  # type: ignore[misc]
@@ -228,8 +230,11 @@ def _build(
     named = {"--emb": values["emb"]}
     named |= {f"--tables.kinds {t}": kind for t, kind in values["tables.kinds"].items()}
     for source, kind in named.items():
-        if kind not in kinds:
-            problems.append(f"{source} is {kind!r}{nearest(kind.lower(), kinds)}")
+        valid = [*kinds, AUTO] if source == "--emb" else [*kinds]
+        if kind not in valid:
+            problems.append(f"{source} is {kind!r}{nearest(kind.lower(), valid)}")
+    if values["emb"] == AUTO and values["budget"] is None:
+        problems.append("--emb auto needs a budget: set --budget 20MB or --budget 100x")
     for name, check in (("budget", _check_budget), ("device", pick_device)):
         try:
             check(values[name])

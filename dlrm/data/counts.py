@@ -1,29 +1,66 @@
-"""How often each id of a prepared directory occurs, from its vocabularies."""
+"""How often each id of a prepared directory occurs: from its vocabularies, or counted."""
 
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from pyarrow import parquet
 from torch import Tensor
 
+from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import Meta
+from dlrm.machine import cores
+
+MOST_ROWS = 1 << 24  # training rows that are counted, of a larger split evenly spaced row groups
 
 
-def read_counts(directory: str | os.PathLike[str], meta: Meta) -> list[Tensor] | None:
+def read_counts(directory: str | os.PathLike[str], meta: Meta) -> list[Tensor]:
     """Occurrences of every id of every column, ``[cardinality]`` int64 each.
 
-    None where a column has no vocabulary. Ids that it does not name count 0.
+    They stand in the vocabularies, where ids that are not named count 0; if a column has none, all
+    are counted in the training rows.
     """
+    paths = [Path(directory) / meta.vocabulary_file(column.name) for column in meta.categorical]
+    if not all(path.is_file() for path in paths):
+        return count_ids(directory, meta)
     counts = []
-    for column in meta.categorical:
-        path = Path(directory) / meta.vocabulary_file(column.name)
-        if not path.is_file():
-            return None
+    for column, path in zip(meta.categorical, paths, strict=True):
         table = parquet.read_table(path, columns=["id", "count"])
         count = torch.zeros(column.cardinality, dtype=torch.int64)
         ids, seen = (torch.tensor(table[name].to_numpy()) for name in ("id", "count"))
         counts.append(count.index_add_(0, ids.long(), seen.long()))
     return counts
+
+
+def count_ids(
+    directory: str | os.PathLike[str], meta: Meta, most_rows: int = MOST_ROWS
+) -> list[Tensor]:
+    """Count ids in the training rows, or in a part of them and multiply.
+
+    Args:
+        directory: where the data lies.
+        meta: its description.
+        most_rows: of more rows than this, only every n-th row group is read.
+
+    Returns:
+        Occurrences of every id of every column, ``[cardinality]`` int64 each.
+    """
+    reader = RowGroupReader(directory, replace(meta, dense=()))
+    groups = reader.row_groups("train")
+    every = -(-sum(group.rows for group in groups) // most_rows)
+    groups, at_once = groups[::every], cores()
+    counts = [torch.zeros(rows, dtype=torch.int64) for rows in meta.cardinalities]
+    order = sorted(range(len(counts)), key=lambda index: meta.categorical[index].multi_hot)
+    with ThreadPoolExecutor(at_once) as threads:
+        for start in range(0, len(groups), at_once):
+            for rows in threads.map(reader.read, groups[start : start + at_once]):
+                columns = [*rows.ids, *(bags.ids for bags in rows.bags)]  # one-hot ones first
+                for index, column in zip(order, columns, strict=True):
+                    ids = torch.from_numpy(column.astype(np.int64))
+                    counts[index].index_add_(0, ids, torch.ones_like(ids))
+    return [count * every for count in counts]

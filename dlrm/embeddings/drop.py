@@ -24,6 +24,7 @@ class Drop(Embedding):
     """
 
     per_table = frozenset({"keep"})
+    budget_by_counts = True
 
     def __init__(
         self,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from dlrm.embeddings.planner import choose_tables
 from dlrm.embeddings.registry import available
 
 Plan = list[tuple[str, dict[str, Any]]]  # kind and options of each table
 
+AUTO = "auto"  # as a kind: each table has the kind and the size that the planner chooses
 THRESHOLD = 2000  # rows of a table from which on it is compressed
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -44,7 +46,7 @@ def plan(
     largest: int | None = None,
     kinds: Mapping[str, str] | None = None,
     budget: str | None = None,
-    counts: Sequence[Tensor] | None = None,
+    counts: Callable[[], Sequence[Tensor]] | None = None,
 ) -> Plan:
     """Decide kind and options of every table.
 
@@ -52,7 +54,7 @@ def plan(
         names: feature names, for ``kinds`` and for options per table.
         num_embeddings: rows of each table.
         embedding_dim: length of a row.
-        kind: of the tables that are chosen; the others are dense.
+        kind: of the tables that are chosen, or ``auto``; the others are dense.
         options: per kind; a value that is a mapping gives tables by name their own value
             (``{"rank": {"C3": 64, "default": 16}}``).
         threshold: tables of at least so many rows are chosen; by default 2000, and all of them
@@ -61,14 +63,17 @@ def plan(
         kinds: tables named here have the kind given here, whatever their size.
         budget: memory for all tables together, as :func:`parse_bytes` reads it; the options of
             the chosen tables follow from it.
-        counts: how often each id of each table occurs, for kinds whose budget needs it.
+        counts: gives how often each id of each table occurs; called where a budget depends on it.
 
     Raises:
-        ValueError: unknown names, a negative ``largest``, or a budget that cannot be met.
+        ValueError: unknown names, a negative ``largest``, a budget that cannot be met, or none for
+            ``auto``.
     """
     kinds = dict(kinds or {})
     if largest is not None and largest < 0:
         raise ValueError(f"tables.largest is {largest}, it must not be negative")
+    if kind == AUTO and budget is None:
+        raise ValueError("--emb auto needs a budget: set --budget 20MB or --budget 100x")
     if threshold is None:
         threshold = THRESHOLD if budget is None else 0
     for name in kinds:
@@ -96,11 +101,8 @@ def plan(
             )
         given = (options or {}).get(kind, {})
         fitted = _fit(kind, chosen, num_embeddings, embedding_dim, budget, given, counts)
-        for table, found in zip(chosen, fitted, strict=True):
-            if found is None:
-                result[table] = ("dense", {})
-            else:
-                result[table] = (kind, {**result[table][1], **found})
+        for table, (own, found) in zip(chosen, fitted, strict=True):
+            result[table] = (own, {**result[table][1], **found} if own == kind else found)
     return result
 
 
@@ -111,9 +113,9 @@ def _fit(
     embedding_dim: int,
     budget: str,
     options: Mapping[str, Any],
-    counts: Sequence[Tensor] | None,
-) -> list[dict[str, Any] | None]:
-    """Options of the chosen tables from what a budget leaves to them; None where dense is best."""
+    counts: Callable[[], Sequence[Tensor]] | None,
+) -> Plan:
+    """Kind and options of the chosen tables from what a budget leaves to them."""
     row = 4 * embedding_dim
     limit = parse_bytes(budget, row * sum(num_embeddings))
     dense = row * sum(rows for table, rows in enumerate(num_embeddings) if table not in chosen)
@@ -122,24 +124,31 @@ def _fit(
             f"a budget of {limit:,} bytes is used up by the dense tables alone ({dense:,} bytes): "
             "raise the budget, or let more tables be compressed with tables.threshold"
         )
-    for_budget = available()[kind].for_budget
+
+    def known() -> list[Tensor] | None:
+        seen = counts() if counts else None
+        return None if seen is None else [seen[table] for table in chosen]
+
+    sizes = [num_embeddings[table] for table in chosen]
+    if kind == AUTO:
+        seen = known()
+        if seen is None:
+            raise ValueError("--emb auto needs to know how often each id occurs: give plan counts")
+        return choose_tables(sizes, embedding_dim, limit - dense, seen)
+    cls = available()[kind]
     fixed = {
         key: value
         for key, value in options.items()
-        if value is not None and key in inspect.signature(for_budget).parameters
+        if value is not None and key in inspect.signature(cls.for_budget).parameters
     }
     for key, value in fixed.items():
         if isinstance(value, Mapping):
             raise ValueError(
                 f"with a budget all tables have one {kind}.{key}; give one value or drop budget"
             )
-    return for_budget(
-        [num_embeddings[table] for table in chosen],
-        embedding_dim,
-        limit - dense,
-        counts=None if counts is None else [counts[table] for table in chosen],
-        **fixed,
-    )
+    seen = known() if cls.budget_by_counts else None
+    fitted = cls.for_budget(sizes, embedding_dim, limit - dense, counts=seen, **fixed)
+    return [("dense", {}) if found is None else (kind, found) for found in fitted]
 
 
 def _check_table_names(names: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -> None:

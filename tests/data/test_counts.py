@@ -1,17 +1,58 @@
+import numpy as np
 import pyarrow as pa
+import pytest
 from pyarrow import parquet
 
-from dlrm.data.counts import read_counts
-from dlrm.data.schema import Categorical, Meta
+from dlrm.data import synthetic
+from dlrm.data.counts import count_ids, read_counts
+from dlrm.data.schema import Categorical, Meta, Split
 
 
-def test_counts_by_id_and_none_without_vocabulary(tmp_path):
-    column = Categorical(name="C1", cardinality=4)
-    meta = Meta(dense=(), categorical=(column,), splits={})
-    assert read_counts(tmp_path, meta) is None
+def write(directory, ids, bags, *, groups=1):
+    """Training rows of a one-hot column behind a multi-hot one; returns their description."""
+    table = pa.table({"label": [True] * len(ids), "bags": bags, "ids": ids})
+    parquet.write_table(table, directory / "train.parquet", row_group_size=len(ids) // groups)
+    return Meta(
+        dense=(),
+        categorical=(
+            Categorical(name="bags", cardinality=3, multi_hot=True),
+            Categorical(name="ids", cardinality=5),
+        ),
+        splits={"train": Split(files=("train.parquet",), rows=len(ids), positives=len(ids))},
+    )
+
+
+def test_counts_are_those_of_the_vocabularies(tmp_path):
+    meta = Meta(dense=(), categorical=(Categorical(name="C1", cardinality=4),), splits={})
     path = tmp_path / meta.vocabulary_file("C1")
     path.parent.mkdir()
     table = {"value": ["b", "a", None], "id": [0, 1, 3], "count": [9, 5, 2]}
     parquet.write_table(pa.table(table), path)
-    counts = read_counts(tmp_path, meta)
-    assert [c.tolist() for c in counts] == [[9, 5, 0, 2]]
+    assert [c.tolist() for c in read_counts(tmp_path, meta)] == [[9, 5, 0, 2]]
+
+
+def test_without_vocabularies_the_training_rows_are_counted(tmp_path):
+    meta = write(tmp_path, [4, 0, 0, 2, 0, 4], [[0], [], [2, 2], None, [1, 0], [0]], groups=3)
+    assert [c.tolist() for c in read_counts(tmp_path, meta)] == [[3, 1, 2], [3, 0, 1, 0, 2]]
+
+
+def test_of_many_rows_evenly_spaced_groups_are_counted(tmp_path):
+    meta = write(tmp_path, [0, 0, 1, 1, 2, 2, 3, 3], [[0]] * 8, groups=4)
+    counts = count_ids(tmp_path, meta, most_rows=4)
+    assert [c.tolist() for c in counts] == [[8, 0, 0], [4, 0, 4, 0, 0]]
+
+
+def test_the_ids_of_a_training_split_are_counted_whole(tmp_path):
+    synthetic.write(tmp_path / "data", rows=5000, cardinalities=[300] * 26, seed=1)
+    meta = Meta.read(tmp_path / "data")
+    files = [tmp_path / "data" / name for name in meta.splits["train"].files]
+    column = np.concatenate([parquet.read_table(file)["C7"].to_numpy() for file in files])
+    counts = read_counts(tmp_path / "data", meta)
+    assert counts[6].tolist() == np.bincount(column, minlength=300).tolist()
+    assert {int(count.sum()) for count in counts} == {meta.splits["train"].rows}
+
+
+def test_an_id_outside_its_table_is_named(tmp_path):
+    meta = write(tmp_path, [0, 5], [[0], [0]])
+    with pytest.raises(ValueError, match=r"column 'ids': value 1 is id 5, outside the table"):
+        read_counts(tmp_path, meta)
