@@ -23,6 +23,7 @@ from dlrm.reduce import Reducer
 
 MODES = ("auto", "eager", "compile", "graph")
 PRECISIONS = ("fp32", "tf32", "bf16")
+FUSION = {"combo_kernels": True}  # one launch to cast all weights, one to sum several biases
 WARM_UP = 3  # steps of a shape that run one by one before it is captured
 
 
@@ -98,7 +99,7 @@ class TrainStep:
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
         if self.mode != "eager":
             for mlp in (model.bottom_mlp, model.top_mlp):
-                mlp.compile(dynamic=False)
+                mlp.compile(dynamic=False, options=FUSION if on_gpu else None)
         self._loss = mean_loss if self.mode == "eager" else torch.compile(mean_loss, dynamic=False)
         embeddings = {id(parameter) for parameter in model.sparse_arch.parameters()}
         self._beside = [o for o in optimizers if embeddings.issuperset(map(id, _parameters(o)))]

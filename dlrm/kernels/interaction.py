@@ -32,14 +32,21 @@ def _load_vectors(bottom, parts, sample, place, column, SIZES: tl.constexpr, D: 
     """The vectors of one sample in the bottom's type; ``place`` is -1 for the bottom vector."""
     inside = column < D
     x = tl.load(bottom + column, mask=(place == -1) & inside, other=0.0)
-    begin = 0
-    for part in tl.static_range(len(SIZES)):
+    pointer, stride_b, stride_f = parts[0]
+    base = pointer + sample * stride_b + place.to(tl.int64) * stride_f
+    known = (place >= 0) & (place < SIZES[0])
+    begin = SIZES[0]
+    for part in tl.static_range(1, len(SIZES)):
         pointer, stride_b, stride_f = parts[part]
         mine = (place >= begin) & (place < begin + SIZES[part])
-        at = sample * stride_b + (place - begin).to(tl.int64) * stride_f + column
-        x += tl.load(pointer + at, mask=mine & inside, other=0.0).to(x.dtype)
+        at = sample * stride_b + (place - begin).to(tl.int64) * stride_f
+        if pointer.dtype == parts[0][0].dtype:  # one load for all of them
+            base = tl.where(mine, pointer + at, base)
+            known = known | mine
+        else:
+            x += tl.load(pointer + at + column, mask=mine & inside, other=0.0).to(x.dtype)
         begin += SIZES[part]
-    return x
+    return x + tl.load(base + column, mask=known & inside, other=0.0).to(x.dtype)
 
 
 @triton.jit
@@ -109,13 +116,20 @@ def _backward(
         result += tl.load(grad + column, mask=first, other=0.0).to(tl.float32)
         value = result.to(grad_bottom.dtype.element_ty)
         tl.store(grad_bottom + vector * D + column, value, mask=first)
-        begin = 0
-        for part in tl.static_range(len(SIZES)):
-            pointer = grad_parts[part] + sample * SIZES[part] * D
+        base = grad_parts[0] + (sample * SIZES[0] + place) * D
+        known = (place >= 0) & (place < SIZES[0])
+        begin = SIZES[0]
+        for part in tl.static_range(1, len(SIZES)):
             mine = (place >= begin) & (place < begin + SIZES[part])
-            value = result.to(pointer.dtype.element_ty)
-            tl.store(pointer + (place - begin) * D + column, value, mask=mine & inside)
+            pointer = grad_parts[part] + (sample * SIZES[part] + place - begin) * D
+            if pointer.dtype == base.dtype:
+                base = tl.where(mine, pointer, base)
+                known = known | mine
+            else:
+                value = result.to(pointer.dtype.element_ty)
+                tl.store(pointer + column, value, mask=mine & inside)
             begin += SIZES[part]
+        tl.store(base + column, result.to(base.dtype.element_ty), mask=known & inside)
 
 
 def _sizes(parts: Sequence[Tensor], dtype: torch.dtype) -> dict[str, Any]:

@@ -71,6 +71,16 @@ def test_several_groups_in_another_order(device, impl):
     check(bottom, parts, torch.randperm(8, device=device), impl)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_groups_of_several_types(device, impl):
+    types = [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16]
+    parts = [
+        torch.randn(5, 3, 16, device=device, dtype=dtype, requires_grad=True) for dtype in types
+    ]
+    bottom = torch.randn(5, 16, device=device, requires_grad=True)
+    check(bottom, parts, torch.randperm(12, device=device), impl)
+
+
 def test_reads_its_inputs_where_they_lie(device):
     buffer = torch.randn(6, 9, 24, device=device)
     embedded = buffer[:, 1:6, :20].requires_grad_()
