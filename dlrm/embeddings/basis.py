@@ -234,6 +234,10 @@ class BasisLinear(nn.Module):
         out = codebook_sum(products, self.codes, self.bias, self.bits, self._index())
         return out.view(*input.shape[:-1], self.out_features)
 
+    def codes_of_outputs(self) -> Tensor:
+        """The codes, int64 ``[V, parts]``."""
+        return unpack(self.codes, self.parts, self.bits)
+
     def _index(self) -> tuple[Tensor, Tensor]:
         """The outputs that have each centroid, found once for given codes."""
         present = self.codes.data_ptr(), self.codes._version

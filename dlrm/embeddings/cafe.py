@@ -62,9 +62,10 @@ class Cafe(Embedding):
         self.decay = decay
         buckets, shared = _sizes(rows, hot, embedding_dim)
         self.buckets = buckets * self.num_tables
-        self.shared_rows = tuple(min(table, shared) for table in self.num_embeddings)
+        kept = [min(table, shared) for table in self.num_embeddings]
+        self.shared_rows = sum(kept)
         self.weight = nn.Parameter(
-            torch.empty(self.buckets * HOT + sum(self.shared_rows), embedding_dim)
+            torch.empty(self.buckets * HOT + self.shared_rows, embedding_dim)
         )
         keys = torch.int32 if sum(self.num_embeddings) < 2**31 else torch.int64
         self.empty = torch.iinfo(keys).max  # the key of a slot without owner
@@ -72,23 +73,20 @@ class Cafe(Embedding):
         self.register_buffer("_scores", torch.zeros_like(self._keys, dtype=torch.int32))
         self.register_buffer("_traffic", torch.zeros(2, dtype=torch.int64))
         self.register_buffer("_starts", row_offsets(self.num_embeddings), persistent=False)
-        self.register_buffer("_shared", torch.tensor(self.shared_rows), persistent=False)
-        first = self.buckets * HOT + row_offsets(self.shared_rows)
-        self.register_buffer("_first_shared", first, persistent=False)
+        self.register_buffer("_first", row_offsets(kept), persistent=False)
         self._keys: Tensor  # [buckets, SLOTS], row owners first; an id's key is its row of them all
         self._scores: Tensor  # [buckets, SLOTS]
         self._traffic: Tensor  # [2], hits and look-ups since the last renewal
         self._starts: Tensor  # [F], the first key of each table
-        self._shared: Tensor  # [F]
-        self._first_shared: Tensor  # [F]
+        self._first: Tensor  # [F], the shared row of the first id of each table
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the shared rows anew, U(-1/sqrt(V), 1/sqrt(V)) for a table of V ids; forget ids."""
+        """Draw the shared rows, U(-1/sqrt(V), 1/sqrt(V)) for tables of V ids on average."""
         self._clear()
-        for table, rows in zip(self.num_embeddings, self._shared_parts(), strict=True):
-            nn.init.uniform_(rows, -(table**-0.5), table**-0.5)
+        bound = (self.num_tables / sum(self.num_embeddings)) ** 0.5
+        nn.init.uniform_(self.weight[self.buckets * HOT :], -bound, bound)
 
     def _clear(self) -> None:
         self._keys.fill_(self.empty)
@@ -96,11 +94,9 @@ class Cafe(Embedding):
         self._traffic.zero_()
         self.weight[: self.buckets * HOT] = 0
 
-    def _shared_parts(self) -> Sequence[Tensor]:
-        return self.weight[self.buckets * HOT :].split(self.shared_rows)
-
     def _shared_row(self, tables: Tensor, ids: Tensor) -> Tensor:
-        return self._first_shared[tables] + ids % self._shared[tables]
+        """The row that an id without one of its own shares: the tables lie in one circle."""
+        return self.buckets * HOT + (self._first[tables] + ids) % self.shared_rows
 
     def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
         keys = ids + self._starts[tables]
@@ -215,26 +211,24 @@ class Cafe(Embedding):
 
     def _fit_shared(self, weights: Sequence[Tensor], without: Tensor | None = None) -> None:
         """Set each shared row to the mean of the rows of its ids, but those of keys ``without``."""
-        for table, (rows, weight) in enumerate(zip(self._shared_parts(), weights, strict=True)):
+        total = torch.zeros_like(self.weight)
+        count = total.new_zeros(len(total), 1)
+        for table, weight in zip(self._tables, weights, strict=True):
             counted = weight.new_ones(len(weight), 1)
             if without is not None:
                 ids = without - self._starts[table]
                 counted[ids[(ids >= 0) & (ids < len(weight))]] = 0
-            place = torch.arange(len(weight), device=weight.device) % len(rows)
-            total = torch.zeros_like(rows).index_add_(0, place, weight * counted)
-            count = rows.new_zeros(len(rows), 1).index_add_(0, place, counted)
-            rows.copy_(torch.where(count > 0, total / count, rows))
+            place = self._shared_row(table, torch.arange(len(weight), device=weight.device))
+            total.index_add_(0, place, weight * counted)
+            count.index_add_(0, place, counted)
+        self.weight.copy_(torch.where(count > 0, total / count, self.weight))
 
     def footprint(self) -> list[dict[str, int]]:
-        """Bytes of each table; hot rows and sketch are shared out by the tables' rows."""
-        row = self.embedding_dim * self.weight.element_size()
-        hot = shares(self.buckets * HOT * row, self.num_embeddings)
+        """Bytes of each table; rows and sketch are shared out by the tables' rows."""
         sketch = self._keys.nbytes + self._scores.nbytes + self._traffic.nbytes
+        parts = shares(self.weight.nbytes, self.num_embeddings), shares(sketch, self.num_embeddings)
         return [
-            {"weights": own * row + of_hot, "sketch": of_sketch}
-            for own, of_hot, of_sketch in zip(
-                self.shared_rows, hot, shares(sketch, self.num_embeddings), strict=True
-            )
+            {"weights": own, "sketch": of_sketch} for own, of_sketch in zip(*parts, strict=True)
         ]
 
     @classmethod

@@ -19,8 +19,13 @@ COMPRESSED = [
     ("qr", {"collisions": 5, "operation": "add"}),
     ("qr", {"collisions": 5, "operation": "concat"}),
     ("block", {"dim": 3}),
+    ("block", {"dim": 3, "keep": 5}),
     ("drop", {"keep": 5}),
     ("tt", {"rank": 3}),
+    ("robe", {"rows": 7, "block": 2}),
+    ("robe", {"rows": 7, "block": 80}),
+    ("cafe", {"rows": 40}),
+    ("basis", {"parts": 2, "clusters": 5}),
 ]
 # Options under which a kind can hold any table of these sizes.
 LOSSLESS = {
@@ -29,6 +34,9 @@ LOSSLESS = {
     "block": {"dim": 8},
     "drop": {"keep": 200},
     "tt": {"rank": 200},
+    "robe": {"rows": 200, "block": 1 << 30},
+    "cafe": {"rows": 400},
+    "basis": {"clusters": 200},
 }
 KINDS = sorted(available())
 CASES = COMPRESSED + [(kind, {}) for kind in KINDS if kind not in dict(COMPRESSED)]

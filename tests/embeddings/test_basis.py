@@ -1,0 +1,192 @@
+import gc
+import json
+import runpy
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from dlrm.data.schema import KAGGLE_CARDINALITIES
+from dlrm.embeddings.basis import Basis, BasisLinear
+from dlrm.embeddings.kmeans import kmeans
+from dlrm.kernels.codebook import unpack
+
+BENCHMARK = Path(__file__).parents[2] / "scripts" / "benchmark_basis.py"
+
+
+def clustered(rows, dim, clusters=6, noise=0.01):
+    """Rows near a few centres."""
+    return torch.randn(clusters, dim)[torch.randint(clusters, (rows,))] + noise * torch.randn(
+        rows, dim
+    )
+
+
+def test_kmeans_finds_what_is_there():
+    points = clustered(5000, 3)
+    centroids, codes = kmeans(points, 6)
+    assert (points - centroids[codes]).square().mean() < 2 * 0.01**2
+    means = torch.stack([points[codes == name].mean(0) for name in range(6)])
+    torch.testing.assert_close(centroids, means)
+    nearest = torch.cdist(points, centroids).argmin(1)
+    assert (nearest == codes).float().mean() > 0.99
+
+
+def test_kmeans_beats_random_centroids():
+    points = torch.randn(4000, 4)
+    centroids, codes = kmeans(points, 32)
+    found = (points - centroids[codes]).square().sum()
+    drawn = torch.cdist(points, points[:32]).square().min(1).values.sum()
+    assert found < 0.8 * drawn
+
+
+def test_kmeans_of_few_distinct_points_is_exact():
+    distinct = torch.randn(7, 3)
+    points = distinct[torch.randint(7, (20_000,))]  # more than it learns from
+    centroids, codes = kmeans(points, 12)
+    torch.testing.assert_close(centroids[codes], points, rtol=1e-4, atol=1e-6)
+
+
+def test_rows_are_put_together_from_the_centroids_that_codes_name():
+    group = Basis([40, 300], 6, parts=3, clusters=50)
+    assert group.weight.shape == (3 * (40 + 50), 2)
+    assert group.codes.shape == (340, 3)  # 18 bits
+    codes = unpack(group.codes, 3, 6)
+    assert codes[:40].max() < 40
+    assert 40 < codes[40:].max() < 50
+    centroids = group.weight[3 * 40 :].view(3, 50, 2)
+    expected = torch.cat([centroids[part][codes[40:, part]] for part in range(3)], 1)
+    assert torch.equal(group.to_dense(1), expected)
+
+
+def test_codes_take_no_more_bits_than_they_need():
+    group = Basis([1000], 16, parts=8, clusters=384)
+    assert group.codes.shape == (1000, 9)
+    assert group.footprint() == [{"weights": 384 * 16 * 4, "codes": 9000}]
+    assert Basis([100], 16, parts=8, clusters=384).codes.shape == (100, 7), "100 ids, 7 bits"
+
+
+def test_a_trained_table_is_learnt():
+    weights = [clustered(3000, 8), clustered(200, 8)]
+    group = Basis.from_dense(weights, parts=2, clusters=6)
+    for table, weight in enumerate(weights):
+        error = (group.to_dense(table) - weight).square().mean()
+        assert error < 3 * 0.01**2
+    finer = Basis.from_dense([torch.randn(3000, 8)], parts=4, clusters=256)
+    assert not torch.equal(finer.codes[0], finer.codes[1])
+
+
+def test_codes_are_frozen_and_saved():
+    group = Basis([50, 60], 8, clusters=5)
+    assert [name for name, _ in group.named_parameters()] == ["weight"]
+    assert set(group.state_dict()) == {"weight", "codes"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"parts": 3}, "basis parts is 3; set --basis.parts to a divisor of the dim, 16"),
+        ({"clusters": 0}, r"basis clusters is 0; set --basis.clusters to 1 .. 65,536"),
+        ({"clusters": 70_000}, "basis clusters is 70000"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Basis([10], 16, **options)
+
+
+@pytest.mark.parametrize("compression", [4, 10, 30, 50])
+def test_the_budget_is_used_up_at_kaggle_size(compression):
+    budget = sum(KAGGLE_CARDINALITIES) * 16 * 4 // compression
+    chosen = Basis.for_budget(KAGGLE_CARDINALITIES, 16, budget)
+    total = 0
+    for rows, options in zip(KAGGLE_CARDINALITIES, chosen, strict=True):
+        with torch.device("meta"):
+            parts = Basis([rows], 16, **options).footprint()[0] if options else {"dense": rows * 64}
+        total += sum(parts.values())
+    assert 0.9 * budget <= total <= budget
+
+
+@pytest.mark.parametrize("shape", [(7, 24), (2, 3, 24), (24,)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_layer_equals_a_linear_layer_with_the_decoded_weight(shape, bias, device):
+    layer = BasisLinear(24, 50, bias, parts=3, clusters=7).to(device)
+    tokens = torch.randn(shape, device=device, requires_grad=True)
+    weight = layer.to_dense()
+    assert weight.shape == (50, 24)
+    expected = functional.linear(tokens, weight, layer.bias)
+    torch.testing.assert_close(layer(tokens), expected)
+
+
+def test_gradients_of_the_layer_equal_those_through_the_decoded_weight(device):
+    layer = BasisLinear(24, 50, parts=3, clusters=7).to(device)
+    tokens = torch.randn(9, 24, device=device, requires_grad=True)
+    up = torch.randn(9, 50, device=device)
+    codes = layer.codes_of_outputs().t()
+    decoded = torch.cat([own[names] for own, names in zip(layer.weight, codes, strict=True)], 1)
+    inputs = [tokens, layer.weight, layer.bias]
+    expected = torch.autograd.grad(functional.linear(tokens, decoded, layer.bias), inputs, up)
+    found = torch.autograd.grad(layer(tokens), inputs, up)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_trained_layer_is_compressed_and_not_kept():
+    linear = nn.Linear(16, 400)
+    with torch.no_grad():
+        linear.weight.copy_(torch.cat([clustered(400, 8), clustered(400, 8)], 1))
+    dense = weakref.ref(linear.weight)
+    tokens = torch.randn(5, 16)
+    expected = linear(tokens)
+    layer = BasisLinear.from_linear(linear, parts=2, clusters=6)
+    torch.testing.assert_close(layer(tokens), expected, rtol=0.05, atol=0.2)
+    assert torch.equal(layer.bias, linear.bias)
+    assert layer.weight.numel() == 6 * 16
+    assert layer.footprint()["codes"] == 400
+    assert layer.weight.requires_grad
+    del linear, expected
+    gc.collect()
+    assert dense() is None
+
+
+def test_a_fresh_layer_loads_a_converted_one():
+    layer = BasisLinear.from_linear(nn.Linear(16, 400), parts=4, clusters=30)
+    fresh = BasisLinear(16, 400, parts=4, clusters=30)
+    tokens = torch.randn(3, 16)
+    assert not torch.equal(fresh(tokens), layer(tokens))
+    fresh.load_state_dict(layer.state_dict())
+    assert torch.equal(fresh(tokens), layer(tokens))
+    assert torch.equal(fresh._index()[0], layer._index()[0]), "of the codes that were loaded"
+
+
+def test_a_layer_of_few_outputs_is_exact():
+    linear = nn.Linear(8, 20, bias=False, dtype=torch.bfloat16)
+    layer = BasisLinear.from_linear(linear, parts=2, clusters=384)
+    assert layer.bias is None
+    assert layer.weight.dtype == torch.bfloat16
+    assert torch.equal(layer.to_dense(), linear.weight)
+
+
+def test_parts_of_a_layer_must_divide_its_input():
+    with pytest.raises(ValueError, match="to a divisor of the in_features, 10"):
+        BasisLinear(10, 50, parts=8)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_benchmark_needs_a_gpu(capsys):
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(BENCHMARK))["main"]([])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "error: this benchmark needs a CUDA GPU\n"
+
+
+@pytest.mark.gpu
+def test_the_benchmark_checks_and_times(tmp_path):
+    output = tmp_path / "result.json"
+    sizes = ["--hidden", "64", "--vocabulary", "1000", "--tokens", "16", "--clusters", "40"]
+    runpy.run_path(str(BENCHMARK))["main"]([*sizes, "--output", str(output)])
+    (result,) = json.loads(output.read_text())["results"]
+    assert result["basis_forward"] > 0 < result["linear_forward"]
+    assert all(0 < error < 5e-3 for error in result["errors"].values())

@@ -1,0 +1,95 @@
+import pytest
+import torch
+
+from dlrm.data.schema import KAGGLE_CARDINALITIES
+from dlrm.embeddings.robe import Robe
+
+
+def test_all_tables_share_one_array():
+    group = Robe([300, 200, 40], 4, rows=50)
+    assert group.weight.shape == (50 + 50 + 40, 4)
+    assert sum(part["weights"] for part in group.footprint()) == 140 * 4 * 4
+    places = [group._places(torch.tensor(t), torch.arange(v)) for t, v in enumerate([300, 200, 40])]
+    used = [set(place.view(-1).tolist()) for place in places]
+    assert used[0] & used[1]
+    assert used[0] & used[2]
+    assert len(used[0] | used[1] | used[2]) > 130, "hardly a weight is idle"
+
+
+def test_a_row_is_made_of_pieces():
+    group = Robe([100, 60], 12, rows=10, block=3)
+    assert group.weight.shape == (80, 3)
+    places = group._places(torch.tensor(1), torch.tensor(17))
+    assert places.shape == (4,)
+    torch.testing.assert_close(
+        group.rows(1, torch.tensor(17)), group.weight[places].view(12), rtol=0, atol=0
+    )
+
+
+def test_ids_of_a_block_are_neighbours_on_a_circle():
+    group = Robe([100, 60], 4, rows=10, block=12)
+    for table in (0, 1):
+        places = group._places(torch.tensor(table), torch.arange(60)).view(20, 3)
+        assert torch.equal(places[:, 1], (places[:, 0] + 1) % 20)
+        assert torch.equal(places[:, 2], (places[:, 0] + 2) % 20)
+        assert len(places[:, 0].unique()) > 8
+
+
+def test_places_are_spread_evenly():
+    group = Robe([200_000, 100_000], 4, rows=1000)
+    for table, rows in enumerate([200_000, 100_000]):
+        places = group._places(torch.tensor(table), torch.arange(rows))
+        counts = places.view(-1).bincount(minlength=2000).double()
+        expected = rows / 2000
+        assert counts.mean() == expected
+        assert counts.std() == pytest.approx(expected**0.5, rel=0.15), "as if thrown at random"
+
+
+def test_tables_meet_in_few_of_the_same_ids():
+    group = Robe([100_000, 100_000], 4, rows=1000)
+    ids = torch.arange(100_000)
+    first, second = (group._places(torch.tensor(table), ids).view(-1) for table in (0, 1))
+    assert (first == second).sum() == 0
+    assert 20 < (first == second.roll(1)).sum() < 90  # 50 by chance
+
+
+def test_the_best_fit_is_the_mean_of_those_that_share():
+    weights = [torch.randn(30, 4), torch.randn(50, 4)]
+    group = Robe.from_dense(weights, rows=10, block=2)
+    names = [group._places(torch.tensor(t), torch.arange(len(w))) for t, w in enumerate(weights)]
+    places = torch.cat([name.view(-1) for name in names])
+    pieces = torch.cat([weight.view(-1, 2) for weight in weights])
+    for place in places.unique():
+        expected = pieces[places == place].mean(0)
+        torch.testing.assert_close(group.weight[place].detach(), expected)
+
+
+@pytest.mark.parametrize("block", [0, 3, 24])
+def test_blocks_that_do_not_fit_are_refused(block):
+    with pytest.raises(ValueError, match=rf"robe block is {block}; set --robe.block to a divisor"):
+        Robe([10], 16, block=block)
+
+
+def test_fewer_than_one_row_is_refused():
+    with pytest.raises(ValueError, match=r"robe rows is 0; set --robe.rows to 1 or more"):
+        Robe([10], 4, rows=0)
+
+
+@pytest.mark.parametrize("compression", [4, 100, 1000])
+def test_the_budget_is_used_up_at_kaggle_size(compression):
+    budget = sum(KAGGLE_CARDINALITIES) * 16 * 4 // compression
+    chosen = Robe.for_budget(KAGGLE_CARDINALITIES, 16, budget)
+    rows = [
+        table if options is None else options["rows"]
+        for table, options in zip(KAGGLE_CARDINALITIES, chosen, strict=True)
+    ]
+    assert 0.999 * budget <= sum(rows) * 16 * 4 <= budget
+    assert len({options["rows"] for options in chosen if options}) == 1, "one group"
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_the_same_places():
+    group = Robe([3_000_000_000 // 4096, 500], 8, rows=100, block=4)
+    ids = torch.stack([torch.randint(rows, (64,)) for rows in group.num_embeddings])
+    expected = group(ids)
+    torch.testing.assert_close(group.cuda()(ids.int().cuda()).cpu(), expected)
