@@ -26,6 +26,7 @@ from dlrm.data.window import Block, Part, Span, Window, fill, fill_multi_hot
 from dlrm.machine import cores
 
 AnyWindow = TypeVar("AnyWindow", Window, GatheredWindow)
+QUEUED = 8  # batches whose work may wait on a GPU
 
 
 class CriteoLoader:
@@ -57,7 +58,8 @@ class CriteoLoader:
         world_size: number of ranks.
         drop_last: leave out the last global batch if it is short.
         window: row groups mixed with one another; 1 mixes only within each row group.
-        readers: threads that read and decode row groups; by default half of the cores, up to 8.
+        readers: threads that read and decode row groups; by default half of the cores, up to 8,
+            or, for a GPU, three quarters, up to 12.
         prefetch: batches assembled ahead of the consumer, where the CPU assembles them.
         device: where batches are to be. A CUDA device gets whole row groups from pinned memory and
             gathers the rows of a batch itself, on a stream of its own, while the batch before is in
@@ -94,8 +96,10 @@ class CriteoLoader:
         device: torch.device | str = "cpu",
         num_embeddings: Sequence[int] | None = None,
     ) -> None:
+        on_gpu = torch.device(device).type == "cuda"
         if readers is None:
-            readers = min(8, max(1, cores() // 2))
+            readers = min(12, cores() * 3 // 4) if on_gpu else min(8, cores() // 2)
+            readers = max(1, readers)
         counts = {"batch_size": batch_size, "world_size": world_size, "window": window}
         for name, value in {**counts, "readers": readers, "prefetch": prefetch}.items():
             if value < 1:
@@ -115,7 +119,7 @@ class CriteoLoader:
         self.shuffle, self.seed, self.window, self.drop_last = shuffle, seed, window, drop_last
         self.readers, self.prefetch, self.device = readers, prefetch, torch.device(device)
         self.split = split
-        self._gathers = self.device.type == "cuda" and not self.meta.multi_hot
+        self._gathers = on_gpu and not self.meta.multi_hot
         self._mixed = window if shuffle else 1  # row groups of a window
         self.wait_seconds = 0.0
         self.epoch = 0
@@ -319,6 +323,7 @@ class CriteoLoader:
         """The batches on the GPU, each made there while the consumer works on the one before."""
         stream = torch.cuda.Stream(self.device)
         made: deque[tuple[Batch, int, torch.cuda.Event]] = deque()
+        queued: deque[torch.cuda.Event] = deque()
         while True:
             with torch.cuda.stream(stream):
                 batch, position = next(batches, (None, 0))
@@ -328,6 +333,11 @@ class CriteoLoader:
                 made.append((on_device, position, stream.record_event()))
             if len(made) > 1:
                 yield _received(*made.popleft())
+                # By now the work on that batch is queued. Let it come near: memory stays bounded,
+                # and waiting for data is told apart from waiting for the GPU.
+                queued.append(torch.cuda.current_stream(self.device).record_event())
+                if len(queued) > QUEUED:
+                    queued.popleft().synchronize()
         while made:
             yield _received(*made.popleft())
 
