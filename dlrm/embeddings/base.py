@@ -137,8 +137,15 @@ class Embedding(nn.Module, ABC):
     def observe(self, tables: Tensor, ids: Tensor) -> None:
         """See the ids of a training batch; for kinds that count them. Nothing by default."""
 
+    def prefetch(self, ids: Tensor, offsets: Tensor | None = None) -> None:
+        """Hear the ids of the batch behind the next one, as :meth:`forward` will take them; for
+        kinds that fetch rows ahead. Nothing by default, and never needed.
+        """
+
     def cache_stats(self) -> Mapping[str, float]:
-        """``hits`` and ``lookups`` of training batches so far, for kinds that have a cache."""
+        """``hits`` and ``lookups`` of training batches so far, for kinds that have a cache, and
+        ``bytes_in`` and ``bytes_out``, moved to the GPU and back, if it is one of host memory.
+        """
         return {}
 
     def cache_populate(self) -> PopulateReport | None:
@@ -259,7 +266,7 @@ class Embedding(nn.Module, ABC):
                 f"{tuple(ids.shape)} and {tuple(offsets.shape)}"
             )
         batch = max(bags // self.num_tables, 1)
-        bag = _bag_of_each(offsets, ids.numel())
+        bag = bag_of_each(offsets, ids.numel())
         if self.check_ids:
             self._check(bag // batch, ids)
         if self.padding_idx is not None:
@@ -279,7 +286,7 @@ class Embedding(nn.Module, ABC):
     def lookup_bags(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         """Pooled bags: ``ids [nnz]``, checked, and ``offsets [F * B + 1]`` to ``[B, F, D]``."""
         batch = (offsets.numel() - 1) // self.num_tables
-        tables = _bag_of_each(offsets, ids.numel()) // max(batch, 1)
+        tables = bag_of_each(offsets, ids.numel()) // max(batch, 1)
         out = pool(self.vectors(tables, ids), offsets, self.mode, weights)
         return out.view(self.num_tables, batch, self.embedding_dim).transpose(0, 1)
 
@@ -311,7 +318,7 @@ class Embedding(nn.Module, ABC):
         )
 
 
-def _bag_of_each(offsets: Tensor, count: int) -> Tensor:
+def bag_of_each(offsets: Tensor, count: int) -> Tensor:
     """The bag of each of ``count`` ids, ascending, ``[count]``."""
     index = torch.arange(offsets.numel() - 1, device=offsets.device)
     return torch.repeat_interleave(index, offsets.diff(), output_size=count)
