@@ -50,24 +50,20 @@ class Run:
         restored = checkpoint.load(config.resume, recipe=self.recipe) if config.resume else None
         torch.manual_seed(config.seed)
         self.model = DLRM(**self.recipe).to(self.device)
+        if config.init_from and not restored:
+            self.model.load_trained(checkpoint.load_model(config.init_from, self.device)[0])
         self.optimizers = self._optimizers()
-        optim = config.optim
-        self.schedule = Schedule(
-            self.optimizers,
-            warmup=optim.warmup_steps,
-            decay_start=optim.decay_start,
-            decay_steps=optim.decay_steps,
-            power=optim.decay_power,
-        )
+        self.schedule = Schedule(self.optimizers, **config.optim.schedule)
         self.step = TrainStep(
             self.model,
             self.optimizers,
             precision=config.precision,
-            clip_norm=optim.clip_norm,
+            clip_norm=config.optim.clip_norm,
             mode=config.step,
         )
         self.steps = self.epoch = 0
         self.best = float("-inf")
+        self.fitted: dict[str, float] = {}  # metrics after --init_from, before any step
         self.validated: tuple[int, dict[str, float]] = (-1, {})  # step and metrics of the last
         if restored:
             self._restore(restored)
@@ -80,6 +76,9 @@ class Run:
         eval_every = config.eval_every or max(len(self.train_data) // 4, 1)
         last_step = config.max_steps or float("inf")
         rows = self.train_data.rows
+        if config.init_from and not self.steps:
+            self.fitted = {f"fitted/{k}": v for k, v in self._evaluate("test").items()}
+            self.tracker.log(0, self.fitted)
         profiler = Profiler(self.directory, self.device) if config.profile else None
         clock = Clock(self.train_data)
         self.model.train()
@@ -159,7 +158,7 @@ class Run:
         speed = clock.total() if clock.samples else {}
         splits = {"val": self._validate(), "test": self._evaluate("test")}
         final = {f"{split}/{k}": v for split, values in splits.items() for k, v in values.items()}
-        final |= self._embedding_sizes() | speed | memory(self.device)
+        final |= self.fitted | self._embedding_sizes() | speed | memory(self.device)
         planted = self.meta.planted.get("test", {})
         final |= {f"test/best_possible_{name}": value for name, value in planted.items()}
         self.tracker.log(self.steps, final)
@@ -185,13 +184,11 @@ class Run:
         )
 
     def _optimizers(self) -> list[RowOptimizer]:
-        optim, rule = self.config.optim, self.config.optim.embeddings
+        optim = self.config.optim
         embeddings_lr = optim.lr if optim.embeddings_lr is None else optim.embeddings_lr
         dense, embeddings = self.model.dense_parameters(), self.model.sparse_arch.parameters()
-        return [
-            RowOptimizer(dense, optim.dense, lr=optim.lr, **optim.options_of(optim.dense)),
-            RowOptimizer(embeddings, rule, lr=embeddings_lr, **optim.options_of(rule)),
-        ]
+        parts = (dense, optim.dense, optim.lr), (embeddings, optim.embeddings, embeddings_lr)
+        return [RowOptimizer(p, rule, lr=lr, **optim.options_of(rule)) for p, rule, lr in parts]
 
     def _directory(self) -> Path:
         if self.config.resume:

@@ -139,6 +139,16 @@ class OptimConfig:
         for rule in (self.dense, self.embeddings):
             make_rule(rule, **self.options_of(rule))
 
+    @property
+    def schedule(self) -> dict[str, Any]:
+        """The arguments of :class:`~dlrm.optim.Schedule`."""
+        return {
+            "warmup": self.warmup_steps,
+            "decay_start": self.decay_start,
+            "decay_steps": self.decay_steps,
+            "power": self.decay_power,
+        }
+
     def options_of(self, rule: str) -> dict[str, Any]:
         """The options that are set and that ``rule`` has a use for."""
         options = {name: getattr(self, name) for name in RULE_OPTIONS if name in OPTIONS[rule]}
@@ -154,7 +164,8 @@ class LoaderConfig:
     window: int = 8
     """Row groups whose rows are mixed at a time."""
     readers: int | None = None
-    """Threads that decode row groups in the background; by default half of the cores, up to 8."""
+    """Threads that decode row groups in the background; by default half of the cores, up to 8, or,
+    with a GPU, three quarters, up to 12."""
     prefetch: int = 4
     """Batches that are made ahead."""
     drop_last: bool = False
@@ -190,6 +201,9 @@ class RunConfig:
     """Name of the run's directory in output; by default the kind and the time."""
     resume: str | None = None
     """Run directory or checkpoint to go on from; the run's own configuration is used."""
+    init_from: str | None = None
+    """Run directory or checkpoint of a trained model, as a rule a dense one, to compress: its MLPs
+    are taken over, and the embeddings of the kinds chosen here are fitted to its tables."""
     seed: int = 0
     """Seed of the initialisation and the shuffling."""
     epochs: int = 1

@@ -193,6 +193,25 @@ class DLRM(nn.Module):
         crossed = self.interaction(bottom, embedded, self.sparse_arch.order)
         return self.top_mlp(crossed).squeeze(1)
 
+    def load_trained(self, trained: DLRM) -> None:
+        """Take over the MLPs of a trained model and fit the embeddings to its tables.
+
+        Args:
+            trained: of the same shape; its embeddings may be of any kind.
+
+        Raises:
+            ValueError: the models differ in more than their embeddings.
+        """
+        for name in ("bottom_mlp", "interaction", "top_mlp"):
+            own, other = (getattr(model, name) for model in (self, trained))
+            shapes = [[p.shape for p in part.parameters()] for part in (own, other)]
+            if type(own) is not type(other) or shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"the trained model has another {name}: give the --model options that it has"
+                )
+            own.load_state_dict(other.state_dict())
+        self.sparse_arch.load_dense(trained.sparse_arch.to_dense())
+
     def dense_parameters(self) -> list[nn.Parameter]:
         """The parameters of the MLPs and the interaction."""
         modules = (self.bottom_mlp, self.interaction, self.top_mlp)

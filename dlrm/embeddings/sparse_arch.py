@@ -105,6 +105,24 @@ class SparseArch(nn.Module):
         """Each group with the features whose tables it holds."""
         return list(zip(self.groups, self.slots, strict=True))  # type: ignore[arg-type]
 
+    def load_dense(self, weights: Sequence[Tensor]) -> None:
+        """Fit each table to a dense one ``[V, D]``, in feature order, as well as its kind allows.
+
+        Raises:
+            ValueError: the tables are not of the shapes of this one's.
+        """
+        for group, slots in self.embeddings():
+            group.load_dense([weights[slot] for slot in slots])
+
+    def to_dense(self) -> list[Tensor]:
+        """Every table in full, ``[V, D]``, in feature order."""
+        tables = {
+            slot: group.to_dense(table)
+            for group, slots in self.embeddings()
+            for table, slot in enumerate(slots)
+        }
+        return [tables[slot] for slot in range(len(tables))]
+
     def footprint(self) -> list[dict[str, int]]:
         """Bytes of each table by part, in feature order."""
         tables: list[dict[str, int]] = [{} for _ in self.num_embeddings]
