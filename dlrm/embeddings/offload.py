@@ -1,0 +1,174 @@
+"""Dense tables in host memory, with a cache of their most used rows on the GPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from dlrm.embeddings.base import Common, Embedding, bag_of_each, row_offsets, shares
+from dlrm.kernels.cached_rows import CachedRows
+from dlrm.kernels.host import mapped
+from dlrm.kernels.lookup import lookup, lookup_tables
+
+LINK = 53e9  # bytes a second, each way, between pinned memory and an H100 over PCIe 5
+
+
+class Offload(Embedding):
+    """Every row in full, in pinned host memory with its optimizer state; the GPU caches rows.
+
+    Nothing but speed depends on the cache: what is computed and what is saved are those of
+    ``dense``, and so are the initial rows. The ids of the coming batch are known, so its rows are
+    fetched, and others written back, while a batch is computed (:mod:`dlrm.kernels.cached_rows`).
+    ``.to(device)`` leaves the rows in host memory and lets the device see them there.
+
+    Args:
+        cache_rows: rows that the GPU holds, of all tables with the same options; 0 for none. By
+            default cache_share of them.
+        cache_share: share of the rows that the GPU holds, if cache_rows is not set.
+        half_life: batches in which a row that is not used comes to count half as much, when rows
+            are chosen to leave the cache.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: Sequence[int],
+        embedding_dim: int,
+        *,
+        cache_rows: int | None = None,
+        cache_share: float = 0.015,
+        half_life: float = 1000.0,
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, **common)
+        rows = sum(self.num_embeddings)
+        if cache_rows is not None and cache_rows < 0:
+            raise ValueError(f"cache_rows is {cache_rows}, it must not be negative")
+        if not 0 <= cache_share <= 1:
+            raise ValueError(f"cache_share is {cache_share}, it must be between 0 and 1")
+        if not half_life > 0:
+            raise ValueError(f"half_life is {half_life}, it must be above 0")
+        if rows >= 2**31:
+            raise ValueError(
+                f"the tables have {rows:,} rows together, offload takes up to 2^31 - 1: give some "
+                "of them options of their own, so that they form another group"
+            )
+        capacity = round(cache_share * rows) if cache_rows is None else min(cache_rows, rows)
+        self.weight = nn.Parameter(_rows(rows, embedding_dim, torch.empty(0)))
+        self.cached = CachedRows(self.weight, capacity, half_life=half_life)
+        self.weight.cached_rows = self.cached  # type: ignore[attr-defined] # for the optimizer
+        self.register_buffer("_offsets", row_offsets(self.num_embeddings), persistent=False)
+        self._offsets: Tensor  # [F]
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the rows anew, as dense tables are drawn."""
+        self.cached.release()
+        for rows in self.weight.split(self.num_embeddings):
+            nn.init.uniform_(rows, -(len(rows) ** -0.5), len(rows) ** -0.5)
+
+    def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
+        rows = ids + self._offsets[tables]
+        if not self.cached.active:
+            return lookup(self.weight, rows, sparse=self.sparse)
+        return self._lookup(rows)
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        if not self.cached.active:
+            return lookup_tables(self.weight, self._offsets, ids, sparse=self.sparse)
+        return self._lookup((ids + self._offsets[:, None]).t())
+
+    def _lookup(self, rows: Tensor) -> Tensor:
+        training = self.training and torch.is_grad_enabled() and self.weight.requires_grad
+        return self.cached.lookup(rows, sparse=self.sparse, training=training)
+
+    def prefetch(self, ids: Tensor, offsets: Tensor | None = None) -> None:
+        """Fetch the rows of the batch behind the next one while that is computed."""
+        if offsets is None:
+            self.cached.prefetch((ids + self._offsets[:, None]).t().reshape(-1))
+            return
+        batch = max((offsets.numel() - 1) // self.num_tables, 1)
+        self.cached.prefetch(ids + self._offsets[bag_of_each(offsets, ids.numel()) // batch])
+
+    @torch.no_grad()
+    def load_dense(self, weights: Sequence[Tensor]) -> None:
+        """Take over the rows of dense tables, each ``[V, D]``."""
+        self._check_dense(weights)
+        self.cached.release()
+        for rows, weight in zip(self.weight.split(self.num_embeddings), weights, strict=True):
+            rows.copy_(weight)
+
+    def footprint(self) -> list[dict[str, int]]:
+        """Bytes of each table: ``host`` in host memory; on the GPU, once an optimizer is there,
+        ``cache``, rows with their state, and ``index``, which rows these are.
+        """
+        row = self.embedding_dim * self.weight.element_size()
+        tables = [{"host": rows * row} for rows in self.num_embeddings]
+        if self.cached.active:
+            for name, size in zip(("cache", "index"), self.cached.nbytes(), strict=True):
+                for table, part in zip(tables, shares(size, self.num_embeddings), strict=True):
+                    table[name] = part
+        return tables
+
+    def cache_stats(self) -> Mapping[str, float]:
+        """Look-ups so far, those whose row was on the GPU before it was asked for, and the bytes
+        that came from the host and went there.
+        """
+        if not self.cached.active:
+            return {}
+        lookups, hits, fetched, written = self.cached.traffic.tolist()
+        size = sum(host.shape[1] * host.element_size() for host, _ in self.cached.tensors)
+        moved = {"bytes_in": fetched * size, "bytes_out": written * size}
+        return {"lookups": lookups, "hits": hits, **moved}
+
+    # The rows stay in host memory, and the cache is no part of the state ----------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What ``.to`` and its kind do: the rows take on the type, the device sees them."""
+        weight = self._parameters.pop("weight")
+        assert weight is not None
+        super()._apply(fn, recurse)
+        self._parameters["weight"] = weight
+        like = fn(weight.data[:0])
+        if (like.device, like.dtype) != (weight.device, weight.dtype):
+            self.cached.stop()
+            weight.data = _rows(len(weight), self.embedding_dim, like).copy_(weight.data)
+        return self
+
+    def _attach(self) -> None:
+        """Make the cache that of the present weight."""
+        old = self.cached
+        self.cached = CachedRows(self.weight, old.capacity, half_life=old.half_life)
+        self.weight.cached_rows = self.cached  # type: ignore[attr-defined]
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep: bool) -> None:
+        self.cached.flush()
+        super()._save_to_state_dict(destination, prefix, keep)
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        self.cached.release()
+        super()._load_from_state_dict(*arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy whose cache rests until it has an optimizer of its own."""
+        self.cached.flush()
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        memo[id(self.cached)] = self.cached
+        twin.__dict__ = {name: copy.deepcopy(value, memo) for name, value in vars(self).items()}
+        if self.weight.is_cuda:
+            rows = _rows(len(self.weight), self.embedding_dim, self.weight)
+            twin.weight.data = rows.copy_(self.weight.data)
+        twin._attach()
+        return twin
+
+
+def _rows(rows: int, dim: int, like: Tensor) -> Tensor:
+    """New rows in host memory, as a tensor of the device and type of ``like``."""
+    if like.is_cuda:
+        return mapped((rows, dim), like.dtype, like.device)[1]
+    return torch.empty(rows, dim, dtype=like.dtype, device=like.device)

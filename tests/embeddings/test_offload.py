@@ -1,0 +1,258 @@
+"""Tables in host memory with a cache of rows: the same as dense ones to the last bit."""
+
+import copy
+
+import pytest
+import torch
+
+from dlrm.embeddings import build
+from dlrm.optim import RULES, RowOptimizer
+
+SIZES = [7, 40, 3]
+DIM = 4
+CACHES = [0, 1, 9, 30, 50, 10**6]  # rows; a batch of 8 has up to 24 distinct ones of 50
+
+
+def pair(rule="sgd", cache_rows=9, dtype=torch.float32, impl=None, **options):
+    """A dense group and an offloaded one with the same rows, each with its optimizer."""
+    groups, optimizers = [], []
+    for kind, own in (("dense", {}), ("offload", {"cache_rows": cache_rows, "half_life": 4})):
+        torch.manual_seed(3)
+        group = build(kind, SIZES, DIM, **own).to(dtype)
+        if kind == "offload":
+            group.cached.impl = impl
+        groups.append(group)
+        optimizers.append(RowOptimizer(group.parameters(), rule, lr=0.1, **options))
+    return groups, optimizers
+
+
+def draw(batch=8):
+    """Skewed ids, as a batch has them."""
+    rows = torch.tensor(SIZES)[:, None]
+    return (torch.rand(len(SIZES), batch) ** 2 * rows).long()
+
+
+def step(group, optimizer, ids, seed, upcoming=None):
+    if upcoming is not None:
+        group.prefetch(upcoming)
+    out = group(ids)
+    torch.manual_seed(seed)
+    (out * torch.randn(out.shape)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return out.detach()
+
+
+def train(groups, optimizers, steps, prefetch="next"):
+    """Train all groups on the same batches; every output must be equal."""
+    batches = [draw() for _ in range(steps + 1)]
+    strange = [draw() for _ in range(steps + 1)]
+    for index in range(steps):
+        ways = {"next": batches, "none": None, "wrong": strange}
+        upcoming = ways[["next", "none", "wrong"][index % 3] if prefetch == "mixed" else prefetch]
+        announced = None if upcoming is None else upcoming[index + 1]
+        outs = [
+            step(group, optimizer, batches[index], index, announced)
+            for group, optimizer in zip(groups, optimizers, strict=True)
+        ]
+        assert torch.equal(*outs), index
+
+
+def assert_equal_states(groups, optimizers):
+    dense, offload = groups
+    assert torch.equal(dense.state_dict()["weight"], offload.state_dict()["weight"])
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    for index, tensors in states[0].items():
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, states[1][index][name]), name
+
+
+@pytest.mark.parametrize("cache_rows", CACHES)
+@pytest.mark.parametrize("prefetch", ["next", "none", "wrong", "mixed"])
+def test_training_equals_dense_to_the_last_bit(cache_rows, prefetch):
+    groups, optimizers = pair("adam", cache_rows)
+    train(groups, optimizers, 150, prefetch)
+    assert_equal_states(groups, optimizers)
+
+
+VARIANTS = [(rule, {}) for rule in RULES] + [
+    ("sgd", {"momentum": 0.9, "weight_decay": 0.1}),
+    ("rmsprop", {"momentum": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("rule", "options"), VARIANTS)
+def test_every_rule_equals_dense_and_its_state_moves_with_the_rows(rule, options):
+    groups, optimizers = pair(rule, 6, **options)
+    train(groups, optimizers, 60, "mixed")
+    assert_equal_states(groups, optimizers)
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adagrad"])
+def test_bf16_rows_rounded_by_chance_equal_dense(rule):
+    groups, optimizers = pair(rule, 6, torch.bfloat16)
+    train(groups, optimizers, 40)
+    assert_equal_states(groups, optimizers)
+
+
+@pytest.mark.parametrize("cache_rows", [1, 9, 30])
+def test_the_kernels_move_rows_as_pytorch_does(device, cache_rows):
+    if device.type == "cuda":
+        pytest.skip("the interpreter's; on a GPU see below")
+    groups, optimizers = pair("adam", cache_rows, impl="triton")
+    train(groups, optimizers, 25, "mixed")
+    assert_equal_states(groups, optimizers)
+
+
+def test_a_row_used_twice_moves_by_the_sum():
+    group = build("offload", [3], 1, cache_rows=1)
+    optimizer = RowOptimizer(group.parameters(), "sgd", lr=1.0)
+    with torch.no_grad():
+        group.weight.zero_()
+    for expected in (-11.0, -22.0):
+        out = group(torch.tensor([[1, 1]]))
+        (out[:, 0, 0] * torch.tensor([1.0, 10.0])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert group.rows(0, torch.arange(3)).flatten().tolist() == [0, expected, 0]
+
+
+def test_gradients_of_several_look_ups_may_be_accumulated():
+    groups, optimizers = pair("adagrad", 9)
+    for index in range(40):
+        ids = [draw() for _ in range(3)]
+        for group, optimizer in zip(groups, optimizers, strict=True):
+            for mine, upcoming in zip(ids, [*ids[1:], draw()], strict=True):
+                group.prefetch(upcoming)
+                group(mine).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(groups[0].to_dense(1), groups[1].to_dense(1)), index
+
+
+def test_evaluation_reads_the_present_rows_and_moves_none():
+    groups, optimizers = pair("adagrad", 9)
+    train(groups, optimizers, 10)
+    dense, offload = (group.eval() for group in groups)
+    before = offload.cached.owners.clone(), offload.cached.traffic.clone()
+    for _ in range(5):
+        ids = draw(30)
+        assert torch.equal(dense(ids), offload(ids))
+        offload.prefetch(ids)
+    assert torch.equal(dense.to_dense(1), offload.to_dense(1))
+    assert torch.equal(before[0], offload.cached.owners)
+    assert torch.equal(before[1], offload.cached.traffic)
+
+
+def test_bags_are_fetched_ahead_too():
+    groups, optimizers = pair("adagrad", 9)
+    for _ in range(20):
+        offsets = torch.randint(1, 4, (len(SIZES) * 5,)).cumsum(0)
+        offsets = torch.cat([offsets.new_zeros(1), offsets])
+        ids = torch.randint(3, (int(offsets[-1]),))
+        for group, optimizer in zip(groups, optimizers, strict=True):
+            group.prefetch(ids, offsets)
+            group(ids, offsets).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(groups[0].to_dense(1), groups[1].to_dense(1))
+
+
+@pytest.mark.parametrize("cache_rows", [0, 5, 50])
+def test_state_loads_into_any_cache_and_into_dense(cache_rows):
+    groups, optimizers = pair("adam", 9)
+    train(groups, optimizers, 20)
+    states = [copy.deepcopy(part.state_dict()) for part in (groups[1], optimizers[1])]
+    (dense, offload), (one, two) = pair("adam", cache_rows)
+    train((dense, offload), (one, two), 7)  # so that there is something in the cache to forget
+    for group, optimizer in ((dense, one), (offload, two)):
+        group.load_state_dict(states[0])
+        optimizer.load_state_dict(states[1])
+    train((dense, offload), (one, two), 20)
+    assert_equal_states((dense, offload), (one, two))
+
+
+def test_loaded_rows_replace_cached_ones():
+    (_, offload), optimizers = pair("sgd", 50)
+    step(offload, optimizers[1], draw(), 0)
+    weights = [torch.randn(rows, DIM) for rows in SIZES]
+    offload.load_dense(weights)
+    assert torch.equal(offload.to_dense(1), weights[1])
+    step(offload, optimizers[1], draw(), 0)
+    offload.reset_parameters()
+    assert offload.to_dense(1).abs().max() <= 40**-0.5
+
+
+def test_a_trained_group_may_be_copied_converted_and_trained_by_any_optimizer():
+    (dense, offload), optimizers = pair("sgd", 9)
+    train((dense, offload), optimizers, 10)
+    twin = copy.deepcopy(offload)
+    assert torch.equal(twin.to_dense(1), dense.to_dense(1))
+    assert not twin.cached.active
+    ids = draw()
+    outs = []
+    for group in (dense, twin):  # torch.optim knows nothing of caches: the copy's rests
+        other = torch.optim.SGD(group.parameters(), lr=0.1)
+        group(ids).square().sum().backward()
+        other.step()
+        outs.append(group.to_dense(1))
+    assert torch.equal(*outs)
+    step(offload, optimizers[1], ids, 0)
+    wide = offload.double()
+    assert wide.to_dense(1).dtype == torch.float64
+    again = RowOptimizer(wide.parameters(), "adagrad")
+    step(wide, again, ids, 0)
+    assert wide.cached.active
+
+
+def test_dense_gradients_update_cached_rows_too():
+    torch.manual_seed(0)
+    groups = [build(kind, SIZES, DIM, sparse=False) for kind in ("dense", "offload")]
+    groups[1].load_state_dict(groups[0].state_dict())
+    optimizers = [RowOptimizer(group.parameters(), "adagrad", lr=0.1) for group in groups]
+    for _ in range(5):
+        ids = draw()
+        for group, optimizer in zip(groups, optimizers, strict=True):
+            group(ids).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(groups[0].to_dense(1), groups[1].to_dense(1))
+
+
+def test_the_warmest_rows_stay():
+    group = build("offload", [100], DIM, cache_rows=20)
+    optimizer = RowOptimizer(group.parameters(), "sgd", lr=0.1)
+    hot = torch.arange(15)
+    for index in range(40):
+        cold = 15 + (torch.arange(5) + 5 * index) % 85  # each once in 17 steps
+        ids = torch.cat([hot, cold])[None] if index % 2 else cold[None]
+        step(group, optimizer, ids, index)
+    owners = set(group.cached.owners.tolist())
+    assert owners.issuperset(hot.tolist())
+
+
+def test_stats_and_footprint_tell_what_the_cache_does():
+    group = build("offload", [10], 4, cache_rows=4)
+    assert group.footprint() == [{"host": 160}]
+    assert group.cache_stats() == {}
+    optimizer = RowOptimizer(group.parameters(), "adagrad")
+    index = 4 * 10 + 4 * 3 * 4
+    assert group.footprint() == [{"host": 160, "cache": 4 * 4 * 4 * 2, "index": index}]
+    for ids in ([[0, 1, 1]], [[1, 2, 3]], [[4, 5, 6]]):
+        step(group, optimizer, torch.tensor(ids), 0)
+    stats = group.cache_stats()
+    assert (stats["lookups"], stats["hits"]) == (9, 1)
+    assert stats["bytes_in"] == (2 + 2 + 3) * 32  # a row and its state
+    assert stats["bytes_out"] == 3 * 32
+
+
+def test_options_out_of_range():
+    for options, message in [
+        ({"cache_rows": -1}, "cache_rows is -1, it must not be negative"),
+        ({"cache_share": 1.5}, "cache_share is 1.5, it must be between 0 and 1"),
+        ({"half_life": 0}, "half_life is 0, it must be above 0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            build("offload", [10], 4, **options)
+    with pytest.raises(ValueError, match=r"2,147,483,648 rows together, offload takes up to"):
+        build("offload", [2**30, 2**30], 1)
