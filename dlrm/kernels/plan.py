@@ -13,6 +13,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+STREAMS = 3  # sorts that run at the same time
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -46,7 +48,7 @@ def _sort(rows: Tensor, plan: Plan) -> Plan:
 
 
 class Planner:
-    """Sorts the rows of look-ups on a second stream, while forward and backward run.
+    """Sorts the rows of look-ups on streams of their own, while forward and backward run.
 
     Inside ``with planner:`` every look-up of :mod:`dlrm.kernels.lookup` on a GPU that will have a
     gradient starts the sort of its rows; the optimizer fetches the result::
@@ -63,8 +65,9 @@ class Planner:
     """
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._plans: dict[int, tuple[Tensor, Plan]] = {}
+        # A sort is a chain of small kernels that leaves most of a GPU idle.
+        self._streams = [torch.cuda.Stream(device) for _ in range(STREAMS)]
+        self._plans: dict[int, tuple[Tensor, Plan, torch.cuda.Stream]] = {}
 
     def __enter__(self) -> Self:
         self._token = _planner.set(self)
@@ -72,24 +75,26 @@ class Planner:
 
     def __exit__(self, *error: object) -> None:
         _planner.reset(self._token)
-        if self._plans:
-            torch.cuda.current_stream().wait_stream(self._stream)
-            self._plans.clear()
+        for _, _, stream in self._plans.values():
+            torch.cuda.current_stream().wait_stream(stream)
+        self._plans.clear()
 
     def start(self, rows: Tensor, num_rows: int) -> None:
         """Begin to sort ``rows [n]``, which must stay as they are until the block ends."""
         plan = _empty(rows, num_rows)  # memory of the caller's stream: freed after the join
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        stream = self._streams[len(self._plans) % STREAMS]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             _sort(rows, plan)
-        self._plans[rows.data_ptr()] = (rows, plan)
+        self._plans[rows.data_ptr()] = (rows, plan, stream)
 
     def take(self, rows: Tensor) -> Plan | None:
         """The plan of a look-up's rows; None if these are not rows that a look-up announced."""
-        known, plan = self._plans.get(rows.data_ptr(), (None, None))
-        if known is None or known.shape != rows.shape:
+        found = self._plans.get(rows.data_ptr())
+        if found is None or found[0].shape != rows.shape:
             return None
-        torch.cuda.current_stream().wait_stream(self._stream)
+        _, plan, stream = found
+        torch.cuda.current_stream().wait_stream(stream)
         return plan
 
 
