@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from dlrm.kernels import use_triton
 
 BLOCK_V, BLOCK_N = 64, 64  # entries and tokens of a tile of the output
-BLOCK_M = 32  # entries of a centroid that are summed at a time
+SUM_M, SUM_N = 8, 128  # entries of a centroid, and tokens, that are summed at a time
 
 
 def code_bits(clusters: int) -> int:
@@ -81,20 +81,38 @@ def _sum_forward(
     mask = inside[:, None] & (n < tokens)[None, :]
     total = tl.zeros((BLOCK_V, BLOCK_N), tl.float32)
     for part in tl.static_range(PARTS):
-        shift: tl.constexpr = part * BITS % 8
         at = codes + v * width + part * BITS // 8
         word = tl.load(at, mask=inside, other=0).to(tl.int32)
-        if shift + BITS > 8:
+        if part * BITS % 8 + BITS > 8:
             word |= tl.load(at + 1, mask=inside, other=0).to(tl.int32) << 8
-        if shift + BITS > 16:
+        if part * BITS % 8 + BITS > 16:
             word |= tl.load(at + 2, mask=inside, other=0).to(tl.int32) << 16
-        row = (part * clusters + ((word >> shift) & ((1 << BITS) - 1))).to(tl.int64)
+        code = (word >> (part * BITS % 8)) & ((1 << BITS) - 1)
+        row = (part * clusters + code).to(tl.int64)
         value = tl.load(products + row[:, None] * tokens + n[None, :], mask=mask, other=0.0)
         total += value.to(tl.float32)
     if bias is not None:
         total += tl.load(bias + v, mask=inside, other=0.0).to(tl.float32)[:, None]
     to = n.to(tl.int64)[None, :] * entries + v[:, None]
     tl.store(out + to, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _turn(
+    grad, turned, bias, tokens, entries, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Transpose ``grad [N, V]``, so that an entry's gradients stand together; sum it over tokens."""
+    v = (tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)[:, None]
+    total = tl.zeros((BLOCK_V, BLOCK_N), tl.float32)
+    for first in range(0, tokens, BLOCK_N):
+        n = (first + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
+        mask = (v < entries) & (n < tokens)
+        value = tl.load(grad + n * entries + v, mask=mask, other=0.0)
+        tl.store(turned + v * tokens + n, value, mask=mask)
+        total += value.to(tl.float32)
+    if bias is not None:
+        summed = tl.sum(total, 1, keep_dims=True)
+        tl.store(bias + v, summed.to(bias.dtype.element_ty), mask=v < entries)
 
 
 @triton.jit
@@ -148,14 +166,19 @@ class _CodebookSum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         order, bounds = ctx.saved_tensors
         parts, clusters, tokens = ctx.shape
+        entries = grad.shape[1]
         out = grad.new_zeros(ctx.shape)
-        grid = (parts * clusters, triton.cdiv(tokens, BLOCK_N))
+        bias = grad.new_zeros(entries) if ctx.has_bias else None
         if grad.numel():
-            _sum_backward[grid](
-                grad.t().contiguous(), order, bounds, out, tokens, grad.shape[1], clusters,
-                BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+            turned = grad.new_empty(entries, tokens)
+            _turn[triton.cdiv(entries, BLOCK_V),](
+                grad.contiguous(), turned, bias, tokens, entries, BLOCK_V=BLOCK_V, BLOCK_N=BLOCK_N
+            )
+            _sum_backward[parts * clusters, triton.cdiv(tokens, SUM_N)](
+                turned, order, bounds, out, tokens, entries, clusters,
+                BLOCK_M=SUM_M, BLOCK_N=SUM_N, num_warps=2,
             )  # fmt: skip
-        return out, None, grad.sum(0) if ctx.has_bias else None, None, None, None
+        return out, None, bias, None, None, None
 
 
 def codebook_sum(
