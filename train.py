@@ -21,13 +21,16 @@ from dlrm.data import synthetic
 from dlrm.data.counts import read_counts
 from dlrm.data.criteo import CriteoLoader
 from dlrm.data.schema import META_FILE, Meta
-from dlrm.distributed import pick_device
+from dlrm.distributed import World, pick_device
 from dlrm.embeddings import available
+from dlrm.embeddings.cache import renew_caches
 from dlrm.embeddings.plan import plan
+from dlrm.embeddings.sharded import spread
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, Schedule
+from dlrm.reduce import Reducer
 from dlrm.step import TrainStep
-from dlrm.tracking import Clock, Profiler, Tracker, memory
+from dlrm.tracking import Clock, NoTracker, Profiler, Tracker, memory, progress_bar
 
 DEMO = RunConfig().data
 
@@ -35,21 +38,27 @@ DEMO = RunConfig().data
 class Run:
     """One training run: its parts, built from the configuration, and the loop over them."""
 
-    def __init__(self, config: RunConfig, resolved: str) -> None:
-        self.config, self.resolved = config, resolved
+    def __init__(self, config: RunConfig, resolved: str, world: World) -> None:
+        self.config, self.resolved, self.world = config, resolved, world
         self.device = pick_device(config.device)
-        self.directory = self._directory()
-        if config.data == DEMO and not (Path(DEMO) / META_FILE).exists():
+        world.join(self.device)
+        name = config.name or f"{config.emb}-{time.strftime('%Y%m%d-%H%M%S')}"
+        new = Path(config.output) / name
+        self.directory = world.from_first(lambda: checkpoint.directory(new, config.resume))
+        if config.data == DEMO and world.first and not (Path(DEMO) / META_FILE).exists():
             print(f"making synthetic demo data in {DEMO} (first use)")
             synthetic.write_demo(DEMO)
+        world.wait()
         self.train_data = self._loader("train", config.batch_size)
         self.meta = self.train_data.meta
         if not len(self.train_data):
             raise ValueError("--loader.drop_last leaves no batch at all: lower --batch_size")
         self.recipe = recipe(config, self.meta)
-        restored = checkpoint.load(config.resume, recipe=self.recipe) if config.resume else None
+        restored = checkpoint.about(config.resume, recipe=self.recipe) if config.resume else None
         torch.manual_seed(config.seed)
-        self.model = DLRM(**self.recipe).to(self.device)
+        names = [column.name for column in self.meta.categorical]
+        self.sharding = spread(world, names, self.recipe, **asdict(config.sharding))
+        self.model = DLRM(**self.recipe, sharding=self.sharding).to(self.device)
         if config.init_from and not restored:
             self.model.load_trained(checkpoint.load_model(config.init_from, self.device)[0])
         self.optimizers = self._optimizers()
@@ -60,14 +69,16 @@ class Run:
             precision=config.precision,
             clip_norm=config.optim.clip_norm,
             mode=config.step,
+            reducer=Reducer.of(self.model, world) if world.size > 1 else None,
         )
         self.steps = self.epoch = 0
         self.best = float("-inf")
         self.fitted: dict[str, float] = {}  # metrics after --init_from, before any step
         self.validated: tuple[int, dict[str, float]] = (-1, {})  # step and metrics of the last
-        if restored:
-            self._restore(restored)
-        self.tracker = Tracker(self.directory, step=self.steps if restored else None)
+        if config.resume and restored:
+            self._restore(config.resume, restored)
+        begin = self.steps if restored else None
+        self.tracker = Tracker(self.directory, step=begin) if world.first else NoTracker()
 
     def train(self) -> dict[str, float]:
         """Train, evaluate, and return the final metrics."""
@@ -79,33 +90,33 @@ class Run:
         if config.init_from and not self.steps:
             self.fitted = {f"fitted/{k}": v for k, v in self._evaluate("test").items()}
             self.tracker.log(0, self.fitted)
-        profiler = Profiler(self.directory, self.device) if config.profile else None
+        profiling = config.profile and self.world.first
+        profiler = Profiler(self.directory, self.device) if profiling else None
         clock = Clock(self.train_data)
         self.model.train()
-        with tqdm(
-            total=min(config.epochs * rows, last_step * config.batch_size),
-            initial=self.epoch * rows + self.train_data.state_dict()["position"],
-            unit=" samples",
-            unit_scale=True,
-            dynamic_ncols=True,
-            mininterval=0.2 if sys.stderr.isatty() else 15,
-        ) as progress:
+        done = self.epoch * rows + self.train_data.state_dict()["position"]
+        whole = min(config.epochs * rows, last_step * config.batch_size)
+        with progress_bar(whole, done, silent=not self.world.first) as progress:
             for epoch in range(self.epoch, config.epochs):
                 self.epoch = epoch
                 if self.steps >= last_step:
                     break
                 self.train_data.set_epoch(self.epoch)
+                left = rows - self.train_data.state_dict()["position"]
                 for batch in self.train_data:
                     self.schedule.set(self.steps)
                     self.steps += 1
                     logging = self.steps % config.log_every == 0
-                    out = self.step(batch, norms=logging)
-                    clock.samples += batch.size
-                    progress.update(batch.size)
+                    total = min(config.batch_size, left)
+                    left -= total
+                    out = self.step(batch, norms=logging, total=total)
+                    clock.samples += total
+                    progress.update(total)
                     if profiler:
                         profiler.step()
                     if self.steps % config.populate_every == 0:
-                        self._populate_caches()
+                        groups = [group for group, _ in self.model.sparse_arch.embeddings()]
+                        self.tracker.log(self.steps, renew_caches(groups, self.optimizers[1]))
                     if logging:
                         self._log(out, clock, progress)
                     if self.steps % eval_every == 0:
@@ -124,11 +135,7 @@ class Run:
             values[f"lr/{name}"] = float(optimizer.param_groups[0]["lr"])
         self.tracker.log(self.steps, values)
         progress.set_postfix(loss=f"{values['train/loss']:.4f}", refresh=False)
-        if not torch.isfinite(out["loss"]):
-            raise ValueError(
-                f"the loss is {values['train/loss']} at step {self.steps}: lower --optim.lr, or "
-                "set --optim.warmup_steps or --optim.clip_norm"
-            )
+        metrics.require_finite(values["train/loss"], self.steps)
 
     def _validate(self) -> dict[str, float]:
         """Evaluate on validation, and keep the latest and the best state."""
@@ -142,9 +149,7 @@ class Run:
             better = values.get("auc", float("-inf")) > self.best
             if better:
                 self.best = values["auc"]
-            # the best first: if killed in between, the resumed run gets here again
-            for name in [checkpoint.BEST] * better + [checkpoint.LATEST]:
-                checkpoint.save(self.directory / "checkpoints" / name, self._state())
+            self._save([checkpoint.LATEST] + [checkpoint.BEST] * better)
         return values
 
     def _evaluate(self, split: str) -> dict[str, float]:
@@ -152,7 +157,9 @@ class Run:
             return {}
         batches = self._loader(split, self.config.eval_batch_size)
         bf16 = self.config.precision == "bf16"
-        return metrics.classification(*metrics.predict(self.model, batches, bf16=bf16))
+        found = metrics.predict(self.model, batches, bf16=bf16)
+        in_order = self.world.in_order(*found, batches.rows, batches.batch_size)
+        return metrics.classification(*in_order)
 
     def _finish(self, clock: Clock) -> dict[str, float]:
         speed = clock.total() if clock.samples else {}
@@ -164,23 +171,24 @@ class Run:
         self.tracker.log(self.steps, final)
         unused = available().keys() - {kind for kind, _ in self.recipe["plan"]}
         self.tracker.finish(yaml.safe_load(self.resolved), final, HOUSEKEEPING | unused)
+        if not self.world.first:
+            return final
         print(pd.Series(final).map("{:,.6g}".format).to_string())
         print(f"results in {self.directory}; tensorboard --logdir {self.directory.parent}")
         return final
 
     def _loader(self, split: str, batch_size: int) -> CriteoLoader:
-        loader, training = self.config.loader, split == "train"
+        training = split == "train"
+        in_full = {} if training else {"shuffle": False, "drop_last": False}
         return CriteoLoader(
             self.config.data,
             split,
-            batch_size=batch_size,
-            shuffle=loader.shuffle and training,
+            batch_size=self.world.share(batch_size, even=training),
+            rank=self.world.rank,
+            world_size=self.world.size,
             seed=self.config.seed,
-            window=loader.window,
-            readers=loader.readers,
-            prefetch=loader.prefetch,
-            drop_last=loader.drop_last and training,
             device=self.device,
+            **asdict(self.config.loader) | in_full,
         )
 
     def _optimizers(self) -> list[RowOptimizer]:
@@ -190,17 +198,13 @@ class Run:
         parts = (dense, optim.dense, optim.lr), (embeddings, optim.embeddings, embeddings_lr)
         return [RowOptimizer(p, rule, lr=lr, **optim.options_of(rule)) for p, rule, lr in parts]
 
-    def _directory(self) -> Path:
-        if self.config.resume:
-            return checkpoint.find(self.config.resume).parent.parent
-        name = self.config.name or f"{self.config.emb}-{time.strftime('%Y%m%d-%H%M%S')}"
-        directory = Path(self.config.output) / name
-        if directory.exists():
-            raise ValueError(f"{directory} exists: choose another --name, or --resume {directory}")
-        return directory
-
     def _announce(self) -> None:
+        if not self.world.first:
+            return
         (self.directory / "config.yaml").write_text(self.resolved)
+        if self.sharding:
+            self.tracker.text("sharding", self.sharding.text)
+            print(self.sharding.text)
         self.tracker.text("config", self.resolved)
         sizes = self._embedding_sizes()
         self.tracker.log(self.steps, sizes)
@@ -217,34 +221,28 @@ class Run:
         sizes = self.model.sparse_arch.sizes() | {"optimizer_bytes": float(state)}
         return {f"embeddings/{name}": size for name, size in sizes.items()}
 
-    def _populate_caches(self) -> None:
-        """Renew the caches of rows; rows that change owner start with fresh optimizer state."""
-        for index, (group, _) in enumerate(self.model.sparse_arch.embeddings()):
-            report = group.cache_populate()
-            if report is None:
-                continue
-            for name, rows in report.reset.items():
-                self.optimizers[1].reset_rows(group.get_parameter(name), rows)
-            values = {f"cache/{name}_{index}": value for name, value in report.values().items()}
-            self.tracker.log(self.steps, values)
-
-    def _state(self) -> dict[str, Any]:
-        return {
+    def _save(self, links: Sequence[str]) -> None:
+        """Write a checkpoint; the batch size in it is that of all processes."""
+        parts = checkpoint.Parts(self.model, self.optimizers)
+        loader = self.train_data.state_dict()
+        loader["order"]["batch_size"] *= self.world.size
+        about = {
             "recipe": self.recipe,
             "config": self.resolved,
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "loader": self.train_data.state_dict(),
+            "groups": parts.groups(),
+            "loader": loader,
             "steps": self.steps,
             "epoch": self.epoch,
             "best": self.best,
             "random": torch.get_rng_state(),
         }
+        path = self.directory / "checkpoints" / f"step_{self.steps}"
+        checkpoint.save(path, parts, about, links=links, world=self.world)
 
-    def _restore(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+    def _restore(self, path: str, state: dict[str, Any]) -> None:
+        groups = state["groups"]
+        checkpoint.load(path, self.model, self.optimizers, groups=groups, world=self.world)
+        state["loader"]["order"]["batch_size"] //= self.world.size
         self.train_data.load_state_dict(state["loader"])
         self.steps, self.epoch, self.best = state["steps"], state["epoch"], state["best"]
         torch.set_rng_state(state["random"])
@@ -274,21 +272,25 @@ def recipe(config: RunConfig, meta: Meta) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    kinds = available()
-    config, resolved = parse(arguments, kinds)
+    kinds, world = available(), World.of_environment()
+    with world.silent_unless_first():
+        config, resolved = parse(arguments, kinds)
     run = None
     try:
         if config.resume:
-            saved = checkpoint.find(config.resume).parent.parent / "config.yaml"
-            config, resolved = parse([*arguments, f"--config={saved}"], kinds)
-        run = Run(config, resolved)
+            saved = checkpoint.run_of(config.resume) / "config.yaml"
+            with world.silent_unless_first():
+                config, resolved = parse([*arguments, f"--config={saved}"], kinds)
+        run = Run(config, resolved, world)
         run.train()
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        world.say_once(f"error: {error}")
         return 2
     except KeyboardInterrupt:
-        print(f"interrupted; {checkpoint.way_on(run.directory if run else None)}", file=sys.stderr)
+        world.say_once(f"interrupted; {checkpoint.way_on(run.directory if run else None)}")
         return 130
+    finally:
+        world.leave()
     return 0
 
 

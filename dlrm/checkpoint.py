@@ -1,47 +1,194 @@
-"""The state of a run on disk, whole or not at all.
+"""Checkpoints: written whole or not at all, by any number of processes, read by any other.
 
-A checkpoint is self-contained: it holds the recipe of the model (the arguments of ``DLRM``), so
-that a trained model is loaded without the data or the configuration it came from.
+A checkpoint is a directory of PyTorch's distributed format beside ``about.pt``, which holds what is
+no tensor of the model or the optimizers: the recipe of its model (the arguments of ``DLRM``), so
+that a trained model is loaded without the data or the configuration it came from, and the state
+of the loop. ``latest`` and ``best`` are links to such directories.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 
+from dlrm.distributed import World
 from dlrm.files import whole
 from dlrm.model import DLRM
+from dlrm.shards import Shards
 
-LATEST, BEST = "latest.pt", "best.pt"
+LATEST, BEST = "latest", "best"
+ABOUT = "about.pt"
+
+Values = dict[str, Tensor | Shards]
 
 
-def save(path: Path, state: dict[str, Any]) -> None:
-    """Write ``state`` to ``path`` under a temporary name first, then rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with whole(path) as temporary, temporary.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
+class Parts:
+    """The tensors of a model and its optimizers by name, the same for any number of processes.
+
+    Args:
+        model: whose parameters and buffers.
+        optimizers: whose states; the state ``sum`` of parameter ``p`` is ``optimizer.p.sum``.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
+        self._model, self._optimizers = model, list(optimizers)
+        self._states = [optimizer.state_dict() for optimizer in self._optimizers]
+        self._values: Values = model.state_dict()
+        self.tensors: Values = {f"model.{name}": value for name, value in self._values.items()}
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        states: dict[str, dict[str, Tensor]] = {}
+        for optimizer, saved in zip(self._optimizers, self._states, strict=True):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            for index, state in saved["state"].items():
+                for name, tensor in state.items():
+                    states.setdefault(name, {})[names[parameters[index]]] = tensor
+        parted = {name: m for name, m in model.named_modules() if hasattr(m, "shards")}
+        for name, tensors in states.items():
+            for path, module in parted.items():
+                own = {n: tensors.pop(f"{path}.{n}", None) for n, _ in module.named_parameters()}
+                if None not in own.values():
+                    self.tensors[f"optimizer.{path}.weight.{name}"] = module.shards(own)
+            for parameter, tensor in tensors.items():
+                self.tensors[f"optimizer.{parameter}.{name}"] = tensor
+
+    def groups(self) -> list[list[dict[str, Any]]]:
+        """The options of the optimizers' groups, without their parameters."""
+        return [
+            [{k: v for k, v in group.items() if k != "params"} for group in state["param_groups"]]
+            for state in self._states
+        ]
+
+    def restore(self, groups: list[list[dict[str, Any]]] | None = None) -> None:
+        """Give :attr:`tensors`, which have been loaded, to the model and the optimizers."""
+        for name in self._values:
+            self._values[name] = self.tensors[f"model.{name}"]
+        self._model.load_state_dict(self._values)
+        saved = zip(self._optimizers, self._states, groups or [], strict=True)
+        for optimizer, state, options in saved:
+            for group, old in zip(state["param_groups"], options, strict=True):
+                group.update(old)
+            optimizer.load_state_dict(state)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict[index.fqn]
+        return value if isinstance(value, Tensor) else value.__get_tensor_shard__(index)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        return object
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        value = self.state_dict[index.fqn]
+        return value if isinstance(value, Tensor) else value.__get_tensor_shard__(index)
+
+
+def save(
+    path: Path,
+    parts: Parts,
+    about: Mapping[str, Any],
+    *,
+    links: Iterable[str] = (LATEST,),
+    world: World | None = None,
+) -> None:
+    """Write a checkpoint under a temporary name, rename it, and let links point to it.
+
+    Checkpoints that no link points to any longer are removed. Every process must call it.
+
+    Args:
+        path: of the checkpoint, in the directory of a run's checkpoints.
+        parts: the tensors.
+        about: all else; the first process's counts.
+        links: names under which this checkpoint is to be found.
+        world: the processes of the run; one if None.
+    """
+    world = world or World()
+    directory, name = path.parent, path.name
+    temporary = directory / f"{name}.tmp"
+    if world.first:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        while (directory / name).exists():  # written before, by a run that was resumed since
+            name += "+"
+    world.wait()
+    with _alone_is_fine():
+        dcp.save(
+            parts.tensors,
+            storage_writer=dcp.FileSystemWriter(temporary),
+            planner=_SavePlanner(),
+            no_dist=world.size == 1,
+        )
+    if world.first:
+        with (temporary / ABOUT).open("wb") as file:
+            torch.save(dict(about), file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(directory / name)
+        for link in links:
+            with whole(directory / link) as new:
+                new.unlink(missing_ok=True)
+                new.symlink_to(name)
+        kept = {(directory / link).resolve().name for link in (LATEST, BEST)}
+        for old in directory.iterdir():
+            if not old.is_symlink() and old.name not in kept:
+                shutil.rmtree(old, ignore_errors=True)
+    world.wait()
+
+
+@contextmanager
+def _alone_is_fine() -> Iterator[None]:
+    """Without the warning that there is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
 
 
 def find(path: str | Path) -> Path:
-    """The checkpoint that ``path`` means: a file, or a run directory's latest one.
+    """The checkpoint that ``path`` means: its directory, or a run directory's latest one.
 
     Raises:
         FileNotFoundError: there is none.
     """
     path = Path(path)
-    file = path / "checkpoints" / LATEST if path.is_dir() else path
-    if not file.is_file():
+    found = path if (path / ABOUT).is_file() else path / "checkpoints" / LATEST
+    if not (found / ABOUT).is_file():
         raise FileNotFoundError(
-            f"{file} is no checkpoint: name a run's directory or a file in its checkpoints/"
+            f"{path} is no checkpoint: name a run's directory or one in its checkpoints/"
         )
-    return file
+    return found
+
+
+def run_of(path: str | Path) -> Path:
+    """The directory of the run of a checkpoint; see :func:`find`."""
+    return find(path).parent.parent
+
+
+def directory(new: Path, resume: str | None) -> Path:
+    """Of a run: ``new``, or that of the checkpoint that it goes on from.
+
+    Raises:
+        ValueError: there is a run of this name.
+    """
+    if resume:
+        return run_of(resume)
+    if new.exists():
+        raise ValueError(f"{new} exists: choose another --name, or --resume {new}")
+    return new
 
 
 def way_on(directory: Path | None) -> str:
@@ -51,30 +198,24 @@ def way_on(directory: Path | None) -> str:
     return "there was no checkpoint yet" + (f" in {directory}" if directory else "")
 
 
-def load(
-    path: str | Path,
-    device: torch.device | str = "cpu",
-    *,
-    recipe: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Read the checkpoint of a run.
+def about(path: str | Path, *, recipe: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Read what a checkpoint says beside its tensors.
 
     Args:
         path: as for :func:`find`.
-        device: where its tensors go.
         recipe: the model that it must be of; any if None.
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: the file is not a checkpoint of this program, or of another model.
+        ValueError: it is not a checkpoint of this program, or of another model.
     """
-    file = find(path)
+    file = find(path) / ABOUT
     try:
-        state = torch.load(file, map_location=device, weights_only=True)
+        state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ValueError(f"{file} can't be read as a checkpoint: {error}") from None
     if not isinstance(state, dict) or "recipe" not in state:
-        raise ValueError(f"{file} is not a checkpoint of this program")
+        raise ValueError(f"{file} is not of a checkpoint of this program")
     saved = state["recipe"]
     changed = [name for name in recipe or {} if recipe and recipe[name] != saved.get(name)]
     if changed:
@@ -85,13 +226,55 @@ def load(
     return state
 
 
+def load(
+    path: str | Path,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    *,
+    groups: list[list[dict[str, Any]]] | None = None,
+    world: World | None = None,
+) -> None:
+    """Give a model, and optimizers, the state of a checkpoint. Every process must call it.
+
+    Args:
+        path: as for :func:`find`.
+        model, optimizers: what to restore.
+        groups: options of the optimizers, as :func:`about` has them.
+        world: the processes; one if None.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is damaged, or of another model or optimizer.
+    """
+    directory, parts = find(path), Parts(model, optimizers)
+    for own, old in zip(parts.groups(), groups or [], strict=bool(groups)):
+        for group, saved in zip(own, old, strict=True):
+            if group["rule"] != saved["rule"]:
+                raise ValueError(
+                    f"the saved optimizer is {saved['rule']}, this is {group['rule']}: resume with "
+                    "the optimizers that the run began with"
+                )
+    try:
+        with _alone_is_fine():
+            dcp.load(
+                parts.tensors,
+                storage_reader=dcp.FileSystemReader(directory),
+                planner=_LoadPlanner(),
+                no_dist=world is None or world.size == 1,
+            )
+    except Exception as error:
+        reason = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
+        raise ValueError(f"{directory} can't be read as a checkpoint: {reason[-1]}") from None
+    parts.restore(groups)
+
+
 def load_model(path: str | Path, device: torch.device | str = "cpu") -> tuple[DLRM, dict[str, Any]]:
     """The trained model of a checkpoint, in evaluation mode, and the configuration of its run.
 
     Raises:
-        FileNotFoundError, ValueError: as :func:`load`.
+        FileNotFoundError, ValueError: as :func:`about` and :func:`load`.
     """
-    state = load(path, device)
+    state = about(path)
     model = DLRM(**state["recipe"]).to(device)
-    model.load_state_dict(state["model"])
+    load(path, model)
     return model.eval(), yaml.safe_load(state["config"])

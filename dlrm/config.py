@@ -183,6 +183,24 @@ class LoaderConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShardingConfig:
+    """How tables are spread over the processes of torchrun: paged ones, and dense ones of many
+    rows. All others are replicated, and their gradients summed."""
+
+    by: Literal["auto", "replicate", "table", "row", "column"] = "auto"
+    """Hold tables whole, cut by rows, or cut by columns; auto balances bytes and look-ups."""
+    tables: dict[str, str] = field(default_factory=dict)
+    """Tables by name with a way of their own, as in {C3: column, C12: replicate}."""
+    threshold: int = 50_000
+    """Dense tables of fewer rows are replicated."""
+    wire: Literal["fp32", "bf16"] = "fp32"
+    """Type in which vectors and their gradients travel between processes."""
+
+    def __post_init__(self) -> None:
+        _require(threshold=(self.threshold >= 0, f"is {self.threshold}, it can't be negative"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One training run."""
 
@@ -211,7 +229,7 @@ class RunConfig:
     max_steps: int | None = None
     """Stop after so many steps."""
     batch_size: int = 512
-    """Samples per step."""
+    """Samples per step, over all processes."""
     eval_batch_size: int = 16384
     """Samples per batch in evaluations."""
     eval_every: int | None = None
@@ -235,6 +253,7 @@ class RunConfig:
     tables: TablesConfig = field(default_factory=TablesConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     loader: LoaderConfig = field(default_factory=LoaderConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
     methods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Options of each embedding kind, from --<kind>.<option>."""
 

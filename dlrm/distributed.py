@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from io import StringIO
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
+T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)  # of a collective: others wait while one evaluates or writes
 
 
@@ -43,9 +46,10 @@ def pick_device(name: str) -> torch.device:
             f"--device is {name} for every process: use --device cuda, and CUDA_VISIBLE_DEVICES to "
             "choose among the GPUs"
         )
-    if local >= torch.cuda.device_count():
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if processes > torch.cuda.device_count():
         raise ValueError(
-            f"process {local} of this host has no GPU, there are {torch.cuda.device_count()}: "
+            f"there are {processes} processes on this host and {torch.cuda.device_count()} GPUs: "
             "lower --nproc-per-node, or use --device cpu"
         )
     return torch.device("cuda", local)
@@ -66,6 +70,7 @@ class World:
     size: int = 1
     static: bool = False
     """The present step has equal shapes on every rank, so that no sizes need be exchanged."""
+    _store: dist.Store | None = field(default=None, repr=False)
 
     @classmethod
     def of_environment(cls) -> World:
@@ -92,34 +97,51 @@ class World:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=TIMEOUT)
+            store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+            self._store = dist.PrefixStore("dlrm", store)
+            group = dist.PrefixStore("group", store)
+            dist.init_process_group(
+                backend, store=group, rank=rank, world_size=size, timeout=TIMEOUT
+            )
 
     def leave(self) -> None:
         """Leave the process group; nothing is waited for."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
-    def share(self, batch_size: int) -> int:
-        """This process's samples of a batch of all.
+    def share(self, batch_size: int, *, even: bool = True) -> int:
+        """Samples of each process in a batch of all.
+
+        Args:
+            batch_size: of all.
+            even: it must be shared out evenly; else it is rounded up.
 
         Raises:
-            ValueError: they can't be shared out evenly.
+            ValueError: it can't be.
         """
         share, rest = divmod(batch_size, self.size)
-        if rest or not share:
+        if not even:
+            return share + bool(rest)
+        if rest:
             raise ValueError(
                 f"--batch_size {batch_size} can't be shared evenly by {self.size} processes: use "
                 f"{max(share, 1) * self.size} or {(share + 1) * self.size}"
             )
         return share
 
-    def from_first(self, value: Any) -> Any:
-        """The first process's ``value``, which it alone needs to know."""
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What the first process makes, on every process."""
         if self.size == 1:
-            return value
-        box = [value]
+            return make()
+        box: list[Any] = [make() if self.first else None]
         dist.broadcast_object_list(box, 0)
         return box[0]
+
+    def say_once(self, text: str) -> None:
+        """Print on stderr what several processes may come to say: the first to come does."""
+        speaks = self.first if self._store is None else self._store.add("said", 1) == 1
+        if speaks:
+            print(text, file=sys.stderr)
 
     def wait(self) -> None:
         """Wait for all processes."""
@@ -146,26 +168,41 @@ class World:
         dist.all_gather(parts, padded)
         return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
-    def in_order(self, values: Tensor, rows: int, batch_size: int) -> Tensor:
-        """One value per row of a split, on every rank, in the order of the rows.
+    def gather_ids(self, tables: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Tables and ids of a batch over all processes: ``[F, 1]`` and ``[F, B]``, or both
+        ``[nnz]``.
+        """
+        samples = ids.shape[-1]
+        sizes = self.sizes(samples, ids.device)
+        if ids.dim() == 2:
+            return tables, torch.cat(self.gather(ids.t().contiguous(), sizes)).t()
+        both = torch.cat(self.gather(torch.stack([tables, ids.to(tables)], 1), sizes))
+        return both[:, 0], both[:, 1]
+
+    def in_order(
+        self, logits: Tensor, labels: Tensor, rows: int, share: int
+    ) -> tuple[Tensor, Tensor]:
+        """Logits and labels of all rows of a split, on every rank, in the order of the rows.
 
         Args:
-            values: of this rank's share of every batch, as ``CriteoLoader`` deals them out.
+            logits, labels: of this rank's share of every batch, as ``CriteoLoader`` deals them out.
             rows: of the split.
-            batch_size: samples of a batch over all ranks.
+            share: samples of each rank in a batch.
         """
         if self.size == 1:
-            return values
-        parts = self.gather(values, self.sizes(len(values), values.device))
+            return logits, labels
+        both = torch.stack([logits, labels], 1)
+        parts = self.gather(both, self.sizes(len(both), both.device))
         taken = [0] * self.size
         ordered = []
-        for first in range(0, rows, batch_size):
-            share, extra = divmod(min(batch_size, rows - first), self.size)
+        for first in range(0, rows, share * self.size):
+            each, extra = divmod(min(share * self.size, rows - first), self.size)
             for rank, part in enumerate(parts):
-                count = share + (rank < extra)
+                count = each + (rank < extra)
                 ordered.append(part[taken[rank] : taken[rank] + count])
                 taken[rank] += count
-        return torch.cat(ordered)
+        logits, labels = torch.cat(ordered).t()
+        return logits, labels
 
 
 def exchange(

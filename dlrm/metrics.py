@@ -74,6 +74,19 @@ def auc(scores: Tensor, labels: Tensor) -> float:
     return int(won) / (2 * pairs) if pairs else float("nan")
 
 
+def require_finite(loss: float, step: int) -> None:
+    """Raise where training has diverged.
+
+    Raises:
+        ValueError: the loss is no finite number.
+    """
+    if not math.isfinite(loss):
+        raise ValueError(
+            f"the loss is {loss} at step {step}: lower --optim.lr, or set --optim.warmup_steps or "
+            "--optim.clip_norm"
+        )
+
+
 def sigmoid(logits: Tensor) -> Tensor:
     """Probabilities of logits, in float64."""
     return torch.sigmoid(logits.double())

@@ -13,6 +13,7 @@ from dlrm.distributed import World
 from dlrm.kernels.lookup import row_gradient
 from dlrm.kernels.plan import announced
 from dlrm.kernels.rows import update_rows
+from dlrm.model import DLRM
 from dlrm.optim import gradient_norm
 
 SMALL = 2**23  # elements of a table up to which its row gradient travels as a table
@@ -46,6 +47,17 @@ class Reducer:
         self._sent: tuple[Tensor, dist.Work] | None = None
         for parameter in self._early:
             parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    @classmethod
+    def of(cls, model: DLRM, world: World) -> Reducer:
+        """For all parameters of a model; its caches count the ids of all processes."""
+        early = [*model.top_mlp.parameters(), *model.interaction.parameters()]
+        local = model.sparse_arch.local_parameters()
+        rest = set(model.parameters()) - {*early, *local}
+        late = [parameter for parameter in model.parameters() if parameter in rest]
+        for group, _ in model.sparse_arch.embeddings():
+            group.gather = world.gather_ids if group.cache_stats() else None
+        return cls(world, early, late, local)
 
     @contextmanager
     def step(self, total: int, *, one_hot: bool) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import torch
 from torch.profiler import profile, schedule
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
+from tqdm import tqdm
 
 from dlrm.files import whole
 
@@ -136,6 +138,40 @@ class Tracker:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class NoTracker(Tracker):
+    """Records nothing: what all processes but the first have."""
+
+    def __init__(self) -> None:
+        pass
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Do nothing."""
+
+    def text(self, name: str, text: str) -> None:
+        """Do nothing."""
+
+    def finish(
+        self, options: Mapping[str, Any], final: Mapping[str, float], hidden: Collection[str] = ()
+    ) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def progress_bar(total: float, done: int, *, silent: bool) -> tqdm:
+    """A bar that counts samples; off a terminal it says little."""
+    return tqdm(
+        total=total,
+        initial=done,
+        unit=" samples",
+        unit_scale=True,
+        dynamic_ncols=True,
+        mininterval=0.2 if sys.stderr.isatty() else 15,
+        disable=silent,
+    )
 
 
 class Clock:

@@ -161,7 +161,7 @@ def test_evaluate_predict_and_compare_work_on_a_run(data, tmp_path):
     for name, value in result(tmp_path / "a").items():
         if name.startswith("test/") and "best_possible" not in name:
             assert again[name.removeprefix("test/")] == value, name
-    best = tmp_path / "a" / "checkpoints" / "best.pt"
+    best = tmp_path / "a" / "checkpoints" / "best"
     assert "auc" in run("scripts/evaluate.py", best, data, "--split", "val").stdout
 
     scores = tmp_path / "scores.parquet"
@@ -264,13 +264,16 @@ def test_a_run_is_not_overwritten(data, tmp_path):
 
 
 def test_bad_checkpoints_are_refused(data, tmp_path):
-    bad = tmp_path / "bad.pt"
-    bad.write_bytes(b"no checkpoint")
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    (bad / "about.pt").write_bytes(b"no checkpoint")
     assert "can't be read as a checkpoint" in run("scripts/evaluate.py", bad, data, status=2).stderr
-    torch.save({"other": 1}, bad)
+    torch.save({"other": 1}, bad / "about.pt")
     assert (
-        "not a checkpoint of this program" in run("scripts/evaluate.py", bad, data, status=2).stderr
+        "not of a checkpoint of this program"
+        in run("scripts/evaluate.py", bad, data, status=2).stderr
     )
+    assert "is no checkpoint" in run("scripts/evaluate.py", tmp_path, data, status=2).stderr
     assert "is missing" in run("scripts/compare.py", tmp_path, status=2).stderr
 
 

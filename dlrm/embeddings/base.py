@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict
 
@@ -76,6 +76,8 @@ class Embedding(nn.Module, ABC):
         self.padding_idx = padding_idx
         self.sparse = sparse
         self.check_ids = check_ids
+        self.gather: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+        """Adds to the tables and ids that :meth:`observe` sees those of other processes."""
         self.register_buffer("_sizes", torch.tensor(self.num_embeddings)[:, None], persistent=False)
         self.register_buffer("_tables", torch.arange(len(self.num_embeddings)), persistent=False)
         self._sizes: Tensor  # [F, 1]
@@ -254,7 +256,7 @@ class Embedding(nn.Module, ABC):
         if self.check_ids:
             self._check(tables, ids)
         if self.training:
-            self.observe(tables, ids)
+            self._observe(tables, ids)
         out = self.lookup(ids)  # [B, F, D]
         return out if weights is None else out * weights.t()[..., None]
 
@@ -276,8 +278,11 @@ class Embedding(nn.Module, ABC):
             lengths = torch.bincount(bag, minlength=bags)
             offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         if self.training:
-            self.observe(bag // batch, ids)
+            self._observe(bag // batch, ids)
         return self.lookup_bags(ids, offsets, weights)
+
+    def _observe(self, tables: Tensor, ids: Tensor) -> None:
+        self.observe(*(self.gather(tables, ids) if self.gather else (tables, ids)))
 
     def lookup(self, ids: Tensor) -> Tensor:
         """One row per table and sample: ``ids [F, B]``, checked, to ``[B, F, D]``."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dlrm.distributed import World, exchange
 from dlrm.embeddings.base import Common, Embedding, row_offsets
-from dlrm.embeddings.partition import Piece
+from dlrm.embeddings.partition import Piece, describe, place
 from dlrm.kernels.lookup import lookup, lookup_tables
 from dlrm.shards import Shards
 
@@ -35,6 +35,62 @@ class Sharding:
     """Of the tables of the model that are not replicated."""
     wire: torch.dtype | None = None
     """Type in which vectors and gradients travel; their own if None."""
+    text: str = ""
+    """The plan, to be read."""
+
+
+def spread(
+    world: World,
+    names: Sequence[str],
+    recipe: Mapping[str, Any],
+    *,
+    by: str = "auto",
+    tables: Mapping[str, str] | None = None,
+    threshold: int = 0,
+    wire: str = "fp32",
+) -> Sharding | None:
+    """Decide which tables are held in pieces, and by whom.
+
+    Args:
+        world: the processes.
+        names: of the features.
+        recipe: the arguments of the model. Its tables of kind paged, and dense ones, can be held
+            in pieces.
+        by: how tables are held, one of ``partition.WAYS``.
+        tables: ways of tables by name.
+        threshold: dense tables of fewer rows are replicated.
+        wire: fp32 or bf16, see :class:`Sharding`.
+
+    Returns:
+        None where nothing is: with one process, or only replicated tables.
+
+    Raises:
+        ValueError: an unknown name or way, or a table of a kind that is not held in pieces.
+    """
+    num_embeddings, plan = recipe["num_embeddings"], recipe["plan"]
+    tables = tables or {}
+    for name in tables:
+        if name not in names:
+            raise ValueError(
+                f"sharding.tables names table {name!r}; the data has {', '.join(names)}"
+            )
+    ways = []
+    for name, rows, (kind, _) in zip(names, num_embeddings, plan, strict=True):
+        large = kind == "paged" or (kind == "dense" and rows >= threshold)
+        way = tables.get(name, by if large else "replicate")
+        if way != "replicate" and kind not in ("dense", "paged"):
+            raise ValueError(
+                f"--sharding.tables has {name} by {way}, but it is of kind {kind}, which is "
+                "replicated: drop it there"
+            )
+        ways.append(way)
+    if world.size == 1 or set(ways) == {"replicate"}:
+        return None
+    page = min((o["page_size"] for _, o in plan if "page_size" in o), default=1)
+    pieces = place(num_embeddings, recipe["embedding_dim"], world.size, ways=ways, page=page)
+    text = describe(pieces, dict(enumerate(names)), [1.0] * len(names))
+    narrow = torch.bfloat16 if wire == "bf16" else None
+    return Sharding(world=world, pieces=pieces, wire=narrow, text=text)
 
 
 class Sharded(Embedding):
@@ -106,6 +162,10 @@ class Sharded(Embedding):
                 nn.init.uniform_(drawn, -(rows**-0.5), rows**-0.5)
                 for name, chunk in self.chunks(table):
                     chunk.take(self.get_parameter(name), drawn, start)
+
+    def local_parameters(self) -> list[nn.Parameter]:
+        """Those of which every process has others."""
+        return [self.get_parameter(cut.name) for cut in self._cuts()]
 
     def chunks(self, table: int) -> Iterator[tuple[str, Chunk]]:
         """Name of a parameter and where it holds a part of the table, for each local part."""
@@ -264,10 +324,10 @@ class _Cut(nn.Module):
             "_count": [0] * num_tables,
             "_place": [0] * num_tables,
         }
-        for piece, place in zip(self.mine, at, strict=True):
+        for piece, begin in zip(self.mine, at, strict=True):
             held["_first"][piece.table] = piece.rows[0]
             held["_count"][piece.table] = piece.height
-            held["_place"][piece.table] = place
+            held["_place"][piece.table] = begin
         for name, values in held.items():
             self.register_buffer(name, torch.tensor(values).long(), persistent=False)
         self._ask: Tensor  # tables that each rank holds a piece of, rank after rank

@@ -123,6 +123,11 @@ class SparseArch(nn.Module):
         }
         return [tables[slot] for slot in range(len(tables))]
 
+    def local_parameters(self) -> list[nn.Parameter]:
+        """Parameters of which every process has others."""
+        sharded = [group for group in self.groups if isinstance(group, Sharded)]
+        return [parameter for group in sharded for parameter in group.local_parameters()]
+
     def footprint(self) -> list[dict[str, int]]:
         """Bytes of each table by part, in feature order."""
         tables: list[dict[str, int]] = [{} for _ in self.num_embeddings]
