@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from dlrm.kernels import whole
 from dlrm.kernels.cached_rows import cached_rows
 from dlrm.kernels.host import zeros_beside
-from dlrm.kernels.host import zeros_beside
 from dlrm.kernels.plan import announced
 from dlrm.kernels.rows import update_rows
 from dlrm.rules import OPTIONS, RULES, Rule, advance, make_rule, round_stochastic
