@@ -24,8 +24,8 @@ lint: $(VENV)/.installed
 # virtual environment.
 test-gpu:
 	@if $(PYTHON) -c 'import torch, triton, jsonargparse, pytest' 2>/dev/null; \
-	then PYTHONPATH=. $(PYTHON) -m pytest -m gpu tests && PYTHONPATH=. $(PYTHON) -m pytest tests/kernels; \
-	else $(MAKE) $(VENV)/.installed && $(BIN)/python -m pytest -m gpu tests && $(BIN)/python -m pytest tests/kernels; fi
+	then PYTHONPATH=".:$$PYTHONPATH" $(PYTHON) scripts/test_gpu.py; \
+	else $(MAKE) $(VENV)/.installed && $(BIN)/python scripts/test_gpu.py; fi
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -11,9 +11,15 @@ import pytest
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skip what needs a GPU where there is none, and run slow tests last."""
+    """Skip what needs a GPU where there is none, and run slow tests last.
+
+    Where there is one, the tests of the kernels run natively and count as tests of the GPU.
+    """
     for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        if torch.cuda.is_available():
+            if item.path.parent.name == "kernels":
+                item.add_marker(pytest.mark.gpu)
+        elif "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
     items.sort(key=lambda item: "slow" in item.keywords)
 

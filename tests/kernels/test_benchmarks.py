@@ -1,4 +1,4 @@
-"""The benchmarks of the dense kernels run, and say so where they can't."""
+"""The benchmarks of the dense kernels and of an epoch run, and say so where they can't."""
 
 import json
 import runpy
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from dlrm.data import synthetic
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 SMALL = {
@@ -35,6 +37,26 @@ def test_reports_times_and_floors(name, tmp_path):
     record = json.loads(output.read_text())
     assert record["environment"]["device"]
     assert all(result["forward"] > 0 < result["forward_floor"] for result in record["results"])
+
+
+def test_an_epoch_needs_a_gpu_too(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stop:
+        main_of("benchmark_epoch")(["--data", "nowhere"])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "error: this benchmark needs a CUDA GPU\n"
+
+
+@pytest.mark.gpu
+def test_an_epoch_is_timed_by_its_parts(tmp_path):
+    synthetic.write(tmp_path / "data", rows=30_000, cardinalities=[100] * 26)
+    output = tmp_path / "result.json"
+    arguments = ["--data", str(tmp_path / "data"), "--kinds", "dense", "--batches", "1024"]
+    main_of("benchmark_epoch")([*arguments, "--checkpoint", "--output", str(output)])
+    (result,) = json.loads(output.read_text())["results"]
+    assert result["rows"] == 25_715
+    assert 0 < result["training"] + result["test_metrics"] == pytest.approx(result["epoch"])
+    assert result["checkpoint"] > 0 < result["compiling_and_capturing"]
 
 
 @pytest.mark.gpu
