@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dlrm.embeddings.base import Common, Embedding, row_offsets
 from dlrm.embeddings.budget import share_out
 from dlrm.embeddings.kmeans import kmeans
-from dlrm.kernels.codebook import code_bits, codebook_sum, members, pack, unpack
+from dlrm.kernels.codebook import Members, code_bits, codebook_sum, members, pack, unpack
 from dlrm.kernels.lookup import lookup
 
 CHUNK = 1 << 18  # rows whose codes are drawn at a time
@@ -193,7 +193,7 @@ class BasisLinear(nn.Module):
         )
         self.register_buffer("codes", codes)
         self.codes: Tensor  # [V, bytes]
-        self._members: tuple[Tensor, Tensor] | None = None
+        self._members: Members | None = None
         self._members_of: tuple[int, int] | None = None  # address and version of the codes
         self.reset_parameters()
 
@@ -231,14 +231,15 @@ class BasisLinear(nn.Module):
         """Logits of the vocabulary: ``[..., in_features]`` to ``[..., out_features]``."""
         tokens = input.reshape(-1, self.parts, self.in_features // self.parts)
         products = torch.bmm(self.weight, tokens.permute(1, 2, 0))  # [parts, clusters, N]
-        out = codebook_sum(products, self.codes, self.bias, self.bits, self._index())
+        index = self._index() if torch.is_grad_enabled() and products.is_cuda else None
+        out = codebook_sum(products, self.codes, self.bias, self.bits, index)
         return out.view(*input.shape[:-1], self.out_features)
 
     def codes_of_outputs(self) -> Tensor:
         """The codes, int64 ``[V, parts]``."""
         return unpack(self.codes, self.parts, self.bits)
 
-    def _index(self) -> tuple[Tensor, Tensor]:
+    def _index(self) -> Members:
         """The outputs that have each centroid, found once for given codes."""
         present = self.codes.data_ptr(), self.codes._version
         if self._members is None or self._members_of != present:
@@ -256,9 +257,9 @@ class BasisLinear(nn.Module):
         return torch.cat(vectors, 1)
 
     def footprint(self) -> dict[str, int]:
-        """Bytes by part; the index is made by the first forward pass, from the codes."""
-        index = 4 * self.parts * (self.out_features + self.clusters + 1)
+        """Bytes by part; only training on a GPU keeps the index, which follows from the codes."""
         bias = 0 if self.bias is None else self.bias.nbytes
+        index = self._index().nbytes if self.training and self.codes.is_cuda else 0
         return {"weights": self.weight.nbytes + bias, "codes": self.codes.nbytes, "index": index}
 
     def extra_repr(self) -> str:

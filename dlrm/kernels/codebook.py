@@ -10,6 +10,7 @@ Bytes that must move: ``out`` once. The products, a few hundred KB, stay in the 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from dlrm.kernels import use_triton
 
 BLOCK_V, BLOCK_N = 64, 64  # entries and tokens of a tile of the output
+STRETCH = 512  # entries of a centroid that one program adds up
 SUM_M, SUM_N = 8, 128  # entries of a centroid, and tokens, that are summed at a time
 
 
@@ -57,16 +60,38 @@ def unpack(packed: Tensor, parts: int, bits: int) -> Tensor:
     return (words.sum(-1) >> begin % 8) & ((1 << bits) - 1)
 
 
-def members(packed: Tensor, parts: int, bits: int, clusters: int) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Members:
     """Which entries have each centroid, for the backward pass.
 
-    Returns:
-        The entries ordered by their code, int32 ``[parts, V]``, and where each centroid's begin
-        and the last one's end, int32 ``[parts, clusters + 1]``.
+    A centroid's entries are cut into stretches of at most ``STRETCH``, so that it does not wait
+    for one centroid that many entries share.
     """
-    codes, order = unpack(packed, parts, bits).t().contiguous().sort(stable=True)
-    limits = torch.arange(clusters + 1, device=packed.device).expand(parts, -1).contiguous()
-    return order.int(), torch.searchsorted(codes, limits, out_int32=True)
+
+    order: Tensor  # [parts, V] int32, the entries of each part ordered by code
+    stretches: Tensor  # [S, 2] int32, begin and end in order, flat; empty ones at the end
+    first: Tensor  # [parts * clusters + 1] int32, the first stretch of each centroid
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it all."""
+        return self.order.nbytes + self.stretches.nbytes + self.first.nbytes
+
+
+def members(packed: Tensor, parts: int, bits: int, clusters: int) -> Members:
+    """Find the entries of each centroid. The shapes do not depend on the codes."""
+    codes = unpack(packed, parts, bits) + clusters * torch.arange(parts, device=packed.device)
+    codes, order = codes.t().flatten().sort(stable=True)
+    centroids = torch.arange(parts * clusters + 1, device=packed.device)
+    bounds = torch.searchsorted(codes, centroids)
+    lengths = bounds.diff()
+    first = functional.pad(((lengths + STRETCH - 1) // STRETCH).cumsum(0), (1, 0))
+    stretch = torch.arange(parts * (clusters + len(packed) // STRETCH), device=packed.device)
+    owner = torch.searchsorted(first, stretch, right=True) - 1  # parts * clusters if there is none
+    begin = bounds[owner] + STRETCH * (stretch - first[owner])
+    end = torch.minimum(begin + STRETCH, bounds[(owner + 1).clamp(max=len(bounds) - 1)])
+    entries = order % max(len(packed), 1)
+    return Members(entries.int(), torch.stack([begin, end], 1).int(), first.int())
 
 
 @triton.jit
@@ -101,7 +126,7 @@ def _sum_forward(
 def _turn(
     grad, turned, bias, tokens, entries, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Transpose ``grad [N, V]``, so that an entry's gradients stand together; sum it over tokens."""
+    """Transpose ``grad [N, V]``: an entry's gradients stand together. Sum them for the bias."""
     v = (tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)[:, None]
     total = tl.zeros((BLOCK_V, BLOCK_N), tl.float32)
     for first in range(0, tokens, BLOCK_N):
@@ -116,26 +141,39 @@ def _turn(
 
 
 @triton.jit
-def _sum_backward(
-    grad, order, bounds, out, tokens, entries, clusters,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def _sum_stretches(
+    grad, order, stretches, out, tokens, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Add up the gradients ``grad [V, N]`` of the entries that name one centroid."""
-    centroid = tl.program_id(0)
-    part = (centroid // clusters).to(tl.int64)
+    """Add up the gradients ``grad [V, N]`` of the entries in a stretch, as ``out [S, N]``."""
+    stretch = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    begin = tl.load(bounds + centroid + part)
-    end = tl.load(bounds + centroid + part + 1)
+    begin, end = tl.load(stretches + 2 * stretch), tl.load(stretches + 2 * stretch + 1)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for first in range(begin, end, BLOCK_M):
-        member = first + tl.arange(0, BLOCK_M)
+    for at in range(begin, end, BLOCK_M):
+        member = at + tl.arange(0, BLOCK_M)
         live = member < end
-        v = tl.load(order + part * entries + member, mask=live, other=0).to(tl.int64)
+        v = tl.load(order + member, mask=live, other=0).to(tl.int64)
         mask = live[:, None] & (n < tokens)[None, :]
         value = tl.load(grad + v[:, None] * tokens + n[None, :], mask=mask, other=0.0)
         total += value.to(tl.float32)
-    to = centroid.to(tl.int64) * tokens + n
-    tl.store(out + to, tl.sum(total, 0).to(out.dtype.element_ty), mask=n < tokens)
+    tl.store(out + stretch * tokens + n, tl.sum(total, 0), mask=n < tokens)
+
+
+@triton.jit
+def _add_stretches(
+    sums, first, out, tokens, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Add up the sums ``[S, N]`` of the stretches of one centroid."""
+    centroid = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin, end = tl.load(first + centroid), tl.load(first + centroid + 1)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for at in range(begin, end, BLOCK_M):
+        stretch = (at + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+        mask = (stretch < end) & (n < tokens)[None, :]
+        total += tl.load(sums + stretch * tokens + n[None, :], mask=mask, other=0.0)
+    to = out + centroid * tokens + n
+    tl.store(to, tl.sum(total, 0).to(out.dtype.element_ty), mask=n < tokens)
 
 
 class _CodebookSum(torch.autograd.Function):
@@ -146,8 +184,7 @@ class _CodebookSum(torch.autograd.Function):
         codes: Tensor,
         bias: Tensor | None,
         bits: int,
-        order: Tensor,
-        bounds: Tensor,
+        index: Members | None,
     ) -> Tensor:
         parts, clusters, tokens = products.shape
         out = products.new_empty(tokens, len(codes))
@@ -157,14 +194,15 @@ class _CodebookSum(torch.autograd.Function):
                 products.contiguous(), codes, bias, out, tokens, *codes.shape[:1], clusters,
                 codes.shape[1], PARTS=parts, BITS=bits, BLOCK_V=BLOCK_V, BLOCK_N=BLOCK_N,
             )  # fmt: skip
-        ctx.save_for_backward(order, bounds)
-        ctx.shape, ctx.has_bias = products.shape, bias is not None
+        ctx.index, ctx.shape, ctx.has_bias = index, products.shape, bias is not None
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        order, bounds = ctx.saved_tensors
+        index: Members | None = ctx.index
+        if index is None:
+            raise ValueError("codebook_sum without an index has no backward pass: give members(..)")
         parts, clusters, tokens = ctx.shape
         entries = grad.shape[1]
         out = grad.new_zeros(ctx.shape)
@@ -174,11 +212,16 @@ class _CodebookSum(torch.autograd.Function):
             _turn[triton.cdiv(entries, BLOCK_V),](
                 grad.contiguous(), turned, bias, tokens, entries, BLOCK_V=BLOCK_V, BLOCK_N=BLOCK_N
             )
-            _sum_backward[parts * clusters, triton.cdiv(tokens, SUM_N)](
-                turned, order, bounds, out, tokens, entries, clusters,
+            sums = grad.new_empty(len(index.stretches), tokens, dtype=torch.float32)
+            columns = triton.cdiv(tokens, SUM_N)
+            _sum_stretches[len(sums), columns](
+                turned, index.order, index.stretches, sums, tokens,
                 BLOCK_M=SUM_M, BLOCK_N=SUM_N, num_warps=2,
             )  # fmt: skip
-        return out, None, bias, None, None, None
+            _add_stretches[parts * clusters, columns](
+                sums, index.first, out, tokens, BLOCK_M=SUM_M, BLOCK_N=SUM_N, num_warps=2
+            )
+        return out, None, bias, None, None
 
 
 def codebook_sum(
@@ -186,7 +229,7 @@ def codebook_sum(
     codes: Tensor,
     bias: Tensor | None,
     bits: int,
-    index: tuple[Tensor, Tensor],
+    index: Members | None,
     *,
     impl: str | None = None,
 ) -> Tensor:
@@ -197,7 +240,7 @@ def codebook_sum(
         codes: packed codes of each entry, uint8 ``[V, bytes]``, contiguous; see :func:`pack`.
         bias: ``[V]``, or None.
         bits: of a code.
-        index: what :func:`members` gives for these codes.
+        index: what :func:`members` gives for these codes; the backward pass of the kernel needs it.
         impl: see :mod:`dlrm.kernels`.
 
     Returns:
@@ -206,7 +249,7 @@ def codebook_sum(
     """
     if not use_triton(products, impl):
         return codebook_sum_torch(products, codes, bias, bits)
-    return _CodebookSum.apply(products, codes, bias, bits, *index)
+    return _CodebookSum.apply(products, codes, bias, bits, index)
 
 
 def codebook_sum_torch(products: Tensor, codes: Tensor, bias: Tensor | None, bits: int) -> Tensor:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dlrm.kernels import codebook
 from dlrm.kernels.codebook import code_bits, codebook_sum, codebook_sum_torch, members, pack, unpack
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -35,15 +36,34 @@ def test_nine_bits_for_384_clusters():
     assert pack(torch.randint(384, (10, 8)), code_bits(384)).shape == (10, 9)
 
 
-def test_members_are_all_entries_by_centroid():
+@pytest.mark.parametrize("stretch", [1, 16, 512])
+def test_members_are_all_entries_by_centroid(stretch, monkeypatch):
+    monkeypatch.setattr(codebook, "STRETCH", stretch)
     codes = torch.randint(7, (100, 3))
     codes[:, 1] = 4  # one centroid has all
-    order, bounds = members(pack(codes, 3), 3, 3, 7)
+    found = members(pack(codes, 3), 3, 3, 7)
+    spans = found.stretches.tolist()
+    assert all(end <= begin + stretch for begin, end in spans)
     for part in range(3):
-        assert torch.equal(order[part].sort().values, torch.arange(100, dtype=torch.int32))
         for name in range(7):
-            own = order[part, bounds[part, name] : bounds[part, name + 1]]
+            begin, end = found.first[7 * part + name : 7 * part + name + 2].tolist()
+            own = torch.cat(
+                [found.order[slice(*span)] for span in spans[begin:end]] + [found.order[:0]]
+            )
             assert torch.equal(own.long(), (codes[:, part] == name).nonzero()[:, 0])
+    assert all(begin >= end for begin, end in spans[found.first[-1] :])
+
+
+def test_gradients_of_centroids_that_many_entries_share(device, monkeypatch):
+    monkeypatch.setattr(codebook, "STRETCH", 16)
+    codes = torch.zeros(300, 2, dtype=torch.int64, device=device)
+    codes[:40] = torch.randint(9, (40, 2), device=device)
+    packed, up = pack(codes, 4), torch.randn(5, 300, device=device)
+    products = torch.randn(2, 9, 5, device=device, requires_grad=True)
+    out = codebook_sum(products, packed, None, 4, members(packed, 2, 4, 9), impl="triton")
+    (found,) = torch.autograd.grad(out, products, up)
+    exact = codebook_sum_torch(products, packed, None, 4)
+    torch.testing.assert_close(found, torch.autograd.grad(exact, products, up)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -96,3 +116,10 @@ def test_no_tokens():
     assert out.shape == (0, 10)
     out.sum().backward()
     assert products.grad.shape == (2, 4, 0)
+
+
+def test_without_an_index_there_is_no_backward_pass():
+    packed, products = pack(torch.randint(4, (10, 2)), 2), torch.randn(2, 4, 3, requires_grad=True)
+    out = codebook_sum(products, packed, None, 2, None, impl="triton")
+    with pytest.raises(ValueError, match="without an index has no backward pass"):
+        out.sum().backward()
