@@ -25,6 +25,7 @@ import torch
 from dlrm import metrics
 from dlrm.cli import parse
 from dlrm.data.schema import Meta
+from dlrm.distributed import World
 from dlrm.embeddings import available
 from dlrm.hints import Parser
 from dlrm.measure import ROOT, gpu_milliseconds, write
@@ -93,7 +94,7 @@ def measure_one(options: argparse.Namespace, kind: str, batch: int) -> dict[str,
     """One epoch; returns its seconds by part, and what the run reports."""
     with tempfile.TemporaryDirectory() as directory:
         config, resolved = parse(arguments(options, kind, batch, directory), available())
-        run = TimedRun(config, resolved)
+        run = TimedRun(config, resolved, World.of_environment())
         final = run.train()
     seconds = run.seconds
     preparing = run.step.preparing_seconds
