@@ -61,6 +61,7 @@ class Run:
         self.model = DLRM(**self.recipe, sharding=self.sharding).to(self.device)
         if config.init_from and not restored:
             self.model.load_trained(checkpoint.load_model(config.init_from, self.device)[0])
+        self.train_data.look_ahead = self.model.sparse_arch.looks_ahead and world.size == 1
         self.optimizers = self._optimizers()
         self.schedule = Schedule(self.optimizers, **config.optim.schedule)
         self.step = TrainStep(
@@ -86,7 +87,7 @@ class Run:
         self._announce()
         eval_every = config.eval_every or max(len(self.train_data) // 4, 1)
         last_step = config.max_steps or float("inf")
-        rows = self.train_data.rows
+        data, rows = self.train_data, self.train_data.rows
         if config.init_from and not self.steps:
             self.fitted = {f"fitted/{k}": v for k, v in self._evaluate("test").items()}
             self.tracker.log(0, self.fitted)
@@ -109,7 +110,7 @@ class Run:
                     logging = self.steps % config.log_every == 0
                     total = min(config.batch_size, left)
                     left -= total
-                    out = self.step(batch, norms=logging, total=total)
+                    out = self.step(batch, norms=logging, total=total, upcoming=data.upcoming)
                     clock.samples += total
                     progress.update(total)
                     if profiler:

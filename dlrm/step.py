@@ -27,12 +27,16 @@ FUSION = {"combo_kernels": True}  # one launch to cast all weights, one to sum s
 WARM_UP = 3  # steps of a shape that run one by one before it is captured
 
 
+Key = tuple[int, bool, bool]  # of a captured step: batch size, with norms, with an upcoming batch
+
+
 @dataclass(frozen=True)
 class Captured:
     """A step of one batch size as a CUDA graph, and where it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
     batch: Batch
+    upcoming: Batch | None
     out: dict[str, Tensor]
 
 
@@ -105,12 +109,17 @@ class TrainStep:
         self._beside = [o for o in optimizers if embeddings.issuperset(map(id, _parameters(o)))]
         self._branch = branch_of(self.device)
         self._planner = Planner(self.device) if on_gpu else nullcontext()
-        self._seen: Counter[tuple[int, bool]] = Counter()
-        self._captured: dict[tuple[int, bool], Captured] = {}
+        self._seen: Counter[Key] = Counter()
+        self._captured: dict[Key, Captured] = {}
         self.preparing_seconds = 0.0
 
     def __call__(
-        self, batch: Batch, *, norms: bool = False, total: int | None = None
+        self,
+        batch: Batch,
+        *,
+        norms: bool = False,
+        total: int | None = None,
+        upcoming: Batch | None = None,
     ) -> dict[str, Tensor]:
         """Train on one batch.
 
@@ -118,6 +127,8 @@ class TrainStep:
             batch: on the model's device; with several processes this one's share.
             norms: also give the gradient norms of the dense part and of the embeddings.
             total: samples of the shares of all processes together.
+            upcoming: the batch of the next step, if it is known, for embeddings that fetch rows
+                ahead.
 
         Returns:
             ``loss`` (and ``gradient_norm/dense``, ``gradient_norm/embeddings``) as 0-d tensors,
@@ -125,38 +136,47 @@ class TrainStep:
         """
         total = batch.size if total is None else total
         uneven = self.reducer is not None and total % self.reducer.world.size > 0
+        if self.reducer is not None or (upcoming and upcoming.size != batch.size):
+            upcoming = None  # what others update must not move; a graph has one shape
         if self.mode != "graph" or batch.offsets is not None or uneven:
-            return self._run(batch, norms, total)
-        key = (batch.size, norms)
+            return self._run(batch, norms, total, upcoming)
+        key = (batch.size, norms, upcoming is not None)
         captured = self._captured.get(key)
         if captured is not None:
             captured.batch.copy_(batch)
+            if captured.upcoming is not None and upcoming is not None:
+                captured.upcoming.ids.copy_(upcoming.ids)
             captured.graph.replay()
             return captured.out
         began = time.perf_counter()
-        out = self._prepare(batch, norms, total, key)
+        out = self._prepare(batch, norms, total, upcoming)
         self.preparing_seconds += time.perf_counter() - began
         return out
 
     def _prepare(
-        self, batch: Batch, norms: bool, total: int, key: tuple[int, bool]
+        self, batch: Batch, norms: bool, total: int, upcoming: Batch | None
     ) -> dict[str, Tensor]:
         """A step of a batch size that is not captured yet, and may be now."""
+        key = (batch.size, norms, upcoming is not None)
         self._seen[key] += 1
         if self._seen[key] > WARM_UP:
-            captured = self._captured[key] = self._capture(batch, norms, total)
+            captured = self._captured[key] = self._capture(batch, norms, total, upcoming)
             captured.graph.replay()
             return captured.out
         # The short last batch of an epoch is not worth the seconds of compiling for its size.
-        known = not self._captured or any(size == batch.size for size, _ in self._captured)
+        known = not self._captured or any(size == batch.size for size, *_ in self._captured)
         compiles = known or self._seen[key] == WARM_UP
         with nullcontext() if compiles else set_stance("force_eager"):
-            return self._warm_up(batch, norms, total)
+            return self._warm_up(batch, norms, total, upcoming)
 
-    def _run(self, batch: Batch, norms: bool, total: int) -> dict[str, Tensor]:
+    def _run(
+        self, batch: Batch, norms: bool, total: int, upcoming: Batch | None
+    ) -> dict[str, Tensor]:
         reducer = self.reducer
         sharing = reducer.step(total, one_hot=batch.offsets is None) if reducer else nullcontext()
         norm_of = reducer.norm if reducer else gradient_norm
+        if upcoming is not None:
+            self.model.sparse_arch.prefetch(upcoming.ids, upcoming.offsets)
         with self._planner, sharing:
             with torch.autocast(self.device.type, torch.bfloat16, self.precision == "bf16"):
                 logits = self.model(batch.dense, batch.ids, batch.offsets)
@@ -194,19 +214,21 @@ class TrainStep:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
-    def _warm_up(self, batch: Batch, norms: bool, total: int) -> dict[str, Tensor]:
+    def _warm_up(
+        self, batch: Batch, norms: bool, total: int, upcoming: Batch | None
+    ) -> dict[str, Tensor]:
         """A step one by one on a side stream, as capture asks for."""
         current, side = torch.cuda.current_stream(), torch.cuda.Stream(self.device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            out = self._run(batch, norms, total)
+            out = self._run(batch, norms, total, upcoming)
         current.wait_stream(side)
         return out
 
-    def _capture(self, batch: Batch, norms: bool, total: int) -> Captured:
-        """Record a step on copies of ``batch``; nothing is computed yet."""
-        static = batch.clone()
+    def _capture(self, batch: Batch, norms: bool, total: int, upcoming: Batch | None) -> Captured:
+        """Record a step on copies of the batches; nothing is computed yet."""
+        static, coming = batch.clone(), upcoming and upcoming.clone()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = self._run(static, norms, total)
-        return Captured(graph, static, out)
+            out = self._run(static, norms, total, coming)
+        return Captured(graph, static, coming, out)

@@ -71,6 +71,8 @@ class CriteoLoader:
         meta: what ``meta.json`` says.
         rows: rows of the split, over all ranks.
         wait_seconds: for how long the consumer has waited for data, in all iterations.
+        look_ahead: whether to know the batch behind the one that was yielded; False at first.
+        upcoming: that batch, if there is one and look_ahead is on.
 
     Raises:
         FileNotFoundError: the meta file or a file of the split is missing.
@@ -122,6 +124,8 @@ class CriteoLoader:
         self._gathers = on_gpu and not self.meta.multi_hot
         self._mixed = window if shuffle else 1  # row groups of a window
         self.wait_seconds = 0.0
+        self.look_ahead = False
+        self.upcoming: Batch | None = None
         self.epoch = 0
         self._position = 0  # rows of the epoch, over all ranks, that were yielded
         self._start = 0  # where the next iteration begins
@@ -244,8 +248,19 @@ class CriteoLoader:
                 batches = self._assembled(start, readers, assembler)
             if self.device.type == "cuda":
                 batches = self._ahead(batches)
+            if self.look_ahead:
+                batches = self._with_upcoming(batches)
             for batch, self._position in batches:
                 yield batch
+
+    def _with_upcoming(self, batches: Iterator[tuple[Batch, int]]) -> Iterator[tuple[Batch, int]]:
+        """The batches, one later than they come."""
+        held = next(batches, None)
+        while held is not None:
+            coming = next(batches, None)
+            self.upcoming = None if coming is None else coming[0]
+            yield held
+            held = coming
 
     def _gathered(self, start: int, readers: ThreadPoolExecutor) -> Iterator[tuple[Batch, int]]:
         """Batches that the device gathers from windows, each with the position behind it."""

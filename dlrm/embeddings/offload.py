@@ -14,8 +14,6 @@ from dlrm.kernels.cached_rows import CachedRows
 from dlrm.kernels.host import mapped
 from dlrm.kernels.lookup import lookup, lookup_tables
 
-LINK = 53e9  # bytes a second, each way, between pinned memory and an H100 over PCIe 5
-
 
 class Offload(Embedding):
     """Every row in full, in pinned host memory with its optimizer state; the GPU caches rows.
@@ -115,15 +113,15 @@ class Offload(Embedding):
         return tables
 
     def cache_stats(self) -> Mapping[str, float]:
-        """Look-ups so far, those whose row was on the GPU before it was asked for, and the bytes
-        that came from the host and went there.
+        """Look-ups so far, those whose row was on the GPU before it was fetched for them, training
+        steps, and the bytes that came from the host and went there.
         """
         if not self.cached.active:
             return {}
         lookups, hits, fetched, written = self.cached.traffic.tolist()
         size = sum(host.shape[1] * host.element_size() for host, _ in self.cached.tensors)
         moved = {"bytes_in": fetched * size, "bytes_out": written * size}
-        return {"lookups": lookups, "hits": hits, **moved}
+        return {"lookups": lookups, "hits": hits, "steps": int(self.cached.clock), **moved}
 
     # The rows stay in host memory, and the cache is no part of the state ----------------------
 

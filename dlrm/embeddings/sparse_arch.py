@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +15,8 @@ from dlrm.embeddings.base import Embedding
 from dlrm.embeddings.plan import Plan
 from dlrm.embeddings.registry import available, build
 from dlrm.embeddings.sharded import Sharded, Sharding
+
+LINK = 53e9  # bytes a second each way between pinned host memory and an H100 (PCIe 5), as measured
 
 
 class SparseArch(nn.Module):
@@ -60,6 +64,7 @@ class SparseArch(nn.Module):
         for index, slots in enumerate(self.slots):
             self.register_buffer(f"_slots_{index}", torch.tensor(slots), persistent=False)
         self.order: Tensor  # [F]
+        self._measured: tuple[float, Counter[str]] = time.perf_counter(), Counter()
 
     def forward(
         self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
@@ -79,6 +84,17 @@ class SparseArch(nn.Module):
                 share = self._share(index, *share)
             found += group.parts(*share) if isinstance(group, Sharded) else [group(*share)]
         return found
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a group has a use for :meth:`prefetch`."""
+        return any(type(group).prefetch is not Embedding.prefetch for group, _ in self.embeddings())
+
+    def prefetch(self, ids: Tensor, offsets: Tensor | None = None) -> None:
+        """Tell the groups of the batch behind the next one, as :meth:`forward` will take it."""
+        for index, (group, _) in enumerate(self.embeddings()):
+            if type(group).prefetch is not Embedding.prefetch:
+                group.prefetch(*self._share(index, ids, offsets, None)[:2])
 
     def in_order(self, vectors: list[Tensor]) -> Tensor:
         """The groups' vectors in one ``[B, F, D]``, in the order of the features."""
@@ -137,11 +153,25 @@ class SparseArch(nn.Module):
         return tables
 
     def cache_stats(self) -> dict[str, float]:
-        """Share of the training look-ups that the caches of the groups answered, if any has one."""
-        caches = [group.cache_stats() for group, _ in self.embeddings()]
-        lookups = sum(stats.get("lookups", 0) for stats in caches)
-        hits = sum(stats.get("hits", 0) for stats in caches)
-        return {"cache/hit_rate": hits / lookups} if lookups else {}
+        """Share of the training look-ups that the caches of the groups answered, if any has one;
+        and of caches of host memory, since the last call, the megabytes moved per step and the
+        share of the link's rate that the busier direction took.
+        """
+        sums: Counter[str] = Counter()
+        for group, _ in self.embeddings():
+            sums.update(group.cache_stats())
+        if not sums["lookups"]:
+            return {}
+        values = {"cache/hit_rate": sums["hits"] / sums["lookups"]}
+        if sums["steps"]:
+            then, self._measured = self._measured, (time.perf_counter(), sums)
+            seconds, steps = self._measured[0] - then[0], max(sums["steps"] - then[1]["steps"], 1)
+            moved = [sums[name] - then[1][name] for name in ("bytes_in", "bytes_out")]
+            values["cache/MB_in_per_step"], values["cache/MB_out_per_step"] = (
+                size / steps / 1e6 for size in moved
+            )
+            values["cache/link_share"] = max(moved) / seconds / LINK
+        return values
 
     def sizes(self) -> dict[str, float]:
         """Bytes by part and in all, and the compression: how many times larger dense tables are.
