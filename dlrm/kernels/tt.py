@@ -143,6 +143,7 @@ def tt_vectors(
         outer=outer,
         precision=_precision(precision),
         way=_way(chain, n, deterministic),
+        trains=torch.is_grad_enabled() and any(core.requires_grad for core in cores),
     )
     out = _Rows.apply(call, None, *(core.contiguous() for core in cores))
     if ids.dim() == 2:
@@ -202,6 +203,7 @@ def tt_bags(
         outer=tables,
         precision=_precision(precision),
         way=_way(chain, ids.numel(), deterministic),
+        trains=torch.is_grad_enabled() and any(core.requires_grad for core in cores),
     )
     weights = None if weights is None else weights.contiguous()
     out = _Rows.apply(call, weights, *(core.contiguous() for core in cores))

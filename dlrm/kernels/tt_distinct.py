@@ -12,18 +12,18 @@ import triton.language as tl
 
 @triton.jit
 def _tile(
-    u, factors, left_scan, total, words,
+    u, factors, left_slots, total,
     A: tl.constexpr, R: tl.constexpr, R2: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Rows ``(id, A)`` of a tile: their ids, where their left factors lie and what these are."""
-    count = tl.load(total + words - 1)
+    count = tl.load(total)
     m = tl.arange(0, BM)
     at = tl.program_id(0) * (BM // A) + m // A
     row = (m < BM // A * A) & (at < count)
     both = tl.load(factors + at, mask=row, other=0x7FFFFFFF00000000)
     a = (both & 0xFFFFFFFF).to(tl.int32)
-    if left_scan is not None:
-        a = tl.load(left_scan + a, mask=row, other=1) - 1
+    if left_slots is not None:
+        a = tl.load(left_slots + a, mask=row, other=0)
     start = a.to(tl.int64) * (A * R) + m % A * R
     r = tl.arange(0, R2)
     x = tl.load(u + start[:, None] + r[None, :], mask=row[:, None] & (r < R)[None, :], other=0.0)
@@ -32,38 +32,41 @@ def _tile(
 
 @triton.jit
 def distinct_rows(
-    u, w, factors, left_scan, right_scan, total, words, out,
+    u, w, factors, left_slots, right_slots, total, out, cleared,
     A: tl.constexpr, R: tl.constexpr, C: tl.constexpr, R2: tl.constexpr, C2: tl.constexpr,
     BM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The row of every distinct id."""
-    if tl.program_id(0) * (BM // A) < tl.load(total + words - 1):
-        at, row, _, x, b = _tile(u, factors, left_scan, total, words, A, R, R2, BM)
+    """The row of every distinct id; ``cleared`` gets zeros where its gradient will be summed."""
+    if tl.program_id(0) * (BM // A) < tl.load(total):
+        at, row, _, x, b = _tile(u, factors, left_slots, total, A, R, R2, BM)
         r, c = tl.arange(0, R2), tl.arange(0, C2)
         mask = (r < R)[:, None] & (c < C)[None, :]
         result = tl.zeros((BM, C2), tl.float32)
         now = tl.min(b, 0)
         while now < 2147483647:
             y_row = now.to(tl.int64)
-            if right_scan is not None:
-                y_row = (tl.load(right_scan + now) - 1).to(tl.int64)
+            if right_slots is not None:
+                y_row = tl.load(right_slots + now).to(tl.int64)
             y = tl.load(w + y_row * (R * C) + r[:, None] * C + c[None, :], mask=mask, other=0.0)
             product = tl.dot(x, y, input_precision=PRECISION)
             result = tl.where((b == now)[:, None], product, result)
             now = tl.min(tl.where(b > now, b, 2147483647), 0)
         to = (at.to(tl.int64) * A + tl.arange(0, BM) % A)[:, None] * C + c[None, :]
-        tl.store(out + to, result.to(out.dtype.element_ty), mask=row[:, None] & (c < C)[None, :])
+        mask = row[:, None] & (c < C)[None, :]
+        tl.store(out + to, result.to(out.dtype.element_ty), mask=mask)
+        if cleared is not None:
+            tl.store(cleared + to, tl.zeros((BM, C2), tl.float32), mask=mask)
 
 
 @triton.jit
 def distinct_gradient(
-    u, w, factors, left_scan, right_scan, total, words, grad, d_left, d_right,
+    u, w, factors, left_slots, right_slots, total, grad, d_left, d_right,
     A: tl.constexpr, R: tl.constexpr, C: tl.constexpr, R2: tl.constexpr, C2: tl.constexpr,
     BM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the factors from those of the distinct rows."""
-    if tl.program_id(0) * (BM // A) < tl.load(total + words - 1):
-        at, row, start, x, b = _tile(u, factors, left_scan, total, words, A, R, R2, BM)
+    if tl.program_id(0) * (BM // A) < tl.load(total):
+        at, row, start, x, b = _tile(u, factors, left_slots, total, A, R, R2, BM)
         r, c = tl.arange(0, R2), tl.arange(0, C2)
         mask = (r < R)[:, None] & (c < C)[None, :]
         to = (at.to(tl.int64) * A + tl.arange(0, BM) % A)[:, None] * C + c[None, :]
@@ -72,8 +75,8 @@ def distinct_gradient(
         now = tl.min(b, 0)
         while now < 2147483647:
             y_row = now.to(tl.int64)
-            if right_scan is not None:
-                y_row = (tl.load(right_scan + now) - 1).to(tl.int64)
+            if right_slots is not None:
+                y_row = tl.load(right_slots + now).to(tl.int64)
             y_at = y_row * (R * C) + r[:, None] * C + c[None, :]
             y = tl.load(w + y_at, mask=mask, other=0.0)
             g = tl.where((b == now)[:, None], g_all, 0.0).to(x.dtype)

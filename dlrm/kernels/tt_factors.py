@@ -96,6 +96,7 @@ class Chain:
     sizes: dict[str, int]  # A, R, C and the same rounded up to powers of 2
     keys: Tensor  # [F, 3] of each table: its first key, left factors, and the first of these
     words: int  # of 32 bits, to flag every id of every table
+    wide: bool  # ids beyond 32 bits
 
     @classmethod
     def build(cls, p: Tensor, q: tuple[int, ...], ranks: tuple[int, ...]) -> Chain:
@@ -123,6 +124,7 @@ class Chain:
             sizes={"A": a, "R": r, "C": c, **pads},
             keys=torch.tensor(keys, device=p.device),
             words=triton.cdiv(first, 32),
+            wide=max(prod(row) for row in p.tolist()) >= 2**31,
         )
 
 
@@ -138,28 +140,61 @@ def chain_of(p: Tensor, q: Sequence[int], ranks: Sequence[int]) -> Chain:
     return known[key]
 
 
-def clear_rows(out: Tensor, count: Tensor) -> None:
-    """Zero the first ``count`` rows of ``out``, a number that is on the GPU."""
-    grid = (triton.cdiv(out.numel(), 4096),)
-    kernels.clear_rows[grid](out, count, LENGTH=out.shape[1], BLOCK=4096)
+class Zeros:
+    """Buffers of zeros, all filled by one launch."""
+
+    def __init__(self) -> None:
+        self._wanted: list[tuple[Any, str, int, torch.dtype]] = []
+
+    def ask(self, owner: Any, name: str, size: int, dtype: torch.dtype = torch.int32) -> None:
+        """Have attribute ``name`` of ``owner`` be ``size`` numbers of 32 bits."""
+        self._wanted.append((owner, name, size, dtype))
+
+    def make(self, device: torch.device) -> None:
+        """Allocate and fill all that was asked for; each begins on 16 bytes."""
+        sizes = [-(-size // 4) * 4 for _, _, size, _ in self._wanted]
+        filled = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        for (owner, name, size, dtype), part in zip(self._wanted, filled.split(sizes), strict=True):
+            setattr(owner, name, part[:size].view(dtype))
 
 
 class Factor:
     """One factor of all look-ups: which one each has, and the products in use."""
 
+    flags: Tensor | None = None  # [pairs] those in use
+    total: Tensor  # [1] how many they are
+    gradient: Tensor | None = None  # zeros to add the gradient of the values in use to
+    d_small: Tensor | None = None  # and that of the small core
+
     def __init__(
-        self, pairs: Pairs | None, core: int, cores: Sequence[Tensor], index: Tensor
+        self,
+        pairs: Pairs | None,
+        core: int,
+        cores: Sequence[Tensor],
+        index: Tensor,
+        zeros: Zeros,
+        *,
+        trains: bool,
+        ordered: bool,
     ) -> None:
-        self.pairs = pairs
+        self.pairs, self.ordered = pairs, ordered
         self.number = len(cores[core]) if pairs is None else pairs.number
         self.values = cores[core]  # [slots, Q * N] once multiplied out
         self.index = index  # [n] slice or pair of every look-up, filled in by others
-        self.scan: Tensor | None = None
-        self.flags: Tensor | None = None
-        if pairs is not None:
-            self.flags = index.new_zeros(pairs.number)
-            self.slots = min(len(index), pairs.number)
-            self.members = index.new_empty(self.slots)
+        self.slots: Tensor | None = None  # [pairs] where the product of a pair in use is
+        adds = trains and not ordered
+        if pairs is None:
+            if adds:
+                zeros.ask(self, "gradient", self.values.numel(), torch.float32)
+            return
+        self.many = min(len(index), pairs.number)
+        zeros.ask(self, "flags", pairs.number)
+        zeros.ask(self, "total", 1)
+        if adds:
+            self.gradient = self.values.new_empty(
+                self.many, pairs.sizes["Q"] * pairs.sizes["N"], dtype=torch.float32
+            )
+            zeros.ask(self, "d_small", cores[pairs.small].numel(), torch.float32)
 
     @property
     def base(self) -> Tensor | None:
@@ -178,24 +213,26 @@ class Factor:
 
     def _grid(self, tiles: dict[str, Any]) -> tuple[int, int]:
         assert self.pairs is not None
-        most = min(self.pairs.most, self.slots) * tiles["Q"]
+        most = min(self.pairs.most, self.many) * tiles["Q"]
         return len(self.pairs.small_start), triton.cdiv(most, tiles["BM"])
 
     def multiply(self, cores: Sequence[Tensor], precision: str) -> None:
         """Rank the pairs in use and multiply them out; without pairs there is nothing to do."""
         if self.pairs is None:
             return
-        assert self.flags is not None
         pairs, small, big = self.pairs, cores[self.pairs.small], cores[self.pairs.big]
-        self.scan = torch.cumsum(self.flags, 0, dtype=torch.int32)
-        slices = len(pairs.small_start)
-        kernels.list_members[(slices,)](
-            self.flags, self.scan, pairs.pair_start, pairs.small_start, self.members, BLOCK=256
-        )
+        bigs = len(pairs.small_start)
+        self.slots = self.index.new_empty(pairs.number)
+        self.members = self.index.new_empty(self.many)
+        self.spans = self.index.new_empty(bigs, 2)
+        kernels.rank_pairs[(bigs,)](
+            self.flags, pairs.pair_start, pairs.small_start, self.total, self.slots, self.members,
+            self.spans, BLOCK=256,
+        )  # fmt: skip
         tiles = self._tiles("pair_products", precision)
-        self.values = big.new_empty(self.slots, tiles["Q"] * tiles["N"])
+        self.values = big.new_empty(self.many, tiles["Q"] * tiles["N"])
         kernels.pair_products[self._grid(tiles)](
-            small, big, self.values, self.scan, pairs.pair_start, self.members, **tiles
+            small, big, self.values, self.gradient, self.spans, self.members, **tiles
         )
 
     def backward(
@@ -205,33 +242,43 @@ class Factor:
         pairs = self.pairs
         assert pairs is not None
         small, big = cores[pairs.small], cores[pairs.big]
-        slices = len(pairs.small_start)
         tiles = self._tiles("big_gradient", precision)
         d_big = torch.empty_like(big, dtype=torch.float32)
-        kernels.big_gradient[(slices, triton.cdiv(tiles["N"], tiles["BN"]))](
-            small, grad, d_big, self.scan, pairs.pair_start, self.members, **tiles
+        d_small = None if self.ordered else self._once("d_small", small)
+        kernels.big_gradient[(len(self.spans), triton.cdiv(tiles["N"], tiles["BN"]))](
+            small, big, grad, d_big, d_small, self.spans, self.members, **tiles
         )
+        if d_small is None:
+            d_small = self._ordered_sum(grad, small, big, precision)
+        grads[pairs.small], grads[pairs.big] = d_small, d_big
+
+    def _ordered_sum(self, grad: Tensor, small: Tensor, big: Tensor, precision: str) -> Tensor:
+        """Gradient of the small core, what each pair adds to it summed in their order."""
+        pairs = self.pairs
+        assert pairs is not None
         length = small.shape[1]
         tiles = self._tiles("small_gradient", precision)
-        parts = grad.new_empty(self.slots, length)
-        kernels.small_gradient[self._grid(tiles)](
-            big, grad, parts, self.scan, pairs.pair_start, **tiles
-        )
+        parts = grad.new_empty(self.many, length)
+        kernels.small_gradient[self._grid(tiles)](big, grad, parts, self.spans, **tiles)
         d_small = torch.empty_like(small, dtype=torch.float32)
         block = min(32, power(length))
         kernels.sum_small[(len(small), triton.cdiv(length, block))](
-            parts, self.flags, self.scan, pairs.first_pair, pairs.step, pairs.count, d_small,
+            parts, self.flags, self.slots, pairs.first_pair, pairs.step, pairs.count, d_small,
             LENGTH=length, TILE=256, BLOCK=block,
         )  # fmt: skip
-        grads[pairs.small], grads[pairs.big] = d_small, d_big
+        return d_small
 
-    def no_gradient(self) -> Tensor:
-        """Zeros to sum the gradient of the values in use into, fp32."""
-        if self.scan is None:
-            return torch.zeros_like(self.values, dtype=torch.float32)
-        out = torch.empty_like(self.values, dtype=torch.float32)
-        clear_rows(out, self.scan[-1:])
-        return out
+    def zero_gradient(self) -> Tensor:
+        """Zeros to add the gradient of the values in use to, fp32."""
+        return self._once("gradient", self.values)
+
+    def _once(self, name: str, like: Tensor) -> Tensor:
+        """A buffer that was zeroed in the forward pass; for a second backward pass a new one."""
+        buffer = getattr(self, name)
+        setattr(self, name, None)
+        if buffer is None:
+            return torch.zeros_like(like, dtype=torch.float32)
+        return buffer.view_as(like)
 
     def order(self) -> Tensor:
         """Look-ups in an order in which those with an equal factor lie together."""

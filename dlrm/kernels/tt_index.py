@@ -13,18 +13,18 @@ import triton.language as tl
 @triton.jit
 def _factors(ids, table, p, starts, left_base, right_base, CORES: tl.constexpr):
     """Left and right factor of a row: a slice of the first or last core, or a pair of slices."""
-    last_p = tl.load(p + table * CORES + CORES - 1)
+    last_p = tl.load(p + table * CORES + CORES - 1).to(ids.dtype)
     last = ids % last_p
     rest = ids // last_p
     if CORES == 4:
-        third_p = tl.load(p + table * CORES + 2)
+        third_p = tl.load(p + table * CORES + 2).to(ids.dtype)
         right = tl.load(right_base + table) + rest % third_p * last_p + last
         rest = rest // third_p
     else:
         right = tl.load(starts + table * CORES + CORES - 1) + last
-    first_p = tl.load(p + table * CORES)
+    first_p = tl.load(p + table * CORES).to(ids.dtype)
     if CORES > 2:
-        second_p = tl.load(p + table * CORES + 1)
+        second_p = tl.load(p + table * CORES + 1).to(ids.dtype)
         first = rest // second_p % first_p
         left = tl.load(left_base + table) + rest % second_p * first_p + first
     else:
@@ -45,14 +45,15 @@ def _ones(bits):
 def _note(
     ids, skip, at, mask, table, p, starts, left_base, right_base,
     left, right, left_flags, right_flags, key_base, keys, bitmap,
-    CORES: tl.constexpr,
+    CORES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Write the factors of look-ups ``at``, flag the pairs in use and, for merging, the ids.
 
     The key of an id counts its right factor first, so that ids in order of their keys have runs of
     the same right factor. What is skipped has factors and key -1.
     """
-    row = tl.load(ids + at, mask=mask, other=0).to(tl.int64)
+    # Division of 64 bits costs several times that of 32.
+    row = tl.load(ids + at, mask=mask, other=0).to(tl.int64 if WIDE else tl.int32)
     a, b = _factors(row, table, p, starts, left_base, right_base, CORES)
     live = mask
     if skip is not None:
@@ -77,7 +78,7 @@ def _note(
 def index_ids(
     ids, skip, tables, per_table, p, starts, left_base, right_base,
     left, right, left_flags, right_flags, key_base, keys, bitmap, n,
-    CORES: tl.constexpr, BLOCK: tl.constexpr,
+    CORES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find what every look-up multiplies."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -85,7 +86,7 @@ def index_ids(
     table = tl.load(tables + at // per_table, mask=mask, other=0).to(tl.int64)
     _note(
         ids, skip, at, mask, table, p, starts, left_base, right_base,
-        left, right, left_flags, right_flags, key_base, keys, bitmap, CORES,
+        left, right, left_flags, right_flags, key_base, keys, bitmap, CORES, WIDE,
     )  # fmt: skip
 
 
@@ -93,7 +94,7 @@ def index_ids(
 def index_bags(
     ids, skip, offsets, weights, batch, p, starts, left_base, right_base,
     left, right, left_flags, right_flags, key_base, keys, bitmap, bag_of, scale,
-    CORES: tl.constexpr, MEAN: tl.constexpr, BLOCK: tl.constexpr,
+    CORES: tl.constexpr, WIDE: tl.constexpr, MEAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The same for one bag a program; also the bag of every look-up and its factor."""
     bag = tl.program_id(0)
@@ -105,7 +106,7 @@ def index_bags(
         mask = at < end
         _note(
             ids, skip, at, mask, table, p, starts, left_base, right_base,
-            left, right, left_flags, right_flags, key_base, keys, bitmap, CORES,
+            left, right, left_flags, right_flags, key_base, keys, bitmap, CORES, WIDE,
         )  # fmt: skip
         tl.store(bag_of + at, tl.zeros((BLOCK,), tl.int32) + bag, mask=mask)
         if weights is not None:
@@ -116,11 +117,18 @@ def index_bags(
 
 
 @triton.jit
-def count_ids(bitmap, counts, words, BLOCK: tl.constexpr):
-    """Number of ids flagged in each word."""
+def count_ids(bitmap, scan, total, words, BLOCK: tl.constexpr):
+    """Number the ids flagged in a block of words: how many there are up to the end of each word.
+
+    Ids of a block are in order of their keys; which block comes first is open.
+    """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < words
-    tl.store(counts + at, _ones(tl.load(bitmap + at, mask=mask, other=0)), mask=mask)
+    ones = _ones(tl.load(bitmap + at, mask=mask, other=0))
+    count = tl.sum(ones, 0)
+    if count > 0:
+        begin = tl.atomic_add(total, count, sem="relaxed")
+        tl.store(scan + at, begin + tl.cumsum(ones, 0), mask=mask)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 
 from dlrm.kernels import tt_distinct, tt_index, tt_rows
-from dlrm.kernels.tt_factors import Chain, Factor, clear_rows, power
+from dlrm.kernels.tt_factors import Chain, Factor, Zeros, power
 
 _STEPS = 8  # look-ups that one chunk of the ordered backward pass walks over
 _TILE = 2048  # numbers that a program of 4 warps holds
@@ -38,6 +38,7 @@ class Call:
     outer: int
     precision: str
     way: str  # direct, merged or ordered
+    trains: bool  # there may be a backward pass
     tables: Tensor | None = None  # without offsets: table of every run of per_table ids
     per_table: int = 1
     skip: Tensor | None = None  # [n] bool
@@ -47,6 +48,9 @@ class Call:
 
 class Lookup:
     """The factors of the ids of one look-up, made at once and kept for the backward pass."""
+
+    bitmap: Tensor  # [words] of the merged way: the ids in use
+    total: Tensor  # [1] how many they are
 
     def __init__(self, call: Call, cores: Sequence[Tensor], weights: Tensor | None) -> None:
         self.call = call
@@ -62,58 +66,72 @@ class Lookup:
             left, right, self.bag_of = call.ids.new_full((3, self.n), -1, dtype=torch.int32)
             if call.mean or weights is not None:
                 self.scale = call.ids.new_zeros(self.n, dtype=torch.float32)
-        self.left = Factor(call.chain.left, 0, cores, left)
-        self.right = Factor(call.chain.right, len(cores) - 1, cores, right)
+        zeros = Zeros()
+        rest: dict[str, Any] = {"trains": call.trains, "ordered": call.way == "ordered"}
+        self.left = Factor(call.chain.left, 0, cores, left, zeros, **rest)
+        self.right = Factor(call.chain.right, len(cores) - 1, cores, right, zeros, **rest)
+        if self.merged:
+            zeros.ask(self, "bitmap", call.chain.words)
+            zeros.ask(self, "total", 1)
+        zeros.make(call.ids.device)
         self._index(weights)
         self.left.multiply(cores, call.precision)
         self.right.multiply(cores, call.precision)
+        self.once: Tensor | None = None  # zeros to add the gradients of equal ids to
         if self.merged:
+            self._number()
             self.distinct = self._distinct_rows()
 
     def _index(self, weights: Tensor | None) -> None:
         call, left, right = self.call, self.left, self.right
-        keys = bitmap = None
+        bitmap = None
         if self.merged:
-            keys = call.ids.new_full((self.n,), -1, dtype=torch.int64)
-            bitmap = call.ids.new_zeros(call.chain.words, dtype=torch.int32)
+            bitmap = self.bitmap
+            self.keys = self._new_keys()
         arguments = (
             call.p, call.starts, left.base, right.base, left.index, right.index, left.flags,
-            right.flags, call.chain.keys, keys, bitmap,
+            right.flags, call.chain.keys, self.keys if self.merged else None, bitmap,
         )  # fmt: skip
         cores = call.p.shape[1]
         if call.offsets is None:
             tt_index.index_ids[(triton.cdiv(self.n, 256),)](
                 call.ids, call.skip, call.tables, call.per_table, *arguments, self.n,
-                CORES=cores, BLOCK=256,
+                CORES=cores, WIDE=call.chain.wide, BLOCK=256,
             )  # fmt: skip
         else:
             tt_index.index_bags[(call.results,)](
                 call.ids, call.skip, call.offsets, weights, call.inner, *arguments, self.bag_of,
-                self.scale, CORES=cores, MEAN=call.mean, BLOCK=32, num_warps=1,
+                self.scale, CORES=cores, WIDE=call.chain.wide, MEAN=call.mean, BLOCK=32,
+                num_warps=1,
             )  # fmt: skip
-        if bitmap is not None:
-            self._number(keys, bitmap)
 
-    def _number(self, keys: Tensor | None, bitmap: Tensor) -> None:
+    def _new_keys(self) -> Tensor:
+        """For the keys of all ids; those behind the last bag are -1."""
+        wide = self.call.chain.words >= 1 << 26
+        keys = torch.empty_like(self.left.index, dtype=torch.int64 if wide else torch.int32)
+        return keys if self.call.offsets is None else keys.fill_(-1)
+
+    def _number(self) -> None:
         """Number the distinct ids and note their factors."""
-        words = self.call.chain.words
-        counts = torch.empty_like(bitmap)
-        tt_index.count_ids[(triton.cdiv(words, 1024),)](bitmap, counts, words, BLOCK=1024)
-        self.total = torch.cumsum(counts, 0, dtype=torch.int32)
-        self.which = torch.empty_like(self.left.index)
-        self.factors = torch.empty_like(self.left.index, dtype=torch.int64)
+        words, left = self.call.chain.words, self.left.index
+        scan = torch.empty_like(self.bitmap)
+        tt_index.count_ids[(triton.cdiv(words, 1024),)](
+            self.bitmap, scan, self.total, words, BLOCK=1024
+        )
+        self.which = torch.empty_like(left)
+        self.factors = torch.empty_like(left, dtype=torch.int64)
         tt_index.number_ids[(triton.cdiv(self.n, 256),)](
-            keys, bitmap, self.total, self.left.index, self.right.index, self.which, self.factors,
+            self.keys, self.bitmap, scan, left, self.right.index, self.which, self.factors,
             self.n, BLOCK=256,
         )  # fmt: skip
 
     def _operands(self) -> tuple[Tensor | None, ...]:
         left, right = self.left, self.right
-        return left.values, right.values, left.index, right.index, left.scan, right.scan
+        return left.values, right.values, left.index, right.index, left.slots, right.slots
 
     def _distinct(self) -> tuple[Any, ...]:
-        left, right, words = self.left, self.right, self.call.chain.words
-        return left.values, right.values, self.factors, left.scan, right.scan, self.total, words
+        left, right = self.left, self.right
+        return left.values, right.values, self.factors, left.slots, right.slots, self.total
 
     def _tiles(self) -> tuple[tuple[int], dict[str, Any]]:
         """Grid and compile-time constants for tiles of distinct ids."""
@@ -126,8 +144,10 @@ class Lookup:
 
     def _distinct_rows(self) -> Tensor:
         values = self.left.values.new_empty(self.n, self.dim)
+        if self.call.trains:
+            self.once = torch.empty_like(values, dtype=torch.float32)
         grid, tile = self._tiles()
-        tt_distinct.distinct_rows[grid](*self._distinct(), values, **tile)
+        tt_distinct.distinct_rows[grid](*self._distinct(), values, self.once, **tile)
         return values
 
     def _copies(self) -> tuple[int, dict[str, int]]:
@@ -163,9 +183,11 @@ class Lookup:
         grads = [torch.empty(0)] * len(cores)
         if self.merged:
             d_left, d_right = self._merged_gradients(grad)
+        elif self.call.way == "ordered":
+            d_left = self._ordered_gradient(grad, self.left, self.right)
+            d_right = self._ordered_gradient(grad, self.right, self.left)
         else:
-            d_left = self._gradient(grad, self.left, self.right)
-            d_right = self._gradient(grad, self.right, self.left)
+            d_left, d_right = self._gradients(grad)
         for factor, gradient, core in ((self.left, d_left, 0), (self.right, d_right, -1)):
             if factor.pairs is None:
                 grads[core] = gradient
@@ -176,42 +198,52 @@ class Lookup:
     def _merged_gradients(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the left and right factors."""
         call, (block, rows) = self.call, self._copies()
-        once = grad.new_empty(self.n, self.dim, dtype=torch.float32)
-        clear_rows(once, self.total[-1:])
+        once, self.once = self.once, None
+        if once is None:  # a second backward pass
+            once = grad.new_zeros(self.n, self.dim, dtype=torch.float32)
         tt_distinct.merge_gradients[(triton.cdiv(self.n, block),)](
             grad, self.which, self.bag_of, self.scale, once, self.n, call.inner, call.outer,
             **rows,
         )  # fmt: skip
         grid, tile = self._tiles()
-        d_left, d_right = self.left.no_gradient(), self.right.no_gradient()
-        tt_distinct.distinct_gradient[grid](*self._distinct(), once, d_left, d_right, **tile)
+        d_left, d_right = self.left.zero_gradient(), self.right.zero_gradient()
+        warps = 1 if tile["BM"] * tile["R2"] <= _TILE else 4
+        tt_distinct.distinct_gradient[grid](
+            *self._distinct(), once, d_left, d_right, **tile, num_warps=warps
+        )
         return d_left, d_right
 
-    def _gradient(self, grad: Tensor, factor: Factor, other: Factor) -> Tensor:
-        """Gradient of the products or slices of one factor, ``[slots or slices, length]``."""
+    def _gradients(self, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, each look-up adding its part."""
         call, sizes = self.call, self.call.chain.sizes
-        left, ordered = factor is self.left, call.way == "ordered"
+        d_left, d_right = self.left.zero_gradient(), self.right.zero_gradient()
+        block = max(1, min(16, _TILE // 2 // (max(sizes["A2"], sizes["C2"]) * sizes["R2"])))
+        tt_rows.factor_gradients[(triton.cdiv(self.n, block),)](
+            *self._operands(), grad, self.bag_of, self.scale, d_left, d_right,
+            self.n, call.inner, call.outer, **sizes, BLOCK=block, num_warps=1,
+        )  # fmt: skip
+        return d_left, d_right
+
+    def _ordered_gradient(self, grad: Tensor, factor: Factor, other: Factor) -> Tensor:
+        """Gradient of the products or slices of one factor, summed in an order of the look-ups."""
+        call, sizes = self.call, self.call.chain.sizes
+        left = factor is self.left
         length = sizes["A" if left else "C"] * sizes["R"]
         block = max(2, min(16, _TILE // 2 // (sizes["A2" if left else "C2"] * sizes["R2"])))
-        steps = _STEPS if ordered else 1
-        chunks = triton.cdiv(self.n, steps)
+        chunks = triton.cdiv(self.n, _STEPS)
         rows = len(factor.values)
-        if ordered:
-            # Products in use are all written, but slices need not be in use.
-            make = grad.new_zeros if factor.pairs is None else grad.new_empty
-            out = make(rows + chunks, length, dtype=torch.float32)
-        else:
-            out = factor.no_gradient()
-        order = factor.order() if ordered else None
-        tt_rows.factor_gradient[(triton.cdiv(chunks, block),)](
-            other.values, grad, factor.index, factor.scan, other.index, other.scan,
+        # Products in use are all written, but slices need not be in use.
+        make = grad.new_zeros if factor.pairs is None else grad.new_empty
+        out = make(rows + chunks, length, dtype=torch.float32)
+        order = factor.order()
+        tt_rows.ordered_gradient[(triton.cdiv(chunks, block),)](
+            other.values, grad, factor.index, factor.slots, other.index, other.slots,
             self.bag_of, self.scale, order, out, rows, self.n, call.inner, call.outer,
-            **sizes, LEFT=left, STEPS=steps, BLOCK=block, EXCLUSIVE=ordered,
+            **sizes, LEFT=left, STEPS=_STEPS, BLOCK=block,
         )  # fmt: skip
-        if ordered:
-            width = min(128, power(length))
-            tt_rows.carry_runs[(chunks, triton.cdiv(length, width))](
-                factor.index, factor.scan, order, out, rows, self.n,
-                LENGTH=length, STEPS=steps, TILE=16, BLOCK=width,
-            )  # fmt: skip
+        width = min(128, power(length))
+        tt_rows.carry_runs[(chunks, triton.cdiv(length, width))](
+            factor.index, factor.slots, order, out, rows, self.n,
+            LENGTH=length, STEPS=_STEPS, TILE=16, BLOCK=width,
+        )  # fmt: skip
         return out[:rows]

@@ -1,10 +1,9 @@
 """Triton kernels that multiply out pairs of slices; see :mod:`dlrm.kernels.tt`.
 
 A pair is a slice ``[Q, R]`` of the small (outer) core and one ``[R, N]`` of the big core beside it;
-their product is ``[Q, N]``. Pairs that a batch uses have a *slot*, their rank among all in use, so
-that the slots of one big slice lie together: ``scan`` is the running sum of the flags of the pairs,
-and the slot of a pair in use is its entry less 1. ``S*``, ``B*`` and ``O*`` are the strides of the
-small core, the big one and the product; ``R2`` is ``R`` rounded up to a power of 2.
+their product is ``[Q, N]``. Pairs that a batch uses have a *slot* each: the slots of one big slice
+lie together, those in ``spans``, in the order of their pairs. ``S*``, ``B*`` and ``O*`` are the
+strides of the small core, the big one and the product; ``R2`` is ``R`` rounded up to a power of 2.
 """
 
 from __future__ import annotations
@@ -14,49 +13,45 @@ import triton.language as tl
 
 
 @triton.jit
-def list_members(flags, scan, pair_start, small_start, members, BLOCK: tl.constexpr):
-    """Write the small slice of every slot; one program a big slice."""
+def rank_pairs(flags, pair_start, small_start, total, slots, members, spans, BLOCK: tl.constexpr):
+    """Give slots to the pairs in use of one big slice, and note the small slice of each.
+
+    Which slice comes first is open, and no result depends on it.
+    """
     big = tl.program_id(0)
     begin = tl.load(pair_start + big)
     end = tl.load(pair_start + big + 1)
     small = tl.load(small_start + big)
+    count = 0
     for first in range(begin, end, BLOCK):
         pair = first + tl.arange(0, BLOCK)
-        used = tl.load(flags + pair, mask=pair < end, other=0) != 0
-        slot = tl.load(scan + pair, mask=used, other=1) - 1
-        tl.store(members + slot, small + pair - begin, mask=used)
-
-
-@triton.jit
-def _slots(scan, pair_start, big):
-    """Slots of a big slice: the first, and the first behind them."""
-    first = tl.load(pair_start + big)
-    behind = tl.load(pair_start + big + 1)
-    begin = tl.load(scan + first - 1, mask=first > 0, other=0)
-    return begin, tl.load(scan + behind - 1, mask=behind > 0, other=0)
-
-
-@triton.jit
-def clear_rows(out, count, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Zero the first ``count`` rows."""
-    end = tl.load(count).to(tl.int64) * LENGTH
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    if first < end:
-        at = first + tl.arange(0, BLOCK)
-        tl.store(out + at, tl.zeros((BLOCK,), tl.float32), mask=at < end)
+        count += tl.sum(tl.load(flags + pair, mask=pair < end, other=0), 0)
+    slot = tl.atomic_add(total, count, sem="relaxed")
+    tl.store(spans + 2 * big, slot)
+    tl.store(spans + 2 * big + 1, slot + count)
+    for first in range(begin, end, BLOCK):
+        pair = first + tl.arange(0, BLOCK)
+        flag = tl.load(flags + pair, mask=pair < end, other=0)
+        at = slot + tl.cumsum(flag, 0) - 1
+        tl.store(slots + pair, at, mask=flag != 0)
+        tl.store(members + at, small + pair - begin, mask=flag != 0)
+        slot += tl.sum(flag, 0)
 
 
 @triton.jit
 def pair_products(
-    small, big, out, scan, pair_start, members,
+    small, big, out, cleared, spans, members,
     Q: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
     SJ: tl.constexpr, SR: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     OJ: tl.constexpr, OC: tl.constexpr,
     R2: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``out[slot] = small slice [Q, R] @ big slice [R, N]``, for a tile of (slot, Q) rows."""
+    """``out[slot] = small slice [Q, R] @ big slice [R, N]``, for a tile of (slot, Q) rows.
+
+    Where the gradient of ``out`` will be summed, ``cleared`` gets zeros.
+    """
     at = tl.program_id(0)
-    begin, end = _slots(scan, pair_start, at)
+    begin, end = tl.load(spans + 2 * at), tl.load(spans + 2 * at + 1)
     first = tl.program_id(1) * BM
     if first < (end - begin) * Q:
         m = first + tl.arange(0, BM)
@@ -78,21 +73,36 @@ def pair_products(
             to = (slot.to(tl.int64) * (Q * N) + j * OJ)[:, None] + c[None, :] * OC
             mask = row[:, None] & (c < N)[None, :]
             tl.store(out + to, product.to(out.dtype.element_ty), mask=mask)
+            if cleared is not None:
+                tl.store(cleared + to, tl.zeros((BM, BN), tl.float32), mask=mask)
+            if cleared is not None:
+                tl.store(cleared + to, tl.zeros((BM, BN), tl.float32), mask=mask)
 
 
 @triton.jit
 def big_gradient(
-    small, grad, out, scan, pair_start, members,
+    small, big, grad, out, d_small, spans, members,
     Q: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
     SJ: tl.constexpr, SR: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     OJ: tl.constexpr, OC: tl.constexpr,
     R2: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of a big slice, ``N`` in tiles: the sum over its slots of ``small' @ grad``."""
+    """Gradient of a big slice, ``N`` in tiles: the sum over its slots of ``small' @ grad``.
+
+    Each slot's ``grad @ big'`` is added to ``d_small``, if that is given, atomically.
+    """
     at = tl.program_id(0)
-    begin, end = _slots(scan, pair_start, at)
+    begin, end = tl.load(spans + 2 * at), tl.load(spans + 2 * at + 1)
     r = tl.arange(0, R2)
     c = tl.program_id(1) * BN + tl.arange(0, BN)
+    inside = (r < R)[:, None] & (c < N)[None, :]
+    to = at.to(tl.int64) * (R * N) + r[:, None] * BR + c[None, :] * BC
+    if d_small is not None:
+        y = tl.trans(tl.load(big + to, mask=inside, other=0.0))
+    inside = (r < R)[:, None] & (c < N)[None, :]
+    to = at.to(tl.int64) * (R * N) + r[:, None] * BR + c[None, :] * BC
+    if d_small is not None:
+        y = tl.trans(tl.load(big + to, mask=inside, other=0.0))
     total = tl.zeros((R2, BN), tl.float32)
     for first in range(0, (end - begin) * Q, BM):
         m = first + tl.arange(0, BM)
@@ -108,13 +118,18 @@ def big_gradient(
             mask=row[:, None] & (c < N)[None, :], other=0.0,
         )  # fmt: skip
         total = tl.dot(x, g.to(x.dtype), total, input_precision=PRECISION)
-    to = at.to(tl.int64) * (R * N) + r[:, None] * BR + c[None, :] * BC
-    tl.store(out + to, total, mask=(r < R)[:, None] & (c < N)[None, :])
+        if d_small is not None:
+            part = tl.dot(g.to(x.dtype), y, input_precision=PRECISION)
+            tl.atomic_add(
+                d_small + (member * (Q * R) + j * SJ)[:, None] + r[None, :] * SR, part,
+                mask=row[:, None] & (r < R)[None, :], sem="relaxed",
+            )  # fmt: skip
+    tl.store(out + to, total, mask=inside)
 
 
 @triton.jit
 def small_gradient(
-    big, grad, out, scan, pair_start,
+    big, grad, out, spans,
     Q: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
     SJ: tl.constexpr, SR: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     OJ: tl.constexpr, OC: tl.constexpr,
@@ -122,7 +137,7 @@ def small_gradient(
 ):  # fmt: skip
     """What each slot adds to the gradient of its small slice: ``grad @ big'``."""
     at = tl.program_id(0)
-    begin, end = _slots(scan, pair_start, at)
+    begin, end = tl.load(spans + 2 * at), tl.load(spans + 2 * at + 1)
     first = tl.program_id(1) * BM
     if first < (end - begin) * Q:
         m = first + tl.arange(0, BM)
@@ -147,7 +162,7 @@ def small_gradient(
 
 @triton.jit
 def sum_small(
-    parts, flags, scan, first_pair, step, count, out,
+    parts, flags, slots, first_pair, step, count, out,
     LENGTH: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum the parts of one small slice over the big slices it is paired with."""
@@ -159,7 +174,7 @@ def sum_small(
         i = begin + tl.arange(0, TILE)
         pair = first + i * stride
         used = tl.load(flags + pair, mask=i < many, other=0) != 0
-        slot = (tl.load(scan + pair, mask=used, other=1) - 1).to(tl.int64)
+        slot = tl.load(slots + pair, mask=used, other=0).to(tl.int64)
         mask = used[:, None] & (column < LENGTH)[None, :]
         total += tl.sum(
             tl.load(parts + slot[:, None] * LENGTH + column[None, :], mask=mask, other=0.0), 0

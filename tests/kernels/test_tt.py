@@ -153,6 +153,17 @@ def test_rows_and_the_gradient_of_every_core(name, way, device, monkeypatch):
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_a_second_backward_pass_gives_the_same(way, device, monkeypatch):
+    group = Group("d4", device)
+    options = take(monkeypatch, way)
+    rows = tt_vectors(*group.arguments, group.index(), group.ids(20), precision="ieee", **options)
+    grad = torch.randn_like(rows)
+    first = torch.autograd.grad(rows, group.cores, grad, retain_graph=True)
+    for k, again in enumerate(torch.autograd.grad(rows, group.cores, grad)):
+        close(again, first[k].double(), ROUNDING["ieee"], f"core {k}")
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["equal", "skewed", "ends"])
 def test_ids_that_repeat_and_ids_at_both_ends(kind, way, device, monkeypatch):
     group = Group("kaggle" if GPU else "d3-kaggle", device)
