@@ -156,4 +156,4 @@ def update_whole_torch(
             if rule == "rowwise_adagrad" and step.dim() > 1:
                 square = square.flatten(1).mean(1).view_as(total)
             step = step / (total.add_(square).sqrt() + eps)
-        parameter.sub_((lr * step).to(parameter.dtype))
+        parameter.copy_(parameter.to(step.dtype) - lr * step)
