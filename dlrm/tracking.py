@@ -267,6 +267,7 @@ class Profiler:
             on_trace_ready=self._write,
             record_shapes=True,
             profile_memory=True,
+            acc_events=True,
         )
         self._table = "the run was too short to be profiled: 13 steps are needed"
         self._profile.start()
