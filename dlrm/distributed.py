@@ -175,7 +175,7 @@ class World:
         samples = ids.shape[-1]
         sizes = self.sizes(samples, ids.device)
         if ids.dim() == 2:
-            return tables, torch.cat(self.gather(ids.t().contiguous(), sizes)).t()
+            return tables, torch.cat(self.gather(ids.t().contiguous(), sizes)).t().contiguous()
         both = torch.cat(self.gather(torch.stack([tables, ids.to(tables)], 1), sizes))
         return both[:, 0], both[:, 1]
 

@@ -393,7 +393,7 @@ class _Cut(nn.Module):
 class _Whole(_Cut):
     """Tables that lie whole on one rank each: what arrives is what is wanted."""
 
-    name = "tables"
+    name = "whole"
 
     @property
     def order(self) -> list[int]:
@@ -406,7 +406,7 @@ class _Whole(_Cut):
 class _ByRows(_Cut):
     """Tables cut by rows: of every sample one holder sends the row, the others zeros."""
 
-    name = "rows"
+    name = "by_rows"
 
     def __init__(
         self, pieces: Sequence[Piece], num_tables: int, world: World, wire: torch.dtype | None
@@ -427,7 +427,7 @@ class _ByRows(_Cut):
 class _ByColumns(_Cut):
     """Tables cut by columns: every holder sends a part of every vector."""
 
-    name = "columns"
+    name = "by_columns"
 
     def finish(self, chunks: list[Tensor]) -> list[Tensor]:
         return [torch.cat(chunks, dim=2)]
