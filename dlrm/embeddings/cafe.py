@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dlrm.embeddings.base import Common, Embedding, row_offsets, shares
 from dlrm.embeddings.budget import water_level
 from dlrm.embeddings.cache import PopulateReport
-from dlrm.embeddings.hashing import scramble
+from dlrm.embeddings.hashing import scatter, scramble
 from dlrm.kernels.lookup import lookup
 
 HOT, RIVALS = 8, 4  # slots of a bucket: with a row, and waiting to get one
@@ -34,6 +34,7 @@ class Cafe(Embedding):
     Args:
         rows: memory, everything counted: that of so many rows per table.
         hot: share of it that goes to the sketch and the rows of its owners.
+        pieces: that a shared row is put together from, each shared with other ids.
         decay: factor on the scores at each renewal.
 
     Reference:
@@ -49,6 +50,7 @@ class Cafe(Embedding):
         *,
         rows: int = 10_000,
         hot: float = 0.5,
+        pieces: int = 1,
         decay: float = 0.9,
         **common: Unpack[Common],
     ) -> None:
@@ -59,26 +61,30 @@ class Cafe(Embedding):
             raise ValueError(f"cafe hot is {hot}, it must be between 0 and 1; set --cafe.hot")
         if not 0 <= decay <= 1:
             raise ValueError(f"cafe decay is {decay}, it must be between 0 and 1; set --cafe.decay")
-        self.decay = decay
+        if pieces < 1 or embedding_dim % pieces:
+            raise ValueError(
+                f"cafe pieces is {pieces}; set --cafe.pieces to a divisor of the dim, "
+                f"{embedding_dim}"
+            )
+        self.decay, self.pieces = decay, pieces
         buckets, shared = _sizes(rows, hot, embedding_dim)
         self.buckets = buckets * self.num_tables
         kept = [min(table, shared) for table in self.num_embeddings]
-        self.shared_rows = sum(kept)
-        self.weight = nn.Parameter(
-            torch.empty(self.buckets * HOT + self.shared_rows, embedding_dim)
-        )
+        self.hot_rows, self.shared_rows = self.buckets * HOT, sum(kept)
+        rows_in_all = self.hot_rows + self.shared_rows
+        self.weight = nn.Parameter(torch.empty(rows_in_all * pieces, embedding_dim // pieces))
         keys = torch.int32 if sum(self.num_embeddings) < 2**31 else torch.int64
         self.empty = torch.iinfo(keys).max  # the key of a slot without owner
         self.register_buffer("_keys", torch.full((self.buckets, SLOTS), self.empty, dtype=keys))
         self.register_buffer("_scores", torch.zeros_like(self._keys, dtype=torch.int32))
         self.register_buffer("_traffic", torch.zeros(2, dtype=torch.int64))
         self.register_buffer("_starts", row_offsets(self.num_embeddings), persistent=False)
-        self.register_buffer("_first", row_offsets(kept), persistent=False)
+        self.register_buffer("_first", pieces * row_offsets(kept), persistent=False)
         self._keys: Tensor  # [buckets, SLOTS], row owners first; an id's key is its row of them all
         self._scores: Tensor  # [buckets, SLOTS]
         self._traffic: Tensor  # [2], hits and look-ups since the last renewal
         self._starts: Tensor  # [F], the first key of each table
-        self._first: Tensor  # [F], the shared row of the first id of each table
+        self._first: Tensor  # [F], where each table begins among the pieces that are shared
         self.reset_parameters()
 
     @torch.no_grad()
@@ -86,29 +92,34 @@ class Cafe(Embedding):
         """Draw the shared rows, U(-1/sqrt(V), 1/sqrt(V)) for tables of V ids on average."""
         self._clear()
         bound = (self.num_tables / sum(self.num_embeddings)) ** 0.5
-        nn.init.uniform_(self.weight[self.buckets * HOT :], -bound, bound)
+        nn.init.uniform_(self.weight[self.hot_rows * self.pieces :], -bound, bound)
 
     def _clear(self) -> None:
         self._keys.fill_(self.empty)
         self._scores.zero_()
         self._traffic.zero_()
-        self.weight[: self.buckets * HOT] = 0
+        self.weight[: self.hot_rows * self.pieces] = 0
 
-    def _shared_row(self, tables: Tensor, ids: Tensor) -> Tensor:
-        """The row that an id without one of its own shares: the tables lie in one circle."""
-        return self.buckets * HOT + (self._first[tables] + ids) % self.shared_rows
+    def _own(self, rows: Tensor) -> Tensor:
+        """The pieces of hot rows, ``[..., pieces]``."""
+        return rows[..., None] * self.pieces + torch.arange(self.pieces, device=rows.device)
+
+    def _shared(self, tables: Tensor, ids: Tensor) -> Tensor:
+        """The pieces that an id without a row of its own shares, ``[..., pieces]``."""
+        size = self.shared_rows * self.pieces
+        return self.hot_rows * self.pieces + scatter(self._first[tables], ids, self.pieces, size)
 
     def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
         keys = ids + self._starts[tables]
         bucket = scramble(keys) % self.buckets
         match = self._keys[bucket, :HOT] == keys[..., None]  # [..., HOT]
-        owned = bucket * HOT + match.int().argmax(-1)
-        rows = torch.where(match.any(-1), owned, self._shared_row(tables, ids))
-        return lookup(self.weight, rows, sparse=self.sparse)
+        own = self._own(bucket * HOT + match.int().argmax(-1))
+        places = torch.where(match.any(-1, keepdim=True), own, self._shared(tables, ids))
+        return lookup(self.weight, places, sparse=self.sparse).flatten(-2)
 
     @torch.no_grad()
     def observe(self, tables: Tensor, ids: Tensor) -> None:
-        keys = (ids + self._starts[tables]).view(-1)
+        keys = (ids + self._starts[tables]).reshape(-1)
         if not len(keys):
             return
         bucket = scramble(keys) % self.buckets
@@ -161,10 +172,12 @@ class Cafe(Embedding):
             leaving, entering = slots[bucket, to_go], slots[bucket, to_come]
             slots[bucket, to_go], slots[bucket, to_come] = entering, leaving
         entered = self._keys[bucket, to_go] != self.empty
-        reset = (bucket * HOT + to_go)[entered]
+        rows = (bucket * HOT + to_go)[entered]
         keys = self._keys[bucket, to_go][entered]
         tables = torch.bucketize(keys, self._starts, right=True) - 1
-        self.weight[reset] = self.weight[self._shared_row(tables, keys - self._starts[tables])]
+        reset = self._own(rows).view(-1)
+        shared = self._shared(tables, keys - self._starts[tables])
+        self.weight[reset] = self.weight[shared.view(-1)]
         self.weight.grad = None  # it may belong to former owners
         evicted = self._keys[bucket, to_come] != self.empty
         self._scores.copy_(self._scores * self.decay)
@@ -172,7 +185,7 @@ class Cafe(Embedding):
         return PopulateReport(
             **stats,
             resident=int((self._keys[:, :HOT] != self.empty).sum()),
-            admitted=len(reset),
+            admitted=len(rows),
             evicted=int(evicted.sum()),
             residual=0.0,
             reset={"weight": reset},
@@ -191,7 +204,7 @@ class Cafe(Embedding):
         errors = []
         for table, weight in enumerate(weights):
             ids = torch.arange(len(weight), device=weight.device)
-            shared = self.weight[self._shared_row(self._tables[table], ids)]
+            shared = self.weight[self._shared(self._tables[table], ids)].flatten(-2)
             errors.append((weight - shared).float().square().sum(1))
         error = torch.cat(errors)
         order = error.sort(descending=True, stable=True).indices
@@ -206,7 +219,8 @@ class Cafe(Embedding):
         rows = bucket * HOT + slot
         for start, weight in zip(self._starts.tolist(), weights, strict=True):
             of_table = (order >= start) & (order < start + len(weight))
-            self.weight[rows[of_table]] = weight[order[of_table] - start]
+            pieces = weight[order[of_table] - start].unflatten(1, (self.pieces, -1))
+            self.weight[self._own(rows[of_table])] = pieces
         self._fit_shared(weights, without=order)
 
     def _fit_shared(self, weights: Sequence[Tensor], without: Tensor | None = None) -> None:
@@ -218,9 +232,10 @@ class Cafe(Embedding):
             if without is not None:
                 ids = without - self._starts[table]
                 counted[ids[(ids >= 0) & (ids < len(weight))]] = 0
-            place = self._shared_row(table, torch.arange(len(weight), device=weight.device))
-            total.index_add_(0, place, weight * counted)
-            count.index_add_(0, place, counted)
+            ids = torch.arange(len(weight), device=weight.device)
+            places = self._shared(table, ids).view(-1)
+            total.index_add_(0, places, (weight * counted).view(len(places), -1))
+            count.index_add_(0, places, counted.expand(-1, self.pieces).reshape(-1, 1))
         self.weight.copy_(torch.where(count > 0, total / count, self.weight))
 
     def footprint(self) -> list[dict[str, int]]:

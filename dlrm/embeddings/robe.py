@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding, row_offsets, shares
 from dlrm.embeddings.budget import water_level
-from dlrm.embeddings.hashing import scramble
+from dlrm.embeddings.hashing import scatter
 from dlrm.kernels.lookup import lookup
 
 CHUNK = 1 << 18  # rows at a time when fitting to a dense table
@@ -72,10 +72,8 @@ class Robe(Embedding):
 
     def _places(self, tables: Tensor, ids: Tensor) -> Tensor:
         """The rows of the array that make up the row of an id, ``[..., pieces]``."""
-        piece = ids[..., None].long() * self.pieces + torch.arange(self.pieces, device=ids.device)
-        block, inside = piece // self.pieces_in_block, piece % self.pieces_in_block
-        begin = self._first[tables][..., None] + scramble(block)
-        return (begin + inside) % len(self.weight)
+        first, size = self._first[tables], len(self.weight)
+        return scatter(first, ids, self.pieces, size, block=self.pieces_in_block)
 
     def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
         return lookup(self.weight, self._places(tables, ids), sparse=self.sparse).flatten(-2)

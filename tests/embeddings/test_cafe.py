@@ -101,7 +101,7 @@ def test_a_new_owner_starts_from_the_row_that_it_shared():
     assert torch.equal(after[still], before[still]), "who came and who stayed"
     gone = torch.tensor([i for i in old - new if i < 5000])
     assert len(gone)
-    assert torch.equal(after[gone], group.weight[group._shared_row(torch.tensor(0), gone)])
+    assert torch.equal(after[gone], group.weight[group._shared(torch.tensor(0), gone)].flatten(-2))
     rows = report.reset["weight"]
     assert sorted(group._keys[:, :HOT].reshape(-1)[rows].tolist()) == sorted(new - old)
 
@@ -166,7 +166,7 @@ def test_fitting_keeps_the_rows_that_sharing_would_hurt_most():
     assert {5, 111, 399} <= set(owners(group).tolist())
     torch.testing.assert_close(group.to_dense(0)[[5, 111, 399]], weights[0][[5, 111, 399]])
     alone = [i for i in range(400) if i not in set(owners(group).tolist())]
-    shared = group._shared_row(torch.tensor(0), torch.tensor(alone))
+    shared = group._shared(torch.tensor(0), torch.tensor(alone))
     assert group.weight[shared].abs().max() < 1, "without those that left"
     loss = sum((group.to_dense(t) - w).square().sum() for t, w in enumerate(weights))
     assert loss < 0.9 * sum(w[w.abs().amax(1) < 1].square().sum() for w in weights)

@@ -24,7 +24,8 @@ COMPRESSED = [
     ("tt", {"rank": 3}),
     ("robe", {"rows": 7, "block": 2}),
     ("robe", {"rows": 7, "block": 80}),
-    ("cafe", {"rows": 40}),
+    ("cafe", {"rows": 40, "pieces": 1}),
+    ("cafe", {"rows": 40, "pieces": 2}),
     ("basis", {"parts": 2, "clusters": 5}),
 ]
 # Options under which a kind can hold any table of these sizes.
@@ -35,7 +36,7 @@ LOSSLESS = {
     "drop": {"keep": 200},
     "tt": {"rank": 200},
     "robe": {"rows": 200, "block": 1 << 30},
-    "cafe": {"rows": 400},
+    "cafe": {"rows": 400, "hot": 1.0},
     "basis": {"clusters": 200},
 }
 KINDS = sorted(available())
