@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -66,6 +67,7 @@ class TrainStep:
             the MLPs and the interaction, what stays in fp32 (TT cores) being multiplied in tf32.
         clip_norm: scale all gradients down to this norm together; None for not at all.
         mode: one of ``auto``, ``eager``, ``compile``, ``graph``.
+        deterministic: equal seeds give equal bits on a GPU as well; holds for the whole process.
         reducer: sums the gradients over the processes, if there are several.
 
     Attributes:
@@ -84,6 +86,7 @@ class TrainStep:
         precision: str = "fp32",
         clip_norm: float | None = None,
         mode: str = "auto",
+        deterministic: bool = False,
         reducer: Reducer | None = None,
     ) -> None:
         if mode not in MODES:
@@ -101,6 +104,10 @@ class TrainStep:
         self.reducer = reducer
         self.precision = precision
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+        if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # one for every stream
+            torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         if self.mode != "eager":
             for mlp in (model.bottom_mlp, model.top_mlp):
                 mlp.compile(dynamic=False, options=FUSION if on_gpu else None)

@@ -96,6 +96,28 @@ def test_captured_and_compiled_losses_equal_eager(plan, rule):
     assert results["graph"] == pytest.approx(results["eager"], abs=1e-4)
 
 
+@pytest.fixture
+def _determinism_ends():
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_determinism_ends")
+@pytest.mark.parametrize("plan", sorted(PLANS))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_equal_seeds_give_equal_bits(plan, precision):
+    runs = []
+    for _ in range(2):
+        model, step = make(plan, device="cuda", precision=precision, deterministic=True)
+        torch.manual_seed(1)
+        losses = [step(b)["loss"].item() for b in batches(8, 4096, "cuda")]
+        runs.append((losses, [parameter.detach().clone() for parameter in model.parameters()]))
+    (losses, parameters), (again, same) = runs
+    assert losses == again
+    assert all(torch.equal(a, b) for a, b in zip(parameters, same, strict=True))
+
+
 @pytest.mark.gpu
 def test_a_captured_step_follows_the_learning_rate():
     model, step = make("dense", "sgd", "cuda", mode="graph")

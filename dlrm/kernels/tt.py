@@ -66,8 +66,8 @@ def _weights_gradient(look: Lookup, grad: Tensor) -> Tensor:
     return (look.rows(pooled=False) * grad.index_select(0, at)).sum(1)
 
 
-def _way(chain: Chain, n: int, deterministic: bool) -> str:
-    if deterministic:
+def _way(chain: Chain, n: int, deterministic: bool | None) -> str:
+    if torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic:
         return "ordered"
     return "merged" if n >= _MERGED_FROM and chain.words <= _MERGED_UP_TO else "direct"
 
@@ -92,7 +92,7 @@ def tt_vectors(
     skip: Tensor | None = None,
     impl: str | None = None,
     precision: str | None = None,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
 ) -> Tensor:
     """Look up rows of a group of tables in tensor-train format.
 
@@ -112,7 +112,7 @@ def tt_vectors(
         precision: how Triton multiplies fp32 matrices: ieee, tf32 or tf32x3; by default what
             ``torch.set_float32_matmul_precision`` says. Gradients of cores are summed in fp32.
         deterministic: make the gradients of equal inputs equal to the last bit, which takes an
-            ordering of the look-ups.
+            ordering of the look-ups; by default what ``torch.use_deterministic_algorithms`` says.
 
     Returns:
         The rows, ``[..., D]`` with ``D = prod(q)``. Of two-dimensional ``ids [F, B]`` they lie in
@@ -164,7 +164,7 @@ def tt_bags(
     mode: str = "sum",
     impl: str | None = None,
     precision: str | None = None,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
 ) -> Tensor:
     """Look up rows and pool them by bag, without a copy of every row.
 

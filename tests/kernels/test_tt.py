@@ -400,6 +400,12 @@ def test_many_ids_are_merged_where_a_map_of_all_rows_is_small(device):
     assert tt._way(small, 30_000, True) == "ordered"
     assert tt._way(small, 3_000, False) == "direct"
     assert tt._way(huge, 30_000, False) == "direct"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert tt._way(small, 30_000, None) == "ordered"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert tt._way(small, 30_000, None) == "merged"
 
 
 def test_errors_name_the_remedy(device):
