@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import gcd
 from typing import Any, Unpack
 
 import torch
@@ -18,10 +19,11 @@ HOT, RIVALS = 8, 4  # slots of a bucket: with a row, and waiting to get one
 SLOTS = HOT + RIVALS
 SLOT_BYTES = 8  # key and score of a slot
 COUNTER_BYTES = 16  # hits and look-ups
+SHARE = 0.3  # of the memory, for hot ids
 
 
 class Cafe(Embedding):
-    """The ids used most have rows of their own, all others share rows as with ``hash``.
+    """The ids used most have rows of their own, all others share pieces of rows as in ``robe``.
 
     Which ids are hot is learnt online and need not be known, so ids may come in any order. An id
     of any table belongs to one bucket of a sketch. A bucket has 8 slots with a row each and 4 more
@@ -34,7 +36,8 @@ class Cafe(Embedding):
     Args:
         rows: memory, everything counted: that of so many rows per table.
         hot: share of it that goes to the sketch and the rows of its owners.
-        pieces: that a shared row is put together from, each shared with other ids.
+        pieces: that a shared row is put together from, each shared with other ids; a divisor of
+            the dim, by default 4 if that is one.
         decay: factor on the scores at each renewal.
 
     Reference:
@@ -49,8 +52,8 @@ class Cafe(Embedding):
         embedding_dim: int,
         *,
         rows: int = 10_000,
-        hot: float = 0.5,
-        pieces: int = 1,
+        hot: float = SHARE,
+        pieces: int | None = None,
         decay: float = 0.9,
         **common: Unpack[Common],
     ) -> None:
@@ -61,6 +64,7 @@ class Cafe(Embedding):
             raise ValueError(f"cafe hot is {hot}, it must be between 0 and 1; set --cafe.hot")
         if not 0 <= decay <= 1:
             raise ValueError(f"cafe decay is {decay}, it must be between 0 and 1; set --cafe.decay")
+        pieces = gcd(4, embedding_dim) if pieces is None else pieces
         if pieces < 1 or embedding_dim % pieces:
             raise ValueError(
                 f"cafe pieces is {pieces}; set --cafe.pieces to a divisor of the dim, "
@@ -254,7 +258,7 @@ class Cafe(Embedding):
         budget: int,
         *,
         counts: Sequence[Tensor] | None = None,
-        hot: float = 0.5,
+        hot: float = SHARE,
     ) -> list[dict[str, Any] | None]:
         """The largest ``rows``, the same for all tables, that fits; see :class:`Embedding`."""
         row = 4 * embedding_dim

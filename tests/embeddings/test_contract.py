@@ -24,8 +24,9 @@ COMPRESSED = [
     ("tt", {"rank": 3}),
     ("robe", {"rows": 7, "block": 2}),
     ("robe", {"rows": 7, "block": 80}),
+    ("robe", {"rows": 7}),
     ("cafe", {"rows": 40, "pieces": 1}),
-    ("cafe", {"rows": 40, "pieces": 2}),
+    ("cafe", {"rows": 40}),
     ("basis", {"parts": 2, "clusters": 5}),
 ]
 # Options under which a kind can hold any table of these sizes.

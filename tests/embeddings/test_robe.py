@@ -6,7 +6,7 @@ from dlrm.embeddings.robe import Robe
 
 
 def test_all_tables_share_one_array():
-    group = Robe([300, 200, 40], 4, rows=50)
+    group = Robe([300, 200, 40], 4, rows=50, block=4)
     assert group.weight.shape == (50 + 50 + 40, 4)
     assert sum(part["weights"] for part in group.footprint()) == 140 * 4 * 4
     places = [group._places(torch.tensor(t), torch.arange(v)) for t, v in enumerate([300, 200, 40])]
@@ -26,6 +26,10 @@ def test_a_row_is_made_of_pieces():
     )
 
 
+def test_by_default_a_row_has_four_pieces_if_that_is_possible():
+    assert [Robe([9], dim).pieces for dim in (16, 10, 7, 4)] == [4, 2, 1, 4]
+
+
 def test_ids_of_a_block_are_neighbours_on_a_circle():
     group = Robe([100, 60], 4, rows=10, block=12)
     for table in (0, 1):
@@ -36,7 +40,7 @@ def test_ids_of_a_block_are_neighbours_on_a_circle():
 
 
 def test_places_are_spread_evenly():
-    group = Robe([200_000, 100_000], 4, rows=1000)
+    group = Robe([200_000, 100_000], 4, rows=1000, block=4)
     for table, rows in enumerate([200_000, 100_000]):
         places = group._places(torch.tensor(table), torch.arange(rows))
         counts = places.view(-1).bincount(minlength=2000).double()
@@ -46,7 +50,7 @@ def test_places_are_spread_evenly():
 
 
 def test_tables_meet_in_few_of_the_same_ids():
-    group = Robe([100_000, 100_000], 4, rows=1000)
+    group = Robe([100_000, 100_000], 4, rows=1000, block=4)
     ids = torch.arange(100_000)
     first, second = (group._places(torch.tensor(table), ids).view(-1) for table in (0, 1))
     assert (first == second).sum() == 0
