@@ -70,10 +70,10 @@ class Run:
             precision=config.precision,
             clip_norm=config.optim.clip_norm,
             mode=config.step,
+            deterministic=config.deterministic,
             reducer=Reducer.of(self.model, world) if world.size > 1 else None,
         )
-        self.steps = self.epoch = 0
-        self.best = float("-inf")
+        self.steps, self.epoch, self.best = 0, 0, float("-inf")
         self.fitted: dict[str, float] = {}  # metrics after --init_from, before any step
         self.validated: tuple[int, dict[str, float]] = (-1, {})  # step and metrics of the last
         if config.resume and restored:

@@ -243,6 +243,9 @@ class RunConfig:
     step: Literal["auto", "eager", "compile", "graph"] = "auto"
     """How a step runs: eager, with compiled MLPs, or compiled and captured as a CUDA graph; auto
     is graph on a GPU and eager elsewhere."""
+    deterministic: bool = False
+    """Equal seeds give equal bits on a GPU too, where sums otherwise depend on which of many
+    threads comes first; costs some speed."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto takes a GPU if there is one."""
     profile: bool = False
