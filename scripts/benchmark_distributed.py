@@ -1,0 +1,295 @@
+"""Samples per second of whole training steps over several processes, batches already in place.
+
+    torchrun --nproc-per-node 2 scripts/benchmark_distributed.py --output OUT.json
+
+The Kaggle model (dim 16) and the one of Criteo Terabyte with ids modulo 40,000,000 (dim 128, 104.5
+GB of tables, MLPerf's MLPs), tables at full size, plain SGD, ids with log-uniform skew. The speed
+of one GPU is measured in the same call, by the first process alone, with as many samples as each
+has later. Losses that differ from those of one GPU with the same global batch are an error, not a
+result; so are replicas that differ in a bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from dlrm import measure
+from dlrm.data.batch import Batch
+from dlrm.data.schema import KAGGLE_CARDINALITIES, TERABYTE_CARDINALITIES
+from dlrm.distributed import World, pick_device
+from dlrm.embeddings.plan import plan
+from dlrm.embeddings.sharded import spread
+from dlrm.hints import Parser
+from dlrm.model import DLRM
+from dlrm.optim import RowOptimizer
+from dlrm.reduce import Reducer
+from dlrm.step import TrainStep
+
+NAMES = [f"C{i}" for i in range(1, 27)]
+CHECKED = 2048  # samples of each process in the steps whose losses are checked
+TOLERANCE = {"fp32": 2e-4, "bf16": 1e-2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is measured."""
+
+    model: str
+    kind: str = "dense"
+    by: str = "auto"
+    wire: str = "fp32"
+
+    def recipe(self, cap: int) -> dict[str, Any]:
+        """The arguments of the model, its tables of at most ``cap`` rows."""
+        kaggle = self.model == "kaggle"
+        cardinalities = KAGGLE_CARDINALITIES if kaggle else TERABYTE_CARDINALITIES
+        rows = [min(count, cap) for count in cardinalities]
+        dim = 16 if kaggle else 128
+        options = {"tt": {"rank": 32}}
+        return {
+            "num_dense": 13,
+            "num_embeddings": rows,
+            "embedding_dim": dim,
+            "plan": plan(NAMES, rows, dim, self.kind, largest=7, options=options),
+            "bottom_mlp": [512, 256, 64] if kaggle else [512, 256],
+            "top_mlp": [512, 256] if kaggle else [1024, 1024, 512, 256],
+        }
+
+
+def make_batches(rows: Sequence[int], size: int, seed: int, device: torch.device) -> list[Batch]:
+    """Random batches on the device, their ids log-uniform."""
+    generator = torch.Generator(device).manual_seed(seed)
+    tables = torch.tensor(rows, device=device, dtype=torch.float64)[:, None]
+    batches = []
+    for _ in range(4):
+        shape = (len(rows), size)
+        uniform = torch.rand(shape, device=device, dtype=torch.float64, generator=generator)
+        ids = (tables**uniform - 1).floor().minimum(tables - 1).int()
+        labels = (torch.rand(size, device=device, generator=generator) < 0.256).float()
+        dense = torch.randn(13, size, device=device, generator=generator)
+        batches.append(Batch(dense, ids, labels))
+    return batches
+
+
+def make_step(
+    case: Case, world: World, device: torch.device, options: argparse.Namespace, precision: str
+) -> tuple[DLRM, TrainStep, str]:
+    """A model on the device, its step, and the text of its plan."""
+    recipe = case.recipe(options.cap)
+    threshold = options.threshold
+    spreading = spread(world, NAMES, recipe, by=case.by, threshold=threshold, wire=case.wire)
+    torch.manual_seed(0)
+    with device:
+        model = DLRM(**recipe, sharding=spreading)
+    optimizers = [
+        RowOptimizer(model.dense_parameters(), "sgd", lr=0.01),
+        RowOptimizer(model.sparse_arch.parameters(), "sgd", lr=0.01),
+    ]
+    reducer = Reducer.of(model, world) if world.size > 1 else None
+    step = TrainStep(model, optimizers, precision=precision, mode=options.mode, reducer=reducer)
+    return model, step, spreading.text if spreading else ""
+
+
+def check(case: Case, world: World, device: torch.device, options: argparse.Namespace) -> None:
+    """Compare the losses of eight steps with those of one process, and the replicas' bits.
+
+    Raises:
+        ValueError: they differ.
+    """
+    if case.model == "terabyte":  # of a size that one GPU holds
+        options = argparse.Namespace(**vars(options) | {"cap": min(options.cap, 1_000_000)})
+    rows = case.recipe(options.cap)["num_embeddings"]
+    whole = make_batches(rows, CHECKED * world.size, 1, device)
+    mine = slice(CHECKED * world.rank, CHECKED * (world.rank + 1))
+    shares = [
+        Batch(b.dense[:, mine].clone(), b.ids[:, mine].clone(), b.labels[mine].clone())
+        for b in whole
+    ]
+    one, step, _ = make_step(case, World(), device, options, "fp32")
+    begin = {name: value.clone() for name, value in one.state_dict().items()}
+    expected = [float(step(whole[i % 4])["loss"]) for i in range(8)]
+    del one, step
+    release()
+    many, step, _ = make_step(case, world, device, options, "fp32")
+    many.load_state_dict(begin)
+    del begin
+    total = CHECKED * world.size
+    found = [float(step(shares[i % 4], total=total)["loss"]) for i in range(8)]
+    worst = max(abs(a - b) for a, b in zip(expected, found, strict=True))
+    if not worst <= TOLERANCE[case.wire]:
+        raise ValueError(f"{case}: losses differ by {worst}: {expected} and {found}")
+    local = set(many.sparse_arch.local_parameters())
+    for name, parameter in many.named_parameters():
+        if parameter not in local:
+            copies = [torch.empty_like(parameter) for _ in range(world.size)]
+            dist.all_gather(copies, parameter.detach())
+            if not all(torch.equal(copies[0], copy) for copy in copies):
+                raise ValueError(f"{case}: the replicas of {name} differ")
+    if world.first:
+        print(f"{case}: losses within {worst:.1e} of one GPU's, replicas equal", flush=True)
+
+
+def time_steps(step: TrainStep, batches: list[Batch], total: int, device: torch.device) -> float:
+    """Median milliseconds of a step on this process."""
+    warm_up, steps = (12, 40) if device.type == "cuda" else (2, 3)
+    return measure.milliseconds(
+        lambda i: step(batches[i % 4], total=total), device, warm_up=warm_up, steps=steps
+    )
+
+
+def profiled(step: TrainStep, batches: list[Batch], total: int) -> dict[str, Any]:
+    """Milliseconds of GPU kernels in a step: all, those of NCCL, and the costliest ones."""
+    count = 4
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for index in range(count):
+            step(batches[index % 4], total=total)
+        torch.cuda.synchronize()
+    kernels = [e for e in trace.key_averages() if e.self_device_time_total > 0]
+    kernels.sort(key=lambda e: -e.self_device_time_total)
+    spent = {e.key: e.self_device_time_total / count / 1e3 for e in kernels}
+    return {
+        "kernel_ms": round(sum(spent.values()), 4),
+        "nccl_ms": round(sum(ms for name, ms in spent.items() if "nccl" in name.lower()), 4),
+        "kernels": {name[:90]: round(ms, 4) for name, ms in list(spent.items())[:14]},
+        "launches": sum(e.count for e in kernels) // count,
+    }
+
+
+def measure_case(
+    case: Case, batch: int, world: World, device: torch.device, options: argparse.Namespace
+) -> dict[str, Any]:
+    """The step's time on the slowest process, and what it consists of."""
+    model, step, text = make_step(case, world, device, options, options.precision)
+    rows = case.recipe(options.cap)["num_embeddings"]
+    batches = make_batches(rows, batch, 10 + world.rank, device)
+    total = batch * world.size
+    ms = time_steps(step, batches, total, device)
+    times = [ms]
+    if world.size > 1:
+        box: list[Any] = [None] * world.size
+        dist.all_gather_object(box, ms)
+        times = box
+    on_gpu = device.type == "cuda"
+    extra: dict[str, Any] = {}
+    if on_gpu:
+        extra = profiled(step, batches, total)
+        extra["communication_share"] = round(extra["nccl_ms"] / statistics.median(times), 3)
+        extra["peak_gpu_GB"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
+    if text:
+        extra["plan"] = text.splitlines()
+    del model
+    return {
+        "model": case.model,
+        "kind": case.kind,
+        "by": case.by if world.size > 1 else "-",
+        "wire": case.wire if world.size > 1 else "-",
+        "gpus": world.size,
+        "batch_per_gpu": batch,
+        "mode": step.mode,
+        "precision": options.precision,
+        "ms": round(max(times), 4),
+        "Msamples/s": round(total / max(times) / 1e3, 3),
+        **extra,
+    }
+
+
+def release() -> None:
+    """Give the memory of dropped models and graphs back."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+CASES = [
+    Case(model="kaggle"),
+    Case(model="kaggle", wire="bf16"),
+    Case(model="kaggle", kind="tt"),
+    Case(model="terabyte"),
+    Case(model="terabyte", wire="bf16"),
+]
+
+
+def run(options: argparse.Namespace, world: World) -> None:
+    """Measure all cases."""
+    torch._dynamo.config.recompile_limit = 64  # a model a case, each with its own shapes
+    device = pick_device(options.device)
+    world.join(device)
+    results: list[dict[str, Any]] = []
+
+    def report(result: dict[str, Any]) -> None:
+        results.append(result)
+        if world.first:
+            print({k: v for k, v in result.items() if k not in ("kernels", "plan")}, flush=True)
+            measure.write(options.output, {"results": results})
+        release()
+
+    cases = [case for case in CASES if case.model in options.models and case.kind in options.kinds]
+    for case in cases if options.check else ():
+        if case.wire == "fp32":
+            check(case, world, device, options)
+            release()
+    alone: dict[tuple[str, str, int], float] = {}
+    for batch in options.batches:
+        for case in cases:
+            key = (case.model, case.kind, batch)
+            fits = case.model == "kaggle" or options.cap < 1_000_000
+            if fits and key not in alone:
+                speed = 0.0
+                if world.first:
+                    single = measure_case(case, batch, World(), device, options)
+                    speed = single["Msamples/s"]
+                    report(single)
+                alone[key] = world.from_first(partial(float, speed))
+            result = measure_case(case, batch, world, device, options)
+            if key in alone:
+                result["scaling"] = round(result["Msamples/s"] / world.size / alone[key], 3)
+            report(result)
+    if world.first:
+        columns = ["model", "kind", "wire", "gpus", "batch_per_gpu", "ms", "Msamples/s", "scaling"]
+        table = pd.DataFrame(results).reindex(columns=[*columns, "communication_share"])
+        print(table.to_string(index=False))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure; returns the exit status."""
+    parser = Parser(__doc__)
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--models", nargs="+", default=["kaggle", "terabyte"])
+    parser.add_argument("--kinds", nargs="+", default=["dense", "tt"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[65536], help="of each process")
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--mode", default="auto", help="see dlrm.step")
+    parser.add_argument("--threshold", type=int, default=50_000, help="rows of sharded tables")
+    parser.add_argument("--no-check", dest="check", action="store_false", help="time only")
+    parser.add_argument("--cap", type=int, default=40_000_000, help="rows of a table at most")
+    parser.add_argument("--output", default="benchmarks/distributed.json")
+    options = parser.parse_args(argv)
+    world = World.of_environment()
+    try:
+        if world.size == 1:
+            raise ValueError("there is one process: start it with torchrun --nproc-per-node 2")
+        run(options, world)
+    except ValueError as error:
+        world.say_once(f"error: {error}")
+        return 2
+    finally:
+        world.leave()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
