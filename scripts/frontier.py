@@ -15,23 +15,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
 import compare
-from tqdm import tqdm
+from pool import Pool, Run
 
 from dlrm import measure
 from dlrm.data.schema import Meta
 from dlrm.hints import Parser
-from dlrm.machine import cores
-
-ROOT = Path(__file__).parent.parent
 
 
 def arguments() -> Parser:
@@ -50,9 +43,6 @@ def arguments() -> Parser:
     parser.add_argument("--json", type=Path, help="where the result is written as JSON")
     parser.add_argument("--options", nargs="*", default=[], help="more options, as epochs=2")
     return parser
-
-
-Run = tuple[str, list[str]]  # name and options
 
 
 def point(kind: str, ratio: float, seed: int, rate: float | None) -> Run:
@@ -78,50 +68,6 @@ def choose_rates(options: argparse.Namespace, pool: Pool) -> dict[str, float]:
         found = [pool.metrics(name)["val/auc"] for name, _ in runs]
         chosen[kind] = max(chosen.get(kind, (0.0, 0.0)), (sum(found) / len(found), rate))
     return {kind: rate for kind, (_, rate) in chosen.items()}
-
-
-class Pool:
-    """Runs ``train.py``, several at a time, and leaves out what is done already."""
-
-    def __init__(self, directory: Path, jobs: int, common: list[str]) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self.directory, self.jobs, self.common = directory, jobs, common
-
-    def train(self, runs: list[Run], data: str) -> list[str]:
-        """Train what is missing; returns why some runs could not be done."""
-        with ThreadPoolExecutor(self.jobs) as threads:
-            results = threads.map(lambda run: self._train(run, data), runs)
-            return [why for why in tqdm(results, total=len(runs), unit=" runs") if why]
-
-    def metrics(self, name: str) -> dict[str, float]:
-        """The final metrics of a run."""
-        return json.loads((self.directory / name / "result.json").read_text())["metrics"]
-
-    def _train(self, run: Run, data: str) -> str | None:
-        name, options = run
-        if (self.directory / name / "result.json").exists():
-            return None
-        shutil.rmtree(self.directory / name, ignore_errors=True)
-        command = [
-            *(sys.executable, "train.py", f"--data={Path(data).resolve()}"),
-            *(f"--output={self.directory.resolve()}", f"--name={name}", "--checkpoint=false"),
-        ]
-        threads = max(1, cores() // self.jobs)
-        log = self.directory / f"{name}.log"
-        with log.open("w") as output:
-            done = subprocess.run(
-                [*command, *self.common, *options],
-                cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        if done.returncode == 0:
-            return None
-        errors = [line for line in log.read_text().splitlines() if line.startswith("error")]
-        if not errors:
-            raise ChildProcessError(f"run {name} failed; see {log}")
-        return f"{name}: {errors[0]}"
 
 
 def main(argv: list[str] | None = None) -> int:

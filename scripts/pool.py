@@ -1,0 +1,146 @@
+"""Runs of ``train.py``, several at a time, for the scripts that compare them.
+
+A worker process trains one run after another, so that PyTorch is loaded and its kernels are made
+once per process. What has finished is not repeated: an interrupted comparison goes on where it was.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from dlrm import measure
+from dlrm.cli import parse
+from dlrm.distributed import World
+from dlrm.embeddings import available
+from dlrm.embeddings.cache import renew_caches
+from dlrm.machine import cores
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # where train.py is
+RESULT = "result.json"
+Run = tuple[str, list[str]]  # name and options
+
+
+class Pool:
+    """Trains runs into one directory.
+
+    Args:
+        directory: of the runs and their logs; made if it is not there.
+        jobs: runs at a time; on a GPU they share it.
+        common: options of every run, before its own.
+    """
+
+    def __init__(self, directory: Path, jobs: int, common: list[str]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory, self.jobs, self.common = directory, jobs, common
+
+    def train(self, runs: list[Run], data: str | Path) -> list[str]:
+        """Train what has not finished; returns why some runs could not be done.
+
+        Raises:
+            ChildProcessError: a run ended in anything but success or a clear message.
+        """
+        todo = [(name, options) for name, options in runs if not self.done(name)]
+        common = [f"--data={Path(data).resolve()}", f"--output={self.directory.resolve()}"]
+        tasks = [
+            (self.directory / name, [*common, f"--name={name}", *self.common, *options])
+            for name, options in todo
+        ]
+        with _threads(max(1, cores() // self.jobs)):
+            spawn = multiprocessing.get_context("spawn")  # a fork can't use the GPU
+            with ProcessPoolExecutor(self.jobs, spawn) as workers:
+                results = workers.map(train_one, *zip(*tasks, strict=True)) if tasks else iter(())
+                return [why for why in tqdm(results, total=len(tasks), unit=" runs") if why]
+
+    def done(self, name: str) -> bool:
+        """Whether a run has finished."""
+        return (self.directory / name / RESULT).exists()
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """The final metrics of a run."""
+        return json.loads((self.directory / name / RESULT).read_text())["metrics"]
+
+
+def train_one(directory: Path, arguments: list[str]) -> str | None:
+    """In a worker: train a run into ``directory``; returns why it could not be done, if so."""
+    from train import main
+
+    shutil.rmtree(directory, ignore_errors=True)
+    log = directory.with_name(f"{directory.name}.log")
+    with log.open("w") as output, redirect_stdout(output), redirect_stderr(output):
+        try:
+            done = main(arguments) == 0
+        except SystemExit:  # options that can't be
+            done = False
+        except Exception:
+            traceback.print_exc()
+            done = False
+    _release()
+    if done:
+        return None
+    errors = [line for line in log.read_text().splitlines() if line.startswith("error")]
+    if not errors:
+        raise ChildProcessError(f"run {directory.name} failed; see {log}")
+    return f"{directory.name}: {errors[0]}"
+
+
+def step_milliseconds(arguments: list[str], *, batches: int = 64) -> float:
+    """Median time of a training step, alone, on batches that are on the device already.
+
+    Args:
+        arguments: of the command line of ``train.py``.
+        batches: taken in turn; caches are filled from the first pass over them.
+    """
+    took = _time_steps(arguments, batches)
+    _release()
+    return took
+
+
+def _time_steps(arguments: list[str], batches: int) -> float:
+    from train import Run as Training
+
+    with tempfile.TemporaryDirectory() as output:
+        config, resolved = parse([*arguments, f"--output={output}", "--name=timed"], available())
+        run = Training(config, resolved, World.of_environment())
+        held = [batch for batch, _ in zip(run.train_data, range(batches), strict=False)]
+        run.model.train()
+        for batch in held:
+            run.step(batch)
+        groups = [group for group, _ in run.model.sparse_arch.embeddings()]
+        renew_caches(groups, run.optimizers[1])
+        return measure.milliseconds(lambda i: run.step(held[i % len(held)]), run.device)
+
+
+def _release() -> None:
+    """Give back what the last run had compiled and allocated."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    """Have the processes that are started inside use so many threads each."""
+    names = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ |= {name: value or str(number) for name, value in before.items()}
+    yield
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]

@@ -1,0 +1,308 @@
+"""Reproduce TT-Rec: quality, size and speed of tensor-train embeddings on Criteo Kaggle.
+
+    python scripts/reproduce_tt_rec.py --ratios-only
+    python scripts/reproduce_tt_rec.py --data data/kaggle
+
+``--data`` is any directory that ``prepare_criteo.py`` or ``make_synthetic.py`` made. The largest
+tables are put into tensor-train format at several ranks, and at one of them with a cache of the
+most used rows, and trained beside dense tables: every run by ``train.py``, with several seeds.
+With ``--fine-tune STEPS`` the first dense run is also compressed, and trained for so many steps
+more. Steps are timed alone, after all runs. Runs that have finished are not repeated.
+
+Reference: Yin, Acun, Liu, Wu, "TT-Rec: Tensor Train Compression for Deep Learning Recommendation
+Models", MLSys 2021, arXiv 2101.11714.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from pool import Pool, Run, step_milliseconds
+
+from dlrm import measure
+from dlrm.data.schema import KAGGLE_CARDINALITIES, Meta
+from dlrm.embeddings.factorize import factorize_dim, factorize_rows
+from dlrm.embeddings.tt import clip_ranks, tt_weights
+from dlrm.files import whole
+from dlrm.hints import Parser
+
+# Rows of the tables of Criteo Terabyte with ids modulo 10,000,000, as in the paper.
+TERABYTE_10M = (
+    9980333, 36084, 17217, 7378, 20134, 3, 7112, 1442, 61, 9758201, 1333352, 313829, 10,
+    2208, 11156, 122, 4, 970, 14, 9994222, 7267859, 9946608, 415421, 12420, 101, 36,
+)  # fmt: skip
+METRICS = {
+    "test/accuracy": "accuracy",
+    "test/auc": "AUC",
+    "test/log_loss": "log loss",
+    "test/normalized_entropy": "NE",
+}
+FITTED = {"accuracy": "fitted accuracy", "auc": "fitted AUC"}
+FORMATS = {
+    **dict.fromkeys(("accuracy", "AUC", "log loss", "NE"), ".4f"),
+    **{"loss, %": ".3f", "MB": ",.2f", "ratio": ".1f", "step, ms": ".3f"},
+    **dict.fromkeys(FITTED.values(), ".4f"),
+}
+
+
+def arguments() -> Parser:
+    """The command line."""
+    parser = Parser(__doc__)
+    parser.add_argument("--data", help="prepared directory")
+    parser.add_argument("--ratios-only", action="store_true", help="the ratios alone, at once")
+    parser.add_argument("--config", default="configs/criteo_kaggle_large_batch.yaml")
+    parser.add_argument("--tables", nargs="+", type=int, default=[3, 5, 7], help="largest tables")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[8, 16, 32, 64])
+    parser.add_argument(
+        "--caches", nargs="*", type=float, default=[1e-4, 1e-3, 1e-2], help="shares of the rows"
+    )
+    parser.add_argument("--cache-at", nargs=2, type=int, default=[7, 32], help="tables and rank")
+    parser.add_argument("--seeds", type=int, default=3, help="runs per cell (default: 3)")
+    parser.add_argument("--tt-lr", type=float, help="learning rate of TT, if not the config's")
+    parser.add_argument("--fine-tune", type=int, default=0, metavar="STEPS")
+    parser.add_argument("--fine-tune-lr", type=float, default=5e-4)
+    parser.add_argument("--runs", type=Path, default=Path("runs/tt_rec"), help="where runs go")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
+    parser.add_argument("--no-timing", action="store_true", help="leave out the step times")
+    parser.add_argument("--plot", type=Path, default=Path("tt_rec.png"))
+    parser.add_argument("--json", type=Path, help="where the result is written as JSON")
+    parser.add_argument("--options", nargs="*", default=[], help="more options, as epochs=2")
+    return parser
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One model of the grid: the ``tables`` largest tables in TT; none for the dense model."""
+
+    tables: int = 0
+    rank: int = 0
+    cache: float = 0.0
+    """Share of the rows of these tables that are cached."""
+
+    def __str__(self) -> str:
+        if not self.tables:
+            return "dense"
+        return f"tt{self.tables}-r{self.rank}" + (f"-c{self.cache:g}" if self.cache else "")
+
+    def options(self, cardinalities: Sequence[int]) -> list[str]:
+        """Of the command line of ``train.py``."""
+        if not self.tables:
+            return ["--emb=dense"]
+        rows = sum(sorted(cardinalities)[-self.tables :])
+        return [
+            *("--emb=tt", f"--tables.largest={self.tables}", f"--tt.rank={self.rank}"),
+            f"--tt.cache_rows={round(self.cache * rows)}",
+        ]
+
+
+def compression(cardinalities: Sequence[int], dim: int, tables: int, rank: int) -> float:
+    """Dense weights over weights with the ``tables`` largest tables in TT, without a cache."""
+    order = sorted(cardinalities, reverse=True)
+    q, shapes = factorize_dim(dim, 3), [factorize_rows(rows, 3) for rows in order[:tables]]
+    ranks = clip_ranks(rank, shapes, q)
+    weights = sum(tt_weights(p, q, ranks) for p in shapes) + dim * sum(order[tables:])
+    return dim * sum(order) / weights
+
+
+def print_ratios(tables: Sequence[int], ranks: Sequence[int]) -> None:
+    """The paper's compression ratios of Kaggle (dim 16) and Terabyte (dim 64)."""
+    grid = {
+        f"rank {rank}": [f"{compression(KAGGLE_CARDINALITIES, 16, n, rank):.1f}x" for n in tables]
+        for rank in ranks
+    }
+    print("Criteo Kaggle, dim 16, compression of all embeddings:")
+    print(pd.DataFrame(grid, index=[f"{n} largest tables" for n in tables]).to_string())
+    terabyte = compression(TERABYTE_10M, 64, 7, 8)
+    print(f"Criteo Terabyte, ids modulo 10 M, dim 64, 7 largest, rank 8: {terabyte:.1f}x")
+
+
+def cells(options: argparse.Namespace) -> list[Cell]:
+    """Every model of the grid, dense first."""
+    grid = [Cell(tables=n, rank=rank) for n in options.tables for rank in options.ranks]
+    n, rank = options.cache_at
+    return [Cell(), *grid, *(Cell(tables=n, rank=rank, cache=share) for share in options.caches)]
+
+
+def to_fit(options: argparse.Namespace) -> list[Cell]:
+    """The models that the dense one is compressed to: all numbers of tables at one rank."""
+    return [Cell(tables=n, rank=options.cache_at[1]) for n in options.tables]
+
+
+def runs_of(cell: Cell, options: argparse.Namespace, meta: Meta) -> list[Run]:
+    """The runs of a cell, one per seed."""
+    given = cell.options(meta.cardinalities)
+    if cell.tables and options.tt_lr:
+        given.append(f"--optim.embeddings_lr={options.tt_lr}")
+    runs = [(f"{cell}-{seed}", [*given, f"--seed={seed}"]) for seed in range(options.seeds)]
+    if not cell.tables and options.fine_tune:
+        runs[0][1].append("--checkpoint=true")
+    return runs
+
+
+def fine_tuning(cell: Cell, options: argparse.Namespace, meta: Meta) -> Run:
+    """The first dense run compressed to a cell, and trained on for a while."""
+    rate = options.fine_tune_lr
+    return f"fitted-{cell}", [
+        *cell.options(meta.cardinalities),
+        f"--init_from={(options.runs / 'dense-0').resolve()}",
+        *(f"--max_steps={options.fine_tune}", "--seed=1000"),
+        *(f"--optim.lr={rate}", f"--optim.embeddings_lr={rate}", "--optim.warmup_steps=0"),
+        *("--optim.decay_start=0", f"--optim.decay_steps={options.fine_tune}"),
+    ]
+
+
+def summarize(names: dict[str, list[str]], pool: Pool) -> pd.DataFrame:
+    """One line per cell: means, deviations over seeds, and the loss of accuracy against dense.
+
+    Args:
+        names: the runs of each cell, in order of the seeds; those of "dense" are the baseline.
+        pool: where they are.
+    """
+    baseline = [pool.metrics(name)["test/accuracy"] for name in names["dense"]]
+    rows = []
+    for cell, runs in names.items():
+        metrics = [pool.metrics(name) for name in runs]
+        row: dict[str, Any] = {"cell": cell, "seeds": len(runs)}
+        for name, label in METRICS.items():
+            values = pd.Series([found[name] for found in metrics])
+            row |= {label: values.mean(), f"{label} std": values.std()}
+        pairs = zip(baseline, metrics, strict=False)
+        lost = pd.Series([100 * (best - found["test/accuracy"]) for best, found in pairs])
+        row |= {"loss, %": lost.mean(), "loss, % std": lost.std()}
+        row |= {"MB": metrics[0]["embeddings/bytes"] / 1e6}
+        row |= {"ratio": metrics[0]["embeddings/compression"]}
+        if "fitted/accuracy" in metrics[0]:
+            row |= {label: metrics[0][f"fitted/{key}"] for key, label in FITTED.items()}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def render(summary: pd.DataFrame) -> str:
+    """The summary as a text table, ``mean ± std`` where there are several seeds."""
+    shown = summary[["cell", "seeds"]].copy()
+    for label, form in FORMATS.items():
+        if label not in summary:
+            continue
+        spread = summary.get(f"{label} std", pd.Series([float("nan")] * len(summary)))
+        shown[label] = [
+            ("-" if mean != mean else f"{mean:{form}}") + (f" ± {std:{form}}" if std == std else "")
+            for mean, std in zip(summary[label], spread, strict=True)
+        ]
+    return shown.to_string(index=False)
+
+
+def draw(summary: pd.DataFrame, path: Path) -> None:
+    """Loss of accuracy, and time of a step if it was measured, against compression."""
+    timed = "step, ms" in summary
+    figure, panels = plt.subplots(
+        1, 1 + timed, figsize=(6 + 5 * timed, 4.5), layout="constrained", squeeze=False
+    )
+    labels = ["loss, %", "step, ms"][: 1 + timed]
+    for axes, label in zip(panels[0], labels, strict=True):
+        axes.axhline(summary[label][0], color="gray", linestyle="--", label="dense")
+        lines = summary["cell"].str.extract(r"^(fitted-)?tt(\d+)-r\d+(-c)?")
+        for (fitted, tables, cache), points in summary.groupby(
+            [lines[0].fillna(""), lines[1], lines[2].fillna("")]
+        ):
+            if fitted and label == "step, ms":
+                continue
+            name = f"{tables} tables" + (", cached" if cache else "")
+            name += ", compressed and fine-tuned" if fitted else ""
+            points = points.sort_values("ratio")
+            spread = points.get(f"{label} std")
+            axes.errorbar(
+                points["ratio"],
+                points[label],
+                yerr=None if spread is None else spread.fillna(0.0),
+                fmt="x" if fitted else ("s:" if cache else "o-"),
+                capsize=3,
+                label=name,
+            )
+        axes.set_xscale("log")
+        axes.set_xlabel("compression of all embeddings")
+        axes.grid(alpha=0.3)
+    panels[0][0].set_ylabel("accuracy below dense (percentage points)")
+    if timed:
+        panels[0][1].set_ylabel("training step (ms)")
+    panels[0][0].legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole(path) as temporary:
+        figure.savefig(temporary, dpi=150, format="png")
+    plt.close(figure)
+
+
+def reproduce(options: argparse.Namespace) -> None:
+    """Train what is missing, time, and compare."""
+    meta = Meta.read(options.data)
+    common = [f"--config={options.config}", "--checkpoint=false", "--eval_every=2000000000"]
+    common += [f"--{option}" for option in options.options]
+    pool = Pool(options.runs, options.jobs, common)
+    runs = {str(cell): runs_of(cell, options, meta) for cell in cells(options)}
+    seeds = [list(seed) for seed in zip(*runs.values(), strict=True)]
+    impossible = pool.train([run for seed in seeds for run in seed], options.data)
+    if options.fine_tune:
+        tuned = {f"fitted-{cell}": fine_tuning(cell, options, meta) for cell in to_fit(options)}
+        impossible += pool.train(list(tuned.values()), options.data)
+        runs |= {name: [run] for name, run in tuned.items()}
+    print(*impossible, sep="\n")
+    names = {cell: [name for name, _ in own if pool.done(name)] for cell, own in runs.items()}
+    summary = summarize({cell: own for cell, own in names.items() if own}, pool)
+    report = {
+        "data": Path(options.data).name,
+        "config": options.config,
+        "options": options.options,
+        "fine_tune": {"steps": options.fine_tune, "lr": options.fine_tune_lr},
+        "best_possible": meta.planted.get("test"),
+        "impossible": impossible,
+    }
+    publish(summary, options, report)
+    if not options.no_timing:
+        for line, cell in enumerate(summary["cell"]):
+            if not cell.startswith("fitted"):
+                summary.loc[line, "step, ms"] = step_milliseconds(
+                    [*common, f"--data={options.data}", *runs[cell][0][1]]
+                )
+        publish(summary, options, report)
+
+
+def publish(summary: pd.DataFrame, options: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Print the table, draw the plot and write the JSON."""
+    print(render(summary))
+    if report["best_possible"]:
+        print("best possible under the planted truth:", report["best_possible"])
+    draw(summary, options.plot)
+    if options.json:
+        results = json.loads(summary.to_json(orient="records"))
+        measure.write(options.json, {**report, "results": results})
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program; returns the exit status."""
+    options = arguments().parse_args(argv)
+    if options.ratios_only:
+        print_ratios(options.tables, options.ranks)
+        return 0
+    try:
+        if not options.data:
+            raise ValueError("--data is needed, or --ratios-only")
+        reproduce(options)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
