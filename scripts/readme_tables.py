@@ -165,7 +165,31 @@ def loader() -> str:
     return markdown(head, rows) + note
 
 
-TABLES = {table.__name__: table for table in (sample, cpu_step, gpu_step, lookup, prepare, loader)}
+def epoch() -> str:
+    """From Parquet to test metrics on one GPU."""
+    rows = [
+        [
+            f"`{r['kind']}`",
+            f"{r['batch']:,}",
+            f"{r['training']:.1f}",
+            f"{r['test_metrics']:.2f}",
+            f"{r['epoch']:.1f}",
+            f"{r['wait_share']:.0%}",
+            f"{r['Mrows/s']:.1f} M",
+            f"{r['building'] + r['compiling_and_capturing']:.0f}",
+        ]
+        for r in read("epoch_h100")["results"]
+    ]
+    head = [
+        *("`--emb`", "batch", "training, s", "test metrics, s", "both, s", "waiting for data"),
+        *("rows/s", "start, s"),
+    ]
+    return markdown(head, rows) + source("epoch_h100")
+
+
+TABLES = {
+    table.__name__: table for table in (sample, cpu_step, gpu_step, lookup, prepare, loader, epoch)
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Run the tests that need a GPU, and the kernel tests natively: a process per file, side by side.
+"""Run the tests that need a GPU, and the kernel tests natively, in several processes side by side.
 
     python scripts/test_gpu.py
 
@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from dlrm.hints import Parser
 from dlrm.machine import cores
@@ -21,11 +20,11 @@ from dlrm.measure import ROOT
 NO_TESTS = 5  # pytest's exit status where none was chosen
 
 
-def run(path: Path) -> tuple[int, str]:
-    """The exit status and the output of the GPU tests of one file."""
-    began = time.perf_counter()
+def run(tests: Sequence[str], part: str) -> tuple[bool, str]:
+    """Whether a part of the GPU tests passed, and what to show of its output."""
+    pytest = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--disable-warnings"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--disable-warnings", str(path)],
+        [*pytest, "--part", part, "--durations", "3", *tests],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
@@ -33,33 +32,23 @@ def run(path: Path) -> tuple[int, str]:
     )
     lines = (done.stdout + done.stderr).strip().splitlines()
     passed = done.returncode in (0, NO_TESTS)
-    shown = lines[-1:] if passed else lines
-    heading = f"{os.path.relpath(path, ROOT)}: {time.perf_counter() - began:.1f} s: "
-    return 0 if passed else done.returncode, heading + "\n".join(shown)
+    return passed, "\n".join(lines[-1:] if passed else lines)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run all files; returns 1 if a test failed."""
+    """Run all parts; returns 1 if a test failed."""
     parser = Parser(__doc__)
-    parser.add_argument("--jobs", type=int, default=min(8, cores()), help="files at a time")
+    parser.add_argument("--jobs", type=int, default=min(12, cores()), help="processes")
+    parser.add_argument("tests", nargs="*", default=["tests"], help="as for pytest")
     options = parser.parse_args(argv)
-    files = sorted(
-        (path for path in (ROOT / "tests").rglob("test_*.py") if needs_gpu(path)),
-        key=lambda path: -path.stat().st_size,  # long ones first
-    )
+    parts = [f"{index}/{options.jobs}" for index in range(options.jobs)]
     failed = 0
     with ThreadPoolExecutor(options.jobs) as pool:
-        for done in as_completed([pool.submit(run, path) for path in files]):
-            status, output = done.result()
-            failed += status != 0
+        for passed, output in pool.map(lambda part: run(options.tests, part), parts):
+            failed += not passed
             print(output, flush=True)
-    print(f"{failed} of {len(files)} files failed" if failed else f"{len(files)} files passed")
+    print(f"{failed} of {len(parts)} parts failed" if failed else "all parts passed")
     return int(failed > 0)
-
-
-def needs_gpu(path: Path) -> bool:
-    """Whether a file may have tests marked for a GPU (``tests/conftest.py`` marks the kernels')."""
-    return path.parent.name == "kernels" or "mark.gpu" in path.read_text()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What every test needs to know: is there a GPU, and if not, Triton interprets its kernels."""
 
 import os
+import zlib
 
 import torch
 
@@ -8,6 +9,10 @@ if not torch.cuda.is_available():  # before anything imports triton
     os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption("--part", default="0/1", help="run part i of n alone, as i/n, i from 0")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -21,6 +26,8 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.gpu)
         elif "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+    part, parts = map(int, config.getoption("--part").split("/"))
+    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part]
     items.sort(key=lambda item: "slow" in item.keywords)
 
 

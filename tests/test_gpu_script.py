@@ -1,28 +1,35 @@
+import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
-SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "test_gpu.py"))
+ROOT = Path(__file__).parents[1]
+SCRIPT = runpy.run_path(str(ROOT / "scripts" / "test_gpu.py"))
+FILE = "tests/test_hints.py"
 
 
-def test_a_file_with_a_failing_test_is_told_in_full(tmp_path):
+def test_parts_make_up_the_whole():
+    def collected(*options):
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *options, FILE]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        return re.findall(r"^tests/.*::.*$", done.stdout, re.MULTILINE)
+
+    whole, parts = collected(), [collected("--part", f"{index}/2") for index in range(2)]
+    assert all(parts)
+    assert sorted(parts[0] + parts[1]) == sorted(whole)
+
+
+def test_a_failing_part_is_told_in_full(tmp_path):
     path = tmp_path / "test_one.py"
     path.write_text(
         "import pytest\n\n@pytest.mark.gpu\ndef test_this():\n    assert 1 == 2\n\n"
         "def test_other():\n    assert False, 'not of the GPU'\n"
     )
-    status, output = SCRIPT["run"](path)
-    assert status == 1
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_addoption(parser): parser.addoption('--part')"
+    )
+    passed, output = SCRIPT["run"]([str(path)], "0/1")
+    assert not passed
     assert "assert 1 == 2" in output
     assert "not of the GPU" not in output
-
-
-def test_files_are_chosen_by_their_marks(tmp_path):
-    kernels = tmp_path / "kernels"
-    kernels.mkdir()
-    for path, text, chosen in [
-        (kernels / "test_a.py", "", True),
-        (tmp_path / "test_b.py", "@pytest.mark.gpu", True),
-        (tmp_path / "test_c.py", "def test(): ...", False),
-    ]:
-        path.write_text(text)
-        assert SCRIPT["needs_gpu"](path) is chosen
