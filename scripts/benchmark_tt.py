@@ -139,12 +139,13 @@ class Setup:
         return max(float((a.detach() - b.detach()).norm() / b.detach().norm()) for a, b in pairs)
 
     def floors(self, bandwidth: float) -> dict[str, float]:
-        """Least microseconds of a step by arithmetic and by bytes, for the batches drawn.
+        """Least microseconds of the parts of a step by arithmetic and by bytes, averaged.
 
         Arithmetic: every pair of leading slices in use is multiplied once forward and twice
-        backward, and so is every distinct id by its last slice. Bytes: ids, rows and gradients of
-        rows once, cores read and written. Both count what three cores need, so four cores, which
-        share more, may lie below.
+        backward, and so is every distinct id by its last slice. Bytes: forward ids, cores and rows
+        once; backward ids, gradients of rows, cores, and their gradients in fp32; the update reads
+        these and reads and writes the cores. Both count what three cores need, so four cores,
+        which share more, may lie below.
         """
         case = self.case
         left = case.q[0] * case.rank * case.q[1] * case.rank
@@ -155,15 +156,18 @@ class Setup:
             for table, row in enumerate(ids):
                 distinct += row.unique().numel() / INPUTS
                 pairs += (row // last[table]).unique().numel() / INPUTS
-        flop = 3 * 2 * (pairs * left + distinct * right)
-        lookups = self.ids[0].numel()
-        size = self.cores[0].element_size()
+        once = 2 * (pairs * left + distinct * right) / TENSOR_CORES[self.precision]
+        lookups, size = self.ids[0].numel(), self.cores[0].element_size()
         weights = sum(core.numel() for core in self.cores)
-        moved = 8 * lookups + 2 * size * self.grads[0].numel() + 2 * size * weights
+        moved = 8 * lookups + size * (self.grads[0].numel() + weights)
+        backward = moved + 4 * weights
+        update = (4 + 2 * size) * weights
         return {
             "distinct": distinct / lookups,
-            "floor_arithmetic_us": flop / TENSOR_CORES[self.precision] * 1e6,
-            "floor_bytes_us": moved / bandwidth * 1e6,
+            "floor_forward_arithmetic_us": once * 1e6,
+            "floor_forward_bytes_us": moved / bandwidth * 1e6,
+            "floor_step_arithmetic_us": 3 * once * 1e6,
+            "floor_step_bytes_us": (moved + backward + update) / bandwidth * 1e6,
         }
 
 
@@ -206,7 +210,7 @@ def replayed_milliseconds(run: Callable[[int], object]) -> float:
 
 def peers(setup: Setup, skew: str) -> dict[str, float]:
     """Milliseconds of a step in plain PyTorch, and of a dense table of as many rows; eager."""
-    times = {"torch_eager_ms": gpu_milliseconds(setup.exact_step, warm_up=2, steps=8)}
+    times = {"torch_eager_ms": gpu_milliseconds(setup.exact_step, warm_up=1, steps=4)}
     if len(setup.case.rows) == 1:
         times["dense_eager_ms"] = dense_milliseconds(setup.case, skew)
     return times
