@@ -73,24 +73,25 @@ class Offload(Embedding):
         rows = ids + self._offsets[tables]
         if not self.cached.active:
             return lookup(self.weight, rows, sparse=self.sparse)
-        return self._lookup(rows)
+        return self._lookup(rows.view(1, -1), None).view(*rows.shape, self.embedding_dim)
 
     def lookup(self, ids: Tensor) -> Tensor:
         if not self.cached.active:
             return lookup_tables(self.weight, self._offsets, ids, sparse=self.sparse)
-        return self._lookup((ids + self._offsets[:, None]).t())
+        return self._lookup(ids, self._offsets)
 
-    def _lookup(self, rows: Tensor) -> Tensor:
+    def _lookup(self, ids: Tensor, starts: Tensor | None) -> Tensor:
         training = self.training and torch.is_grad_enabled() and self.weight.requires_grad
-        return self.cached.lookup(rows, sparse=self.sparse, training=training)
+        return self.cached.lookup(ids, starts, sparse=self.sparse, training=training)
 
     def prefetch(self, ids: Tensor, offsets: Tensor | None = None) -> None:
         """Fetch the rows of the batch behind the next one while that is computed."""
         if offsets is None:
-            self.cached.prefetch((ids + self._offsets[:, None]).t().reshape(-1))
+            self.cached.prefetch(ids, self._offsets)
             return
         batch = max((offsets.numel() - 1) // self.num_tables, 1)
-        self.cached.prefetch(ids + self._offsets[bag_of_each(offsets, ids.numel()) // batch])
+        rows = ids + self._offsets[bag_of_each(offsets, ids.numel()) // batch]
+        self.cached.prefetch(rows[None])
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:

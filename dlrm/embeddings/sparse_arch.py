@@ -94,7 +94,8 @@ class SparseArch(nn.Module):
         """Tell the groups of the batch behind the next one, as :meth:`forward` will take it."""
         for index, (group, _) in enumerate(self.embeddings()):
             if type(group).prefetch is not Embedding.prefetch:
-                group.prefetch(*self._share(index, ids, offsets, None)[:2])
+                one = len(self.groups) == 1
+                group.prefetch(*((ids, offsets) if one else self._share(index, ids, offsets, None)[:2]))
 
     def in_order(self, vectors: list[Tensor]) -> Tensor:
         """The groups' vectors in one ``[B, F, D]``, in the order of the features."""

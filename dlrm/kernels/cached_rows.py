@@ -5,13 +5,17 @@ Every row has a place in host memory, which the GPU reads and writes at its own 
 them; with a row moves what an optimizer keeps for it. A row that found no slot is used where it
 lies, so a cache of any size gives the same result, down to none.
 
-A move takes the distinct rows of a batch, in ascending order (the GPU's translations of host
-addresses do not reach across a large table at random), gives those that have no slot the slots of
-the coldest rows, and exchanges the rows: the old ones to the host, the new ones from it. Its
-shapes depend on the size of the batch alone and the host is told nothing, so that it runs on a
-second stream while the step before computes, and a CUDA graph can hold both. That step is not
-disturbed, since neither its rows nor the next ones lose their slots and rows that it uses in host
-memory are not fetched.
+A move lists the rows of a batch that have no slot, gives them the slots of the coldest rows, and
+exchanges the two: the old ones to the host, the new ones from it. Its shapes depend on the size of
+the batch alone and the host is told nothing, so that it runs on a second stream while the step
+before computes, and a CUDA graph can hold both. That step is not disturbed, since neither its rows
+nor the next ones lose their slots and rows that it uses in host memory are not fetched.
+
+What costs is not bytes but the GPU's translation of host addresses, which reaches no further than
+some hundred pages at a time and holds up all else while it misses. So the missing rows are sorted,
+and their slots taken in order: then the rows of slots behind one another ascend as well, being of
+few generations, and both ways a few programs at a time keep within some 70 pages of 2 MB, where
+without any order it were 550.
 
 How warm a row is: each batch that uses it adds 1, which decays by half in ``half_life`` batches.
 
@@ -32,40 +36,56 @@ from dlrm.kernels import use_triton
 from dlrm.kernels.branch import Branch
 from dlrm.kernels.host import zeros_beside
 from dlrm.kernels.lookup import row_gradient
-from dlrm.kernels.plan import announce, prepare
+from dlrm.kernels.plan import announce
 
+BLOCK = 1024  # look-ups or slots of a program
+GATHER, GATHER_WARPS = 128, 4  # rows of 16 of a look-up's program, and its warps
+FEW = 4096  # look-ups up to which all may miss; of more, a quarter
 BINS = 256  # of warmth; the last is of slots that can't be taken
 COLDEST, WARMEST = -8, 10  # log2 of the warmth between which slots are told apart
-MOVERS = 128  # programs that move rows: enough for the link, few beside the step's
+MOVERS = 16  # programs that move rows: enough for the link, and few pages at a time
+CLAIMED = tl.constexpr(-(2**31))  # in place of a slot, while a missing row is given one
+NONE = 2**31 - 1  # behind the last of the missing rows
+
+
+@triton.jit
+def _row_of(ids, starts, k, inside, batch):
+    """The row of each look-up of ``ids [F, batch]``."""
+    row = tl.load(ids + k, mask=inside, other=0).to(tl.int64)
+    if starts is not None:
+        row += tl.load(starts + k // batch, mask=inside, other=0)
+    return row
 
 
 @triton.jit
 def _mark(
-    rows, slots, stamps, warmth, clock, missing, counters, traffic, n, half_life,
-    AHEAD: tl.constexpr, BLOCK: tl.constexpr,
+    ids, starts, slots, stamps, warmth, clock, missing, counters, traffic, n, batch, most,
+    half_life, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Stamp the slots of sorted ``rows [n]``; list the distinct rows that must be fetched."""
+    """Stamp the slots of a batch's rows; list the rows without one, each once, ``most`` of them."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
-    row = tl.load(rows + k, mask=inside, other=-1)
-    before = tl.load(rows + k - 1, mask=inside & (k > 0), other=-1)
-    slot = tl.load(slots + row, mask=inside, other=-1)
-    tl.atomic_add(traffic + 1, tl.sum((slot >= 0).to(tl.int64), 0))
+    row = _row_of(ids, starts, k, inside, batch)
+    slot = tl.load(slots + row, mask=inside, other=CLAIMED)
+    held = slot >= 0
+    tl.atomic_add(traffic + 1, tl.sum(held.to(tl.int64), 0))
     now = tl.load(clock)
     mark = now + AHEAD
-    first = inside & (row != before)
 
-    held = first & (slot >= 0)
-    tl.store(stamps + slot, mark, mask=held)
+    held &= tl.load(stamps + slot, mask=held, other=mark) < mark
+    held &= tl.atomic_max(stamps + slot, mark, mask=held) < mark  # of equal rows the first
     time = mark.to(tl.float32) / half_life
     warm = tl.load(warmth + slot, mask=held, other=0.0)
     tl.store(warmth + slot, time + tl.log2(1 + tl.exp2(warm - time)), mask=held)
 
-    busy = slot <= -2 - now  # the step under way uses it in host memory
-    tl.store(slots + row, -2 - mark, mask=first & busy)
-    absent = (first & (slot < 0) & (slot > -2 - now)).to(tl.int32)
-    at = tl.atomic_add(counters + 3, tl.sum(absent, 0)) + tl.cumsum(absent, 0) - 1
-    tl.store(missing + at, row, mask=absent != 0)
+    busy = (slot <= -2 - now) & (slot != CLAIMED)  # the step under way uses it in host memory
+    tl.store(slots + row, -2 - mark, mask=busy)
+    absent = (slot < 0) & (slot > -2 - now)
+    absent &= tl.atomic_min(slots + row, CLAIMED, mask=absent) != CLAIMED
+    first = absent.to(tl.int32)
+    at = tl.atomic_add(counters, tl.sum(first, 0)) + tl.cumsum(first, 0) - 1
+    tl.store(missing + at, row.to(tl.int32), mask=absent & (at < most))
+    tl.store(slots + row, -2 - mark, mask=absent & (at >= most))
 
 
 @triton.jit
@@ -94,28 +114,30 @@ def _count(
 @triton.jit
 def _choose(
     slots, owners, stamps, warmth, clock, missing, leaving, targets, counters, histogram, traffic,
-    half_life, C,
+    most, half_life, C,
     AHEAD: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Give the missing rows the coldest slots, as far as there are any."""
+    """Give the missing rows the coldest slots, as far as there are any, both in ascending order."""
     pid = tl.program_id(0)
     now = tl.load(clock)
     mark = now + AHEAD
     bins = tl.arange(0, BINS)
     counts = tl.load(histogram + bins, mask=bins < BINS - 1, other=0)
-    missed = tl.load(counters + 3)
+    missed = tl.minimum(tl.load(counters), most)
     wanted = tl.minimum(missed, tl.sum(counts, 0))
-    limit = tl.sum((tl.cumsum(counts, 0) < wanted).to(tl.int32), 0)  # from this bin some
+    limit = tl.sum((tl.cumsum(counts, 0) < wanted).to(tl.int32), 0)  # of this bin some are taken
     below = tl.sum(tl.where(bins < limit, counts, 0), 0)
+    share = (wanted - below) / tl.maximum(tl.sum(tl.where(bins == limit, counts, 0), 0), 1)
 
     slot = pid * BLOCK + tl.arange(0, BLOCK)
     bin = _bin_of(slot, stamps, warmth, now, half_life, C, LOW, HIGH, BINS)
-    sure, perhaps = (bin < limit).to(tl.int32), (bin == limit).to(tl.int32)
-    at_sure = tl.atomic_add(counters + 1, tl.sum(sure, 0)) + tl.cumsum(sure, 0) - 1
-    at_perhaps = tl.atomic_add(counters + 2, tl.sum(perhaps, 0)) + tl.cumsum(perhaps, 0) - 1
-    at = tl.where(sure != 0, at_sure, below + at_perhaps)
-    taken = (sure != 0) | ((perhaps != 0) & (at < wanted))
+    chance = tl.rand(now, slot)  # all over the cache, rather than its first slots
+    some = (bin == limit) & (chance <= share * 1.05) & (wanted > below)
+    taken = (bin < limit) | some
+    ones = taken.to(tl.int32)
+    at = tl.atomic_add(counters + 1, tl.sum(ones, 0)) + tl.cumsum(ones, 0) - 1
+    taken &= at < wanted
     row = tl.load(missing + at, mask=taken, other=0)
     old = tl.load(owners + slot, mask=taken, other=-1)
     tl.store(leaving + at, old, mask=taken)
@@ -125,15 +147,22 @@ def _choose(
     tl.store(warmth + slot, mark.to(tl.float32) / half_life, mask=taken)
     tl.store(slots + old, -1, mask=taken & (old >= 0))
     tl.store(slots + row, slot, mask=taken)
-
-    tl.atomic_add(traffic + 3, tl.sum((taken & (old >= 0)).to(tl.int64), 0))
     if pid == 0:
-        tl.store(counters, wanted)
-        tl.atomic_add(traffic + 2, wanted.to(tl.int64))
-    for start in range(wanted + pid * BLOCK, missed, tl.num_programs(0) * BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        row = tl.load(missing + k, mask=k < missed, other=0)
-        tl.store(slots + row, -2 - mark, mask=k < missed)
+        tl.store(counters + 2, wanted)
+    tl.atomic_add(traffic + 2, tl.sum(taken.to(tl.int64), 0))
+    tl.atomic_add(traffic + 3, tl.sum((taken & (old >= 0)).to(tl.int64), 0))
+
+
+@triton.jit
+def _settle(
+    slots, clock, missing, counters, most, AHEAD: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The missing rows that found no slot are used where they lie."""
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = k < tl.minimum(tl.load(counters), most)
+    row = tl.load(missing + k, mask=inside, other=0)
+    slot = tl.load(slots + row, mask=inside, other=0)
+    tl.store(slots + row, -2 - (tl.load(clock) + AHEAD), mask=inside & (slot == CLAIMED))
 
 
 @triton.jit
@@ -142,7 +171,7 @@ def _exchange(
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Move the rows of one tensor: those that leave to the host, the missing ones to the slots."""
-    moves = tl.load(counters)
+    moves = tl.minimum(tl.load(counters + 1), tl.load(counters + 2))
     column = tl.arange(0, BLOCK_D)[None, :]
     for start in range(tl.program_id(0) * BLOCK, moves, tl.num_programs(0) * BLOCK):
         k = start + tl.arange(0, BLOCK)
@@ -161,24 +190,30 @@ def _exchange(
 
 @triton.jit
 def _gather(
-    rows, slots, stamps, clock, weight, gap, out, n,
+    ids, starts, slots, stamps, clock, weight, gap, out, flat, n, batch, F,
     KEEP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Fetch rows from their slots or the host; with KEEP neither shall move for now."""
+    """Fetch rows from their slots or the host, sample after sample; ``flat`` gets the rows. With
+    KEEP neither shall move for now.
+    """
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
-    row = tl.load(rows + k, mask=inside, other=0).to(tl.int64)
+    row = _row_of(ids, starts, (k % F) * batch + k // F, inside, batch)
     slot = tl.load(slots + row, mask=inside, other=-1)
-    if KEEP:
-        now = tl.load(clock)
-        stamp = tl.load(stamps + slot, mask=inside & (slot >= 0), other=now)
-        tl.store(stamps + slot, now, mask=inside & (stamp < now))
-        tl.store(slots + row, -2 - now, mask=inside & (slot < 0))
+    tl.store(flat + k, row, mask=inside)
     column = tl.arange(0, BLOCK_D)[None, :]
     mask = inside[:, None] & (column < D)
     at = tl.where(slot >= 0, slot.to(tl.int64) * D + gap, row * D)
     value = tl.load(weight + at[:, None] + column, mask=mask, other=0.0)
     tl.store(out + k.to(tl.int64)[:, None] * D + column, value, mask=mask)
+    if KEEP:
+        now = tl.load(clock)
+        stamp = tl.load(stamps + slot, mask=inside & (slot >= 0), other=now)
+        tl.store(stamps + slot, now, mask=inside & (stamp < now))
+        tl.store(slots + row, -2 - now, mask=inside & (slot < 0))
+
+
+Announced = tuple[Tensor, Tensor | None]  # ids [F, B], and where their tables begin
 
 
 def cached_rows(parameter: Tensor) -> CachedRows | None:
@@ -225,8 +260,8 @@ class CachedRows:
         self.clock = torch.zeros((), dtype=torch.int32, device=device)  # training look-ups so far
         self.traffic = torch.zeros(4, dtype=torch.int64, device=device)
         self._branch = Branch(device)
-        self._coming: Tensor | None = None  # rows of the batch after the one in hand
-        self._moving: Tensor | None = None  # rows that the branch is fetching
+        self._coming: Announced | None = None  # the batch after the one in hand
+        self._moving: Announced | None = None  # whose rows the branch is fetching
         self._fetched = False  # the next look-up's rows were fetched ahead
         self._waiting = 0  # training look-ups that no update has followed
         self.active = True
@@ -256,41 +291,53 @@ class CachedRows:
 
     # Looking up and moving --------------------------------------------------------------------
 
-    def prefetch(self, rows: Tensor) -> None:
-        """Announce the rows of the batch behind the next training look-up.
+    def prefetch(self, ids: Tensor, starts: Tensor | None = None) -> None:
+        """Announce the ids of the batch behind the next training look-up.
 
-        They are fetched beside the step which that look-up begins.
+        Their rows are fetched beside the step which that look-up begins.
 
         Args:
-            rows: ``[n]`` int32 or int64, equal ones allowed.
+            ids, starts: as of :meth:`lookup`; ids must stay as they are until then.
         """
         if self.active and self.capacity:
-            self._coming = rows
+            self._coming = ids.contiguous(), starts
 
-    def lookup(self, rows: Tensor, *, sparse: bool, training: bool) -> Tensor:
-        """Fetch rows ``[...]``, as ``[..., D]``, with a gradient for the table.
+    def lookup(
+        self, ids: Tensor, starts: Tensor | None = None, *, sparse: bool, training: bool
+    ) -> Tensor:
+        """Fetch rows, with a gradient for the table.
 
         In training, rows that were not announced are moved into the cache first; otherwise nothing
         moves, and rows without a slot are read from the host.
+
+        Args:
+            ids: ``[F, B]`` int32 or int64, one per table and sample.
+            starts: first row of each table, ``[F]`` int64; None for zeros.
+            sparse: see :func:`dlrm.kernels.lookup.lookup_tables`.
+            training: an update of these rows will follow.
+
+        Returns:
+            ``[B, F, D]``.
         """
         assert self.active
         self._join()
-        flat = rows.reshape(-1)
-        if training and self.capacity:
+        ids = ids.contiguous()
+        training = training and self.capacity > 0
+        if training:
             self.clock += 1
             self._waiting += 1
             if not self._fetched:
-                self._move(flat, ahead=False)
+                self._move(ids, starts, ahead=False)
             self._fetched = False
-        out = _Lookup.apply(self.tensors[0][0], flat, self, sparse, training)
+        out = _Lookup.apply(self.tensors[0][0], ids, starts, self, sparse, training)
         if training and self._coming is not None:
             # With two steps under way, a row of the first might move at the time of its update.
             if self._waiting == 1:
                 self._moving, self._fetched = self._coming, True
                 with self._branch.fork():
-                    self._move(self._moving, ahead=True)
+                    self._move(*self._moving, ahead=True)
             self._coming = None
-        return out.view(*rows.shape, out.shape[1])
+        return out
 
     def updated(self) -> None:
         """The rows of the training look-ups so far have been updated."""
@@ -303,38 +350,41 @@ class CachedRows:
             self._moving = None
 
     @torch.no_grad()
-    def _move(self, rows: Tensor, *, ahead: bool) -> None:
+    def _move(self, ids: Tensor, starts: Tensor | None, *, ahead: bool) -> None:
         """Bring rows into the cache; ``ahead`` of the look-up after the one of this time."""
-        if not rows.numel():
+        n, capacity = ids.numel(), self.capacity
+        if not n:
             return
-        if not use_triton(rows, self.impl):
-            self._move_torch(rows, ahead=ahead)
+        if not use_triton(ids, self.impl):
+            self._move_torch(_rows_of(ids, starts).view(-1), ahead=ahead)
             return
-        n, capacity = rows.numel(), self.capacity
         self.traffic[0] += n
-        ascending = prepare(rows, len(self.slots)).rows
-        missing, leaving, targets = torch.empty(3, n, dtype=torch.int32, device=rows.device)
-        counters = torch.zeros(4 + BINS, dtype=torch.int32, device=rows.device)
-        histogram = counters[4:]
-        bins = {"LOW": COLDEST, "HIGH": WARMEST, "BINS": BINS, "BLOCK": 1024}
-        _mark[triton.cdiv(n, 1024),](
-            ascending, self.slots, self.stamps, self.warmth, self.clock, missing, counters,
-            self.traffic, n, self.half_life, AHEAD=ahead, BLOCK=1024,
+        most = max(min(n, FEW), n // 4)
+        missing = torch.full((most,), NONE, dtype=torch.int32, device=ids.device)
+        counters = torch.zeros(3 + BINS, dtype=torch.int32, device=ids.device)
+        batch, histogram = ids.shape[1], counters[3:]
+        by_warmth = {"LOW": COLDEST, "HIGH": WARMEST, "BINS": BINS}
+        slots = (self.stamps, self.warmth, self.clock)
+        _mark[triton.cdiv(n, BLOCK),](
+            ids, starts, self.slots, *slots, missing, counters, self.traffic, n, batch, most,
+            self.half_life, AHEAD=ahead, BLOCK=BLOCK,
         )  # fmt: skip
-        grid = (triton.cdiv(capacity, 1024),)
-        _count[grid](
-            self.stamps, self.warmth, self.clock, histogram, self.half_life, capacity, **bins
-        )
+        missing = missing.sort().values
+        leaving, targets = torch.empty(2, most, dtype=torch.int32, device=ids.device)
+        grid = (triton.cdiv(capacity, BLOCK),)
+        _count[grid](*slots, histogram, self.half_life, capacity, **by_warmth, BLOCK=BLOCK)
         _choose[grid](
-            self.slots, self.owners, self.stamps, self.warmth, self.clock, missing, leaving,
-            targets, counters, histogram, self.traffic, self.half_life, capacity, AHEAD=ahead,
-            **bins,
+            self.slots, self.owners, *slots, missing, leaving, targets, counters, histogram,
+            self.traffic, most, self.half_life, capacity, AHEAD=ahead, **by_warmth, BLOCK=BLOCK,
         )  # fmt: skip
+        _settle[triton.cdiv(most, BLOCK),](
+            self.slots, self.clock, missing, counters, most, AHEAD=ahead, BLOCK=BLOCK
+        )
         for host, cache in self.tensors:
             dim = host.shape[1]
             block_d = triton.next_power_of_2(dim)
             block = max(4, min(128, 2048 // block_d))
-            _exchange[min(MOVERS, triton.cdiv(n, block)),](
+            _exchange[min(MOVERS, triton.cdiv(most, block)),](
                 host, cache, missing, leaving, targets, counters,
                 D=dim, BLOCK=block, BLOCK_D=block_d,
             )  # fmt: skip
@@ -418,36 +468,60 @@ class CachedRows:
         host[rows[~held]] = values[~held]
 
 
+def _rows_of(ids: Tensor, starts: Tensor | None) -> Tensor:
+    """The rows of ``ids [F, B]``, ``[B, F]`` int64."""
+    rows = ids.long() if starts is None else ids + starts[:, None]
+    return rows.t().contiguous()
+
+
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, rows: Tensor, cached: CachedRows, sparse: bool, training: bool
+        ctx: Any,
+        weight: Tensor,
+        ids: Tensor,
+        starts: Tensor | None,
+        cached: CachedRows,
+        sparse: bool,
+        training: bool,
     ) -> Tensor:
-        n, dim = len(rows), weight.shape[1]
+        tables, batch = ids.shape
         ctx.weight, ctx.sparse = weight, sparse  # saved, it would count as changed by every move
-        ctx.save_for_backward(rows)
-        if not use_triton(rows, cached.impl):
-            out = cached.read(0, rows.long())
+        if use_triton(ids, cached.impl):
+            out, flat = _launch_gather(ids, starts, cached, training)
+        else:
+            flat = _rows_of(ids, starts).view(-1)
+            out = cached.read(0, flat)
             if training:
-                slot, now = cached.slots[rows].long(), int(cached.clock)
+                slot, now = cached.slots[flat].long(), int(cached.clock)
                 cached.stamps[slot[slot >= 0]] = now
-                cached.slots[rows[slot < 0].long()] = -2 - now
-            return out
-        out = weight.new_empty(n, dim)
-        block_d = triton.next_power_of_2(dim)
-        block = max(4, min(256, 4096 // block_d))
-        if n:
-            _gather[triton.cdiv(n, block),](
-                rows, cached.slots, cached.stamps, cached.clock, weight, cached.gaps[0], out, n,
-                KEEP=training, D=dim, BLOCK=block, BLOCK_D=block_d,
-            )  # fmt: skip
+                cached.slots[flat[slot < 0]] = -2 - now
         if ctx.needs_input_grad[0]:
-            announce(rows, len(weight))
-        return out
+            announce(flat, len(weight))
+        ctx.save_for_backward(flat)
+        return out.view(batch, tables, -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (rows,) = ctx.saved_tensors
-        gradient = row_gradient(ctx.weight, rows, grad.contiguous(), ctx.sparse)
-        return gradient, None, None, None, None
+        (flat,) = ctx.saved_tensors
+        values = grad.reshape(len(flat), -1)
+        return row_gradient(ctx.weight, flat, values, ctx.sparse), None, None, None, None, None
+
+
+def _launch_gather(
+    ids: Tensor, starts: Tensor | None, cached: CachedRows, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """The rows ``[B * F, D]`` that ids mean, and their numbers ``[B * F]``."""
+    weight, _ = cached.tensors[0]
+    (tables, batch), dim, n = ids.shape, weight.shape[1], ids.numel()
+    out, flat = weight.new_empty(n, dim), torch.empty(n, dtype=torch.int64, device=ids.device)
+    block_d = triton.next_power_of_2(dim)
+    block = max(4, min(GATHER, 16 * GATHER // block_d))
+    if n:
+        _gather[triton.cdiv(n, block),](
+            ids, starts, cached.slots, cached.stamps, cached.clock, weight, cached.gaps[0], out,
+            flat, n, batch, tables, KEEP=keep, D=dim, BLOCK=block, BLOCK_D=block_d,
+            num_warps=GATHER_WARPS,
+        )  # fmt: skip
+    return out, flat

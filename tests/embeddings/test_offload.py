@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dlrm.embeddings import build
+from dlrm.kernels import cached_rows
 from dlrm.optim import RULES, RowOptimizer
 
 SIZES = [7, 40, 3]
@@ -95,8 +96,9 @@ def test_bf16_rows_rounded_by_chance_equal_dense(rule):
     assert_equal_states(groups, optimizers)
 
 
-@pytest.mark.parametrize("cache_rows", [1, 9, 30])
-def test_the_kernels_move_rows_as_pytorch_does(device, cache_rows):
+@pytest.mark.parametrize(("cache_rows", "few"), [(1, 4096), (9, 4096), (30, 4096), (30, 3)])
+def test_the_kernels_move_rows_as_pytorch_does(device, monkeypatch, cache_rows, few):
+    monkeypatch.setattr(cached_rows, "FEW", few)  # of more missing rows the rest stays in place
     if device.type == "cuda":
         pytest.skip("the interpreter's; on a GPU see below")
     groups, optimizers = pair("adam", cache_rows, impl="triton")

@@ -1,5 +1,7 @@
 """Row updates and look-ups through a cache, by the kernels: the bits of those without one."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -38,8 +40,8 @@ def test_updates_equal_those_without_a_cache(device, rule, capacity):
     for index in range(4):
         rows = (torch.rand(20, device=device) ** 2 * ROWS).long()
         grads = torch.randn(20, DIM, device=device)
-        found = cached.lookup(rows, sparse=True, training=True)
-        assert torch.equal(found, value[rows]), index
+        found = cached.lookup(rows[None], sparse=True, training=True)
+        assert torch.equal(found[:, 0], value[rows]), index
         update_rows(rule, value, rows, grads, states, lr=lr, impl="triton")
         update_rows(rule, weight, rows, grads, host_states, lr=lr, cached=cached, impl="triton")
         cached.updated()
@@ -56,10 +58,11 @@ def test_moves_beside_the_step_change_nothing(device, dtype):
     weight, lr = cached.tensors[0][0], torch.tensor(0.1, device=device)
     seeds = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
     batches = [(torch.rand(50, device=device) ** 2 * ROWS).long() for _ in range(301)]
-    for rows, coming in zip(batches, batches[1:], strict=False):
+    for rows, coming in itertools.pairwise(batches):
         grads = torch.randn(50, DIM, device=device)
-        cached.prefetch(coming)
-        assert torch.equal(cached.lookup(rows, sparse=True, training=True), value[rows])
+        cached.prefetch(coming[None])
+        found = cached.lookup(rows[None], sparse=True, training=True)
+        assert torch.equal(found[:, 0], value[rows])
         update_rows(rule, value, rows, grads, states, lr=lr, seed=seeds[0])
         update_rows(rule, weight, rows, grads, host_states, lr=lr, cached=cached, seed=seeds[1])
         cached.updated()
