@@ -28,7 +28,7 @@ LOAD_BEFORE = round(os.getloadavg()[0], 1)  # at the start; above 0: other progr
 def environment() -> dict[str, Any]:
     """The machine, the versions, the commit and the date of a measurement.
 
-    A copy of the project without its git history has the commit from ``$DLRM_COMMIT``.
+    ``$DLRM_COMMIT`` names the commit where the project is a copy without its git history.
     """
     git = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
@@ -44,7 +44,7 @@ def environment() -> dict[str, Any]:
         "cores": cores(),
         "load_before": LOAD_BEFORE,
         "versions": versions,
-        "commit": git.stdout.strip() or os.environ.get("DLRM_COMMIT"),
+        "commit": os.environ.get("DLRM_COMMIT") or git.stdout.strip() or None,
         "date": datetime.now(UTC).date().isoformat(),
     }
 
