@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dlrm.embeddings.base import Common, Embedding, row_offsets, shares
 from dlrm.embeddings.budget import water_level
 from dlrm.embeddings.cache import PopulateReport
-from dlrm.embeddings.hashing import scatter, scramble
+from dlrm.kernels.hashing import scatter, scramble
 from dlrm.kernels.lookup import lookup
 
 HOT, RIVALS = 8, 4  # slots of a bucket: with a row, and waiting to get one

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding, row_offsets, shares
 from dlrm.embeddings.budget import water_level
-from dlrm.embeddings.hashing import scatter
+from dlrm.kernels.hashing import scatter
 from dlrm.kernels.lookup import lookup
 
 CHUNK = 1 << 18  # rows at a time when fitting to a dense table
