@@ -71,7 +71,7 @@ class Run:
             clip_norm=config.optim.clip_norm,
             mode=config.step,
             deterministic=config.deterministic,
-            reducer=Reducer.of(self.model, world) if world.size > 1 else None,
+            reducer=Reducer.of(self.model, self.optimizers[1], world),
         )
         self.steps, self.epoch, self.best = 0, 0, float("-inf")
         self.fitted: dict[str, float] = {}  # metrics after --init_from, before any step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,50 +15,72 @@ from dlrm.kernels.lookup import row_gradient
 from dlrm.kernels.plan import announced
 from dlrm.kernels.rows import update_rows
 from dlrm.model import DLRM
-from dlrm.optim import gradient_norm
+from dlrm.optim import RowOptimizer, gradient_norm
 
-SMALL = 2**23  # elements of a table up to which its row gradient travels as a table
+SMALL = 2**25  # elements of a table up to which its row gradient travels as a table
 
 
 class Reducer:
     """Sums gradients over processes, so that replicas stay equal to the last bit.
 
     The gradients of ``early`` parameters are sent as soon as the backward pass has them all, while
-    it goes on; those of ``late`` ones at its end. Dense gradients travel together in one piece. The
-    row gradients of a small table are summed into a table, with a mark for each touched row, and
-    travel along; those of a larger one go to all processes, entry by entry.
+    it goes on. Dense gradients travel together in one piece. The row gradients of a small table are
+    summed into a table and travel along; those of a larger one go to all processes, entry by entry.
 
     Args:
         world: the processes.
         early: parameters with dense gradients that the backward pass meets first.
-        late: all other replicated parameters.
+        late: the others with dense gradients only.
+        embeddings: replicated parameters of the embeddings.
         local: parameters of which every process has others.
+        resting: whether rows without a gradient stay as they are under a gradient of zeros, so
+            that no entry must be left out.
     """
 
     def __init__(
         self,
         world: World,
+        *,
         early: Iterable[nn.Parameter],
         late: Iterable[nn.Parameter],
+        embeddings: Iterable[nn.Parameter],
         local: Iterable[nn.Parameter] = (),
+        resting: bool = False,
     ) -> None:
         self.world = world
-        self._early, self._late, self._local = list(early), list(late), set(local)
+        self._early, self._late = list(early), list(late)
+        self._embeddings, self._local = list(embeddings), set(local)
+        self._resting = resting
         self._missing = len(self._early)
         self._sent: tuple[Tensor, dist.Work] | None = None
         for parameter in self._early:
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
     @classmethod
-    def of(cls, model: DLRM, world: World) -> Reducer:
-        """For all parameters of a model; its caches count the ids of all processes."""
-        early = [*model.top_mlp.parameters(), *model.interaction.parameters()]
-        local = model.sparse_arch.local_parameters()
-        rest = set(model.parameters()) - {*early, *local}
-        late = [parameter for parameter in model.parameters() if parameter in rest]
+    def of(cls, model: DLRM, optimizer: RowOptimizer, world: World) -> Reducer | None:
+        """For all parameters of a model; its caches count the ids of all processes.
+
+        Args:
+            model: the same on every process, but for the pieces of tables.
+            optimizer: of the embeddings.
+            world: the processes.
+
+        Returns:
+            None for one process.
+        """
+        if world.size == 1:
+            return None
+        local = set(model.sparse_arch.local_parameters())
         for group, _ in model.sparse_arch.embeddings():
             group.gather = world.gather_ids if group.cache_stats() else None
-        return cls(world, early, late, local)
+        return cls(
+            world,
+            early=[*model.top_mlp.parameters(), *model.interaction.parameters()],
+            late=model.bottom_mlp.parameters(),
+            embeddings=[p for p in model.sparse_arch.parameters() if p not in local],
+            local=local,
+            resting=all(_rests(group) for group in optimizer.param_groups),
+        )
 
     @contextmanager
     def step(self, total: int, *, one_hot: bool) -> Iterator[None]:
@@ -77,14 +100,27 @@ class Reducer:
             self._sent = flat, dist.all_reduce(flat, async_op=True)
 
     @torch.no_grad()
-    def finish(self, loss: Tensor) -> Tensor:
-        """Give all parameters the gradient of the global batch, and return its loss.
+    def reduce_dense(self, loss: Tensor) -> Tensor:
+        """Give the MLPs the gradient of the global batch, and return its loss.
 
         Args:
             loss: of the local samples, divided by all; 0-d.
         """
+        flat = _joined([*(p.grad for p in self._late if p.grad is not None), loss])
+        work = dist.all_reduce(flat, async_op=True)
+        if self._sent is not None:
+            early, sent = self._sent
+            sent.wait()
+            _give(self._early, early)
+            self._sent = None
+        work.wait()
+        return _give(self._late, flat).view(())
+
+    @torch.no_grad()
+    def reduce_embeddings(self) -> None:
+        """Give the replicated embeddings the gradient of the global batch."""
         whole, small, large = [], [], []
-        for parameter in self._late:
+        for parameter in self._embeddings:
             if parameter.grad is None:
                 continue
             if not parameter.grad.is_sparse:
@@ -93,25 +129,16 @@ class Reducer:
                 small.append(parameter)
             else:
                 large.append(parameter)
-        tables = [_table(parameter) for parameter in small]
         grads = [p.grad for p in whole if p.grad is not None]
-        flat = _joined([*grads, *tables, loss])
-        work = dist.all_reduce(flat, async_op=True)
+        tables = [table for p in small for table in self._table(p)]
+        if grads or tables:
+            flat = _joined([*grads, *tables])
+            dist.all_reduce(flat)
+            rest = _give(whole, flat)
+            for parameter in small:
+                rest = self._take(parameter, rest)
         for parameter in large:
             self._collect(parameter)
-        if self._sent is not None:
-            early, sent = self._sent
-            sent.wait()
-            _give(self._early, early)
-            self._sent = None
-        work.wait()
-        rest = _give(whole, flat)
-        for parameter, table in zip(small, tables, strict=True):
-            rows = parameter.shape[0]
-            summed, rest = rest.split([table.numel(), rest.numel() - table.numel()])
-            values, marks = summed.split([parameter.numel(), rows])
-            parameter.grad = _touched(parameter, values.view(rows, -1), marks)
-        return rest.view(()).to(loss.dtype)
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """As :func:`dlrm.optim.gradient_norm`, over all processes."""
@@ -123,6 +150,40 @@ class Reducer:
         dist.all_reduce(local)
         return (norm.square() + local).sqrt()
 
+    def _table(self, parameter: nn.Parameter) -> list[Tensor]:
+        """A row gradient summed by row ``[V, D]`` and, if rows without must be known, a mark for
+        each that has an entry ``[V]``.
+        """
+        assert parameter.grad is not None
+        rows, values = parameter.grad._indices()[0], parameter.grad._values()
+        wide = torch.promote_types(values.dtype, torch.float32)
+        table = torch.zeros(parameter.shape, dtype=wide, device=values.device)
+        minus = torch.full((), -1.0, device=values.device)
+        update_rows("sgd", table, rows, values, lr=minus, plan=announced(rows))
+        if self._resting:
+            return [table]
+        return [table, torch.zeros_like(table[:, 0]).index_fill_(0, rows, 1.0)]
+
+    def _take(self, parameter: nn.Parameter, flat: Tensor) -> Tensor:
+        """Give a parameter its summed table from the front of ``flat``; returns what is left.
+
+        Where some rows must be left out, the gradient still has an entry for every row, so that its
+        shape does not depend on the ids: those of rows without a mark, all zeros, are entries of
+        the first row that has one.
+        """
+        table, flat = flat.split([parameter.numel(), flat.numel() - parameter.numel()])
+        grad = table.view_as(parameter).to(parameter.dtype)
+        if self._resting:
+            parameter.grad = grad
+            return flat
+        height = len(parameter)
+        marks, flat = flat.split([height, flat.numel() - height])
+        found = marks > 0
+        rows = torch.arange(height, device=marks.device)
+        rows = torch.where(found, rows, found.int().argmax())
+        parameter.grad = row_gradient(parameter, rows, grad, sparse=True)
+        return flat
+
     def _collect(self, parameter: nn.Parameter) -> None:
         """All processes' entries of a row gradient, in the order of the ranks."""
         assert parameter.grad is not None
@@ -131,6 +192,12 @@ class Reducer:
         rows = torch.cat(self.world.gather(rows, sizes))
         values = torch.cat(self.world.gather(values, sizes))
         parameter.grad = row_gradient(parameter, rows, values, sparse=True)
+
+
+def _rests(group: dict[str, Any]) -> bool:
+    """Whether a parameter stays as it is under a gradient of zeros."""
+    moved = group.get("momentum") or group.get("weight_decay")
+    return group["rule"] in ("sgd", "adagrad", "rowwise_adagrad") and not moved
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
@@ -143,29 +210,3 @@ def _give(parameters: Sequence[nn.Parameter], flat: Tensor) -> Tensor:
         own, flat = flat.split([parameter.numel(), flat.numel() - parameter.numel()])
         parameter.grad = own.view_as(parameter).to(parameter.dtype)
     return flat
-
-
-def _table(parameter: nn.Parameter) -> Tensor:
-    """A row gradient summed by row, then a mark for each row that has an entry, ``[V (D + 1)]``."""
-    assert parameter.grad is not None
-    rows, values = parameter.grad._indices()[0], parameter.grad._values()
-    height, width = parameter.shape
-    wide = torch.promote_types(values.dtype, torch.float32)
-    flat = torch.zeros(height * (width + 1), dtype=wide, device=values.device)
-    table, marks = flat.split([height * width, height])
-    minus = torch.full((), -1.0, device=values.device)
-    update_rows("sgd", table.view(height, width), rows, values, lr=minus, plan=announced(rows))
-    marks.index_fill_(0, rows, 1.0)
-    return flat
-
-
-def _touched(parameter: nn.Parameter, table: Tensor, marks: Tensor) -> Tensor:
-    """The row gradient of ``table`` for the marked rows.
-
-    It has an entry for every row, so that its shape does not depend on the ids: those of rows
-    without a mark, all zeros, are entries of the first row that has one.
-    """
-    found = marks > 0
-    rows = torch.arange(len(marks), device=marks.device)
-    rows = torch.where(found, rows, found.int().argmax())
-    return row_gradient(parameter, rows, table.to(parameter.dtype), sparse=True)

@@ -191,7 +191,13 @@ class TrainStep:
             if reducer is not None:  # a mean over no samples is not a number
                 loss = loss * (batch.size / total) if batch.size else logits.float().sum()
             loss.backward()
-            out = {"loss": reducer.finish(loss.detach()) if reducer else loss.detach()}
+            out = {"loss": loss.detach()}
+            if reducer is not None:
+                with self._branch.fork(wait=False):
+                    reducer.reduce_embeddings()
+                out["loss"] = reducer.reduce_dense(out["loss"])
+                if norms or self.clip_norm is not None:
+                    self._branch.join()
             if norms or self.clip_norm is not None:
                 dense = norm_of(self.model.dense_parameters())
                 embeddings = norm_of(self.model.sparse_arch.parameters())
@@ -204,8 +210,7 @@ class TrainStep:
 
     def _update(self) -> None:
         """Apply the gradients, those of the embeddings beside the backward pass of the MLPs."""
-        changed = self.clip_norm is not None or self.reducer is not None
-        with self._branch.fork(wait=changed):
+        with self._branch.fork(wait=self.clip_norm is not None):
             for optimizer in self._beside:
                 optimizer.step()
         for optimizer in self.optimizers:

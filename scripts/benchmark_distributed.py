@@ -97,7 +97,7 @@ def make_step(
         RowOptimizer(model.dense_parameters(), "sgd", lr=0.01),
         RowOptimizer(model.sparse_arch.parameters(), "sgd", lr=0.01),
     ]
-    reducer = Reducer.of(model, world) if world.size > 1 else None
+    reducer = Reducer.of(model, optimizers[1], world)
     step = TrainStep(model, optimizers, precision=precision, mode=options.mode, reducer=reducer)
     return model, step, spreading.text if spreading else ""
 

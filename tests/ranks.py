@@ -80,7 +80,7 @@ def train(world, kind, *, rule="adagrad", multi_hot=False, clip_norm=None, **sha
         RowOptimizer(model.dense_parameters(), rule, lr=0.05),
         RowOptimizer(model.sparse_arch.parameters(), rule, lr=0.05),
     ]
-    reducer = Reducer.of(model, world) if world.size > 1 else None
+    reducer = Reducer.of(model, optimizers[1], world)
     step = TrainStep(model, optimizers, clip_norm=clip_norm, reducer=reducer)
     values = []
     for index, batch in enumerate(batches(multi_hot=multi_hot)):
