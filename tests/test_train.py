@@ -91,7 +91,7 @@ def test_every_kind_trains_better_than_chance(kind, data, tmp_path):
     assert values["test/normalized_entropy"] < 1
     assert values["test/auc"] < values["test/best_possible_auc"]
     assert "test/auc" in done.stdout
-    if kind != "dense":
+    if kind not in ("dense", "paged", "offload"):
         assert values["embeddings/compression"] > 1.2
 
 
@@ -283,3 +283,24 @@ def test_stopped_at_a_step_and_resumed_loses_no_batch(data, tmp_path):
     train(data, tmp_path, "parts", *options, "--max_steps", "9")
     run("train.py", "--resume", tmp_path / "parts", "--max_steps", "20")
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_offloaded_tables_train_as_dense_ones_to_the_last_digit(data, tmp_path):
+    options = ["--tables.threshold", "0", "--log_every", "1", "--optim.embeddings", "adamw"]
+    offload = [*options, "--emb", "offload", "--offload.cache_rows", "500"]
+    train(data, tmp_path, "dense", *options, "--max_steps", "20")
+    train(data, tmp_path, "offload", *offload, "--max_steps", "9")
+    run("train.py", "--resume", tmp_path / "offload", "--max_steps", "20")
+    assert losses(tmp_path / "offload") == losses(tmp_path / "dense")
+    values = [json.loads(line) for line in (tmp_path / "offload" / "metrics.jsonl").open()]
+    last = [line for line in values if "cache/hit_rate" in line][-1]
+    assert 0 < last["cache/hit_rate"] < 1
+    assert 0 < last["cache/MB_out_per_step"] <= last["cache/MB_in_per_step"]
+    assert 0 < last["cache/link_share"] < 1
+
+
+def test_tables_in_bf16_take_half_and_train(data, tmp_path):
+    train(data, tmp_path, "run", "--tables.dtype", "bf16", "--optim.lr", "0.02")
+    values = result(tmp_path / "run")
+    assert values["embeddings/compression"] == 2
+    assert values["test/auc"] > 0.6

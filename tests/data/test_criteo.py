@@ -200,6 +200,19 @@ def test_resumes_after_the_last_batch_yielded(data, done, shuffle):
     assert same(list(second), seen + rest), "the iteration after is a whole epoch again"
 
 
+def test_looking_ahead_tells_the_next_batch_and_changes_no_position(data):
+    plain, ahead = (CriteoLoader(data, "train", batch_size=101, shuffle=True) for _ in range(2))
+    ahead.look_ahead = True
+    batches, held = list(plain), None
+    for index, (batch, _) in enumerate(zip(ahead, plain, strict=True)):
+        assert same([batch], [batches[index]])
+        assert held is None or batch is held
+        assert ahead.state_dict() == plain.state_dict()
+        held = ahead.upcoming
+    assert held is None
+    assert index == len(batches) - 1
+
+
 def test_resumes_with_another_number_of_ranks(data):
     def loader(rank, world_size):
         options = {"batch_size": 40, "shuffle": True, "window": 3}

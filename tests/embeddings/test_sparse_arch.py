@@ -1,8 +1,11 @@
+import itertools
+
 import pytest
 import torch
 
 from dlrm.embeddings.plan import parse_bytes, plan
 from dlrm.embeddings.sparse_arch import SparseArch, grouped
+from dlrm.optim import RowOptimizer
 
 NAMES = ["a", "b", "c", "d"]
 SIZES = [50, 4000, 7, 900]
@@ -135,3 +138,24 @@ def test_a_budget_counts_the_options_of_tt(options, ratio):
     arch = SparseArch(sizes, 8, found)
     assert ("tt", {**options, "rank": found[1][1]["rank"]}) == found[1]
     assert 0.5 / ratio <= arch.sizes()["bytes"] / (32 * sum(sizes)) <= 1 / ratio
+
+
+@pytest.mark.parametrize("plan", [["dense", "offload"] * 2, ["offload"] * 4])
+def test_groups_that_fetch_ahead_hear_of_the_next_batch(plan):
+    arch = SparseArch(SIZES, 4, [(kind, {}) for kind in plan])
+    optimizer = RowOptimizer(arch.parameters(), "sgd")
+    assert arch.looks_ahead
+    batches = [torch.stack([torch.randint(0, rows, (5,)) for rows in SIZES]) for _ in range(4)]
+    arch.cache_stats()
+    for ids, upcoming in itertools.pairwise(batches):
+        arch.prefetch(upcoming)
+        sum(vectors.sum() for vectors in arch(ids)).backward()
+        offload = next(group for group, _ in arch.embeddings() if group.kind() == "offload")
+        slots = [slot for slot, kind in enumerate(plan) if kind == "offload"]
+        rows = upcoming[slots] + offload._offsets[:, None]
+        assert (offload.cached.slots[rows] >= 0).all()
+        optimizer.step()
+        optimizer.zero_grad()
+    stats = arch.cache_stats()
+    assert stats["cache/MB_in_per_step"] > 0
+    assert not SparseArch(SIZES, 4, [("dense", {})] * 4).looks_ahead
