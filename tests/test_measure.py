@@ -1,0 +1,40 @@
+"""Timers give what they say."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from dlrm import measure
+
+
+def test_cpu_milliseconds_is_the_median_of_a_call():
+    seen = []
+
+    def run(index):
+        seen.append(index)
+        time.sleep(0.2 if index == 3 else 0.01)  # one that is disturbed does not count
+
+    assert 10 <= measure.cpu_milliseconds(run, warm_up=2, steps=5) < 50
+    assert seen == list(range(7))
+
+
+@pytest.mark.gpu
+def test_queued_milliseconds_leaves_out_the_launches():
+    x = torch.zeros(1024, device="cuda")
+
+    def many_small(_):
+        for _ in range(30):
+            x.add_(1)
+
+    queued = measure.queued_milliseconds(many_small)
+    assert 0.03 < queued < measure.gpu_milliseconds(many_small)
+
+
+def test_a_result_is_written_with_where_it_was_measured(tmp_path):
+    measure.write(tmp_path / "made" / "result.json", {"results": [1]})
+    record = json.loads((tmp_path / "made" / "result.json").read_text())
+    assert record["results"] == [1]
+    assert record["environment"]["versions"]["torch"] == torch.__version__
+    assert record["environment"]["cores"] >= 1
