@@ -85,6 +85,12 @@ def cpu_milliseconds(run: Callable[[int], object], *, warm_up: int = 5, steps: i
     return statistics.median(times)
 
 
+def milliseconds(run: Callable[[int], object], device: torch.device | str, **counts: int) -> float:
+    """:func:`gpu_milliseconds` or :func:`cpu_milliseconds`, as the device asks for."""
+    timed = gpu_milliseconds if torch.device(device).type == "cuda" else cpu_milliseconds
+    return timed(run, **counts)
+
+
 def queued_milliseconds(run: Callable[[int], object], *, warm_up: int = 4, steps: int = 8) -> float:
     """As :func:`gpu_milliseconds`, without what launching from Python costs.
 
