@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -53,8 +54,14 @@ class Reducer:
         self._resting = resting
         self._missing = len(self._early)
         self._sent: tuple[Tensor, dist.Work] | None = None
+        this = ref(self)  # a parameter must not keep all others alive
+
+        def arrived(_: Tensor) -> None:
+            if (reducer := this()) is not None:
+                reducer._arrived()
+
         for parameter in self._early:
-            parameter.register_post_accumulate_grad_hook(self._arrived)
+            parameter.register_post_accumulate_grad_hook(arrived)
 
     @classmethod
     def of(cls, model: DLRM, optimizer: RowOptimizer, world: World) -> Reducer | None:
@@ -92,7 +99,7 @@ class Reducer:
         finally:
             self.world.static = False
 
-    def _arrived(self, _: Tensor) -> None:
+    def _arrived(self) -> None:
         self._missing -= 1
         if not self._missing:
             self._missing = len(self._early)

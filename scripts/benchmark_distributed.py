@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -38,6 +39,7 @@ from dlrm.reduce import Reducer
 from dlrm.step import TrainStep
 
 NAMES = [f"C{i}" for i in range(1, 27)]
+TERABYTE_NEEDS = 125e9  # bytes of a GPU that holds the Terabyte model alone
 CHECKED = 2048  # samples of each process in the steps whose losses are checked
 TOLERANCE = {"fp32": 2e-4, "bf16": 1e-2}
 
@@ -50,6 +52,11 @@ class Case:
     kind: str = "dense"
     by: str = "auto"
     wire: str = "fp32"
+
+    @property
+    def name(self) -> str:
+        """For files."""
+        return f"{self.model}_{self.kind}_{self.wire}"
 
     def recipe(self, cap: int) -> dict[str, Any]:
         """The arguments of the model, its tables of at most ``cap`` rows."""
@@ -144,19 +151,26 @@ def check(case: Case, world: World, device: torch.device, options: argparse.Name
 def time_steps(step: TrainStep, batches: list[Batch], total: int, device: torch.device) -> float:
     """Median milliseconds of a step on this process."""
     warm_up, steps = (12, 40) if device.type == "cuda" else (2, 3)
-    return measure.milliseconds(
-        lambda i: step(batches[i % 4], total=total), device, warm_up=warm_up, steps=steps
-    )
+    timed = measure.gpu_milliseconds if device.type == "cuda" else measure.cpu_milliseconds
+    return timed(lambda i: step(batches[i % 4], total=total), warm_up=warm_up, steps=steps)
 
 
-def profiled(step: TrainStep, batches: list[Batch], total: int) -> dict[str, Any]:
-    """Milliseconds of GPU kernels in a step: all, those of NCCL, and the costliest ones."""
-    count = 4
+def profiled(
+    step: TrainStep, batches: list[Batch], total: int, world: World, path: Path | None
+) -> dict[str, Any]:
+    """Milliseconds of GPU kernels in a step: all, those of NCCL, and the costliest ones.
+
+    A trace of the steps is written to ``path``, if there is one.
+    """
+    count = 8
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        world.wait()  # profilers start at different times, which is no communication
         for index in range(count):
             step(batches[index % 4], total=total)
         torch.cuda.synchronize()
+    if path is not None and world.first:
+        trace.export_chrome_trace(str(path))
     kernels = [e for e in trace.key_averages() if e.self_device_time_total > 0]
     kernels.sort(key=lambda e: -e.self_device_time_total)
     spent = {e.key: e.self_device_time_total / count / 1e3 for e in kernels}
@@ -185,7 +199,8 @@ def measure_case(
     on_gpu = device.type == "cuda"
     extra: dict[str, Any] = {}
     if on_gpu:
-        extra = profiled(step, batches, total)
+        path = Path(options.traces) / f"{case.name}.json" if options.traces else None
+        extra = profiled(step, batches, total, world, path if world.size > 1 else None)
         extra["communication_share"] = round(extra["nccl_ms"] / statistics.median(times), 3)
         extra["peak_gpu_GB"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
     if text:
@@ -238,15 +253,17 @@ def run(options: argparse.Namespace, world: World) -> None:
         release()
 
     cases = [case for case in CASES if case.model in options.models and case.kind in options.kinds]
-    for case in cases if options.check else ():
-        if case.wire == "fp32":
+    for case in cases:
+        if case.wire == "fp32" and case.model in options.check:
             check(case, world, device, options)
             release()
+    on_gpu = device.type == "cuda"
+    memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else 0
     alone: dict[tuple[str, str, int], float] = {}
     for batch in options.batches:
         for case in cases:
             key = (case.model, case.kind, batch)
-            fits = case.model == "kaggle" or options.cap < 1_000_000
+            fits = case.model == "kaggle" or memory > TERABYTE_NEEDS or options.cap < 1_000_000
             if fits and key not in alone:
                 speed = 0.0
                 if world.first:
@@ -274,7 +291,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--mode", default="auto", help="see dlrm.step")
     parser.add_argument("--threshold", type=int, default=50_000, help="rows of sharded tables")
-    parser.add_argument("--no-check", dest="check", action="store_false", help="time only")
+    parser.add_argument("--check", nargs="*", default=["kaggle", "terabyte"], help="models")
+    parser.add_argument("--traces", help="directory for a trace of each case")
     parser.add_argument("--cap", type=int, default=40_000_000, help="rows of a table at most")
     parser.add_argument("--output", default="benchmarks/distributed.json")
     options = parser.parse_args(argv)
