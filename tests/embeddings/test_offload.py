@@ -1,13 +1,17 @@
 """Tables in host memory with a cache of rows: the same as dense ones to the last bit."""
 
 import copy
+import itertools
 
 import pytest
 import torch
 
+from dlrm.data.batch import Batch
 from dlrm.embeddings import build
 from dlrm.kernels import cached_rows
+from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
+from dlrm.step import TrainStep
 
 SIZES = [7, 40, 3]
 DIM = 4
@@ -258,3 +262,32 @@ def test_options_out_of_range():
             build("offload", [10], 4, **options)
     with pytest.raises(ValueError, match=r"2,147,483,648 rows together, offload takes up to"):
         build("offload", [2**30, 2**30], 1)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_fetches_ahead_and_equals_dense(device):
+    losses, tables = [], []
+    for kind, options in (("dense", {}), ("offload", {"cache_rows": 700})):
+        torch.manual_seed(0)
+        with device:
+            model = DLRM(
+                4, [50, 9000, 400], 8, [(kind, options)] * 3, bottom_mlp=[16], top_mlp=[16]
+            )
+        parts = model.dense_parameters(), model.sparse_arch.parameters()
+        optimizers = [RowOptimizer(part, "adagrad", lr=0.05) for part in parts]
+        run, found = TrainStep(model, optimizers, mode="graph"), []
+        sizes = torch.tensor([[50], [9000], [400]], device=device)
+        batches = []
+        for _ in range(31):
+            ids = (torch.rand(3, 256, device=device) ** 3 * sizes).long()
+            batches.append(Batch(torch.randn(4, 256, device=device), ids, ids[0].lt(9).float()))
+        for batch, upcoming in itertools.pairwise(batches):
+            found.append(
+                run(batch, upcoming=upcoming if kind == "offload" else None)["loss"].item()
+            )
+        losses.append(found)
+        tables.append(model.sparse_arch.groups[0].to_dense(1))
+    assert losses[0] == losses[1]
+    assert torch.equal(*tables)
+    stats = model.sparse_arch.groups[0].cache_stats()
+    assert stats["bytes_in"] > stats["bytes_out"] > 0
