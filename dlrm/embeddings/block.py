@@ -99,9 +99,14 @@ class Block(Embedding):
         if self.projection is None:
             last = self._last
             return lookup_tables(self.weight, self._offsets, ids, last=last, sparse=self.sparse)
-        if self._last is not None:
-            ids = ids.minimum(self._last[:, None])
-        return lookup_widened(self.weight, self.projection, self._offsets, ids, sparse=self.sparse)
+        return lookup_widened(
+            self.weight,
+            self.projection,
+            self._offsets,
+            ids,
+            last=self._last,
+            sparse=self.sparse,
+        )
 
     def lookup_bags(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         if self.mode == "max":  # a maximum can not be taken of short rows

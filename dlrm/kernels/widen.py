@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dlrm.kernels import use_triton
-from dlrm.kernels.lookup import lookup_tables, row_gradient
+from dlrm.kernels.lookup import lookup_tables, row_gradient, row_of
 from dlrm.kernels.plan import announce
 
 BLOCK = 64  # samples of a tile
@@ -40,7 +40,7 @@ def _load_matrix(
 
 @triton.jit
 def _forward(
-    ids, starts, weight, projection, out, flat, batch,
+    ids, starts, last, weight, projection, out, flat, batch,
     F: tl.constexpr, E: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +49,7 @@ def _forward(
     sample = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = sample < batch
     k = table * batch + sample
-    row = tl.load(ids + k, mask=inside, other=0).to(tl.int64) + tl.load(starts + table)
+    row = row_of(tl.load(ids + k, mask=inside, other=0), table, starts, None, last)
     if flat is not None:
         tl.store(flat + k, row, mask=inside)
     at_e, at_d = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_D)[None, :]
@@ -108,7 +108,13 @@ def _sizes(weight: Tensor, projection: Tensor) -> dict[str, Any]:
 class _LookupWidened(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, projection: Tensor, starts: Tensor, ids: Tensor, sparse: bool
+        ctx: Any,
+        weight: Tensor,
+        projection: Tensor,
+        starts: Tensor,
+        ids: Tensor,
+        last: Tensor | None,
+        sparse: bool,
     ) -> Tensor:
         tables, batch = ids.shape
         out = weight.new_empty(batch, tables, projection.shape[2])
@@ -117,8 +123,9 @@ class _LookupWidened(torch.autograd.Function):
             flat = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
         if batch:
             _forward[triton.cdiv(batch, BLOCK), tables](
-                ids, starts, weight, projection, out, flat, batch, **_sizes(weight, projection)
-            )
+                ids, starts, last, weight, projection, out, flat, batch,
+                **_sizes(weight, projection),
+            )  # fmt: skip
         if flat is not None and ctx.needs_input_grad[0]:
             announce(flat, len(weight))
         ctx.save_for_backward(weight, projection, flat)
@@ -142,7 +149,7 @@ class _LookupWidened(torch.autograd.Function):
                 **_sizes(weight, projection),
             )  # fmt: skip
         grad_weight = row_gradient(weight, flat, values, ctx.sparse)
-        return grad_weight, partials.sum(0).to(projection.dtype), None, None, None
+        return grad_weight, partials.sum(0).to(projection.dtype), None, None, None, None
 
 
 def lookup_widened(
@@ -151,6 +158,7 @@ def lookup_widened(
     starts: Tensor,
     ids: Tensor,
     *,
+    last: Tensor | None = None,
     sparse: bool = True,
     impl: str | None = None,
 ) -> Tensor:
@@ -161,6 +169,7 @@ def lookup_widened(
         projection: the matrix of each table, ``[F, E, D]``, contiguous; of the same type.
         starts: first row of each table, ``[F]`` int64.
         ids: ``[F, B]``, int32 or int64, each inside its table (not checked).
+        last: see :func:`~dlrm.kernels.lookup.lookup_tables`.
         sparse: give the weight an uncoalesced COO gradient; else a dense one.
         impl: see :mod:`dlrm.kernels`. Rows longer than :data:`WIDEST` are multiplied by PyTorch.
 
@@ -168,8 +177,9 @@ def lookup_widened(
         ``[B, F, D]``.
     """
     if not use_triton(weight, impl) or max(projection.shape[1:]) > WIDEST:
-        return widen(lookup_tables(weight, starts, ids, sparse=sparse, impl=impl), projection)
-    return _LookupWidened.apply(weight, projection, starts, ids.contiguous(), sparse)
+        short = lookup_tables(weight, starts, ids, last=last, sparse=sparse, impl=impl)
+        return widen(short, projection)
+    return _LookupWidened.apply(weight, projection, starts, ids.contiguous(), last, sparse)
 
 
 def widen(short: Tensor, projection: Tensor) -> Tensor:

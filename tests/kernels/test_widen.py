@@ -68,6 +68,23 @@ def test_rows_and_gradients(device, impl, batch, short, wide, index, dtype, spar
     assert rms(matrices.grad, exact[1].grad) < 5 * TOLERANCE[dtype]  # a sum over all samples
 
 
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_ids_from_the_last_on_share_its_row(device, impl):
+    weight, matrices, starts = make(4, 16, device)
+    ids = draw(20, device)
+    last = torch.tensor(SIZES, device=device) - 1
+    out = lookup_widened(weight, matrices, starts, 3 * ids, last=last, impl=impl)
+    local = (3 * ids).minimum(last[:, None])
+    expected = lookup_widened(weight, matrices, starts, local, impl=impl)
+    torch.testing.assert_close(out, expected)
+    grad = torch.randn_like(out)
+    grads = [
+        torch.autograd.grad(x, weight, grad, retain_graph=True)[0].to_dense()
+        for x in (out, expected)
+    ]
+    torch.testing.assert_close(*grads)
+
+
 def test_no_samples(device):
     weight, matrices, starts = make(4, 16, device)
     ids = torch.empty(len(SIZES), 0, dtype=torch.int64, device=device)
