@@ -18,7 +18,7 @@ from dlrm.kernels.rows import update_rows
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, gradient_norm
 
-SMALL = 2**25  # elements of a table up to which its row gradient travels as a table
+SMALL = 8  # rows for a sample of the global batch up to which a row gradient travels as a table
 
 
 class Reducer:
@@ -52,6 +52,7 @@ class Reducer:
         self._early, self._late = list(early), list(late)
         self._embeddings, self._local = list(embeddings), set(local)
         self._resting = resting
+        self._total = 0  # samples of the present global batch
         self._missing = len(self._early)
         self._sent: tuple[Tensor, dist.Work] | None = None
         this = ref(self)  # a parameter must not keep all others alive
@@ -92,6 +93,7 @@ class Reducer:
     @contextmanager
     def step(self, total: int, *, one_hot: bool) -> Iterator[None]:
         """A training step on a batch of ``total`` samples over all processes."""
+        self._total = total
         on_gpu = self._late[0].is_cuda
         self.world.static = one_hot and on_gpu and total % self.world.size == 0
         try:
@@ -132,7 +134,7 @@ class Reducer:
                 continue
             if not parameter.grad.is_sparse:
                 whole.append(parameter)
-            elif parameter.numel() <= SMALL:
+            elif len(parameter) <= SMALL * self._total:
                 small.append(parameter)
             else:
                 large.append(parameter)
