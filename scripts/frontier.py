@@ -3,12 +3,14 @@
     python scripts/frontier.py --data data/sample --config configs/criteo_sample.yaml
 
 Trains every kind at every compression ratio with several seeds, each run by ``train.py``, then
-writes one table, one plot and one JSON. With ``--rates`` and ``--validation DIR`` the learning rate
-of the embeddings is first chosen for each kind, by its AUC on the validation split of that data.
+writes one table, two plots and one JSON. With ``--rates`` and ``--validation DIR`` the learning
+rate of the embeddings is first chosen for each kind, by its AUC on the validation split of that
+data; ``--lr tt=0.002 hash=0.006`` gives rates that are known. A step of every model is timed alone,
+after all runs.
 
 ``drop``, which keeps the frequent rows and lets the rare ones share one, is the baseline that every
-method must beat. Runs that have finished are not repeated, so an interrupted comparison goes on
-where it was.
+method must beat. ``auto`` is the planner, which may mix kinds. Runs that have finished are not
+repeated, so an interrupted comparison goes on where it was.
 """
 
 from __future__ import annotations
@@ -20,11 +22,14 @@ from itertools import product
 from pathlib import Path
 
 import compare
-from pool import Pool, Run
+import pandas as pd
+from pool import Pool, Run, step_milliseconds
 
 from dlrm import measure
 from dlrm.data.schema import Meta
 from dlrm.hints import Parser
+
+KINDS = ("auto", "tt", "qr", "block", "hash", "drop", "robe", "cafe")
 
 
 def arguments() -> Parser:
@@ -32,17 +37,26 @@ def arguments() -> Parser:
     parser = Parser(__doc__)
     parser.add_argument("--data", required=True, help="prepared directory")
     parser.add_argument("--config", help="YAML of the runs, as for train.py")
-    parser.add_argument("--kinds", nargs="+", default=["tt", "qr", "block", "hash", "drop"])
-    parser.add_argument("--ratios", nargs="+", type=float, default=[4, 10, 30])
+    parser.add_argument("--kinds", nargs="+", default=KINDS)
+    parser.add_argument("--ratios", nargs="+", type=float, default=[2, 10, 30, 100, 300, 1000])
     parser.add_argument("--seeds", type=int, default=3, help="runs per point (default: 3)")
     parser.add_argument("--rates", nargs="+", type=float, help="learning rates to choose from")
+    parser.add_argument("--rates-at", type=float, default=10, help="ratio of the runs that choose")
     parser.add_argument("--validation", help="prepared directory with a validation split")
+    parser.add_argument("--lr", nargs="+", default=[], metavar="KIND=RATE", type=known_rate)
     parser.add_argument("--runs", type=Path, default=Path("runs/frontier"), help="where runs go")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
+    parser.add_argument("--no-timing", action="store_true", help="leave out the step times")
     parser.add_argument("--plot", type=Path, default=Path("frontier.png"))
     parser.add_argument("--json", type=Path, help="where the result is written as JSON")
     parser.add_argument("--options", nargs="*", default=[], help="more options, as epochs=2")
     return parser
+
+
+def known_rate(text: str) -> tuple[str, float]:
+    """``tt=0.002`` as kind and rate."""
+    kind, _, rate = text.partition("=")
+    return kind, float(rate)
 
 
 def point(kind: str, ratio: float, seed: int, rate: float | None) -> Run:
@@ -55,12 +69,11 @@ def point(kind: str, ratio: float, seed: int, rate: float | None) -> Run:
 
 
 def choose_rates(options: argparse.Namespace, pool: Pool) -> dict[str, float]:
-    """The rate of each kind with the best AUC on validation, at the middle ratio, two seeds."""
-    ratio = sorted(options.ratios)[len(options.ratios) // 2]
+    """The rate of each kind with the best AUC on validation, at one ratio, two seeds."""
     tried: dict[tuple[str, float], list[Run]] = {}
     for kind in ["dense", *options.kinds]:
         for rate in options.rates:
-            runs = [point(kind, ratio, seed, rate) for seed in range(2)]
+            runs = [point(kind, options.rates_at, seed, rate) for seed in range(2)]
             tried[kind, rate] = [(f"rate-{rate:g}-{name}", given) for name, given in runs]
     pool.train([run for runs in tried.values() for run in runs], options.validation)
     chosen: dict[str, tuple[float, float]] = {}
@@ -68,6 +81,18 @@ def choose_rates(options: argparse.Namespace, pool: Pool) -> dict[str, float]:
         found = [pool.metrics(name)["val/auc"] for name, _ in runs]
         chosen[kind] = max(chosen.get(kind, (0.0, 0.0)), (sum(found) / len(found), rate))
     return {kind: rate for kind, (_, rate) in chosen.items()}
+
+
+def publish(summary: pd.DataFrame, options: argparse.Namespace, report: dict[str, object]) -> None:
+    """Print the table, draw the plots and write the JSON."""
+    print(compare.render(summary))
+    compare.draw(summary, "AUC", options.plot)
+    if compare.STEP in summary:
+        speed = options.plot.with_stem(f"{options.plot.stem}_speed")
+        compare.draw(summary, compare.STEP, speed)
+    if options.json:
+        results = json.loads(summary.to_json(orient="records"))
+        measure.write(options.json, {**report, "results": results})
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -81,33 +106,34 @@ def main(argv: list[str] | None = None) -> int:
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    common = [f"--{option}" for option in options.options]
+    common = ["--checkpoint=false", *(f"--{option}" for option in options.options)]
     if options.config:
-        common.append(f"--config={Path(options.config).resolve()}")
+        common.insert(0, f"--config={Path(options.config).resolve()}")
     pool = Pool(options.runs, options.jobs, common)
-    rates = choose_rates(options, pool) if options.rates else {}
+    rates = (choose_rates(options, pool) if options.rates else {}) | dict(options.lr)
     todo = [point("dense", 1, seed, rates.get("dense")) for seed in range(options.seeds)]
-    for kind, ratio, seed in product(options.kinds, options.ratios, range(options.seeds)):
+    for seed, ratio, kind in product(range(options.seeds), options.ratios, options.kinds):
         todo.append(point(kind, ratio, seed, rates.get(kind)))
     impossible = pool.train(todo, options.data)
     print(*impossible, sep="\n")
-    runs = [options.runs / name for name, _ in todo]
-    done = [run for run in runs if (run / "result.json").exists()]
-    summary = compare.summarize(compare.read(done))
-    print(compare.render(summary))
-    compare.draw(summary, "AUC", options.plot)
-    if options.json:
-        measure.write(
-            options.json,
-            {
-                "data": Path(options.data).name,
-                "config": options.config,
-                "options": options.options,
-                "embeddings_lr": rates,
-                "impossible": impossible,
-                "results": json.loads(summary.to_json(orient="records")),
-            },
-        )
+    summary = compare.summarize(
+        compare.read([options.runs / name for name, _ in todo if pool.done(name)])
+    )
+    report = {
+        "data": Path(options.data).name,
+        "config": options.config,
+        "options": options.options,
+        "embeddings_lr": rates,
+        "impossible": impossible,
+    }
+    publish(summary, options, report)
+    if not options.no_timing:
+        given = dict(todo)
+        summary[compare.STEP] = [
+            step_milliseconds([*common, f"--data={options.data}", *given[run]])
+            for run in summary["run"]
+        ]
+        publish(summary, options, report)
     return 0
 
 

@@ -55,6 +55,7 @@ FORMATS = {
     **{"loss, %": ".3f", "MB": ",.2f", "ratio": ".1f", "step, ms": ".3f"},
     **dict.fromkeys(FITTED.values(), ".4f"),
 }
+AXES = {"loss, %": "accuracy below dense (percentage points)", "step, ms": "training step (ms)"}
 
 
 def arguments() -> Parser:
@@ -205,38 +206,34 @@ def render(summary: pd.DataFrame) -> str:
 
 def draw(summary: pd.DataFrame, path: Path) -> None:
     """Loss of accuracy, and time of a step if it was measured, against compression."""
-    timed = "step, ms" in summary
+    labels = [label for label in AXES if label in summary]
     figure, panels = plt.subplots(
-        1, 1 + timed, figsize=(6 + 5 * timed, 4.5), layout="constrained", squeeze=False
+        1, len(labels), figsize=(6 * len(labels), 4.5), layout="constrained", squeeze=False
     )
-    labels = ["loss, %", "step, ms"][: 1 + timed]
+    parts = summary["cell"].str.extract(r"^(fitted-)?tt(\d+)-r\d+(-c)?").fillna("")
     for axes, label in zip(panels[0], labels, strict=True):
         axes.axhline(summary[label][0], color="gray", linestyle="--", label="dense")
-        lines = summary["cell"].str.extract(r"^(fitted-)?tt(\d+)-r\d+(-c)?")
-        for (fitted, tables, cache), points in summary.groupby(
-            [lines[0].fillna(""), lines[1], lines[2].fillna("")]
-        ):
-            if fitted and label == "step, ms":
+        for (fitted, tables, cached), points in summary.groupby([parts[0], parts[1], parts[2]]):
+            if not tables or points[label].isna().all():
                 continue
-            name = f"{tables} tables" + (", cached" if cache else "")
-            name += ", compressed and fine-tuned" if fitted else ""
             points = points.sort_values("ratio")
             spread = points.get(f"{label} std")
+            name = f"{tables} tables" + (", with caches" if cached else "")
             axes.errorbar(
                 points["ratio"],
                 points[label],
                 yerr=None if spread is None else spread.fillna(0.0),
-                fmt="x" if fitted else ("s:" if cache else "o-"),
+                fmt="kx" if fitted else ("s:" if cached else "o-"),
                 capsize=3,
-                label=name,
+                label=None if fitted else name,
             )
+        if parts[0].any() and label == labels[0]:
+            axes.plot([], [], "kx", label="dense, compressed and fine-tuned")
         axes.set_xscale("log")
         axes.set_xlabel("compression of all embeddings")
+        axes.set_ylabel(AXES[label])
         axes.grid(alpha=0.3)
-    panels[0][0].set_ylabel("accuracy below dense (percentage points)")
-    if timed:
-        panels[0][1].set_ylabel("training step (ms)")
-    panels[0][0].legend()
+        axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as temporary:
         figure.savefig(temporary, dpi=150, format="png")
