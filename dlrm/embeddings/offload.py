@@ -119,10 +119,10 @@ class Offload(Embedding):
         """
         if not self.cached.active:
             return {}
-        lookups, hits, fetched, written = self.cached.traffic.tolist()
+        lookups, hits, fetched, written = self.cached.index.traffic.tolist()
         size = sum(host.shape[1] * host.element_size() for host, _ in self.cached.tensors)
         moved = {"bytes_in": fetched * size, "bytes_out": written * size}
-        return {"lookups": lookups, "hits": hits, "steps": int(self.cached.clock), **moved}
+        return {"lookups": lookups, "hits": hits, "steps": int(self.cached.index.clock), **moved}
 
     # The rows stay in host memory, and the cache is no part of the state ----------------------
 

@@ -8,7 +8,7 @@ import torch
 
 from dlrm.data.batch import Batch
 from dlrm.embeddings import build
-from dlrm.kernels import cached_rows
+from dlrm.kernels import row_moves
 from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
 from dlrm.step import TrainStep
@@ -102,7 +102,7 @@ def test_bf16_rows_rounded_by_chance_equal_dense(rule):
 
 @pytest.mark.parametrize(("cache_rows", "few"), [(1, 4096), (9, 4096), (30, 4096), (30, 3)])
 def test_the_kernels_move_rows_as_pytorch_does(device, monkeypatch, cache_rows, few):
-    monkeypatch.setattr(cached_rows, "FEW", few)  # of more missing rows the rest stays in place
+    monkeypatch.setattr(row_moves, "FEW", few)  # of more missing rows the rest stays in place
     if device.type == "cuda":
         pytest.skip("the interpreter's; on a GPU see below")
     groups, optimizers = pair("adam", cache_rows, impl="triton")
@@ -140,14 +140,14 @@ def test_evaluation_reads_the_present_rows_and_moves_none():
     groups, optimizers = pair("adagrad", 9)
     train(groups, optimizers, 10)
     dense, offload = (group.eval() for group in groups)
-    before = offload.cached.owners.clone(), offload.cached.traffic.clone()
+    before = offload.cached.index.owners.clone(), offload.cached.index.traffic.clone()
     for _ in range(5):
         ids = draw(30)
         assert torch.equal(dense(ids), offload(ids))
         offload.prefetch(ids)
     assert torch.equal(dense.to_dense(1), offload.to_dense(1))
-    assert torch.equal(before[0], offload.cached.owners)
-    assert torch.equal(before[1], offload.cached.traffic)
+    assert torch.equal(before[0], offload.cached.index.owners)
+    assert torch.equal(before[1], offload.cached.index.traffic)
 
 
 def test_bags_are_fetched_ahead_too():
@@ -233,7 +233,7 @@ def test_the_warmest_rows_stay():
         cold = 15 + (torch.arange(5) + 5 * index) % 85  # each once in 17 steps
         ids = torch.cat([hot, cold])[None] if index % 2 else cold[None]
         step(group, optimizer, ids, index)
-    owners = set(group.cached.owners.tolist())
+    owners = set(group.cached.index.owners.tolist())
     assert owners.issuperset(hot.tolist())
 
 
@@ -242,7 +242,7 @@ def test_stats_and_footprint_tell_what_the_cache_does():
     assert group.footprint() == [{"host": 160}]
     assert group.cache_stats() == {}
     optimizer = RowOptimizer(group.parameters(), "adagrad")
-    index = 4 * 10 + 4 * 3 * 4
+    index = 4 * 10 + 4 * 3 * 4 + 4 + 4 * 8  # of rows, of slots, clock and counters
     assert group.footprint() == [{"host": 160, "cache": 4 * 4 * 4 * 2, "index": index}]
     for ids in ([[0, 1, 1]], [[1, 2, 3]], [[4, 5, 6]]):
         step(group, optimizer, torch.tensor(ids), 0)

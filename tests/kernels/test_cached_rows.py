@@ -45,7 +45,7 @@ def test_updates_equal_those_without_a_cache(device, rule, capacity):
         update_rows(rule, value, rows, grads, states, lr=lr, impl="triton")
         update_rows(rule, weight, rows, grads, host_states, lr=lr, cached=cached, impl="triton")
         cached.updated()
-    assert cached.owners.ge(0).sum() >= min(capacity, 20)
+    assert cached.index.owners.ge(0).sum() >= min(capacity, 20)
     cached.flush()
     for mine, other in zip([weight, *host_states], [value, *states], strict=True):
         assert torch.equal(mine, other)

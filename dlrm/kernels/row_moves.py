@@ -1,0 +1,325 @@
+"""Move rows between host memory and a cache of them on the GPU, a batch ahead of their use.
+
+A move lists the rows of a batch that have no slot in the cache, gives them the slots of the coldest
+rows, and exchanges the two: the old ones to the host, the new ones from it. Its shapes depend on
+the size of the batch alone and the host is told nothing, so that it runs on a second stream while
+the step before computes, and a CUDA graph can hold both. That step is not disturbed, since neither
+its rows nor the next ones lose their slots, and rows that it uses in host memory are not fetched.
+
+What costs is not bytes but the GPU's translation of host addresses, which reaches no further than
+some hundred pages at a time and holds up all else while it misses. So the missing rows are sorted,
+and their slots taken in order: then the rows of slots behind one another ascend as well, being of
+few generations, and both ways a few programs at a time keep within some 70 pages of 2 MB, where
+without any order it were 550.
+
+How warm a row is: each batch that uses it adds 1, which decays by half in ``half_life`` batches.
+
+Bytes that a move must transfer: each fetched row and its state once, each row that leaves once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Self
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dlrm.kernels import use_triton
+
+BLOCK = 1024  # look-ups or slots of a program
+FEW = 4096  # look-ups up to which all may miss; of more, a quarter
+BINS = 256  # of warmth; the last is of slots that can't be taken
+COLDEST, WARMEST = -8, 10  # log2 of the warmth between which slots are told apart
+MOVERS = 16  # programs that move rows: enough for the link, and few pages at a time
+CLAIMED = tl.constexpr(-(2**31))  # in place of a slot, while a missing row is given one
+NONE = 2**31 - 1  # behind the last of the missing rows
+
+
+@triton.jit
+def row_of(ids, starts, k, inside, batch):
+    """The row of each look-up of ``ids [F, batch]``."""
+    row = tl.load(ids + k, mask=inside, other=0).to(tl.int64)
+    if starts is not None:
+        row += tl.load(starts + k // batch, mask=inside, other=0)
+    return row
+
+
+@triton.jit
+def _mark(
+    ids, starts, slots, stamps, warmth, clock, missing, counters, traffic, n, batch, most,
+    half_life, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Stamp the slots of a batch's rows; list the rows without one, each once, ``most`` of them."""
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = k < n
+    row = row_of(ids, starts, k, inside, batch)
+    slot = tl.load(slots + row, mask=inside, other=CLAIMED)
+    held = slot >= 0
+    tl.atomic_add(traffic, tl.sum(inside.to(tl.int64), 0))
+    tl.atomic_add(traffic + 1, tl.sum(held.to(tl.int64), 0))
+    now = tl.load(clock)
+    mark = now + AHEAD
+
+    held &= tl.load(stamps + slot, mask=held, other=mark) < mark
+    held &= tl.atomic_max(stamps + slot, mark, mask=held) < mark  # of equal rows the first
+    time = mark.to(tl.float32) / half_life
+    warm = tl.load(warmth + slot, mask=held, other=0.0)
+    tl.store(warmth + slot, time + tl.log2(1 + tl.exp2(warm - time)), mask=held)
+
+    busy = (slot <= -2 - now) & (slot != CLAIMED)  # the step under way uses it in host memory
+    tl.store(slots + row, -2 - mark, mask=busy)
+    absent = (slot < 0) & (slot > -2 - now)
+    absent &= tl.atomic_min(slots + row, CLAIMED, mask=absent) != CLAIMED
+    first = absent.to(tl.int32)
+    at = tl.atomic_add(counters, tl.sum(first, 0)) + tl.cumsum(first, 0) - 1
+    tl.store(missing + at, row.to(tl.int32), mask=absent & (at < most))
+    tl.store(slots + row, -2 - mark, mask=absent & (at >= most))
+
+
+@triton.jit
+def _bin_of(slot, stamps, warmth, now, half_life, C, LOW: tl.constexpr, HIGH: tl.constexpr,
+            BINS: tl.constexpr):  # fmt: skip
+    """The bin of each slot by its row's warmth, coldest first."""
+    inside = slot < C
+    free = inside & (tl.load(stamps + slot, mask=inside, other=0) < now)
+    warm = tl.load(warmth + slot, mask=inside, other=0.0) - now.to(tl.float32) / half_life
+    scaled = (warm - LOW) * ((BINS - 2) / (HIGH - LOW))
+    bin = tl.minimum(tl.maximum(scaled, 0.0), BINS - 2).to(tl.int32)
+    return tl.where(free, bin, BINS - 1)
+
+
+@triton.jit
+def _count(
+    stamps, warmth, clock, histogram, half_life, C,
+    LOW: tl.constexpr, HIGH: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Count the slots by warmth."""
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    bin = _bin_of(slot, stamps, warmth, tl.load(clock), half_life, C, LOW, HIGH, BINS)
+    tl.atomic_add(histogram + tl.arange(0, BINS), tl.histogram(bin, BINS))
+
+
+@triton.jit
+def _choose(
+    slots, owners, stamps, warmth, clock, missing, leaving, targets, counters, histogram, traffic,
+    most, half_life, C,
+    AHEAD: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Give the missing rows the coldest slots, as far as there are any, both in ascending order."""
+    pid = tl.program_id(0)
+    now = tl.load(clock)
+    mark = now + AHEAD
+    bins = tl.arange(0, BINS)
+    counts = tl.load(histogram + bins, mask=bins < BINS - 1, other=0)
+    missed = tl.minimum(tl.load(counters), most)
+    wanted = tl.minimum(missed, tl.sum(counts, 0))
+    limit = tl.sum((tl.cumsum(counts, 0) < wanted).to(tl.int32), 0)  # of this bin some are taken
+    below = tl.sum(tl.where(bins < limit, counts, 0), 0)
+    share = (wanted - below) / tl.maximum(tl.sum(tl.where(bins == limit, counts, 0), 0), 1)
+
+    slot = pid * BLOCK + tl.arange(0, BLOCK)
+    bin = _bin_of(slot, stamps, warmth, now, half_life, C, LOW, HIGH, BINS)
+    chance = tl.rand(now, slot)  # all over the cache, rather than its first slots
+    some = (bin == limit) & (chance <= share * 1.05) & (wanted > below)
+    taken = (bin < limit) | some
+    ones = taken.to(tl.int32)
+    at = tl.atomic_add(counters + 1, tl.sum(ones, 0)) + tl.cumsum(ones, 0) - 1
+    taken &= at < wanted
+    row = tl.load(missing + at, mask=taken, other=0)
+    old = tl.load(owners + slot, mask=taken, other=-1)
+    tl.store(leaving + at, old, mask=taken)
+    tl.store(targets + at, slot, mask=taken)
+    tl.store(owners + slot, row, mask=taken)
+    tl.store(stamps + slot, mark, mask=taken)
+    tl.store(warmth + slot, mark.to(tl.float32) / half_life, mask=taken)
+    tl.store(slots + old, -1, mask=taken & (old >= 0))
+    tl.store(slots + row, slot, mask=taken)
+    if pid == 0:
+        tl.store(counters + 2, wanted)
+    tl.atomic_add(traffic + 2, tl.sum(taken.to(tl.int64), 0))
+    tl.atomic_add(traffic + 3, tl.sum((taken & (old >= 0)).to(tl.int64), 0))
+
+
+@triton.jit
+def _settle(
+    slots, clock, missing, counters, most, AHEAD: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The missing rows that found no slot are used where they lie."""
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = k < tl.minimum(tl.load(counters), most)
+    row = tl.load(missing + k, mask=inside, other=0)
+    slot = tl.load(slots + row, mask=inside, other=0)
+    tl.store(slots + row, -2 - (tl.load(clock) + AHEAD), mask=inside & (slot == CLAIMED))
+
+
+@triton.jit
+def _exchange(
+    host, cache, missing, leaving, targets, counters,
+    D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Move the rows of one tensor: those that leave to the host, the missing ones to the slots."""
+    moves = tl.minimum(tl.load(counters + 1), tl.load(counters + 2))
+    column = tl.arange(0, BLOCK_D)[None, :]
+    for start in range(tl.program_id(0) * BLOCK, moves, tl.num_programs(0) * BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        inside = k < moves
+        row = tl.load(missing + k, mask=inside, other=0).to(tl.int64)
+        old = tl.load(leaving + k, mask=inside, other=-1).to(tl.int64)
+        slot = tl.load(targets + k, mask=inside, other=0).to(tl.int64)
+        mask = inside[:, None] & (column < D)
+        at = slot[:, None] * D + column
+        new = tl.load(host + row[:, None] * D + column, mask=mask, other=0.0)
+        leaves = tl.load(cache + at, mask=mask, other=0.0)
+        tl.store(host + old[:, None] * D + column, leaves, mask=mask & (old >= 0)[:, None])
+        tl.debug_barrier()
+        tl.store(cache + at, new, mask=mask)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """Which rows have a slot of a cache, and which of them are warm."""
+
+    slots: Tensor
+    """Slot of each row, ``[V]`` int32; -1 without one, -2 - t if step t uses it in host memory."""
+    owners: Tensor
+    """Row of each slot, ``[C]`` int32, -1 of a free one."""
+    stamps: Tensor
+    """Latest step that uses it, ``[C]`` int32."""
+    warmth: Tensor
+    """Log2 of the warmth, ``[C]`` fp32, not decaying: it grows with time instead."""
+    clock: Tensor
+    """Training look-ups so far, 0-d int32."""
+    traffic: Tensor
+    """Look-ups, those that found a slot, rows fetched and rows written so far, ``[4]`` int64."""
+    half_life: float
+    """Batches in which warmth halves."""
+
+    @classmethod
+    def empty(cls, rows: int, capacity: int, half_life: float, device: torch.device) -> Self:
+        """For a table of so many rows and a cache of so many, none of them used."""
+        return cls(
+            slots=torch.full((rows,), -1, dtype=torch.int32, device=device),
+            owners=torch.full((capacity,), -1, dtype=torch.int32, device=device),
+            stamps=torch.full((capacity,), -1, dtype=torch.int32, device=device),
+            warmth=torch.full((capacity,), -torch.inf, device=device),
+            clock=torch.zeros((), dtype=torch.int32, device=device),
+            traffic=torch.zeros(4, dtype=torch.int64, device=device),
+            half_life=half_life,
+        )
+
+    def clear(self) -> None:
+        """Free all slots."""
+        for tensor in (self.slots, self.owners, self.stamps):
+            tensor.fill_(-1)
+        self.warmth.fill_(-torch.inf)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
+def rows_of(ids: Tensor, starts: Tensor | None) -> Tensor:
+    """The rows of ``ids [F, B]``, ``[B, F]`` int64."""
+    rows = ids.long() if starts is None else ids + starts[:, None]
+    return rows.t().contiguous()
+
+
+@torch.no_grad()
+def move_rows(
+    index: Slots,
+    tensors: Sequence[tuple[Tensor, Tensor]],
+    ids: Tensor,
+    starts: Tensor | None,
+    *,
+    ahead: bool,
+    impl: str | None = None,
+) -> None:
+    """Bring the rows of a batch into the cache.
+
+    Args:
+        index: which rows have slots; will have changed.
+        tensors: what moves, each ``[V, columns]`` in host memory and ``[C, columns]`` in the cache.
+        ids: ``[F, B]`` contiguous, int32 or int64.
+        starts: first row of each table, ``[F]`` int64; None for zeros.
+        ahead: the batch is that of the step after the one of this time, which may be under way.
+        impl: see :mod:`dlrm.kernels`.
+    """
+    n, capacity = ids.numel(), len(index.owners)
+    if not n:
+        return
+    if not use_triton(ids, impl):
+        move_rows_torch(index, tensors, ids, starts, ahead=ahead)
+        return
+    most = max(min(n, FEW), n // 4)
+    missing = torch.full((most,), NONE, dtype=torch.int32, device=ids.device)
+    counters = torch.zeros(3 + BINS, dtype=torch.int32, device=ids.device)
+    batch, histogram, half_life = ids.shape[1], counters[3:], index.half_life
+    warm = (index.stamps, index.warmth, index.clock)
+    _mark[triton.cdiv(n, BLOCK),](
+        ids, starts, index.slots, *warm, missing, counters, index.traffic, n, batch, most,
+        half_life, AHEAD=ahead, BLOCK=BLOCK,
+    )  # fmt: skip
+    missing = missing.sort().values
+    leaving, targets = torch.empty(2, most, dtype=torch.int32, device=ids.device)
+    options = {"LOW": COLDEST, "HIGH": WARMEST, "BINS": BINS, "BLOCK": BLOCK}
+    grid = (triton.cdiv(capacity, BLOCK),)
+    _count[grid](*warm, histogram, half_life, capacity, **options)
+    _choose[grid](
+        index.slots, index.owners, *warm, missing, leaving, targets, counters, histogram,
+        index.traffic, most, half_life, capacity, AHEAD=ahead, **options,
+    )  # fmt: skip
+    _settle[triton.cdiv(most, BLOCK),](
+        index.slots, index.clock, missing, counters, most, AHEAD=ahead, BLOCK=BLOCK
+    )
+    for host, cache in tensors:
+        dim = host.shape[1]
+        block_d = triton.next_power_of_2(dim)
+        block = max(4, min(128, 2048 // block_d))
+        _exchange[min(MOVERS, triton.cdiv(most, block)),](
+            host, cache, missing, leaving, targets, counters, D=dim, BLOCK=block, BLOCK_D=block_d
+        )
+
+
+@torch.no_grad()
+def move_rows_torch(
+    index: Slots,
+    tensors: Sequence[tuple[Tensor, Tensor]],
+    ids: Tensor,
+    starts: Tensor | None,
+    *,
+    ahead: bool,
+) -> None:
+    """:func:`move_rows` in PyTorch."""
+    now = int(index.clock)
+    mark, busy, time = now + ahead, -2 - now, (now + ahead) / index.half_life
+    rows, uses = rows_of(ids, starts).unique(return_counts=True)
+    slot = index.slots[rows].long()
+    held = slot[slot >= 0]
+    index.stamps[held] = mark
+    index.warmth[held] = time + torch.log2(1 + torch.exp2(index.warmth[held] - time))
+
+    index.slots[rows[slot <= busy]] = -2 - mark
+    missing = rows[(slot < 0) & (slot > busy)]
+    free = (index.stamps < now).nonzero()[:, 0]
+    taken = free[index.warmth[free].argsort(stable=True)[: len(missing)]]
+    index.slots[missing[len(taken) :]] = -2 - mark
+    missing = missing[: len(taken)]
+    leaves = index.owners[taken] >= 0
+    leaving = index.owners[taken][leaves].long()
+    for host, cache in tensors:
+        host[leaving] = cache[taken[leaves]]
+        cache[taken] = host[missing]
+    index.slots[leaving] = -1
+    index.slots[missing] = taken.int()
+    index.owners[taken] = missing.int()
+    index.stamps[taken] = mark
+    index.warmth[taken] = time
+    counts = [ids.numel(), int(uses[slot >= 0].sum()), len(missing), len(leaving)]
+    index.traffic.add_(torch.tensor(counts, device=ids.device))
