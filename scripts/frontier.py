@@ -71,7 +71,9 @@ def point(kind: str, ratio: float, seed: int, rate: float | None) -> Run:
 def choose_rates(options: argparse.Namespace, pool: Pool) -> dict[str, float]:
     """The rate of each kind with the best AUC on validation, at one ratio, two seeds."""
     tried: dict[tuple[str, float], list[Run]] = {}
-    for kind in ["dense", *options.kinds]:
+    for kind in ("dense", *options.kinds):
+        if kind in dict(options.lr):
+            continue
         for rate in options.rates:
             runs = [point(kind, options.rates_at, seed, rate) for seed in range(2)]
             tried[kind, rate] = [(f"rate-{rate:g}-{name}", given) for name, given in runs]

@@ -1,0 +1,103 @@
+"""The scripts that compare kinds, from data to table, plot and JSON."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlrm.data import synthetic
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["batch_size=256", "model.bottom_mlp=[8]", "model.top_mlp=[8]", "device=cpu"]
+SMALL += ["max_steps=4", "optim.warmup_steps=0", "loader.readers=1"]
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.chdir(ROOT)
+    return importlib.import_module
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("data") / "synthetic"
+    cardinalities = [3000 if column % 5 == 0 else 20 + column for column in range(26)]
+    synthetic.write(directory, rows=3000, cardinalities=cardinalities, fractions=[0.8, 0.1, 0.1])
+    return directory
+
+
+def test_the_ratios_of_the_paper_at_once(script, capsys):
+    assert script("reproduce_tt_rec").main(["--ratios-only"]) == 0
+    printed = capsys.readouterr().out
+    for line in (
+        "3 largest tables    4.1x    4.1x    4.1x    3.9x",
+        "5 largest tables   58.3x   55.8x   48.3x   31.7x",
+        "7 largest tables  221.9x  187.0x  117.4x   48.0x",
+        "Criteo Terabyte, ids modulo 10 M, dim 64, 7 largest, rank 8: 112.6x",
+    ):
+        assert line in printed
+
+
+@pytest.mark.slow
+def test_tt_rec_from_data_to_table_plot_and_json(script, data, tmp_path, capsys):
+    given = ["--data", str(data), "--config", "configs/demo.yaml", "--tables", "3", "--ranks", "4"]
+    given += ["--caches", "0.01", "--cache-at", "3", "4", "--seeds", "1", "--fine-tune", "2"]
+    given += ["--runs", str(tmp_path / "runs"), "--plot", str(tmp_path / "plot.png")]
+    given += ["--json", str(tmp_path / "result.json"), "--options", f"data={data}", *SMALL]
+    main = script("reproduce_tt_rec").main
+    assert main(given) == 0
+    report = json.loads((tmp_path / "result.json").read_text())
+    rows = {row["cell"]: row for row in report["results"]}
+    assert list(rows) == ["dense", "tt3-r4", "tt3-r4-c0.01", "fitted-tt3-r4"]
+    assert rows["dense"]["loss, %"] == 0
+    assert rows["tt3-r4"]["ratio"] > rows["tt3-r4-c0.01"]["ratio"] > rows["dense"]["ratio"] == 1
+    assert all((row["step, ms"] or 0) > 0 for cell, row in rows.items() if "fitted" not in cell)
+    assert rows["fitted-tt3-r4"]["fitted AUC"] != rows["fitted-tt3-r4"]["AUC"]
+    assert report["best_possible"]["auc"] > 0.7
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+    # What has finished is not repeated.
+    marks = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/result.json")}
+    assert len(marks) == 4
+    assert main([*given, "--no-timing"]) == 0
+    assert marks == {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/result.json")}
+
+
+@pytest.mark.slow
+def test_a_frontier_with_chosen_rates(script, data, tmp_path, capsys):
+    given = ["--data", str(data), "--validation", str(data), "--rates", "0.01", "0.02"]
+    given += ["--kinds", "block", "auto", "--ratios", "4", "100", "--rates-at", "4", "--seeds", "1"]
+    given += ["--lr", "auto=0.03", "dense=0.01"]
+    given += ["--runs", str(tmp_path / "runs"), "--plot", str(tmp_path / "plot.png")]
+    given += ["--json", str(tmp_path / "result.json"), "--options", *SMALL]
+    assert script("frontier").main(given) == 0
+    report = json.loads((tmp_path / "result.json").read_text())
+    assert report["embeddings_lr"].pop("block") in (0.01, 0.02)
+    assert report["embeddings_lr"] == {"auto": 0.03, "dense": 0.01}
+    (impossible,) = report["impossible"]
+    assert impossible.startswith("block-100x-0: error: a budget of")
+    found = {(row["emb"], row["budget"]) for row in report["results"]}
+    assert found == {("dense", ""), ("block", "4x"), ("auto", "4x"), ("auto", "100x")}
+    assert all(row["step, ms"] > 0 for row in report["results"])
+    assert {path.name for path in tmp_path.glob("*.png")} == {"plot.png", "plot_speed.png"}
+
+
+def test_mistakes_are_named(script, data, capsys):
+    tt_rec, frontier = (script(name).main for name in ("reproduce_tt_rec", "frontier"))
+    for main, given, message in (
+        (tt_rec, [], "error: --data is needed, or --ratios-only"),
+        (tt_rec, ["--data", "nowhere"], "nowhere/meta.json does not exist"),
+        (frontier, ["--data", str(data), "--rates", "0.1"], "--rates and --validation go together"),
+    ):
+        assert main(given) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_run_that_crashes_is_no_result(script, tmp_path, monkeypatch):
+    pool = script("pool")
+    monkeypatch.setitem(sys.modules, "train", type("Train", (), {"main": lambda arguments: 1 / 0}))
+    with pytest.raises(ChildProcessError, match=r"run a failed; see .*a\.log"):
+        pool.train_one(tmp_path / "a", [])
+    assert "ZeroDivisionError" in (tmp_path / "a.log").read_text()
