@@ -167,11 +167,11 @@ class RowOptimizer(torch.optim.Optimizer):
                     tensor.copy_(given[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """As in the base class, the state of rows in host memory brought up to date."""
+        """As in the base class; of rows in host memory it is the state of all, cached ones too."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if (cached := cached_rows(parameter)) is not None:
-                    cached.flush()
+                    cached.release()
         return super().state_dict()
 
 

@@ -145,7 +145,7 @@ class Offload(Embedding):
         self.weight.cached_rows = self.cached  # type: ignore[attr-defined]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep: bool) -> None:
-        self.cached.flush()
+        self.cached.release()  # who has the weight may also write to it
         super()._save_to_state_dict(destination, prefix, keep)
 
     def _load_from_state_dict(self, *arguments: Any) -> None:

@@ -100,7 +100,8 @@ def _count(
     """Count the slots by warmth."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     bin = _bin_of(slot, stamps, warmth, tl.load(clock), half_life, C, LOW, HIGH, BINS)
-    tl.atomic_add(histogram + tl.arange(0, BINS), tl.histogram(bin, BINS))
+    counts = tl.histogram(bin, BINS)
+    tl.atomic_add(histogram + tl.arange(0, BINS), counts, mask=counts > 0)
 
 
 @triton.jit

@@ -178,6 +178,16 @@ def test_state_loads_into_any_cache_and_into_dense(cache_rows):
     assert_equal_states((dense, offload), (one, two))
 
 
+def test_a_state_may_be_overwritten_in_place():
+    groups, optimizers = pair("adagrad", 9)
+    train(groups, optimizers, 5)
+    for group, optimizer in zip(groups, optimizers, strict=True):
+        group.state_dict()["weight"].fill_(0.5)
+        optimizer.state_dict()["state"][0]["sum"].zero_()
+    train(groups, optimizers, 5)
+    assert_equal_states(groups, optimizers)
+
+
 def test_loaded_rows_replace_cached_ones():
     (_, offload), optimizers = pair("sgd", 50)
     step(offload, optimizers[1], draw(), 0)
