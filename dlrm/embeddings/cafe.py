@@ -27,7 +27,8 @@ class Cafe(Embedding):
 
     Which ids are hot is learnt online and need not be known, so ids may come in any order. An id
     of any table belongs to one bucket of a sketch. A bucket has 8 slots with a row each and 4 more
-    for rivals; a slot holds an id and its score, the number of its look-ups in training. An id
+    for rivals; a slot holds an id and its score, the number of its look-ups in training (in the
+    paper: the sum of the norms of its gradients, which a look-up does not know yet). An id
     without a slot takes that of the weakest rival, of score ``s``, with probability
     ``1 / (s + 1)`` and begins at ``s + 1``, so that scores are right on average and the many rare
     ids do not drive out the frequent ones. Owners of rows change in :meth:`cache_populate` only:
@@ -165,7 +166,7 @@ class Cafe(Embedding):
         caller must reset the optimizer state of ``report.reset``.
         """
         stats = self.cache_stats()
-        score = 2 * self._scores  # of equals an owner stays
+        score = 2 * self._scores.long()  # of equals an owner stays
         score[:, :HOT] += self._keys[:, :HOT] != self.empty
         best = score.sort(dim=1, descending=True, stable=True).indices[:, :HOT]
         chosen = torch.zeros_like(self._keys, dtype=torch.bool).scatter_(1, best, True)
@@ -184,7 +185,7 @@ class Cafe(Embedding):
         self.weight[reset] = self.weight[shared.view(-1)]
         self.weight.grad = None  # it may belong to former owners
         evicted = self._keys[bucket, to_come] != self.empty
-        self._scores.copy_(self._scores * self.decay)
+        self._scores.copy_((self._scores * self.decay).clamp(max=2**30))  # room for more
         self._traffic.zero_()
         return PopulateReport(
             **stats,
@@ -229,10 +230,11 @@ class Cafe(Embedding):
 
     def _fit_shared(self, weights: Sequence[Tensor], without: Tensor | None = None) -> None:
         """Set each shared row to the mean of the rows of its ids, but those of keys ``without``."""
-        total = torch.zeros_like(self.weight)
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        total = torch.zeros_like(self.weight, dtype=wide)
         count = total.new_zeros(len(total), 1)
         for table, weight in zip(self._tables, weights, strict=True):
-            counted = weight.new_ones(len(weight), 1)
+            counted = count.new_ones(len(weight), 1)
             if without is not None:
                 ids = without - self._starts[table]
                 counted[ids[(ids >= 0) & (ids < len(weight))]] = 0

@@ -85,7 +85,8 @@ class Robe(Embedding):
     def load_dense(self, weights: Sequence[Tensor]) -> None:
         """Set each weight to the mean of those of ``weights``, each ``[V, D]``, that share it."""
         self._check_dense(weights)
-        total = torch.zeros_like(self.weight)
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        total = torch.zeros_like(self.weight, dtype=wide)
         count = total.new_zeros(len(total), 1)
         for table, weight in zip(self._tables, weights, strict=True):
             for start in range(0, len(weight), CHUNK):

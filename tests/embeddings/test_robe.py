@@ -68,6 +68,12 @@ def test_the_best_fit_is_the_mean_of_those_that_share():
         torch.testing.assert_close(group.weight[place].detach(), expected)
 
 
+def test_the_mean_of_many_rows_is_exact_in_bf16_too():
+    weight = torch.randn(5000, 4).bfloat16() + 3
+    group = Robe.from_dense([weight], rows=1, block=4)
+    torch.testing.assert_close(group.weight[0].float(), weight.float().mean(0), rtol=0.01, atol=0)
+
+
 @pytest.mark.parametrize("block", [0, 3, 24])
 def test_blocks_that_do_not_fit_are_refused(block):
     with pytest.raises(ValueError, match=rf"robe block is {block}; set --robe.block to a divisor"):
