@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from dlrm.embeddings import available
 from dlrm.model import DLRM, MLP, CrossInteraction, DotInteraction
 
 SIZES = [7, 300, 5]
@@ -75,3 +76,31 @@ def test_dense_features_of_another_number_are_refused(features):
     model = DLRM(4, [10], 8, [("dense", {})])
     with pytest.raises(ValueError, match=rf"dense has shape \({features}, 2\), it must be \[4, B"):
         model(torch.zeros(features, 2), torch.zeros(1, 2, dtype=torch.long))
+
+
+@pytest.mark.parametrize("kind", sorted(available()))
+def test_a_trained_model_is_taken_over_by_every_kind(kind):
+    trained, model = small(), DLRM(4, SIZES, 8, [(kind, {})] * 3, bottom_mlp=[6], top_mlp=[9])
+    model.load_trained(trained)
+    for own, other in zip(model.dense_parameters(), trained.dense_parameters(), strict=True):
+        assert torch.equal(own, other)
+    fitted = zip(model.sparse_arch.to_dense(), trained.sparse_arch.to_dense(), strict=True)
+    for own, other in fitted:
+        assert (own - other).norm() < other.norm(), "no fit at all"
+
+
+def test_a_trained_model_that_is_kept_whole_scores_the_same():
+    trained = small()
+    model = DLRM(4, SIZES, 8, [("hash", {"rows": 300}), ("block", {"dim": 8}), ("dense", {})],
+                 bottom_mlp=[6], top_mlp=[9])  # fmt: skip
+    model.load_trained(trained)
+    ids = torch.stack([torch.randint(rows, (20,)) for rows in SIZES])
+    dense = torch.randn(4, 20)
+    torch.testing.assert_close(model(dense, ids), trained(dense, ids))
+
+
+def test_a_trained_model_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match="the trained model has another top_mlp: give the --model"):
+        small().load_trained(small(top_mlp=[7]))
+    with pytest.raises(ValueError, match="dense tables have shapes"):
+        small().load_trained(DLRM(4, [8, 300, 5], 8, DENSE_PLAN, bottom_mlp=[6], top_mlp=[9]))

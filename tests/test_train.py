@@ -95,6 +95,21 @@ def test_every_kind_trains_better_than_chance(kind, data, tmp_path):
         assert values["embeddings/compression"] > 1.2
 
 
+def test_a_trained_model_is_compressed_and_trained_on(data, tmp_path):
+    train(data, tmp_path, "dense")
+    given = ["--emb", "auto", "--budget", "3x", "--init_from", tmp_path / "dense"]
+    train(data, tmp_path, "auto", *given, "--max_steps", "5", "--optim.lr", "0.001")
+    dense, values = result(tmp_path / "dense"), result(tmp_path / "auto")
+    assert values["embeddings/compression"] > 3
+    assert (
+        abs(values["fitted/auc"] - dense["test/auc"])
+        < 0.01
+        > abs(values["test/auc"] - values["fitted/auc"])
+    )
+    done = train(data, tmp_path, "none", "--init_from", tmp_path / "nowhere", status=2)
+    assert "no checkpoint" in done.stderr
+
+
 def test_everything_that_is_reported_is_there(data, tmp_path):
     train(data, tmp_path, "run", "--emb", "tt", *KIND_OPTIONS["tt"], "--log_every", "10")
     directory = tmp_path / "run"
