@@ -73,6 +73,9 @@ class Parts:
 
     def restore(self, groups: list[list[dict[str, Any]]] | None = None) -> None:
         """Give :attr:`tensors`, which have been loaded, to the model and the optimizers."""
+        for value in self.tensors.values():
+            if isinstance(value, Shards):
+                value.loaded()
         for name in self._values:
             self._values[name] = self.tensors[f"model.{name}"]
         self._model.load_state_dict(self._values)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from io import StringIO
 from typing import Any, TypeVar
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -70,6 +71,7 @@ class World:
     size: int = 1
     static: bool = False
     """The present step has equal shapes on every rank, so that no sizes need be exchanged."""
+    _endings: list[WeakMethod[Callable[[], object]]] = field(default_factory=list, repr=False)
     _store: dist.Store | None = field(default=None, repr=False)
 
     @classmethod
@@ -104,8 +106,17 @@ class World:
                 backend, store=group, rank=rank, world_size=size, timeout=TIMEOUT
             )
 
+    def before_leaving(self, act: Callable[[], object]) -> None:
+        """Have a method called before the process group is left, if its object is still there:
+        captured graphs that exchange values must be gone by then.
+        """
+        self._endings.append(WeakMethod(act))
+
     def leave(self) -> None:
         """Leave the process group; nothing is waited for."""
+        for ending in self._endings:
+            if (act := ending()) is not None:
+                act()
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dlrm.distributed import World
+from dlrm.embeddings.sharded import EXCHANGE
+from dlrm.kernels.branch import branch_of
 from dlrm.kernels.lookup import row_gradient
 from dlrm.kernels.plan import announced
 from dlrm.kernels.rows import update_rows
@@ -127,7 +129,9 @@ class Reducer:
 
     @torch.no_grad()
     def reduce_embeddings(self) -> None:
-        """Give the replicated embeddings the gradient of the global batch."""
+        """Give the replicated embeddings the gradient of the global batch, and wait for that of
+        the others.
+        """
         whole, small, large = [], [], []
         for parameter in self._embeddings:
             if parameter.grad is None:
@@ -148,6 +152,8 @@ class Reducer:
                 rest = self._take(parameter, rest)
         for parameter in large:
             self._collect(parameter)
+        if self._local:
+            branch_of(self._late[0].device, EXCHANGE).join()
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """As :func:`dlrm.optim.gradient_norm`, over all processes."""

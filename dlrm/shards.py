@@ -18,6 +18,7 @@ class Shards:
         size: of the whole tensor.
         parts: offset in the whole tensor and values of each local part.
         dtype: of the whole tensor.
+        copies: pairs of a tensor that has parts here and another that must equal it.
     """
 
     def __init__(
@@ -25,7 +26,9 @@ class Shards:
         size: Sequence[int],
         parts: Sequence[tuple[tuple[int, ...], Tensor]],
         dtype: torch.dtype,
+        copies: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
+        self._copies = copies
         self.parts = {torch.Size(offset): values for offset, values in parts}
         self.dtype = dtype
         self._size = torch.Size(size)
@@ -33,6 +36,12 @@ class Shards:
     def size(self) -> torch.Size:
         """Of the whole tensor."""
         return self._size
+
+    @torch.no_grad()
+    def loaded(self) -> None:
+        """Bring the copies up to date."""
+        for values, copy in self._copies:
+            copy.copy_(values)
 
     @torch.no_grad()
     def copy_to(self, other: Shards) -> None:

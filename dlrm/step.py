@@ -118,6 +118,8 @@ class TrainStep:
         self._planner = Planner(self.device) if on_gpu else nullcontext()
         self._seen: Counter[Key] = Counter()
         self._captured: dict[Key, Captured] = {}
+        if reducer is not None:
+            reducer.world.before_leaving(self.close)
         self.preparing_seconds = 0.0
 
     def __call__(
@@ -175,6 +177,10 @@ class TrainStep:
         compiles = known or self._seen[key] == WARM_UP
         with nullcontext() if compiles else set_stance("force_eager"):
             return self._warm_up(batch, norms, total, upcoming)
+
+    def close(self) -> None:
+        """Drop the captured graphs."""
+        self._captured.clear()
 
     def _run(
         self, batch: Batch, norms: bool, total: int, upcoming: Batch | None

@@ -15,6 +15,7 @@ from dlrm.embeddings.placement import balanced, cyclic, places_of
 from dlrm.hints import nearest
 from dlrm.kernels.host import mapped
 from dlrm.kernels.pages import Pages, lookup_pages, pages_of
+from dlrm.shards import Shards
 
 PLACEMENTS = ("balanced", "cyclic")
 
@@ -88,7 +89,8 @@ class Paged(Embedding):
         for index, (place, size) in enumerate(zip(self.places, sizes, strict=True)):
             names = [f"weight_{index}_{replica}" for replica in range(len(place))]
             for name, device in zip(names, place, strict=True):
-                block = _block((size, self.embedding_dim), torch.get_default_dtype(), device)
+                where = None if self.moves else device  # with the model: on the default device
+                block = _block((size, self.embedding_dim), torch.get_default_dtype(), where)
                 parameter = nn.Parameter(block)
                 parameter.replica = name != names[0]  # type: ignore[attr-defined] # see gradient_norm
                 self.register_parameter(name, parameter)
@@ -163,6 +165,20 @@ class Paged(Embedding):
 
     # Where the pages lie is no part of the state ---------------------------------------------
 
+    def shards(self, tensors: Mapping[str, Tensor]) -> Shards:
+        """Tensors laid out like the blocks of these names as one, in the order of the tables.
+
+        They are the blocks, or states of an optimizer with an entry per weight or per row.
+        """
+        like = tensors[self._names[0][0]]
+        parts, row = [], 0
+        where = zip(self._owner.tolist(), self._first.tolist(), self._lengths, strict=True)
+        for owner, first, length in where:
+            parts.append(((row, 0), tensors[self._names[owner][0]][first : first + length]))
+            row += length
+        copies = [(tensors[first], tensors[n]) for first, *rest in self._names for n in rest]
+        return Shards((row, like.shape[1]), parts, like.dtype, copies)
+
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
@@ -225,7 +241,7 @@ class Paged(Embedding):
         return f"{super().extra_repr()}, page_size={self.page_size}, {', '.join(held)}"
 
 
-def _block(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
+def _block(shape: Sequence[int], dtype: torch.dtype, device: str | None) -> Tensor:
     """New memory at a place; ``host`` is plain memory where no GPU could read it."""
     if device != "host":
         return torch.empty(*shape, dtype=dtype, device=device)

@@ -15,7 +15,7 @@ from dlrm.hints import nearest
 
 WAYS = ("auto", "replicate", "table", "row", "column")
 NARROW = 16  # elements: a look-up of fewer costs as much, a memory transaction being 32 or 64 bytes
-GAIN = 0.95  # another cut must bring the imbalance below this share of what it was
+EVEN = 1.25  # an imbalance below which no further table is cut: cuts cost copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +186,7 @@ def place(
     """Place tables on ranks.
 
     ``auto`` tables stay whole, shared out greedily by bytes and load; the largest of them are cut
-    by columns (by rows, where columns would be too narrow) as far as that balances better.
+    by columns (by rows, where columns would be too narrow) until that is fairly balanced.
 
     Args:
         num_embeddings: rows of each table.
@@ -229,8 +229,10 @@ def place(
                 for i in group
             ]
         found = imbalance(pieces, loads, ranks)
-        if best is None or found < GAIN * lowest:
+        if best is None or found < lowest:
             best, lowest = pieces, found
+        if lowest <= EVEN:
+            break
     return sorted(best or [], key=lambda piece: (piece.table, piece.rows, piece.columns))
 
 

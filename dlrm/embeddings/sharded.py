@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from dlrm.distributed import World, exchange
 from dlrm.embeddings.base import Common, Embedding, row_offsets
 from dlrm.embeddings.partition import Piece, describe, place
+from dlrm.kernels.branch import branch_of
 from dlrm.kernels.lookup import lookup, lookup_tables
 from dlrm.shards import Shards
 
 CHUNK = 1 << 20  # rows drawn at a time
+EXCHANGE = 1  # the branch beside which small tables are looked up, and their gradients reduced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,12 +191,15 @@ class Sharded(Embedding):
             return [self(ids, offsets, weights).index_select(1, self._order)]
         if self.check_ids:
             self._check(self._tables[:, None], ids)
-        waiting = [cut.start(self.get_parameter(cut.name), ids) for cut in self._cuts()]
+        side = branch_of(ids.device, EXCHANGE)
+        with side.fork():
+            arriving = [cut.start(self.get_parameter(cut.name), ids) for cut in self._cuts()]
         found = []
         if self.replicated is not None:
             own = ids.index_select(0, self._copied)
             found.append(lookup_tables(self.replicated, self._starts, own, sparse=self.sparse))
-        for cut, chunks in zip(self._cuts(), waiting, strict=True):
+        side.join()
+        for cut, chunks in zip(self._cuts(), arriving, strict=True):
             found += cut.finish(chunks)
         return found
 

@@ -55,6 +55,6 @@ class Branch:
 
 
 @cache
-def branch_of(device: torch.device) -> Branch:
-    """The branch of a device, the same one whoever asks."""
+def branch_of(device: torch.device, number: int = 0) -> Branch:
+    """A branch of a device, the same one whoever asks for this number."""
     return Branch(device)
