@@ -64,7 +64,7 @@ class SparseArch(nn.Module):
         for index, slots in enumerate(self.slots):
             self.register_buffer(f"_slots_{index}", torch.tensor(slots), persistent=False)
         self.order: Tensor  # [F]
-        self._measured: tuple[float, Counter[str]] = time.perf_counter(), Counter()
+        self._measured: tuple[float, Counter[str]] = time.perf_counter(), Counter()  # sums then
 
     def forward(
         self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
@@ -79,9 +79,7 @@ class SparseArch(nn.Module):
         """
         found: list[Tensor] = []
         for index, group in enumerate(self.groups):
-            share = (ids, offsets, per_sample_weights)
-            if len(self.groups) > 1:
-                share = self._share(index, *share)
+            share = self._share(index, ids, offsets, per_sample_weights)
             found += group.parts(*share) if isinstance(group, Sharded) else [group(*share)]
         return found
 
@@ -94,8 +92,7 @@ class SparseArch(nn.Module):
         """Tell the groups of the batch behind the next one, as :meth:`forward` will take it."""
         for index, (group, _) in enumerate(self.embeddings()):
             if type(group).prefetch is not Embedding.prefetch:
-                one = len(self.groups) == 1
-                group.prefetch(*((ids, offsets) if one else self._share(index, ids, offsets, None)[:2]))
+                group.prefetch(*self._share(index, ids, offsets, None)[:2])
 
     def in_order(self, vectors: list[Tensor]) -> Tensor:
         """The groups' vectors in one ``[B, F, D]``, in the order of the features."""
@@ -105,6 +102,8 @@ class SparseArch(nn.Module):
         self, index: int, ids: Tensor, offsets: Tensor | None, weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The part of the batch that concerns the tables of one group."""
+        if len(self.groups) == 1:
+            return ids, offsets, weights
         slots = getattr(self, f"_slots_{index}")
         if offsets is None:
             return ids[slots], None, None if weights is None else weights[slots]
@@ -159,19 +158,23 @@ class SparseArch(nn.Module):
         share of the link's rate that the busier direction took.
         """
         sums: Counter[str] = Counter()
+        steps = 0
         for group, _ in self.embeddings():
-            sums.update(group.cache_stats())
+            stats = group.cache_stats()
+            steps = max(steps, int(stats.get("steps", 0)))
+            sums.update(stats)
         if not sums["lookups"]:
             return {}
         values = {"cache/hit_rate": sums["hits"] / sums["lookups"]}
-        if sums["steps"]:
-            then, self._measured = self._measured, (time.perf_counter(), sums)
-            seconds, steps = self._measured[0] - then[0], max(sums["steps"] - then[1]["steps"], 1)
-            moved = [sums[name] - then[1][name] for name in ("bytes_in", "bytes_out")]
-            values["cache/MB_in_per_step"], values["cache/MB_out_per_step"] = (
-                size / steps / 1e6 for size in moved
-            )
-            values["cache/link_share"] = max(moved) / seconds / LINK
+        if steps:
+            sums["steps"] = steps  # of all groups alike
+            (began, before), self._measured = self._measured, (time.perf_counter(), sums)
+            moved = {
+                name: sums[f"bytes_{name}"] - before[f"bytes_{name}"] for name in ("in", "out")
+            }
+            for name, size in moved.items():
+                values[f"cache/MB_{name}_per_step"] = size / max(steps - before["steps"], 1) / 1e6
+            values["cache/link_share"] = max(moved.values()) / (self._measured[0] - began) / LINK
         return values
 
     def sizes(self) -> dict[str, float]:
