@@ -132,10 +132,13 @@ class RowOptimizer(torch.optim.Optimizer):
         return self._stochastic and parameter.dtype == torch.bfloat16
 
     @torch.no_grad()
-    def reset_rows(self, parameter: Tensor, rows: Tensor) -> None:
-        """Forget the state of some rows, whose meaning has changed (a cache slot's new owner)."""
+    def reset_rows(self, parameter: Tensor, rows: Tensor, sources: Tensor | None = None) -> None:
+        """Forget the state of some rows, whose meaning has changed (a cache slot's new owner).
+
+        They get that of the rows ``sources``, of which they are copies, or none.
+        """
         for state in self.state[parameter].values():
-            state[rows] = 0
+            state[rows] = 0 if sources is None else state[sources]
 
     def state_bytes(self, parameters: Iterable[Tensor]) -> int:
         """Bytes of optimizer state kept for ``parameters``."""

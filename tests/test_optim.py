@@ -122,6 +122,15 @@ def test_reset_rows_forgets_their_state_alone():
     assert optimizer.state[table]["sum"].tolist() == [[1, 1], [0, 0], [0, 0]]
 
 
+def test_a_copied_row_has_the_state_of_its_source():
+    table = torch.nn.Parameter(torch.zeros(3, 2))
+    optimizer = RowOptimizer([table], "adagrad")
+    sparse(table, [0, 2], torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    optimizer.step()
+    optimizer.reset_rows(table, torch.tensor([0, 1]), torch.tensor([2, 2]))
+    assert optimizer.state[table]["sum"].tolist() == [[9, 16], [9, 16], [9, 16]]
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_saved_state_continues_to_the_last_digit(rule):
     def train(table, optimizer, seed):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 from typing import TYPE_CHECKING, Protocol
 
@@ -33,10 +33,14 @@ class PopulateReport:
     """Of the evicted rows: norm of what the write-back missed, by the norm of the rows."""
     reset: dict[str, Tensor]
     """Rows of parameters that changed owner, by parameter name: their optimizer state is void."""
+    sources: dict[str, Tensor] = field(default_factory=dict)
+    """Where these rows are copies of others of the same parameter, those others."""
 
     def values(self) -> dict[str, float]:
         """The numbers, to be logged."""
-        values = {name: value for name, value in vars(self).items() if name != "reset"}
+        values = {
+            name: value for name, value in vars(self).items() if name not in ("reset", "sources")
+        }
         return {**values, "hit_rate": self.hits / max(self.lookups, 1)}
 
 
@@ -163,7 +167,8 @@ class RowCache(nn.Module):
         self._slots.copy_(order)
         self._traffic.zero_()
         return PopulateReport(
-            **stats,
+            hits=stats["hits"],
+            lookups=stats["lookups"],
             resident=len(chosen),
             admitted=len(admitted),
             evicted=len(leaves),
@@ -203,12 +208,14 @@ class RowCache(nn.Module):
 
 
 class _Resets(Protocol):
-    def reset_rows(self, parameter: Tensor, rows: Tensor) -> None: ...
+    def reset_rows(
+        self, parameter: Tensor, rows: Tensor, sources: Tensor | None = None
+    ) -> None: ...
 
 
 def renew_caches(groups: Sequence[Embedding], optimizer: _Resets) -> dict[str, float]:
     """Renew the caches of rows, where groups have one; rows that change owner start with fresh
-    optimizer state.
+    optimizer state, or with that of the row that they copy.
 
     Returns:
         What the renewals did, to be logged.
@@ -218,7 +225,8 @@ def renew_caches(groups: Sequence[Embedding], optimizer: _Resets) -> dict[str, f
         report = group.cache_populate()
         if report is not None:
             for name, rows in report.reset.items():
-                optimizer.reset_rows(group.get_parameter(name), rows)
+                sources = report.sources.get(name)
+                optimizer.reset_rows(group.get_parameter(name), rows, sources)
             values |= {f"cache/{name}_{index}": value for name, value in report.values().items()}
     return values
 

@@ -162,8 +162,9 @@ class Cafe(Embedding):
     def cache_populate(self) -> PopulateReport:
         """Give the rows of each bucket to the ids that scored highest; to be called between steps.
 
-        Owners that stay keep row and value. A new one starts from the row that it had shared; the
-        caller must reset the optimizer state of ``report.reset``.
+        Owners that stay keep row and value. A new one starts from the row that it had shared, and
+        the caller must copy the optimizer state, that of ``report.sources`` to ``report.reset``:
+        with fresh state its first steps would be large and undo what the copy is for.
         """
         stats = self.cache_stats()
         score = 2 * self._scores.long()  # of equals an owner stays
@@ -180,9 +181,9 @@ class Cafe(Embedding):
         rows = (bucket * HOT + to_go)[entered]
         keys = self._keys[bucket, to_go][entered]
         tables = torch.bucketize(keys, self._starts, right=True) - 1
-        reset = self._own(rows).view(-1)
-        shared = self._shared(tables, keys - self._starts[tables])
-        self.weight[reset] = self.weight[shared.view(-1)]
+        own = self._own(rows).view(-1)
+        shared = self._shared(tables, keys - self._starts[tables]).view(-1)
+        self.weight[own] = self.weight[shared]
         self.weight.grad = None  # it may belong to former owners
         evicted = self._keys[bucket, to_come] != self.empty
         self._scores.copy_((self._scores * self.decay).clamp(max=2**30))  # room for more
@@ -193,7 +194,8 @@ class Cafe(Embedding):
             admitted=len(rows),
             evicted=int(evicted.sum()),
             residual=0.0,
-            reset={"weight": reset},
+            reset={"weight": own},
+            sources={"weight": shared},
         )
 
     @torch.no_grad()

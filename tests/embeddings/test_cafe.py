@@ -104,6 +104,9 @@ def test_a_new_owner_starts_from_the_row_that_it_shared():
     assert torch.equal(after[gone], group.weight[group._shared(torch.tensor(0), gone)].flatten(-2))
     rows = report.reset["weight"].view(-1, 4)[:, 0] // 4  # in four pieces
     assert sorted(group._keys[:, :HOT].reshape(-1)[rows].tolist()) == sorted(new - old)
+    copied = report.sources["weight"]
+    assert copied.min() >= 4 * group.hot_rows
+    assert torch.equal(group.weight[report.reset["weight"]], group.weight[copied])
 
 
 def test_an_owner_has_its_row_for_itself():
