@@ -42,7 +42,6 @@ FORMATS = {
     "samples/s": ",.0f",
 }
 
-STEP = "step, ms"  # timed alone, by whoever wants it
 QUALITY = ("AUC", "log loss", "accuracy", "NE")
 PER_RUN = ("seed", "name", "output", "resume")  # options that do not make two runs different
 
@@ -116,20 +115,18 @@ def render(summary: pd.DataFrame) -> str:
             f"{mean:{form}}" + (f" ± {std:{form}}" if std == std and label in QUALITY else "")
             for mean, std in zip(summary[label], spread, strict=True)
         ]
-    if STEP in summary:
-        shown[STEP] = summary[STEP].map("{:.3f}".format)
     return shown.to_string(index=False)
 
 
 def draw(summary: pd.DataFrame, metric: str, path: Path) -> Figure:
-    """Quality or time against bytes, one line per kind, with error bars over seeds."""
+    """Quality or speed against bytes, one line per kind, with error bars over seeds."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for kind, points in summary.sort_values("MB").groupby("emb"):
         line = "o" if kind == "dense" else "o-"
         axes.errorbar(
             points["MB"],
             points[metric],
-            yerr=points[f"{metric} std"].fillna(0.0) if f"{metric} std" in points else None,
+            yerr=points[f"{metric} std"].fillna(0.0),
             fmt=line,
             capsize=3,
             label=kind,
@@ -139,7 +136,7 @@ def draw(summary: pd.DataFrame, metric: str, path: Path) -> Figure:
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("embedding memory (MB)")
-    axes.set_ylabel(metric if metric == STEP else f"test {metric}")
+    axes.set_ylabel(f"test {metric}" if metric in QUALITY else metric)
     axes.grid(alpha=0.3)
     axes.legend(title="--emb")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import compare
 import pandas as pd
-from pool import Pool, Run, step_milliseconds
+from pool import Pool, Run, step_speed
 
 from dlrm import measure
 from dlrm.data.schema import Meta
@@ -89,9 +89,8 @@ def publish(summary: pd.DataFrame, options: argparse.Namespace, report: dict[str
     """Print the table, draw the plots and write the JSON."""
     print(compare.render(summary))
     compare.draw(summary, "AUC", options.plot)
-    if compare.STEP in summary:
-        speed = options.plot.with_stem(f"{options.plot.stem}_speed")
-        compare.draw(summary, compare.STEP, speed)
+    speed = options.plot.with_stem(f"{options.plot.stem}_speed")
+    compare.draw(summary, "samples/s", speed)
     if options.json:
         results = json.loads(summary.to_json(orient="records"))
         measure.write(options.json, {**report, "results": results})
@@ -131,10 +130,9 @@ def main(argv: list[str] | None = None) -> int:
     publish(summary, options, report)
     if not options.no_timing:
         given = dict(todo)
-        summary[compare.STEP] = [
-            step_milliseconds([*common, f"--data={options.data}", *given[run]])
-            for run in summary["run"]
-        ]
+        for line, run in summary["run"].items():
+            alone = step_speed([*common, f"--data={options.data}", *given[run]])
+            summary.loc[line, ["samples/s", "samples/s std"]] = alone["samples/s"], None
         publish(summary, options, report)
     return 0
 

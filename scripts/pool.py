@@ -98,19 +98,22 @@ def train_one(directory: Path, arguments: list[str]) -> str | None:
     return f"{directory.name}: {errors[0]}"
 
 
-def step_milliseconds(arguments: list[str], *, batches: int = 64) -> float:
-    """Median time of a training step, alone, on batches that are on the device already.
+def step_speed(arguments: list[str], *, batches: int = 64) -> dict[str, float]:
+    """Speed of a training step alone, on batches that are on the device already.
 
     Args:
         arguments: of the command line of ``train.py``.
         batches: taken in turn; caches are filled from the first pass over them.
+
+    Returns:
+        ``step, ms``, the median, and the ``samples/s`` that follow from it.
     """
-    took = _time_steps(arguments, batches)
+    speed = _time_steps(arguments, batches)
     _release()
-    return took
+    return speed
 
 
-def _time_steps(arguments: list[str], batches: int) -> float:
+def _time_steps(arguments: list[str], batches: int) -> dict[str, float]:
     from train import Run as Training
 
     with tempfile.TemporaryDirectory() as output:
@@ -122,7 +125,8 @@ def _time_steps(arguments: list[str], batches: int) -> float:
             run.step(batch)
         groups = [group for group, _ in run.model.sparse_arch.embeddings()]
         renew_caches(groups, run.optimizers[1])
-        return measure.milliseconds(lambda i: run.step(held[i % len(held)]), run.device)
+        took = measure.milliseconds(lambda i: run.step(held[i % len(held)]), run.device)
+    return {"step, ms": took, "samples/s": 1e3 * config.batch_size / took}
 
 
 def _release() -> None:

@@ -47,30 +47,57 @@ def spread(row: dict[str, Any], name: str) -> str:
     return f"{row[name]:.4f} ± {row[f'{name} std']:.4f}"
 
 
+def pivot(result: dict[str, Any]) -> str:
+    """AUC of every kind by ratio, ``mean ± deviation`` where there are several seeds."""
+    rows = {(row["emb"], row["budget"]): row for row in result["results"]}
+    ratios = sorted({ratio for _, ratio in rows if ratio}, key=lambda ratio: float(ratio[:-1]))
+    kinds = sorted({kind for kind, ratio in rows if ratio})
+
+    def cell(kind: str, ratio: str) -> str:
+        if (kind, ratio) not in rows:
+            return "-"
+        row = rows[kind, ratio]
+        text = spread(row, "AUC") if row["seeds"] > 1 else f"{row['AUC']:.4f}"
+        best = max(other["AUC"] for (_, at), other in rows.items() if at == ratio)
+        return f"**{text}**" if ratio and row["AUC"] == best else text
+
+    head = [f"`--emb` (dense: {cell('dense', '')})", *ratios]
+    return markdown(head, [[f"`{kind}`", *(cell(kind, r) for r in ratios)] for kind in kinds])
+
+
 def sample() -> str:
     """Quality of every kind at equal bytes on real rows."""
-    result = read("frontier_sample")
-    rows = sorted(
-        result["results"], key=lambda row: (float(row["budget"].rstrip("x") or 1), -row["AUC"])
-    )
-    trees = read("trees_sample")["results"]
-    mean = {k: sum(t[k] for t in trees) / len(trees) for k in ("auc", "log_loss", "accuracy")}
-    lines: list[list[object]] = [
-        [
-            f"`{row['emb']}`",
-            row["budget"] or "-",
-            f"{row['MB']:.2f}",
-            spread(row, "AUC"),
-            spread(row, "log loss"),
-            f"{row['accuracy']:.4f}",
-            f"{row['samples/s'] / 1e3:,.1f}k",
-        ]
-        for row in rows
+    return pivot(read("frontier_sample")) + source("frontier_sample")
+
+
+def full() -> str:
+    """The same on synthetic rows at Kaggle's full size."""
+    return pivot(read("frontier_h100")) + source("frontier_h100")
+
+
+def tt_rec() -> str:
+    """The grid of TT-Rec at Kaggle's full size."""
+    lines = []
+    for row in read("tt_rec_h100")["results"]:
+        compressed = row["cell"].startswith("fitted")
+        name = row["cell"].removeprefix("fitted-")
+        found = re.fullmatch(r"tt(\d+)-r(\d+)(?:-c([\d.e-]+))?", name)
+        tables, rank, cache = found.groups() if found else ("-", "-", None)
+        what = "dense, compressed" if compressed else ("TT" if found else "dense")
+        several = f" ± {row['loss, % std']:.3f}" if row["loss, % std"] is not None else ""
+        lines.append(
+            [
+                *(what, tables, rank, f"{100 * float(cache):g}%" if cache else "-"),
+                *(f"{row['ratio']:.1f}x", f"{row['MB']:,.1f}"),
+                *(f"{row['loss, %']:.3f}{several}", f"{row['AUC']:.4f}"),
+                f"{row['step, ms']:.2f}" if row["step, ms"] is not None else "-",
+            ]
+        )
+    head = [
+        *("embeddings", "tables", "rank", "cache", "compression", "MB"),
+        *("accuracy lost, points", "AUC", "step, ms"),
     ]
-    marks = (f"{mean['auc']:.4f}", f"{mean['log_loss']:.4f}", f"{mean['accuracy']:.4f}")
-    lines.append(["boosted trees", "-", "-", *marks, "-"])
-    head = ["`--emb`", "budget", "MB", "AUC", "log loss", "accuracy", "samples/s"]
-    return markdown(head, lines) + source("frontier_sample")
+    return markdown(head, lines) + source("tt_rec_h100")
 
 
 def cpu_step() -> str:
@@ -188,7 +215,8 @@ def epoch() -> str:
 
 
 TABLES = {
-    table.__name__: table for table in (sample, cpu_step, gpu_step, lookup, prepare, loader, epoch)
+    table.__name__: table
+    for table in (sample, full, tt_rec, cpu_step, gpu_step, lookup, prepare, loader, epoch)
 }
 
 

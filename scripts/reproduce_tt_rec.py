@@ -29,7 +29,7 @@ mpl.use("Agg")
 
 import matplotlib.pyplot as plt
 import pandas as pd
-from pool import Pool, Run, step_milliseconds
+from pool import Pool, Run, step_speed
 
 from dlrm import measure
 from dlrm.data.schema import KAGGLE_CARDINALITIES, Meta
@@ -52,7 +52,7 @@ METRICS = {
 FITTED = {"accuracy": "fitted accuracy", "auc": "fitted AUC"}
 FORMATS = {
     **dict.fromkeys(("accuracy", "AUC", "log loss", "NE"), ".4f"),
-    **{"loss, %": ".3f", "MB": ",.2f", "ratio": ".1f", "step, ms": ".3f"},
+    **{"loss, %": ".3f", "MB": ",.2f", "ratio": ".1f", "step, ms": ".3f", "samples/s": ",.0f"},
     **dict.fromkeys(FITTED.values(), ".4f"),
 }
 AXES = {"loss, %": "accuracy below dense (percentage points)", "step, ms": "training step (ms)"}
@@ -268,9 +268,8 @@ def reproduce(options: argparse.Namespace) -> None:
     if not options.no_timing:
         for line, cell in enumerate(summary["cell"]):
             if not cell.startswith("fitted"):
-                summary.loc[line, "step, ms"] = step_milliseconds(
-                    [*common, f"--data={options.data}", *runs[cell][0][1]]
-                )
+                speed = step_speed([*common, f"--data={options.data}", *runs[cell][0][1]])
+                summary.loc[line, list(speed)] = list(speed.values())
         publish(summary, options, report)
 
 
