@@ -132,6 +132,25 @@ def gpu_step() -> str:
     return markdown(head, rows) + source("step_h100")
 
 
+def gpu_kinds() -> str:
+    """A captured step of the kinds that keep rows, beside the dense one."""
+    results = read("step_kinds_h100")["results"]
+    dense = {r["batch"]: r["ms"] for r in results if r["kind"] == "dense"}
+    rows = [
+        [
+            f"`{r['kind']}`",
+            f"{r['batch']:,}",
+            f"{r['ms']:.3f}",
+            f"{r['Msamples/s']:.1f} M",
+            f"{dense[r['batch']] / r['ms']:.2f}",
+            f"{r['embedding_MB']:,.0f}",
+        ]
+        for r in sorted(results, key=lambda r: r["batch"])
+    ]
+    head = ["`--emb`", "batch", "ms", "samples/s", "speed of dense", "embeddings, MB"]
+    return markdown(head, rows) + source("step_kinds_h100")
+
+
 def lookup() -> str:
     """Dense look-ups: forward, backward and update of all 26 tables."""
     rows = [
