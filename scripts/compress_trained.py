@@ -1,0 +1,160 @@
+"""Compress a trained model and measure it again: every kind, at every size, without more training.
+
+    python scripts/compress_trained.py runs/dense data/kaggle --json compressed.json
+
+The MLPs are taken over, and the tables of each kind are fitted to the trained ones; options follow
+from the memory budget. Several runs (seeds) are averaged. ``train.py --init_from`` does the same
+and trains on.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlrm import checkpoint, measure, metrics
+from dlrm.data.counts import read_counts
+from dlrm.data.criteo import CriteoLoader
+from dlrm.data.schema import Meta
+from dlrm.distributed import pick_device
+from dlrm.embeddings import available
+from dlrm.embeddings.plan import plan
+from dlrm.hints import Parser
+from dlrm.model import DLRM
+
+
+def arguments() -> Parser:
+    """The command line."""
+    parser = Parser(__doc__)
+    parser.add_argument("runs", nargs="+", help="run directories or checkpoints of trained models")
+    parser.add_argument("data", help="prepared directory with meta.json")
+    parser.add_argument(
+        "--kinds", nargs="+", help="embedding kinds, or auto (default: all that take a budget)"
+    )
+    parser.add_argument("--ratios", nargs="+", type=float, default=[4, 10, 20, 40, 100])
+    parser.add_argument("--split", default="test", help="which split to measure")
+    parser.add_argument("--batch-size", type=int, default=16384, help="(default: 16384)")
+    parser.add_argument("--seed", type=int, default=0, help="of fits that draw (default: 0)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    parser.add_argument("--json", type=Path, help="where the result is written as JSON")
+    return parser
+
+
+class Trained:
+    """A trained model, and its quality at any kind and size.
+
+    Args:
+        run: run directory or checkpoint.
+        data: prepared directory.
+        split: of the data, to measure on.
+        batch_size: of the measurement.
+        device: where all happens.
+    """
+
+    def __init__(
+        self, run: str, data: str, *, split: str, batch_size: int, device: torch.device
+    ) -> None:
+        self.model, _ = checkpoint.load_model(run, device)
+        self.recipe = checkpoint.about(run)["recipe"]
+        self.data, self.meta, self.device = data, Meta.read(data), device
+        self.loader = partial(
+            CriteoLoader,
+            data,
+            split,
+            batch_size=batch_size,
+            device=device,
+            num_embeddings=self.model.sparse_arch.num_embeddings,
+        )
+
+    def measure(self, model: DLRM) -> dict[str, float]:
+        """Quality and size of a model."""
+        values = metrics.classification(*metrics.predict(model, self.loader()))
+        sizes = model.sparse_arch.sizes()
+        return {
+            **{name: values[name] for name in ("auc", "log_loss", "accuracy")},
+            "bytes": sizes["bytes"],
+            "compression": sizes["compression"],
+        }
+
+    def compressed(self, kind: str, ratio: float) -> dict[str, float]:
+        """Quality and size at ``1 / ratio`` of the bytes of dense tables.
+
+        Raises:
+            ValueError: the kind can't be as small.
+        """
+        chosen = plan(
+            [column.name for column in self.meta.categorical],
+            self.recipe["num_embeddings"],
+            self.recipe["embedding_dim"],
+            kind,
+            budget=f"{ratio:g}x",
+            counts=lambda: read_counts(self.data, self.meta),
+        )
+        model = DLRM(**{**self.recipe, "plan": chosen}).to(self.device)
+        model.load_trained(self.model)
+        return self.measure(model.eval())
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print a line per kind and size; returns the exit status."""
+    options = arguments().parse_args(argv)
+    kinds = options.kinds or [
+        name for name, kind in available().items() if "for_budget" in vars(kind)
+    ]
+    torch.manual_seed(options.seed)
+    try:
+        unknown = set(kinds) - {*available(), "auto"}
+        if unknown:
+            raise ValueError(f"there is no kind {', '.join(sorted(unknown))}; see --help")
+        trained = [
+            Trained(
+                run,
+                options.data,
+                split=options.split,
+                batch_size=options.batch_size,
+                device=pick_device(options.device),
+            )
+            for run in options.runs
+        ]
+        rows = [_mean("trained", None, [model.measure(model.model) for model in trained])]
+        for kind in kinds:
+            for ratio in options.ratios:
+                try:
+                    found = [model.compressed(kind, ratio) for model in trained]
+                except ValueError as error:
+                    print(f"{kind} at {ratio:g}x: {error}")
+                    continue
+                rows.append(_mean(kind, ratio, found, rows[0]["auc"]))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        record = {"data": Path(options.data).name, "split": options.split, "results": rows}
+        measure.write(options.json, record)
+    return 0
+
+
+def _mean(
+    kind: str, ratio: float | None, found: list[dict[str, float]], trained: float | None = None
+) -> dict[str, Any]:
+    """Average over seeds, and print."""
+    row: dict[str, Any] = {"emb": kind, "budget": ratio, "seeds": len(found)}
+    row |= {name: statistics.fmean(each[name] for each in found) for name in found[0]}
+    if trained is not None:
+        row["auc_change"] = row["auc"] - trained
+    change = "" if trained is None else f" ({row['auc_change']:+.4f})"
+    print(
+        f"{kind:8} {row['compression']:7.1f}x {row['bytes'] / 1e6:9.2f} MB  "
+        f"AUC {row['auc']:.4f}{change}  log loss {row['log_loss']:.4f}",
+        flush=True,
+    )
+    return row
+
+
+if __name__ == "__main__":
+    sys.exit(main())
