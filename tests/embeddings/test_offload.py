@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import json
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from dlrm.kernels import row_moves
 from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
 from dlrm.step import TrainStep
+from scripts import benchmark_offload
 
 SIZES = [7, 40, 3]
 DIM = 4
@@ -308,3 +310,16 @@ def test_a_captured_step_fetches_ahead_and_equals_dense(device):
     assert torch.equal(*tables)
     stats = model.sparse_arch.groups[0].cache_stats()
     assert stats["bytes_in"] > stats["bytes_out"] > 0
+
+
+def test_the_benchmark_compares_with_dense_tables(monkeypatch, tmp_path):
+    for name in ("WARM_UP", "STEPS", "CHECKED"):
+        monkeypatch.setattr(benchmark_offload, name, 6)
+    output = tmp_path / "offload.json"
+    options = ["--device", "cpu", "--cap", "500", "--batches", "32", "--mode", "eager"]
+    options += ["--precision", "fp32", "--rules", "adagrad", "--output", str(output)]
+    assert benchmark_offload.main(options) == 0
+    results = json.loads(output.read_text())["results"]
+    assert [result["variant"] for result in results] == list(benchmark_offload.VARIANTS)
+    assert not any("losses_differ_by" in result for result in results)
+    assert results[1]["MB_in"] > 0
