@@ -72,7 +72,16 @@ def sample() -> str:
 
 def full() -> str:
     """The same on synthetic rows at Kaggle's full size."""
-    return pivot(read("frontier_h100")) + source("frontier_h100")
+    rows = sorted(read("frontier_h100")["results"], key=lambda r: (round(r["ratio"]), -r["AUC"]))
+    lines = [
+        [
+            *(f"`{row['emb']}`", f"{row['ratio']:,.0f}x", f"{row['MB']:,.1f}"),
+            *(f"{row['AUC']:.4f}", f"{row['log loss']:.4f}", f"{row['accuracy']:.4f}"),
+        ]
+        for row in rows
+    ]
+    head = ["`--emb`", "compression", "MB", "AUC", "log loss", "accuracy"]
+    return markdown(head, lines) + source("frontier_h100")
 
 
 def tt_rec() -> str:
