@@ -257,13 +257,13 @@ class _Lookup(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             announce(flat, len(weight))
         ctx.save_for_backward(flat)
-        return out.view(batch, tables, -1)
+        return out.view(batch, tables, weight.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (flat,) = ctx.saved_tensors
-        values = grad.reshape(len(flat), -1)
+        values = grad.reshape(len(flat), ctx.weight.shape[1])
         return row_gradient(ctx.weight, flat, values, ctx.sparse), None, None, None, None, None
 
 
