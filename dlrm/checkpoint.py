@@ -20,8 +20,9 @@ import torch
 import yaml
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dlrm.distributed import World
@@ -96,6 +97,13 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
+    def set_up_planner(
+        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """As in the base class, but every value is taken as it is."""
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         value = self.state_dict[index.fqn]
         return value if isinstance(value, Tensor) else value.__get_tensor_shard__(index)
@@ -262,10 +270,10 @@ def load(
             dcp.load(
                 parts.tensors,
                 storage_reader=dcp.FileSystemReader(directory),
-                planner=_LoadPlanner(),
+                planner=_LoadPlanner(flatten_state_dict=False),
                 no_dist=world is None or world.size == 1,
             )
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         reason = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
         raise ValueError(f"{directory} can't be read as a checkpoint: {reason[-1]}") from None
     parts.restore(groups)
