@@ -28,6 +28,8 @@ OPTIONS = {
     "block": {"dim": 2},
     "qr": {"collisions": 9},
     "paged": {"page_size": 100},
+    "robe": {"rows": 64},
+    "cafe": {"rows": 64},
 }
 TOTALS = [64, 64, 61, 64, 3, 64]  # uneven ones too, and fewer samples than ranks
 TOLERANCE = 2e-6  # of losses: sums in another order
