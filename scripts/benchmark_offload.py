@@ -64,7 +64,9 @@ def make_step(
 ) -> tuple[DLRM, TrainStep]:
     """A model on the device whose tables from ``threshold`` rows on are of a kind."""
     kind, own, _ = VARIANTS[variant]
-    large = {"bottom_mlp": (512, 256), "top_mlp": (1024, 1024, 512, 256)} if options.large else {}
+    large: dict[str, Any] = {}
+    if options.large:
+        large = {"bottom_mlp": (512, 256), "top_mlp": (1024, 1024, 512, 256)}
     dim = options.dim or (128 if options.large else 16)
     table_plan = plan(
         NAMES, rows, dim, kind, threshold=options.threshold, options={kind: own} if own else {}

@@ -69,13 +69,34 @@ def _begin(row, slots, slot, gaps, TENSOR: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _moments(first, second, grad, count, hyper, RULE: tl.constexpr):
+    """Both running means ``[K, BLOCK_D]`` after ``count [K]`` updates, and the step they give."""
+    eps, _, _, keep, rest, beta1, rest1, log1, beta2, rest2, log2 = hyper
+    if RULE == "adadelta":
+        first = first * keep + grad * grad * rest
+        step = tl.sqrt_rn(second + eps) / tl.sqrt_rn(first + eps) * grad
+        second = second * keep + step * step * rest
+    else:
+        first = first * beta1 + grad * rest1
+        mean = first / one_minus_exp(count * log1)[:, None]
+        if RULE == "adamax":
+            second = tl.maximum(second * beta2, tl.abs(grad) + eps)
+            step = mean / second
+        else:  # adam, adamw
+            second = second * beta2 + grad * grad * rest2
+            scale = one_minus_exp(count * log2)[:, None]
+            step = mean / (tl.sqrt_rn(second / scale) + eps)
+    return first, second, step
+
+
+@triton.jit
 def _apply(
     row, grad, live, weight, states, slots, gaps, lr, hyper, seed,
     D: tl.constexpr, RULE: tl.constexpr, MOMENTUM: tl.constexpr, DECAY: tl.constexpr,
     ROUND: tl.constexpr,
 ):  # fmt: skip
     """Apply the rule to ``row [K]`` where ``live [K]``, given the summed ``grad [K, BLOCK_D]``."""
-    eps, decay, momentum, keep, rest, beta1, rest1, log1, beta2, rest2, log2 = hyper
+    eps, decay, momentum, keep, rest, _, _, _, _, _, _ = hyper
     row = row.to(tl.int64)
     slot = row
     if slots is not None:
@@ -108,23 +129,12 @@ def _apply(
         else:
             at_second = _begin(row, slots, slot, gaps, 2, D)[:, None] + column
             second = tl.load(states[1] + at_second, mask=mask, other=0.0)
-            if RULE == "adadelta":
-                first = first * keep + grad * grad * rest
-                step = tl.sqrt_rn(second + eps) / tl.sqrt_rn(first + eps) * grad
-                second = second * keep + step * step * rest
-            else:
+            count = row  # adadelta has none and looks at none
+            if RULE != "adadelta":
                 at_steps = _begin(row, slots, slot, gaps, 3, 1)
                 count = tl.load(states[2] + at_steps, mask=live, other=0) + 1
                 tl.store(states[2] + at_steps, count, mask=live)
-                first = first * beta1 + grad * rest1
-                scale1 = one_minus_exp(count * log1)[:, None]
-                if RULE == "adamax":
-                    second = tl.maximum(second * beta2, tl.abs(grad) + eps)
-                    step = (first / scale1) / second
-                else:  # adam, adamw
-                    second = second * beta2 + grad * grad * rest2
-                    scale2 = one_minus_exp(count * log2)[:, None]
-                    step = (first / scale1) / (tl.sqrt_rn(second / scale2) + eps)
+            first, second, step = _moments(first, second, grad, count, hyper, RULE)
             tl.store(states[1] + at_second, second, mask=mask)
         tl.store(states[0] + at_first, first, mask=mask)
     if MOMENTUM:  # kept behind the rule's other states
