@@ -202,25 +202,19 @@ class Cafe(Embedding):
     def load_dense(self, weights: Sequence[Tensor]) -> None:
         """Fit to dense tables, each ``[V, D]``.
 
-        Shared rows become the mean of their ids' rows. The ids farthest from these get rows of
-        their own, and the means are taken again without them.
+        The longest rows, which training has moved most, are kept as they are; what is shared
+        becomes the mean of the others.
         """
         self._check_dense(weights)
         self._clear()
-        self._fit_shared(weights)
-        errors = []
-        for table, weight in enumerate(weights):
-            ids = torch.arange(len(weight), device=weight.device)
-            shared = self.weight[self._shared(self._tables[table], ids)].flatten(-2)
-            errors.append((weight - shared).float().square().sum(1))
-        error = torch.cat(errors)
-        order = error.sort(descending=True, stable=True).indices
+        length = torch.cat([weight.float().norm(dim=1) for weight in weights])
+        order = length.sort(descending=True, stable=True).indices
         bucket = scramble(order) % self.buckets
         bucket, by_bucket = bucket.sort(stable=True)
         order = order[by_bucket]
         begins = torch.searchsorted(bucket, torch.arange(self.buckets, device=bucket.device))
         slot = torch.arange(len(order), device=bucket.device) - begins[bucket]
-        keep = (slot < HOT) & (error[order] > 0)
+        keep = slot < HOT
         bucket, slot, order = bucket[keep], slot[keep], order[keep]
         self._keys[bucket, slot] = order.to(self._keys.dtype)
         rows = bucket * HOT + slot
@@ -228,22 +222,25 @@ class Cafe(Embedding):
             of_table = (order >= start) & (order < start + len(weight))
             pieces = weight[order[of_table] - start].unflatten(1, (self.pieces, -1))
             self.weight[self._own(rows[of_table])] = pieces
-        self._fit_shared(weights, without=order)
+        self._fit_shared(weights, order)
 
-    def _fit_shared(self, weights: Sequence[Tensor], without: Tensor | None = None) -> None:
-        """Set each shared row to the mean of the rows of its ids, but those of keys ``without``."""
+    def _fit_shared(self, weights: Sequence[Tensor], without: Tensor) -> None:
+        """Set what is shared to the mean over its ids, but those of keys ``without``.
+
+        Rows count by their squared length, as in ``robe``.
+        """
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         total = torch.zeros_like(self.weight, dtype=wide)
         count = total.new_zeros(len(total), 1)
         for table, weight in zip(self._tables, weights, strict=True):
-            counted = count.new_ones(len(weight), 1)
-            if without is not None:
-                ids = without - self._starts[table]
-                counted[ids[(ids >= 0) & (ids < len(weight))]] = 0
+            rows = weight.to(wide)
+            mass = rows.square().sum(1, keepdim=True).clamp_min_(torch.finfo(wide).tiny)
+            ids = without - self._starts[table]
+            mass[ids[(ids >= 0) & (ids < len(weight))]] = 0
             ids = torch.arange(len(weight), device=weight.device)
             places = self._shared(table, ids).view(-1)
-            total.index_add_(0, places, (weight * counted).view(len(places), -1))
-            count.index_add_(0, places, counted.expand(-1, self.pieces).reshape(-1, 1))
+            total.index_add_(0, places, (rows * mass).view(len(places), -1))
+            count.index_add_(0, places, mass.repeat_interleave(self.pieces, 0))
         self.weight.copy_(torch.where(count > 0, total / count, self.weight))
 
     def footprint(self) -> list[dict[str, int]]:

@@ -57,19 +57,25 @@ def test_tables_meet_in_few_of_the_same_ids():
     assert 20 < (first == second.roll(1)).sum() < 90  # 50 by chance
 
 
-def test_the_best_fit_is_the_mean_of_those_that_share():
+def test_the_fit_is_the_mean_of_those_that_share_by_squared_length():
     weights = [torch.randn(30, 4), torch.randn(50, 4)]
     group = Robe.from_dense(weights, rows=10, block=2)
     names = [group._places(torch.tensor(t), torch.arange(len(w))) for t, w in enumerate(weights)]
     places = torch.cat([name.view(-1) for name in names])
     pieces = torch.cat([weight.view(-1, 2) for weight in weights])
+    mass = torch.cat(weights).square().sum(1).repeat_interleave(2)[:, None]
     for place in places.unique():
-        expected = pieces[places == place].mean(0)
+        shared = places == place
+        expected = (pieces[shared] * mass[shared]).sum(0) / mass[shared].sum()
         torch.testing.assert_close(group.weight[place].detach(), expected)
 
 
+def test_tables_of_zeros_stay_zero():
+    assert not Robe.from_dense([torch.zeros(30, 4)], rows=10).to_dense().any()
+
+
 def test_the_mean_of_many_rows_is_exact_in_bf16_too():
-    weight = torch.randn(5000, 4).bfloat16() + 3
+    weight = (torch.randn(5000, 4) * 0.1 + 3).bfloat16()
     group = Robe.from_dense([weight], rows=1, block=4)
     torch.testing.assert_close(group.weight[0].float(), weight.float().mean(0), rtol=0.01, atol=0)
 
