@@ -127,6 +127,9 @@ def save(
         about: all else; the first process's counts.
         links: names under which this checkpoint is to be found.
         world: the processes of the run; one if None.
+
+    Raises:
+        OSError: it can't be written; what there was is still there.
     """
     world = world or World()
     directory, name = path.parent, path.name
@@ -137,13 +140,16 @@ def save(
         while (directory / name).exists():  # written before, by a run that was resumed since
             name += "+"
     world.wait()
-    with _alone_is_fine():
-        dcp.save(
-            parts.tensors,
-            storage_writer=dcp.FileSystemWriter(temporary),
-            planner=_SavePlanner(),
-            no_dist=world.size == 1,
-        )
+    try:
+        with _alone_is_fine():
+            dcp.save(
+                parts.tensors,
+                storage_writer=dcp.FileSystemWriter(temporary),
+                planner=_SavePlanner(),
+                no_dist=world.size == 1,
+            )
+    except CheckpointException as error:
+        raise OSError(f"{path} can't be written: {_reason(error)}") from None
     if world.first:
         with (temporary / ABOUT).open("wb") as file:
             torch.save(dict(about), file)
@@ -167,6 +173,12 @@ def _alone_is_fine() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
+
+
+def _reason(error: BaseException) -> str:
+    """The last line of an error that carries a traceback in its text."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else repr(error)
 
 
 def find(path: str | Path) -> Path:
@@ -274,8 +286,7 @@ def load(
                 no_dist=world is None or world.size == 1,
             )
     except (Exception, CheckpointException) as error:
-        reason = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
-        raise ValueError(f"{directory} can't be read as a checkpoint: {reason[-1]}") from None
+        raise ValueError(f"{directory} can't be read as a checkpoint: {_reason(error)}") from None
     parts.restore(groups)
 
 

@@ -77,10 +77,19 @@ class Reducer:
 
         Returns:
             None for one process.
+
+        Raises:
+            ValueError: replicas could not be kept equal.
         """
         if world.size == 1:
             return None
         local = set(model.sparse_arch.local_parameters())
+        rounded = [p for p in model.sparse_arch.parameters() if p.dtype == torch.bfloat16]
+        if local and any(not p.is_cuda for p in rounded):
+            raise ValueError(
+                "tables in bf16 are rounded by chance, which on CPUs replicas would not do alike "
+                "beside tables in pieces: use --sharding.by replicate or --tables.dtype fp32"
+            )
         for group, _ in model.sparse_arch.embeddings():
             group.gather = world.gather_ids if group.cache_stats() else None
         return cls(

@@ -120,7 +120,7 @@ def greedy(costs: Sequence[Sequence[float]], ranks: int) -> list[list[int]]:
     shares = [[c / t for c, t in zip(item, totals, strict=True)] for item in costs]
     burden = [[0.0] * len(totals) for _ in range(ranks)]
     groups: list[list[int]] = [[] for _ in range(ranks)]
-    for item in sorted(range(len(costs)), key=lambda i: -max(shares[i])):
+    for item in sorted(range(len(costs)), key=lambda i: (-max(shares[i]), -sum(shares[i]))):
         after = [[b + s for b, s in zip(held, shares[item], strict=True)] for held in burden]
         rank = min(range(ranks), key=lambda r: (max(after[r]), sum(after[r])))
         groups[rank].append(item)

@@ -1,0 +1,83 @@
+"""What needs no other process; test_distributed.py has the rest."""
+
+import pytest
+import torch
+
+from dlrm.distributed import World
+from dlrm.embeddings.dense import Dense
+from dlrm.embeddings.sharded import Sharded, spread
+from dlrm.model import DLRM
+from dlrm.optim import RowOptimizer
+from dlrm.reduce import Reducer
+
+NAMES = ["a", "b", "c"]
+SIZES = [300, 20, 150]
+PLAN = [("dense", {}), ("dense", {}), ("tt", {"rank": 2})]
+RECIPE = {"num_dense": 2, "num_embeddings": SIZES, "embedding_dim": 8, "plan": PLAN}
+
+
+def test_which_tables_are_held_in_pieces():
+    world = World(rank=0, size=2)
+    assert spread(World(), NAMES, RECIPE) is None
+    assert spread(world, NAMES, RECIPE, by="replicate") is None
+    assert {p.table for p in spread(world, NAMES, RECIPE, threshold=100).pieces} == {0}
+    assert {p.table for p in spread(world, NAMES, RECIPE, threshold=10).pieces} == {0, 1}
+    paged = {**RECIPE, "plan": [("paged", {"page_size": 64})] * 3}
+    found = spread(world, NAMES, paged, by="row", tables={"b": "replicate"}, wire="bf16")
+    assert [(p.table, p.rows) for p in found.pieces] == [
+        *((0, (0, 128)), (0, (128, 300)), (2, (0, 64)), (2, (64, 150))),
+    ]
+    assert found.wire is torch.bfloat16
+    assert "a rows 0-128" in found.text
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"z": "row"}, "sharding.tables names table 'z'; the data has a, b, c"),
+        ({"c": "row"}, "has c by row, but it is of kind tt, which is replicated: drop it there"),
+        ({"a": "rows"}, "unknown sharding 'rows', did you mean 'row'"),
+    ],
+)
+def test_wishes_that_cannot_be_met_say_why(tables, message):
+    with pytest.raises(ValueError, match=message):
+        spread(World(rank=0, size=2), NAMES, RECIPE, tables=tables)
+
+
+@pytest.mark.parametrize("by", ["table", "row", "column"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_parts_of_all_ranks_are_the_dense_tables(by, size):
+    torch.manual_seed(0)
+    dense = Dense(SIZES, 8)
+    recipe = {**RECIPE, "plan": [("dense", {})] * 3}
+    seen = torch.zeros_like(dense.weight)
+    for rank in range(size):
+        world = World(rank=rank, size=size)
+        sharding = spread(world, NAMES, recipe, by=by, threshold=100)
+        torch.manual_seed(0)
+        group = Sharded(SIZES, 8, sharding)
+        shards = group.state_dict()["weight"]
+        assert shards.size() == dense.weight.shape
+        for (row, column), values in shards.parts.items():
+            height, width = values.shape
+            expected = dense.weight[row : row + height, column : column + width]
+            assert torch.equal(values, expected)
+            seen[row : row + height, column : column + width] += 1
+        assert group.footprint() == dense.footprint()
+        group.load_state_dict({"weight": dense.weight * 2})
+        for (row, column), values in group.state_dict()["weight"].parts.items():
+            height, width = values.shape
+            expected = 2 * dense.weight[row : row + height, column : column + width]
+            assert torch.equal(values, expected)
+    assert (seen[300:320] == size).all()  # replicated
+    assert (seen[:300] == 1).all()
+    assert (seen[320:] == 1).all()
+
+
+def test_rows_rounded_by_chance_need_gpus():
+    world = World(rank=0, size=2)
+    recipe = {**RECIPE, "tables_dtype": "bf16"}
+    model = DLRM(**recipe, bottom_mlp=[4], top_mlp=[4], sharding=spread(world, NAMES, recipe))
+    optimizer = RowOptimizer(model.sparse_arch.parameters(), "sgd")
+    with pytest.raises(ValueError, match=r"rounded by chance.*use --sharding\.by replicate"):
+        Reducer.of(model, optimizer, world)

@@ -1,0 +1,115 @@
+import copy
+import json
+
+import pytest
+import torch
+
+from dlrm import checkpoint
+from dlrm.model import DLRM
+from dlrm.optim import RowOptimizer
+
+SIZES = [300, 20, 150]
+KINDS = {"dense": {}, "paged": {"page_size": 64, "devices": ["cpu", "cpu+cpu"]}}
+
+
+def make(kind, rule="adam", seed=0, options=None):
+    torch.manual_seed(seed)
+    options = KINDS[kind] if options is None else options
+    recipe = {"num_dense": 2, "num_embeddings": SIZES, "embedding_dim": 8}
+    recipe["plan"] = [(kind, options)] * 3
+    recipe |= {"bottom_mlp": [4], "top_mlp": [4]}
+    model = DLRM(**recipe)
+    optimizers = [
+        RowOptimizer(model.dense_parameters(), rule, lr=0.1),
+        RowOptimizer(model.sparse_arch.parameters(), rule, lr=0.1),
+    ]
+    return recipe, model, optimizers
+
+
+def train(model, optimizers, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(3):
+        ids = torch.stack([torch.randint(0, rows, (9,), generator=generator) for rows in SIZES])
+        model(torch.randn(2, 9, generator=generator), ids).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def save(path, recipe, model, optimizers, **rest):
+    parts = checkpoint.Parts(model, optimizers)
+    about = {"recipe": recipe, "config": json.dumps({"seed": 0}), "groups": parts.groups()}
+    checkpoint.save(path, parts, about, **rest)
+    return about
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("other", sorted(KINDS))
+def test_what_is_saved_goes_on_alike_wherever_rows_lie(kind, other, tmp_path):
+    """Dense tables and pages on several devices read each other's rows and optimizer state."""
+    recipe, model, optimizers = make(kind)
+    train(model, optimizers, 1)
+    about = save(tmp_path / "checkpoints" / "step_3", recipe, model, optimizers)
+    train(model, optimizers, 2)
+    _, again, others = make(other, seed=5)
+    checkpoint.load(tmp_path, again, others, groups=about["groups"])
+    train(again, others, 2)
+    pairs = zip(model.sparse_arch.to_dense(), again.sparse_arch.to_dense(), strict=True)
+    for expected, found in pairs:
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    for expected, found in zip(model.dense_parameters(), again.dense_parameters(), strict=True):
+        assert torch.equal(found, expected)
+    loaded, config = checkpoint.load_model(tmp_path)
+    assert not loaded.training
+    assert config == {"seed": 0}
+
+
+def test_links_point_to_whole_checkpoints_and_the_rest_is_removed(tmp_path):
+    recipe, model, optimizers = make("dense")
+    directory = tmp_path / "checkpoints"
+
+    def names():
+        return sorted(path.name for path in directory.iterdir())
+
+    both = [checkpoint.LATEST, checkpoint.BEST]
+    save(directory / "step_1", recipe, model, optimizers, links=both)
+    save(directory / "step_2", recipe, model, optimizers)
+    assert names() == ["best", "latest", "step_1", "step_2"]
+    assert checkpoint.find(tmp_path).resolve() == directory / "step_2"
+    assert checkpoint.find(directory / "best").resolve() == directory / "step_1"
+    assert checkpoint.run_of(tmp_path) == tmp_path
+    (directory / "step_4.tmp").mkdir()  # of a process that was killed
+    save(directory / "step_3", recipe, model, optimizers)
+    assert names() == ["best", "latest", "step_1", "step_3"]
+    save(directory / "step_3", recipe, model, optimizers, links=both)  # again, resumed since
+    assert len(names()) == 3
+    assert checkpoint.about(tmp_path)["recipe"] == recipe
+
+
+def test_a_failed_save_leaves_what_there_was(tmp_path, monkeypatch):
+    recipe, model, optimizers = make("dense")
+    directory = tmp_path / "checkpoints"
+    save(directory / "step_1", recipe, model, optimizers)
+    monkeypatch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        save(directory / "step_2", recipe, model, optimizers)
+    monkeypatch.undo()
+    assert checkpoint.find(tmp_path).resolve() == directory / "step_1"
+    checkpoint.load_model(tmp_path)
+
+
+def test_others_are_refused(tmp_path):
+    recipe, model, optimizers = make("dense")
+    about = save(tmp_path / "checkpoints" / "step_1", recipe, model, optimizers)
+    with pytest.raises(ValueError, match="is of a model with another embedding_dim, plan"):
+        checkpoint.about(tmp_path, recipe={**recipe, "embedding_dim": 4, "plan": []})
+    groups = copy.deepcopy(about["groups"])
+    _, model, others = make("dense", rule="sgd")
+    with pytest.raises(ValueError, match="the saved optimizer is adam, this is sgd"):
+        checkpoint.load(tmp_path, model, others, groups=groups)
+    with pytest.raises(FileNotFoundError, match="is no checkpoint: name a run's directory"):
+        checkpoint.find(tmp_path / "checkpoints")
+    for data in (tmp_path / "checkpoints" / "step_1").glob("*.distcp"):
+        data.write_bytes(b"")
+    with pytest.raises(ValueError, match="can't be read as a checkpoint"):
+        checkpoint.load_model(tmp_path)

@@ -1,0 +1,159 @@
+"""Real processes under torchrun, with gloo on the CPU."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlrm.data import synthetic
+from dlrm.distributed import World, pick_device
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+OPTIONS = ["--device", "cpu", "--model.bottom_mlp", "[8]", "--model.top_mlp", "[8]"]
+OPTIONS += ["--batch_size", "180", "--optim.warmup_steps", "5", "--log_every", "1"]
+OPTIONS += ["--sharding.threshold", "1000", "--eval_every", "10", "--eval_batch_size", "500"]
+
+pytestmark = pytest.mark.slow
+
+
+def torchrun(processes, *arguments, wait=True):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    command += ["--standalone", *(str(argument) for argument in arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, **pipes)
+    if not wait:
+        return process
+    out, err = process.communicate(timeout=240)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def alone(*arguments):
+    command = [sys.executable, *(str(argument) for argument in arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("data") / "synthetic"
+    cardinalities = [3000 if column % 5 == 0 else 20 + column for column in range(26)]
+    synthetic.write(directory, rows=4001, cardinalities=cardinalities, fractions=[0.8, 0.1, 0.1])
+    return directory
+
+
+def lines(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run):
+    return {line["step"]: line["train/loss"] for line in lines(run) if "train/loss" in line}
+
+
+def result(run):
+    return json.loads((run / "result.json").read_text())["metrics"]
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_every_kind_and_way_equals_one_process(processes):
+    done = torchrun(processes, "tests/ranks.py")
+    assert "all is equal" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_run_of_several_processes(data, tmp_path):
+    """Losses, metrics and checkpoints: of two processes, resumed by one and by three."""
+    common = ["train.py", *OPTIONS, "--data", data, "--output", tmp_path, "--epochs", "2"]
+    common += ["--emb", "paged", "--optim.embeddings", "adam"]
+    alone(*common, "--name", "one")
+    done = torchrun(2, *common, "--name", "two")
+    assert done.returncode == 0, done.stderr
+    assert "rank 1: " in done.stdout
+    assert done.stdout.count("training rows") == 1
+    expected, found = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert len(found) == 2 * 18  # the last batch of an epoch has 141 rows
+    assert found == pytest.approx(expected, abs=1e-5)
+    # the metrics of one process given the same weights, to the last digit
+    measured = alone("scripts/evaluate.py", tmp_path / "two", data, "--device", "cpu").stdout
+    metrics = result(tmp_path / "two")
+    for name, value in json.loads(measured).items():
+        if name not in ("split", "rows"):
+            assert metrics[f"test/{name}"] == pytest.approx(value, abs=1e-7), name
+
+    torchrun(2, *common, "--name", "cut", "--max_steps", "20")
+    shutil.copytree(tmp_path / "cut", tmp_path / "again", symlinks=True)
+    alone("train.py", "--resume", tmp_path / "again", "--max_steps", "36")
+    assert losses(tmp_path / "again") == pytest.approx(found, abs=1e-5)
+    done = torchrun(3, "train.py", "--resume", tmp_path / "cut", "--max_steps", "36")
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "cut") == pytest.approx(found, abs=1e-5)
+
+
+def test_killed_and_resumed_equals_uninterrupted(data, tmp_path):
+    """A killed process ends all; the run goes on from its last checkpoint."""
+    common = ["train.py", *OPTIONS, "--data", data, "--output", tmp_path, "--epochs", "30"]
+    common += ["--emb", "tt", "--tt.rank", "4", "--tt.cache_rows", "40", "--populate_every", "7"]
+    process = torchrun(2, *common, "--name", "killed", wait=False)
+    log = tmp_path / "killed" / "metrics.jsonl"
+    deadline = time.time() + 120
+    while time.time() < deadline and process.poll() is None:
+        if log.exists() and '"step": 33,' in log.read_text():
+            break
+        time.sleep(0.02)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "SIGKILL" in error
+    names = {path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()}
+    assert {"latest", "best"} <= names
+    step = max(losses(tmp_path / "killed")) + 10
+    torchrun(2, "train.py", "--resume", tmp_path / "killed", "--max_steps", step)
+    torchrun(2, *common, "--name", "whole", "--max_steps", step)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+def test_an_error_is_told_once(data, tmp_path):
+    common = ["train.py", *OPTIONS, "--data", data, "--output", tmp_path]
+    for options, text in (
+        (["--batch_size", "181"], "can't be shared evenly by 2 processes: use 180 or 182"),
+        (["--optim.lr", "1e30", "--optim.dense", "sgd"], "the loss is"),
+    ):
+        done = torchrun(2, *common, *options)
+        assert done.returncode == 1
+        assert done.stderr.count("error: ") == 1, done.stderr
+        assert text in done.stderr
+        assert len(re.findall("exitcode *: 2", done.stderr)) >= 1
+
+
+def test_devices_of_several_processes(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert pick_device("auto") == pick_device("cuda") == torch.device("cuda", 1)
+    assert pick_device("cpu") == torch.device("cpu")
+    with pytest.raises(ValueError, match="use --device cuda, and CUDA_VISIBLE_DEVICES"):
+        pick_device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="4 processes on this host and 2 GPUs: lower --nproc"):
+        pick_device("auto")
+
+
+def test_shares_of_a_batch():
+    world = World(rank=1, size=4)
+    assert world.share(64) == 16
+    assert world.share(66, even=False) == 17
+    with pytest.raises(ValueError, match="use 64 or 68"):
+        world.share(66)
+    with pytest.raises(ValueError, match="use 4 or 8"):
+        world.share(3)
