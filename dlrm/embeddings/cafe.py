@@ -179,7 +179,7 @@ class Cafe(Embedding):
             slots[bucket, to_go], slots[bucket, to_come] = entering, leaving
         entered = self._keys[bucket, to_go] != self.empty
         rows = (bucket * HOT + to_go)[entered]
-        keys = self._keys[bucket, to_go][entered]
+        keys = self._keys[bucket, to_go][entered].long()
         tables = torch.bucketize(keys, self._starts, right=True) - 1
         own = self._own(rows).view(-1)
         shared = self._shared(tables, keys - self._starts[tables]).view(-1)
