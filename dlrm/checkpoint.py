@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dlrm.distributed import World
+from dlrm.embeddings.plan import here
 from dlrm.files import whole
 from dlrm.model import DLRM
 from dlrm.shards import Shards
@@ -293,10 +294,13 @@ def load(
 def load_model(path: str | Path, device: torch.device | str = "cpu") -> tuple[DLRM, dict[str, Any]]:
     """The trained model of a checkpoint, in evaluation mode, and the configuration of its run.
 
+    Rows of tables that lay on devices which are not here lie where the model does.
+
     Raises:
         FileNotFoundError, ValueError: as :func:`about` and :func:`load`.
     """
     state = about(path)
-    model = DLRM(**state["recipe"]).to(device)
+    recipe = state["recipe"]
+    model = DLRM(**recipe | {"plan": here(recipe["plan"])}).to(device)
     load(path, model)
     return model.eval(), yaml.safe_load(state["config"])

@@ -244,9 +244,29 @@ def epoch() -> str:
     return markdown(head, rows) + source("epoch_h100")
 
 
+def pages() -> str:
+    """Rows by address: through the link, from a peer, and steps of paged tables."""
+    name = "pages_2xh200"
+    found = read(name)
+    link, peers = found["link"], found["peers"]
+    near, *_, far, sorted_ = found["host"]
+    to, back, copy = "to_gpu", "to_host", peers["copy_from_peer"]
+    lines = [
+        ["pinned host memory, gather", near["gather"], link[to], near["index_select_and_copy"]],
+        ["pinned host memory, scatter", near["scatter"], link[back], near["copy_and_index_copy"]],
+        ["... gather from 4 GB", far["gather"], link[to], far["index_select_and_copy"]],
+        ["... in ascending order", sorted_["gather"], link[to], sorted_["index_select_and_copy"]],
+        ["another GPU", peers["all_on_peer"], copy, "-"],
+        ["half on each GPU", peers["half_on_peer"], "-", peers["half_on_peer_portable"]],
+        ["this GPU", peers["all_local"], "-", "-"],
+    ]
+    head = ["131,072 rows of 512 bytes", "by address, GB/s", "plain copy", "without addresses"]
+    return markdown(head, lines) + source(name)
+
+
 TABLES = {
     table.__name__: table
-    for table in (sample, full, tt_rec, cpu_step, gpu_step, lookup, prepare, loader, epoch)
+    for table in (sample, full, tt_rec, cpu_step, gpu_step, lookup, prepare, loader, epoch, pages)
 }
 
 

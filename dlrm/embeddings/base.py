@@ -136,6 +136,13 @@ class Embedding(nn.Module, ABC):
             f"--emb {cls.kind()} takes no budget; --emb drop keeps as many rows as fit into one"
         )
 
+    @classmethod
+    def here(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options under which trained tables load on this machine: without a choice of devices
+        that it does not have, for kinds that know one.
+        """
+        return dict(options)
+
     def observe(self, tables: Tensor, ids: Tensor) -> None:
         """See the ids of a training batch; for kinds that count them. Nothing by default."""
 

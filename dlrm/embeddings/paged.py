@@ -79,6 +79,14 @@ class Paged(Embedding):
         self._offsets: Tensor  # [F], of rows numbered page after page
         self.reset_parameters()
 
+    @classmethod
+    def here(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            places_of(options.get("devices") or ())
+        except ValueError:
+            return {name: value for name, value in options.items() if name != "devices"}
+        return dict(options)
+
     def _make_blocks(self, owners: Sequence[int]) -> None:
         """Allocate each place's block of rows, one per replica, its pages behind one another."""
         sizes, firsts = [0] * len(self.places), []

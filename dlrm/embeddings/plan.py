@@ -106,6 +106,12 @@ def plan(
     return result
 
 
+def here(plan: Plan) -> Plan:
+    """The plan of a trained model as this machine can hold it; see :meth:`Embedding.here`."""
+    kinds = available()
+    return [(kind, kinds[kind].here(options)) for kind, options in plan]
+
+
 def _fit(
     kind: str,
     chosen: Sequence[int],

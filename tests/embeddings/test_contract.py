@@ -28,6 +28,8 @@ COMPRESSED = [
     ("cafe", {"rows": 40, "pieces": 1}),
     ("cafe", {"rows": 40}),
     ("basis", {"parts": 2, "clusters": 5}),
+    ("paged", {}),
+    ("paged", {"page_size": 7, "devices": ["cpu", "cpu"]}),
 ]
 # Options under which a kind can hold any table of these sizes.
 LOSSLESS = {

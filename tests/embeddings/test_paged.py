@@ -5,9 +5,14 @@ import re
 import pytest
 import torch
 
+from dlrm.data.batch import Batch
 from dlrm.embeddings import EmbeddingBag, build
 from dlrm.embeddings.placement import balanced, cyclic, places_of
+from dlrm.kernels import pages
+from dlrm.kernels.host import in_host_memory
+from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
+from dlrm.step import TrainStep
 
 SIZES = [1, 7, 40, 131]
 GPU = torch.cuda.is_available()
@@ -248,3 +253,90 @@ def test_it_says_where_its_rows_are():
 def test_the_drop_in_takes_devices():
     bag = EmbeddingBag(41, 8, kind="paged", devices=HERE, page_size=5)
     assert bag(torch.tensor([[0, 40]])).shape == (1, 8)
+
+
+def on_gpu(options, rule="adagrad", steps=5):
+    """A dense group on the GPU and a paged one after the same steps, and what each gave last."""
+    groups = [group.to("cuda") for group in pair(options, dim=16)]
+    optimizers = [RowOptimizer(group.parameters(), rule, lr=0.1) for group in groups]
+    for _ in range(steps):
+        ids, up = ids_of(700).cuda(), torch.randn(700, len(SIZES), 16, device="cuda")
+        outs = [group(ids) for group in groups]
+        for out, optimizer in zip(outs, optimizers, strict=True):
+            out.backward(up)
+            optimizer.step()
+            optimizer.zero_grad()
+    return groups, optimizers, outs
+
+
+def assert_close_tables(paged, dense):
+    """Equal but for the order of sums, which depends on what else an update sums."""
+    for table in range(len(SIZES)):
+        ids = torch.arange(SIZES[table], device="cuda")
+        rows = [group.rows(table, ids) for group in (paged, dense)]
+        torch.testing.assert_close(*rows, rtol=1e-4, atol=1e-4)
+    for replicas in paged.blocks:
+        assert all(torch.equal(block.cpu(), replicas[0].cpu()) for block in replicas)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+@pytest.mark.parametrize(
+    "devices", [None, ["cuda:0", "host"], ["host"], ["cuda:0", "cuda:0+host"], ["cuda", "cpu"]]
+)
+def test_on_a_gpu_and_its_host(devices, rule):
+    (dense, paged), (_, optimizer), outs = on_gpu({"devices": devices, "page_size": 7}, rule)
+    torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-4)
+    assert_close_tables(paged, dense)
+    for place, replicas in zip(paged.places, paged.blocks, strict=True):
+        for device, block in zip(place, replicas, strict=True):
+            assert in_host_memory(block) == (device == "host" and devices is not None)
+            for state in optimizer.state[block].values():
+                assert in_host_memory(state) == in_host_memory(block)
+
+
+@pytest.mark.gpu
+def test_pages_in_host_memory_take_no_gpu_memory():
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    paged = build("paged", [200_000], 64, devices=["host"]).cuda()
+    assert torch.cuda.memory_allocated() - before < 1 << 20
+    paged.bfloat16()
+    assert in_host_memory(paged.weight_0_0)
+    assert torch.cuda.memory_allocated() - before < 1 << 20
+    assert paged.footprint() == [{"host": 200_000 * 64 * 2}]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", [None, ["cuda:0", "host"]])
+def test_a_captured_step_equals_a_dense_one(devices):
+    """The whole model with its step as a CUDA graph: placement changes no loss."""
+    losses = []
+    for kind, options in (("dense", {}), ("paged", {"devices": devices, "page_size": 7})):
+        torch.manual_seed(3)
+        model = DLRM(13, SIZES, 16, [(kind, options)] * len(SIZES)).cuda()
+        optimizers = [
+            RowOptimizer(parameters, "adagrad", lr=0.05)
+            for parameters in (model.dense_parameters(), model.sparse_arch.parameters())
+        ]
+        step = TrainStep(model, optimizers, mode="graph", clip_norm=0.5)
+        torch.manual_seed(4)
+        batches = [
+            Batch(torch.randn(13, 300), ids_of(300).int(), torch.randint(2, (300,)).float())
+            for _ in range(8)
+        ]
+        losses.append([step(batch.to("cuda"))["loss"].item() for batch in batches])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("devices", [["cuda:0", "cuda:1"], ["cuda:1"], ["cuda:0+cuda:1", "host"]])
+def test_on_two_gpus(devices, portable, monkeypatch):
+    if portable:
+        monkeypatch.setattr(pages, "_reaches", lambda reader, memory: False)
+    (dense, paged), _, outs = on_gpu({"devices": devices, "page_size": 7}, "adam", steps=20)
+    assert (paged.pages(torch.device("cuda:0")).addresses is None) == portable
+    torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-4)
+    assert_close_tables(paged, dense)

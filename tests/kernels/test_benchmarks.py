@@ -20,7 +20,7 @@ def main_of(name):
     return runpy.run_path(str(SCRIPTS / f"{name}.py"))["main"]
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [*SMALL, "benchmark_pages"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_needs_a_gpu(name, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -37,6 +37,24 @@ def test_reports_times_and_floors(name, tmp_path):
     record = json.loads(output.read_text())
     assert record["environment"]["device"]
     assert all(result["forward"] > 0 < result["forward_floor"] for result in record["results"])
+
+
+@pytest.mark.gpu
+def test_pages_are_timed_beside_copies(tmp_path):
+    output = tmp_path / "result.json"
+    small = ["--table-rows", "131072", "--batch", "300", "--max-rows", "1000"]
+    main_of("benchmark_pages")([*small, "--output", str(output)])
+    record = json.loads(output.read_text())
+    assert all(way["gather"] > 0 < way["scatter"] for way in record["host"])
+    assert record["steps"]["host"]["captured"] > 0
+
+
+@pytest.mark.gpu
+def test_a_benchmark_of_pages_needs_enough_rows(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main_of("benchmark_pages")(["--table-rows", "100"])
+    assert stop.value.code == 2
+    assert "--table-rows must be at least 131072" in capsys.readouterr().err
 
 
 def test_an_epoch_needs_a_gpu_too(capsys, monkeypatch):
