@@ -80,8 +80,9 @@ def choose_rates(options: argparse.Namespace, pool: Pool) -> dict[str, float]:
     pool.train([run for runs in tried.values() for run in runs], options.validation)
     chosen: dict[str, tuple[float, float]] = {}
     for (kind, rate), runs in tried.items():
-        found = [pool.metrics(name)["val/auc"] for name, _ in runs]
-        chosen[kind] = max(chosen.get(kind, (0.0, 0.0)), (sum(found) / len(found), rate))
+        found = [pool.metrics(name)["val/auc"] for name, _ in runs if pool.done(name)]
+        if found:
+            chosen[kind] = max(chosen.get(kind, (0.0, 0.0)), (sum(found) / len(found), rate))
     return {kind: rate for kind, (_, rate) in chosen.items()}
 
 
@@ -96,17 +97,12 @@ def publish(summary: pd.DataFrame, options: argparse.Namespace, report: dict[str
         measure.write(options.json, {**report, "results": results})
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Train what is missing, then compare; returns the exit status."""
-    options = arguments().parse_args(argv)
-    try:
-        for directory in filter(None, (options.data, options.validation)):
-            Meta.read(directory)
-        if bool(options.rates) != bool(options.validation):
-            raise ValueError("--rates and --validation go together")
-    except (FileNotFoundError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def compare_kinds(options: argparse.Namespace) -> None:
+    """Train what is missing, then compare."""
+    for directory in filter(None, (options.data, options.validation)):
+        Meta.read(directory)
+    if bool(options.rates) != bool(options.validation):
+        raise ValueError("--rates and --validation go together")
     common = ["--checkpoint=false", *(f"--{option}" for option in options.options)]
     if options.config:
         common.insert(0, f"--config={Path(options.config).resolve()}")
@@ -134,6 +130,16 @@ def main(argv: list[str] | None = None) -> int:
             alone = step_speed([*common, f"--data={options.data}", *given[run]])
             summary.loc[line, ["samples/s", "samples/s std"]] = alone["samples/s"], None
         publish(summary, options, report)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program; returns the exit status."""
+    options = arguments().parse_args(argv)
+    try:
+        compare_kinds(options)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
