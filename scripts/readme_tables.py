@@ -264,6 +264,44 @@ def pages() -> str:
     return markdown(head, lines) + source(name)
 
 
+def basis() -> str:
+    """A codebook output layer beside a linear one."""
+    rows = [
+        [
+            f"{r['hidden']:,}",
+            f"{r['vocabulary']:,}",
+            *(f"{r[f'{layer}_forward']:.3f}" for layer in ("linear", "basis")),
+            f"{r['forward_times_faster']:.1f}",
+            *(f"{r[f'{layer}_forward_backward']:.3f}" for layer in ("linear", "basis")),
+            f"{r['forward_backward_times_faster']:.1f}",
+            f"{r['linear_MB']:.0f}",
+            f"{r['basis_MB']:.1f}",
+        ]
+        for r in read("basis_h100")["results"]
+    ]
+    head = [
+        *("hidden", "vocabulary", "forward: linear, ms", "basis, ms", "times faster"),
+        *("and backward: linear, ms", "basis, ms", "times faster", "linear, MB", "basis, MB"),
+    ]
+    return markdown(head, rows) + source("basis_h100")
+
+
+def compressed() -> str:
+    """What every kind makes of a trained model."""
+    results = read("compressed_sample")["results"]
+    changes = {(r["emb"], r["budget"]): r["auc_change"] for r in results if r["budget"]}
+    kinds, ratios = (list(dict.fromkeys(keys)) for keys in zip(*changes, strict=True))
+    kinds.sort(key=lambda kind: -changes.get((kind, 10.0), -1.0))
+
+    def change(kind: str, ratio: float) -> str:
+        return f"{changes[kind, ratio]:+.4f}" if (kind, ratio) in changes else "-"
+
+    rows = [[f"`{kind}`", *(change(kind, ratio) for ratio in ratios)] for kind in kinds]
+    return markdown(["`--emb`", *(f"{ratio:g}x" for ratio in ratios)], rows) + source(
+        "compressed_sample"
+    )
+
+
 TABLES = {
     table.__name__: table
     for table in (sample, full, tt_rec, cpu_step, gpu_step, lookup, prepare, loader, epoch, pages)
