@@ -304,7 +304,20 @@ def compressed() -> str:
 
 TABLES = {
     table.__name__: table
-    for table in (sample, full, tt_rec, cpu_step, gpu_step, lookup, prepare, loader, epoch, pages)
+    for table in (
+        sample,
+        full,
+        tt_rec,
+        compressed,
+        cpu_step,
+        gpu_step,
+        lookup,
+        basis,
+        prepare,
+        loader,
+        epoch,
+        pages,
+    )
 }
 
 
