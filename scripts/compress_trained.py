@@ -24,7 +24,7 @@ from dlrm.data.schema import Meta
 from dlrm.distributed import pick_device
 from dlrm.embeddings import available
 from dlrm.embeddings.plan import plan
-from dlrm.hints import Parser
+from dlrm.hints import Parser, nearest
 from dlrm.model import DLRM
 
 
@@ -108,9 +108,10 @@ def main(argv: list[str] | None = None) -> int:
     ]
     torch.manual_seed(options.seed)
     try:
-        unknown = set(kinds) - {*available(), "auto"}
-        if unknown:
-            raise ValueError(f"there is no kind {', '.join(sorted(unknown))}; see --help")
+        valid = ["auto", *available()]
+        for kind in kinds:
+            if kind not in valid:
+                raise ValueError(f"unknown embedding kind {kind!r}{nearest(kind, valid)}")
         trained = [
             Trained(
                 run,

@@ -55,7 +55,7 @@ def test_every_kind_is_measured_at_every_size(main, run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kinds": ["tt", "hsah"]}, "error: there is no kind hsah; see --help"),
+        ({"kinds": ["tt", "hsah"]}, "error: unknown embedding kind 'hsah', did you mean 'hash'?"),
         ({"run": "nowhere"}, "error: nowhere"),
     ],
 )
