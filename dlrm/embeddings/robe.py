@@ -23,9 +23,9 @@ class Robe(Embedding):
     Every table, written row after row, is cut into blocks. The first begins at a place of the
     array that is the table's own, each later one at a random distance from there, a hash of its
     number; the array is a circle. In the paper a block may begin at any weight. Here it begins at a
-    multiple of ``min(block, D)``, so that what a look-up reads are whole rows of a matrix, whose
-    gradient has a row per look-up like that of any other table: at dim 16 a sixteenth of the
-    entries to merge, and two rows share all their weights or none.
+    multiple of ``min(block, D)``: a look-up reads rows of a matrix, and its gradient is a few such
+    rows, to be merged as those of any other table, not ``D`` single weights. Two pieces share all
+    their weights or none.
 
     Args:
         rows: size of the array: so many rows per table, or fewer where a table is smaller.
