@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from dlrm import checkpoint
 from dlrm.data.batch import Batch
 from dlrm.embeddings import EmbeddingBag, build
 from dlrm.embeddings.placement import balanced, cyclic, places_of
@@ -255,6 +256,72 @@ def test_the_drop_in_takes_devices():
     assert bag(torch.tensor([[0, 40]])).shape == (1, 8)
 
 
+def model_of(kind, options):
+    """A small model from a fixed seed, its optimizers, and a step that clips."""
+    torch.manual_seed(3)
+    recipe = {"num_dense": 13, "num_embeddings": SIZES, "embedding_dim": 16}
+    recipe |= {"plan": [(kind, options)] * len(SIZES), "bottom_mlp": [8], "top_mlp": [8]}
+    model = DLRM(**recipe)
+    optimizers = [
+        RowOptimizer(parameters, "adagrad", lr=0.05)
+        for parameters in (model.dense_parameters(), model.sparse_arch.parameters())
+    ]
+    return recipe, model, optimizers
+
+
+def train(model, optimizers, steps, seed=4):
+    """Losses of some steps, the gradients clipped to a small norm."""
+    torch.manual_seed(seed)
+    device = next(model.parameters()).device
+    step = TrainStep(model, optimizers, clip_norm=0.05)
+    batches = [
+        Batch(torch.randn(13, 60), ids_of(60).int(), torch.randint(2, (60,)).float())
+        for _ in range(steps)
+    ]
+    return [step(batch.to(device), norms=True)["loss"].item() for batch in batches]
+
+
+@every_place
+def test_a_model_trains_as_with_dense_tables(options):
+    """Clipping included: replicas count once in the norm."""
+    losses = [
+        train(*model_of(*given)[1:], steps=4) for given in (("dense", {}), ("paged", options))
+    ]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("way", ["as it was", "elsewhere", "dense"])
+def test_a_checkpoint_goes_on_under_another_placement(way, tmp_path):
+    """Rows and optimizer state alike, whatever devices the tables lay on."""
+    recipe, model, optimizers = model_of("paged", {"devices": ["cpu", "cpu+cpu"], "page_size": 7})
+    train(model, optimizers, steps=3)
+    saved = checkpoint.Parts(model, optimizers)
+    checkpoint.save(tmp_path / "checkpoints" / "3", saved, {"recipe": recipe, "config": "{}"})
+    groups = saved.groups()
+    expected = train(model, optimizers, steps=3, seed=5)
+    given = {
+        "as it was": ("paged", {"devices": ["cpu", "cpu+cpu"], "page_size": 7}),
+        "elsewhere": ("paged", {"page_size": 40}),
+        "dense": ("dense", {}),
+    }[way]
+    _, other, others = model_of(*given)
+    checkpoint.load(tmp_path, other, others, groups=groups)
+    assert train(other, others, steps=3, seed=5) == expected
+
+
+def test_a_trained_model_loads_where_its_devices_are_not(tmp_path):
+    recipe, model, _ = model_of("paged", {"devices": ["cpu", "cpu"], "page_size": 7})
+    recipe |= {"plan": [("paged", {"devices": ["cuda:97"], "page_size": 7})] * len(SIZES)}
+    about = {"recipe": recipe, "config": "{}"}
+    checkpoint.save(tmp_path / "checkpoints" / "0", checkpoint.Parts(model), about)
+    loaded, _ = checkpoint.load_model(tmp_path)
+    ((group, _),) = loaded.sparse_arch.embeddings()
+    assert group.page_size == 7
+    for table in range(len(SIZES)):
+        rows = model.sparse_arch.embeddings()[0][0].to_dense(table)
+        assert torch.equal(group.to_dense(table), rows)
+
+
 def on_gpu(options, rule="adagrad", steps=5):
     """A dense group on the GPU and a paged one after the same steps, and what each gave last."""
     groups = [group.to("cuda") for group in pair(options, dim=16)]
@@ -313,19 +380,13 @@ def test_a_captured_step_equals_a_dense_one(devices):
     """The whole model with its step as a CUDA graph: placement changes no loss."""
     losses = []
     for kind, options in (("dense", {}), ("paged", {"devices": devices, "page_size": 7})):
-        torch.manual_seed(3)
-        model = DLRM(13, SIZES, 16, [(kind, options)] * len(SIZES)).cuda()
+        _, model, _ = model_of(kind, options)
+        model.cuda()
         optimizers = [
             RowOptimizer(parameters, "adagrad", lr=0.05)
             for parameters in (model.dense_parameters(), model.sparse_arch.parameters())
         ]
-        step = TrainStep(model, optimizers, mode="graph", clip_norm=0.5)
-        torch.manual_seed(4)
-        batches = [
-            Batch(torch.randn(13, 300), ids_of(300).int(), torch.randint(2, (300,)).float())
-            for _ in range(8)
-        ]
-        losses.append([step(batch.to("cuda"))["loss"].item() for batch in batches])
+        losses.append(train(model, optimizers, steps=8))
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
