@@ -25,7 +25,8 @@ from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings import Embedding, build
 from dlrm.hints import Parser
 from dlrm.kernels.host import mapped
-from dlrm.kernels.pages import Pages, gather_rows, lookup_pages, scatter_rows, stacked_pages
+from dlrm.kernels.page_table import Pages, stacked_pages
+from dlrm.kernels.pages import gather_rows, lookup_pages, scatter_rows
 from dlrm.optim import RowOptimizer
 
 ROWS, DIM = 131_072, 128  # of a transfer, fp32

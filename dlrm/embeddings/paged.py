@@ -14,7 +14,8 @@ from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.placement import balanced, cyclic, places_of
 from dlrm.hints import nearest
 from dlrm.kernels.host import mapped
-from dlrm.kernels.pages import Pages, lookup_pages, pages_of
+from dlrm.kernels.page_table import Pages, pages_of
+from dlrm.kernels.pages import lookup_pages
 from dlrm.shards import Shards
 
 PLACEMENTS = ("balanced", "cyclic")

@@ -9,7 +9,7 @@ from dlrm import checkpoint
 from dlrm.data.batch import Batch
 from dlrm.embeddings import EmbeddingBag, build
 from dlrm.embeddings.placement import balanced, cyclic, places_of
-from dlrm.kernels import pages
+from dlrm.kernels import page_table
 from dlrm.kernels.host import in_host_memory
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
@@ -396,7 +396,7 @@ def test_a_captured_step_equals_a_dense_one(devices):
 @pytest.mark.parametrize("devices", [["cuda:0", "cuda:1"], ["cuda:1"], ["cuda:0+cuda:1", "host"]])
 def test_on_two_gpus(devices, portable, monkeypatch):
     if portable:
-        monkeypatch.setattr(pages, "_reaches", lambda reader, memory: False)
+        monkeypatch.setattr(page_table, "reaches", lambda reader, memory: False)
     (dense, paged), _, outs = on_gpu({"devices": devices, "page_size": 7}, "adam", steps=20)
     assert (paged.pages(torch.device("cuda:0")).addresses is None) == portable
     torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-4)

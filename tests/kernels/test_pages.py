@@ -5,7 +5,8 @@ import torch
 
 from dlrm.kernels import pages as kernel
 from dlrm.kernels.host import mapped
-from dlrm.kernels.pages import gather_rows, lookup_pages, pages_of, scatter_rows, stacked_pages
+from dlrm.kernels.page_table import pages_of, stacked_pages
+from dlrm.kernels.pages import gather_rows, lookup_pages, scatter_rows
 from dlrm.kernels.rows import update_rows
 
 GPU = torch.cuda.is_available()
