@@ -40,8 +40,7 @@ class Run:
 
     def __init__(self, config: RunConfig, resolved: str, world: World) -> None:
         self.config, self.resolved, self.world = config, resolved, world
-        self.device = pick_device(config.device)
-        world.join(self.device)
+        self.device = world.join(pick_device(config.device))
         name = config.name or f"{config.emb}-{time.strftime('%Y%m%d-%H%M%S')}"
         new = Path(config.output) / name
         self.directory = world.from_first(lambda: checkpoint.directory(new, config.resume))
@@ -57,7 +56,8 @@ class Run:
         restored = checkpoint.about(config.resume, recipe=self.recipe) if config.resume else None
         torch.manual_seed(config.seed)
         names = [column.name for column in self.meta.categorical]
-        self.sharding = spread(world, names, self.recipe, **asdict(config.sharding))
+        counts = (lambda: read_counts(config.data, self.meta)) if self.meta.multi_hot else None
+        self.sharding = spread(world, names, self.recipe, counts, **asdict(config.sharding))
         self.model = DLRM(**self.recipe, sharding=self.sharding).to(self.device)
         if config.init_from and not restored:
             self.model.load_trained(checkpoint.load_model(config.init_from, self.device)[0])

@@ -93,8 +93,8 @@ class World:
             with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
                 yield
 
-    def join(self, device: torch.device) -> None:
-        """Join the process group: NCCL on GPUs, gloo on CPUs."""
+    def join(self, device: torch.device) -> torch.device:
+        """Join the process group, NCCL on GPUs, gloo on CPUs; returns the device."""
         if self.size > 1:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
@@ -105,6 +105,7 @@ class World:
             dist.init_process_group(
                 backend, store=group, rank=rank, world_size=size, timeout=TIMEOUT
             )
+        return device
 
     def before_leaving(self, act: Callable[[], object]) -> None:
         """Have a method called before the process group is left, if its object is still there:

@@ -136,7 +136,7 @@ def imbalance(pieces: Sequence[Piece], loads: Sequence[float], ranks: int) -> fl
 
     Args:
         pieces: of all tables.
-        loads: look-ups per sample of each table.
+        loads: look-ups of each table, in any unit.
         ranks: number of ranks.
     """
     held, busy = [0.0] * ranks, [0.0] * ranks
@@ -193,7 +193,7 @@ def place(
         embedding_dim: length of a row.
         ranks: number of ranks.
         ways: of each table one of ``WAYS``; replicated ones have no pieces.
-        loads: look-ups per sample of each table; 1 if not known.
+        loads: look-ups of each table, in any unit; equal if not known.
         page: rows of a page; row cuts fall between pages.
 
     Returns:

@@ -10,7 +10,7 @@ waits for the host, and a CUDA graph can hold all of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -46,6 +46,7 @@ def spread(
     world: World,
     names: Sequence[str],
     recipe: Mapping[str, Any],
+    counts: Callable[[], Sequence[Tensor]] | None = None,
     *,
     by: str = "auto",
     tables: Mapping[str, str] | None = None,
@@ -59,6 +60,8 @@ def spread(
         names: of the features.
         recipe: the arguments of the model. Its tables of kind paged, and dense ones, can be held
             in pieces.
+        counts: gives how often each id of each table occurs in the data; asked for where there is
+            something to place. If None, every table is looked up once a sample.
         by: how tables are held, one of ``partition.WAYS``.
         tables: ways of tables by name.
         threshold: dense tables of fewer rows are replicated.
@@ -90,8 +93,10 @@ def spread(
     if world.size == 1 or set(ways) == {"replicate"}:
         return None
     page = min((o["page_size"] for _, o in plan if "page_size" in o), default=1)
-    pieces = place(num_embeddings, recipe["embedding_dim"], world.size, ways=ways, page=page)
-    text = describe(pieces, dict(enumerate(names)), [1.0] * len(names))
+    loads = [float(count.sum()) for count in counts()] if counts else [1.0] * len(names)
+    dim = recipe["embedding_dim"]
+    pieces = place(num_embeddings, dim, world.size, ways=ways, loads=loads, page=page)
+    text = describe(pieces, dict(enumerate(names)), loads)
     narrow = torch.bfloat16 if wire == "bf16" else None
     return Sharding(world=world, pieces=pieces, wire=narrow, text=text)
 

@@ -31,6 +31,16 @@ def test_which_tables_are_held_in_pieces():
     assert "a rows 0-128" in found.text
 
 
+def test_tables_are_placed_by_their_counted_load():
+    recipe = {**RECIPE, "num_embeddings": [100] * 4, "plan": [("dense", {})] * 4}
+    counts = [torch.tensor([load - 1, 1]) for load in (90, 10, 50, 50)]
+    world = World(rank=0, size=2)
+    found = spread(world, [*"abcd"], recipe, lambda: counts, by="table")
+    held = {frozenset(p.table for p in found.pieces if p.rank == rank) for rank in (0, 1)}
+    assert held == {frozenset({0, 1}), frozenset({2, 3})}
+    assert "50% of the look-ups" in found.text
+
+
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
