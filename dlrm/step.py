@@ -57,7 +57,8 @@ class TrainStep:
     ``eager`` runs operation by operation. ``compile`` has ``torch.compile`` fuse the MLPs.
     ``graph`` does so too and captures the whole step, the optimizers included, as a CUDA graph
     for each batch size that comes up often: launches, which otherwise are most of the time of a
-    small batch, cost next to nothing. ``auto`` is ``graph`` on a GPU and ``eager`` elsewhere.
+    small batch, cost next to nothing. ``auto`` is ``graph`` on a GPU, ``compile`` where tables lie
+    on other devices as well, and ``eager`` elsewhere.
     Batches with bags of ids change their shape from step to step and are never captured.
 
     Args:
@@ -75,7 +76,7 @@ class TrainStep:
             before that.
 
     Raises:
-        ValueError: an unknown mode or precision, or graph without a GPU.
+        ValueError: an unknown mode or precision, or graph without a GPU or with several.
     """
 
     def __init__(
@@ -95,9 +96,14 @@ class TrainStep:
             raise ValueError(f"unknown precision {precision!r}{nearest(precision, PRECISIONS)}")
         self.device = next(model.parameters()).device
         on_gpu = self.device.type == "cuda"
-        if mode == "graph" and not on_gpu:
-            raise ValueError("--step graph needs a GPU; use --step eager or compile")
-        self.mode = ("graph" if on_gpu else "eager") if mode == "auto" else mode
+        one = all(parameter.device == self.device for parameter in model.parameters())
+        if mode == "graph" and not (on_gpu and one):
+            raise ValueError(
+                "--step graph needs a GPU, and all tables in its memory or in pinned host memory; "
+                "use --step eager or compile"
+            )
+        auto = "eager" if not on_gpu else "graph" if one else "compile"
+        self.mode = auto if mode == "auto" else mode
         self.model = model
         self.optimizers = optimizers
         self.clip_norm = clip_norm
@@ -206,7 +212,7 @@ class TrainStep:
                     self._branch.join()
             if norms or self.clip_norm is not None:
                 dense = norm_of(self.model.dense_parameters())
-                embeddings = norm_of(self.model.sparse_arch.parameters())
+                embeddings = norm_of(self.model.sparse_arch.parameters()).to(self.device)
                 out |= {"gradient_norm/dense": dense, "gradient_norm/embeddings": embeddings}
                 if self.clip_norm is not None:
                     norm = torch.hypot(dense, embeddings)
@@ -230,7 +236,7 @@ class TrainStep:
     def _scale_gradients(self, factor: Tensor) -> None:
         for parameter in self.model.parameters():
             if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+                parameter.grad.mul_(factor.to(parameter.device))
 
     def _warm_up(
         self, batch: Batch, norms: bool, total: int, upcoming: Batch | None

@@ -391,6 +391,19 @@ def test_a_captured_step_equals_a_dense_one(devices):
 
 
 @pytest.mark.gpu
+def test_a_step_over_several_devices_is_not_captured():
+    _, model, _ = model_of("paged", {"devices": ["cuda:0", "cpu"], "page_size": 7})
+    model.cuda()
+    parts = (model.dense_parameters(), model.sparse_arch.parameters())
+    optimizers = [RowOptimizer(parameters, "adagrad", lr=0.05) for parameters in parts]
+    with pytest.raises(ValueError, match="all tables in its memory or in pinned host memory"):
+        TrainStep(model, optimizers, mode="graph")
+    assert TrainStep(model, optimizers).mode == "compile"
+    expected = train(*model_of("dense", {})[1:], steps=4)
+    assert train(model, optimizers, steps=4) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("devices", [["cuda:0", "cuda:1"], ["cuda:1"], ["cuda:0+cuda:1", "host"]])
