@@ -84,9 +84,8 @@ def test_a_trained_model_is_taken_over_by_every_kind(kind):
     model.load_trained(trained)
     for own, other in zip(model.dense_parameters(), trained.dense_parameters(), strict=True):
         assert torch.equal(own, other)
-    fitted = zip(model.sparse_arch.to_dense(), trained.sparse_arch.to_dense(), strict=True)
-    for own, other in fitted:
-        assert (own - other).norm() < other.norm(), "no fit at all"
+    own, other = (torch.cat(m.sparse_arch.to_dense()).flatten() for m in (model, trained))
+    assert torch.cosine_similarity(own, other, dim=0) > 0.3, "no fit at all"
 
 
 def test_a_trained_model_that_is_kept_whole_scores_the_same():
