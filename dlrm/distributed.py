@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from io import StringIO
+from types import TracebackType
 from typing import Any, TypeVar
 from weakref import WeakMethod
 
@@ -105,6 +107,7 @@ class World:
             dist.init_process_group(
                 backend, store=group, rank=rank, world_size=size, timeout=TIMEOUT
             )
+            sys.excepthook = partial(_tell, sys.excepthook)
         return device
 
     def before_leaving(self, act: Callable[[], object]) -> None:
@@ -215,6 +218,19 @@ class World:
                 taken[rank] += count
         logits, labels = torch.cat(ordered).t()
         return logits, labels
+
+
+def _tell(
+    otherwise: Callable[..., object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """Say in one line that an exchange broke off since another process is gone."""
+    if issubclass(kind, RuntimeError) and "by peer" in str(error):
+        print("error: another process has ended, see what was said of it", file=sys.stderr)
+    else:
+        otherwise(kind, error, trace)
 
 
 def exchange(

@@ -113,6 +113,7 @@ def test_killed_and_resumed_equals_uninterrupted(data, tmp_path):
     _, error = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "SIGKILL" in error
+    assert "[rank0]: Traceback" not in error
     names = {path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()}
     assert {"latest", "best"} <= names
     step = max(losses(tmp_path / "killed")) + 10
