@@ -14,7 +14,7 @@ from dlrm.hints import Parser
 def arguments() -> Parser:
     """The command line."""
     parser = Parser(__doc__)
-    parser.add_argument("checkpoint", help="run directory, or a file in its checkpoints/")
+    parser.add_argument("checkpoint", help="run directory, or one of its checkpoints/")
     parser.add_argument("data", help="prepared directory with meta.json")
     parser.add_argument("--split", default="test", help="which split to measure")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
