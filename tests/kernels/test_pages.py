@@ -116,6 +116,30 @@ def test_a_single_block_has_one_entry_per_lookup(device, impl):
     assert block.grad._indices()[0].tolist() == rows.flatten().tolist()
 
 
+def test_a_captured_gradient_has_every_lookup_in_every_group(device, monkeypatch):
+    """Those of other groups as row -1 with zeros, so that a norm does not count them twice."""
+    table, pages = scattered(53, 4, 6, device)
+    monkeypatch.setattr(kernel, "_capturing", lambda tensor: True)
+    rows = torch.randint(53, (90,), device=device)
+    out = lookup_pages(pages, rows, impl="triton")
+    assert torch.equal(out, table[rows])
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    owner = pages.group[rows // 4]
+    for index, replicas in enumerate(pages.groups):
+        own = owner == index
+        local = torch.where(own, pages.first[rows // 4] + rows % 4, -1)
+        values = grad * own[:, None]
+        for block in replicas:
+            assert torch.equal(block.grad._indices()[0], local)
+            assert torch.equal(block.grad._values(), values)
+        weight = block.detach().clone()
+        lr = torch.tensor(1.0, device=device)
+        update_rows("sgd", weight, local, values, lr=lr, impl="triton")
+        expected = block.detach().index_add(0, local[own], grad[own], alpha=-1)
+        torch.testing.assert_close(weight, expected)
+
+
 def test_replicas_share_the_lookups(device):
     """Once the replicas differ, each half of equal look-ups tells where it was read."""
     _, pages = scattered(8, 4, 4, device, groups=(2,))
