@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dlrm.distributed import World
+from dlrm.embeddings.base import Embedding
 from dlrm.embeddings.sharded import EXCHANGE
 from dlrm.kernels.branch import branch_of
 from dlrm.kernels.lookup import row_gradient
@@ -91,7 +92,8 @@ class Reducer:
                 "beside tables in pieces: use --sharding.by replicate or --tables.dtype fp32"
             )
         for group, _ in model.sparse_arch.embeddings():
-            group.gather = world.gather_ids if group.cache_stats() else None
+            counts = type(group).observe is not Embedding.observe and group.cache_stats()
+            group.gather = world.gather_ids if counts else None
         return cls(
             world,
             early=[*model.top_mlp.parameters(), *model.interaction.parameters()],
