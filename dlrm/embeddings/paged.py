@@ -108,7 +108,7 @@ class Paged(Embedding):
         self.register_buffer("_first", torch.tensor(firsts), persistent=False)
         self._owner: Tensor  # [pages]
         self._first: Tensor  # [pages]
-        self._made: tuple[object, Pages] | None = None
+        self._made: dict[torch.device, tuple[object, Pages]] = {}
 
     @property
     def blocks(self) -> list[list[nn.Parameter]]:
@@ -118,11 +118,12 @@ class Paged(Embedding):
     def pages(self, device: torch.device) -> Pages:
         """The table of pages as ``device`` sees it; made again when a weight has moved."""
         blocks = self.blocks
-        state = device, [(id(block), block.data_ptr()) for group in blocks for block in group]
-        if self._made is None or self._made[0] != state:
-            made = pages_of(blocks, self.page_size, self._owner, self._first, device)
-            self._made = state, made
-        return self._made[1]
+        state = [(id(block), block.data_ptr()) for group in blocks for block in group]
+        known, pages = self._made.get(device, (None, None))
+        if pages is None or known != state:
+            pages = pages_of(blocks, self.page_size, self._owner, self._first, device)
+            self._made[device] = state, pages
+        return pages
 
     def _slices(self) -> Iterator[tuple[list[Tensor], float]]:
         """The rows of each page in every replica, and the bound of its table's initial rows."""
