@@ -1,4 +1,4 @@
-"""Write the tables of README.md from the results in ``benchmarks/``.
+"""Write the tables of README.md and docs/results.md from the results in ``benchmarks/``.
 
 ``python scripts/readme_tables.py`` replaces what stands between the marks ``<!-- table: NAME -->``
 and ``<!-- end -->``; with ``--check`` it only says whether that would change anything.
@@ -302,6 +302,31 @@ def compressed() -> str:
     )
 
 
+def distributed() -> str:
+    """Steps over several GPUs of one host."""
+    names = ("distributed_2xh200", "distributed_4xh200")
+    found = [row for name in names for row in read(name)["results"]]
+    rows = [
+        [
+            f"{r['model'].capitalize()}, `{r['kind']}`",
+            r["gpus"],
+            r["wire"],
+            f"{r['ms']:.2f}",
+            f"{r['Msamples/s']:.1f} M",
+            f"{r['scaling']:.2f}",
+            f"{r['nccl_ms']:.2f}",
+            f"{r['peak_gpu_GB']:.1f}",
+        ]
+        for r in sorted(found, key=lambda r: (r["model"], r["kind"], r["gpus"]))
+        if r["gpus"] > 1
+    ]
+    head = [
+        *("model", "GPUs", "on the wire", "ms", "samples/s", "of linear scaling"),
+        *("inside NCCL, ms", "peak a GPU, GB"),
+    ]
+    return markdown(head, rows) + source(*names)
+
+
 TABLES = {
     table.__name__: table
     for table in (
@@ -311,12 +336,14 @@ TABLES = {
         compressed,
         cpu_step,
         gpu_step,
+        gpu_kinds,
         lookup,
         basis,
         prepare,
         loader,
         epoch,
         pages,
+        distributed,
     )
 }
 
@@ -326,13 +353,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if outdated")
     options = parser.parse_args(argv)
-    path = ROOT / "README.md"
-    old = path.read_text()
-    new = MARK.sub(lambda mark: mark[1] + "\n" + TABLES[mark[2]]() + "\n" + mark[3], old)
-    if options.check:
-        return int(new != old)
-    path.write_text(new)
-    return 0
+    outdated = False
+    for path in (ROOT / "README.md", ROOT / "docs" / "results.md"):
+        old = path.read_text()
+        new = MARK.sub(lambda mark: mark[1] + "\n" + TABLES[mark[2]]() + "\n" + mark[3], old)
+        outdated |= new != old
+        if not options.check:
+            path.write_text(new)
+    return int(outdated and options.check)
 
 
 if __name__ == "__main__":
