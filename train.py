@@ -99,10 +99,10 @@ class Run:
         whole = min(config.epochs * rows, last_step * config.batch_size)
         with progress_bar(whole, done, silent=not self.world.first) as progress:
             for epoch in range(self.epoch, config.epochs):
-                self.epoch = epoch
                 if self.steps >= last_step:
                     break
-                self.train_data.set_epoch(self.epoch)
+                self.epoch = epoch
+                self.train_data.set_epoch(epoch)
                 left = rows - self.train_data.state_dict()["position"]
                 for batch in self.train_data:
                     self.schedule.set(self.steps)

@@ -293,7 +293,7 @@ def test_bad_checkpoints_are_refused(data, tmp_path):
 
 
 def test_stopped_at_a_step_and_resumed_loses_no_batch(data, tmp_path):
-    options = ["--log_every", "1", "--emb", "hash", "--hash.rows", "64"]
+    options = ["--log_every", "1", "--emb", "hash", "--hash.rows", "64", "--epochs", "2"]
     train(data, tmp_path, "whole", *options, "--max_steps", "20")
     train(data, tmp_path, "parts", *options, "--max_steps", "9")
     run("train.py", "--resume", tmp_path / "parts", "--max_steps", "20")
