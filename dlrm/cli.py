@@ -114,8 +114,10 @@ def _parser(schema: Mapping[str, Option]) -> ArgumentParser:
     made = {group: parser.add_argument_group(f"--{group}.*") for group in groups}
     for name, option in schema.items():
         group = made.get(name.partition(".")[0], parser) if "." in name else parser
-        text = " ".join(option.help.split())
-        group.add_argument(f"--{name}", type=option.type, default=option.default, help=text)
+        text = " ".join(option.help.replace("``", "").split())
+        made_of = {"type": option.type, "default": option.default, "help": text}
+        action = group.add_argument(f"--{name}", **made_of)
+        action.option_strings = [f"--{name}"]  # lists have a second, to append, unknown here
     return parser
 
 

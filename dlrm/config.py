@@ -66,7 +66,10 @@ class TablesConfig:
 
     def __post_init__(self) -> None:
         _require(
-            threshold=((self.threshold or 0) >= 0, f"is {self.threshold}, it can't be negative"),
+            threshold=(
+                (self.threshold or 0) >= 0 and None in (self.threshold, self.largest),
+                f"is {self.threshold}, it can't be negative, and must be null if largest is set",
+            ),
             largest=((self.largest or 0) >= 0, f"is {self.largest}, it can't be negative"),
         )
 
@@ -126,7 +129,10 @@ class OptimConfig:
             },
             clip_norm=(self.clip_norm is None or self.clip_norm > 0, "must be above 0"),
             warmup_steps=(self.warmup_steps >= 0, "can't be negative"),
-            decay_steps=(self.decay_steps >= 1, "must be at least 1"),
+            decay_steps=(
+                self.decay_steps == 1 or (self.decay_steps > 1 and self.decay_start is not None),
+                f"is {self.decay_steps}, it must be at least 1, and 1 without decay_start",
+            ),
             **{
                 name: (
                     getattr(self, name) is None
@@ -197,7 +203,14 @@ class ShardingConfig:
     """Type in which vectors and their gradients travel between processes."""
 
     def __post_init__(self) -> None:
-        _require(threshold=(self.threshold >= 0, f"is {self.threshold}, it can't be negative"))
+        ways = ("auto", "replicate", "table", "row", "column")
+        _require(
+            threshold=(self.threshold >= 0, f"is {self.threshold}, it can't be negative"),
+            tables=(
+                set(self.tables.values()) <= {*ways},
+                f"is {self.tables}, each must be one of {', '.join(ways)}",
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

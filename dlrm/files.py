@@ -17,8 +17,8 @@ def whole(path: Path) -> Iterator[Path]:
     temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary
+        temporary.replace(path)
     except BaseException:
         with suppress(OSError):  # the first error is the one to tell
             temporary.unlink()
         raise
-    temporary.replace(path)

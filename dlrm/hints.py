@@ -16,6 +16,13 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f"{f', did you mean {match[0]!r}?' if match else ';'} valid: {', '.join(valid)}"
 
 
+def count(text: str) -> int:
+    """A whole number of at least 1: the ``type`` of an option."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"is {text!r}, it must be a whole number, 1 or more")
+    return int(text)
+
+
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Keeps the layout of the description, and adds each default that its help leaves out."""
 

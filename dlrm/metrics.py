@@ -62,15 +62,17 @@ def auc(scores: Tensor, labels: Tensor) -> float:
         labels: ``[n]``, 0 or 1.
 
     Returns:
-        The area; NaN where only one class occurs.
+        The area; NaN where fewer than two classes occur.
     """
     scores, order = scores.sort()
     positive = labels[order] > 0.5
-    last = torch.cat([scores[1:] != scores[:-1], positive.new_ones(1)])  # of its equal scores
+    last = torch.cat(
+        [scores[1:] != scores[:-1], positive.new_ones(len(scores[:1]))]
+    )  # of its equal scores
     positives, negatives = positive.cumsum(0)[last], (~positive).cumsum(0)[last]
     below = negatives - negatives.diff(prepend=negatives.new_zeros(1))
     won = (positives.diff(prepend=positives.new_zeros(1)) * (below + negatives)).sum()
-    pairs = int(positives[-1]) * int(negatives[-1])
+    pairs = int(positive.sum()) * int((~positive).sum())
     return int(won) / (2 * pairs) if pairs else float("nan")
 
 

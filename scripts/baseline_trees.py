@@ -17,7 +17,7 @@ from sklearn.ensemble import HistGradientBoostingClassifier
 
 from dlrm import measure
 from dlrm.data.schema import Meta
-from dlrm.hints import Parser
+from dlrm.hints import Parser, count
 from dlrm.metrics import classification
 
 FOLDS = 5
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     """Train with several seeds and print the test metrics; returns the exit status."""
     parser = Parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="prepared directory")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=count, default=3)
     parser.add_argument("--json", type=Path, help="where the result is written as JSON")
     options = parser.parse_args(argv)
     try:

@@ -69,6 +69,7 @@ def read(runs: list[Path]) -> pd.DataFrame:
 
     Raises:
         FileNotFoundError: a directory without ``result.json``.
+        ValueError: one that holds no result.
     """
     rows = []
     for run in runs:
@@ -77,9 +78,12 @@ def read(runs: list[Path]) -> pd.DataFrame:
             raise FileNotFoundError(
                 f"{path} is missing: {run} is no run directory, or the run has not finished"
             )
-        result = json.loads(path.read_text())
-        options = {k: v for k, v in result["options"].items() if k not in PER_RUN}
-        values = {label: result["metrics"].get(name) for name, label in METRICS.items()}
+        try:
+            result = json.loads(path.read_text())
+            options = {k: v for k, v in result["options"].items() if k not in PER_RUN}
+            values = {label: result["metrics"].get(name) for name, label in METRICS.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is no result of train.py: {error!r}") from None
         rows.append(
             {
                 "run": run.name,
@@ -156,10 +160,12 @@ def main(argv: list[str] | None = None) -> int:
         figure = draw(summary, options.metric, options.plot)
         print(f"plot in {options.plot}")
         if options.json:
-            summary.to_json(options.json, orient="records", indent=2)
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            with whole(options.json) as temporary:
+                summary.to_json(temporary, orient="records", indent=2)
         if options.tensorboard:
             log_figures(options.tensorboard, {f"comparison/{options.metric}": figure})
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -8,7 +8,7 @@ import sys
 from dlrm import checkpoint, metrics
 from dlrm.data.criteo import CriteoLoader
 from dlrm.distributed import pick_device
-from dlrm.hints import Parser
+from dlrm.hints import Parser, count
 
 
 def arguments() -> Parser:
@@ -19,7 +19,7 @@ def arguments() -> Parser:
     parser.add_argument("--split", default="test", help="which split to measure")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument(
-        "--batch-size", type=int, help="samples per batch (default: as in the run's evaluations)"
+        "--batch-size", type=count, help="samples per batch (default: as in the run's evaluations)"
     )
     return parser
 

@@ -27,7 +27,8 @@ from pool import Pool, Run, step_speed
 
 from dlrm import measure
 from dlrm.data.schema import Meta
-from dlrm.hints import Parser
+from dlrm.embeddings import available
+from dlrm.hints import Parser, count, nearest
 
 KINDS = ("auto", "tt", "qr", "block", "hash", "drop", "robe", "cafe")
 
@@ -39,13 +40,13 @@ def arguments() -> Parser:
     parser.add_argument("--config", help="YAML of the runs, as for train.py")
     parser.add_argument("--kinds", nargs="+", default=KINDS)
     parser.add_argument("--ratios", nargs="+", type=float, default=[2, 10, 30, 100, 300, 1000])
-    parser.add_argument("--seeds", type=int, default=3, help="runs per point (default: 3)")
+    parser.add_argument("--seeds", type=count, default=3, help="runs per point (default: 3)")
     parser.add_argument("--rates", nargs="+", type=float, help="learning rates to choose from")
     parser.add_argument("--rates-at", type=float, default=10, help="ratio of the runs that choose")
     parser.add_argument("--validation", help="prepared directory with a validation split")
     parser.add_argument("--lr", nargs="+", default=[], metavar="KIND=RATE", type=known_rate)
     parser.add_argument("--runs", type=Path, default=Path("runs/frontier"), help="where runs go")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
+    parser.add_argument("--jobs", type=count, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--no-timing", action="store_true", help="leave out the step times")
     parser.add_argument("--plot", type=Path, default=Path("frontier.png"))
     parser.add_argument("--json", type=Path, help="where the result is written as JSON")
@@ -56,7 +57,11 @@ def arguments() -> Parser:
 def known_rate(text: str) -> tuple[str, float]:
     """``tt=0.002`` as kind and rate."""
     kind, _, rate = text.partition("=")
-    return kind, float(rate)
+    try:
+        return kind, float(rate)
+    except ValueError:
+        message = f"is {text!r}, it must be a kind and a rate, as tt=0.002"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def point(kind: str, ratio: float, seed: int, rate: float | None) -> Run:
@@ -101,6 +106,10 @@ def compare_kinds(options: argparse.Namespace) -> None:
     """Train what is missing, then compare."""
     for directory in filter(None, (options.data, options.validation)):
         Meta.read(directory)
+    valid = ["auto", *available()]
+    for kind in (*options.kinds, *dict(options.lr)):
+        if kind not in valid:
+            raise ValueError(f"unknown embedding kind {kind!r}{nearest(kind, valid)}")
     if bool(options.rates) != bool(options.validation):
         raise ValueError("--rates and --validation go together")
     common = ["--checkpoint=false", *(f"--{option}" for option in options.options)]
@@ -113,9 +122,10 @@ def compare_kinds(options: argparse.Namespace) -> None:
         todo.append(point(kind, ratio, seed, rates.get(kind)))
     impossible = pool.train(todo, options.data)
     print(*impossible, sep="\n")
-    summary = compare.summarize(
-        compare.read([options.runs / name for name, _ in todo if pool.done(name)])
-    )
+    done = [options.runs / name for name, _ in todo if pool.done(name)]
+    if not done:
+        raise ValueError("none of the runs could be done, for the reasons above")
+    summary = compare.summarize(compare.read(done))
     report = {
         "data": Path(options.data).name,
         "config": options.config,

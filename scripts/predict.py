@@ -13,7 +13,7 @@ from dlrm import checkpoint, metrics
 from dlrm.data.criteo import CriteoLoader
 from dlrm.distributed import pick_device
 from dlrm.files import whole
-from dlrm.hints import Parser
+from dlrm.hints import Parser, count
 
 
 def arguments() -> Parser:
@@ -24,7 +24,7 @@ def arguments() -> Parser:
     parser.add_argument("output", help="Parquet file to write: probability and label, in row order")
     parser.add_argument("--split", default="test", help="which split to score")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    parser.add_argument("--batch-size", type=int, default=16384, help="samples per batch")
+    parser.add_argument("--batch-size", type=count, default=16384, help="samples per batch")
     return parser
 
 

@@ -36,7 +36,7 @@ from dlrm.data.schema import KAGGLE_CARDINALITIES, Meta
 from dlrm.embeddings.factorize import factorize_dim, factorize_rows
 from dlrm.embeddings.tt import clip_ranks, tt_weights
 from dlrm.files import whole
-from dlrm.hints import Parser
+from dlrm.hints import Parser, count
 
 # Rows of the tables of Criteo Terabyte with ids modulo 10,000,000, as in the paper.
 TERABYTE_10M = (
@@ -64,18 +64,18 @@ def arguments() -> Parser:
     parser.add_argument("--data", help="prepared directory")
     parser.add_argument("--ratios-only", action="store_true", help="the ratios alone, at once")
     parser.add_argument("--config", default="configs/criteo_kaggle_large_batch.yaml")
-    parser.add_argument("--tables", nargs="+", type=int, default=[3, 5, 7], help="largest tables")
-    parser.add_argument("--ranks", nargs="+", type=int, default=[8, 16, 32, 64])
+    parser.add_argument("--tables", nargs="+", type=count, default=[3, 5, 7], help="largest tables")
+    parser.add_argument("--ranks", nargs="+", type=count, default=[8, 16, 32, 64])
     parser.add_argument(
         "--caches", nargs="*", type=float, default=[1e-4, 1e-3, 1e-2], help="shares of the rows"
     )
-    parser.add_argument("--cache-at", nargs=2, type=int, default=[7, 32], help="tables and rank")
-    parser.add_argument("--seeds", type=int, default=3, help="runs per cell (default: 3)")
+    parser.add_argument("--cache-at", nargs=2, type=count, default=[7, 32], help="tables and rank")
+    parser.add_argument("--seeds", type=count, default=3, help="runs per cell (default: 3)")
     parser.add_argument("--tt-lr", type=float, help="learning rate of TT, if not the config's")
     parser.add_argument("--fine-tune", type=int, default=0, metavar="STEPS")
     parser.add_argument("--fine-tune-lr", type=float, default=5e-4)
     parser.add_argument("--runs", type=Path, default=Path("runs/tt_rec"), help="where runs go")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
+    parser.add_argument("--jobs", type=count, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--no-timing", action="store_true", help="leave out the step times")
     parser.add_argument("--plot", type=Path, default=Path("tt_rec.png"))
     parser.add_argument("--json", type=Path, help="where the result is written as JSON")
@@ -255,6 +255,8 @@ def reproduce(options: argparse.Namespace) -> None:
         runs |= {name: [run] for name, run in tuned.items()}
     print(*impossible, sep="\n")
     names = {cell: [name for name, _ in own if pool.done(name)] for cell, own in runs.items()}
+    if not names["dense"]:
+        raise ValueError("the dense model could not be trained, for the reason above")
     summary = summarize({cell: own for cell, own in names.items() if own}, pool)
     report = {
         "data": Path(options.data).name,

@@ -57,6 +57,7 @@ def test_option_without_value(capsys):
         ("--model.bottom_mlp", "[0]", "bottom_mlp has a size below 1"),
         ("--tables.threshold", "-1", "threshold is -1"),
         ("--tables.largest", "-1", "largest is -1"),
+        ("--sharding.tables", "{C3: rows}", "each must be one of auto, replicate, table, row"),
         ("--tables.kinds", "{C1: ttt}", "did you mean 'tt'"),
         ("--optim.betas", "[0.9, 1.0]", "betas is set, but neither adagrad nor adagrad has a use"),
         ("--optim.alpha", "0.9", "alpha is set, but neither adagrad nor adagrad has a use for it"),
@@ -76,6 +77,7 @@ def test_option_without_value(capsys):
         ("--optim.lr", ".nan", "lr is nan, it must be finite, 0 or more"),
         ("--optim.eps", ".inf", "eps is inf, it must be finite"),
         ("--optim.decay_start", "-5", "decay_start is -5"),
+        ("--optim.decay_steps", "9", "must be at least 1, and 1 without decay_start"),
         ("--budget", "heaps", "no amount of memory"),
         ("--device", "gpu", "--device is 'gpu'"),
         ("--tables.kinds", "{C3:tt}", "as in {C3: ..., C12: ...}"),
@@ -83,6 +85,12 @@ def test_option_without_value(capsys):
 )
 def test_bad_values_name_option_and_rule(capsys, option, value, rule):
     assert rule in mistakes(capsys, option, value)
+
+
+def test_the_threshold_and_the_number_of_the_largest_tables_exclude_each_other(capsys):
+    text = mistakes(capsys, "--tables.threshold", "5", "--tables.largest", "3")
+    assert "threshold is 5, it can't be negative, and must be null if largest is set" in text
+    assert parse(["--tables.largest=3", "--tables.threshold=null"], KINDS)[0].tables.largest == 3
 
 
 def test_options_of_the_rules_are_checked_by_the_rules(capsys):
@@ -148,6 +156,9 @@ def test_help_explains_every_option_with_its_default(capsys):
     text = capsys.readouterr().out
     entries = text[text.index("\noptions:") :].split("\n  --")[1:]
     assert len(entries) > 40
+    assert "`" not in text
+    assert "--tt.q Q " in text
+    assert "--tt.q+" not in text  # jsonargparse's way to append, which --config and we don't have
     for entry in entries:
         name, _, rest = entry.partition(" ")
         explanation = " ".join(rest.split())

@@ -90,9 +90,49 @@ def test_mistakes_are_named(script, data, capsys):
         (tt_rec, [], "error: --data is needed, or --ratios-only"),
         (tt_rec, ["--data", "nowhere"], "nowhere/meta.json does not exist"),
         (frontier, ["--data", str(data), "--rates", "0.1"], "--rates and --validation go together"),
+        (frontier, ["--data", str(data), "--kinds", "ttt"], "kind 'ttt', did you mean 'tt'"),
+        (frontier, ["--data", str(data), "--lr", "robr=0.1"], "kind 'robr', did you mean 'robe'"),
     ):
         assert main(given) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("reproduce_tt_rec", ["--ratios-only", "--tables", "0"], "--tables: is '0', it must be a"),
+        ("reproduce_tt_rec", ["--ratios-only", "--ranks", "-3"], "--ranks: is '-3', it must be"),
+        ("frontier", ["--data", "d", "--jobs", "0"], "--jobs: is '0', it must be a whole number"),
+        ("frontier", ["--data", "d", "--seeds", "two"], "1 or more"),
+        ("frontier", ["--data", "d", "--lr", "tt"], "is 'tt', it must be a kind and a rate"),
+        ("evaluate", ["run", "data", "--batch-size", "0"], "--batch-size: is '0', it must be"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(script, capsys, name, given, message):
+    with pytest.raises(SystemExit) as stop:
+        script(name).main(given)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_no_run_at_all_is_an_error(script, data, tmp_path, capsys):
+    given = ["--data", str(data), "--seeds", "1", "--runs", str(tmp_path), "--options", "epoch=1"]
+    for name, choice, message in (
+        ("frontier", ["--kinds", "tt", "--ratios", "2"], "none of the runs could be done"),
+        ("reproduce_tt_rec", ["--tables", "3", "--ranks", "4"], "the dense model could not"),
+    ):
+        assert script(name).main([*given, *choice]) == 2
+        printed = capsys.readouterr()
+        assert "unknown option --epoch, did you mean --epochs?" in printed.out
+        assert message in printed.err
+
+
+@pytest.mark.parametrize("content", ['{"x":', "{}", "[]", '{"options": [], "metrics": {}}'])
+def test_what_is_no_result_is_named(script, tmp_path, capsys, content):
+    (tmp_path / "result.json").write_text(content)
+    assert script("compare").main([str(tmp_path), "--plot", str(tmp_path / "plot.png")]) == 2
+    assert f"{tmp_path / 'result.json'} is no result of train.py" in capsys.readouterr().err
 
 
 def test_a_run_that_crashes_is_no_result(script, tmp_path, monkeypatch):

@@ -25,3 +25,11 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path):
         fail()
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_name_that_cannot_be_had_leaves_nothing(tmp_path):
+    path = tmp_path / "directory"
+    path.mkdir()
+    with pytest.raises(OSError, match="directory"), whole(path) as temporary:
+        temporary.write_text("new")
+    assert [p.name for p in tmp_path.iterdir()] == ["directory"]

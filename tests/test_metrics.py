@@ -35,6 +35,11 @@ def test_auc_counts_ties_half_and_ignores_the_order(device, digits, share):
     assert auc(*(tensor[order] for tensor in tensors)) == found
 
 
+@pytest.mark.parametrize("labels", [[], [1.0], [0.0, 0.0]])
+def test_auc_of_fewer_than_two_classes_is_no_number(labels):
+    assert np.isnan(auc(torch.zeros(len(labels)), torch.tensor(labels)))
+
+
 def test_predicting_the_base_rate_has_entropy_one():
     labels = np.array([1, 0, 0, 0], np.float32)
     values = classification(np.full(4, -np.log(3.0)), labels)

@@ -39,8 +39,8 @@ class TT(Embedding):
         p: factors of the number of rows, for every table of the group, their product at least
             its rows; by default balanced ones, for each table its own.
         cache_rows: rows, of all tables of the group together, that are kept uncompressed as well
-            and trained as such: the most used ones. 0 for no cache. The cache is empty until
-            :meth:`cache_populate` is called, and renewed whenever it is.
+            and trained as such: the most used ones. 0 for no cache. The cache is empty
+            until it is renewed for the first time: by cache_populate, or --populate_every.
         cache_window: training look-ups that are remembered to be counted at the next renewal; by
             default 16 per cached row. Of more look-ups the last count.
         cache_decay: factor on older counts at each renewal.
