@@ -115,7 +115,7 @@ class _LookupQuotient(torch.autograd.Function):
         if ctx.operation == "concat":
             values = list(grad.split([quotient.shape[1], remainder.shape[1]], dim=1))
         elif ctx.operation == "add":
-            values = [grad, grad]
+            values = [grad, grad.clone()]  # of its own: gradients are scaled in place
         else:
             values = [torch.empty_like(grad), torch.empty_like(grad)]
             grid, sizes = tiling(len(grad), grad.shape[1], TILE)
@@ -188,4 +188,6 @@ def compose(q: Tensor, r: Tensor, operation: str) -> Tensor:
     """The product, sum or concatenation (``multiply``, ``add``, ``concat``) of two sets of rows."""
     if operation == "multiply":
         return q * r
-    return q + r if operation == "add" else torch.cat([q, r], -1)
+    if operation == "add":
+        return q + 1 * r  # so that r has a gradient of its own: gradients are scaled in place
+    return torch.cat([q, r], -1)

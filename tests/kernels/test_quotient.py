@@ -90,3 +90,18 @@ def test_no_samples(device):
     out = lookup_quotient(*weights, starts, ids, COLLISIONS, impl="triton")
     assert out.shape == (0, len(SIZES), 10)
     out.sum().backward()
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("operation", DIMS)
+def test_gradients_scaled_in_place_are_scaled_once(operation, impl, device):
+    weights, starts = make(operation, device)
+    out = lookup_quotient(
+        *weights, starts, draw(9, device), COLLISIONS, operation=operation, impl=impl
+    )
+    out.square().sum().backward()
+    before = [weight.grad._values().clone() for weight in weights]
+    for weight in weights:
+        weight.grad.mul_(0.5)
+    for weight, values in zip(weights, before, strict=True):
+        assert torch.equal(weight.grad._values(), 0.5 * values)
