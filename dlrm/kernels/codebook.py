@@ -255,7 +255,9 @@ def codebook_sum(
 def codebook_sum_torch(products: Tensor, codes: Tensor, bias: Tensor | None, bits: int) -> Tensor:
     """:func:`codebook_sum` in PyTorch."""
     names = unpack(codes, len(products), bits)  # [V, parts]
-    total = products.new_zeros(len(codes), products.shape[2])
+    wide = torch.promote_types(products.dtype, torch.float32)
+    total = products.new_zeros(len(codes), products.shape[2], dtype=wide)
     for part, product in enumerate(products):
         total = total + product[names[:, part]]
-    return total.t() if bias is None else total.t() + bias
+    total = total.t() if bias is None else total.t() + bias
+    return total.to(products.dtype)

@@ -123,3 +123,12 @@ def test_without_an_index_there_is_no_backward_pass():
     out = codebook_sum(products, packed, None, 2, None, impl="triton")
     with pytest.raises(ValueError, match="without an index has no backward pass"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_half_precision_is_summed_in_single(impl, device):
+    products = torch.ones(300, 2, 3, dtype=torch.bfloat16, device=device)
+    codes = torch.zeros(5, 38, dtype=torch.uint8, device=device)
+    out = codebook_sum(products, codes, torch.zeros(5, device=device), 1, None, impl=impl)
+    assert out.dtype == torch.bfloat16
+    assert (out == 300).all()  # bf16 has no number between 256 and 258, sums would end at 256
