@@ -144,7 +144,9 @@ def _threads(number: int) -> Iterator[None]:
     names = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
     before = {name: os.environ.get(name) for name in names}
     os.environ |= {name: value or str(number) for name, value in before.items()}
-    yield
-    for name, value in before.items():
-        if value is None:
-            del os.environ[name]
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
