@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dlrm.kernels import whole
 from dlrm.kernels.cached_rows import cached_rows
@@ -66,8 +67,8 @@ class RowOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         lr = float(group["lr"])
-        if lr < 0:
-            raise ValueError(f"the learning rate is {lr}, it must not be negative")
+        if not 0 <= lr < float("inf"):
+            raise ValueError(f"the learning rate is {lr}, it must be finite, 0 or more")
         device = group["params"][0].device
         group["lr"] = torch.tensor(lr, device=device)
         if any(map(self._rounds, group["params"])):
@@ -93,6 +94,8 @@ class RowOptimizer(torch.optim.Optimizer):
         """Update the rows that a sparse gradient names."""
         assert parameter.grad is not None
         rows, cached = parameter.grad._indices()[0], cached_rows(parameter)
+        if cached is not None and not cached.active:
+            cached = None  # of a copied or converted table: it has none until it gets an optimizer
         device = parameter.device
         with torch.cuda.device_of(parameter):  # kernels start on the current GPU
             update_rows(
@@ -164,6 +167,12 @@ class RowOptimizer(torch.optim.Optimizer):
                         f"the saved {old['rule']} keeps {', '.join(given) or 'nothing'}, this one "
                         f"{', '.join(kept) or 'nothing'}: resume with the same --optim.momentum"
                     )
+                for name, tensor in kept.items():
+                    if given[name].shape != tensor.shape:
+                        raise ValueError(
+                            f"the saved {name} has shape {tuple(given[name].shape)}, this "
+                            f"optimizer's has {tuple(tensor.shape)}: it is of other parameters"
+                        )
                 if (cached := cached_rows(parameter)) is not None:
                     cached.release()
                 for name, tensor in kept.items():
@@ -176,6 +185,28 @@ class RowOptimizer(torch.optim.Optimizer):
                 if (cached := cached_rows(parameter)) is not None:
                     cached.release()
         return super().state_dict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has: the base class names its own attributes alone."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if (cached := cached_rows(parameter)) is not None:
+                    cached.flush()
+        return {**super().__getstate__(), "_stochastic": self._stochastic}
+
+
+def _write_back(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before a step of another optimizer, which knows no caches: end those of its parameters."""
+    if isinstance(optimizer, RowOptimizer):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            cached = cached_rows(parameter)
+            if cached is not None and cached.active and parameter.grad is not None:
+                cached.stop()
+
+
+register_optimizer_step_pre_hook(_write_back)
 
 
 def _wide(parameter: Tensor) -> torch.dtype:

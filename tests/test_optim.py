@@ -1,4 +1,5 @@
 import copy
+import pickle
 
 import pytest
 import torch
@@ -161,12 +162,35 @@ def test_foreign_state_is_refused():
         RowOptimizer([table], "sgd", momentum=0.9).load_state_dict(state)
 
 
+def test_a_state_of_another_shape_is_refused():
+    one, four = (torch.nn.Parameter(torch.ones(rows, 2)) for rows in (1, 4))
+    state = RowOptimizer([one], "adagrad").state_dict()
+    with pytest.raises(ValueError, match=r"saved sum has shape \(1, 2\), this .* \(4, 2\)"):
+        RowOptimizer([four], "adagrad").load_state_dict(state)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_a_copied_optimizer_goes_on_with_the_copied_parameter(again):
+    table = torch.nn.Parameter(torch.randn(4, 2))
+    optimizer = RowOptimizer([table], "adam", lr=0.1, stochastic=False)
+    table.grad = torch.randn(4, 2)
+    optimizer.step()
+    twin, of_twin = again((table, optimizer))
+    twin.grad = table.grad.clone()
+    for each in (optimizer, of_twin):
+        each.step()
+    assert torch.equal(twin, table)
+    assert twin is not table
+
+
 def test_bad_arguments():
     table = torch.nn.Parameter(torch.ones(4, 2))
     with pytest.raises(ValueError, match="did you mean 'adagrad'"):
         RowOptimizer([table], "adagrd")
-    with pytest.raises(ValueError, match="must not be negative"):
+    with pytest.raises(ValueError, match="learning rate is -1"):
         RowOptimizer([table], "sgd", lr=-1)
+    with pytest.raises(ValueError, match="the learning rate is nan"):
+        RowOptimizer([table], "sgd", lr=float("nan"))
     with pytest.raises(ValueError, match="sgd has no use for betas; its options are momentum, w"):
         RowOptimizer([table], "sgd", betas=(0.9, 0.9))
     with pytest.raises(ValueError, match=r"alpha is 1.0, it must be in \[0, 1\)"):
@@ -240,5 +264,5 @@ def test_parameters_may_join_later():
     second.grad = torch.ones(2, 3)
     optimizer.step()
     torch.testing.assert_close(second.detach(), torch.full((2, 3), 0.75))
-    with pytest.raises(ValueError, match=r"learning rate is -1.0, it must not be negative"):
+    with pytest.raises(ValueError, match=r"learning rate is -1.0, it must be finite"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": -1.0})

@@ -120,6 +120,10 @@ class EmbeddingBag(nn.Module):
         """Offsets with the last, checked where that costs no synchronisation."""
         if offsets is None or offsets.dim() != 1:
             raise ValueError("1-D input needs 1-D offsets: the start of each bag")
+        if offsets.is_floating_point():
+            raise ValueError(f"offsets must be integers, got {offsets.dtype}")
+        if self.include_last_offset and not offsets.numel():
+            raise ValueError("with include_last_offset, offsets must hold the last at least")
         if not self.include_last_offset:
             offsets = torch.cat([offsets, offsets.new_tensor([input.numel()])])
         if not offsets.is_cuda:

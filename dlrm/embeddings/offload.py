@@ -56,8 +56,7 @@ class Offload(Embedding):
             )
         capacity = round(cache_share * rows) if cache_rows is None else min(cache_rows, rows)
         self.weight = nn.Parameter(_rows(rows, embedding_dim, torch.empty(0)))
-        self.cached = CachedRows(self.weight, capacity, half_life=half_life)
-        self.weight.cached_rows = self.cached  # type: ignore[attr-defined] # for the optimizer
+        self._attach(capacity, half_life)
         self.register_buffer("_offsets", row_offsets(self.num_embeddings), persistent=False)
         self._offsets: Tensor  # [F]
         self.reset_parameters()
@@ -138,11 +137,16 @@ class Offload(Embedding):
             weight.data = _rows(len(weight), self.embedding_dim, like).copy_(weight.data)
         return self
 
-    def _attach(self) -> None:
-        """Make the cache that of the present weight."""
-        old = self.cached
-        self.cached = CachedRows(self.weight, old.capacity, half_life=old.half_life)
-        self.weight.cached_rows = self.cached  # type: ignore[attr-defined]
+    def _to_host(self) -> None:
+        """Move rows that a copy has put on the GPU to host memory."""
+        if self.weight.is_cuda:
+            rows = _rows(len(self.weight), self.embedding_dim, self.weight)
+            self.weight.data = rows.copy_(self.weight.data)
+
+    def _attach(self, capacity: int, half_life: float) -> None:
+        """Give the present weight a cache."""
+        self.cached = CachedRows(self.weight, capacity, half_life=half_life)
+        self.weight.cached_rows = self.cached  # type: ignore[attr-defined] # for the optimizer
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep: bool) -> None:
         self.cached.release()  # who has the weight may also write to it
@@ -152,6 +156,16 @@ class Offload(Embedding):
         self.cached.release()
         super()._load_from_state_dict(*arguments)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickle and ``torch.save`` keep: rows that are all written back."""
+        self.cached.flush()
+        return dict(vars(self))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._to_host()
+        self._attach(self.cached.capacity, self.cached.half_life)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy whose cache rests until it has an optimizer of its own."""
         self.cached.flush()
@@ -159,10 +173,8 @@ class Offload(Embedding):
         memo[id(self)] = twin
         memo[id(self.cached)] = self.cached
         twin.__dict__ = {name: copy.deepcopy(value, memo) for name, value in vars(self).items()}
-        if self.weight.is_cuda:
-            rows = _rows(len(self.weight), self.embedding_dim, self.weight)
-            twin.weight.data = rows.copy_(self.weight.data)
-        twin._attach()
+        twin._to_host()
+        twin._attach(self.cached.capacity, self.cached.half_life)
         return twin
 
 

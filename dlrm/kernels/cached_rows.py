@@ -126,6 +126,13 @@ class CachedRows:
             return 0, 0
         return sum(cache.nbytes for _, cache in self.tensors), self.index.nbytes
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickle keeps: the size. Rows and states are kept by those whose parameters they are,
+        and a table that is loaded gets a cache anew.
+        """
+        size = {"capacity": self.capacity, "half_life": self.half_life, "impl": self.impl}
+        return {**size, "tensors": [], "active": False}
+
     # Looking up and moving --------------------------------------------------------------------
 
     def prefetch(self, ids: Tensor, starts: Tensor | None = None) -> None:

@@ -143,12 +143,19 @@ def test_the_drop_in_refuses_what_no_kind_has(options, message):
         ([1, 2], [1], "offsets must rise from 0 to at most the number of ids, 2; got"),
         ([1, 2], [0, 2, 1], "offsets must rise from 0"),
         ([1, 2], [0, 3], "offsets must rise from 0"),
+        ([1, 2], [0.0, 1.0], "offsets must be integers, got torch.float32"),
     ],
 )
 def test_the_drop_in_refuses_bags_that_do_not_fit(ids, offsets, message):
     offsets = None if offsets is None else torch.tensor(offsets)
     with pytest.raises(ValueError, match=message):
         EmbeddingBag(50, 6)(torch.tensor(ids), offsets)
+
+
+def test_the_drop_in_needs_the_last_offset_where_that_is_promised():
+    none = torch.tensor([], dtype=torch.int64)
+    with pytest.raises(ValueError, match="offsets must hold the last at least"):
+        EmbeddingBag(50, 6, include_last_offset=True)(none, none)
 
 
 def test_the_drop_in_has_the_attributes_of_the_original():

@@ -1,8 +1,10 @@
 """Tables in host memory with a cache of rows: the same as dense ones to the last bit."""
 
 import copy
+import io
 import itertools
 import json
+import pickle
 import runpy
 from pathlib import Path
 
@@ -229,6 +231,49 @@ def test_a_trained_group_may_be_copied_converted_and_trained_by_any_optimizer():
     again = RowOptimizer(wide.parameters(), "adagrad")
     step(wide, again, ids, 0)
     assert wide.cached.active
+
+
+def pickled(both):
+    return pickle.loads(pickle.dumps(both))
+
+
+def saved(both):
+    file = io.BytesIO()
+    torch.save(both, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize("optimizer_first", [False, True])
+def test_a_group_and_its_optimizer_may_be_copied_together(again, optimizer_first):
+    (_, group), (_, optimizer) = pair("adam", 9)
+    for _ in range(10):
+        step(group, optimizer, draw(), 0)
+    both = (optimizer, group) if optimizer_first else (group, optimizer)
+    twins = again(both)
+    twin, of_twin = twins[::-1] if optimizer_first else twins
+    assert torch.equal(twin.to_dense(1), group.to_dense(1))
+    for _ in range(5):
+        ids = draw()
+        step(group, optimizer, ids, 0)
+        step(twin, of_twin, ids, 0)
+    assert torch.equal(twin.to_dense(1), group.to_dense(1))
+    again = RowOptimizer(twin.parameters(), "sgd", lr=0.1)  # the copy's cache works, too
+    step(twin, again, draw(), 0)
+    assert twin.cached.active
+
+
+def test_another_optimizer_may_take_over():
+    groups, optimizers = pair("adagrad", 9)
+    train(groups, optimizers, 10)
+    others = [torch.optim.SGD(group.parameters(), lr=0.1) for group in groups]
+    for steppers in (others, optimizers):  # and give back
+        for _ in range(5):
+            ids = draw()
+            for group, optimizer in zip(groups, steppers, strict=True):
+                step(group, optimizer, ids, 0)
+        assert torch.equal(groups[0].to_dense(1), groups[1].to_dense(1))
 
 
 def test_dense_gradients_update_cached_rows_too():
