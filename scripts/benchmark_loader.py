@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -122,8 +123,8 @@ def _size(directory: Path, meta: Meta) -> int:
     return sum((directory / name).stat().st_size for name in meta.splits["train"].files)
 
 
-def main() -> None:
-    """Measure, print, and write the JSON file."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, and write the JSON file; returns the exit status."""
     parser = Parser(__doc__)
     parser.add_argument("--data", type=Path, help="prepared directory; made if not given")
     parser.add_argument("--rows", type=int, default=4_000_000, help="rows to make without --data")
@@ -132,16 +133,21 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="epochs per figure")
     parser.add_argument("--device", default="cpu", help="where batches go: cpu or cuda")
     parser.add_argument("--output", type=Path, help="JSON file to write (default: print only)")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as made:
-        directory = options.data or Path(made) / "data"
-        if options.data is None:
-            synthetic.write(directory, rows=options.rows, fractions=(1.0, 0.0, 0.0))
-        result = {"readers": options.readers, **measure(directory, options)}
+    options = parser.parse_args(argv)
+    try:
+        with tempfile.TemporaryDirectory() as made:
+            directory = options.data or Path(made) / "data"
+            if options.data is None:
+                synthetic.write(directory, rows=options.rows, fractions=(1.0, 0.0, 0.0))
+            result = {"readers": options.readers, **measure(directory, options)}
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print(json.dumps(result, indent=2))
     if options.output:
         write(options.output, result)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

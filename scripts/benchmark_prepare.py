@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm.data.schema import Meta
-from dlrm.hints import Parser
+from dlrm.hints import Parser, count
 from dlrm.measure import write
 
 SCRIPTS = Path(__file__).parent
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(__doc__)
     parser.add_argument(
         "--rows",
-        type=int,
+        type=count,
         nargs="+",
         default=[1_000_000, 5_000_000, 20_000_000, 45_840_617],
         help="sizes to measure (default: 1, 5, 20 million and the rows of Kaggle)",
@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--output", type=Path, help="JSON file to write (default: print only)")
     options = parser.parse_args(argv)
+    if options.raw and not options.raw.is_file():
+        parser.error(f"--raw {options.raw} is not a file")
     with tempfile.TemporaryDirectory(dir=options.directory) as work:
         raw = options.raw
         if raw is None:

@@ -23,10 +23,12 @@ import torch
 from dlrm import measure
 from dlrm.data.batch import Batch
 from dlrm.data.schema import KAGGLE_CARDINALITIES
+from dlrm.embeddings import available
 from dlrm.embeddings.plan import plan
-from dlrm.hints import Parser
+from dlrm.hints import Parser, count
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
+from dlrm.rules import OPTIONS
 from dlrm.step import TrainStep
 
 DIM = 16
@@ -144,11 +146,14 @@ def main(argv: list[str] | None = None) -> int:
     """Measure every case; returns the exit status."""
     parser = Parser(__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--kinds", nargs="+", default=["dense", "tt"])
-    parser.add_argument("--rules", nargs="+", default=["sgd", "rowwise_adagrad"])
-    parser.add_argument("--precisions", nargs="+", default=["fp32", "tf32", "bf16"])
-    parser.add_argument("--modes", nargs="+", default=["auto"])
-    parser.add_argument("--batches", nargs="+", type=int, default=[2048, 16384, 65536])
+    kinds = sorted(available())
+    parser.add_argument("--kinds", nargs="+", default=["dense", "tt"], choices=kinds)
+    rules, modes = sorted(OPTIONS), ("auto", "eager", "compile", "graph")
+    precisions = ("fp32", "tf32", "bf16")
+    parser.add_argument("--rules", nargs="+", default=["sgd", "rowwise_adagrad"], choices=rules)
+    parser.add_argument("--precisions", nargs="+", default=precisions, choices=precisions)
+    parser.add_argument("--modes", nargs="+", default=["auto"], choices=modes)
+    parser.add_argument("--batches", nargs="+", type=count, default=[2048, 16384, 65536])
     parser.add_argument("--ids", nargs="+", default=["skewed"], choices=["skewed", "uniform"])
     parser.add_argument("--output", default="benchmarks/step.json")
     options = parser.parse_args(argv)

@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from dlrm.data.schema import Meta
-from dlrm.hints import Parser
+from dlrm.hints import Parser, count
 from dlrm.measure import write
 
 SCRIPT = Path(__file__).with_name("make_synthetic.py")
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit status."""
     parser = Parser(__doc__)
     parser.add_argument("--devices", nargs="+", choices=("cpu", "cuda"), default=["cpu"])
-    parser.add_argument("--rows", type=int, default=45_840_617, help="(default: %(default)s)")
+    parser.add_argument("--rows", type=count, default=45_840_617, help="(default: %(default)s)")
     parser.add_argument(
         "--tsv-rows", type=int, default=4_000_000, help="rows of the TSV run (default: %(default)s)"
     )

@@ -64,7 +64,12 @@ class Pool:
             spawn = multiprocessing.get_context("spawn")  # a fork can't use the GPU
             with ProcessPoolExecutor(self.jobs, spawn) as workers:
                 results = workers.map(train_one, *zip(*tasks, strict=True)) if tasks else iter(())
-                return [why for why in tqdm(results, total=len(tasks), unit=" runs") if why]
+                try:
+                    return [why for why in tqdm(results, total=len(tasks), unit=" runs") if why]
+                except KeyboardInterrupt:  # the workers would go on with the next runs
+                    for worker in multiprocessing.active_children():
+                        worker.terminate()
+                    raise
 
     def done(self, name: str) -> bool:
         """Whether a run has finished."""

@@ -2,7 +2,11 @@
 
 import importlib
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -113,6 +117,30 @@ def test_numbers_that_cannot_be_are_refused(script, capsys, name, given, message
         script(name).main(given)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["frontier", "reproduce_tt_rec"])
+def test_interrupted_it_ends_at_once_and_says_how_to_go_on(data, tmp_path, name):
+    command = [sys.executable, f"scripts/{name}.py", "--data", str(data), "--runs", str(tmp_path)]
+    command += ["--options", "epochs=1000", "device=cpu", "batch_size=64"]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    until = time.monotonic() + 60
+    while not (tmp_path / "dense-0" / "config.yaml").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does, to all of its processes
+    error = process.communicate(timeout=30)[1]
+    assert process.returncode == 130
+    assert "interrupted; the same command goes on where it was" in error
+    assert "Traceback" not in error
+    assert {path.name for path in tmp_path.iterdir()} == {"dense-0", "dense-0.log"}
 
 
 @pytest.mark.slow
