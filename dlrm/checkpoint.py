@@ -150,6 +150,8 @@ def save(
                 no_dist=world.size == 1,
             )
     except CheckpointException as error:
+        if world.first:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise OSError(f"{path} can't be written: {_reason(error)}") from None
     if world.first:
         with (temporary / ABOUT).open("wb") as file:
@@ -278,11 +280,13 @@ def load(
                     f"the saved optimizer is {saved['rule']}, this is {group['rule']}: resume with "
                     "the optimizers that the run began with"
                 )
+    reader = dcp.FileSystemReader(directory)
     try:
+        reader.read_metadata()  # as the next call does, which would log a traceback
         with _alone_is_fine():
             dcp.load(
                 parts.tensors,
-                storage_reader=dcp.FileSystemReader(directory),
+                storage_reader=reader,
                 planner=_LoadPlanner(flatten_state_dict=False),
                 no_dist=world is None or world.size == 1,
             )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from io import StringIO
 from types import TracebackType
 from typing import Any, TypeVar
@@ -100,6 +101,9 @@ class World:
         if self.size > 1:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
+            # Its functions keep the group of when it is imported, which torch else does to compile;
+            # a group that is kept has threads that may abort the process at its end.
+            import_module("torch.distributed.nn.functional")
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
             self._store = dist.PrefixStore("dlrm", store)
@@ -154,7 +158,10 @@ class World:
 
     def say_once(self, text: str) -> None:
         """Print on stderr what several processes may come to say: the first to come does."""
-        speaks = self.first if self._store is None else self._store.add("said", 1) == 1
+        speaks = self.first
+        if self._store is not None:
+            with suppress(dist.DistError):  # of torchrun, which may be gone
+                speaks = self._store.add("said", 1) == 1
         if speaks:
             print(text, file=sys.stderr)
 

@@ -94,11 +94,16 @@ def test_a_failed_save_leaves_what_there_was(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         save(directory / "step_2", recipe, model, optimizers)
     monkeypatch.undo()
+    parts = checkpoint.Parts(model, optimizers)
+    parts.tensors["unwritable"] = torch.empty(1, device="meta")
+    with pytest.raises(OSError, match="step_3 can't be written: "):
+        checkpoint.save(directory / "step_3", parts, {})
+    assert not list(directory.glob("step_3*"))
     assert checkpoint.find(tmp_path).resolve() == directory / "step_1"
     checkpoint.load_model(tmp_path)
 
 
-def test_others_are_refused(tmp_path):
+def test_others_are_refused(tmp_path, caplog):
     recipe, model, optimizers = make("dense")
     about = save(tmp_path / "checkpoints" / "step_1", recipe, model, optimizers)
     with pytest.raises(ValueError, match="is of a model with another embedding_dim, plan"):
@@ -109,7 +114,9 @@ def test_others_are_refused(tmp_path):
         checkpoint.load(tmp_path, model, others, groups=groups)
     with pytest.raises(FileNotFoundError, match="is no checkpoint: name a run's directory"):
         checkpoint.find(tmp_path / "checkpoints")
-    for data in (tmp_path / "checkpoints" / "step_1").glob("*.distcp"):
-        data.write_bytes(b"")
-    with pytest.raises(ValueError, match="can't be read as a checkpoint"):
-        checkpoint.load_model(tmp_path)
+    for pattern in ("*.distcp", ".metadata"):
+        for damaged in (tmp_path / "checkpoints" / "step_1").glob(pattern):
+            damaged.write_bytes(damaged.read_bytes()[:100])
+        with pytest.raises(ValueError, match="can't be read as a checkpoint"):
+            checkpoint.load_model(tmp_path)
+    assert not any(record.exc_info for record in caplog.records)  # tracebacks that torch logs

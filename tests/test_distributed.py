@@ -150,6 +150,14 @@ def test_devices_of_several_processes(monkeypatch):
         pick_device("auto")
 
 
+def test_an_error_is_told_though_torchrun_is_gone(capsys):
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True)
+    world = World(rank=0, size=2, _store=torch.distributed.TCPStore("localhost", store.port))
+    del store
+    world.say_once("error: the loss is nan")
+    assert capsys.readouterr().err.endswith("error: the loss is nan\n")
+
+
 def test_shares_of_a_batch():
     world = World(rank=1, size=4)
     assert world.share(64) == 16

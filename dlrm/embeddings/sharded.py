@@ -71,7 +71,8 @@ def spread(
         None where nothing is: with one process, or only replicated tables.
 
     Raises:
-        ValueError: an unknown name or way, or a table of a kind that is not held in pieces.
+        ValueError: an unknown name or way, a table of a kind that is not held in pieces, or pages
+            that have devices of their own.
     """
     num_embeddings, plan = recipe["num_embeddings"], recipe["plan"]
     tables = tables or {}
@@ -80,6 +81,11 @@ def spread(
             raise ValueError(
                 f"sharding.tables names table {name!r}; the data has {', '.join(names)}"
             )
+    if world.size > 1 and any(options.get("devices") for _, options in plan):
+        raise ValueError(
+            "--paged.devices places the pages of one process; under torchrun every process holds "
+            "its share where it computes: drop --paged.devices, or start python train.py alone"
+        )
     ways = []
     for name, rows, (kind, _) in zip(names, num_embeddings, plan, strict=True):
         large = kind == "paged" or (kind == "dense" and rows >= threshold)

@@ -54,6 +54,14 @@ def test_wishes_that_cannot_be_met_say_why(tables, message):
         spread(World(rank=0, size=2), NAMES, RECIPE, tables=tables)
 
 
+def test_pages_have_no_devices_of_their_own_under_torchrun():
+    recipe = {**RECIPE, "plan": [("paged", {"devices": ["cpu", "cpu"]})] * 3}
+    assert spread(World(), NAMES, recipe) is None
+    for by in ("row", "replicate"):
+        with pytest.raises(ValueError, match="drop --paged.devices, or start"):
+            spread(World(rank=0, size=2), NAMES, recipe, by=by)
+
+
 @pytest.mark.parametrize("by", ["table", "row", "column"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_parts_of_all_ranks_are_the_dense_tables(by, size):
