@@ -25,17 +25,14 @@ from torch import Tensor
 
 from dlrm import measure
 from dlrm.data.batch import Batch
-from dlrm.data.schema import KAGGLE_CARDINALITIES
+from dlrm.data.schema import KAGGLE_CARDINALITIES, TERABYTE_CARDINALITIES
 from dlrm.embeddings.plan import plan
 from dlrm.embeddings.sparse_arch import LINK
 from dlrm.hints import Parser
 from dlrm.model import DLRM
-from dlrm.optim import RowOptimizer
+from dlrm.optim import RULES, RowOptimizer
 from dlrm.step import TrainStep
 
-TERABYTE = [40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956,
-            405_282, 10, 2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000,
-            590_152, 12_973, 108, 36]  # fmt: skip
 NAMES = [f"C{i}" for i in range(1, 27)]
 WARM_UP, STEPS, CHECKED = 150, 200, 30
 VARIANTS: dict[str, tuple[str, dict[str, Any], bool]] = {  # kind, options, rows fetched ahead
@@ -142,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--rules", nargs="+", default=["sgd", "adagrad"])
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=["sgd", "adagrad"])
     parser.add_argument("--batches", nargs="+", type=int, default=[2048, 16384, 65536])
     parser.add_argument("--threshold", type=int, default=0, help="smaller tables stay on the GPU")
     parser.add_argument("--precision", choices=["fp32", "tf32", "bf16"], default="bf16")
@@ -158,7 +155,23 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if options.large:
         options.variants = [name for name in options.variants if name != "dense"]
-    rows = [min(r, options.cap) for r in (TERABYTE if options.large else KAGGLE_CARDINALITIES)]
+    try:
+        results = measure_all(options)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(pd.DataFrame(results).to_string(index=False))
+    return 0
+
+
+def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure and write the figures of every variant, rule and batch size.
+
+    Raises:
+        ValueError: the losses of a variant are not those of the first.
+    """
+    cardinalities = TERABYTE_CARDINALITIES if options.large else KAGGLE_CARDINALITIES
+    rows = [min(count, options.cap) for count in cardinalities]
     results: list[dict[str, Any]] = []
     for rule, size in itertools.product(options.rules, options.batches):
         expected = None
@@ -175,8 +188,7 @@ def main(argv: list[str] | None = None) -> int:
             results.append(result)
             print(result, flush=True)
             measure.write(options.output, {"results": results})
-    print(pd.DataFrame(results).to_string(index=False))
-    return 0
+    return results
 
 
 if __name__ == "__main__":

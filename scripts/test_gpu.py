@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from dlrm.hints import Parser
+from dlrm.hints import Parser, count
 from dlrm.machine import cores
 from dlrm.measure import ROOT
 
@@ -38,7 +38,7 @@ def run(tests: Sequence[str], part: str) -> tuple[bool, str]:
 def main(argv: list[str] | None = None) -> int:
     """Run all parts; returns 1 if a test failed."""
     parser = Parser(__doc__)
-    parser.add_argument("--jobs", type=int, default=min(12, cores()), help="processes")
+    parser.add_argument("--jobs", type=count, default=min(12, cores()), help="processes")
     parser.add_argument("tests", nargs="*", default=["tests"], help="as for pytest")
     options = parser.parse_args(argv)
     parts = [f"{index}/{options.jobs}" for index in range(options.jobs)]

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "test_gpu.py"))
 FILE = "tests/test_hints.py"
@@ -33,3 +35,10 @@ def test_a_failing_part_is_told_in_full(tmp_path):
     assert not passed
     assert "assert 1 == 2" in output
     assert "not of the GPU" not in output
+
+
+def test_no_processes_at_all_are_refused(capsys):
+    with pytest.raises(SystemExit) as stop:
+        SCRIPT["main"](["--jobs", "0"])
+    assert stop.value.code == 2
+    assert "must be a whole number, 1 or more" in capsys.readouterr().err

@@ -85,3 +85,13 @@ def test_a_wrong_result_is_not_reported(monkeypatch):
     monkeypatch.setattr(interaction, "dot_interaction", lambda *x: right(*x) * 1.01)
     with pytest.raises(SystemExit, match=r"differs from PyTorch by .*: nothing is reported"):
         main_of("benchmark_interaction")(SMALL["benchmark_interaction"])
+
+
+def test_offloaded_tables_whose_losses_differ_are_an_error(capsys, monkeypatch, tmp_path):
+    main = main_of("benchmark_offload")
+    losses = iter([[0.5], [0.6]])
+    result = {"ms": 1.0}
+    monkeypatch.setitem(main.__globals__, "measure_one", lambda *_: (dict(result), next(losses)))
+    given = ["--device", "cpu", "--cap", "500", "--batches", "32", "--rules", "sgd"]
+    assert main([*given, "--output", str(tmp_path / "offload.json")]) == 2
+    assert "error: offload sgd 32: losses differ by 0.09" in capsys.readouterr().err
