@@ -114,7 +114,7 @@ class Tracker:
         apart, to TensorBoard's hparams page.
         """
         told = {name: value for name, value in options.items() if name not in hidden}
-        flat = pd.json_normalize(told).iloc[0].items()
+        flat = pd.json_normalize(told).astype(object).iloc[0].items()  # not NumPy's numbers
         plain = {
             str(name): value if isinstance(value, bool | int | float | str) else str(value)
             for name, value in flat

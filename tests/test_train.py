@@ -1,5 +1,6 @@
 """The program as its user meets it: processes, files, event files."""
 
+import importlib
 import json
 import os
 import re
@@ -214,7 +215,11 @@ def test_a_diverging_run_says_so(data, tmp_path):
     assert "lower --optim.lr" in done.stderr
 
 
-def test_mistakes_are_one_line_and_leave_nothing(data, tmp_path):
+def test_mistakes_are_one_line_and_leave_nothing(data, tmp_path, monkeypatch, capsys):
+    done = run("train.py", "--data", tmp_path / "none", "--output", tmp_path / "out", status=2)
+    assert done.stderr.count("error:") == 1
+    monkeypatch.syspath_prepend(str(ROOT))
+    main = importlib.import_module("train").main
     cases = [
         (["--data", tmp_path / "none"], "does not exist"),
         (["--tables.kinds", "{C99: tt}"], "names table 'C99'"),
@@ -227,9 +232,15 @@ def test_mistakes_are_one_line_and_leave_nothing(data, tmp_path):
     if not torch.cuda.is_available():
         cases.append((["--device", "cuda"], "there is no CUDA GPU"))
     for options, text in cases:
-        done = run("train.py", "--data", data, "--output", tmp_path / "out", *options, status=2)
-        assert text in done.stderr
-        assert done.stderr.count("error:") == 1
+        given = ["--data", data, "--output", tmp_path / "out", *options]
+        try:
+            status = main([str(argument) for argument in given])
+        except SystemExit as stop:
+            status = stop.code
+        error = capsys.readouterr().err
+        assert status == 2
+        assert text in error
+        assert error.count("error:") == 1
     assert not (tmp_path / "out").exists()
 
 
