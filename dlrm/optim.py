@@ -94,16 +94,19 @@ class RowOptimizer(torch.optim.Optimizer):
         """Update the rows that a sparse gradient names."""
         assert parameter.grad is not None
         rows, cached = parameter.grad._indices()[0], cached_rows(parameter)
-        if cached is not None and not cached.active:
-            cached = None  # of a copied or converted table: it has none until it gets an optimizer
-        device = parameter.device
+        states, device = list(self.state[parameter].values()), parameter.device
+        if cached is not None and not cached.keeps(
+            states
+        ):  # but those of a later optimizer, or none
+            cached.stop()
+            cached = None
         with torch.cuda.device_of(parameter):  # kernels start on the current GPU
             update_rows(
                 rule,
                 parameter,
                 rows,
                 parameter.grad._values(),
-                list(self.state[parameter].values()),
+                states,
                 lr=group["lr"].to(device),
                 plan=announced(rows),
                 cached=cached,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dlrm.embeddings.planner import choose_tables
 from dlrm.embeddings.registry import available
+from dlrm.hints import nearest
 
 Plan = list[tuple[str, dict[str, Any]]]  # kind and options of each table
 
@@ -76,6 +77,9 @@ def plan(
         raise ValueError("--emb auto needs a budget: set --budget 20MB or --budget 100x")
     if threshold is None:
         threshold = THRESHOLD if budget is None else 0
+    for one in {kind, *kinds.values()} - {AUTO}:
+        if one not in (valid := available()):
+            raise ValueError(f"unknown embedding kind {one!r}{nearest(one, valid)}")
     for name in kinds:
         if name not in names:
             raise ValueError(f"tables.kinds names table {name!r}; the data has {', '.join(names)}")
@@ -125,7 +129,9 @@ def _fit(
     row = 4 * embedding_dim
     limit = parse_bytes(budget, row * sum(num_embeddings))
     dense = row * sum(rows for table, rows in enumerate(num_embeddings) if table not in chosen)
-    if dense >= limit or not chosen:
+    if not chosen and dense <= limit:
+        return []
+    if dense >= limit:
         raise ValueError(
             f"a budget of {limit:,} bytes is used up by the dense tables alone ({dense:,} bytes): "
             "raise the budget, or let more tables be compressed with tables.threshold"

@@ -9,6 +9,7 @@ How rows move: :mod:`dlrm.kernels.row_moves`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -215,8 +216,15 @@ class CachedRows:
         self.index.clear()
         self._coming, self._fetched = None, False
 
+    def keeps(self, states: Sequence[Tensor]) -> bool:
+        """Whether rows move, and with them just these tensors of :meth:`new_rows`."""
+        own = [id(host) for host, _ in self.tensors[1:]]
+        return self.active and own == [id(state) for state in states]
+
     def stop(self) -> None:
         """Write all back and cache no longer, until the next :meth:`start`."""
+        if not self.active:
+            return
         self.release()
         self.tensors = [(self.tensors[0][0],) * 2]
         self.active = False

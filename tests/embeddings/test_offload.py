@@ -268,7 +268,8 @@ def test_another_optimizer_may_take_over():
     groups, optimizers = pair("adagrad", 9)
     train(groups, optimizers, 10)
     others = [torch.optim.SGD(group.parameters(), lr=0.1) for group in groups]
-    for steppers in (others, optimizers):  # and give back
+    later = [RowOptimizer(group.parameters(), "adam", lr=0.1) for group in groups]
+    for steppers in (later, others, optimizers, later):
         for _ in range(5):
             ids = draw()
             for group, optimizer in zip(groups, steppers, strict=True):

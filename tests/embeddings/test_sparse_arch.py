@@ -81,11 +81,19 @@ def test_a_budget_is_kept_and_used(kind, ratio):
     assert 0.6 * dense / ratio < total <= dense / ratio
 
 
+def test_a_budget_that_all_dense_tables_fit_into_is_no_error():
+    assert plan(NAMES, SIZES, 8, "hash", largest=0, budget="1x") == [("dense", {})] * len(NAMES)
+
+
 def test_impossible_wishes_say_why():
     with pytest.raises(ValueError, match="names table 'z'"):
         kinds_of("tt", kinds={"z": "tt"})
     with pytest.raises(ValueError, match="used up by the dense tables"):
         kinds_of("hash", threshold=1000, budget="100B")
+    with pytest.raises(ValueError, match=r"unknown embedding kind 'hsh', did you mean 'hash'"):
+        kinds_of("hsh", budget="10KB")
+    with pytest.raises(ValueError, match=r"unknown embedding kind 'hsh', did you mean 'hash'"):
+        kinds_of("tt", kinds={"a": "hsh"})
     with pytest.raises(ValueError, match=r"drop tables\.kinds or budget"):
         kinds_of("hash", budget="10KB", kinds={"a": "hash"})
 
