@@ -116,7 +116,8 @@ class Tracker:
         told = {name: value for name, value in options.items() if name not in hidden}
         flat = pd.json_normalize(told).astype(object).iloc[0].items()  # not NumPy's numbers
         plain = {
-            str(name): value if isinstance(value, bool | int | float | str) else str(value)
+            # hparams would make a number of a bool
+            str(name): value if type(value) in (int, float, str) else str(value)
             for name, value in flat
         }
         shown = {name: final[name] for name in HPARAM_METRICS if name in final}
