@@ -95,10 +95,8 @@ class RowOptimizer(torch.optim.Optimizer):
         assert parameter.grad is not None
         rows, cached = parameter.grad._indices()[0], cached_rows(parameter)
         states, device = list(self.state[parameter].values()), parameter.device
-        if cached is not None and not cached.keeps(
-            states
-        ):  # but those of a later optimizer, or none
-            cached.stop()
+        if cached is not None and not cached.keeps(states):
+            cached.stop()  # it was that of a later optimizer, or none
             cached = None
         with torch.cuda.device_of(parameter):  # kernels start on the current GPU
             update_rows(
