@@ -8,6 +8,7 @@ of the loop. ``latest`` and ``best`` are links to such directories.
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import warnings
@@ -120,7 +121,8 @@ def save(
 ) -> None:
     """Write a checkpoint under a temporary name, rename it, and let links point to it.
 
-    Checkpoints that no link points to any longer are removed. Every process must call it.
+    Checkpoints of such a name, but for the number, that no link points to any longer are removed;
+    what else lies there is the user's. Every process must call it.
 
     Args:
         path: of the checkpoint, in the directory of a run's checkpoints.
@@ -164,7 +166,8 @@ def save(
                 new.unlink(missing_ok=True)
                 new.symlink_to(name)
         kept = {(directory / link).resolve().name for link in (LATEST, BEST)}
-        for old in directory.iterdir():
+        alike = path.name.rstrip("0123456789")
+        for old in sorted(directory.glob(f"{glob.escape(alike)}*")):
             if not old.is_symlink() and old.name not in kept:
                 shutil.rmtree(old, ignore_errors=True)
     world.wait()

@@ -1,5 +1,6 @@
 import copy
 import json
+import shutil
 
 import pytest
 import torch
@@ -84,6 +85,16 @@ def test_links_point_to_whole_checkpoints_and_the_rest_is_removed(tmp_path):
     save(directory / "step_3", recipe, model, optimizers, links=both)  # again, resumed since
     assert len(names()) == 3
     assert checkpoint.about(tmp_path)["recipe"] == recipe
+
+
+def test_what_the_user_keeps_beside_checkpoints_stays(tmp_path):
+    recipe, model, optimizers = make("dense")
+    directory = tmp_path / "checkpoints"
+    save(directory / "step_1", recipe, model, optimizers)
+    shutil.copytree(directory / "step_1", directory / "before_the_change")
+    save(directory / "step_2", recipe, model, optimizers)
+    assert {path.name for path in directory.iterdir()} == {"latest", "step_2", "before_the_change"}
+    assert checkpoint.about(directory / "before_the_change")["recipe"] == recipe
 
 
 def test_a_failed_save_leaves_what_there_was(tmp_path, monkeypatch):
