@@ -293,7 +293,7 @@ def load(
                 planner=_LoadPlanner(flatten_state_dict=False),
                 no_dist=world is None or world.size == 1,
             )
-    except (Exception, CheckpointException) as error:
+    except (Exception, CheckpointException) as error:  # which is a BaseException only
         raise ValueError(f"{directory} can't be read as a checkpoint: {_reason(error)}") from None
     parts.restore(groups)
 

@@ -71,7 +71,11 @@ class EmbeddingBag(nn.Module):
     def from_pretrained(
         cls, embeddings: Tensor, freeze: bool = True, *, kind: str = "dense", **options: Any
     ) -> Self:
-        """An embedding of any kind that starts from the rows of ``embeddings [V, D]``."""
+        """An embedding of any kind that starts from the rows of ``embeddings [V, D]``.
+
+        Raises:
+            ValueError: they are no rows.
+        """
         if embeddings.dim() != 2:
             raise ValueError(f"embeddings have {embeddings.dim()} dimensions, they must be [V, D]")
         rows, dim = embeddings.shape
@@ -93,6 +97,10 @@ class EmbeddingBag(nn.Module):
 
         Returns:
             ``[B, D]``.
+
+        Raises:
+            ValueError: offsets or weights that do not fit the ids.
+            IndexError: an id outside of the table.
         """
         if per_sample_weights is not None and per_sample_weights.shape != input.shape:
             raise ValueError(

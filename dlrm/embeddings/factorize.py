@@ -21,6 +21,9 @@ def factorize_rows(rows: int, d: int) -> tuple[int, ...]:
         rows: number of rows V.
         d: number of factors.
 
+    Raises:
+        ValueError: no row, or no factor.
+
     Reference: Yin, Acun, Liu, Wu, "TT-Rec", arXiv 2101.11714; the rule gives its shapes for
     Criteo's tables.
     """

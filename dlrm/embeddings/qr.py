@@ -177,7 +177,11 @@ class QR(Embedding):
 
 
 def dims(embedding_dim: int, operation: Operation) -> tuple[int, int]:
-    """Length of a quotient row and of a remainder row."""
+    """Length of a quotient row and of a remainder row.
+
+    Raises:
+        ValueError: an unknown operation, or nothing to cut in two.
+    """
     if operation not in get_args(Operation):
         raise ValueError(
             f"qr operation is {operation!r}; set --qr.operation to one of "
