@@ -191,14 +191,15 @@ class World:
         return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
     def gather_ids(self, tables: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Tables and ids of a batch over all processes: ``[F, 1]`` and ``[F, B]``, or both
-        ``[nnz]``.
+        """Tables and ids of a batch over all processes, in its order: ``[F, 1]`` and ``[F, B]``, or
+        both ``[nnz]``, table by table.
         """
         samples = ids.shape[-1]
         sizes = self.sizes(samples, ids.device)
         if ids.dim() == 2:
             return tables, torch.cat(self.gather(ids.t().contiguous(), sizes)).t().contiguous()
         both = torch.cat(self.gather(torch.stack([tables, ids.to(tables)], 1), sizes))
+        both = both[both[:, 0].argsort(stable=True)]
         return both[:, 0], both[:, 1]
 
     def in_order(

@@ -169,6 +169,7 @@ def main():
     for by in ("table", "row", "column"):
         check_training(world, by, "paged" if by == "row" else "dense", by=by)
     check_training(world, "multi-hot", "dense", multi_hot=True, by="row")
+    check_training(world, "multi-hot cache", "tt", multi_hot=True)
     check_training(world, "clip", "dense", clip_norm=0.05)
     check_training(world, "replicas", "dense", by="replicate")
     check_training(world, "wire", "dense", wire="bf16")

@@ -110,7 +110,7 @@ class SparseArch(nn.Module):
         batch = (offsets.numel() - 1) // len(self.num_embeddings)
         bounds = offsets[::batch].tolist() if batch else [0] * (len(self.num_embeddings) + 1)
         spans = [slice(bounds[slot], bounds[slot + 1]) for slot in self.slots[index]]
-        lengths = offsets.diff().view(-1, batch)[slots].view(-1)
+        lengths = offsets.diff().view(len(self.num_embeddings), batch)[slots].view(-1)
         return (
             torch.cat([ids[span] for span in spans]),
             torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
