@@ -104,8 +104,9 @@ def publish(summary: pd.DataFrame, options: argparse.Namespace, report: dict[str
 
 def compare_kinds(options: argparse.Namespace) -> None:
     """Train what is missing, then compare."""
-    for directory in filter(None, (options.data, options.validation)):
-        Meta.read(directory)
+    meta = Meta.read(options.data)
+    if options.validation:
+        Meta.read(options.validation)
     valid = ["auto", *available()]
     for kind in (*options.kinds, *dict(options.lr)):
         if kind not in valid:
@@ -131,6 +132,7 @@ def compare_kinds(options: argparse.Namespace) -> None:
         "config": options.config,
         "options": options.options,
         "embeddings_lr": rates,
+        "best_possible": meta.planted.get("test"),
         "impossible": impossible,
     }
     publish(summary, options, report)
