@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from dlrm.hints import Parser, count
 from dlrm.machine import cores
@@ -44,7 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     parts = [f"{index}/{options.jobs}" for index in range(options.jobs)]
     failed = 0
     with ThreadPoolExecutor(options.jobs) as pool:
-        for passed, output in pool.map(lambda part: run(options.tests, part), parts):
+        for done in as_completed([pool.submit(run, options.tests, part) for part in parts]):
+            passed, output = done.result()
             failed += not passed
             print(output, flush=True)
     print(f"{failed} of {len(parts)} parts failed" if failed else "all parts passed")

@@ -109,17 +109,18 @@ def test_codes_of_any_length_are_read(parts, clusters, device):
     assert relative(out, exact) < TOLERANCE[torch.float16]
 
 
-def test_no_tokens():
-    packed = pack(torch.randint(4, (10, 2)), 2)
-    products = torch.randn(2, 4, 0, requires_grad=True)
+def test_no_tokens(device):
+    packed = pack(torch.randint(4, (10, 2), device=device), 2)
+    products = torch.randn(2, 4, 0, device=device, requires_grad=True)
     out = codebook_sum(products, packed, None, 2, members(packed, 2, 2, 4), impl="triton")
     assert out.shape == (0, 10)
     out.sum().backward()
     assert products.grad.shape == (2, 4, 0)
 
 
-def test_without_an_index_there_is_no_backward_pass():
-    packed, products = pack(torch.randint(4, (10, 2)), 2), torch.randn(2, 4, 3, requires_grad=True)
+def test_without_an_index_there_is_no_backward_pass(device):
+    packed = pack(torch.randint(4, (10, 2), device=device), 2)
+    products = torch.randn(2, 4, 3, device=device, requires_grad=True)
     out = codebook_sum(products, packed, None, 2, None, impl="triton")
     with pytest.raises(ValueError, match="without an index has no backward pass"):
         out.sum().backward()
