@@ -38,7 +38,8 @@ MANY = 6000  # tiles that fill a GPU; with more entries, tiles have up to 8 part
 
 
 @triton.jit
-def _add_equal(sum_a, row_a, sum_b, row_b):
+def add_equal(sum_a, row_a, sum_b, row_b):
+    """Of a scan along sorted rows: the sum of what came so far of the same row."""
     return tl.where(row_a == row_b, sum_a + sum_b, sum_b), row_b
 
 
@@ -165,10 +166,10 @@ def _merge(
         row = tl.load(rows + k, mask=inside, other=-1)
         following = tl.load(rows + k + 1, mask=k + 1 < n, other=-1)
         entry = tl.load(order + k, mask=inside, other=0)
-        mask = inside[:, None] & (column < D)
+        mask = (row >= 0)[:, None] & (column < D)  # entries left out have no gradient to be read
         grad = tl.load(grads + entry[:, None] * D + column, mask=mask, other=0.0).to(tl.float32)
         keys = tl.broadcast_to(row[:, None], (BLOCK, BLOCK_D))
-        total, _ = tl.associative_scan((grad, keys), 0, _add_equal)
+        total, _ = tl.associative_scan((grad, keys), 0, add_equal)
         total += tl.where((row == last_row)[:, None], last_sum, 0.0)
 
         end = inside & (row != following)
