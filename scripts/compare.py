@@ -17,7 +17,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from dlrm.files import whole
 from dlrm.hints import Parser
@@ -124,25 +124,31 @@ def render(summary: pd.DataFrame) -> str:
 
 def draw(summary: pd.DataFrame, metric: str, path: Path) -> Figure:
     """Quality or speed against bytes, one line per kind, with error bars over seeds."""
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
     for kind, points in summary.sort_values("MB").groupby("emb"):
-        line = "o" if kind == "dense" else "o-"
+        dense = kind == "dense"
         axes.errorbar(
             points["MB"],
             points[metric],
             yerr=points[f"{metric} std"].fillna(0.0),
-            fmt=line,
+            fmt="k*" if dense else "o-",
+            markersize=11 if dense else 5,
+            zorder=3 if dense else 2,
             capsize=3,
             label=kind,
         )
+        if dense:
+            axes.axhline(points[metric].max(), color="gray", linestyle="--", linewidth=0.8)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("embedding memory (MB)")
     axes.set_ylabel(f"test {metric}" if metric in QUALITY else metric)
+    if metric not in QUALITY:
+        axes.yaxis.set_major_formatter(EngFormatter())
     axes.grid(alpha=0.3)
-    axes.legend(title="--emb")
+    figure.legend(*axes.get_legend_handles_labels(), title="--emb", loc="outside right center")
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as temporary:
         figure.savefig(temporary, dpi=150, format="png")

@@ -47,8 +47,8 @@ def spread(row: dict[str, Any], name: str) -> str:
     return f"{row[name]:.4f} ± {row[f'{name} std']:.4f}"
 
 
-def pivot(result: dict[str, Any]) -> str:
-    """AUC of every kind by ratio, ``mean ± deviation`` where there are several seeds."""
+def pivot(result: dict[str, Any], metric: str = "AUC") -> str:
+    """A metric of every kind by ratio, ``mean ± deviation`` where there are several seeds."""
     rows = {(row["emb"], row["budget"]): row for row in result["results"]}
     ratios = sorted({ratio for _, ratio in rows if ratio}, key=lambda ratio: float(ratio[:-1]))
     kinds = sorted({kind for kind, ratio in rows if ratio})
@@ -57,12 +57,17 @@ def pivot(result: dict[str, Any]) -> str:
         if (kind, ratio) not in rows:
             return "-"
         row = rows[kind, ratio]
-        text = spread(row, "AUC") if row["seeds"] > 1 else f"{row['AUC']:.4f}"
-        best = max(other["AUC"] for (_, at), other in rows.items() if at == ratio)
-        return f"**{text}**" if ratio and row["AUC"] == best else text
+        text = spread(row, metric) if row[f"{metric} std"] is not None else number(row[metric])
+        best = max(other[metric] for (_, at), other in rows.items() if at == ratio)
+        return f"**{text}**" if ratio and row[metric] == best else text
 
     head = [f"`--emb` (dense: {cell('dense', '')})", *ratios]
     return markdown(head, [[f"`{kind}`", *(cell(kind, r) for r in ratios)] for kind in kinds])
+
+
+def number(value: float) -> str:
+    """A share with four places, a rate in millions."""
+    return f"{value:.4f}" if value < 1 else f"{value / 1e6:.1f} M"
 
 
 def sample() -> str:
@@ -74,16 +79,14 @@ def sample() -> str:
 
 def full() -> str:
     """The same on synthetic rows at Kaggle's full size."""
-    rows = sorted(read("frontier_h100")["results"], key=lambda r: (round(r["ratio"]), -r["AUC"]))
-    lines = [
-        [
-            *(f"`{row['emb']}`", f"{row['ratio']:,.0f}x", f"{row['MB']:,.1f}"),
-            *(f"{row['AUC']:.4f}", f"{row['log loss']:.4f}", f"{row['accuracy']:.4f}"),
-        ]
-        for row in rows
-    ]
-    head = ["`--emb`", "compression", "MB", "AUC", "log loss", "accuracy"]
-    return markdown(head, lines) + source("frontier_h100")
+    result = read("frontier_h100")
+    best = f"\nThe best possible model reaches {result['best_possible']['auc']:.4f}.\n"
+    return pivot(result) + best + source("frontier_h100")
+
+
+def full_speed() -> str:
+    """Samples per second of training steps there."""
+    return pivot(read("frontier_h100"), "samples/s") + source("frontier_h100")
 
 
 def tt_rec() -> str:
@@ -332,6 +335,7 @@ TABLES = {
     for table in (
         sample,
         full,
+        full_speed,
         tt_rec,
         compressed,
         cpu_step,

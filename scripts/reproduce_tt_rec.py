@@ -29,6 +29,8 @@ mpl.use("Agg")
 
 import matplotlib.pyplot as plt
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullFormatter
 from pool import Pool, Run, step_speed
 
 from dlrm import measure
@@ -208,36 +210,68 @@ def draw(summary: pd.DataFrame, path: Path) -> None:
     """Loss of accuracy, and time of a step if it was measured, against compression."""
     labels = [label for label in AXES if label in summary]
     figure, panels = plt.subplots(
-        1, len(labels), figsize=(6 * len(labels), 4.5), layout="constrained", squeeze=False
+        1, len(labels), figsize=(6.5 * len(labels), 5), layout="constrained", squeeze=False
     )
-    parts = summary["cell"].str.extract(r"^(fitted-)?tt(\d+)-r\d+(-c)?").fillna("")
     for axes, label in zip(panels[0], labels, strict=True):
-        axes.axhline(summary[label][0], color="gray", linestyle="--", label="dense")
-        for (fitted, tables, cached), points in summary.groupby([parts[0], parts[1], parts[2]]):
-            if not tables or points[label].isna().all():
-                continue
-            points = points.sort_values("ratio")
-            spread = points.get(f"{label} std")
-            name = f"{tables} tables" + (", with caches" if cached else "")
-            axes.errorbar(
-                points["ratio"],
-                points[label],
-                yerr=None if spread is None else spread.fillna(0.0),
-                fmt="kx" if fitted else ("s:" if cached else "o-"),
-                capsize=3,
-                label=None if fitted else name,
-            )
-        if parts[0].any() and label == labels[0]:
-            axes.plot([], [], "kx", label="dense, compressed and fine-tuned")
+        draw_points(axes, summary, label)
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.xaxis.set_major_formatter("{x:g}x")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.margins(x=0.1)
         axes.set_xlabel("compression of all embeddings")
         axes.set_ylabel(AXES[label])
         axes.grid(alpha=0.3)
-        axes.legend()
+    figure.legend(
+        *panels[0, 0].get_legend_handles_labels(),
+        title="beside a point: its rank, or the share of rows in its cache",
+        loc="outside lower center",
+        ncols=6,
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as temporary:
         figure.savefig(temporary, dpi=150, format="png")
     plt.close(figure)
+
+
+def draw_points(axes: Axes, summary: pd.DataFrame, label: str) -> None:
+    """One column of the summary against compression.
+
+    No lines join the points: along the ranks of some tables, both go up and down.
+    """
+    axes.axhline(summary[label][0], color="gray", linestyle="--", label="dense")
+    parts = summary["cell"].str.extract(r"^(fitted-)?tt(\d+)-r(\d+)(-c)?([\d.e-]+)?$").fillna("")
+    colors = {tables: f"C{color}" for color, tables in enumerate(sorted(set(parts[1])))}
+    for (fitted, tables, cached), points in summary.groupby([parts[0], parts[1], parts[3]]):
+        if not tables or points[label].isna().all():
+            continue
+        spread = points.get(f"{label} std")
+        axes.errorbar(
+            points["ratio"],
+            points[label],
+            yerr=None if fitted or spread is None else spread.fillna(0.0),
+            fmt="x" if fitted else ("s" if cached else "o"),
+            color="black" if fitted else colors[tables],
+            markerfacecolor="white" if cached else None,
+            capsize=3,
+            label="_" if fitted else f"{tables} tables" + (" with a cache" if cached else ""),
+        )
+        if fitted:
+            continue
+        low, high = points["ratio"].min(), points["ratio"].max()
+        named = points[["ratio", label]].join(parts[[2, 4]])
+        for ratio, value, rank, share in named.itertuples(index=False):
+            left = ratio < high if cached else ratio == low
+            axes.annotate(
+                f"{100 * float(share):g}%" if cached else rank,
+                (ratio, value),
+                xytext=(-6 if left else 5, 3 if cached or ratio < high else -10),
+                ha="right" if left else "left",
+                textcoords="offset points",
+                fontsize=8,
+            )
+    if parts[0].any():
+        axes.plot([], [], "kx", label="dense, compressed and fine-tuned")
 
 
 def reproduce(options: argparse.Namespace) -> None:
