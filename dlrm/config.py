@@ -201,6 +201,9 @@ class ShardingConfig:
     """Dense tables of fewer rows are replicated."""
     wire: Literal["fp32", "bf16"] = "fp32"
     """Type in which vectors and their gradients travel between processes."""
+    exchange: Literal["auto", "peers", "collective"] = "auto"
+    """How they travel: peers read and write each other's memory, each distinct row once; auto does
+    so where the GPUs of one host reach each other, and elsewhere uses collectives."""
 
     def __post_init__(self) -> None:
         ways = ("auto", "replicate", "table", "row", "column")

@@ -72,8 +72,12 @@ class World:
 
     rank: int = 0
     size: int = 1
+    even: bool = False
+    """In the present step every rank has as many samples."""
     static: bool = False
     """The present step has equal shapes on every rank, so that no sizes need be exchanged."""
+    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
+    """Where this process computes."""
     _endings: list[WeakMethod[Callable[[], object]]] = field(default_factory=list, repr=False)
     _store: dist.Store | None = field(default=None, repr=False)
 
@@ -98,6 +102,7 @@ class World:
 
     def join(self, device: torch.device) -> torch.device:
         """Join the process group, NCCL on GPUs, gloo on CPUs; returns the device."""
+        self.device = device
         if self.size > 1:
             if device.type == "cuda":
                 torch.cuda.set_device(device)

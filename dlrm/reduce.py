@@ -107,12 +107,12 @@ class Reducer:
     def step(self, total: int, *, one_hot: bool) -> Iterator[None]:
         """A training step on a batch of ``total`` samples over all processes."""
         self._total = total
-        on_gpu = self._late[0].is_cuda
-        self.world.static = one_hot and on_gpu and total % self.world.size == 0
+        self.world.even = total % self.world.size == 0
+        self.world.static = self.world.even and one_hot and self._late[0].is_cuda
         try:
             yield
         finally:
-            self.world.static = False
+            self.world.even = self.world.static = False
 
     def _arrived(self) -> None:
         self._missing -= 1

@@ -168,6 +168,7 @@ def main():
         check_training(world, kind, kind, threshold=300)
     for by in ("table", "row", "column"):
         check_training(world, by, "paged" if by == "row" else "dense", by=by)
+        check_training(world, f"{by}, peers", "dense", by=by, exchange="peers")
     check_training(world, "multi-hot", "dense", multi_hot=True, by="row")
     check_training(world, "multi-hot cache", "tt", multi_hot=True)
     check_training(world, "clip", "dense", clip_norm=0.05)

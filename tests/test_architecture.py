@@ -10,7 +10,8 @@ FILES = sorted((ROOT / "dlrm").rglob("*.py"))
 
 LOW = (
     *("dlrm.config", "dlrm.distributed", "dlrm.files", "dlrm.hints", "dlrm.machine"),
-    *("dlrm.measure", "dlrm.metrics", "dlrm.optim", "dlrm.rules", "dlrm.shards", "dlrm.tracking"),
+    *("dlrm.measure", "dlrm.metrics", "dlrm.optim", "dlrm.peers", "dlrm.rules", "dlrm.shards"),
+    "dlrm.tracking",
 )
 """What knows nothing of embeddings."""
 HIGH = (

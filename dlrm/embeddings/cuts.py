@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
 from dlrm.distributed import World, exchange
+from dlrm.embeddings.direct import Direct
 from dlrm.embeddings.partition import Piece
 from dlrm.kernels.lookup import lookup, lookup_tables
 
@@ -21,12 +24,18 @@ class Cut(nn.Module, ABC):
         num_tables: tables of the group.
         world: the processes.
         wire: type in which vectors travel.
+        peers: processes read rows where they lie and write gradients there, where they can.
     """
 
     name = ""
 
     def __init__(
-        self, pieces: Sequence[Piece], num_tables: int, world: World, wire: torch.dtype | None
+        self,
+        pieces: Sequence[Piece],
+        num_tables: int,
+        world: World,
+        wire: torch.dtype | None,
+        peers: bool,
     ) -> None:
         super().__init__()
         self.world, self.wire = world, wire
@@ -58,10 +67,42 @@ class Cut(nn.Module, ABC):
         self._first: Tensor  # [F], first row of the local piece of each table
         self._count: Tensor  # [F], its rows; 0 where there is none
         self._place: Tensor  # [F], where it begins in the weight
+        self.direct: Direct | None = None
+        if peers and len({piece.width for piece in pieces}) == 1:
+            self._reach(pieces)
+
+    def _reach(self, pieces: Sequence[Piece]) -> None:
+        """Give every row the key by which peers look it up."""
+        heights = [sum(piece.height for piece in own) for own in self.by_rank]
+        asked = [len(own) for own in self.by_rank]
+        self.direct = Direct(self.world, max(heights) + 1, self.width, asked)
+        keys: dict[Piece, int] = {}  # of the first row of a piece
+        for rank, own in enumerate(self.by_rank):
+            begins = accumulate((piece.height for piece in own[:-1]), initial=0)
+            keys |= {p: self.direct.key_of(rank, at) for p, at in zip(own, begins, strict=False)}
+        for name, values in self._slots_of(keys).items():
+            tensor = torch.tensor(values, dtype=self.direct.key_type)
+            self.register_buffer(name, tensor, persistent=False)
+        self._slot_tables: Tensor  # [S], table of each look-up of a sample
+        self._slot_keys: Tensor  # [S], key of its row 0
+
+    def _slots_of(self, keys: Mapping[Piece, int]) -> dict[str, list[int]]:
+        """What :meth:`keys` needs, from the key of each piece's first row."""
+        place = {table: index for index, table in enumerate(self.order)}
+        slots = sorted(keys, key=lambda piece: (place[piece.table], piece.columns))
+        return {
+            "_slot_tables": [piece.table for piece in slots],
+            "_slot_keys": [keys[piece] for piece in slots],
+        }
+
+    def keys(self, ids: Tensor) -> Tensor:
+        """By which peers look up ``ids [F, B]``: ``[B, S]``, S a multiple of the tables."""
+        keys = ids.index_select(0, self._slot_tables) + self._slot_keys[:, None]
+        return keys.t().contiguous()
 
     @property
     def order(self) -> list[int]:
-        """The tables in the order in which :meth:`finish` gives their vectors."""
+        """The tables in the order in which their vectors are given."""
         return self.tables
 
     def held(self) -> Iterator[tuple[Piece, int]]:
@@ -76,8 +117,26 @@ class Cut(nn.Module, ABC):
         rows = torch.where(inside, rows + self._place[tables], self.height)
         return lookup(weight, rows, sparse=True) * inside[..., None]
 
-    def start(self, weight: Tensor, ids: Tensor) -> list[Tensor]:
-        """Look up ``ids [F, B]`` at their holders: from every rank ``[B, pieces, width]``."""
+    def new_weight(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Zeros for the local rows, and one row more, for ids that others hold."""
+        if self.direct is not None:
+            return self.direct.new_weight(self.height + 1, device, dtype)
+        return torch.zeros(self.height + 1, self.width, device=device, dtype=dtype)
+
+    def start(self, weight: Tensor, ids: Tensor) -> Callable[[], list[Tensor]]:
+        """Look up ``ids [F, B]`` at their holders.
+
+        Returns:
+            What gives the full vectors ``[B, F_i, D]``, tables in ``order``, to be called where
+            they are wanted.
+        """
+        if self.direct is not None and self.direct.serves(weight):
+            found = self.direct(weight, self.keys(ids))
+            return lambda: [found.view(len(found), len(self.order), -1)]
+        return partial(self.finish, self._exchange(weight, ids))
+
+    def _exchange(self, weight: Tensor, ids: Tensor) -> list[Tensor]:
+        """Ids to their holders, and vectors back: from every rank ``[B, pieces, width]``."""
         batch = ids.shape[1]
         sizes = self.world.sizes(batch, ids.device)
         asked = exchange(
@@ -132,13 +191,38 @@ class RowCut(Cut):
     name = "by_rows"
 
     def __init__(
-        self, pieces: Sequence[Piece], num_tables: int, world: World, wire: torch.dtype | None
+        self,
+        pieces: Sequence[Piece],
+        num_tables: int,
+        world: World,
+        wire: torch.dtype | None,
+        peers: bool,
     ) -> None:
-        super().__init__(pieces, num_tables, world, wire)
+        super().__init__(pieces, num_tables, world, wire, peers)
         place = {table: slot for slot, table in enumerate(self.tables)}
         slots = [place[piece.table] for own in self.by_rank for piece in own]
         self.register_buffer("_slots", torch.tensor(slots), persistent=False)
         self._slots: Tensor  # place in the output of all that arrives
+        self._firsts: Tensor  # [pieces], first row of each, tables behind one another
+        self._moves: Tensor  # [pieces], how far the keys of its rows are from there
+
+    def _slots_of(self, keys: Mapping[Piece, int]) -> dict[str, list[int]]:
+        starts = [0]
+        for table in self.tables:
+            starts.append(starts[-1] + max(p.rows[1] for p in keys if p.table == table))
+        first = {p: starts[self.tables.index(p.table)] + p.rows[0] for p in keys}
+        ordered = sorted(first, key=first.__getitem__)
+        return {
+            "_slot_tables": self.tables,
+            "_slot_keys": starts[:-1],
+            "_firsts": [first[piece] for piece in ordered],
+            "_moves": [keys[piece] - first[piece] for piece in ordered],
+        }
+
+    def keys(self, ids: Tensor) -> Tensor:
+        rows = super().keys(ids)
+        piece = torch.searchsorted(self._firsts, rows, right=True) - 1
+        return rows + self._moves[piece]
 
     def finish(self, chunks: list[Tensor]) -> list[Tensor]:
         arrived = torch.cat(chunks, dim=1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,14 @@ from dlrm.distributed import World, exchange
 from dlrm.embeddings.base import Common, Embedding, row_offsets
 from dlrm.embeddings.cuts import ColumnCut, Cut, RowCut, WholeTables
 from dlrm.embeddings.partition import Piece, describe, place
+from dlrm.hints import nearest
 from dlrm.kernels.branch import branch_of
 from dlrm.kernels.lookup import lookup, lookup_tables
+from dlrm.peers import in_reach, one_host
 from dlrm.shards import Shards
 
 CHUNK = 1 << 20  # rows drawn at a time
+EXCHANGES = ("auto", "peers", "collective")
 EXCHANGE = 1  # the branch beside which small tables are looked up, and their gradients reduced
 
 
@@ -38,6 +41,8 @@ class Sharding:
     """Of the tables of the model that are not replicated."""
     wire: torch.dtype | None = None
     """Type in which vectors and gradients travel; their own if None."""
+    peers: bool = False
+    """Whether processes read each other's rows where they lie and write gradients there."""
     text: str = ""
     """The plan, to be read."""
 
@@ -52,6 +57,7 @@ def spread(
     tables: Mapping[str, str] | None = None,
     threshold: int = 0,
     wire: str = "fp32",
+    exchange: str = "auto",
 ) -> Sharding | None:
     """Decide which tables are held in pieces, and by whom.
 
@@ -66,14 +72,16 @@ def spread(
         tables: ways of tables by name.
         threshold: dense tables of fewer rows are replicated.
         wire: fp32 or bf16, see :class:`Sharding`.
+        exchange: peers, collective, or auto: peers where GPUs of one host reach each other.
 
     Returns:
         None where nothing is: with one process, or only replicated tables.
 
     Raises:
-        ValueError: an unknown name or way, a table of a kind that is not held in pieces, or pages
-            that have devices of their own.
+        ValueError: an unknown name, way or exchange, a table of a kind that is not held in pieces,
+            pages that have devices of their own, or peers that can't be.
     """
+    _check_exchange(world, wire, exchange)
     num_embeddings, plan = recipe["num_embeddings"], recipe["plan"]
     tables = tables or {}
     for name in tables:
@@ -104,7 +112,24 @@ def spread(
     pieces = place(num_embeddings, dim, world.size, ways=ways, loads=loads, page=page)
     text = describe(pieces, dict(enumerate(names)), loads)
     narrow = torch.bfloat16 if wire == "bf16" else None
-    return Sharding(world=world, pieces=pieces, wire=narrow, text=text)
+    peers = exchange == "peers" or (exchange == "auto" and narrow is None and in_reach(world))
+    text += f"\nexchange by {'peers' if peers else 'collectives'}"
+    return Sharding(world=world, pieces=pieces, wire=narrow, peers=peers, text=text)
+
+
+def _check_exchange(world: World, wire: str, exchange: str) -> None:
+    if exchange not in EXCHANGES:
+        raise ValueError(f"unknown exchange {exchange!r}{nearest(exchange, EXCHANGES)}")
+    if exchange == "peers" and wire != "fp32":
+        raise ValueError(
+            f"--sharding.exchange peers sends no {wire}: drop --sharding.wire, or use "
+            "--sharding.exchange collective"
+        )
+    if exchange == "peers" and not one_host(world):
+        raise ValueError(
+            "--sharding.exchange peers needs all processes on one host, these are on several: use "
+            "--sharding.exchange collective"
+        )
 
 
 class Sharded(Embedding):
@@ -139,7 +164,7 @@ class Sharded(Embedding):
             kind = ColumnCut if narrow else RowCut if len(own) > 1 else WholeTables
             kinds[kind] += own
         self.cuts = nn.ModuleList(
-            kind(own, self.num_tables, sharding.world, sharding.wire)
+            kind(own, self.num_tables, sharding.world, sharding.wire, sharding.peers)
             for kind, own in kinds.items()
             if own
         )
@@ -163,8 +188,23 @@ class Sharded(Embedding):
         return list(self.cuts)  # type: ignore[arg-type]
 
     def _new_weights(self) -> list[nn.Parameter]:
-        """A weight per cut, with one row more than it holds, for ids that others hold."""
-        return [nn.Parameter(torch.zeros(cut.height + 1, cut.width)) for cut in self._cuts()]
+        """A weight per cut."""
+        where = torch.get_default_device(), torch.get_default_dtype()
+        return [nn.Parameter(cut.new_weight(*where)) for cut in self._cuts()]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What ``.to`` and its kind do: weights move to where peers can read them."""
+        cuts = [cut for cut in self._cuts() if cut.direct is not None]
+        held = {cut.name: self._parameters.pop(cut.name) for cut in cuts}
+        super()._apply(fn, recurse)
+        for cut in cuts:
+            weight = held[cut.name]
+            assert weight is not None
+            like = fn(weight.data[:0])
+            if (like.device, like.dtype) != (weight.device, weight.dtype):
+                weight.data = cut.new_weight(like.device, like.dtype).copy_(weight.data)
+        self._parameters.update(held)
+        return self
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -211,8 +251,8 @@ class Sharded(Embedding):
             own = ids.index_select(0, self._copied)
             found.append(lookup_tables(self.replicated, self._starts, own, sparse=self.sparse))
         side.join()
-        for cut, chunks in zip(self._cuts(), arriving, strict=True):
-            found += cut.finish(chunks)
+        for vectors in arriving:
+            found += vectors()
         return found
 
     def lookup(self, ids: Tensor) -> Tensor:

@@ -1,0 +1,99 @@
+"""Memory that every process of a host can address, so that kernels read and write it directly."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import mkdtemp
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric_memory
+
+from dlrm.distributed import World
+from dlrm.kernels.peer_rows import Block
+
+
+def one_host(world: World) -> bool:
+    """Whether all processes run on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == world.size
+
+
+def in_reach(world: World) -> bool:
+    """Whether all processes have GPUs of one host that can read and write each other's memory."""
+    if not (world.size > 1 and one_host(world) and torch.cuda.is_available()):
+        return False
+    gpus = range(world.size)
+    return torch.cuda.device_count() >= world.size and all(
+        torch.cuda.can_device_access_peer(here, there)
+        for here in gpus
+        for there in gpus
+        if here != there
+    )
+
+
+class PeerMemory:
+    """A tensor of the same shape on every process of a host, which all of them can address.
+
+    On GPUs it lies in ``torch.distributed``'s symmetric memory, on CPUs in shared files that have
+    no name any more. All processes must make it at once.
+
+    Args:
+        world: the processes; the process group must have been joined.
+        shape: of the tensor of each.
+        dtype: of it.
+        device: of this process.
+
+    Attributes:
+        local: the tensor of this process, zeros at first.
+        block: those of all; number i is that of the process i ranks on, around the ring.
+    """
+
+    def __init__(
+        self, world: World, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        ring = [(world.rank + step) % world.size for step in range(world.size)]
+        tensors: list[Tensor] = []
+        self._handle = None
+        if device.type == "cuda":
+            assert dist.group.WORLD is not None
+            device = torch.device("cuda", torch.cuda.current_device())
+            self.local = symmetric_memory.empty(*shape, dtype=dtype, device=device)
+            self._handle = symmetric_memory.rendezvous(self.local, dist.group.WORLD)
+            bases = self._handle.buffer_ptrs
+            within = self.local.data_ptr() - bases[world.rank]
+            places = [bases[rank] + within for rank in ring]
+        else:
+            parts = _shared(world, shape, dtype)
+            tensors = [parts[rank] for rank in ring]
+            self.local = tensors[0]
+            places = [tensor.data_ptr() for tensor in tensors]
+        self.local.zero_()
+        addresses = torch.tensor(places, device=device)
+        self.block = Block(local=self.local, addresses=addresses, tensors=tensors)
+
+    def barrier(self) -> None:
+        """Hold what is queued behind it until all processes are here; a CUDA graph can hold it."""
+        if self._handle is not None:
+            self._handle.barrier()
+        else:
+            dist.barrier()
+
+
+def _shared(world: World, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    """Shared mappings by rank; the files are gone when this returns."""
+    folder = Path(world.from_first(lambda: mkdtemp(prefix="dlrm-")))
+    size = math.prod(shape)
+    parts = [
+        torch.from_file(str(folder / str(rank)), shared=True, size=size, dtype=dtype).view(*shape)
+        for rank in range(world.size)
+    ]
+    world.wait()
+    if world.first:
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+    return parts
