@@ -40,3 +40,4 @@ def device():
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+    torch.set_float32_matmul_precision("highest")  # a step of another test sets its own

@@ -26,9 +26,11 @@ def batches(count, size, device, dense=4):
 def make(plan, rule="adagrad", device="cpu", **options):
     torch.manual_seed(0)
     model = DLRM(4, SIZES, 8, PLANS[plan], bottom_mlp=[16], top_mlp=[16]).to(device)
+    # The first steps of RMSprop are as long where the gradient is next to nothing, and noise.
+    lr = 0.002 if rule == "rmsprop" else 0.05
     optimizers = [
-        RowOptimizer(model.dense_parameters(), rule, lr=0.05),
-        RowOptimizer(model.sparse_arch.parameters(), rule, lr=0.05),
+        RowOptimizer(model.dense_parameters(), rule, lr=lr),
+        RowOptimizer(model.sparse_arch.parameters(), rule, lr=lr),
     ]
     return model, TrainStep(model, optimizers, **options)
 

@@ -105,17 +105,23 @@ def _sum_forward(
     inside = v < entries
     mask = inside[:, None] & (n < tokens)[None, :]
     total = tl.zeros((BLOCK_V, BLOCK_N), tl.float32)
-    for part in tl.static_range(PARTS):
-        at = codes + v * width + part * BITS // 8
-        word = tl.load(at, mask=inside, other=0).to(tl.int32)
-        if part * BITS % 8 + BITS > 8:
-            word |= tl.load(at + 1, mask=inside, other=0).to(tl.int32) << 8
-        if part * BITS % 8 + BITS > 16:
-            word |= tl.load(at + 2, mask=inside, other=0).to(tl.int32) << 16
-        code = (word >> (part * BITS % 8)) & ((1 << BITS) - 1)
-        row = (part * clusters + code).to(tl.int64)
-        value = tl.load(products + row[:, None] * tokens + n[None, :], mask=mask, other=0.0)
-        total += value.to(tl.float32)
+    for first in range(0, PARTS, 8):  # eight codes are whole bytes: their shifts repeat
+        for k in tl.static_range(8 if PARTS > 8 else PARTS):
+            there = inside & (first + k < PARTS)
+            at = codes + v * width + first // 8 * BITS + k * BITS // 8
+            word = tl.load(at, mask=there, other=0).to(tl.int32)
+            if k * BITS % 8 + BITS > 8:
+                word |= tl.load(at + 1, mask=there, other=0).to(tl.int32) << 8
+            if k * BITS % 8 + BITS > 16:
+                word |= tl.load(at + 2, mask=there, other=0).to(tl.int32) << 16
+            code = (word >> (k * BITS % 8)) & ((1 << BITS) - 1)
+            row = ((first + k) * clusters + code).to(tl.int64)
+            value = tl.load(
+                products + row[:, None] * tokens + n[None, :],
+                mask=mask & there[:, None],
+                other=0.0,
+            )
+            total += value.to(tl.float32)
     if bias is not None:
         total += tl.load(bias + v, mask=inside, other=0.0).to(tl.float32)[:, None]
     to = n.to(tl.int64)[None, :] * entries + v[:, None]
