@@ -46,14 +46,20 @@ class PeerMemory:
         shape: of the tensor of each.
         dtype: of it.
         device: of this process.
+        fill: what it holds at first.
 
     Attributes:
-        local: the tensor of this process, zeros at first.
+        local: the tensor of this process.
         block: those of all; number i is that of the process i ranks on, around the ring.
     """
 
     def __init__(
-        self, world: World, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+        self,
+        world: World,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        fill: int = 0,
     ) -> None:
         ring = [(world.rank + step) % world.size for step in range(world.size)]
         tensors: list[Tensor] = []
@@ -71,9 +77,10 @@ class PeerMemory:
             tensors = [parts[rank] for rank in ring]
             self.local = tensors[0]
             places = [tensor.data_ptr() for tensor in tensors]
-        self.local.zero_()
         addresses = torch.tensor(places, device=device)
         self.block = Block(local=self.local, addresses=addresses, tensors=tensors)
+        self.local.fill_(fill)
+        self.barrier()  # nobody writes before it is filled
 
     def barrier(self) -> None:
         """Hold what is queued behind it until all processes are here; a CUDA graph can hold it."""

@@ -89,8 +89,7 @@ class _Inbox:
         world, asked = direct.world, direct.asked
         slots = world.size * batch * max(asked)
         self.used = world.size * batch * asked[world.rank]
-        self.keys = PeerMemory(world, (slots,), torch.int32, like.device)
-        self.keys.local.fill_(-1)
+        self.keys = PeerMemory(world, (slots,), torch.int32, like.device, fill=-1)
         self.gradients = PeerMemory(world, (slots, direct.width), like.dtype, like.device)
         ring = [(world.rank + step) % world.size for step in range(world.size)]
         sections = [world.rank * batch * asked[rank] for rank in ring]
