@@ -24,7 +24,7 @@ from dlrm.data.schema import META_FILE, Meta
 from dlrm.distributed import World, pick_device
 from dlrm.embeddings import available
 from dlrm.embeddings.cache import renew_caches
-from dlrm.embeddings.plan import plan
+from dlrm.embeddings.plan import AUTO, describe, plan
 from dlrm.embeddings.sharded import spread
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, Schedule
@@ -206,6 +206,11 @@ class Run:
         if self.sharding:
             self.tracker.text("sharding", self.sharding.text)
             print(self.sharding.text)
+        names = [column.name for column in self.meta.categorical]
+        tables = describe(names, self.meta.cardinalities, self.recipe["plan"])
+        self.tracker.text("tables", tables)
+        if self.config.emb == AUTO:
+            print(tables)
         self.tracker.text("config", self.resolved)
         sizes = self._embedding_sizes()
         self.tracker.log(self.steps, sizes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from dlrm.rules import OPTIONS, make_rule
@@ -289,5 +290,8 @@ class RunConfig:
                 for name, value in values.items()
             },
             seed=(0 <= self.seed < 2**63, f"is {self.seed}, it must be 0 .. 2**63 - 1"),
-            name=(self.name != "", "is empty"),
+            name=(
+                self.name is None or Path(self.name).name == self.name not in ("", ".."),
+                f"is {self.name!r}, it must name a directory in output",
+            ),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -21,6 +22,17 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"is {text!r}, it must be a whole number, 1 or more")
     return int(text)
+
+
+def positive(text: str) -> float:
+    """A finite number above 0: the ``type`` of an option."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"is {text!r}, it must be a number above 0")
+    return value
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):

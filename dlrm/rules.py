@@ -41,10 +41,11 @@ class Rule:
 
     def __post_init__(self) -> None:
         shares = {"betas[0]": self.betas[0], "betas[1]": self.betas[1]}
-        for name, value in {**shares, "alpha": self.alpha, "rho": self.rho}.items():
+        shares |= {name: getattr(self, name) for name in ("momentum", "alpha", "rho")}
+        for name, value in shares.items():
             if not 0 <= value < 1:
                 raise ValueError(f"{name} is {value}, it must be in [0, 1)")
-        for name in ("eps", "momentum", "weight_decay"):
+        for name in ("eps", "weight_decay"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be finite, 0 or more")
 

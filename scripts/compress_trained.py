@@ -24,7 +24,7 @@ from dlrm.data.schema import Meta
 from dlrm.distributed import pick_device
 from dlrm.embeddings import available
 from dlrm.embeddings.plan import plan
-from dlrm.hints import Parser, count, nearest
+from dlrm.hints import Parser, count, nearest, positive
 from dlrm.model import DLRM
 
 
@@ -36,7 +36,7 @@ def arguments() -> Parser:
     parser.add_argument(
         "--kinds", nargs="+", help="embedding kinds, or auto (default: all that take a budget)"
     )
-    parser.add_argument("--ratios", nargs="+", type=float, default=[4, 10, 20, 40, 100])
+    parser.add_argument("--ratios", nargs="+", type=positive, default=[4, 10, 20, 40, 100])
     parser.add_argument("--split", default="test", help="which split to measure")
     parser.add_argument("--batch-size", type=count, default=16384, help="(default: 16384)")
     parser.add_argument("--seed", type=int, default=0, help="of fits that draw (default: 0)")

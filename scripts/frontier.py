@@ -28,7 +28,7 @@ from pool import Pool, Run, step_speed
 from dlrm import measure
 from dlrm.data.schema import Meta
 from dlrm.embeddings import available
-from dlrm.hints import Parser, count, nearest
+from dlrm.hints import Parser, count, nearest, positive
 
 KINDS = ("auto", "tt", "qr", "block", "hash", "drop", "robe", "cafe")
 
@@ -39,7 +39,7 @@ def arguments() -> Parser:
     parser.add_argument("--data", required=True, help="prepared directory")
     parser.add_argument("--config", help="YAML of the runs, as for train.py")
     parser.add_argument("--kinds", nargs="+", default=KINDS)
-    parser.add_argument("--ratios", nargs="+", type=float, default=[2, 10, 30, 100, 300, 1000])
+    parser.add_argument("--ratios", nargs="+", type=positive, default=[2, 10, 30, 100, 300, 1000])
     parser.add_argument("--seeds", type=count, default=3, help="runs per point (default: 3)")
     parser.add_argument("--rates", nargs="+", type=float, help="learning rates to choose from")
     parser.add_argument("--rates-at", type=float, default=10, help="ratio of the runs that choose")

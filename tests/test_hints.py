@@ -1,6 +1,6 @@
 import pytest
 
-from dlrm.hints import Parser, nearest
+from dlrm.hints import Parser, nearest, positive
 
 
 def test_nearest_name_and_all_of_them():
@@ -31,3 +31,13 @@ def test_help_gives_defaults_once(capsys):
     text = capsys.readouterr().out
     assert "how many (default: 3)" in text
     assert text.count("default: 0") == 1
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "nan", "inf", "ten"])
+def test_a_positive_number_is_asked_for(text, capsys):
+    parser = Parser("What it does.")
+    parser.add_argument("--ratio", type=positive)
+    assert parser.parse_args(["--ratio", "2.5"]).ratio == 2.5
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"--ratio={text}"])
+    assert f"is '{text}', it must be a number above 0" in capsys.readouterr().err

@@ -99,7 +99,8 @@ def test_every_kind_trains_better_than_chance(kind, data, tmp_path):
 def test_a_trained_model_is_compressed_and_trained_on(data, tmp_path):
     train(data, tmp_path, "dense")
     given = ["--emb", "auto", "--budget", "3x", "--init_from", tmp_path / "dense"]
-    train(data, tmp_path, "auto", *given, "--max_steps", "5", "--optim.lr", "0.001")
+    done = train(data, tmp_path, "auto", *given, "--max_steps", "5", "--optim.lr", "0.001")
+    assert re.search(r"^ *C\d+ +[\d,]+ +block +dim \d, keep \d+$", done.stdout, re.MULTILINE)
     dense, values = result(tmp_path / "dense"), result(tmp_path / "auto")
     assert values["embeddings/compression"] > 3
     assert (

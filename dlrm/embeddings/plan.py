@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pandas as pd
 from torch import Tensor
 
 from dlrm.embeddings.planner import choose_tables
@@ -183,3 +184,11 @@ def _options_of(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         if value is not None:
             own[key] = value
     return own
+
+
+def describe(names: Sequence[str], num_embeddings: Sequence[int], chosen: Plan) -> str:
+    """The kind and the options of every table, a line each."""
+    kinds, options = zip(*chosen, strict=True)
+    told = [", ".join(f"{name} {value}" for name, value in own.items()) for own in options]
+    tables = pd.DataFrame({"table": names, "rows": num_embeddings, "kind": kinds, "options": told})
+    return tables.to_string(index=False, formatters={"rows": "{:,}".format})
