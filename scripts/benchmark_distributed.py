@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ from dlrm.step import TrainStep
 NAMES = [f"C{i}" for i in range(1, 27)]
 TERABYTE_NEEDS = 125e9  # bytes of a GPU that holds the Terabyte model alone
 CHECKED = 2048  # samples of each process in the steps whose losses are checked
+COMMUNICATES = re.compile("nccl|barrier_kernel|^_read$|^_send$").search  # names of kernels
 TOLERANCE = {"fp32": 2e-4, "bf16": 1e-2}
 
 
@@ -52,11 +54,14 @@ class Case:
     kind: str = "dense"
     by: str = "auto"
     wire: str = "fp32"
+    exchange: str = "auto"
+    threshold: int = 50_000
+    """Rows from which dense tables are sharded."""
 
     @property
     def name(self) -> str:
         """For files."""
-        return f"{self.model}_{self.kind}_{self.wire}"
+        return f"{self.model}_{self.kind}_{self.wire}_{self.exchange}_{self.threshold}"
 
     def recipe(self, cap: int) -> dict[str, Any]:
         """The arguments of the model, its tables of at most ``cap`` rows."""
@@ -95,8 +100,8 @@ def make_step(
 ) -> tuple[DLRM, TrainStep, str]:
     """A model on the device, its step, and the text of its plan."""
     recipe = case.recipe(options.cap)
-    threshold = options.threshold
-    spreading = spread(world, NAMES, recipe, by=case.by, threshold=threshold, wire=case.wire)
+    wishes = {"by": case.by, "threshold": case.threshold, "wire": case.wire}
+    spreading = spread(world, NAMES, recipe, **wishes, exchange=case.exchange)
     torch.manual_seed(0)
     with device:
         model = DLRM(**recipe, sharding=spreading)
@@ -158,7 +163,8 @@ def time_steps(step: TrainStep, batches: list[Batch], total: int, device: torch.
 def profiled(
     step: TrainStep, batches: list[Batch], total: int, world: World, path: Path | None
 ) -> dict[str, Any]:
-    """Milliseconds of GPU kernels in a step: all, those of NCCL, and the costliest ones.
+    """Milliseconds of GPU kernels in a step: all, those that communicate (or wait for others), and
+    the costliest ones.
 
     A trace of the steps is written to ``path``, if there is one.
     """
@@ -176,7 +182,7 @@ def profiled(
     spent = {e.key: e.self_device_time_total / count / 1e3 for e in kernels}
     return {
         "kernel_ms": round(sum(spent.values()), 4),
-        "nccl_ms": round(sum(ms for name, ms in spent.items() if "nccl" in name.lower()), 4),
+        "communication_ms": round(sum(ms for n, ms in spent.items() if COMMUNICATES(n)), 4),
         "kernels": {name[:90]: round(ms, 4) for name, ms in list(spent.items())[:14]},
         "launches": sum(e.count for e in kernels) // count,
     }
@@ -201,8 +207,11 @@ def measure_case(
     if on_gpu:
         path = Path(options.traces) / f"{case.name}.json" if options.traces else None
         extra = profiled(step, batches, total, world, path if world.size > 1 else None)
-        extra["communication_share"] = round(extra["nccl_ms"] / statistics.median(times), 3)
-        extra["peak_gpu_GB"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
+        extra["communication_share"] = round(
+            extra["communication_ms"] / statistics.median(times), 3
+        )
+        free, memory = torch.cuda.mem_get_info()  # the allocator knows no symmetric memory
+        extra["gpu_GB"] = round((memory - free) / 1e9, 2)
     if text:
         extra["plan"] = text.splitlines()
     del model
@@ -211,6 +220,8 @@ def measure_case(
         "kind": case.kind,
         "by": case.by if world.size > 1 else "-",
         "wire": case.wire if world.size > 1 else "-",
+        "exchange": text.rsplit(" ", 1)[-1] if text else "-",
+        "threshold": case.threshold,
         "gpus": world.size,
         "batch_per_gpu": batch,
         "mode": step.mode,
@@ -229,13 +240,21 @@ def release() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-CASES = [
-    Case(model="kaggle"),
-    Case(model="kaggle", wire="bf16"),
-    Case(model="kaggle", kind="tt"),
-    Case(model="terabyte"),
-    Case(model="terabyte", wire="bf16"),
-]
+SHAPES = [("kaggle", "dense"), ("kaggle", "tt"), ("terabyte", "dense")]
+
+
+def cases_of(options: argparse.Namespace) -> list[Case]:
+    """Every way to exchange at every threshold, for the models and kinds asked for."""
+    ways = [("fp32", exchange) for exchange in options.exchanges]
+    if "collective" in options.exchanges:
+        ways.append(("bf16", "collective"))
+    return [
+        Case(model=model, kind=kind, wire=wire, exchange=exchange, threshold=threshold)
+        for model, kind in SHAPES
+        if model in options.models and kind in options.kinds
+        for threshold in options.thresholds
+        for wire, exchange in ways
+    ]
 
 
 def run(options: argparse.Namespace, world: World) -> None:
@@ -252,7 +271,7 @@ def run(options: argparse.Namespace, world: World) -> None:
             measure.write(options.output, {"results": results})
         release()
 
-    cases = [case for case in CASES if case.model in options.models and case.kind in options.kinds]
+    cases = cases_of(options)
     for case in cases:
         if case.wire == "fp32" and case.model in options.check:
             check(case, world, device, options)
@@ -276,8 +295,8 @@ def run(options: argparse.Namespace, world: World) -> None:
                 result["scaling"] = round(result["Msamples/s"] / world.size / alone[key], 3)
             report(result)
     if world.first:
-        columns = ["model", "kind", "wire", "gpus", "batch_per_gpu", "ms", "Msamples/s", "scaling"]
-        table = pd.DataFrame(results).reindex(columns=[*columns, "communication_share"])
+        columns = ["model", "kind", "wire", "exchange", "threshold", "gpus", "ms", "Msamples/s"]
+        table = pd.DataFrame(results).reindex(columns=[*columns, "scaling", "communication_share"])
         print(table.to_string(index=False))
 
 
@@ -290,7 +309,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batches", nargs="+", type=int, default=[65536], help="of each process")
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--mode", default="auto", help="see dlrm.step")
-    parser.add_argument("--threshold", type=int, default=50_000, help="rows of sharded tables")
+    parser.add_argument(
+        "--thresholds", nargs="+", type=int, default=[50_000], help="rows of sharded tables"
+    )
+    parser.add_argument(
+        "--exchanges", nargs="+", default=["peers", "collective"], help="see ShardingConfig"
+    )
     parser.add_argument("--check", nargs="*", default=["kaggle", "terabyte"], help="models")
     parser.add_argument("--traces", help="directory for a trace of each case")
     parser.add_argument("--cap", type=int, default=40_000_000, help="rows of a table at most")
