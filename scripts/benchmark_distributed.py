@@ -100,8 +100,10 @@ def make_step(
 ) -> tuple[DLRM, TrainStep, str]:
     """A model on the device, its step, and the text of its plan."""
     recipe = case.recipe(options.cap)
-    wishes = {"by": case.by, "threshold": case.threshold, "wire": case.wire}
-    spreading = spread(world, NAMES, recipe, **wishes, exchange=case.exchange)
+    spreading = spread(
+        world, NAMES, recipe,
+        by=case.by, threshold=case.threshold, wire=case.wire, exchange=case.exchange,
+    )  # fmt: skip
     torch.manual_seed(0)
     with device:
         model = DLRM(**recipe, sharding=spreading)
