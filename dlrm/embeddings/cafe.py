@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dlrm.embeddings.base import Common, Embedding, row_offsets, shares
 from dlrm.embeddings.budget import water_level
 from dlrm.embeddings.cache import PopulateReport
+from dlrm.embeddings.fit import fit_shared
 from dlrm.kernels.hashing import scatter, scramble
 from dlrm.kernels.lookup import lookup
 
@@ -222,26 +223,12 @@ class Cafe(Embedding):
             of_table = (order >= start) & (order < start + len(weight))
             pieces = weight[order[of_table] - start].unflatten(1, (self.pieces, -1))
             self.weight[self._own(rows[of_table])] = pieces
-        self._fit_shared(weights, order)
-
-    def _fit_shared(self, weights: Sequence[Tensor], without: Tensor) -> None:
-        """Set what is shared to the mean over its ids, but those of keys ``without``.
-
-        Rows count by their squared length, as in ``robe``.
-        """
-        wide = torch.promote_types(self.weight.dtype, torch.float32)
-        total = torch.zeros_like(self.weight, dtype=wide)
-        count = total.new_zeros(len(total), 1)
-        for table, weight in zip(self._tables, weights, strict=True):
-            rows = weight.to(wide)
-            mass = rows.square().sum(1, keepdim=True).clamp_min_(torch.finfo(wide).tiny)
-            ids = without - self._starts[table]
-            mass[ids[(ids >= 0) & (ids < len(weight))]] = 0
-            ids = torch.arange(len(weight), device=weight.device)
-            places = self._shared(table, ids).view(-1)
-            total.index_add_(0, places, (rows * mass).view(len(places), -1))
-            count.index_add_(0, places, mass.repeat_interleave(self.pieces, 0))
-        self.weight.copy_(torch.where(count > 0, total / count, self.weight))
+        fit_shared(
+            self.weight,
+            weights,
+            lambda table, ids: self._shared(self._tables[table], ids),
+            without=[order - start for start in self._starts],
+        )
 
     def footprint(self) -> list[dict[str, int]]:
         """Bytes of each table; rows and sketch are shared out by the tables' rows."""
