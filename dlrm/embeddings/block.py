@@ -86,6 +86,9 @@ class Block(Embedding):
         rows = lookup(self.weight, ids + self._offsets[tables], sparse=self.sparse)
         if self.projection is None:
             return rows
+        if self.num_tables == 1:
+            short = rows.reshape(-1, 1, self.dim)
+            return widen(short, self.projection).view(*ids.shape, self.embedding_dim)
         # The tables come in any order: each row is the weights of a bag of the rows of its L.
         index = tables[..., None] * self.dim + torch.arange(self.dim, device=ids.device)
         return functional.embedding_bag(
