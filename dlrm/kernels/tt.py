@@ -20,6 +20,7 @@ Reference:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -29,8 +30,9 @@ from torch.autograd.function import once_differentiable
 
 from dlrm.hints import nearest
 from dlrm.kernels import use_triton
-from dlrm.kernels.tt_factors import Chain, chain_of
-from dlrm.kernels.tt_lookup import Call, Lookup
+from dlrm.kernels.tt_chain import Chain, chain_of
+from dlrm.kernels.tt_known import Call, Known
+from dlrm.kernels.tt_lookup import Lookup
 
 PRECISIONS = ("ieee", "tf32", "tf32x3")
 _SHARE = 8  # rows for which plain PyTorch reads a large slice once
@@ -40,9 +42,16 @@ _MERGED_UP_TO = 1 << 23  # words of 32 bits to flag all ids: 268M rows, 32 MB
 
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, weights: Tensor | None, *cores: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        known: Known,
+        precision: str,
+        trains: bool,
+        weights: Tensor | None,
+        *cores: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(weights, *cores)
-        ctx.look = Lookup(call, cores, weights)
+        ctx.look = Lookup(known, cores, precision=precision, trains=trains)
         return ctx.look.rows(pooled=True)
 
     @staticmethod
@@ -51,17 +60,18 @@ class _Rows(torch.autograd.Function):
         weights, *cores = ctx.saved_tensors
         grad = grad.contiguous()
         d_weights = None
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[3]:
             d_weights = _weights_gradient(ctx.look, grad).to(weights.dtype)
         grads = ctx.look.backward(grad, cores)
-        return None, d_weights, *(g.to(c.dtype) for g, c in zip(grads, cores, strict=True))
+        in_type = (g.to(c.dtype) for g, c in zip(grads, cores, strict=True))
+        return None, None, None, d_weights, *in_type
 
 
 def _weights_gradient(look: Lookup, grad: Tensor) -> Tensor:
     """Gradient of the factor of each id: its row times the gradient of its bag, ``[n]``."""
-    call = look.call
-    assert look.bag_of is not None
-    bag = look.bag_of.clamp(min=0)
+    call, bag_of = look.call, look.known.bag_of
+    assert bag_of is not None
+    bag = bag_of.clamp(min=0)
     at = (bag % call.inner) * call.outer + bag // call.inner
     return (look.rows(pooled=False) * grad.index_select(0, at)).sum(1)
 
@@ -90,6 +100,7 @@ def tt_vectors(
     ids: Tensor,
     *,
     skip: Tensor | None = None,
+    known: Known | None = None,
     impl: str | None = None,
     precision: str | None = None,
     deterministic: bool | None = None,
@@ -107,6 +118,7 @@ def tt_vectors(
         ids: any integer tensor ``[...]``; every id lies inside its table.
         skip: ids that are answered elsewhere, say by a cache, bool of the shape of ``ids``: their
             rows are zeros without gradient, and cost nothing on a GPU.
+        known: what :func:`tt_known` found out about these ids, which are not looked at then.
         impl: ``"triton"`` or ``"torch"``; by default Triton on a GPU for two to four cores of fp32
             or bf16.
         precision: how Triton multiplies fp32 matrices: ieee, tf32 or tf32x3; by default what
@@ -121,6 +133,56 @@ def tt_vectors(
     if not _runs_triton(cores, impl) or not ids.numel():
         rows = tt_vectors_torch(cores, p, core_offsets, q, ranks, tables, ids)
         return rows if skip is None else rows.masked_fill(skip[..., None], 0.0)
+    if known is None:
+        call = _one_each(p, core_offsets, q, ranks, tables, ids, deterministic)
+        known = Known(call if skip is None else replace(call, skip=skip.contiguous().view(-1)))
+    out = _look_up(known, None, cores, precision)
+    if ids.dim() == 2:
+        return out.view(*ids.t().shape, -1).transpose(0, 1)
+    return out.view(*ids.shape, -1)
+
+
+def tt_known(
+    cores: Sequence[Tensor],
+    p: Tensor,
+    core_offsets: Tensor,
+    q: Sequence[int],
+    ranks: Sequence[int],
+    tables: Tensor,
+    ids: Tensor,
+    *,
+    known: Known | None = None,
+    impl: str | None = None,
+    deterministic: bool | None = None,
+) -> Known | None:
+    """What :func:`tt_vectors` needs to know of ids, whatever is in the cores, found out ahead.
+
+    Args:
+        cores, p, core_offsets, q, ranks, tables, ids, impl, deterministic: as it will be given.
+        known: an earlier result for ids of this shape, whose memory is used again.
+
+    Returns:
+        To be passed to it; None where PyTorch does the look-up.
+    """
+    if not _runs_triton(cores, impl) or not ids.numel():
+        return None
+    call = _one_each(p, core_offsets, q, ranks, tables, ids, deterministic)
+    if known is None:
+        return Known(call)
+    known.find(call)
+    return known
+
+
+def _one_each(
+    p: Tensor,
+    core_offsets: Tensor,
+    q: Sequence[int],
+    ranks: Sequence[int],
+    tables: Tensor,
+    ids: Tensor,
+    deterministic: bool | None,
+) -> Call:
+    """The call for one row per id."""
     n = ids.numel()
     outer, inner = ids.shape if ids.dim() == 2 else (1, 1)
     if tables.numel() == 1:
@@ -130,25 +192,26 @@ def tt_vectors(
     else:
         per_table, tables = 1, tables.expand(ids.shape)
     chain = chain_of(p, q, ranks)
-    call = Call(
+    return Call(
         chain=chain,
         p=p,
         starts=core_offsets,
         ids=ids.contiguous().view(-1),
-        skip=None if skip is None else skip.contiguous().view(-1),
         tables=tables.contiguous(),
         per_table=per_table,
         results=n,
         inner=inner,
         outer=outer,
-        precision=_precision(precision),
         way=_way(chain, n, deterministic),
-        trains=torch.is_grad_enabled() and any(core.requires_grad for core in cores),
     )
-    out = _Rows.apply(call, None, *(core.contiguous() for core in cores))
-    if ids.dim() == 2:
-        return out.view(inner, outer, -1).transpose(0, 1)
-    return out.view(*ids.shape, -1)
+
+
+def _look_up(
+    known: Known, weights: Tensor | None, cores: Sequence[Tensor], precision: str | None
+) -> Tensor:
+    trains = torch.is_grad_enabled() and any(core.requires_grad for core in cores)
+    contiguous = (core.contiguous() for core in cores)
+    return _Rows.apply(known, _precision(precision), trains, weights, *contiguous)
 
 
 def tt_bags(
@@ -201,12 +264,11 @@ def tt_bags(
         results=bags,
         inner=batch,
         outer=tables,
-        precision=_precision(precision),
         way=_way(chain, ids.numel(), deterministic),
-        trains=torch.is_grad_enabled() and any(core.requires_grad for core in cores),
     )
     weights = None if weights is None else weights.contiguous()
-    out = _Rows.apply(call, weights, *(core.contiguous() for core in cores))
+    known = Known(call, None if weights is None else weights.detach())
+    out = _look_up(known, weights, cores, precision)
     return out.view(batch, tables, -1).transpose(0, 1)
 
 

@@ -12,13 +12,12 @@ import triton.language as tl
 
 @triton.jit
 def _tile(
-    u, factors, left_slots, total,
+    u, factors, left_slots, first, count,
     A: tl.constexpr, R: tl.constexpr, R2: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Rows ``(id, A)`` of a tile: their ids, where their left factors lie and what these are."""
-    count = tl.load(total)
     m = tl.arange(0, BM)
-    at = tl.program_id(0) * (BM // A) + m // A
+    at = first + m // A
     row = (m < BM // A * A) & (at < count)
     both = tl.load(factors + at, mask=row, other=0x7FFFFFFF00000000)
     a = (both & 0xFFFFFFFF).to(tl.int32)
@@ -37,8 +36,9 @@ def distinct_rows(
     BM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The row of every distinct id; ``cleared`` gets zeros where its gradient will be summed."""
-    if tl.program_id(0) * (BM // A) < tl.load(total):
-        at, row, _, x, b = _tile(u, factors, left_slots, total, A, R, R2, BM)
+    count, ids = tl.load(total), BM // A
+    for first in range(tl.program_id(0) * ids, count, tl.num_programs(0) * ids):
+        at, row, _, x, b = _tile(u, factors, left_slots, first, count, A, R, R2, BM)
         r, c = tl.arange(0, R2), tl.arange(0, C2)
         mask = (r < R)[:, None] & (c < C)[None, :]
         result = tl.zeros((BM, C2), tl.float32)
@@ -65,8 +65,9 @@ def distinct_gradient(
     BM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the factors from those of the distinct rows."""
-    if tl.program_id(0) * (BM // A) < tl.load(total):
-        at, row, start, x, b = _tile(u, factors, left_slots, total, A, R, R2, BM)
+    count, ids = tl.load(total), BM // A
+    for first in range(tl.program_id(0) * ids, count, tl.num_programs(0) * ids):
+        at, row, start, x, b = _tile(u, factors, left_slots, first, count, A, R, R2, BM)
         r, c = tl.arange(0, R2), tl.arange(0, C2)
         mask = (r < R)[:, None] & (c < C)[None, :]
         to = (at.to(tl.int64) * A + tl.arange(0, BM) % A)[:, None] * C + c[None, :]

@@ -46,14 +46,13 @@ def pair_products(
     OJ: tl.constexpr, OC: tl.constexpr,
     R2: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``out[slot] = small slice [Q, R] @ big slice [R, N]``, for a tile of (slot, Q) rows.
+    """``out[slot] = small slice [Q, R] @ big slice [R, N]``, for tiles of (slot, Q) rows.
 
     Where the gradient of ``out`` will be summed, ``cleared`` gets zeros.
     """
     at = tl.program_id(0)
     begin, end = tl.load(spans + 2 * at), tl.load(spans + 2 * at + 1)
-    first = tl.program_id(1) * BM
-    if first < (end - begin) * Q:
+    for first in range(tl.program_id(1) * BM, (end - begin) * Q, tl.num_programs(1) * BM):
         m = first + tl.arange(0, BM)
         row = m < (end - begin) * Q
         slot, j = begin + m // Q, m % Q
@@ -138,8 +137,7 @@ def small_gradient(
     """What each slot adds to the gradient of its small slice: ``grad @ big'``."""
     at = tl.program_id(0)
     begin, end = tl.load(spans + 2 * at), tl.load(spans + 2 * at + 1)
-    first = tl.program_id(1) * BM
-    if first < (end - begin) * Q:
+    for first in range(tl.program_id(1) * BM, (end - begin) * Q, tl.num_programs(1) * BM):
         m = first + tl.arange(0, BM)
         row = m < (end - begin) * Q
         slot, j = (begin + m // Q).to(tl.int64), m % Q

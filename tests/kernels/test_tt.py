@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm.kernels import tt
-from dlrm.kernels.tt import tt_bags, tt_vectors, tt_vectors_torch
-from dlrm.kernels.tt_factors import chain_of
+from dlrm.kernels import tt, tt_factors, tt_lookup
+from dlrm.kernels.tt import tt_bags, tt_known, tt_vectors, tt_vectors_torch
+from dlrm.kernels.tt_chain import chain_of
 from dlrm.kernels.whole import update_whole
 
 GPU = torch.cuda.is_available()
@@ -26,7 +26,10 @@ SHAPES = {
     "d3-tall": ([[30, 20, 40]], (1, 1, 2), (1, 2, 1, 1)),
     "d4": ([[3, 2, 4, 2], [1, 1, 1, 1]], (2, 1, 3, 2), (1, 2, 3, 4, 1)),
 }
-WIDE = {"d3-wide": ([[50, 30, 40]], (2, 4, 2), (1, 16, 16, 1))}
+WIDE = {
+    "d3-wide": ([[50, 30, 40]], (2, 4, 2), (1, 16, 16, 1)),
+    "d3-pairs": ([[35, 3, 2]], (1, 2, 1), (1, 2, 9, 1)),
+}
 LARGE = {
     "readme": ([[200, 220, 250]], (4, 4, 4), (1, 32, 32, 1)),
     "kaggle": ([[200, 220, 250], [200, 200, 209], [50, 52, 55]], (2, 2, 4), (1, 32, 32, 1)),
@@ -150,6 +153,46 @@ def test_rows_and_the_gradient_of_every_core(name, way, device, monkeypatch):
     gradients = torch.autograd.grad(got, group.cores, grad)
     for k, gradient in enumerate(torch.autograd.grad(want, cores, grad.double())):
         close(gradients[k], gradient, ROUNDING["ieee"], f"core {k}")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_program_takes_several_tiles_of_a_slice(way, device, monkeypatch):
+    monkeypatch.setattr(tt_factors, "_PROGRAMS", 1)
+    monkeypatch.setattr(tt_lookup, "_PROGRAMS", 1)
+    monkeypatch.setattr(tt_factors, "_TILES", dict.fromkeys(tt_factors._TILES, (16, 16)))
+    group = Group("d3-pairs", device)
+    options = take(monkeypatch, way)
+    ids = torch.arange(group.rows[0], device=device)[None]  # 35 rows of every big slice
+    got = tt_vectors(*group.arguments, group.index(), ids, precision="ieee", **options)
+    cores, want = group.reference(ids, group.index())
+    close(got, want, ROUNDING["ieee"])
+    grad = torch.randn_like(got)
+    gradients = torch.autograd.grad(got, group.cores, grad)
+    for k, gradient in enumerate(torch.autograd.grad(want, cores, grad.double())):
+        close(gradients[k], gradient, ROUNDING["ieee"], f"core {k}")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["d2", "d3", "d4"])
+def test_what_is_known_of_ids_is_found_ahead_in_the_same_memory(name, way, device, monkeypatch):
+    group = Group(name, device)
+    options = take(monkeypatch, way)
+    named = (*group.arguments, group.index())
+    known = tt_known(*named, group.ids(40), impl="triton", **options)
+    before = known.left.index.data_ptr()
+    for count in range(2):
+        ids = group.ids(40) if count else torch.zeros_like(group.ids(40))
+        known = tt_known(*named, ids, known=known, impl="triton", **options)
+        assert known.left.index.data_ptr() == before
+        got = tt_vectors(*named, torch.full_like(ids, -1), known=known, precision="ieee", **options)
+        cores, want = group.reference(ids, named[-1])
+        close(got, want, ROUNDING["ieee"])
+        grad = torch.randn_like(got)
+        gradients = torch.autograd.grad(got, group.cores, grad)
+        for k, gradient in enumerate(torch.autograd.grad(want, cores, grad.double())):
+            close(gradients[k], gradient, ROUNDING["ieee"], f"core {k}")
+    assert tt_known(*named, group.ids(40), impl="torch") is None
+    assert tt_known(*named, group.ids(40)[:, :0], impl="triton") is None
 
 
 @pytest.mark.parametrize("way", WAYS)
