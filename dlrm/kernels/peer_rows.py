@@ -25,7 +25,7 @@ from dlrm.kernels.plan import Plan
 from dlrm.kernels.rows import add_equal
 
 TILE = 4096  # elements of a tile
-PROGRAMS = 264  # two for each multiprocessor of an H100: enough to fill the links, room for others
+PROGRAMS = 528  # four for each multiprocessor of an H100: enough to fill links and memory
 
 
 @dataclass(frozen=True, kw_only=True)
