@@ -54,6 +54,30 @@ def test_wishes_that_cannot_be_met_say_why(tables, message):
         spread(World(rank=0, size=2), NAMES, RECIPE, tables=tables)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exchange": "peer"}, "unknown exchange 'peer', did you mean 'peers'"),
+        ({"exchange": "peers", "wire": "bf16"}, "peers sends no bf16: drop --sharding.wire, or"),
+        ({"exchange": "peers"}, "needs all processes on one host.*use --sharding.exchange coll"),
+    ],
+)
+def test_exchanges_that_cannot_be_say_why(options, message):
+    with pytest.raises(ValueError, match=message):
+        spread(World(rank=0, size=2), NAMES, RECIPE, threshold=100, **options)
+
+
+def test_peers_are_for_processes_of_one_host(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    world = World(rank=1, size=2)
+    found = spread(world, NAMES, RECIPE, threshold=100, exchange="peers")
+    assert found.peers
+    assert found.text.endswith("exchange by peers")
+    if not torch.cuda.is_available():  # auto: where GPUs reach each other
+        assert not spread(world, NAMES, RECIPE, threshold=100).peers
+    assert not spread(world, NAMES, RECIPE, threshold=100, exchange="collective").peers
+
+
 def test_pages_have_no_devices_of_their_own_under_torchrun():
     recipe = {**RECIPE, "plan": [("paged", {"devices": ["cpu", "cpu"]})] * 3}
     assert spread(World(), NAMES, recipe) is None
