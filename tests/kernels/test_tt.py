@@ -178,11 +178,11 @@ def test_what_is_known_of_ids_is_found_ahead_in_the_same_memory(name, way, devic
     group = Group(name, device)
     options = take(monkeypatch, way)
     named = (*group.arguments, group.index())
-    known = tt_known(*named, group.ids(40), impl="triton", **options)
+    known = tt_known(*named, group.ids(40), **options)
     before = known.left.index.data_ptr()
     for count in range(2):
         ids = group.ids(40) if count else torch.zeros_like(group.ids(40))
-        known = tt_known(*named, ids, known=known, impl="triton", **options)
+        known = tt_known(*named, ids, known=known, **options)
         assert known.left.index.data_ptr() == before
         got = tt_vectors(*named, torch.full_like(ids, -1), known=known, precision="ieee", **options)
         cores, want = group.reference(ids, named[-1])
