@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 
@@ -87,7 +88,7 @@ def read(runs: list[Path]) -> pd.DataFrame:
         rows.append(
             {
                 "run": run.name,
-                "emb": options["emb"],
+                "emb": _kind(options),
                 "budget": options.get("budget") or "",
                 "group": json.dumps(options, sort_keys=True),
                 **values,
@@ -96,6 +97,12 @@ def read(runs: list[Path]) -> pd.DataFrame:
     table = pd.DataFrame(rows).astype(dict.fromkeys(METRICS.values(), float))
     table["MB"] /= 1e6
     return table
+
+
+def _kind(options: dict[str, Any]) -> str:
+    """The embedding kind, ``tt`` with a cache being one of its own."""
+    cached = options["emb"] == "tt" and options.get("tt", {}).get("cache_rows")
+    return "tt+cache" if cached else options["emb"]
 
 
 def summarize(table: pd.DataFrame) -> pd.DataFrame:

@@ -9,8 +9,10 @@ data; ``--lr tt=0.002 hash=0.006`` gives rates that are known. A step of every m
 after all runs.
 
 ``drop``, which keeps the frequent rows and lets the rare ones share one, is the baseline that every
-method must beat. ``auto`` is the planner, which may mix kinds. Runs that have finished are not
-repeated, so an interrupted comparison goes on where it was.
+method must beat. ``auto`` is the planner, which may mix kinds. ``tt+cache`` keeps the most used
+rows of a tensor train uncompressed as well: a tenth of the rows that dense tables of the same
+budget would have. Runs that have finished are not repeated, so an interrupted comparison goes on
+where it was.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from dlrm.data.schema import Meta
 from dlrm.embeddings import available
 from dlrm.hints import Parser, count, nearest, positive
 
-KINDS = ("auto", "tt", "qr", "block", "hash", "drop", "robe", "cafe")
+CACHED = "tt+cache"
+KINDS = ("auto", "tt", CACHED, "qr", "block", "hash", "drop", "robe", "cafe")
 
 
 def arguments() -> Parser:
@@ -64,9 +67,10 @@ def known_rate(text: str) -> tuple[str, float]:
         raise argparse.ArgumentTypeError(message) from None
 
 
-def point(kind: str, ratio: float, seed: int, rate: float | None) -> Run:
-    """One run of a kind at a ratio."""
-    options = [f"--emb={kind}", f"--seed={seed}"]
+def point(kind: str, ratio: float, seed: int, rate: float | None, rows: int) -> Run:
+    """One run of a kind at a ratio; ``rows`` of all dense tables together."""
+    options = [f"--emb={'tt' if kind == CACHED else kind}", f"--seed={seed}"]
+    options += [f"--tt.cache_rows={round(rows / ratio / 10)}"] if kind == CACHED else []
     options += [] if rate is None else [f"--optim.embeddings_lr={rate:g}"]
     if kind == "dense":
         return f"dense-{seed}", options
@@ -75,12 +79,13 @@ def point(kind: str, ratio: float, seed: int, rate: float | None) -> Run:
 
 def choose_rates(options: argparse.Namespace, pool: Pool) -> dict[str, float]:
     """The rate of each kind with the best AUC on validation, at one ratio, two seeds."""
+    rows = sum(Meta.read(options.validation).cardinalities)
     tried: dict[tuple[str, float], list[Run]] = {}
     for kind in ("dense", *options.kinds):
         if kind in dict(options.lr):
             continue
         for rate in options.rates:
-            runs = [point(kind, options.rates_at, seed, rate) for seed in range(2)]
+            runs = [point(kind, options.rates_at, seed, rate, rows) for seed in range(2)]
             tried[kind, rate] = [(f"rate-{rate:g}-{name}", given) for name, given in runs]
     pool.train([run for runs in tried.values() for run in runs], options.validation)
     chosen: dict[str, tuple[float, float]] = {}
@@ -107,7 +112,7 @@ def compare_kinds(options: argparse.Namespace) -> None:
     meta = Meta.read(options.data)
     if options.validation:
         Meta.read(options.validation)
-    valid = ["auto", *available()]
+    valid = ["auto", CACHED, *available()]
     for kind in (*options.kinds, *dict(options.lr)):
         if kind not in valid:
             raise ValueError(f"unknown embedding kind {kind!r}{nearest(kind, valid)}")
@@ -118,9 +123,10 @@ def compare_kinds(options: argparse.Namespace) -> None:
         common.insert(0, f"--config={Path(options.config).resolve()}")
     pool = Pool(options.runs, options.jobs, common)
     rates = (choose_rates(options, pool) if options.rates else {}) | dict(options.lr)
-    todo = [point("dense", 1, seed, rates.get("dense")) for seed in range(options.seeds)]
+    rows = sum(meta.cardinalities)
+    todo = [point("dense", 1, seed, rates.get("dense"), rows) for seed in range(options.seeds)]
     for seed, ratio, kind in product(range(options.seeds), options.ratios, options.kinds):
-        todo.append(point(kind, ratio, seed, rates.get(kind)))
+        todo.append(point(kind, ratio, seed, rates.get(kind), rows))
     impossible = pool.train(todo, options.data)
     print(*impossible, sep="\n")
     done = [options.runs / name for name, _ in todo if pool.done(name)]

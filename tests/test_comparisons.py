@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dlrm.data import synthetic
+from dlrm.data.schema import Meta
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["batch_size=256", "model.bottom_mlp=[8]", "model.top_mlp=[8]", "device=cpu"]
@@ -72,18 +73,22 @@ def test_tt_rec_from_data_to_table_plot_and_json(script, data, tmp_path, capsys)
 @pytest.mark.slow
 def test_a_frontier_with_chosen_rates(script, data, tmp_path, capsys):
     given = ["--data", str(data), "--validation", str(data), "--rates", "0.01", "0.02"]
-    given += ["--kinds", "block", "auto", "--ratios", "4", "100", "--rates-at", "4", "--seeds", "1"]
-    given += ["--lr", "auto=0.03", "dense=0.01"]
+    given += ["--kinds", "block", "auto", "tt+cache", "--ratios", "4", "100", "--rates-at", "4"]
+    given += ["--seeds", "1", "--lr", "auto=0.03", "tt+cache=0.02", "dense=0.01"]
     given += ["--runs", str(tmp_path / "runs"), "--plot", str(tmp_path / "plot.png")]
     given += ["--json", str(tmp_path / "result.json"), "--options", *SMALL]
     assert script("frontier").main(given) == 0
     report = json.loads((tmp_path / "result.json").read_text())
     assert report["embeddings_lr"].pop("block") in (0.01, 0.02)
-    assert report["embeddings_lr"] == {"auto": 0.03, "dense": 0.01}
+    assert report["embeddings_lr"] == {"auto": 0.03, "tt+cache": 0.02, "dense": 0.01}
     (impossible,) = report["impossible"]
     assert impossible.startswith("block-100x-0: error: a budget of")
     found = {(row["emb"], row["budget"]) for row in report["results"]}
-    assert found == {("dense", ""), ("block", "4x"), ("auto", "4x"), ("auto", "100x")}
+    both = {(kind, budget) for kind in ("auto", "tt+cache") for budget in ("4x", "100x")}
+    assert found == {("dense", ""), ("block", "4x"), *both}
+    result = json.loads((tmp_path / "runs" / "tt+cache-4x-0" / "result.json").read_text())
+    rows = sum(Meta.read(data).cardinalities)
+    assert result["options"]["tt"]["cache_rows"] == round(rows / 4 / 10)
     assert all(row["samples/s"] > 0 for row in report["results"])
     assert {path.name for path in tmp_path.glob("*.png")} == {"plot.png", "plot_speed.png"}
 
