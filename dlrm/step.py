@@ -7,7 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,16 +29,31 @@ FUSION = {"combo_kernels": True}  # one launch to cast all weights, one to sum s
 WARM_UP = 3  # steps of a shape that run one by one before it is captured
 
 
-Key = tuple[int, bool, bool]  # of a captured step: batch size, with norms, with an upcoming batch
+Key = tuple[int, bool, bool, bool]  # of a captured step: its batch size and what else is asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one step is asked for."""
+
+    batch: Batch
+    upcoming: Batch | None
+    foreseen: bool  # the last step prepared the look-ups of this batch
+    norms: bool
+    total: int
+
+    @property
+    def key(self) -> Key:
+        """Work of one key is the same on other values."""
+        return self.batch.size, self.norms, self.upcoming is not None, self.foreseen
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A step of one batch size as a CUDA graph, and where it reads and writes."""
+    """A step as a CUDA graph, and where it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
-    batch: Batch
-    upcoming: Batch | None
+    work: Work
     out: dict[str, Tensor]
 
 
@@ -124,6 +140,10 @@ class TrainStep:
         self._planner = Planner(self.device) if on_gpu else nullcontext()
         self._seen: Counter[Key] = Counter()
         self._captured: dict[Key, Captured] = {}
+        # What others update must not move.
+        self._looks_ahead = reducer is None and model.sparse_arch.looks_ahead
+        self._announced: Batch | None = None  # the upcoming batch of the last step
+        self._known: dict[int, list[Any]] = {}  # by batch size: what its look-ups need to know
         if reducer is not None:
             reducer.world.before_leaving(self.close)
         self.preparing_seconds = 0.0
@@ -142,8 +162,8 @@ class TrainStep:
             batch: on the model's device; with several processes this one's share.
             norms: also give the gradient norms of the dense part and of the embeddings.
             total: samples of the shares of all processes together.
-            upcoming: the batch of the next step, if it is known, for embeddings that fetch rows
-                ahead.
+            upcoming: the batch of the next step, if it is known: embeddings may fetch its rows
+                or prepare its look-ups ahead. It must stay as it is until then.
 
         Returns:
             ``loss`` (and ``gradient_norm/dense``, ``gradient_norm/embeddings``) as 0-d tensors,
@@ -151,46 +171,46 @@ class TrainStep:
         """
         total = batch.size if total is None else total
         uneven = self.reducer is not None and total % self.reducer.world.size > 0
-        if self.reducer is not None or (upcoming and upcoming.size != batch.size):
-            upcoming = None  # what others update must not move; a graph has one shape
+        if not self._looks_ahead or (upcoming and upcoming.size != batch.size):
+            upcoming = None  # a graph has one shape
+        foreseen = batch is self._announced and batch.size in self._known
+        work = Work(batch=batch, upcoming=upcoming, foreseen=foreseen, norms=norms, total=total)
+        self._announced = upcoming
         if self.mode != "graph" or batch.offsets is not None or uneven:
-            return self._run(batch, norms, total, upcoming)
-        key = (batch.size, norms, upcoming is not None)
-        captured = self._captured.get(key)
+            return self._run(work)
+        captured = self._captured.get(work.key)
         if captured is not None:
-            captured.batch.copy_(batch)
-            if captured.upcoming is not None and upcoming is not None:
-                captured.upcoming.ids.copy_(upcoming.ids)
+            captured.work.batch.copy_(batch)
+            if captured.work.upcoming is not None and upcoming is not None:
+                captured.work.upcoming.ids.copy_(upcoming.ids)
             captured.graph.replay()
             return captured.out
         began = time.perf_counter()
-        out = self._prepare(batch, norms, total, upcoming)
+        out = self._prepare(work)
         self.preparing_seconds += time.perf_counter() - began
         return out
 
-    def _prepare(
-        self, batch: Batch, norms: bool, total: int, upcoming: Batch | None
-    ) -> dict[str, Tensor]:
-        """A step of a batch size that is not captured yet, and may be now."""
-        key = (batch.size, norms, upcoming is not None)
+    def _prepare(self, work: Work) -> dict[str, Tensor]:
+        """A step of a kind that is not captured yet, and may be now."""
+        key, own = work.key, work.batch.size
         self._seen[key] += 1
         if self._seen[key] > WARM_UP:
-            captured = self._captured[key] = self._capture(batch, norms, total, upcoming)
+            captured = self._captured[key] = self._capture(work)
             captured.graph.replay()
             return captured.out
         # The short last batch of an epoch is not worth the seconds of compiling for its size.
-        known = not self._captured or any(size == batch.size for size, *_ in self._captured)
-        compiles = known or self._seen[key] == WARM_UP
+        compiled = not self._captured or any(size == own for size, *_ in self._captured)
+        compiles = compiled or self._seen[key] == WARM_UP
         with nullcontext() if compiles else set_stance("force_eager"):
-            return self._warm_up(batch, norms, total, upcoming)
+            return self._warm_up(work)
 
     def close(self) -> None:
         """Drop the captured graphs."""
         self._captured.clear()
 
-    def _run(
-        self, batch: Batch, norms: bool, total: int, upcoming: Batch | None
-    ) -> dict[str, Tensor]:
+    def _run(self, work: Work) -> dict[str, Tensor]:
+        batch, upcoming, norms, total = work.batch, work.upcoming, work.norms, work.total
+        known = self._known[batch.size] if work.foreseen else None
         reducer = self.reducer
         sharing = reducer.step(total, one_hot=batch.offsets is None) if reducer else nullcontext()
         norm_of = reducer.norm if reducer else gradient_norm
@@ -198,7 +218,7 @@ class TrainStep:
             self.model.sparse_arch.prefetch(upcoming.ids, upcoming.offsets)
         with self._planner, sharing:
             with torch.autocast(self.device.type, torch.bfloat16, self.precision == "bf16"):
-                logits = self.model(batch.dense, batch.ids, batch.offsets)
+                logits = self.model(batch.dense, batch.ids, batch.offsets, known=known)
             loss = self._loss(logits, batch.labels)
             if reducer is not None:  # a mean over no samples is not a number
                 loss = loss * (batch.size / total) if batch.size else logits.float().sum()
@@ -217,14 +237,16 @@ class TrainStep:
                 if self.clip_norm is not None:
                     norm = torch.hypot(dense, embeddings)
                     self._scale_gradients((self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
-            self._update()
+            self._update(upcoming)
         return out
 
-    def _update(self) -> None:
+    def _update(self, upcoming: Batch | None) -> None:
         """Apply the gradients, those of the embeddings beside the backward pass of the MLPs."""
         with self._branch.fork(wait=self.clip_norm is not None):
             for optimizer in self._beside:
                 optimizer.step()
+            if upcoming is not None and upcoming.offsets is None:
+                self._look_ahead(upcoming)
         for optimizer in self.optimizers:
             if optimizer not in self._beside:
                 optimizer.step()
@@ -232,27 +254,33 @@ class TrainStep:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
+    def _look_ahead(self, upcoming: Batch) -> None:
+        """Prepare the next look-ups where those of this step, which are done with, were."""
+        known = self.model.sparse_arch.know(upcoming.ids, self._known.get(upcoming.size))
+        if known is not None:
+            self._known[upcoming.size] = known
+
     @torch.no_grad()
     def _scale_gradients(self, factor: Tensor) -> None:
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor.to(parameter.device))
 
-    def _warm_up(
-        self, batch: Batch, norms: bool, total: int, upcoming: Batch | None
-    ) -> dict[str, Tensor]:
+    def _warm_up(self, work: Work) -> dict[str, Tensor]:
         """A step one by one on a side stream, as capture asks for."""
         current, side = torch.cuda.current_stream(), torch.cuda.Stream(self.device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            out = self._run(batch, norms, total, upcoming)
+            out = self._run(work)
         current.wait_stream(side)
         return out
 
-    def _capture(self, batch: Batch, norms: bool, total: int, upcoming: Batch | None) -> Captured:
+    def _capture(self, work: Work) -> Captured:
         """Record a step on copies of the batches; nothing is computed yet."""
-        static, coming = batch.clone(), upcoming and upcoming.clone()
+        upcoming = work.upcoming and work.upcoming.clone()
+        work = replace(work, batch=work.batch.clone(), upcoming=upcoming)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = self._run(static, norms, total, coming)
-        return Captured(graph, static, coming, out)
+            torch.zeros((), device=self.device)  # one root: with two, both wait for 10 us
+            out = self._run(work)
+        return Captured(graph, work, out)

@@ -60,6 +60,8 @@ class SparseArch(nn.Module):
                 group = Sharded(rows, embedding_dim, own, check_ids=check_ids)
                 order += [slots[table] for table in group.order]
             self.groups.append(group)
+        # Dense tables last: they are quick, and nobody waits for what they start, the sort of ids.
+        self._turns = sorted(range(len(groups)), key=lambda index: groups[index][1] == "dense")
         self.register_buffer("order", torch.tensor(order).argsort(), persistent=False)
         for index, slots in enumerate(self.slots):
             self.register_buffer(f"_slots_{index}", torch.tensor(slots), persistent=False)
@@ -67,31 +69,58 @@ class SparseArch(nn.Module):
         self._measured: tuple[float, Counter[str]] = time.perf_counter(), Counter()  # sums then
 
     def forward(
-        self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+        self,
+        ids: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+        *,
+        known: Sequence[Any] | None = None,
     ) -> list[Tensor]:
         """Look up every table.
 
         Args:
             ids, offsets, per_sample_weights: of all features, as in ``Embedding.forward``.
+            known: what :meth:`know` found out about these ids.
 
         Returns:
             The vectors of each group, ``[B, F_g, D]``; of sharded ones in several parts.
         """
-        found: list[Tensor] = []
-        for index, group in enumerate(self.groups):
-            share = self._share(index, ids, offsets, per_sample_weights)
-            found += group.parts(*share) if isinstance(group, Sharded) else [group(*share)]
-        return found
+        found: dict[int, list[Tensor]] = {}
+        for index in self._turns:
+            group, share = self.groups[index], self._share(index, ids, offsets, per_sample_weights)
+            if isinstance(group, Sharded):
+                found[index] = group.parts(*share)
+            else:
+                found[index] = [group(*share, known=known and known[index])]
+        return [part for index in range(len(self.groups)) for part in found[index]]
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether a group has a use for :meth:`prefetch`."""
-        return any(type(group).prefetch is not Embedding.prefetch for group, _ in self.embeddings())
+        """Whether a group has a use for :meth:`prefetch` or :meth:`know`."""
+        return any(_overrides(group, "prefetch", "know") for group, _ in self.embeddings())
+
+    def know(self, ids: Tensor, known: Sequence[Any] | None = None) -> list[Any] | None:
+        """Find out what the look-up of ``ids [F, B]`` needs to know of these alone, ahead of it.
+
+        Args:
+            ids: as :meth:`forward` will take them, without offsets.
+            known: an earlier result for as many ids, whose memory is used again.
+
+        Returns:
+            Of each group what it knows; None if no group has a use for that.
+        """
+        found = [
+            group.know(self._share(index, ids, None, None)[0], known and known[index])
+            if _overrides(group, "know")
+            else None
+            for index, (group, _) in enumerate(self.embeddings())
+        ]
+        return None if all(each is None for each in found) else found
 
     def prefetch(self, ids: Tensor, offsets: Tensor | None = None) -> None:
         """Tell the groups of the batch behind the next one, as :meth:`forward` will take it."""
         for index, (group, _) in enumerate(self.embeddings()):
-            if type(group).prefetch is not Embedding.prefetch:
+            if _overrides(group, "prefetch"):
                 group.prefetch(*self._share(index, ids, offsets, None)[:2])
 
     def in_order(self, vectors: list[Tensor]) -> Tensor:
@@ -190,6 +219,11 @@ class SparseArch(nn.Module):
         total = sum(parts.values())
         dense = 4 * self.embedding_dim * sum(self.num_embeddings)
         return {**parts, "bytes": total, "compression": dense / total}
+
+
+def _overrides(group: Embedding, *names: str) -> bool:
+    """Whether a kind has its own way to do one of these."""
+    return any(getattr(type(group), name) is not getattr(Embedding, name) for name in names)
 
 
 def _own(sharding: Sharding | None, slots: Sequence[int]) -> Sharding | None:

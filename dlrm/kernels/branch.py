@@ -15,9 +15,10 @@ class Branch:
     ::
 
         branch = branch_of(device)
-        with branch.fork():  # may use all that was computed before
-            embedded = look_up(ids)
-        bottom = mlp(dense)  # at the same time
+        begin = branch.mark()
+        bottom = mlp(dense)
+        with branch.fork(behind=begin):  # may use all that was computed before the mark
+            embedded = look_up(ids)  # at the same time
         branch.join()  # what follows may use both
 
     Autograd runs a backward pass on the stream of its forward pass, so the two lie beside each
@@ -32,18 +33,25 @@ class Branch:
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device, priority=-1) if on_gpu else None
 
+    def mark(self) -> torch.cuda.Event | None:
+        """Here in the work of the current stream, for :meth:`fork`."""
+        return None if self._stream is None else torch.cuda.current_stream().record_event()
+
     @contextmanager
-    def fork(self, *, wait: bool = True) -> Iterator[None]:
+    def fork(self, *, wait: bool = True, behind: torch.cuda.Event | None = None) -> Iterator[None]:
         """Run a block on the branch.
 
         Args:
             wait: begin behind all that the current stream has been given so far; without, behind
                 what the branch itself has.
+            behind: of the current stream's work wait for that before this mark only.
         """
         if self._stream is None:
             yield
             return
-        if wait:
+        if behind is not None:
+            self._stream.wait_event(behind)
+        elif wait:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
