@@ -68,6 +68,7 @@ class PeerMemory:
             assert dist.group.WORLD is not None
             device = torch.device("cuda", torch.cuda.current_device())
             self.local = symmetric_memory.empty(*shape, dtype=dtype, device=device)
+            torch.cuda.synchronize(device)  # it is zeroed on a stream that others don't wait for
             self._handle = symmetric_memory.rendezvous(self.local, dist.group.WORLD)
             bases = self._handle.buffer_ptrs
             within = self.local.data_ptr() - bases[world.rank]
