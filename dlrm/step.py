@@ -29,7 +29,8 @@ FUSION = {"combo_kernels": True}  # one launch to cast all weights, one to sum s
 WARM_UP = 3  # steps of a shape that run one by one before it is captured
 
 
-Key = tuple[int, bool, bool, bool]  # of a captured step: its batch size and what else is asked
+LOOK_AHEAD = 3  # number of a branch
+Key = tuple[int, bool, bool, int | None]  # of a captured step: its size and what else is asked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class Work:
 
     batch: Batch
     upcoming: Batch | None
-    foreseen: bool  # the last step prepared the look-ups of this batch
+    foreseen: int | None  # in which of two places the last step prepared its look-ups
     norms: bool
     total: int
 
@@ -143,7 +144,11 @@ class TrainStep:
         # What others update must not move.
         self._looks_ahead = reducer is None and model.sparse_arch.looks_ahead
         self._announced: Batch | None = None  # the upcoming batch of the last step
-        self._known: dict[int, list[Any]] = {}  # by batch size: what its look-ups need to know
+        self._ahead = branch_of(self.device, LOOK_AHEAD)
+        # What look-ups need to know, by batch size and place: one in use, one for the next step.
+        self._known: dict[tuple[int, int], list[Any]] = {}
+        self._place = 0
+        self._pool = torch.cuda.graph_pool_handle() if self.mode == "graph" else None
         if reducer is not None:
             reducer.world.before_leaving(self.close)
         self.preparing_seconds = 0.0
@@ -173,9 +178,11 @@ class TrainStep:
         uneven = self.reducer is not None and total % self.reducer.world.size > 0
         if not self._looks_ahead or (upcoming and upcoming.size != batch.size):
             upcoming = None  # a graph has one shape
-        foreseen = batch is self._announced and batch.size in self._known
+        foreseen = self._place if batch is self._announced else None
+        if (batch.size, foreseen) not in self._known:
+            foreseen = None
         work = Work(batch=batch, upcoming=upcoming, foreseen=foreseen, norms=norms, total=total)
-        self._announced = upcoming
+        self._announced, self._place = upcoming, 1 if foreseen == 0 else 0
         if self.mode != "graph" or batch.offsets is not None or uneven:
             return self._run(work)
         captured = self._captured.get(work.key)
@@ -210,7 +217,7 @@ class TrainStep:
 
     def _run(self, work: Work) -> dict[str, Tensor]:
         batch, upcoming, norms, total = work.batch, work.upcoming, work.norms, work.total
-        known = self._known[batch.size] if work.foreseen else None
+        known = None if work.foreseen is None else self._known[batch.size, work.foreseen]
         reducer = self.reducer
         sharing = reducer.step(total, one_hot=batch.offsets is None) if reducer else nullcontext()
         norm_of = reducer.norm if reducer else gradient_norm
@@ -219,6 +226,8 @@ class TrainStep:
         with self._planner, sharing:
             with torch.autocast(self.device.type, torch.bfloat16, self.precision == "bf16"):
                 logits = self.model(batch.dense, batch.ids, batch.offsets, known=known)
+            if upcoming is not None and upcoming.offsets is None:
+                self._look_ahead(upcoming, 1 if work.foreseen == 0 else 0)
             loss = self._loss(logits, batch.labels)
             if reducer is not None:  # a mean over no samples is not a number
                 loss = loss * (batch.size / total) if batch.size else logits.float().sum()
@@ -237,16 +246,15 @@ class TrainStep:
                 if self.clip_norm is not None:
                     norm = torch.hypot(dense, embeddings)
                     self._scale_gradients((self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
-            self._update(upcoming)
+            self._update()
+            self._ahead.join()
         return out
 
-    def _update(self, upcoming: Batch | None) -> None:
+    def _update(self) -> None:
         """Apply the gradients, those of the embeddings beside the backward pass of the MLPs."""
         with self._branch.fork(wait=self.clip_norm is not None):
             for optimizer in self._beside:
                 optimizer.step()
-            if upcoming is not None and upcoming.offsets is None:
-                self._look_ahead(upcoming)
         for optimizer in self.optimizers:
             if optimizer not in self._beside:
                 optimizer.step()
@@ -254,11 +262,13 @@ class TrainStep:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
-    def _look_ahead(self, upcoming: Batch) -> None:
-        """Prepare the next look-ups where those of this step, which are done with, were."""
-        known = self.model.sparse_arch.know(upcoming.ids, self._known.get(upcoming.size))
+    def _look_ahead(self, upcoming: Batch, place: int) -> None:
+        """Prepare the next look-ups beside the backward pass."""
+        key = upcoming.size, place
+        with self._ahead.fork():
+            known = self.model.sparse_arch.know(upcoming.ids, self._known.get(key))
         if known is not None:
-            self._known[upcoming.size] = known
+            self._known[key] = known
 
     @torch.no_grad()
     def _scale_gradients(self, factor: Tensor) -> None:
@@ -280,7 +290,9 @@ class TrainStep:
         upcoming = work.upcoming and work.upcoming.clone()
         work = replace(work, batch=work.batch.clone(), upcoming=upcoming)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # The MLPs are the longer chain: where a branch has work ready as well, theirs goes first.
+        first = torch.cuda.Stream(self.device, priority=-1)
+        with torch.cuda.graph(graph, pool=self._pool, stream=first):
             torch.zeros((), device=self.device)  # one root: with two, both wait for 10 us
             out = self._run(work)
         return Captured(graph, work, out)
