@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dlrm.kernels import whole
 from dlrm.kernels.cached_rows import cached_rows
 from dlrm.kernels.host import zeros_beside
 from dlrm.kernels.plan import announced
 from dlrm.kernels.rows import update_rows
-from dlrm.rules import OPTIONS, RULES, Rule, advance, make_rule, round_stochastic
+from dlrm.kernels.whole import update_whole
+from dlrm.rules import OPTIONS, RULES, Rule, make_rule
 
 __all__ = ["RULES", "RowOptimizer", "Schedule", "gradient_norm"]
 
@@ -88,7 +88,7 @@ class RowOptimizer(torch.optim.Optimizer):
                     dense.append(parameter)
             for device in {parameter.device for parameter in dense}:
                 here = [parameter for parameter in dense if parameter.device == device]
-                self._update_whole(here, rule, group["lr"].to(device))
+                self._update_whole(here, rule, group)
 
     def _update_rows(self, parameter: Tensor, rule: Rule, group: dict[str, Any]) -> None:
         """Update the rows that a sparse gradient names."""
@@ -110,26 +110,25 @@ class RowOptimizer(torch.optim.Optimizer):
                 cached=cached,
                 seed=group["seed"].to(device) if self._rounds(parameter) else None,
             )
-        if cached is not None:
-            cached.updated()
 
-    def _update_whole(self, parameters: list[Tensor], rule: Rule, lr: Tensor) -> None:
+    def _update_whole(self, parameters: list[Tensor], rule: Rule, group: dict[str, Any]) -> None:
         """Update parameters with dense gradients, few launches for all of them."""
         for parameter in parameters:
             if (cached := cached_rows(parameter)) is not None:
                 cached.release()
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         states = [list(self.state[parameter].values()) for parameter in parameters]
-        plain = rule.name in whole.RULES and not rule.momentum and not rule.weight_decay
-        if plain and not any(map(self._rounds, parameters)):
-            whole.update_whole(rule.name, parameters, grads, states, lr=lr, eps=rule.eps)
-            return
-        values = [parameter.to(_wide(parameter)) for parameter in parameters]
-        wide = [grad.to(value.dtype) for grad, value in zip(grads, values, strict=True)]
-        advance(rule, values, wide, states, lr)
-        for parameter, value in zip(parameters, values, strict=True):
-            if value is not parameter:
-                parameter.copy_(round_stochastic(value) if self._rounds(parameter) else value)
+        device = parameters[0].device
+        rounds = any(map(self._rounds, parameters))
+        with torch.cuda.device_of(parameters[0]):
+            update_whole(
+                rule,
+                parameters,
+                grads,
+                states,
+                lr=group["lr"].to(device),
+                seed=group["seed"].to(device) if rounds else None,
+            )
 
     def _rounds(self, parameter: Tensor) -> bool:
         """Whether a parameter is rounded by chance."""

@@ -195,7 +195,7 @@ def test_bad_arguments():
         RowOptimizer([table], "sgd", betas=(0.9, 0.9))
     with pytest.raises(ValueError, match=r"alpha is 1.0, it must be in \[0, 1\)"):
         RowOptimizer([table], "rmsprop", alpha=1.0)
-    with pytest.raises(ValueError, match="momentum is 2, it must be in \[0, 1\)"):
+    with pytest.raises(ValueError, match=r"momentum is 2, it must be in \[0, 1\)"):
         RowOptimizer([table], "sgd", momentum=2)
 
 

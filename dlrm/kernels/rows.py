@@ -44,7 +44,7 @@ def add_equal(sum_a, row_a, sum_b, row_b):
 
 
 @triton.jit
-def _store(weight, at, element, value, mask, seed, ROUND: tl.constexpr):
+def store_rounded(weight, at, element, value, mask, seed, ROUND: tl.constexpr):
     """Store fp32 as the weight's type; with ROUND to bf16 up or down by chance."""
     if ROUND:
         chance = tl.randint(tl.load(seed), element.to(tl.int32)).to(tl.int32) & 0xFFFF
@@ -70,10 +70,20 @@ def _begin(row, slots, slot, gaps, TENSOR: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _moments(first, second, grad, count, hyper, RULE: tl.constexpr):
-    """Both running means ``[K, BLOCK_D]`` after ``count [K]`` updates, and the step they give."""
+def rule_step(first, second, grad, count, hyper, RULE: tl.constexpr):
+    """What a rule keeps of weights ``[K, B]``, brought up to date, and the step it gives.
+
+    ``second`` and ``count [K]``, of updates so far with this one, are looked at by rules that have
+    them. Neither sgd nor rowwise_adagrad, whose state is not one of weights, comes here.
+    """
     eps, _, _, keep, rest, beta1, rest1, log1, beta2, rest2, log2 = hyper
-    if RULE == "adadelta":
+    if RULE == "adagrad":
+        first += grad * grad
+        step = grad / (tl.sqrt_rn(first) + eps)
+    elif RULE == "rmsprop":
+        first = first * keep + grad * grad * rest
+        step = grad / (tl.sqrt_rn(first) + eps)
+    elif RULE == "adadelta":
         first = first * keep + grad * grad * rest
         step = tl.sqrt_rn(second + eps) / tl.sqrt_rn(first + eps) * grad
         second = second * keep + step * step * rest
@@ -97,7 +107,7 @@ def _apply(
     ROUND: tl.constexpr,
 ):  # fmt: skip
     """Apply the rule to ``row [K]`` where ``live [K]``, given the summed ``grad [K, BLOCK_D]``."""
-    eps, decay, momentum, keep, rest, _, _, _, _, _, _ = hyper
+    eps, decay, momentum, _, _, _, _, _, _, _, _ = hyper
     row = row.to(tl.int64)
     slot = row
     if slots is not None:
@@ -121,21 +131,16 @@ def _apply(
     else:
         at_first = _begin(row, slots, slot, gaps, 1, D)[:, None] + column
         first = tl.load(states[0] + at_first, mask=mask, other=0.0)
-        if RULE == "adagrad":
-            first += grad * grad
-            step = grad / (tl.sqrt_rn(first) + eps)
-        elif RULE == "rmsprop":
-            first = first * keep + grad * grad * rest
-            step = grad / (tl.sqrt_rn(first) + eps)
-        else:
+        second, count = first, row  # what has neither looks at neither
+        if RULE != "adagrad" and RULE != "rmsprop":
             at_second = _begin(row, slots, slot, gaps, 2, D)[:, None] + column
             second = tl.load(states[1] + at_second, mask=mask, other=0.0)
-            count = row  # adadelta has none and looks at none
             if RULE != "adadelta":
                 at_steps = _begin(row, slots, slot, gaps, 3, 1)
                 count = tl.load(states[2] + at_steps, mask=live, other=0) + 1
                 tl.store(states[2] + at_steps, count, mask=live)
-            first, second, step = _moments(first, second, grad, count, hyper, RULE)
+        first, second, step = rule_step(first, second, grad, count, hyper, RULE)
+        if RULE != "adagrad" and RULE != "rmsprop":
             tl.store(states[1] + at_second, second, mask=mask)
         tl.store(states[0] + at_first, first, mask=mask)
     if MOMENTUM:  # kept behind the rule's other states
@@ -143,7 +148,7 @@ def _apply(
         at_buffer = _begin(row, slots, slot, gaps, len(states), D)[:, None] + column
         step += momentum * tl.load(buffer + at_buffer, mask=mask, other=0.0)
         tl.store(buffer + at_buffer, step, mask=mask)
-    _store(weight, at, row[:, None] * D + column, value - rate * step, mask, seed, ROUND)
+    store_rounded(weight, at, row[:, None] * D + column, value - rate * step, mask, seed, ROUND)
 
 
 @triton.jit
@@ -271,7 +276,7 @@ def update_rows(
     tiles = triton.cdiv(n, block * parts)
     partials = torch.empty(tiles, 2, dim, device=grads.device)
     slots, gaps = (None, ()) if cached is None else (cached.slots, cached.gaps)
-    rest = (n, weight, tuple(states), slots, gaps, lr, _hyper(rule), seed)
+    rest = (n, weight, tuple(states), slots, gaps, lr, hyper(rule), seed)
     options = {
         "D": dim,
         "BLOCK_D": block_d,
@@ -293,8 +298,8 @@ def update_rows(
         seed.add_(1)
 
 
-def _hyper(rule: Rule) -> tuple[float, ...]:
-    """The options as the kernel takes them."""
+def hyper(rule: Rule) -> tuple[float, ...]:
+    """The options of a rule as kernels take them."""
     keep = rule.alpha or rule.rho  # no rule has both
     betas = [(beta, 1 - beta, math.log(beta or 1e-38)) for beta in rule.betas]
     return (rule.eps, rule.weight_decay, rule.momentum, keep, 1 - keep, *betas[0], *betas[1])

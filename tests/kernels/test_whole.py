@@ -4,15 +4,25 @@ import pytest
 import torch
 
 from dlrm.kernels import whole
-from dlrm.kernels.whole import RULES, update_whole
+from dlrm.kernels.whole import update_whole
 from dlrm.optim import RowOptimizer
+from dlrm.rules import RULES, make_rule
 
+OPTIONS = {
+    **{rule: {} for rule in RULES},
+    "sgd": {"momentum": 0.9, "weight_decay": 0.1},
+    "adagrad": {"eps": 1e-3, "weight_decay": 0.1},
+    "rowwise_adagrad": {"eps": 1e-3, "weight_decay": 0.1},
+    "adamw": {"weight_decay": 0.1},
+    "rmsprop": {"momentum": 0.9},
+}
+CASES = [*((rule, {}) for rule in RULES), *((rule, own) for rule, own in OPTIONS.items() if own)]
 SHAPES = [(5, 3), (7,), (1, 2500), (), (3, 2, 4), (0, 4), (1300,)]
 
 
-def make(rule, device, shapes=SHAPES, dtype=torch.float32):
+def make(rule, device, shapes=SHAPES, dtype=torch.float32, **options):
     parameters = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
-    optimizer = RowOptimizer([p.requires_grad_() for p in parameters], rule, lr=0.1)
+    optimizer = RowOptimizer([p.requires_grad_() for p in parameters], rule, lr=0.1, **options)
     return parameters, [list(optimizer.state[p].values()) for p in parameters]
 
 
@@ -21,13 +31,14 @@ def run(rule, parameters, states, grads, impl):
     states = [[tensor.clone() for tensor in state] for state in states]
     lr = torch.tensor(0.1, device=parameters[0].device)
     for grad in grads:
-        update_whole(rule, parameters, grad, states, lr=lr, eps=1e-3, impl=impl)
+        update_whole(rule, parameters, grad, states, lr=lr, impl=impl)
     return [*parameters, *(tensor for state in states for tensor in state)]
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_every_parameter_and_state_equal_pytorch(rule, device):
-    parameters, states = make(rule, device)
+@pytest.mark.parametrize(("rule", "options"), CASES)
+def test_every_parameter_and_state_equal_pytorch(rule, options, device):
+    parameters, states = make(rule, device, **options)
+    rule = make_rule(rule, **options)
     grads = [[torch.randn_like(p) for p in parameters] for _ in range(3)]
     got = run(rule, parameters, states, grads, "triton")
     want = run(rule, parameters, states, grads, "torch")
@@ -36,7 +47,7 @@ def test_every_parameter_and_state_equal_pytorch(rule, device):
     assert not any(torch.equal(a, p) for a, p in zip(got, parameters, strict=False) if p.numel())
 
 
-@pytest.mark.parametrize("rule", ["sgd", "adagrad"])
+@pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam"])
 def test_more_parameters_than_one_launch_takes(rule, device, monkeypatch):
     monkeypatch.setattr(whole, "TENSORS", 2)
     parameters, states = make(rule, device, [(2, 3)] * 5)
@@ -49,7 +60,7 @@ def test_more_parameters_than_one_launch_takes(rule, device, monkeypatch):
 def test_adagrad_follows_torch(device):
     parameters, states = make("adagrad", device, [(4, 6)])
     theirs = parameters[0].detach().clone().requires_grad_()
-    optimizer = torch.optim.Adagrad([theirs], lr=0.1, eps=1e-3)
+    optimizer = torch.optim.Adagrad([theirs], lr=0.1, eps=1e-8)
     grads = [[torch.randn_like(theirs)] for _ in range(3)]
     for (grad,) in grads:
         theirs.grad = grad
@@ -62,6 +73,21 @@ def test_a_gradient_may_lie_transposed(device):
     grads = [[torch.randn(6, 4, device=device).t()]]
     got = run("sgd", parameters, states, grads, "triton")
     torch.testing.assert_close(got, run("sgd", parameters, states, grads, "torch"))
+
+
+@pytest.mark.gpu  # the interpreter knows no bfloat16
+def test_bf16_is_rounded_by_chance(device):
+    parameters, states = make("sgd", device, [(300, 300)], torch.bfloat16)
+    before = parameters[0].detach().float()
+    seed, lr = torch.zeros((), dtype=torch.int64, device=device), torch.tensor(1.0, device=device)
+    grads = [torch.full_like(parameters[0], 1e-3)]
+    for _ in range(20):
+        update_whole("sgd", parameters, grads, states, lr=lr, seed=seed, impl="triton")
+    assert seed == 20
+    # To nearest, most would not move at all.
+    torch.testing.assert_close(
+        (before - parameters[0].float()).mean().item(), 0.02, atol=2e-4, rtol=0
+    )
 
 
 @pytest.mark.gpu  # the interpreter multiplies the bits of bfloat16 as integers
