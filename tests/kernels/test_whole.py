@@ -17,7 +17,7 @@ OPTIONS = {
     "rmsprop": {"momentum": 0.9},
 }
 CASES = [*((rule, {}) for rule in RULES), *((rule, own) for rule, own in OPTIONS.items() if own)]
-SHAPES = [(5, 3), (7,), (1, 2500), (), (3, 2, 4), (0, 4), (1300,)]
+SHAPES = [(5, 3), (7,), (1, 2500), (), (3, 2, 4), (0, 4), (30,)]
 
 
 def make(rule, device, shapes=SHAPES, dtype=torch.float32, **options):
