@@ -61,7 +61,7 @@ class Run:
         self.model = DLRM(**self.recipe, sharding=self.sharding).to(self.device)
         if config.init_from and not restored:
             self.model.load_trained(checkpoint.load_model(config.init_from, self.device)[0])
-        self.train_data.look_ahead = self.model.sparse_arch.looks_ahead and world.size == 1
+        self.train_data.look_ahead = self.model.sparse_arch.look_ahead if world.size == 1 else 0
         self.optimizers = self._optimizers()
         self.schedule = Schedule(self.optimizers, **config.optim.schedule)
         self.step = TrainStep(

@@ -22,6 +22,7 @@ from dlrm.kernels.plan import Planner
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, gradient_norm
 from dlrm.reduce import Reducer
+from dlrm.rounds import Rounds
 
 MODES = ("auto", "eager", "compile", "graph")
 PRECISIONS = ("fp32", "tf32", "bf16")
@@ -141,8 +142,10 @@ class TrainStep:
         self._planner = Planner(self.device) if on_gpu else nullcontext()
         self._seen: Counter[Key] = Counter()
         self._captured: dict[Key, Captured] = {}
+        self._knows = reducer is None and model.sparse_arch.knows
         # What others update must not move.
-        self._looks_ahead = reducer is None and model.sparse_arch.looks_ahead
+        ahead = reducer is None and model.sparse_arch.round_of(1) > 0
+        self._rounds = Rounds(model.sparse_arch) if ahead else None
         self._announced: Batch | None = None  # the upcoming batch of the last step
         self._ahead = branch_of(self.device, LOOK_AHEAD)
         # What look-ups need to know, by batch size and place: one in use, one for the next step.
@@ -159,7 +162,7 @@ class TrainStep:
         *,
         norms: bool = False,
         total: int | None = None,
-        upcoming: Batch | None = None,
+        upcoming: Batch | Sequence[Batch] | None = None,
     ) -> dict[str, Tensor]:
         """Train on one batch.
 
@@ -167,16 +170,24 @@ class TrainStep:
             batch: on the model's device; with several processes this one's share.
             norms: also give the gradient norms of the dense part and of the embeddings.
             total: samples of the shares of all processes together.
-            upcoming: the batch of the next step, if it is known: embeddings may fetch its rows
-                or prepare its look-ups ahead. It must stay as it is until then.
+            upcoming: the batch of the next step, or of several, as far as they are known:
+                embeddings may fetch their rows or prepare their look-ups ahead. They must stay as
+                they are until then.
 
         Returns:
             ``loss`` (and ``gradient_norm/dense``, ``gradient_norm/embeddings``) as 0-d tensors,
             to be read before the next step: a captured one writes to the same place.
         """
         total = batch.size if total is None else total
+        known = [upcoming] if isinstance(upcoming, Batch) else list(upcoming or ())
+        with self._rounds.step(batch, known) if self._rounds else nullcontext():
+            return self._step(batch, norms, total, known[0] if known else None)
+
+    def _step(
+        self, batch: Batch, norms: bool, total: int, upcoming: Batch | None
+    ) -> dict[str, Tensor]:
         uneven = self.reducer is not None and total % self.reducer.world.size > 0
-        if not self._looks_ahead or (upcoming and upcoming.size != batch.size):
+        if not self._knows or (upcoming and upcoming.size != batch.size):
             upcoming = None  # a graph has one shape
         foreseen = self._place if batch is self._announced else None
         if (batch.size, foreseen) not in self._known:
@@ -221,8 +232,6 @@ class TrainStep:
         reducer = self.reducer
         sharing = reducer.step(total, one_hot=batch.offsets is None) if reducer else nullcontext()
         norm_of = reducer.norm if reducer else gradient_norm
-        if upcoming is not None:
-            self.model.sparse_arch.prefetch(upcoming.ids, upcoming.offsets)
         with self._planner, sharing:
             with torch.autocast(self.device.type, torch.bfloat16, self.precision == "bf16"):
                 logits = self.model(batch.dense, batch.ids, batch.offsets, known=known)

@@ -16,7 +16,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pandas as pd
@@ -26,6 +26,7 @@ from torch import Tensor
 from dlrm import measure
 from dlrm.data.batch import Batch
 from dlrm.data.schema import KAGGLE_CARDINALITIES, TERABYTE_CARDINALITIES
+from dlrm.embeddings.offload import ROUND
 from dlrm.embeddings.plan import plan
 from dlrm.embeddings.sparse_arch import LINK
 from dlrm.hints import Parser
@@ -78,13 +79,34 @@ def make_step(
     return model, TrainStep(model, optimizers, precision=options.precision, mode=options.mode)
 
 
+def coming(batches: Sequence[Batch], index: int) -> Sequence[Batch]:
+    """The batches behind one, as many as embeddings have a use for."""
+    return batches[index + 1 : index + 2 * ROUND]
+
+
 def train(step: TrainStep, batches: Sequence[Batch], ahead: bool) -> list[Tensor]:
     """The losses of a step on each batch, left on the device."""
     losses = []
-    for batch, upcoming in itertools.zip_longest(batches, batches[1:]):
-        out = step(batch, upcoming=upcoming if ahead else None)
+    for index, batch in enumerate(batches):
+        out = step(batch, upcoming=coming(batches, index) if ahead else None)
         losses.append(out["loss"].clone())
     return losses
+
+
+def mean_milliseconds(run: Callable[[int], object], device: str) -> float:
+    """Milliseconds of a step over all of several rounds, the median of four such times."""
+    spans = STEPS // 5
+    times = []
+    for start in range(0, 5 * spans, spans):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        for index in range(start, start + spans):
+            run(index)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - began) / spans)
+    return statistics.median(times[1:])
 
 
 def measure_one(
@@ -103,10 +125,9 @@ def measure_one(
     model.sparse_arch.cache_stats()  # rates from here on
 
     def run(index: int) -> None:
-        coming = batches[index + 1] if ahead and index + 1 < STEPS else None
-        step(batches[index], upcoming=coming)
+        step(batches[index], upcoming=coming(batches, index) if ahead else None)
 
-    ms = measure.milliseconds(run, options.device, warm_up=3, steps=STEPS - 4)
+    ms = mean_milliseconds(run, options.device)
     stats = model.sparse_arch.cache_stats()
     moved = {name: stats.get(f"cache/MB_{name}_per_step") for name in ("in", "out")}
     busier = max(moved["in"] or 0.0, moved["out"] or 0.0)

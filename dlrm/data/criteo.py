@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -71,8 +72,8 @@ class CriteoLoader:
         meta: what ``meta.json`` says.
         rows: rows of the split, over all ranks.
         wait_seconds: for how long the consumer has waited for data, in all iterations.
-        look_ahead: whether to know the batch behind the one that was yielded; False at first.
-        upcoming: that batch, if there is one and look_ahead is on.
+        look_ahead: how many batches behind the one that was yielded to know; 0 at first.
+        upcoming: those batches, as many as there are.
 
     Raises:
         FileNotFoundError: the meta file or a file of the split is missing.
@@ -124,8 +125,8 @@ class CriteoLoader:
         self._gathers = on_gpu and not self.meta.multi_hot
         self._mixed = window if shuffle else 1  # row groups of a window
         self.wait_seconds = 0.0
-        self.look_ahead = False
-        self.upcoming: Batch | None = None
+        self.look_ahead = 0
+        self.upcoming: Sequence[Batch] = ()
         self.epoch = 0
         self._position = 0  # rows of the epoch, over all ranks, that were yielded
         self._start = 0  # where the next iteration begins
@@ -254,13 +255,15 @@ class CriteoLoader:
                 yield batch
 
     def _with_upcoming(self, batches: Iterator[tuple[Batch, int]]) -> Iterator[tuple[Batch, int]]:
-        """The batches, one later than they come."""
-        held = next(batches, None)
-        while held is not None:
-            coming = next(batches, None)
-            self.upcoming = None if coming is None else coming[0]
-            yield held
-            held = coming
+        """The batches, later than they come by as many as are known ahead."""
+        held = deque(islice(batches, self.look_ahead))
+        for coming in batches:
+            held.append(coming)
+            self.upcoming = [batch for batch, _ in islice(held, 1, None)]
+            yield held.popleft()
+        while held:
+            self.upcoming = [batch for batch, _ in islice(held, 1, None)]
+            yield held.popleft()
 
     def _gathered(self, start: int, readers: ThreadPoolExecutor) -> Iterator[tuple[Batch, int]]:
         """Batches that the device gathers from windows, each with the position behind it."""

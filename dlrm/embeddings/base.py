@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dlrm.embeddings.cache import PopulateReport
 
 MODES = ("sum", "mean", "max")
+Announced = tuple[Tensor, Tensor | None]  # ids and offsets of a batch
 
 
 class Common(TypedDict, total=False):
@@ -76,6 +77,8 @@ class Embedding(nn.Module, ABC):
         self.padding_idx = padding_idx
         self.sparse = sparse
         self.check_ids = check_ids
+        self.in_round = False
+        """Whether the training look-ups are those of the round that was begun."""
         self.gather: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
         """Adds to the tables and ids that :meth:`observe` sees those of other processes."""
         self.register_buffer("_sizes", torch.tensor(self.num_embeddings)[:, None], persistent=False)
@@ -146,10 +149,23 @@ class Embedding(nn.Module, ABC):
     def observe(self, tables: Tensor, ids: Tensor) -> None:
         """See the ids of a training batch; for kinds that count them. Nothing by default."""
 
-    def prefetch(self, ids: Tensor, offsets: Tensor | None = None) -> None:
-        """Hear the ids of the batch behind the next one, as :meth:`forward` will take them; for
-        kinds that fetch rows ahead. Nothing by default, and never needed.
+    def round_of(self, lookups: int) -> int:
+        """How many batches of so many look-ups had better be a round; 0 of kinds without rounds."""
+        return 0
+
+    def begin_round(self, now: Sequence[Announced], coming: Sequence[Announced]) -> None:
+        """Begin a round of training look-ups; for kinds that fetch rows ahead. Never needed.
+
+        Args:
+            now: ids and offsets of its batches, as :meth:`forward` will take them, if they were not
+                announced; their rows are fetched at once.
+            coming: those of the next round, whose rows are fetched beside this one.
         """
+
+    @property
+    def rows_ready(self) -> bool:
+        """Whether nothing has moved rows since the round began, but what it began with."""
+        return True
 
     def know(self, ids: Tensor, known: Any = None) -> Any:
         """Find out ahead of ``forward(ids, known=...)`` what it needs to know of ``ids [F, B]``

@@ -9,25 +9,39 @@ from typing import Any, Self, Unpack
 import torch
 from torch import Tensor, nn
 
-from dlrm.embeddings.base import Common, Embedding, bag_of_each, row_offsets, shares
+from dlrm.embeddings.base import (
+    Announced,
+    Common,
+    Embedding,
+    bag_of_each,
+    row_offsets,
+    shares,
+)
 from dlrm.kernels.cached_rows import CachedRows
-from dlrm.kernels.host import mapped
+from dlrm.kernels.host import in_host_memory, mapped
 from dlrm.kernels.lookup import lookup, lookup_tables
+
+ROUND = 4  # batches whose rows are fetched together, at most
 
 
 class Offload(Embedding):
     """Every row in full, in pinned host memory with its optimizer state; the GPU caches rows.
 
     Nothing but speed depends on the cache: what is computed and what is saved are those of
-    ``dense``, and so are the initial rows. The ids of the coming batch are known, so its rows are
-    fetched, and others written back, while a batch is computed (:mod:`dlrm.kernels.cached_rows`).
-    ``.to(device)`` leaves the rows in host memory and lets the device see them there.
+    ``dense``, and so are the initial rows. The ids of the coming batches are known, so their rows
+    are fetched, and others written back, while those before are computed, in rounds of up to four
+    (:mod:`dlrm.kernels.row_moves`); in several processes, each of which has all of the tables, only
+    once they are looked up, since each updates what the others use. ``.to(device)`` leaves the rows
+    in host memory and lets the device see them there.
+
+    Once there is an optimizer, what is written to the weight in place, but for ``load_state_dict``
+    and :meth:`load_dense`, is lost where a row is in the cache: ``cached.release()`` before.
 
     Args:
         cache_rows: rows that the GPU holds, of all tables with the same options; 0 for none. By
             default cache_share of them.
         cache_share: share of the rows that the GPU holds, if cache_rows is not set.
-        half_life: batches in which a row that is not used comes to count half as much, when rows
+        half_life: rounds in which a row that is not used comes to count half as much, when rows
             are chosen to leave the cache.
     """
 
@@ -81,16 +95,35 @@ class Offload(Embedding):
 
     def _lookup(self, ids: Tensor, starts: Tensor | None) -> Tensor:
         training = self.training and torch.is_grad_enabled() and self.weight.requires_grad
-        return self.cached.lookup(ids, starts, sparse=self.sparse, training=training)
+        return self.cached.lookup(
+            ids, starts, sparse=self.sparse, training=training, in_round=self.in_round
+        )
 
-    def prefetch(self, ids: Tensor, offsets: Tensor | None = None) -> None:
-        """Fetch the rows of the batch behind the next one while that is computed."""
-        if offsets is None:
-            self.cached.prefetch(ids, self._offsets)
-            return
-        batch = max((offsets.numel() - 1) // self.num_tables, 1)
-        rows = ids + self._offsets[bag_of_each(offsets, ids.numel()) // batch]
-        self.cached.prefetch(rows[None])
+    def round_of(self, lookups: int) -> int:
+        """As many as the cache holds two rounds of, if an eighth of their ids are distinct."""
+        return max(1, min(ROUND, 4 * self.cached.capacity // max(lookups, 1)))
+
+    @property
+    def rows_ready(self) -> bool:
+        """Whether nothing has moved rows since the round began, but what it began with."""
+        return self.cached.ready or not self.cached.active
+
+    def begin_round(self, now: Sequence[Announced], coming: Sequence[Announced]) -> None:
+        """Fetch the rows of the next round while those of this one are computed."""
+        self.cached.begin_round(self._rows_of(now), self._rows_of(coming))
+
+    def _rows_of(self, batches: Sequence[Announced]) -> tuple[Tensor, Tensor | None] | None:
+        """The ids of several batches as those of one, and where the tables begin."""
+        if not batches:
+            return None
+        if all(offsets is None for _, offsets in batches):
+            return torch.cat([ids for ids, _ in batches], dim=1), self._offsets
+        rows = []
+        for ids, offsets in batches:
+            assert offsets is not None, "either all batches have offsets or none"
+            batch = max((offsets.numel() - 1) // self.num_tables, 1)
+            rows.append(ids + self._offsets[bag_of_each(offsets, ids.numel()) // batch])
+        return torch.cat(rows)[None], None
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:
@@ -139,7 +172,7 @@ class Offload(Embedding):
 
     def _to_host(self) -> None:
         """Move rows that a copy has put on the GPU to host memory."""
-        if self.weight.is_cuda:
+        if self.weight.is_cuda and not in_host_memory(self.weight):
             rows = _rows(len(self.weight), self.embedding_dim, self.weight)
             self.weight.data = rows.copy_(self.weight.data)
 
@@ -172,6 +205,10 @@ class Offload(Embedding):
         twin = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
         memo[id(self.cached)] = self.cached
+        if id(self.weight) not in memo:  # as itself it would be copied to the GPU
+            rows = _rows(len(self.weight), self.embedding_dim, self.weight)
+            rows.copy_(self.weight.detach())
+            memo[id(self.weight)] = nn.Parameter(rows, self.weight.requires_grad)
         twin.__dict__ = {name: copy.deepcopy(value, memo) for name, value in vars(self).items()}
         twin._to_host()
         twin._attach(self.cached.capacity, self.cached.half_life)

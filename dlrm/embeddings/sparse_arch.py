@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dlrm.embeddings.base import Embedding
+from dlrm.embeddings.base import Announced, Embedding
 from dlrm.embeddings.plan import Plan
 from dlrm.embeddings.registry import available, build
 from dlrm.embeddings.sharded import Sharded, Sharding
@@ -95,9 +95,16 @@ class SparseArch(nn.Module):
         return [part for index in range(len(self.groups)) for part in found[index]]
 
     @property
-    def looks_ahead(self) -> bool:
-        """Whether a group has a use for :meth:`prefetch` or :meth:`know`."""
-        return any(_overrides(group, "prefetch", "know") for group, _ in self.embeddings())
+    def look_ahead(self) -> int:
+        """How many batches behind the present one :meth:`know` and :meth:`begin_round` ask for."""
+        groups = [group for group, _ in self.embeddings()]
+        rounds = max(group.round_of(1) for group in groups)
+        return max(2 * rounds - 1, int(self.knows))
+
+    @property
+    def knows(self) -> bool:
+        """Whether a group has a use for :meth:`know`."""
+        return any(_overrides(group, "know") for group, _ in self.embeddings())
 
     def know(self, ids: Tensor, known: Sequence[Any] | None = None) -> list[Any] | None:
         """Find out what the look-up of ``ids [F, B]`` needs to know of these alone, ahead of it.
@@ -117,11 +124,30 @@ class SparseArch(nn.Module):
         ]
         return None if all(each is None for each in found) else found
 
-    def prefetch(self, ids: Tensor, offsets: Tensor | None = None) -> None:
-        """Tell the groups of the batch behind the next one, as :meth:`forward` will take it."""
+    def round_of(self, lookups: int) -> int:
+        """How many batches of so many look-ups had better be a round; 0 if no group has rounds."""
+        tables = len(self.num_embeddings)
+        sizes = [g.round_of(lookups * len(s) // tables) for g, s in self.embeddings()]
+        return min((size for size in sizes if size), default=0)
+
+    def begin_round(self, now: Sequence[Announced], coming: Sequence[Announced]) -> None:
+        """Have the groups that fetch rows ahead begin a round; see ``Embedding.begin_round``."""
         for index, (group, _) in enumerate(self.embeddings()):
-            if _overrides(group, "prefetch"):
-                group.prefetch(*self._share(index, ids, offsets, None)[:2])
+            if group.round_of(1):
+                shares = [
+                    [self._share(index, *b, None)[:2] for b in each] for each in (now, coming)
+                ]
+                group.begin_round(*shares)
+
+    def in_round(self, value: bool) -> None:
+        """Say whether the look-ups to come are of the round that was begun."""
+        for group, _ in self.embeddings():
+            group.in_round = value
+
+    @property
+    def rows_ready(self) -> bool:
+        """Whether nothing has moved rows since the round began, but what it began with."""
+        return all(group.rows_ready for group, _ in self.embeddings())
 
     def in_order(self, vectors: list[Tensor]) -> Tensor:
         """The groups' vectors in one ``[B, F, D]``, in the order of the features."""

@@ -1,4 +1,4 @@
-"""Rows in host memory, of which a GPU holds the most used: moved in batches, ahead of their use.
+"""Rows in host memory, of which a GPU holds the most used: moved by rounds, ahead of their use.
 
 Every row has a place in host memory, which the GPU reads and writes at its own address
 (:mod:`dlrm.kernels.host`). Some have a slot of a cache on the GPU as well, which then stands for
@@ -21,21 +21,19 @@ from torch.autograd.function import once_differentiable
 from dlrm.kernels import use_triton
 from dlrm.kernels.branch import Branch
 from dlrm.kernels.host import zeros_beside
-from dlrm.kernels.lookup import row_gradient
+from dlrm.kernels.lookup import row_gradient, tiling
 from dlrm.kernels.plan import announce
 from dlrm.kernels.row_moves import Slots, move_rows, row_of, rows_of
 
-GATHER, WARPS = 128, 4  # rows of 16 of a look-up's program, and its warps
+TILE = 2048  # elements of a tile: rows in host memory are waited for by few others
 
 
 @triton.jit
 def _gather(
-    ids, starts, slots, stamps, clock, weight, gap, out, flat, n, batch, F,
-    KEEP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    ids, starts, slots, weight, gap, out, flat, n, batch,
+    F: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Fetch rows from their slots or the host, sample after sample; ``flat`` gets the rows. With
-    KEEP neither shall move for now.
-    """
+    """Fetch rows from their slots or the host, sample after sample; ``flat`` gets the rows."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
     row = row_of(ids, starts, (k % F) * batch + k // F, inside, batch)
@@ -46,14 +44,9 @@ def _gather(
     at = tl.where(slot >= 0, slot.to(tl.int64) * D + gap, row * D)
     value = tl.load(weight + at[:, None] + column, mask=mask, other=0.0)
     tl.store(out + k.to(tl.int64)[:, None] * D + column, value, mask=mask)
-    if KEEP:
-        now = tl.load(clock)
-        stamp = tl.load(stamps + slot, mask=inside & (slot >= 0), other=now)
-        tl.store(stamps + slot, now, mask=inside & (stamp < now))
-        tl.store(slots + row, -2 - now, mask=inside & (slot < 0))
 
 
-Announced = tuple[Tensor, Tensor | None]  # ids [F, B], and where their tables begin
+Round = tuple[Tensor, Tensor | None]  # ids [F, B] of a round, and where their tables begin
 
 
 def cached_rows(parameter: Tensor) -> CachedRows | None:
@@ -72,7 +65,7 @@ class CachedRows:
         weight: the table, ``[V, D]``, in host memory; a GPU's tensor is one of
             :func:`dlrm.kernels.host.mapped`.
         capacity: slots of the cache, 0 for none.
-        half_life: batches in which the warmth of a row that is not used falls by half.
+        half_life: rounds in which the warmth of a row that is not used falls by half.
         impl: see :mod:`dlrm.kernels`.
     """
 
@@ -84,6 +77,7 @@ class CachedRows:
         self.impl = impl
         self.tensors = [(weight, weight)]  # in host memory, in the cache
         self.active = False
+        self.ready = False  # the rows of the round are where it expects them
 
     @torch.no_grad()
     def start(self) -> None:
@@ -94,10 +88,7 @@ class CachedRows:
         self.tensors = [(weight, weight.new_zeros(capacity, weight.shape[1]))]
         self.index = Slots.empty(len(weight), capacity, self.half_life, device)
         self._branch = Branch(device)
-        self._coming: Announced | None = None  # the batch after the one in hand
-        self._moving: Announced | None = None  # whose rows the branch is fetching
-        self._fetched = False  # the next look-up's rows were fetched ahead
-        self._waiting = 0  # training look-ups that no update has followed
+        self._moving: Round | None = None  # whose rows the branch is fetching
         self.active = True
 
     def new_rows(self, columns: int, dtype: torch.dtype) -> Tensor:
@@ -132,62 +123,65 @@ class CachedRows:
         and a table that is loaded gets a cache anew.
         """
         size = {"capacity": self.capacity, "half_life": self.half_life, "impl": self.impl}
-        return {**size, "tensors": [], "active": False}
+        return {**size, "tensors": [], "active": False, "ready": False}
 
     # Looking up and moving --------------------------------------------------------------------
 
-    def prefetch(self, ids: Tensor, starts: Tensor | None = None) -> None:
-        """Announce the ids of the batch behind the next training look-up.
+    def begin_round(self, now: Round | None, coming: Round | None) -> None:
+        """Begin a round of training look-ups, of the rows that were last said to be coming.
 
-        Their rows are fetched beside the step which that look-up begins.
+        Until the next call all training look-ups must be of this round, and are told so.
 
         Args:
-            ids, starts: as of :meth:`lookup`; ids must stay as they are until then.
+            now: ids of this round and starts, as of :meth:`lookup`, if they were not announced:
+                their rows are fetched first.
+            coming: those of the next round: their rows are fetched beside the look-ups of this
+                one and all that comes with them. The ids must stay as they are until then.
         """
-        if self.active and self.capacity:
-            self._coming = ids.contiguous(), starts
+        if not (self.active and self.capacity):
+            return
+        self._join()
+        self.index.clock.add_(1)
+        self.ready = True
+        if now is not None:
+            move_rows(self.index, self.tensors, *now, ahead=False, impl=self.impl)
+        if coming is not None:
+            self._moving = coming
+            with self._branch.fork():
+                move_rows(self.index, self.tensors, *coming, ahead=True, impl=self.impl)
 
     def lookup(
-        self, ids: Tensor, starts: Tensor | None = None, *, sparse: bool, training: bool
+        self,
+        ids: Tensor,
+        starts: Tensor | None = None,
+        *,
+        sparse: bool,
+        training: bool,
+        in_round: bool = False,
     ) -> Tensor:
         """Fetch rows, with a gradient for the table.
 
-        In training, rows that were not announced are moved into the cache first; otherwise nothing
-        moves, and rows without a slot are read from the host.
+        In training the rows are moved into the cache first, if no round did that. Otherwise
+        nothing moves, and rows without a slot are read from the host.
 
         Args:
             ids: ``[F, B]`` int32 or int64, one per table and sample.
             starts: first row of each table, ``[F]`` int64; None for zeros.
             sparse: see :func:`dlrm.kernels.lookup.lookup_tables`.
             training: an update of these rows will follow.
+            in_round: the look-up is of the round under way.
 
         Returns:
             ``[B, F, D]``.
         """
         assert self.active
-        self._join()
         ids = ids.contiguous()
-        training = training and self.capacity > 0
-        if training:
-            self.index.clock.add_(1)
-            self._waiting += 1
-            if not self._fetched:
-                move_rows(self.index, self.tensors, ids, starts, ahead=False, impl=self.impl)
-            self._fetched = False
-        out = _Lookup.apply(self.tensors[0][0], ids, starts, self, sparse, training)
-        if training and self._coming is not None:
-            # With two steps under way, a row of the first might move at the time of its update.
-            if self._waiting == 1:
-                self._moving, self._fetched = self._coming, True
-                with self._branch.fork():
-                    move_rows(self.index, self.tensors, *self._moving, ahead=True, impl=self.impl)
-            self._coming = None
-        return out
-
-    def updated(self) -> None:
-        """The rows of the training look-ups so far have been updated."""
-        self._waiting = 0
-        self._join()
+        if training and not in_round:
+            self.begin_round((ids, starts), None)
+            self.ready = False  # what was announced may have lost its slots
+        elif not training:
+            self._join()
+        return _Lookup.apply(self.tensors[0][0], ids, starts, self, sparse)
 
     def _join(self) -> None:
         if self._moving is not None:
@@ -214,7 +208,7 @@ class CachedRows:
             return
         self.flush()
         self.index.clear()
-        self._coming, self._fetched = None, False
+        self.ready = False
 
     def keeps(self, states: Sequence[Tensor]) -> bool:
         """Whether rows move, and with them just these tensors of :meth:`new_rows`."""
@@ -255,20 +249,14 @@ class _Lookup(torch.autograd.Function):
         starts: Tensor | None,
         cached: CachedRows,
         sparse: bool,
-        training: bool,
     ) -> Tensor:
         tables, batch = ids.shape
         ctx.weight, ctx.sparse = weight, sparse  # saved, it would count as changed by every move
         if use_triton(ids, cached.impl):
-            out, flat = _launch_gather(ids, starts, cached, training)
+            out, flat = _launch_gather(ids, starts, cached)
         else:
             flat = rows_of(ids, starts).view(-1)
             out = cached.read(0, flat)
-            if training:
-                index, now = cached.index, int(cached.index.clock)
-                slot = index.slots[flat].long()
-                index.stamps[slot[slot >= 0]] = now
-                index.slots[flat[slot < 0]] = -2 - now
         if ctx.needs_input_grad[0]:
             announce(flat, len(weight))
         ctx.save_for_backward(flat)
@@ -279,22 +267,18 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (flat,) = ctx.saved_tensors
         values = grad.reshape(len(flat), ctx.weight.shape[1])
-        return row_gradient(ctx.weight, flat, values, ctx.sparse), None, None, None, None, None
+        return row_gradient(ctx.weight, flat, values, ctx.sparse), None, None, None, None
 
 
-def _launch_gather(
-    ids: Tensor, starts: Tensor | None, cached: CachedRows, keep: bool
-) -> tuple[Tensor, Tensor]:
+def _launch_gather(ids: Tensor, starts: Tensor | None, cached: CachedRows) -> tuple[Tensor, Tensor]:
     """The rows ``[B * F, D]`` that ids mean, and their numbers ``[B * F]``."""
-    (weight, _), index = cached.tensors[0], cached.index
+    weight, _ = cached.tensors[0]
     (tables, batch), dim, n = ids.shape, weight.shape[1], ids.numel()
     out, flat = weight.new_empty(n, dim), torch.empty(n, dtype=torch.int64, device=ids.device)
-    block_d = triton.next_power_of_2(dim)
-    block = max(4, min(GATHER, 16 * GATHER // block_d))
+    grid, sizes = tiling(n, dim, TILE)
     if n:
-        _gather[triton.cdiv(n, block),](
-            ids, starts, index.slots, index.stamps, index.clock, weight, cached.gaps[0], out,
-            flat, n, batch, tables, KEEP=keep, D=dim, BLOCK=block, BLOCK_D=block_d,
-            num_warps=WARPS,
+        _gather[grid](
+            ids, starts, cached.slots, weight, cached.gaps[0], out, flat, n, batch,
+            F=tables, **sizes,
         )  # fmt: skip
     return out, flat

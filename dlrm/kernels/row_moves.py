@@ -1,18 +1,22 @@
-"""Move rows between host memory and a cache of them on the GPU, a batch ahead of their use.
+"""Move rows between host memory and a cache of them on the GPU, ahead of their use.
 
-A move lists the rows of a batch that have no slot in the cache, gives them the slots of the coldest
-rows, and exchanges the two: the old ones to the host, the new ones from it. Its shapes depend on
-the size of the batch alone and the host is told nothing, so that it runs on a second stream while
-the step before computes, and a CUDA graph can hold both. That step is not disturbed, since neither
-its rows nor the next ones lose their slots, and rows that it uses in host memory are not fetched.
+A move lists the rows of a round of batches that have no slot in the cache, gives them the slots of
+the coldest rows, and exchanges the two: the old ones to the host, the new ones from it. Its shapes
+depend on the size of the batches alone and the host is told nothing, so that it runs on a second
+stream while the round before computes. That round is not disturbed, since neither its rows nor the
+next ones lose their slots, and rows that it uses in host memory are not fetched.
 
-What costs is not bytes but the GPU's translation of host addresses, which reaches no further than
-some hundred pages at a time and holds up all else while it misses. So the missing rows are sorted,
-and their slots taken in order: then the rows of slots behind one another ascend as well, being of
-few generations, and both ways a few programs at a time keep within some 70 pages of 2 MB, where
-without any order it were 550.
+What costs is not bytes but the GPU's translation of host addresses. On an H100 it reaches no
+further than some 256 MB; each access beyond takes a walk through the page table, and while these
+queue up, what computes beside waits for its own: 30,000 rows each way in a table of 2.2 GB, moved
+as fast as the link can, cost a step of 0.48 ms another 0.36 ms. Hence
 
-How warm a row is: each batch that uses it adds 1, which decays by half in ``half_life`` batches.
+- rounds of several batches, whose rows lie nearer to one another: of 4, half as many pages a batch;
+- both lists of rows are sorted, so that a page is met once for what comes and what goes;
+- a single program moves, with rows enough under way that it is done in time, and no more: what
+  waits is its part of the GPU alone.
+
+How warm a row is: each round that uses it adds 1, which decays by half in ``half_life`` rounds.
 
 Bytes that a move must transfer: each fetched row and its state once, each row that leaves once.
 """
@@ -34,7 +38,8 @@ BLOCK = 1024  # look-ups or slots of a program
 FEW = 4096  # look-ups up to which all may miss; of more, a quarter
 BINS = 256  # of warmth; the last is of slots that can't be taken
 COLDEST, WARMEST = -8, 10  # log2 of the warmth between which slots are told apart
-MOVERS = 16  # programs that move rows: enough for the link, and few pages at a time
+ROWS = 128  # that a program has under way, or half as many from 128 columns on
+HURRIED = 64  # programs that move rows while all else waits
 CLAIMED = tl.constexpr(-(2**31))  # in place of a slot, while a missing row is given one
 NONE = 2**31 - 1  # behind the last of the missing rows
 
@@ -53,7 +58,7 @@ def _mark(
     ids, starts, slots, stamps, warmth, clock, missing, counters, traffic, n, batch, most,
     half_life, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Stamp the slots of a batch's rows; list the rows without one, each once, ``most`` of them."""
+    """Stamp the slots of a round's rows; list the rows without one, each once, ``most`` of them."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
     row = row_of(ids, starts, k, inside, batch)
@@ -64,13 +69,14 @@ def _mark(
     now = tl.load(clock)
     mark = now + AHEAD
 
+    # Programs that meet a row at the same time may warm it twice: nothing but speed depends on it.
     held &= tl.load(stamps + slot, mask=held, other=mark) < mark
-    held &= tl.atomic_max(stamps + slot, mark, mask=held) < mark  # of equal rows the first
     time = mark.to(tl.float32) / half_life
     warm = tl.load(warmth + slot, mask=held, other=0.0)
+    tl.store(stamps + slot, mark, mask=held)
     tl.store(warmth + slot, time + tl.log2(1 + tl.exp2(warm - time)), mask=held)
 
-    busy = (slot <= -2 - now) & (slot != CLAIMED)  # the step under way uses it in host memory
+    busy = (slot <= -2 - now) & (slot != CLAIMED)  # the round under way uses it in host memory
     tl.store(slots + row, -2 - mark, mask=busy)
     absent = (slot < 0) & (slot > -2 - now)
     absent &= tl.atomic_min(slots + row, CLAIMED, mask=absent) != CLAIMED
@@ -106,12 +112,12 @@ def _count(
 
 @triton.jit
 def _choose(
-    slots, owners, stamps, warmth, clock, missing, leaving, targets, counters, histogram, traffic,
+    slots, owners, stamps, warmth, clock, leaving, targets, counters, histogram, traffic,
     most, half_life, C,
     AHEAD: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Give the missing rows the coldest slots, as far as there are any, both in ascending order."""
+    """List the coldest slots, as many as rows are missing or can be had, and the rows in them."""
     pid = tl.program_id(0)
     now = tl.load(clock)
     mark = now + AHEAD
@@ -131,15 +137,12 @@ def _choose(
     ones = taken.to(tl.int32)
     at = tl.atomic_add(counters + 1, tl.sum(ones, 0)) + tl.cumsum(ones, 0) - 1
     taken &= at < wanted
-    row = tl.load(missing + at, mask=taken, other=0)
     old = tl.load(owners + slot, mask=taken, other=-1)
     tl.store(leaving + at, old, mask=taken)
     tl.store(targets + at, slot, mask=taken)
-    tl.store(owners + slot, row, mask=taken)
     tl.store(stamps + slot, mark, mask=taken)
     tl.store(warmth + slot, mark.to(tl.float32) / half_life, mask=taken)
     tl.store(slots + old, -1, mask=taken & (old >= 0))
-    tl.store(slots + row, slot, mask=taken)
     if pid == 0:
         tl.store(counters + 2, wanted)
     tl.atomic_add(traffic + 2, tl.sum(taken.to(tl.int64), 0))
@@ -148,14 +151,27 @@ def _choose(
 
 @triton.jit
 def _settle(
-    slots, clock, missing, counters, most, AHEAD: tl.constexpr, BLOCK: tl.constexpr
+    slots, owners, clock, missing, targets, counters, most,
+    AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The missing rows that found no slot are used where they lie."""
+    """Give the slots to the missing rows; those that find none are used where they lie."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    moves = tl.minimum(tl.load(counters + 1), tl.load(counters + 2))
     inside = k < tl.minimum(tl.load(counters), most)
     row = tl.load(missing + k, mask=inside, other=0)
-    slot = tl.load(slots + row, mask=inside, other=0)
-    tl.store(slots + row, -2 - (tl.load(clock) + AHEAD), mask=inside & (slot == CLAIMED))
+    slot = tl.load(targets + k, mask=k < moves, other=0)
+    tl.store(owners + slot, row, mask=k < moves)
+    place = tl.where(k < moves, slot, -2 - (tl.load(clock) + AHEAD))
+    tl.store(slots + row, place, mask=inside)
+
+
+@triton.jit
+def _fetch(host, missing, k, moves, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The rows ``k`` of those that come."""
+    column = tl.arange(0, BLOCK_D)[None, :]
+    row = tl.load(missing + k, mask=k < moves, other=0).to(tl.int64)
+    mask = (k < moves)[:, None] & (column < D)
+    return tl.load(host + row[:, None] * D + column, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -165,20 +181,23 @@ def _exchange(
 ):  # fmt: skip
     """Move the rows of one tensor: those that leave to the host, the missing ones to the slots."""
     moves = tl.minimum(tl.load(counters + 1), tl.load(counters + 2))
+    step = tl.num_programs(0) * BLOCK
     column = tl.arange(0, BLOCK_D)[None, :]
-    for start in range(tl.program_id(0) * BLOCK, moves, tl.num_programs(0) * BLOCK):
-        k = start + tl.arange(0, BLOCK)
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    coming = _fetch(host, missing, k, moves, D, BLOCK_D)
+    for _ in range(tl.program_id(0) * BLOCK, moves, step):
+        new = coming
+        coming = _fetch(host, missing, k + step, moves, D, BLOCK_D)  # under way meanwhile
         inside = k < moves
-        row = tl.load(missing + k, mask=inside, other=0).to(tl.int64)
         old = tl.load(leaving + k, mask=inside, other=-1).to(tl.int64)
         slot = tl.load(targets + k, mask=inside, other=0).to(tl.int64)
         mask = inside[:, None] & (column < D)
         at = slot[:, None] * D + column
-        new = tl.load(host + row[:, None] * D + column, mask=mask, other=0.0)
         leaves = tl.load(cache + at, mask=mask, other=0.0)
         tl.store(host + old[:, None] * D + column, leaves, mask=mask & (old >= 0)[:, None])
         tl.debug_barrier()
         tl.store(cache + at, new, mask=mask)
+        k += step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,19 +205,19 @@ class Slots:
     """Which rows have a slot of a cache, and which of them are warm."""
 
     slots: Tensor
-    """Slot of each row, ``[V]`` int32; -1 without one, -2 - t if step t uses it in host memory."""
+    """Slot of each row, ``[V]`` int32; -1 without one, -2 - t if round t uses it in host memory."""
     owners: Tensor
     """Row of each slot, ``[C]`` int32, -1 of a free one."""
     stamps: Tensor
-    """Latest step that uses it, ``[C]`` int32."""
+    """Latest round that uses it, ``[C]`` int32."""
     warmth: Tensor
     """Log2 of the warmth, ``[C]`` fp32, not decaying: it grows with time instead."""
     clock: Tensor
-    """Training look-ups so far, 0-d int32."""
+    """The round under way, counted from 1, 0-d int32."""
     traffic: Tensor
     """Look-ups, those that found a slot, rows fetched and rows written so far, ``[4]`` int64."""
     half_life: float
-    """Batches in which warmth halves."""
+    """Rounds in which warmth halves."""
 
     @classmethod
     def empty(cls, rows: int, capacity: int, half_life: float, device: torch.device) -> Self:
@@ -242,14 +261,14 @@ def move_rows(
     ahead: bool,
     impl: str | None = None,
 ) -> None:
-    """Bring the rows of a batch into the cache.
+    """Bring the rows of a round into the cache.
 
     Args:
         index: which rows have slots; will have changed.
         tensors: what moves, each ``[V, columns]`` in host memory and ``[C, columns]`` in the cache.
-        ids: ``[F, B]`` contiguous, int32 or int64.
+        ids: ``[F, B]`` contiguous, int32 or int64; B counts the samples of all its batches.
         starts: first row of each table, ``[F]`` int64; None for zeros.
-        ahead: the batch is that of the step after the one of this time, which may be under way.
+        ahead: the round is the one after that of the clock, which may be under way.
         impl: see :mod:`dlrm.kernels`.
     """
     n, capacity = ids.numel(), len(index.owners)
@@ -267,25 +286,35 @@ def move_rows(
         ids, starts, index.slots, *warm, missing, counters, index.traffic, n, batch, most,
         half_life, AHEAD=ahead, BLOCK=BLOCK,
     )  # fmt: skip
-    missing = missing.sort().values
-    leaving, targets = torch.empty(2, most, dtype=torch.int32, device=ids.device)
+    leaving = torch.full_like(missing, NONE)
+    targets = torch.empty_like(missing)
     options = {"LOW": COLDEST, "HIGH": WARMEST, "BINS": BINS, "BLOCK": BLOCK}
     grid = (triton.cdiv(capacity, BLOCK),)
     _count[grid](*warm, histogram, half_life, capacity, **options)
     _choose[grid](
-        index.slots, index.owners, *warm, missing, leaving, targets, counters, histogram,
-        index.traffic, most, half_life, capacity, AHEAD=ahead, **options,
+        index.slots, index.owners, *warm, leaving, targets, counters, histogram, index.traffic,
+        most, half_life, capacity, AHEAD=ahead, **options,
     )  # fmt: skip
+    missing = missing.sort().values
+    leaving, order = leaving.sort()
+    targets = targets[order]
     _settle[triton.cdiv(most, BLOCK),](
-        index.slots, index.clock, missing, counters, most, AHEAD=ahead, BLOCK=BLOCK
-    )
+        index.slots, index.owners, index.clock, missing, targets, counters, most,
+        AHEAD=ahead, BLOCK=BLOCK,
+    )  # fmt: skip
     for host, cache in tensors:
         dim = host.shape[1]
         block_d = triton.next_power_of_2(dim)
-        block = max(4, min(128, 2048 // block_d))
-        _exchange[min(MOVERS, triton.cdiv(most, block)),](
-            host, cache, missing, leaving, targets, counters, D=dim, BLOCK=block, BLOCK_D=block_d
-        )
+        block = max(4, min(ROWS, 64 * ROWS // block_d))
+        _exchange[min(_movers(block_d) if ahead else HURRIED, triton.cdiv(most, block)),](
+            host, cache, missing, leaving, targets, counters, D=dim, BLOCK=block, BLOCK_D=block_d,
+            num_warps=max(1, min(16, block * block_d // 512)),
+        )  # fmt: skip
+
+
+def _movers(columns: int) -> int:
+    """Programs that move rows beside a step: as few as are done with it in time."""
+    return max(1, columns // 32)
 
 
 @torch.no_grad()

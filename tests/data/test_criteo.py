@@ -200,16 +200,18 @@ def test_resumes_after_the_last_batch_yielded(data, done, shuffle):
     assert same(list(second), seen + rest), "the iteration after is a whole epoch again"
 
 
-def test_looking_ahead_tells_the_next_batch_and_changes_no_position(data):
+@pytest.mark.parametrize("count", [1, 3, 1000])
+def test_looking_ahead_tells_the_next_batches_and_changes_no_position(data, count):
     plain, ahead = (CriteoLoader(data, "train", batch_size=101, shuffle=True) for _ in range(2))
-    ahead.look_ahead = True
-    batches, held = list(plain), None
+    ahead.look_ahead = count
+    batches, told = list(plain), []
     for index, (batch, _) in enumerate(zip(ahead, plain, strict=True)):
         assert same([batch], [batches[index]])
-        assert held is None or batch is held
+        assert not told or batch is told[0]
         assert ahead.state_dict() == plain.state_dict()
-        held = ahead.upcoming
-    assert held is None
+        assert all(a is b for a, b in zip(told[1:], ahead.upcoming, strict=False))
+        told = ahead.upcoming
+        assert len(told) == min(count, len(batches) - 1 - index)
     assert index == len(batches) - 1
 
 

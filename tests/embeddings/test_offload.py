@@ -42,9 +42,7 @@ def draw(batch=8):
     return (torch.rand(len(SIZES), batch) ** 2 * rows).long()
 
 
-def step(group, optimizer, ids, seed, upcoming=None):
-    if upcoming is not None:
-        group.prefetch(upcoming)
+def step(group, optimizer, ids, seed):
     out = group(ids)
     torch.manual_seed(seed)
     (out * torch.randn(out.shape)).sum().backward()
@@ -53,19 +51,36 @@ def step(group, optimizer, ids, seed, upcoming=None):
     return out.detach()
 
 
-def train(groups, optimizers, steps, prefetch="next"):
-    """Train all groups on the same batches; every output must be equal."""
-    batches = [draw() for _ in range(steps + 1)]
-    strange = [draw() for _ in range(steps + 1)]
-    for index in range(steps):
-        ways = {"next": batches, "none": None, "wrong": strange}
-        upcoming = ways[["next", "none", "wrong"][index % 3] if prefetch == "mixed" else prefetch]
-        announced = None if upcoming is None else upcoming[index + 1]
-        outs = [
-            step(group, optimizer, batches[index], index, announced)
-            for group, optimizer in zip(groups, optimizers, strict=True)
-        ]
-        assert torch.equal(*outs), index
+def train(groups, optimizers, steps, rounds=(1, 2, 4, 0)):
+    """Train all groups on the same batches, in rounds of so many or, where 0, without; every output
+    must be equal.
+    """
+    sizes = list(itertools.islice(itertools.cycle(rounds), steps))
+    batches = [[draw() for _ in range(max(size, 1))] for size in sizes]
+    seed = 0
+    for index, now in enumerate(batches):
+        begin_round(groups[1], sizes, batches, index)
+        for ids in now:
+            seed += 1
+            outs = [
+                step(group, optimizer, ids, seed)
+                for group, optimizer in zip(groups, optimizers, strict=True)
+            ]
+            assert torch.equal(*outs), index
+        if seed >= steps:
+            break
+    groups[1].in_round = False
+
+
+def begin_round(group, sizes, batches, index):
+    """Begin the round of a number, of which the last one was told unless it was none."""
+    group.in_round = sizes[index] > 0
+    if not group.in_round:
+        return
+    now = [] if index and sizes[index - 1] else batches[index]
+    last = index + 1 == len(sizes) or not sizes[index + 1]
+    coming = [] if last else batches[index + 1]
+    group.begin_round([(ids, None) for ids in now], [(ids, None) for ids in coming])
 
 
 def assert_equal_states(groups, optimizers):
@@ -78,10 +93,10 @@ def assert_equal_states(groups, optimizers):
 
 
 @pytest.mark.parametrize("cache_rows", CACHES)
-@pytest.mark.parametrize("prefetch", ["next", "none", "wrong", "mixed"])
-def test_training_equals_dense_to_the_last_bit(cache_rows, prefetch):
+@pytest.mark.parametrize("rounds", [(1,), (3,), (0,), (1, 2, 4, 0)])
+def test_training_equals_dense_to_the_last_bit(cache_rows, rounds):
     groups, optimizers = pair("adam", cache_rows)
-    train(groups, optimizers, 50, prefetch)
+    train(groups, optimizers, 50, rounds)
     assert_equal_states(groups, optimizers)
 
 
@@ -101,7 +116,7 @@ VARIANTS = [(rule, {}) for rule in RULES] + [
 @pytest.mark.parametrize(("rule", "options"), VARIANTS)
 def test_every_rule_equals_dense_and_its_state_moves_with_the_rows(rule, options):
     groups, optimizers = pair(rule, 6, **options)
-    train(groups, optimizers, 40, "mixed")
+    train(groups, optimizers, 40)
     assert_equal_states(groups, optimizers)
 
 
@@ -118,7 +133,7 @@ def test_the_kernels_move_rows_as_pytorch_does(device, monkeypatch, cache_rows, 
     if device.type == "cuda":
         pytest.skip("the interpreter's; on a GPU see below")
     groups, optimizers = pair("adam", cache_rows, impl="triton")
-    train(groups, optimizers, 15, "mixed")
+    train(groups, optimizers, 12)
     assert_equal_states(groups, optimizers)
 
 
@@ -140,8 +155,7 @@ def test_gradients_of_several_look_ups_may_be_accumulated():
     for index in range(40):
         ids = [draw() for _ in range(3)]
         for group, optimizer in zip(groups, optimizers, strict=True):
-            for mine, upcoming in zip(ids, [*ids[1:], draw()], strict=True):
-                group.prefetch(upcoming)
+            for mine in ids:
                 group(mine).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -156,7 +170,6 @@ def test_evaluation_reads_the_present_rows_and_moves_none():
     for _ in range(5):
         ids = draw(30)
         assert torch.equal(dense(ids), offload(ids))
-        offload.prefetch(ids)
     assert torch.equal(dense.to_dense(1), offload.to_dense(1))
     assert torch.equal(before[0], offload.cached.index.owners)
     assert torch.equal(before[1], offload.cached.index.traffic)
@@ -164,12 +177,18 @@ def test_evaluation_reads_the_present_rows_and_moves_none():
 
 def test_bags_are_fetched_ahead_too():
     groups, optimizers = pair("adagrad", 9)
-    for _ in range(20):
+    bags = []
+    for _ in range(21):
         offsets = torch.randint(1, 4, (len(SIZES) * 5,)).cumsum(0)
         offsets = torch.cat([offsets.new_zeros(1), offsets])
-        ids = torch.randint(3, (int(offsets[-1]),))
+        bags.append((torch.randint(3, (int(offsets[-1]),)), offsets))
+    groups[1].in_round = True
+    for index in range(20):
+        if index % 2 == 0:
+            now = [] if index else bags[:2]
+            groups[1].begin_round(now, bags[index + 2 : index + 4])
+        ids, offsets = bags[index]
         for group, optimizer in zip(groups, optimizers, strict=True):
-            group.prefetch(ids, offsets)
             group(ids, offsets).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -347,10 +366,9 @@ def test_a_captured_step_fetches_ahead_and_equals_dense(device):
         for _ in range(31):
             ids = (torch.rand(3, 256, device=device) ** 3 * sizes).long()
             batches.append(Batch(torch.randn(4, 256, device=device), ids, ids[0].lt(9).float()))
-        for batch, upcoming in itertools.pairwise(batches):
-            found.append(
-                run(batch, upcoming=upcoming if kind == "offload" else None)["loss"].item()
-            )
+        for index, batch in enumerate(batches):
+            known = batches[index + 1 : index + 8] if kind == "offload" else None
+            found.append(run(batch, upcoming=known)["loss"].item())
         losses.append(found)
         tables.append(model.sparse_arch.groups[0].to_dense(1))
     assert losses[0] == losses[1]

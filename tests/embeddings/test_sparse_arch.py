@@ -149,14 +149,18 @@ def test_a_budget_counts_the_options_of_tt(options, ratio):
 
 
 @pytest.mark.parametrize("plan", [["dense", "offload"] * 2, ["offload"] * 4])
-def test_groups_that_fetch_ahead_hear_of_the_next_batch(plan):
+def test_groups_that_fetch_ahead_hear_of_the_coming_batches(plan):
     arch = SparseArch(SIZES, 4, [(kind, {}) for kind in plan])
     optimizer = RowOptimizer(arch.parameters(), "sgd")
-    assert arch.looks_ahead
+    assert arch.look_ahead == 7
+    assert arch.round_of(5 * 4) >= 1
     batches = [torch.stack([torch.randint(0, rows, (5,)) for rows in SIZES]) for _ in range(4)]
     arch.cache_stats()
+    assert not arch.rows_ready
     for ids, upcoming in itertools.pairwise(batches):
-        arch.prefetch(upcoming)
+        arch.begin_round([(ids, None)], [(upcoming, None)])
+        assert arch.rows_ready
+        arch.in_round(True)
         sum(vectors.sum() for vectors in arch(ids)).backward()
         offload = next(group for group, _ in arch.embeddings() if group.kind() == "offload")
         slots = [slot for slot, kind in enumerate(plan) if kind == "offload"]
@@ -166,4 +170,5 @@ def test_groups_that_fetch_ahead_hear_of_the_next_batch(plan):
         optimizer.zero_grad()
     stats = arch.cache_stats()
     assert stats["cache/MB_in_per_step"] > 0
-    assert not SparseArch(SIZES, 4, [("dense", {})] * 4).looks_ahead
+    dense = SparseArch(SIZES, 4, [("dense", {})] * 4)
+    assert (dense.look_ahead, dense.round_of(1), dense.rows_ready) == (0, 0, True)

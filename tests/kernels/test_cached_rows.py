@@ -44,7 +44,6 @@ def test_updates_equal_those_without_a_cache(device, rule, capacity):
         assert torch.equal(found[:, 0], value[rows]), index
         update_rows(rule, value, rows, grads, states, lr=lr, impl="triton")
         update_rows(rule, weight, rows, grads, host_states, lr=lr, cached=cached, impl="triton")
-        cached.updated()
     assert cached.index.owners.ge(0).sum() >= min(capacity, 20)
     cached.flush()
     for mine, other in zip([weight, *host_states], [value, *states], strict=True):
@@ -58,14 +57,13 @@ def test_moves_beside_the_step_change_nothing(device, dtype):
     weight, lr = cached.tensors[0][0], torch.tensor(0.1, device=device)
     seeds = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
     batches = [(torch.rand(50, device=device) ** 2 * ROWS).long() for _ in range(301)]
-    for rows, coming in itertools.pairwise(batches):
+    for index, (rows, coming) in enumerate(itertools.pairwise(batches)):
         grads = torch.randn(50, DIM, device=device)
-        cached.prefetch(coming[None])
-        found = cached.lookup(rows[None], sparse=True, training=True)
+        cached.begin_round(None if index else (rows[None], None), (coming[None], None))
+        found = cached.lookup(rows[None], sparse=True, training=True, in_round=True)
         assert torch.equal(found[:, 0], value[rows])
         update_rows(rule, value, rows, grads, states, lr=lr, seed=seeds[0])
         update_rows(rule, weight, rows, grads, host_states, lr=lr, cached=cached, seed=seeds[1])
-        cached.updated()
     cached.flush()
     assert torch.equal(weight, value)
     assert torch.equal(host_states[0], states[0])
