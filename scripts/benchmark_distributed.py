@@ -247,9 +247,12 @@ SHAPES = [("kaggle", "dense"), ("kaggle", "tt"), ("terabyte", "dense")]
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
     """Every way to exchange at every threshold, for the models and kinds asked for."""
-    ways = [("fp32", exchange) for exchange in options.exchanges]
-    if "collective" in options.exchanges:
-        ways.append(("bf16", "collective"))
+    ways = [
+        (wire, exchange)
+        for exchange in options.exchanges
+        for wire in options.wires
+        if wire == "fp32" or exchange == "collective"
+    ]
     return [
         Case(model=model, kind=kind, wire=wire, exchange=exchange, threshold=threshold)
         for model, kind in SHAPES
@@ -309,6 +312,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", default=["kaggle", "terabyte"])
     parser.add_argument("--kinds", nargs="+", default=["dense", "tt"])
     parser.add_argument("--batches", nargs="+", type=int, default=[65536], help="of each process")
+    parser.add_argument("--wires", nargs="+", default=["fp32", "bf16"], help="see ShardingConfig")
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--mode", default="auto", help="see dlrm.step")
     parser.add_argument(

@@ -106,17 +106,21 @@ def joint_ids(ids: Tensor, group: Sequence[int], offsets: Sequence[int]) -> Tens
     return stack(rows) if rows else ids[:0]
 
 
-def greedy(costs: Sequence[Sequence[float]], ranks: int) -> list[list[int]]:
+def greedy(
+    costs: Sequence[Sequence[float]], ranks: int, least: Sequence[float] = ()
+) -> list[list[int]]:
     """Give each item to the rank that it burdens least, the heaviest items first.
 
     Args:
         costs: of each item by resource (bytes, load).
         ranks: number of ranks.
+        least: what all ranks together have of each resource with ease; zeros if not given.
 
     Returns:
         The items of each rank; a rank's burden is the largest of its shares of a resource.
     """
     totals = [sum(column) or 1.0 for column in zip(*costs, strict=True)]
+    totals = list(map(max, totals, least)) if least else totals
     shares = [[c / t for c, t in zip(item, totals, strict=True)] for item in costs]
     burden = [[0.0] * len(totals) for _ in range(ranks)]
     groups: list[list[int]] = [[] for _ in range(ranks)]
@@ -128,7 +132,7 @@ def greedy(costs: Sequence[Sequence[float]], ranks: int) -> list[list[int]]:
     return groups
 
 
-def imbalance(pieces: Sequence[Piece], loads: Sequence[float], ranks: int) -> float:
+def imbalance(pieces: Sequence[Piece], loads: Sequence[float], ranks: int, room: int = 0) -> float:
     """How far the fullest or busiest rank is above the ideal, 1 being perfect.
 
     The ideal is that every byte is held and every look-up done once, shared out evenly. A table
@@ -138,6 +142,7 @@ def imbalance(pieces: Sequence[Piece], loads: Sequence[float], ranks: int) -> fl
         pieces: of all tables.
         loads: look-ups of each table, in any unit.
         ranks: number of ranks.
+        room: weights that a rank can hold with ease, up to which none is too full.
     """
     held, busy = [0.0] * ranks, [0.0] * ranks
     useful: dict[int, float] = {}
@@ -146,7 +151,8 @@ def imbalance(pieces: Sequence[Piece], loads: Sequence[float], ranks: int) -> fl
         busy[piece.rank] += _work(piece, loads)
         useful[piece.table] = max(useful.get(piece.table, 0.0), piece.columns[1])
     work = sum(loads[table] * max(width, NARROW) for table, width in useful.items())
-    return max(max(held) * ranks / (sum(held) or 1.0), max(busy) * ranks / (work or 1.0))
+    held_ideally, busy_ideally = max(sum(held) / ranks, room) or 1.0, work / ranks or 1.0
+    return max(max(held) / held_ideally, max(busy) / busy_ideally)
 
 
 def _work(piece: Piece, loads: Sequence[float]) -> float:
@@ -182,6 +188,7 @@ def place(
     ways: Sequence[str],
     loads: Sequence[float] | None = None,
     page: int = 1,
+    room: int = 0,
 ) -> list[Piece]:
     """Place tables on ranks.
 
@@ -195,6 +202,7 @@ def place(
         ways: of each table one of ``WAYS``; replicated ones have no pieces.
         loads: look-ups of each table, in any unit; equal if not known.
         page: rows of a page; row cuts fall between pages.
+        room: as of :func:`imbalance`; tables are cut no further than it asks for.
 
     Returns:
         The pieces, ordered by table.
@@ -221,14 +229,14 @@ def place(
         pieces = [*fixed, *(p for table in free[:count] for p in cut(table, "auto"))]
         tables = [*whole, *free[count:]]
         costs = [(size[t] * embedding_dim, loads[t] * max(embedding_dim, NARROW)) for t in tables]
-        groups = greedy(costs, ranks) if tables else []
+        groups = greedy(costs, ranks, (room * ranks, 0)) if tables else []
         for rank, group in enumerate(groups):
             columns = (0, embedding_dim)
             pieces += [
                 Piece(table=tables[i], rank=rank, rows=(0, size[tables[i]]), columns=columns)
                 for i in group
             ]
-        found = imbalance(pieces, loads, ranks)
+        found = imbalance(pieces, loads, ranks, room)
         if best is None or found < lowest:
             best, lowest = pieces, found
         if lowest <= EVEN:

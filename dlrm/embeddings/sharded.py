@@ -109,12 +109,23 @@ def spread(
     page = min((o["page_size"] for _, o in plan if "page_size" in o), default=1)
     loads = [float(count.sum()) for count in counts()] if counts else [1.0] * len(names)
     dim = recipe["embedding_dim"]
-    pieces = place(num_embeddings, dim, world.size, ways=ways, loads=loads, page=page)
-    text = describe(pieces, dict(enumerate(names)), loads)
     narrow = torch.bfloat16 if wire == "bf16" else None
     peers = exchange == "peers" or (exchange == "auto" and narrow is None and in_reach(world))
+    pieces = place(
+        num_embeddings, dim, world.size,
+        ways=ways, loads=loads, page=page, room=_room() if peers else 0,
+    )  # fmt: skip
+    text = describe(pieces, dict(enumerate(names)), loads)
     text += f"\nexchange by {'peers' if peers else 'collectives'}"
     return Sharding(world=world, pieces=pieces, wire=narrow, peers=peers, text=text)
+
+
+def _room() -> int:
+    """Weights that every GPU of this host holds in a third of its memory, beside what an optimizer
+    keeps for them; whole tables are then quicker than balanced memory.
+    """
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return min((gpu.total_memory // 12 for gpu in gpus), default=0)
 
 
 def _check_exchange(world: World, wire: str, exchange: str) -> None:

@@ -118,3 +118,15 @@ def test_a_plan_is_told_by_rank():
 def test_unknown_ways_name_the_nearest():
     with pytest.raises(ValueError, match="unknown sharding 'colum', did you mean 'column'"):
         place([10], 8, 2, ways=["colum"])
+
+
+def test_where_there_is_room_tables_stay_whole_and_load_alone_counts():
+    sizes, dim = [4000, 4000, 4000, 400, 40, 4], 64
+    narrow = place(sizes, dim, 2, ways=["auto"] * 6)
+    assert any(piece.columns != (0, dim) for piece in narrow)
+    pieces = place(sizes, dim, 2, ways=["auto"] * 6, room=8100 * dim)
+    assert all(piece.columns == (0, dim) for piece in pieces)
+    looked_up = [sum(piece.rank == rank for piece in pieces) for rank in (0, 1)]
+    assert looked_up == [3, 3]
+    assert imbalance(pieces, [1.0] * 6, 2) > 1.25
+    assert imbalance(pieces, [1.0] * 6, 2, room=8100 * dim) == 1
