@@ -61,6 +61,14 @@ def one_minus_exp(x):
 
 
 @triton.jit
+def _slot_of(row, slots, live):
+    """The slots of rows in the cache, if there is one."""
+    if slots is None:
+        return row
+    return tl.load(slots + row, mask=live, other=-1).to(tl.int64)
+
+
+@triton.jit
 def _begin(row, slots, slot, gaps, TENSOR: tl.constexpr, WIDTH: tl.constexpr):
     """Where the rows of a tensor begin, in elements: in their slots, if they have one."""
     at = row * WIDTH
@@ -102,16 +110,13 @@ def rule_step(first, second, grad, count, hyper, RULE: tl.constexpr):
 
 @triton.jit
 def _apply(
-    row, grad, live, weight, states, slots, gaps, lr, hyper, seed,
+    row, slot, grad, live, weight, states, slots, gaps, lr, hyper, seed,
     D: tl.constexpr, RULE: tl.constexpr, MOMENTUM: tl.constexpr, DECAY: tl.constexpr,
     ROUND: tl.constexpr,
 ):  # fmt: skip
     """Apply the rule to ``row [K]`` where ``live [K]``, given the summed ``grad [K, BLOCK_D]``."""
     eps, decay, momentum, _, _, _, _, _, _, _, _ = hyper
     row = row.to(tl.int64)
-    slot = row
-    if slots is not None:
-        slot = tl.load(slots + row, mask=live, other=-1).to(tl.int64)
     column = tl.arange(0, grad.shape[1])[None, :]
     mask = live[:, None] & (column < D)
     rate = tl.load(lr)
@@ -171,6 +176,7 @@ def _merge(
         row = tl.load(rows + k, mask=inside, other=-1)
         following = tl.load(rows + k + 1, mask=k + 1 < n, other=-1)
         entry = tl.load(order + k, mask=inside, other=0)
+        slot = _slot_of(row, slots, row >= 0)  # on its way while the sums are made
         mask = (row >= 0)[:, None] & (column < D)  # entries left out have no gradient to be read
         grad = tl.load(grads + entry[:, None] * D + column, mask=mask, other=0.0).to(tl.float32)
         keys = tl.broadcast_to(row[:, None], (BLOCK, BLOCK_D))
@@ -180,7 +186,7 @@ def _merge(
         end = inside & (row != following)
         late = row == before  # it began in an earlier tile
         _apply(
-            row, total, end & ~late, weight, states, slots, gaps, lr, hyper, seed,
+            row, slot, total, end & ~late, weight, states, slots, gaps, lr, hyper, seed,
             D, RULE, MOMENTUM, DECAY, ROUND,
         )  # fmt: skip
         last = at == BLOCK - 1
@@ -218,9 +224,10 @@ def _finish(
             more = tl.sum(same.to(tl.int32), 0) == WIDTH
             tile += WIDTH
         rows_ = row + tl.zeros((1,), row.dtype)
+        live = rows_ >= 0
         _apply(
-            rows_, total, rows_ >= 0, weight, states, slots, gaps, lr, hyper, seed,
-            D, RULE, MOMENTUM, DECAY, ROUND,
+            rows_, _slot_of(rows_, slots, live), total, live, weight, states, slots, gaps, lr,
+            hyper, seed, D, RULE, MOMENTUM, DECAY, ROUND,
         )  # fmt: skip
 
 
