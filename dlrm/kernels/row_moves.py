@@ -39,7 +39,7 @@ FEW = 4096  # look-ups up to which all may miss; of more, a quarter
 BINS = 256  # of warmth; the last is of slots that can't be taken
 COLDEST, WARMEST = -8, 10  # log2 of the warmth between which slots are told apart
 ROWS = 128  # that a program has under way, or half as many from 128 columns on
-HURRIED = 64  # programs that move rows while all else waits
+BESIDE, HURRIED = 1, 64  # programs that move rows of 32 columns beside a step, and while it waits
 CLAIMED = tl.constexpr(-(2**31))  # in place of a slot, while a missing row is given one
 NONE = 2**31 - 1  # behind the last of the missing rows
 
@@ -306,15 +306,11 @@ def move_rows(
         dim = host.shape[1]
         block_d = triton.next_power_of_2(dim)
         block = max(4, min(ROWS, 64 * ROWS // block_d))
-        _exchange[min(_movers(block_d) if ahead else HURRIED, triton.cdiv(most, block)),](
+        movers = BESIDE * max(1, block_d // 32) if ahead else HURRIED
+        _exchange[min(movers, triton.cdiv(most, block)),](
             host, cache, missing, leaving, targets, counters, D=dim, BLOCK=block, BLOCK_D=block_d,
             num_warps=max(1, min(16, block * block_d // 512)),
         )  # fmt: skip
-
-
-def _movers(columns: int) -> int:
-    """Programs that move rows beside a step: as few as are done with it in time."""
-    return max(1, columns // 32)
 
 
 @torch.no_grad()
