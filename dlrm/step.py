@@ -235,7 +235,9 @@ class TrainStep:
         with self._planner, sharing:
             with torch.autocast(self.device.type, torch.bfloat16, self.precision == "bf16"):
                 logits = self.model(batch.dense, batch.ids, batch.offsets, known=known)
-            if upcoming is not None and upcoming.offsets is None:
+            if upcoming is not None and upcoming.offsets is not None:
+                upcoming = None
+            if upcoming is not None:
                 self._look_ahead(upcoming, 1 if work.foreseen == 0 else 0)
             loss = self._loss(logits, batch.labels)
             if reducer is not None:  # a mean over no samples is not a number
@@ -256,7 +258,8 @@ class TrainStep:
                     norm = torch.hypot(dense, embeddings)
                     self._scale_gradients((self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
             self._update()
-            self._ahead.join()
+            if upcoming is not None:  # a capture can't wait for a stream that has no part in it
+                self._ahead.join()
         return out
 
     def _update(self) -> None:
