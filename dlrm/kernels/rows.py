@@ -63,9 +63,10 @@ def one_minus_exp(x):
 @triton.jit
 def _slot_of(row, slots, live):
     """The slots of rows in the cache, if there is one."""
-    if slots is None:
-        return row
-    return tl.load(slots + row, mask=live, other=-1).to(tl.int64)
+    slot = row
+    if slots is not None:
+        slot = tl.load(slots + row, mask=live, other=-1).to(tl.int64)
+    return slot
 
 
 @triton.jit
