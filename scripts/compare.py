@@ -132,7 +132,7 @@ def render(summary: pd.DataFrame) -> str:
 def draw(summary: pd.DataFrame, metric: str, path: Path) -> Figure:
     """Quality or speed against bytes, one line per kind, with error bars over seeds."""
     figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
-    for kind, points in summary.sort_values("MB").groupby("emb"):
+    for kind, points in summary.dropna(subset=metric).sort_values("MB").groupby("emb"):
         dense = kind == "dense"
         axes.errorbar(
             points["MB"],

@@ -51,14 +51,14 @@ def pivot(result: dict[str, Any], metric: str = "AUC") -> str:
     """A metric of every kind by ratio, ``mean ± deviation`` where there are several seeds."""
     rows = {(row["emb"], row["budget"]): row for row in result["results"]}
     ratios = sorted({ratio for _, ratio in rows if ratio}, key=lambda ratio: float(ratio[:-1]))
-    kinds = sorted({kind for kind, ratio in rows if ratio})
+    kinds = sorted({kind for (kind, at), row in rows.items() if at and row[metric] is not None})
 
     def cell(kind: str, ratio: str) -> str:
-        if (kind, ratio) not in rows:
+        row = rows.get((kind, ratio), {})
+        if row.get(metric) is None:
             return "-"
-        row = rows[kind, ratio]
         text = spread(row, metric) if row[f"{metric} std"] is not None else number(row[metric])
-        best = max(other[metric] for (_, at), other in rows.items() if at == ratio)
+        best = max(other[metric] or 0.0 for (_, at), other in rows.items() if at == ratio)
         return f"**{text}**" if ratio and row[metric] == best else text
 
     head = [f"`--emb` (dense: {cell('dense', '')})", *ratios]
@@ -66,8 +66,10 @@ def pivot(result: dict[str, Any], metric: str = "AUC") -> str:
 
 
 def number(value: float) -> str:
-    """A share with four places, a rate in millions."""
-    return f"{value:.4f}" if value < 1 else f"{value / 1e6:.1f} M"
+    """A share with four places, a rate in thousands or millions."""
+    if value < 1:
+        return f"{value:.4f}"
+    return f"{value / 1e6:.1f} M" if value >= 1e6 else f"{value / 1e3:.1f} k"
 
 
 def sample() -> str:
@@ -75,6 +77,11 @@ def sample() -> str:
     trees = [result["auc"] for result in read("trees_sample")["results"]]
     best = f"\nBoosted trees on the same rows reach {sum(trees) / len(trees):.4f}.\n"
     return pivot(read("frontier_sample")) + best + source("frontier_sample")
+
+
+def sample_speed() -> str:
+    """Samples per second of training steps there."""
+    return pivot(read("frontier_sample"), "samples/s") + source("frontier_sample")
 
 
 def full() -> str:
@@ -334,6 +341,7 @@ TABLES = {
     table.__name__: table
     for table in (
         sample,
+        sample_speed,
         full,
         full_speed,
         tt_rec,
