@@ -110,7 +110,8 @@ class Offload(Embedding):
 
     def begin_round(self, now: Sequence[Announced], coming: Sequence[Announced]) -> None:
         """Fetch the rows of the next round while those of this one are computed."""
-        self.cached.begin_round(self._rows_of(now), self._rows_of(coming))
+        batches = len(now) + len(coming)
+        self.cached.begin_round(self._rows_of(now), self._rows_of(coming), batches=batches)
 
     def _rows_of(self, batches: Sequence[Announced]) -> tuple[Tensor, Tensor | None] | None:
         """The ids of several batches as those of one, and where the tables begin."""
@@ -146,15 +147,15 @@ class Offload(Embedding):
         return tables
 
     def cache_stats(self) -> Mapping[str, float]:
-        """Look-ups so far, those whose row was on the GPU before it was fetched for them, training
-        steps, and the bytes that came from the host and went there.
+        """Look-ups so far, those whose row was on the GPU before their round was fetched, the
+        batches they are of, and the bytes that came from the host and went there.
         """
         if not self.cached.active:
             return {}
-        lookups, hits, fetched, written = self.cached.index.traffic.tolist()
+        lookups, hits, fetched, written, batches = self.cached.index.traffic.tolist()
         size = sum(host.shape[1] * host.element_size() for host, _ in self.cached.tensors)
         moved = {"bytes_in": fetched * size, "bytes_out": written * size}
-        return {"lookups": lookups, "hits": hits, "steps": int(self.cached.index.clock), **moved}
+        return {"lookups": lookups, "hits": hits, "steps": batches, **moved}
 
     # The rows stay in host memory, and the cache is no part of the state ----------------------
 

@@ -127,7 +127,7 @@ class CachedRows:
 
     # Looking up and moving --------------------------------------------------------------------
 
-    def begin_round(self, now: Round | None, coming: Round | None) -> None:
+    def begin_round(self, now: Round | None, coming: Round | None, *, batches: int = 1) -> None:
         """Begin a round of training look-ups, of the rows that were last said to be coming.
 
         Until the next call all training look-ups must be of this round, and are told so.
@@ -137,11 +137,13 @@ class CachedRows:
                 their rows are fetched first.
             coming: those of the next round: their rows are fetched beside the look-ups of this
                 one and all that comes with them. The ids must stay as they are until then.
+            batches: in how many steps these ids are used.
         """
         if not (self.active and self.capacity):
             return
         self._join()
         self.index.clock.add_(1)
+        self.index.traffic[4] += batches
         self.ready = True
         if now is not None:
             move_rows(self.index, self.tensors, *now, ahead=False, impl=self.impl)

@@ -13,8 +13,8 @@ as fast as the link can, cost a step of 0.48 ms another 0.36 ms. Hence
 
 - rounds of several batches, whose rows lie nearer to one another: of 4, half as many pages a batch;
 - both lists of rows are sorted, so that a page is met once for what comes and what goes;
-- a single program moves, with rows enough under way that it is done in time, and no more: what
-  waits is its part of the GPU alone.
+- as few programs move as are done in time, with several rows under way each: what waits is their
+  part of the GPU alone.
 
 How warm a row is: each round that uses it adds 1, which decays by half in ``half_life`` rounds.
 
@@ -39,7 +39,7 @@ FEW = 4096  # look-ups up to which all may miss; of more, a quarter
 BINS = 256  # of warmth; the last is of slots that can't be taken
 COLDEST, WARMEST = -8, 10  # log2 of the warmth between which slots are told apart
 ROWS = 128  # that a program has under way, or half as many from 128 columns on
-BESIDE, HURRIED = 1, 64  # programs that move rows of 32 columns beside a step, and while it waits
+BESIDE, HURRIED = 2, 64  # programs that move a tensor's rows beside a step, and while it waits
 CLAIMED = tl.constexpr(-(2**31))  # in place of a slot, while a missing row is given one
 NONE = 2**31 - 1  # behind the last of the missing rows
 
@@ -215,7 +215,8 @@ class Slots:
     clock: Tensor
     """The round under way, counted from 1, 0-d int32."""
     traffic: Tensor
-    """Look-ups, those that found a slot, rows fetched and rows written so far, ``[4]`` int64."""
+    """Look-ups so far, those that found a slot, rows fetched, rows written, and batches, ``[5]``
+    int64."""
     half_life: float
     """Rounds in which warmth halves."""
 
@@ -228,7 +229,7 @@ class Slots:
             stamps=torch.full((capacity,), -1, dtype=torch.int32, device=device),
             warmth=torch.full((capacity,), -torch.inf, device=device),
             clock=torch.zeros((), dtype=torch.int32, device=device),
-            traffic=torch.zeros(4, dtype=torch.int64, device=device),
+            traffic=torch.zeros(5, dtype=torch.int64, device=device),
             half_life=half_life,
         )
 
@@ -306,7 +307,7 @@ def move_rows(
         dim = host.shape[1]
         block_d = triton.next_power_of_2(dim)
         block = max(4, min(ROWS, 64 * ROWS // block_d))
-        movers = BESIDE * max(1, block_d // 32) if ahead else HURRIED
+        movers = BESIDE * len(tensors) * max(1, block_d // 64) if ahead else HURRIED
         _exchange[min(movers, triton.cdiv(most, block)),](
             host, cache, missing, leaving, targets, counters, D=dim, BLOCK=block, BLOCK_D=block_d,
             num_warps=max(1, min(16, block * block_d // 512)),
@@ -348,4 +349,4 @@ def move_rows_torch(
     index.stamps[taken] = mark
     index.warmth[taken] = time
     counts = [ids.numel(), int(uses[slot >= 0].sum()), len(missing), len(leaving)]
-    index.traffic.add_(torch.tensor(counts, device=ids.device))
+    index.traffic[:4] += torch.tensor(counts, device=ids.device)

@@ -327,12 +327,12 @@ def test_stats_and_footprint_tell_what_the_cache_does():
     assert group.footprint() == [{"host": 160}]
     assert group.cache_stats() == {}
     optimizer = RowOptimizer(group.parameters(), "adagrad")
-    index = 4 * 10 + 4 * 3 * 4 + 4 + 4 * 8  # of rows, of slots, clock and counters
+    index = 4 * 10 + 4 * 3 * 4 + 4 + 5 * 8  # of rows, of slots, clock and counters
     assert group.footprint() == [{"host": 160, "cache": 4 * 4 * 4 * 2, "index": index}]
     for ids in ([[0, 1, 1]], [[1, 2, 3]], [[4, 5, 6]]):
         step(group, optimizer, torch.tensor(ids), 0)
     stats = group.cache_stats()
-    assert (stats["lookups"], stats["hits"]) == (9, 1)
+    assert (stats["lookups"], stats["hits"], stats["steps"]) == (9, 1, 3)
     assert stats["bytes_in"] == (2 + 2 + 3) * 32  # a row and its state
     assert stats["bytes_out"] == 3 * 32
 
