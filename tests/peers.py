@@ -121,9 +121,7 @@ def main():
     check_memory(world)
     for way in ("table", "column", "row"):
         run = Run(world, way)
-        print(way, flush=True)
         run.compare(run.step_held)
-        print(way, "captured", flush=True)
         if on_gpu:
             run.compare(run.captured())
     world.leave()

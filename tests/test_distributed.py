@@ -18,6 +18,7 @@ from dlrm.distributed import World, pick_device
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # two processes may share a GPU
 OPTIONS = ["--device", "cpu", "--model.bottom_mlp", "[8]", "--model.top_mlp", "[8]"]
 OPTIONS += ["--batch_size", "180", "--optim.warmup_steps", "5", "--log_every", "1"]
 OPTIONS += ["--sharding.threshold", "1000", "--eval_every", "10", "--eval_batch_size", "500"]
@@ -66,6 +67,12 @@ def result(run):
 @pytest.mark.parametrize("processes", [2, 4])
 def test_every_kind_and_way_equals_one_process(processes):
     done = torchrun(processes, "tests/ranks.py")
+    assert "all is equal" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("processes", [2, 4, pytest.param(3, marks=pytest.mark.gpu)])
+def test_tables_that_peers_hold_equal_whole_ones(processes):
+    done = torchrun(processes, "tests/peers.py")
     assert "all is equal" in done.stdout, done.stdout + done.stderr
 
 
