@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -168,20 +167,12 @@ class DLRM(nn.Module):
         if tables_dtype == "bf16":
             self.sparse_arch.to(torch.bfloat16)
 
-    def forward(
-        self,
-        dense: Tensor,
-        ids: Tensor,
-        offsets: Tensor | None = None,
-        *,
-        known: Sequence[Any] | None = None,
-    ) -> Tensor:
+    def forward(self, dense: Tensor, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Score a feature-major batch.
 
         Args:
             dense: ``[N, B]``.
             ids: ``[F, B]``, or ``[nnz]`` with ``offsets [F * B + 1]``.
-            known: what ``sparse_arch.know`` found out about these ids.
 
         Returns:
             Logits, ``[B]``.
@@ -198,7 +189,7 @@ class DLRM(nn.Module):
         begin = branch.mark()
         bottom = self.bottom_mlp(dense.t())  # [B, D], the longer chain of a small batch
         with branch.fork(behind=begin):
-            embedded = self.sparse_arch(ids, offsets, known=known)  # [B, F_g, D] of each group
+            embedded = self.sparse_arch(ids, offsets)  # [B, F_g, D] of each group
         branch.join()
         crossed = self.interaction(bottom, embedded, self.sparse_arch.order)
         return self.top_mlp(crossed).squeeze(1)

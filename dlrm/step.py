@@ -7,8 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,32 +29,15 @@ FUSION = {"combo_kernels": True}  # one launch to cast all weights, one to sum s
 WARM_UP = 3  # steps of a shape that run one by one before it is captured
 
 
-LOOK_AHEAD = 3  # number of a branch
-Key = tuple[int, bool, bool, int | None]  # of a captured step: its size and what else is asked
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """What one step is asked for."""
-
-    batch: Batch
-    upcoming: Batch | None
-    foreseen: int | None  # in which of two places the last step prepared its look-ups
-    norms: bool
-    total: int
-
-    @property
-    def key(self) -> Key:
-        """Work of one key is the same on other values."""
-        return self.batch.size, self.norms, self.upcoming is not None, self.foreseen
+Key = tuple[int, bool]  # of a captured step: batch size, with norms
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A step as a CUDA graph, and where it reads and writes."""
+    """A step of one batch size as a CUDA graph, and where it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
-    work: Work
+    batch: Batch
     out: dict[str, Tensor]
 
 
@@ -142,16 +124,9 @@ class TrainStep:
         self._planner = Planner(self.device) if on_gpu else nullcontext()
         self._seen: Counter[Key] = Counter()
         self._captured: dict[Key, Captured] = {}
-        self._knows = reducer is None and model.sparse_arch.knows
         # What others update must not move.
         ahead = reducer is None and model.sparse_arch.round_of(1) > 0
         self._rounds = Rounds(model.sparse_arch) if ahead else None
-        self._announced: Batch | None = None  # the upcoming batch of the last step
-        self._ahead = branch_of(self.device, LOOK_AHEAD)
-        # What look-ups need to know, by batch size and place: one in use, one for the next step.
-        self._known: dict[tuple[int, int], list[Any]] = {}
-        self._place = 0
-        self._pool = torch.cuda.graph_pool_handle() if self.mode == "graph" else None
         if reducer is not None:
             reducer.world.before_leaving(self.close)
         self.preparing_seconds = 0.0
@@ -171,8 +146,7 @@ class TrainStep:
             norms: also give the gradient norms of the dense part and of the embeddings.
             total: samples of the shares of all processes together.
             upcoming: the batch of the next step, or of several, as far as they are known:
-                embeddings may fetch their rows or prepare their look-ups ahead. They must stay as
-                they are until then.
+                embeddings may fetch their rows ahead. They must stay as they are until then.
 
         Returns:
             ``loss`` (and ``gradient_norm/dense``, ``gradient_norm/embeddings``) as 0-d tensors,
@@ -181,64 +155,47 @@ class TrainStep:
         total = batch.size if total is None else total
         known = [upcoming] if isinstance(upcoming, Batch) else list(upcoming or ())
         with self._rounds.step(batch, known) if self._rounds else nullcontext():
-            return self._step(batch, norms, total, known[0] if known else None)
+            return self._step(batch, norms, total)
 
-    def _step(
-        self, batch: Batch, norms: bool, total: int, upcoming: Batch | None
-    ) -> dict[str, Tensor]:
+    def _step(self, batch: Batch, norms: bool, total: int) -> dict[str, Tensor]:
         uneven = self.reducer is not None and total % self.reducer.world.size > 0
-        if not self._knows or (upcoming and upcoming.size != batch.size):
-            upcoming = None  # a graph has one shape
-        foreseen = self._place if batch is self._announced else None
-        if (batch.size, foreseen) not in self._known:
-            foreseen = None
-        work = Work(batch=batch, upcoming=upcoming, foreseen=foreseen, norms=norms, total=total)
-        self._announced, self._place = upcoming, 1 if foreseen == 0 else 0
         if self.mode != "graph" or batch.offsets is not None or uneven:
-            return self._run(work)
-        captured = self._captured.get(work.key)
+            return self._run(batch, norms, total)
+        captured = self._captured.get((batch.size, norms))
         if captured is not None:
-            captured.work.batch.copy_(batch)
-            if captured.work.upcoming is not None and upcoming is not None:
-                captured.work.upcoming.ids.copy_(upcoming.ids)
+            captured.batch.copy_(batch)
             captured.graph.replay()
             return captured.out
         began = time.perf_counter()
-        out = self._prepare(work)
+        out = self._prepare(batch, norms, total)
         self.preparing_seconds += time.perf_counter() - began
         return out
 
-    def _prepare(self, work: Work) -> dict[str, Tensor]:
-        """A step of a kind that is not captured yet, and may be now."""
-        key, own = work.key, work.batch.size
+    def _prepare(self, batch: Batch, norms: bool, total: int) -> dict[str, Tensor]:
+        """A step of a batch size that is not captured yet, and may be now."""
+        key = (batch.size, norms)
         self._seen[key] += 1
         if self._seen[key] > WARM_UP:
-            captured = self._captured[key] = self._capture(work)
+            captured = self._captured[key] = self._capture(batch, norms, total)
             captured.graph.replay()
             return captured.out
         # The short last batch of an epoch is not worth the seconds of compiling for its size.
-        compiled = not self._captured or any(size == own for size, *_ in self._captured)
-        compiles = compiled or self._seen[key] == WARM_UP
+        known = not self._captured or any(size == batch.size for size, _ in self._captured)
+        compiles = known or self._seen[key] == WARM_UP
         with nullcontext() if compiles else set_stance("force_eager"):
-            return self._warm_up(work)
+            return self._warm_up(batch, norms, total)
 
     def close(self) -> None:
         """Drop the captured graphs."""
         self._captured.clear()
 
-    def _run(self, work: Work) -> dict[str, Tensor]:
-        batch, upcoming, norms, total = work.batch, work.upcoming, work.norms, work.total
-        known = None if work.foreseen is None else self._known[batch.size, work.foreseen]
+    def _run(self, batch: Batch, norms: bool, total: int) -> dict[str, Tensor]:
         reducer = self.reducer
         sharing = reducer.step(total, one_hot=batch.offsets is None) if reducer else nullcontext()
         norm_of = reducer.norm if reducer else gradient_norm
         with self._planner, sharing:
             with torch.autocast(self.device.type, torch.bfloat16, self.precision == "bf16"):
-                logits = self.model(batch.dense, batch.ids, batch.offsets, known=known)
-            if upcoming is not None and upcoming.offsets is not None:
-                upcoming = None
-            if upcoming is not None:
-                self._look_ahead(upcoming, 1 if work.foreseen == 0 else 0)
+                logits = self.model(batch.dense, batch.ids, batch.offsets)
             loss = self._loss(logits, batch.labels)
             if reducer is not None:  # a mean over no samples is not a number
                 loss = loss * (batch.size / total) if batch.size else logits.float().sum()
@@ -258,8 +215,6 @@ class TrainStep:
                     norm = torch.hypot(dense, embeddings)
                     self._scale_gradients((self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
             self._update()
-            if upcoming is not None:  # a capture can't wait for a stream that has no part in it
-                self._ahead.join()
         return out
 
     def _update(self) -> None:
@@ -274,37 +229,25 @@ class TrainStep:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
-    def _look_ahead(self, upcoming: Batch, place: int) -> None:
-        """Prepare the next look-ups beside the backward pass."""
-        key = upcoming.size, place
-        with self._ahead.fork():
-            known = self.model.sparse_arch.know(upcoming.ids, self._known.get(key))
-        if known is not None:
-            self._known[key] = known
-
     @torch.no_grad()
     def _scale_gradients(self, factor: Tensor) -> None:
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor.to(parameter.device))
 
-    def _warm_up(self, work: Work) -> dict[str, Tensor]:
+    def _warm_up(self, batch: Batch, norms: bool, total: int) -> dict[str, Tensor]:
         """A step one by one on a side stream, as capture asks for."""
         current, side = torch.cuda.current_stream(), torch.cuda.Stream(self.device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            out = self._run(work)
+            out = self._run(batch, norms, total)
         current.wait_stream(side)
         return out
 
-    def _capture(self, work: Work) -> Captured:
-        """Record a step on copies of the batches; nothing is computed yet."""
-        upcoming = work.upcoming and work.upcoming.clone()
-        work = replace(work, batch=work.batch.clone(), upcoming=upcoming)
+    def _capture(self, batch: Batch, norms: bool, total: int) -> Captured:
+        """Record a step on a copy of the batch; nothing is computed yet."""
+        static = batch.clone()
         graph = torch.cuda.CUDAGraph()
-        # The MLPs are the longer chain: where a branch has work ready as well, theirs goes first.
-        first = torch.cuda.Stream(self.device, priority=-1)
-        with torch.cuda.graph(graph, pool=self._pool, stream=first):
-            torch.zeros((), device=self.device)  # one root: with two, both wait for 10 us
-            out = self._run(work)
-        return Captured(graph, work, out)
+        with torch.cuda.graph(graph):
+            out = self._run(static, norms, total)
+        return Captured(graph, static, out)

@@ -78,8 +78,7 @@ def make_step(
 
 def losses(step: TrainStep, batches: list[Batch]) -> list[float]:
     """The losses of a step on each batch in turn."""
-    pairs = itertools.zip_longest(batches, batches[1:])
-    return [step(batch, upcoming=upcoming)["loss"].item() for batch, upcoming in pairs]
+    return [step(batch)["loss"].item() for batch in batches]
 
 
 def measure_one(
@@ -98,16 +97,12 @@ def measure_one(
     worst = max(abs(a - b) for a, b in zip(expected, found, strict=True))
     if not worst <= TOLERANCE[precision]:
         raise ValueError(f"{kind} {rule} {precision} {mode} {size}: losses differ by {worst}")
-
-    def run(index: int) -> None:
-        step(batches[index % 8], upcoming=batches[(index + 1) % 8])
-
     if on_gpu:
-        ms = measure.gpu_milliseconds(run, warm_up=20, steps=60)
+        ms = measure.gpu_milliseconds(lambda i: step(batches[i % 8]), warm_up=20, steps=60)
         peer = PEER_H100.get(size)
         memory = {"peak_gpu_MB": round((torch.cuda.max_memory_allocated() - held) / 1e6, 1)}
     else:
-        ms = measure.cpu_milliseconds(run)
+        ms = measure.cpu_milliseconds(lambda i: step(batches[i % 8]))
         peer, memory = PEER_CPU.get((precision, size)), {}
     footprint = sum(sum(parts.values()) for parts in model.sparse_arch.footprint())
     return {

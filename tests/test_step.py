@@ -4,8 +4,6 @@ import pytest
 import torch
 
 from dlrm.data.batch import Batch
-from dlrm.kernels import tt
-from dlrm.kernels.tt_known import Known
 from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
 from dlrm.step import TrainStep
@@ -105,28 +103,6 @@ def _determinism_ends():
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = True
-
-
-@pytest.mark.usefixtures("_determinism_ends")
-@pytest.mark.parametrize("announced", ["next", "never", "now and then", "wrongly"])
-def test_an_upcoming_batch_changes_nothing_but_when_work_is_done(announced, device, monkeypatch):
-    monkeypatch.setattr(tt, "use_triton", lambda *_: True)  # on a CPU too
-    results, finds, find = [], [], Known.find
-    count = 14 if device.type == "cuda" else 5  # enough that steps are captured
-    monkeypatch.setattr(Known, "find", lambda *all_: finds.append(all_) or find(*all_))
-    for upcoming in ("never", announced):
-        _, step = make("tt", "sgd", device, deterministic=True)
-        torch.manual_seed(1)
-        data = list(batches(count, 16, device))
-        coming = [*data[1:], None] if upcoming != "wrongly" else data
-        losses = []
-        for index, (batch, following) in enumerate(zip(data, coming, strict=True)):
-            tells = upcoming != "never" and (upcoming != "now and then" or index % 3)
-            losses.append(step(batch, upcoming=following if tells else None)["loss"].item())
-        results.append(losses)
-    assert results[0] == results[1]
-    if device.type == "cpu":  # a graph calls nobody
-        assert len(finds) == count * (3 if announced == "wrongly" else 2)
 
 
 @pytest.mark.usefixtures("_determinism_ends")

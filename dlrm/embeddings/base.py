@@ -167,12 +167,6 @@ class Embedding(nn.Module, ABC):
         """Whether nothing has moved rows since the round began, but what it began with."""
         return True
 
-    def know(self, ids: Tensor, known: Any = None) -> Any:
-        """Find out ahead of ``forward(ids, known=...)`` what it needs to know of ``ids [F, B]``
-        alone, in the memory of an earlier result for as many; for kinds that have a use for it.
-        """
-        return None
-
     def cache_stats(self) -> Mapping[str, float]:
         """``hits`` and ``lookups`` of training batches so far, for kinds that have a cache, and
         ``bytes_in`` and ``bytes_out``, moved to the GPU and back, if it is one of host memory.
@@ -243,8 +237,6 @@ class Embedding(nn.Module, ABC):
         ids: Tensor,
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
-        *,
-        known: Any = None,
     ) -> Tensor:
         """Look up and pool.
 
@@ -253,7 +245,6 @@ class Embedding(nn.Module, ABC):
                 of all bags, table by table.
             offsets: ``[F * B + 1]``, where each bag begins in ``ids``.
             per_sample_weights: a factor per id, of the shape of ``ids``; mode sum only.
-            known: what :meth:`know` found out about these ids.
 
         Returns:
             ``[B, F, D]``; an empty bag gives zeros.
@@ -276,20 +267,20 @@ class Embedding(nn.Module, ABC):
                     f"[{self.num_tables}, B]: one row per table"
                 )
             if self.padding_idx is None:
-                return self._one_hot(ids, per_sample_weights, known)
+                return self._one_hot(ids, per_sample_weights)
             offsets = torch.arange(ids.numel() + 1, device=ids.device)
             ids = ids.reshape(-1)
             if per_sample_weights is not None:
                 per_sample_weights = per_sample_weights.reshape(-1)
         return self._bags(ids, offsets, per_sample_weights)
 
-    def _one_hot(self, ids: Tensor, weights: Tensor | None, known: Any) -> Tensor:
+    def _one_hot(self, ids: Tensor, weights: Tensor | None) -> Tensor:
         tables = self._tables[:, None]
         if self.check_ids:
             self._check(tables, ids)
         if self.training:
             self._observe(tables, ids)
-        out = self.lookup(ids) if known is None else self.lookup_known(ids, known)  # [B, F, D]
+        out = self.lookup(ids)  # [B, F, D]
         return out if weights is None else out * weights.t()[..., None]
 
     def _bags(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
@@ -319,10 +310,6 @@ class Embedding(nn.Module, ABC):
     def lookup(self, ids: Tensor) -> Tensor:
         """One row per table and sample: ``ids [F, B]``, checked, to ``[B, F, D]``."""
         return self.vectors(self._tables[:, None], ids).transpose(0, 1)
-
-    def lookup_known(self, ids: Tensor, known: Any) -> Tensor:
-        """As :meth:`lookup`, with what :meth:`know` found out; for kinds that have it."""
-        raise NotImplementedError
 
     def lookup_bags(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         """Pooled bags: ``ids [nnz]``, checked, and ``offsets [F * B + 1]`` to ``[B, F, D]``."""

@@ -69,18 +69,12 @@ class SparseArch(nn.Module):
         self._measured: tuple[float, Counter[str]] = time.perf_counter(), Counter()  # sums then
 
     def forward(
-        self,
-        ids: Tensor,
-        offsets: Tensor | None = None,
-        per_sample_weights: Tensor | None = None,
-        *,
-        known: Sequence[Any] | None = None,
+        self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> list[Tensor]:
         """Look up every table.
 
         Args:
             ids, offsets, per_sample_weights: of all features, as in ``Embedding.forward``.
-            known: what :meth:`know` found out about these ids.
 
         Returns:
             The vectors of each group, ``[B, F_g, D]``; of sharded ones in several parts.
@@ -88,41 +82,14 @@ class SparseArch(nn.Module):
         found: dict[int, list[Tensor]] = {}
         for index in self._turns:
             group, share = self.groups[index], self._share(index, ids, offsets, per_sample_weights)
-            if isinstance(group, Sharded):
-                found[index] = group.parts(*share)
-            else:
-                found[index] = [group(*share, known=known and known[index])]
+            found[index] = group.parts(*share) if isinstance(group, Sharded) else [group(*share)]
         return [part for index in range(len(self.groups)) for part in found[index]]
 
     @property
     def look_ahead(self) -> int:
-        """How many batches behind the present one :meth:`know` and :meth:`begin_round` ask for."""
-        groups = [group for group, _ in self.embeddings()]
-        rounds = max(group.round_of(1) for group in groups)
-        return max(2 * rounds - 1, int(self.knows))
-
-    @property
-    def knows(self) -> bool:
-        """Whether a group has a use for :meth:`know`."""
-        return any(_overrides(group, "know") for group, _ in self.embeddings())
-
-    def know(self, ids: Tensor, known: Sequence[Any] | None = None) -> list[Any] | None:
-        """Find out what the look-up of ``ids [F, B]`` needs to know of these alone, ahead of it.
-
-        Args:
-            ids: as :meth:`forward` will take them, without offsets.
-            known: an earlier result for as many ids, whose memory is used again.
-
-        Returns:
-            Of each group what it knows; None if no group has a use for that.
-        """
-        found = [
-            group.know(self._share(index, ids, None, None)[0], known and known[index])
-            if _overrides(group, "know")
-            else None
-            for index, (group, _) in enumerate(self.embeddings())
-        ]
-        return None if all(each is None for each in found) else found
+        """How many batches behind the present one :meth:`begin_round` asks for."""
+        rounds = max(group.round_of(1) for group, _ in self.embeddings())
+        return max(2 * rounds - 1, 0)
 
     def round_of(self, lookups: int) -> int:
         """How many batches of so many look-ups had better be a round; 0 if no group has rounds."""
@@ -245,11 +212,6 @@ class SparseArch(nn.Module):
         total = sum(parts.values())
         dense = 4 * self.embedding_dim * sum(self.num_embeddings)
         return {**parts, "bytes": total, "compression": dense / total}
-
-
-def _overrides(group: Embedding, *names: str) -> bool:
-    """Whether a kind has its own way to do one of these."""
-    return any(getattr(type(group), name) is not getattr(Embedding, name) for name in names)
 
 
 def _own(sharding: Sharding | None, slots: Sequence[int]) -> Sharding | None:

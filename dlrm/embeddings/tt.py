@@ -16,8 +16,7 @@ from dlrm.embeddings.budget import water_level
 from dlrm.embeddings.cache import PopulateReport, RowCache
 from dlrm.embeddings.factorize import factorize_dim, factorize_rows
 from dlrm.embeddings.tt_algebra import fit_rows, mean_square, tt_svd
-from dlrm.kernels.tt import tt_bags, tt_known, tt_vectors
-from dlrm.kernels.tt_known import Known
+from dlrm.kernels.tt import tt_bags, tt_vectors
 
 DEFAULT_RANK = 32
 
@@ -174,20 +173,11 @@ class TT(Embedding):
             pooled = tt_bags(list(self.cores), *shape, ids, offsets, weights, mode=self.mode)
         return pooled.transpose(0, 1)
 
-    def _compressed(self, tables: Tensor, ids: Tensor, **options: Any) -> Tensor:
+    def _compressed(self, tables: Tensor, ids: Tensor, skip: Tensor | None = None) -> Tensor:
         """Rows as the cores give them; not cast down with the MLPs, since errors multiply."""
         shape = (self._p, self._core_offsets, self.q, self.ranks)
         with torch.autocast(ids.device.type, enabled=False):
-            return tt_vectors(list(self.cores), *shape, tables, ids, **options)
-
-    def know(self, ids: Tensor, known: Known | None = None) -> Known | None:
-        if self.cache is not None:  # what it holds is known too late
-            return None
-        shape = (self._p, self._core_offsets, self.q, self.ranks)
-        return tt_known(list(self.cores), *shape, self._tables[:, None], ids, known=known)
-
-    def lookup_known(self, ids: Tensor, known: Known) -> Tensor:
-        return self._compressed(self._tables[:, None], ids, known=known).transpose(0, 1)
+            return tt_vectors(list(self.cores), *shape, tables, ids, skip=skip)
 
     def observe(self, tables: Tensor, ids: Tensor) -> None:
         if self.cache is not None:

@@ -20,7 +20,6 @@ Reference:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -100,7 +99,6 @@ def tt_vectors(
     ids: Tensor,
     *,
     skip: Tensor | None = None,
-    known: Known | None = None,
     impl: str | None = None,
     precision: str | None = None,
     deterministic: bool | None = None,
@@ -118,7 +116,6 @@ def tt_vectors(
         ids: any integer tensor ``[...]``; every id lies inside its table.
         skip: ids that are answered elsewhere, say by a cache, bool of the shape of ``ids``: their
             rows are zeros without gradient, and cost nothing on a GPU.
-        known: what :func:`tt_known` found out about these ids, which are not looked at then.
         impl: ``"triton"`` or ``"torch"``; by default Triton on a GPU for two to four cores of fp32
             or bf16.
         precision: how Triton multiplies fp32 matrices: ieee, tf32 or tf32x3; by default what
@@ -133,44 +130,12 @@ def tt_vectors(
     if not _runs_triton(cores, impl) or not ids.numel():
         rows = tt_vectors_torch(cores, p, core_offsets, q, ranks, tables, ids)
         return rows if skip is None else rows.masked_fill(skip[..., None], 0.0)
-    if known is None:
-        call = _one_each(p, core_offsets, q, ranks, tables, ids, deterministic)
-        known = Known(call if skip is None else replace(call, skip=skip.contiguous().view(-1)))
-    out = _look_up(known, None, cores, precision)
+    skip = None if skip is None else skip.contiguous().view(-1)
+    call = _one_each(p, core_offsets, q, ranks, tables, ids, skip, deterministic)
+    out = _look_up(Known(call), None, cores, precision)
     if ids.dim() == 2:
         return out.view(*ids.t().shape, -1).transpose(0, 1)
     return out.view(*ids.shape, -1)
-
-
-def tt_known(
-    cores: Sequence[Tensor],
-    p: Tensor,
-    core_offsets: Tensor,
-    q: Sequence[int],
-    ranks: Sequence[int],
-    tables: Tensor,
-    ids: Tensor,
-    *,
-    known: Known | None = None,
-    impl: str | None = None,
-    deterministic: bool | None = None,
-) -> Known | None:
-    """What :func:`tt_vectors` needs to know of ids, whatever is in the cores, found out ahead.
-
-    Args:
-        cores, p, core_offsets, q, ranks, tables, ids, impl, deterministic: as it will be given.
-        known: an earlier result for ids of this shape, whose memory is used again.
-
-    Returns:
-        To be passed to it; None where PyTorch does the look-up.
-    """
-    if not _runs_triton(cores, impl) or not ids.numel():
-        return None
-    call = _one_each(p, core_offsets, q, ranks, tables, ids, deterministic)
-    if known is None:
-        return Known(call)
-    known.find(call)
-    return known
 
 
 def _one_each(
@@ -180,6 +145,7 @@ def _one_each(
     ranks: Sequence[int],
     tables: Tensor,
     ids: Tensor,
+    skip: Tensor | None,
     deterministic: bool | None,
 ) -> Call:
     """The call for one row per id."""
@@ -197,6 +163,7 @@ def _one_each(
         p=p,
         starts=core_offsets,
         ids=ids.contiguous().view(-1),
+        skip=skip,
         tables=tables.contiguous(),
         per_table=per_table,
         results=n,

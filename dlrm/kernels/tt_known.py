@@ -1,8 +1,6 @@
 """What a look-up in tensor-train tables needs to know of its ids, whatever is in the cores.
 
-See :mod:`dlrm.kernels.tt`. It may be found out ahead of the look-up, while a GPU is not busy with
-it: :class:`Known` keeps its memory, so that a CUDA graph finds the next batch's where it found that
-of the last one.
+See :mod:`dlrm.kernels.tt`.
 """
 
 from __future__ import annotations
@@ -78,56 +76,47 @@ class Known:
     factors: Tensor  # [distinct] both factors of each
 
     def __init__(self, call: Call, weights: Tensor | None = None) -> None:
-        n, bags = call.ids.numel(), call.offsets is not None
-        self._places = call.ids.new_empty(3 if bags else 2, n, dtype=torch.int32)
-        self.left = Used(call.chain.left, self._places[0])
-        self.right = Used(call.chain.right, self._places[1])
-        self.bag_of = self._places[2] if bags else None
+        self.call, self.merged = call, call.way == "merged"
+        n, new = call.ids.numel(), call.ids.new_empty
+        self.bag_of: Tensor | None = None
         self.scale: Tensor | None = None
-        if bags and (call.mean or weights is not None):
-            self.scale = call.ids.new_empty(n, dtype=torch.float32)
+        if call.offsets is None:
+            left, right = new(2, n, dtype=torch.int32)
+        else:
+            # Ids behind the last bag stay at -1: a buffer of static size may be longer than used.
+            left, right, self.bag_of = call.ids.new_full((3, n), -1, dtype=torch.int32)
+            if call.mean or weights is not None:
+                self.scale = call.ids.new_zeros(n, dtype=torch.float32)
+        self.left, self.right = Used(call.chain.left, left), Used(call.chain.right, right)
         zeros: list[tuple[Any, str, int]] = []
         for used in (self.left, self.right):
             if used.pairs is not None:
                 zeros += [(used, "flags", used.pairs.number), (used, "total", 1)]
-        self.merged = call.way == "merged"
         if self.merged:
-            words = call.chain.words
-            zeros += [(self, "bitmap", words), (self, "distinct", 1)]
-            wide = torch.int64 if words >= 1 << 26 else torch.int32
-            self._keys = torch.empty_like(self.left.index, dtype=wide)
-            self._scan = self._places.new_empty(words)
-            self.which = torch.empty_like(self.left.index)
-            self.factors = torch.empty_like(self.left.index, dtype=torch.int64)
+            zeros += [(self, "bitmap", call.chain.words), (self, "distinct", 1)]
         sizes = [-(-size // 4) * 4 for _, _, size in zeros]  # each begins on 16 bytes
-        self._zeros = self._places.new_empty(sum(sizes))
-        for (owner, name, size), part in zip(zeros, self._zeros.split(sizes), strict=True):
+        filled = torch.zeros(sum(sizes), dtype=torch.int32, device=call.ids.device)
+        for (owner, name, size), part in zip(zeros, filled.split(sizes), strict=True):
             setattr(owner, name, part[:size])
-        self.find(call, weights)
-
-    def find(self, call: Call, weights: Tensor | None = None) -> None:
-        """Find it out, for another look-up of the same shape too."""
-        self.call = call
-        self._zeros.zero_()
-        if call.offsets is not None:
-            # Ids behind the last bag stay at -1: a buffer of static size may be longer than used.
-            self._places.fill_(-1)
-            if self.scale is not None:
-                self.scale.zero_()
-            if self.merged:
-                self._keys.fill_(-1)
-        self._index(weights)
+        keys = self._new_keys() if self.merged else None
+        self._index(weights, keys)
         self.left.rank()
         self.right.rank()
-        if self.merged:
-            self._number()
+        if keys is not None:
+            self._number(keys)
 
-    def _index(self, weights: Tensor | None) -> None:
+    def _new_keys(self) -> Tensor:
+        """For the keys of all ids; those behind the last bag are -1."""
+        wide = self.call.chain.words >= 1 << 26
+        keys = torch.empty_like(self.left.index, dtype=torch.int64 if wide else torch.int32)
+        return keys if self.call.offsets is None else keys.fill_(-1)
+
+    def _index(self, weights: Tensor | None, keys: Tensor | None) -> None:
         call, left, right = self.call, self.left, self.right
         bases = [None if used.pairs is None else used.pairs.base for used in (left, right)]
         arguments = (
             call.p, call.starts, *bases, left.index, right.index, left.flags, right.flags,
-            call.chain.keys, *((self._keys, self.bitmap) if self.merged else (None, None)),
+            call.chain.keys, keys, self.bitmap if self.merged else None,
         )  # fmt: skip
         n, cores = len(left.index), call.p.shape[1]
         if call.offsets is None:
@@ -142,13 +131,14 @@ class Known:
                 num_warps=1,
             )  # fmt: skip
 
-    def _number(self) -> None:
+    def _number(self, keys: Tensor) -> None:
         """Number the distinct ids and note their factors."""
-        words, n = len(self.bitmap), len(self.which)
+        left, right, n = self.left.index, self.right.index, len(keys)
+        words, scan = len(self.bitmap), torch.empty_like(self.bitmap)
         tt_index.count_ids[(triton.cdiv(words, 1024),)](
-            self.bitmap, self._scan, self.distinct, words, BLOCK=1024
+            self.bitmap, scan, self.distinct, words, BLOCK=1024
         )
+        self.which, self.factors = torch.empty_like(left), torch.empty_like(left, dtype=torch.int64)
         tt_index.number_ids[(triton.cdiv(n, 256),)](
-            self._keys, self.bitmap, self._scan, self.left.index, self.right.index, self.which,
-            self.factors, n, BLOCK=256,
+            keys, self.bitmap, scan, left, right, self.which, self.factors, n, BLOCK=256
         )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlrm.kernels import tt, tt_factors, tt_lookup
-from dlrm.kernels.tt import tt_bags, tt_known, tt_vectors, tt_vectors_torch
+from dlrm.kernels.tt import tt_bags, tt_vectors, tt_vectors_torch
 from dlrm.kernels.tt_chain import chain_of
 from dlrm.kernels.whole import update_whole
 
@@ -170,29 +170,6 @@ def test_a_program_takes_several_tiles_of_a_slice(way, device, monkeypatch):
     gradients = torch.autograd.grad(got, group.cores, grad)
     for k, gradient in enumerate(torch.autograd.grad(want, cores, grad.double())):
         close(gradients[k], gradient, ROUNDING["ieee"], f"core {k}")
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["d2", "d3", "d4"])
-def test_what_is_known_of_ids_is_found_ahead_in_the_same_memory(name, way, device, monkeypatch):
-    group = Group(name, device)
-    options = take(monkeypatch, way)
-    named = (*group.arguments, group.index())
-    known = tt_known(*named, group.ids(40), **options)
-    before = known.left.index.data_ptr()
-    for count in range(2):
-        ids = group.ids(40) if count else torch.zeros_like(group.ids(40))
-        known = tt_known(*named, ids, known=known, **options)
-        assert known.left.index.data_ptr() == before
-        got = tt_vectors(*named, torch.full_like(ids, -1), known=known, precision="ieee", **options)
-        cores, want = group.reference(ids, named[-1])
-        close(got, want, ROUNDING["ieee"])
-        grad = torch.randn_like(got)
-        gradients = torch.autograd.grad(got, group.cores, grad)
-        for k, gradient in enumerate(torch.autograd.grad(want, cores, grad.double())):
-            close(gradients[k], gradient, ROUNDING["ieee"], f"core {k}")
-    assert tt_known(*named, group.ids(40), impl="torch") is None
-    assert tt_known(*named, group.ids(40)[:, :0], impl="triton") is None
 
 
 @pytest.mark.parametrize("way", WAYS)
