@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import mkdtemp
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,11 @@ def in_reach(world: World) -> bool:
         for there in gpus
         if here != there
     )
+
+
+def bytes_held(device: torch.device) -> int:
+    """Bytes of this process's tensors in peer memory on a device, which its allocator knows not."""
+    return sum(memory.local.nbytes for memory in _held if memory.local.device == device)
 
 
 class PeerMemory:
@@ -82,6 +88,7 @@ class PeerMemory:
         self.block = Block(local=self.local, addresses=addresses, tensors=tensors)
         self.local.fill_(fill)
         self.barrier()  # nobody writes before it is filled
+        _held.add(self)
 
     def barrier(self) -> None:
         """Hold what is queued behind it until all processes are here; a CUDA graph can hold it."""
@@ -89,6 +96,9 @@ class PeerMemory:
             self._handle.barrier()
         else:
             dist.barrier()
+
+
+_held: WeakSet[PeerMemory] = WeakSet()
 
 
 def _shared(world: World, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:

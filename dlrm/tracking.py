@@ -20,6 +20,7 @@ from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
 from dlrm.files import whole
+from dlrm.peers import bytes_held
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -297,4 +298,5 @@ def memory(device: torch.device) -> dict[str, float]:
     peaks = {"memory/process_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0}
     if device.type == "cuda":
         peaks["memory/gpu_peak"] = float(torch.cuda.max_memory_allocated(device))
+        peaks["memory/gpu_peak"] += bytes_held(device)
     return peaks

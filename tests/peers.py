@@ -17,7 +17,7 @@ from dlrm.embeddings.partition import place
 from dlrm.embeddings.sharded import Sharded, Sharding
 from dlrm.kernels.plan import Planner
 from dlrm.optim import RowOptimizer
-from dlrm.peers import PeerMemory
+from dlrm.peers import PeerMemory, bytes_held
 
 SIZES = [500, 7_000, 30_000, 90_000]
 BATCHES = {"cuda": 4096, "cpu": 128}  # of each process
@@ -109,6 +109,9 @@ def check_memory(world):
         assert (memory.local[0] == (world.rank - 1) % world.size).all()
     assert (memory.local[1:] == 7).all()
     assert set(Path(gettempdir()).glob("dlrm-*")) <= before
+    assert bytes_held(memory.local.device) == 3 * 2 * 4
+    del memory
+    assert not bytes_held(world.device)
 
 
 def main():

@@ -4,8 +4,10 @@ Every process holds some pieces of the tables (:mod:`dlrm.embeddings.partition`)
 full. A look-up sends the ids of the local samples to the holders, which look them up for the global
 batch, and send every process the vectors of its samples; the backward pass sends the gradients the
 same way back, so that a holder has the gradient rows of the global batch, which its optimizer
-applies locally. One-hot batches are exchanged in shapes that depend on the plan alone: nothing
-waits for the host, and a CUDA graph can hold all of it.
+applies locally. GPUs of one host do without these collectives: they read distinct rows where they
+lie, and write merged gradients there (:mod:`dlrm.embeddings.direct`). One-hot batches are exchanged
+in shapes that depend on the plan alone: nothing waits for the host, and a CUDA graph can hold all
+of it.
 """
 
 from __future__ import annotations
