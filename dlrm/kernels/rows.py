@@ -65,7 +65,7 @@ def _slot_of(row, slots, live):
     """The slots of rows in the cache, if there is one."""
     slot = row
     if slots is not None:
-        slot = tl.load(slots + row, mask=live, other=-1).to(tl.int64)
+        slot = tl.load(slots + row, mask=live, other=-1)
     return slot
 
 
@@ -74,7 +74,7 @@ def _begin(row, slots, slot, gaps, TENSOR: tl.constexpr, WIDTH: tl.constexpr):
     """Where the rows of a tensor begin, in elements: in their slots, if they have one."""
     at = row * WIDTH
     if slots is not None:
-        at = tl.where(slot >= 0, slot * WIDTH + gaps[TENSOR], at)
+        at = tl.where(slot >= 0, slot.to(tl.int64) * WIDTH + gaps[TENSOR], at)
     return at
 
 

@@ -14,6 +14,7 @@ import torch
 from dlrm.data.batch import Batch
 from dlrm.embeddings import build
 from dlrm.kernels import row_moves
+from dlrm.kernels.host import in_host_memory
 from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
 from dlrm.step import TrainStep
@@ -281,6 +282,18 @@ def test_a_group_and_its_optimizer_may_be_copied_together(again, optimizer_first
     again = RowOptimizer(twin.parameters(), "sgd", lr=0.1)  # the copy's cache works, too
     step(twin, again, draw(), 0)
     assert twin.cached.active
+
+
+@pytest.mark.gpu
+def test_a_copy_is_made_in_host_memory(device):
+    group = build("offload", [300_000], 16).to(device)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    twin = copy.deepcopy(group)
+    assert in_host_memory(twin.weight)
+    assert torch.cuda.max_memory_allocated() - before < group.weight.nbytes / 10
+    ids = torch.arange(0, 300_000, 1000, device=device)
+    assert torch.equal(twin.rows(0, ids), group.rows(0, ids))
 
 
 def test_another_optimizer_may_take_over():
