@@ -6,8 +6,9 @@ optimizers and kernels like any other, and takes no GPU memory.
 
 Seen on an H100, rows of 512 bytes: at random in up to 1 GB, 92% of the link's 55 GB/s; at random in
 4 GB 37%, since the GPU's translations of addresses reach no further, but 91% in ascending order.
-However the memory is allocated (huge pages or small ones, registered, ``cudaHostAlloc`` or
-``cuMemCreate``), they reach as far; what else computes waits for them, too: :mod:`dlrm.kernels.row_moves`.
+However the memory is allocated (registered with huge pages or small ones, ``cudaHostAlloc``,
+``cuMemCreate``), they reach as far. What computes beside waits for them too: see
+:mod:`dlrm.kernels.row_moves`.
 """
 
 from __future__ import annotations
