@@ -154,12 +154,8 @@ class Embedding(nn.Module, ABC):
         return 0
 
     def begin_round(self, now: Sequence[Announced], coming: Sequence[Announced]) -> None:
-        """Begin a round of training look-ups; for kinds that fetch rows ahead. Never needed.
-
-        Args:
-            now: ids and offsets of its batches, as :meth:`forward` will take them, if they were not
-                announced; their rows are fetched at once.
-            coming: those of the next round, whose rows are fetched beside this one.
+        """Begin a round of training look-ups: fetch the rows of its batches ``now``, unless they
+        were announced, and beside the look-ups those of the ``coming`` round; never needed.
         """
 
     @property
