@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from dlrm.hints import nearest
 from dlrm.kernels import use_triton
 from dlrm.kernels.tt_chain import Chain, chain_of
-from dlrm.kernels.tt_known import Call, Known
+from dlrm.kernels.tt_known import Call
 from dlrm.kernels.tt_lookup import Lookup
 
 PRECISIONS = ("ieee", "tf32", "tf32x3")
@@ -43,14 +43,14 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        known: Known,
+        call: Call,
         precision: str,
         trains: bool,
         weights: Tensor | None,
         *cores: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(weights, *cores)
-        ctx.look = Lookup(known, cores, precision=precision, trains=trains)
+        ctx.look = Lookup(call, weights, cores, precision=precision, trains=trains)
         return ctx.look.rows(pooled=True)
 
     @staticmethod
@@ -132,7 +132,7 @@ def tt_vectors(
         return rows if skip is None else rows.masked_fill(skip[..., None], 0.0)
     skip = None if skip is None else skip.contiguous().view(-1)
     call = _one_each(p, core_offsets, q, ranks, tables, ids, skip, deterministic)
-    out = _look_up(Known(call), None, cores, precision)
+    out = _look_up(call, None, cores, precision)
     if ids.dim() == 2:
         return out.view(*ids.t().shape, -1).transpose(0, 1)
     return out.view(*ids.shape, -1)
@@ -174,11 +174,11 @@ def _one_each(
 
 
 def _look_up(
-    known: Known, weights: Tensor | None, cores: Sequence[Tensor], precision: str | None
+    call: Call, weights: Tensor | None, cores: Sequence[Tensor], precision: str | None
 ) -> Tensor:
     trains = torch.is_grad_enabled() and any(core.requires_grad for core in cores)
     contiguous = (core.contiguous() for core in cores)
-    return _Rows.apply(known, _precision(precision), trains, weights, *contiguous)
+    return _Rows.apply(call, _precision(precision), trains, weights, *contiguous)
 
 
 def tt_bags(
@@ -234,8 +234,7 @@ def tt_bags(
         way=_way(chain, ids.numel(), deterministic),
     )
     weights = None if weights is None else weights.contiguous()
-    known = Known(call, None if weights is None else weights.detach())
-    out = _look_up(known, weights, cores, precision)
+    out = _look_up(call, weights, cores, precision)
     return out.view(batch, tables, -1).transpose(0, 1)
 
 

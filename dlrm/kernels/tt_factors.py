@@ -24,11 +24,12 @@ _PROGRAMS = 4096  # that keep a GPU busy
 class Factor:
     """One factor of all look-ups: the slices, or the products of the pairs in use."""
 
-    def __init__(self, used: Used, values: Tensor, *, trains: bool, ordered: bool) -> None:
+    def __init__(self, used: Used, values: Tensor, zeros: Tensor | None, *, ordered: bool) -> None:
         self.used, self.ordered = used, ordered
         self.values = values  # [slots, Q * N] once multiplied out
+        self.zeros = zeros  # to add the gradient of the slices to, or that of the small core
         self.gradient: Tensor | None = None  # zeros to add that of the products to
-        if used.pairs is not None and trains and not ordered:
+        if used.pairs is not None and zeros is not None:
             width = used.pairs.sizes["Q"] * used.pairs.sizes["N"]
             self.gradient = values.new_empty(used.many, width, dtype=torch.float32)
 
@@ -72,7 +73,7 @@ class Factor:
         small, big = cores[used.pairs.small], cores[used.pairs.big]
         tiles = self._tiles("big_gradient", precision)
         d_big = torch.empty_like(big, dtype=torch.float32)
-        d_small = None if self.ordered else torch.zeros_like(small, dtype=torch.float32)
+        d_small = None if self.ordered else self._once("zeros", small)
         kernels.big_gradient[(len(used.spans), triton.cdiv(tiles["N"], tiles["BN"]))](
             small, big, grad, d_big, d_small, used.spans, used.members, **tiles
         )
@@ -98,10 +99,15 @@ class Factor:
 
     def zero_gradient(self) -> Tensor:
         """Zeros to add the gradient of the values to, fp32."""
-        buffer, self.gradient = self.gradient, None
-        if buffer is None:  # slices, or a second backward pass
-            return torch.zeros_like(self.values, dtype=torch.float32)
-        return buffer
+        return self._once("zeros" if self.used.pairs is None else "gradient", self.values)
+
+    def _once(self, name: str, like: Tensor) -> Tensor:
+        """A buffer of zeros from the forward pass; for a second backward pass a new one."""
+        buffer = getattr(self, name)
+        setattr(self, name, None)
+        if buffer is None:
+            return torch.zeros_like(like, dtype=torch.float32)
+        return buffer.view_as(like)
 
     def order(self) -> Tensor:
         """Look-ups in an order in which those with an equal factor lie together."""

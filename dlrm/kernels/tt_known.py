@@ -5,6 +5,7 @@ See :mod:`dlrm.kernels.tt`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,7 @@ class Known:
     Args:
         call: the look-up.
         weights: the factor of each id in its bag, ``[n]``.
+        spare: sizes of fp32 buffers of zeros that the same launch fills for the caller.
     """
 
     bitmap: Tensor  # [words] of the merged way: the ids in use
@@ -75,7 +77,7 @@ class Known:
     which: Tensor  # [n] the rank among them of every look-up
     factors: Tensor  # [distinct] both factors of each
 
-    def __init__(self, call: Call, weights: Tensor | None = None) -> None:
+    def __init__(self, call: Call, weights: Tensor | None, spare: Sequence[int] = ()) -> None:
         self.call, self.merged = call, call.way == "merged"
         n, new = call.ids.numel(), call.ids.new_empty
         self.bag_of: Tensor | None = None
@@ -94,10 +96,13 @@ class Known:
                 zeros += [(used, "flags", used.pairs.number), (used, "total", 1)]
         if self.merged:
             zeros += [(self, "bitmap", call.chain.words), (self, "distinct", 1)]
-        sizes = [-(-size // 4) * 4 for _, _, size in zeros]  # each begins on 16 bytes
-        filled = torch.zeros(sum(sizes), dtype=torch.int32, device=call.ids.device)
-        for (owner, name, size), part in zip(zeros, filled.split(sizes), strict=True):
-            setattr(owner, name, part[:size])
+        sizes = [*(size for _, _, size in zeros), *spare]
+        whole = [-(-size // 4) * 4 for size in sizes]  # each begins on 16 bytes
+        filled = torch.zeros(sum(whole), dtype=torch.int32, device=call.ids.device).split(whole)
+        parts = [part[:size] for part, size in zip(filled, sizes, strict=True)]
+        for (owner, name, _), part in zip(zeros, parts, strict=False):
+            setattr(owner, name, part)
+        self.spare = [part.view(torch.float32) for part in parts[len(zeros) :]]
         keys = self._new_keys() if self.merged else None
         self._index(weights, keys)
         self.left.rank()

@@ -20,7 +20,7 @@ from torch import Tensor
 from dlrm.kernels import tt_distinct, tt_rows
 from dlrm.kernels.tt_chain import power
 from dlrm.kernels.tt_factors import Factor
-from dlrm.kernels.tt_known import Known
+from dlrm.kernels.tt_known import Call, Known
 
 _STEPS = 8  # look-ups that one chunk of the ordered backward pass walks over
 _TILE = 2048  # numbers that a program of 4 warps holds
@@ -31,14 +31,25 @@ class Lookup:
     """The factors of the ids of one look-up, made at once and kept for the backward pass."""
 
     def __init__(
-        self, known: Known, cores: Sequence[Tensor], *, precision: str, trains: bool
+        self,
+        call: Call,
+        weights: Tensor | None,
+        cores: Sequence[Tensor],
+        *,
+        precision: str,
+        trains: bool,
     ) -> None:
-        self.known, self.call, self.precision = known, known.call, precision
-        self.n = self.call.ids.numel()
-        self.dim = self.call.chain.sizes["A"] * self.call.chain.sizes["C"]
-        how = {"trains": trains, "ordered": self.call.way == "ordered"}
-        self.left = Factor(known.left, cores[0], **how)
-        self.right = Factor(known.right, cores[-1], **how)
+        self.call, self.precision = call, precision
+        self.n = call.ids.numel()
+        self.dim = call.chain.sizes["A"] * call.chain.sizes["C"]
+        ordered = call.way == "ordered"
+        ends = (call.chain.left, 0), (call.chain.right, -1)
+        added = [cores[core if pairs is None else pairs.small].numel() for pairs, core in ends]
+        adds = trains and not ordered
+        self.known = known = Known(call, weights, spare=added if adds else ())
+        zeros = known.spare or (None, None)
+        self.left = Factor(known.left, cores[0], zeros[0], ordered=ordered)
+        self.right = Factor(known.right, cores[-1], zeros[1], ordered=ordered)
         self.left.multiply(cores, precision)
         self.right.multiply(cores, precision)
         self.once: Tensor | None = None  # zeros to add the gradients of equal ids to
