@@ -4,6 +4,7 @@ import pickle
 import pytest
 import torch
 
+from dlrm.kernels.lookup import row_gradient
 from dlrm.optim import RULES, RowOptimizer, Schedule, gradient_norm
 
 TORCH = {  # rule, options as of both, torch's class
@@ -216,6 +217,13 @@ def test_gradient_norm_merges_duplicates():
     weight.grad = torch.tensor([4.0])
     assert gradient_norm([table, weight]).item() == pytest.approx(5.0)
     assert gradient_norm([torch.nn.Parameter(torch.zeros(1))]).item() == 0.0
+
+
+def test_gradient_norm_leaves_entries_without_a_row_out():
+    rows, values = torch.tensor([1, -1, 1]), torch.tensor([[1.0], [torch.nan], [2.0]])
+    table = torch.nn.Parameter(torch.zeros(3, 1))
+    table.grad = row_gradient(table, rows, values, sparse=True)
+    assert gradient_norm([table]).item() == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("rule", RULES)
