@@ -47,6 +47,18 @@ def test_without_waiting_the_branch_goes_on_behind_its_own_work(device):
     assert doubled.item() == 2 * 512 * 512
 
 
+def test_behind_a_mark_the_branch_sees_what_came_before_it(device):
+    branch = branch_of(torch.ones(1, device=device).device)
+    for step in range(5):
+        x = slow_sum(torch.full((512, 512), float(step), device=device))
+        begin = branch.mark()
+        here = slow_sum(torch.ones(512, 512, device=device))
+        with branch.fork(behind=begin):
+            beside = 2 * x
+        branch.join()
+        assert (beside + here).item() == (2 * step + 1) * 512 * 512
+
+
 def test_there_is_one_branch_per_device(device):
     own = torch.ones(1, device=device).device
     assert branch_of(own) is branch_of(torch.zeros(1, device=device).device)
@@ -58,9 +70,10 @@ def test_a_graph_keeps_the_fork(device):
     x = torch.ones(512, 512, device=device)
 
     def work():
-        with branch.fork():
-            beside = slow_sum(x)
+        begin = branch.mark()
         here = x.sum()
+        with branch.fork(behind=begin):
+            beside = slow_sum(x)
         branch.join()
         return beside, here
 
