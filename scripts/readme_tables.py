@@ -133,24 +133,60 @@ def cpu_step() -> str:
 
 def gpu_step() -> str:
     """A captured step on one GPU beside the fastest peer's."""
-    rows = [
-        [
-            f"`{r['kind']}`",
-            r["rule"],
-            f"{r['batch']:,}",
-            f"{r['ms']:.2f}",
-            f"{r['Msamples/s']:.1f} M",
-            r["times best peer"],
-            f"{r['embedding_MB']:,.0f}",
-            f"{r['peak_gpu_MB']:,.0f}",
-        ]
-        for r in sorted(read("step_h100")["results"], key=lambda r: (r["kind"], r["batch"]))
-    ]
+    return _steps("step_h100", {"times best peer": "{}"})
+
+
+def gpu_step_h200() -> str:
+    """The same with more optimizers, on a GPU on which no peer was measured."""
+    return _steps("step_h200", {})
+
+
+def _steps(name: str, more: dict[str, str]) -> str:
+    columns = {
+        "kind": "`{}`",
+        "rule": "{}",
+        "batch": "{:,}",
+        "ms": "{:.2f}",
+        "Msamples/s": "{:.1f} M",
+        **more,
+        "embedding_MB": "{:,.0f}",
+        "peak_gpu_MB": "{:,.0f}",
+    }
+    results = sorted(read(name)["results"], key=lambda r: (r["kind"], r["batch"]))
+    rows = [[form.format(r[column]) for column, form in columns.items()] for r in results]
+    head = ["`--emb`", "optimizer", "batch", "ms", "samples/s", *more]
+    return markdown([*head, "embeddings, MB", "peak GPU, MB"], rows) + source(name)
+
+
+def tt_alone() -> str:
+    """Look-ups of tensor trains: forward, backward and SGD."""
+    shapes = {
+        "bags": ("4, 4, 4", 32, "512 bags of 20"),
+        "dim16": ("2, 2, 4", 32, "65,536"),
+        "dim64": ("4, 4, 4", 32, "65,536"),
+        "dim128-rank64": ("4, 4, 8", 64, "65,536"),
+        "4-cores": ("2, 2, 2, 2", 32, "65,536"),
+    }
+    results = {(r["case"], r["ids"]): r for r in read("tt_h100")["results"]}
+    rows = []
+    for case, shape in shapes.items():
+        uniform, skewed = results[case, "uniform"], results[case, "skewed"]
+        floor = max(uniform["floor_step_arithmetic_us"], uniform["floor_step_bytes_us"])
+        rows.append(
+            [
+                *shape,
+                f"{uniform['step_ms']:.3f}",
+                f"{skewed['step_ms']:.3f}",
+                f"{1e-3 * floor:.3f}",
+                uniform.get("reference_ms", "-"),
+                uniform.get("times_reference", "-"),
+            ]
+        )
     head = [
-        *("`--emb`", "optimizer", "batch", "ms", "samples/s", "times best peer"),
-        *("embeddings, MB", "peak GPU, MB"),
+        *("q", "rank", "look-ups", "uniform ids, ms", "skewed, ms", "floor, ms"),
+        *("TT-Rec's kernel, ms", "times faster"),
     ]
-    return markdown(head, rows) + source("step_h100")
+    return markdown(head, rows) + source("tt_h100")
 
 
 def gpu_kinds() -> str:
@@ -348,6 +384,8 @@ TABLES = {
         compressed,
         cpu_step,
         gpu_step,
+        gpu_step_h200,
+        tt_alone,
         gpu_kinds,
         lookup,
         basis,
