@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,12 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines) + "\n"
 
 
+def table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], *names: str) -> str:
+    """A table of rows of some results: by the head of a column how it shows a row."""
+    lines = [[form.format_map(row) for form in columns.values()] for row in rows]
+    return markdown(list(columns), lines) + source(*names)
+
+
 def source(*names: str) -> str:
     """Where the numbers come from."""
     places = {read(name)["environment"].get("device") or "cpu" for name in names}
@@ -42,11 +48,6 @@ def source(*names: str) -> str:
     return f"\n*{where}; {files}.*\n"
 
 
-def spread(row: dict[str, Any], name: str) -> str:
-    """``mean ± deviation``."""
-    return f"{row[name]:.4f} ± {row[f'{name} std']:.4f}"
-
-
 def pivot(result: dict[str, Any], metric: str = "AUC") -> str:
     """A metric of every kind by ratio, ``mean ± deviation`` where there are several seeds."""
     rows = {(row["emb"], row["budget"]): row for row in result["results"]}
@@ -57,7 +58,9 @@ def pivot(result: dict[str, Any], metric: str = "AUC") -> str:
         row = rows.get((kind, ratio), {})
         if row.get(metric) is None:
             return "-"
-        text = spread(row, metric) if row[f"{metric} std"] is not None else number(row[metric])
+        text = number(row[metric])
+        if row[f"{metric} std"] is not None:
+            text += f" ± {row[f'{metric} std']:.4f}"
         best = max(other[metric] or 0.0 for (_, at), other in rows.items() if at == ratio)
         return f"**{text}**" if ratio and row[metric] == best else text
 
@@ -137,18 +140,20 @@ def _grid(name_of_file: str) -> str:
 
 
 def cpu_step() -> str:
-    """A step on the CPU beside TorchRec's."""
-    rows = [
-        [f"`{r['kind']}`", r["rule"], r["precision"], f"{r['ms']:.1f}", r["times best peer"]]
-        for r in read("step_cpu")["results"]
-    ]
-    head = ["`--emb`", "optimizer", "precision", "ms", "times TorchRec's speed"]
-    return markdown(head, rows) + source("step_cpu")
+    """A step on a CPU beside TorchRec's."""
+    columns = {
+        "`--emb`": "`{kind}`",
+        "optimizer": "{rule}",
+        "precision": "{precision}",
+        "ms": "{ms:.1f}",
+        "times TorchRec's speed": "{times best peer}",
+    }
+    return table(columns, read("step_cpu")["results"], "step_cpu")
 
 
 def gpu_step() -> str:
     """A captured step on one GPU beside the fastest peer's."""
-    return _steps("step_h100", {"times best peer": "{}"})
+    return _steps("step_h100", {"times best peer": "{times best peer}"})
 
 
 def gpu_step_h200() -> str:
@@ -158,19 +163,33 @@ def gpu_step_h200() -> str:
 
 def _steps(name: str, more: dict[str, str]) -> str:
     columns = {
-        "kind": "`{}`",
-        "rule": "{}",
-        "batch": "{:,}",
-        "ms": "{:.2f}",
-        "Msamples/s": "{:.1f} M",
+        "`--emb`": "`{kind}`",
+        "optimizer": "{rule}",
+        "batch": "{batch:,}",
+        "ms": "{ms:.2f}",
+        "samples/s": "{Msamples/s:.1f} M",
         **more,
-        "embedding_MB": "{:,.0f}",
-        "peak_gpu_MB": "{:,.0f}",
+        "embeddings, MB": "{embedding_MB:,.0f}",
+        "peak GPU, MB": "{peak_gpu_MB:,.0f}",
     }
-    results = sorted(read(name)["results"], key=lambda r: (r["kind"], r["batch"]))
-    rows = [[form.format(r[column]) for column, form in columns.items()] for r in results]
-    head = ["`--emb`", "optimizer", "batch", "ms", "samples/s", *more]
-    return markdown([*head, "embeddings, MB", "peak GPU, MB"], rows) + source(name)
+    rows = sorted(read(name)["results"], key=lambda r: (r["kind"], r["batch"]))
+    return table(columns, rows, name)
+
+
+def gpu_kinds() -> str:
+    """A captured step of the kinds that keep rows, beside the dense one."""
+    results = sorted(read("step_kinds_h100")["results"], key=lambda r: r["batch"])
+    dense = {r["batch"]: r["ms"] for r in results if r["kind"] == "dense"}
+    columns = {
+        "`--emb`": "`{kind}`",
+        "batch": "{batch:,}",
+        "ms": "{ms:.3f}",
+        "samples/s": "{Msamples/s:.1f} M",
+        "speed of dense": "{share:.2f}",
+        "embeddings, MB": "{embedding_MB:,.0f}",
+    }
+    rows = [{**r, "share": dense[r["batch"]] / r["ms"]} for r in results]
+    return table(columns, rows, "step_kinds_h100")
 
 
 def tt_alone() -> str:
@@ -184,80 +203,58 @@ def tt_alone() -> str:
     }
     results = {(r["case"], r["ids"]): r for r in read("tt_h100")["results"]}
     rows = []
-    for case, shape in shapes.items():
+    for case, (q, rank, lookups) in shapes.items():
         uniform, skewed = results[case, "uniform"], results[case, "skewed"]
         floor = max(uniform["floor_step_arithmetic_us"], uniform["floor_step_bytes_us"])
-        rows.append(
-            [
-                *shape,
-                f"{uniform['step_ms']:.3f}",
-                f"{skewed['step_ms']:.3f}",
-                f"{1e-3 * floor:.3f}",
-                uniform.get("reference_ms", "-"),
-                uniform.get("times_reference", "-"),
-            ]
-        )
-    head = [
-        *("q", "rank", "look-ups", "uniform ids, ms", "skewed, ms", "floor, ms"),
-        *("TT-Rec's kernel, ms", "times faster"),
-    ]
-    return markdown(head, rows) + source("tt_h100")
-
-
-def gpu_kinds() -> str:
-    """A captured step of the kinds that keep rows, beside the dense one."""
-    results = read("step_kinds_h100")["results"]
-    dense = {r["batch"]: r["ms"] for r in results if r["kind"] == "dense"}
-    rows = [
-        [
-            f"`{r['kind']}`",
-            f"{r['batch']:,}",
-            f"{r['ms']:.3f}",
-            f"{r['Msamples/s']:.1f} M",
-            f"{dense[r['batch']] / r['ms']:.2f}",
-            f"{r['embedding_MB']:,.0f}",
-        ]
-        for r in sorted(results, key=lambda r: r["batch"])
-    ]
-    head = ["`--emb`", "batch", "ms", "samples/s", "speed of dense", "embeddings, MB"]
-    return markdown(head, rows) + source("step_kinds_h100")
+        own = {"q": q, "rank": rank, "lookups": lookups, "floor": 1e-3 * floor}
+        peer = {"reference_ms": "-", "times_reference": "-"}
+        rows.append({**peer, **uniform, "skewed": skewed["step_ms"], **own})
+    columns = {
+        "q": "{q}",
+        "rank": "{rank}",
+        "look-ups": "{lookups}",
+        "uniform ids, ms": "{step_ms:.3f}",
+        "skewed, ms": "{skewed:.3f}",
+        "floor, ms": "{floor:.3f}",
+        "TT-Rec's kernel, ms": "{reference_ms}",
+        "times faster": "{times_reference}",
+    }
+    return table(columns, rows, "tt_h100")
 
 
 def lookup() -> str:
     """Dense look-ups: forward, backward and update of all 26 tables."""
     rows = [
-        [
-            r["dim"],
-            f"{r['batch']:,}",
-            r["rule"],
-            f"{r['all']:.3f}",
-            f"{r['forward_floor'] + r['update_floor']:.3f}",
-            f"{r['fbgemm']:.2f}" if r.get("fbgemm") else "-",
-            f"{r['embedding_bags']:.2f}" if r.get("embedding_bags") else "-",
-        ]
+        {
+            **r,
+            "floor": r["forward_floor"] + r["update_floor"],
+            "peer": f"{r['fbgemm']:.2f}" if r.get("fbgemm") else "-",
+        }
         for r in read("lookup_h100")["results"]
-        if r["ids"] == "skewed" and r["dim"] in (16, 64)
+        if r["ids"] == "skewed"
     ]
-    head = [
-        *("dim", "batch", "optimizer", "ms", "floor by bytes, ms", "FBGEMM, ms"),
-        "`nn.EmbeddingBag`, ms",
-    ]
-    return markdown(head, rows) + source("lookup_h100")
+    columns = {
+        "dim": "{dim}",
+        "batch": "{batch:,}",
+        "optimizer": "{rule}",
+        "ms": "{all:.3f}",
+        "floor by bytes, ms": "{floor:.3f}",
+        "FBGEMM, ms": "{peer}",
+        "`nn.EmbeddingBag`, ms": "{embedding_bags:.2f}",
+    }
+    return table(columns, rows, "lookup_h100")
 
 
 def prepare() -> str:
     """From raw logs to Parquet."""
-    rows = [
-        [
-            f"{r['rows'] / 1e6:.3g} M",
-            f"{r['seconds']:.1f}",
-            f"{r['rows_per_second']:,}",
-            f"{r['peak_memory_gb']:.2f}",
-        ]
-        for r in read("prepare_criteo")["runs"]
-    ]
-    head = ["rows", "seconds", "rows/s", "peak memory, GB"]
-    return markdown(head, rows) + source("prepare_criteo")
+    rows = read("prepare_criteo")["runs"]
+    columns = {
+        "M rows": "{millions:.3g}",
+        "seconds": "{seconds:.1f}",
+        "rows/s": "{rows_per_second:,}",
+        "peak memory, GB": "{peak_memory_gb:.2f}",
+    }
+    return table(columns, [{**r, "millions": r["rows"] / 1e6} for r in rows], "prepare_criteo")
 
 
 def loader() -> str:
@@ -285,24 +282,21 @@ def loader() -> str:
 
 def epoch() -> str:
     """From Parquet to test metrics on one GPU."""
+    columns = {
+        "`--emb`": "`{kind}`",
+        "batch": "{batch:,}",
+        "training, s": "{training:.1f}",
+        "test metrics, s": "{test_metrics:.2f}",
+        "both, s": "{epoch:.1f}",
+        "waiting for data": "{wait_share:.0%}",
+        "rows/s": "{Mrows/s:.1f} M",
+        "start, s": "{start:.0f}",
+    }
     rows = [
-        [
-            f"`{r['kind']}`",
-            f"{r['batch']:,}",
-            f"{r['training']:.1f}",
-            f"{r['test_metrics']:.2f}",
-            f"{r['epoch']:.1f}",
-            f"{r['wait_share']:.0%}",
-            f"{r['Mrows/s']:.1f} M",
-            f"{r['building'] + r['compiling_and_capturing']:.0f}",
-        ]
+        {**r, "start": r["building"] + r["compiling_and_capturing"]}
         for r in read("epoch_h100")["results"]
     ]
-    head = [
-        *("`--emb`", "batch", "training, s", "test metrics, s", "both, s", "waiting for data"),
-        *("rows/s", "start, s"),
-    ]
-    return markdown(head, rows) + source("epoch_h100")
+    return table(columns, rows, "epoch_h100")
 
 
 def pages() -> str:
@@ -327,24 +321,19 @@ def pages() -> str:
 
 def basis() -> str:
     """A codebook output layer beside a linear one."""
-    rows = [
-        [
-            f"{r['hidden']:,}",
-            f"{r['vocabulary']:,}",
-            *(f"{r[f'{layer}_forward']:.3f}" for layer in ("linear", "basis")),
-            f"{r['forward_times_faster']:.1f}",
-            *(f"{r[f'{layer}_forward_backward']:.3f}" for layer in ("linear", "basis")),
-            f"{r['forward_backward_times_faster']:.1f}",
-            f"{r['linear_MB']:.0f}",
-            f"{r['basis_MB']:.1f}",
-        ]
-        for r in read("basis_h100")["results"]
-    ]
-    head = [
-        *("hidden", "vocabulary", "forward: linear, ms", "basis, ms", "times faster"),
-        *("and backward: linear, ms", "basis, ms", "times faster", "linear, MB", "basis, MB"),
-    ]
-    return markdown(head, rows) + source("basis_h100")
+    columns = {
+        "hidden": "{hidden:,}",
+        "vocabulary": "{vocabulary:,}",
+        "forward: linear, ms": "{linear_forward:.3f}",
+        "basis, ms": "{basis_forward:.3f}",
+        "times faster": "{forward_times_faster:.1f}",
+        "and backward: linear, ms": "{linear_forward_backward:.3f}",
+        "basis, both, ms": "{basis_forward_backward:.3f}",
+        "times faster, both": "{forward_backward_times_faster:.1f}",
+        "linear, MB": "{linear_MB:.0f}",
+        "basis, MB": "{basis_MB:.1f}",
+    }
+    return table(columns, read("basis_h100")["results"], "basis_h100")
 
 
 def compressed() -> str:
@@ -368,50 +357,28 @@ def distributed() -> str:
     names = ("distributed_2xh200", "distributed_4xh200")
     found = [row for name in names for row in read(name)["results"] if row["gpus"] > 1]
     found.sort(key=lambda r: (r["model"], r["kind"], r["gpus"], r["threshold"], r["ms"]))
-    rows = [
-        [
-            f"{r['model'].capitalize()}, `{r['kind']}`",
-            r["gpus"],
-            r["exchange"] if r["wire"] == "fp32" else f"{r['exchange']}, {r['wire']}",
-            f"{r['threshold']:,}",
-            f"{r['ms']:.2f}",
-            f"{r['Msamples/s']:.1f} M",
-            f"{r['scaling']:.2f}",
-            f"{r['communication_ms']:.2f}",
-        ]
-        for r in found
-    ]
-    head = [
-        *("model", "GPUs", "exchange by", "sharded from rows", "ms", "samples/s"),
-        *("of linear scaling", "communicating or waiting, ms"),
-    ]
-    return markdown(head, rows) + source(*names)
+    columns = {
+        "model": "{name}, `{kind}`",
+        "GPUs": "{gpus}",
+        "exchange by": "{exchange}{wire}",
+        "sharded from rows": "{threshold:,}",
+        "ms": "{ms:.2f}",
+        "samples/s": "{Msamples/s:.1f} M",
+        "of linear scaling": "{scaling:.2f}",
+        "communicating or waiting, ms": "{communication_ms:.2f}",
+    }
+    rows = []
+    for r in found:
+        wire = "" if r["wire"] == "fp32" else f", {r['wire']}"
+        rows.append({**r, "name": r["model"].capitalize(), "wire": wire})
+    return table(columns, rows, *names)
 
 
-TABLES = {
-    table.__name__: table
-    for table in (
-        sample,
-        sample_speed,
-        full,
-        full_speed,
-        tt_rec,
-        tt_rec_sample,
-        compressed,
-        cpu_step,
-        gpu_step,
-        gpu_step_h200,
-        tt_alone,
-        gpu_kinds,
-        lookup,
-        basis,
-        prepare,
-        loader,
-        epoch,
-        pages,
-        distributed,
-    )
-}
+TABLES = (
+    *(sample, sample_speed, full, full_speed, tt_rec, tt_rec_sample, compressed),
+    *(cpu_step, gpu_step, gpu_step_h200, gpu_kinds, tt_alone, lookup, basis),
+    *(prepare, loader, epoch, pages, distributed),
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -419,10 +386,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, exit 1 if outdated")
     options = parser.parse_args(argv)
+    tables = {table.__name__: table for table in TABLES}
     outdated = False
     for path in (ROOT / "README.md", ROOT / "docs" / "results.md"):
         old = path.read_text()
-        new = MARK.sub(lambda mark: mark[1] + "\n" + TABLES[mark[2]]() + "\n" + mark[3], old)
+        new = MARK.sub(lambda mark: mark[1] + "\n" + tables[mark[2]]() + "\n" + mark[3], old)
         outdated |= new != old
         if not options.check:
             path.write_text(new)
