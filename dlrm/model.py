@@ -17,6 +17,7 @@ from dlrm.kernels.branch import branch_of
 from dlrm.kernels.interaction import dot_interaction
 
 INTERACTIONS = ("dot", "dcn")
+DTYPES = ("fp32", "bf16")  # of tables
 
 
 class MLP(nn.Sequential):
@@ -128,6 +129,9 @@ class DLRM(nn.Module):
         tables_dtype: of the embeddings' parameters, ``fp32`` or ``bf16``.
         sharding: pieces of tables that several processes hold.
 
+    Raises:
+        ValueError: an unknown name, or a plan that has not one entry for each table.
+
     Reference: Naumov et al., "Deep Learning Recommendation Model for Personalization and
     Recommendation Systems", arXiv 1906.00091.
     """
@@ -149,6 +153,12 @@ class DLRM(nn.Module):
     ) -> None:
         super().__init__()
         tables = len(num_embeddings)
+        if len(plan) != tables:
+            raise ValueError(f"the plan has {len(plan)} entries for {tables} tables")
+        if tables_dtype not in DTYPES:
+            raise ValueError(
+                f"unknown tables_dtype {tables_dtype!r}{nearest(tables_dtype, DTYPES)}"
+            )
         self.num_dense = num_dense
         self.interaction: DotInteraction | CrossInteraction
         if interaction == "dot":
@@ -178,9 +188,9 @@ class DLRM(nn.Module):
             Logits, ``[B]``.
 
         Raises:
-            ValueError: not as many dense features as the model has.
+            ValueError: dense features or ids of another shape, or no integers.
         """
-        if len(dense) != self.num_dense:
+        if dense.dim() != 2 or len(dense) != self.num_dense:
             raise ValueError(
                 f"dense has shape {tuple(dense.shape)}, it must be [{self.num_dense}, B]: "
                 "one row per dense feature"

@@ -66,9 +66,16 @@ def test_reference_initialisation():
     assert mlp[0].bias.std().item() == pytest.approx(math.sqrt(1 / 600), rel=0.1)
 
 
-def test_unknown_interaction_names_the_nearest():
+def test_unknown_names_come_with_the_nearest():
     with pytest.raises(ValueError, match="did you mean 'dot'"):
         small(interaction="dots")
+    with pytest.raises(ValueError, match="unknown tables_dtype 'bf6', did you mean 'bf16'"):
+        small(tables_dtype="bf6")
+
+
+def test_a_plan_has_an_entry_for_each_table():
+    with pytest.raises(ValueError, match="the plan has 2 entries for 3 tables"):
+        DLRM(4, [10, 20, 30], 8, [("dense", {})] * 2)
 
 
 @pytest.mark.parametrize("features", [3, 5])
@@ -76,6 +83,14 @@ def test_dense_features_of_another_number_are_refused(features):
     model = DLRM(4, [10], 8, [("dense", {})])
     with pytest.raises(ValueError, match=rf"dense has shape \({features}, 2\), it must be \[4, B"):
         model(torch.zeros(features, 2), torch.zeros(1, 2, dtype=torch.long))
+
+
+def test_ids_and_dense_features_that_do_not_fit_are_refused():
+    model = DLRM(4, [10], 8, [("dense", {})])
+    with pytest.raises(ValueError, match=r"dense has shape \(4,\), it must be \[4, B"):
+        model(torch.zeros(4), torch.zeros(1, 2, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"ids must be integers, got torch.float32"):
+        model(torch.zeros(4, 2), torch.zeros(1, 2))
 
 
 @pytest.mark.parametrize("kind", sorted(available()))

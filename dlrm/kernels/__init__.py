@@ -6,7 +6,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 def use_triton(tensor: Tensor, impl: str | None) -> bool:
@@ -14,3 +17,19 @@ def use_triton(tensor: Tensor, impl: str | None) -> bool:
     if impl not in (None, "triton", "torch"):
         raise ValueError(f"impl is {impl!r}, it must be None, 'triton' or 'torch'")
     return tensor.is_cuda if impl is None else impl == "triton"
+
+
+def require_integers(weight: Tensor, **named: Tensor) -> None:
+    """Raise unless all of ``named`` hold integers and lie on the device of ``weight``.
+
+    Raises:
+        ValueError: one does not; a kernel would read it as something else.
+    """
+    for name, tensor in named.items():
+        if tensor.dtype not in INTEGERS:
+            raise ValueError(f"{name} must be integers, got {tensor.dtype}")
+        if tensor.device != weight.device:
+            raise ValueError(
+                f"{name} are on {tensor.device} and the weights on {weight.device}, they must be "
+                "on one device"
+            )

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from dlrm.hints import nearest
-from dlrm.kernels import use_triton
+from dlrm.kernels import require_integers, use_triton
 from dlrm.kernels.lookup import row_gradient, row_of, tiling
 from dlrm.kernels.plan import announce
 
@@ -191,12 +191,19 @@ def lookup_bags(
         ``[B, F, D]``, contiguous.
 
     Raises:
-        ValueError: unknown mode, weights with another mode than sum, or offsets of a wrong length.
+        ValueError: unknown mode, weights with another mode than sum or not one for each id,
+            offsets of a wrong length, ids or offsets that are no integers or on another device.
     """
+    require_integers(weight, ids=ids, offsets=offsets)
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}{nearest(mode, MODES)}")
     if per_sample_weights is not None and mode != "sum":
         raise ValueError(f"per_sample_weights need mode sum, the mode is {mode}")
+    if per_sample_weights is not None and per_sample_weights.shape != ids.shape:
+        raise ValueError(
+            f"per_sample_weights have shape {tuple(per_sample_weights.shape)}, they must have the "
+            f"shape of ids, {tuple(ids.shape)}"
+        )
     if (offsets.numel() - 1) % len(starts):
         raise ValueError(
             f"{offsets.numel()} offsets for {len(starts)} tables: there must be one more than "

@@ -217,11 +217,17 @@ def dot_interaction(
         ValueError: the shapes do not fit each other.
     """
     parts = [embedded] if isinstance(embedded, Tensor) else list(embedded)
-    batch, dim = bottom.shape
-    if any(part.dim() != 3 or part.shape[::2] != (batch, dim) for part in parts):
+    shape = tuple(bottom.shape)
+    fits = [part.dim() == 3 and part.shape[::2] == shape for part in parts]
+    if len(shape) != 2 or not parts or not all(fits):
         raise ValueError(
-            f"bottom is {(batch, dim)} and embedded {[tuple(part.shape) for part in parts]}; they "
+            f"bottom is {shape} and embedded {[tuple(part.shape) for part in parts]}; they "
             "must be [B, D] and [B, F, D]"
+        )
+    vectors = sum(part.shape[1] for part in parts)
+    if order is not None and order.shape != (vectors,):
+        raise ValueError(
+            f"order has shape {tuple(order.shape)}, it must be [{vectors}]: one for each embedding"
         )
     if not use_triton(bottom, impl):
         return dot_interaction_torch(bottom, parts, order=order, multiple=multiple)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from dlrm.kernels import use_triton
+from dlrm.kernels import require_integers, use_triton
 from dlrm.kernels.plan import announce
 
 TILE = 4096  # elements of a tile: 32 a thread
@@ -153,7 +153,11 @@ def lookup(weight: Tensor, rows: Tensor, *, sparse: bool = True, impl: str | Non
 
     Returns:
         ``[*rows.shape, D]``.
+
+    Raises:
+        ValueError: ``rows`` are no integers, or on another device.
     """
+    require_integers(weight, rows=rows)
     if not use_triton(weight, impl):
         return functional.embedding(rows, weight, sparse=sparse)
     flat = rows.reshape(1, -1)
@@ -188,8 +192,9 @@ def lookup_tables(
         ``[B, F, D]``, contiguous.
 
     Raises:
-        ValueError: ``ids`` are not ``[F, B]``.
+        ValueError: ``ids`` are not ``[F, B]``, no integers, or on another device.
     """
+    require_integers(weight, ids=ids)
     if ids.dim() != 2 or len(ids) != len(starts):
         raise ValueError(
             f"ids have shape {tuple(ids.shape)}, they must be [{len(starts)}, B]: a row per table"

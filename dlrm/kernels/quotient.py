@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from dlrm.kernels import use_triton
+from dlrm.kernels import require_integers, use_triton
 from dlrm.kernels.lookup import row_gradient, tiling
 from dlrm.kernels.plan import announce
 
@@ -157,7 +157,11 @@ def lookup_quotient(
 
     Returns:
         ``[B, F, D]``, contiguous.
+
+    Raises:
+        ValueError: ``ids`` are no integers, or on another device.
     """
+    require_integers(quotient, ids=ids)
     if not use_triton(quotient, impl):
         return lookup_quotient_torch(
             quotient, remainder, starts, ids, collisions, operation=operation, sparse=sparse

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dlrm.hints import nearest
-from dlrm.kernels import use_triton
+from dlrm.kernels import require_integers, use_triton
 from dlrm.kernels.tt_chain import Chain, chain_of
 from dlrm.kernels.tt_known import Call
 from dlrm.kernels.tt_lookup import Lookup
@@ -126,7 +126,11 @@ def tt_vectors(
     Returns:
         The rows, ``[..., D]`` with ``D = prod(q)``. Of two-dimensional ``ids [F, B]`` they lie in
         memory as ``[B, F, D]``.
+
+    Raises:
+        ValueError: ``ids`` are no integers, or on another device.
     """
+    require_integers(cores[0], ids=ids)
     if not _runs_triton(cores, impl) or not ids.numel():
         rows = tt_vectors_torch(cores, p, core_offsets, q, ranks, tables, ids)
         return rows if skip is None else rows.masked_fill(skip[..., None], 0.0)
@@ -210,12 +214,19 @@ def tt_bags(
         ``[F, B, D]``, in memory ``[B, F, D]``.
 
     Raises:
-        ValueError: another mode, or weights with mean.
+        ValueError: another mode, weights with mean or not one for each id, ids or offsets that
+            are no integers or on another device.
     """
+    require_integers(cores[0], ids=ids, offsets=offsets)
     if mode not in ("sum", "mean"):
         raise ValueError(f"mode is {mode!r}, it must be sum or mean")
     if weights is not None and mode != "sum":
         raise ValueError("weights need mode sum, not mean")
+    if weights is not None and weights.shape != ids.shape:
+        raise ValueError(
+            f"weights have shape {tuple(weights.shape)}, they must have that of ids, "
+            f"{tuple(ids.shape)}"
+        )
     bags, tables = offsets.numel() - 1, p.shape[0]
     batch = bags // tables
     if not _runs_triton(cores, impl) or not ids.numel() or not bags:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dlrm.kernels import use_triton
+from dlrm.kernels import require_integers, use_triton
 from dlrm.kernels.lookup import lookup_tables, row_gradient, row_of
 from dlrm.kernels.plan import announce
 
@@ -175,7 +175,11 @@ def lookup_widened(
 
     Returns:
         ``[B, F, D]``.
+
+    Raises:
+        ValueError: ``ids`` are no integers, or on another device.
     """
+    require_integers(weight, ids=ids)
     if not use_triton(weight, impl) or max(projection.shape[1:]) > WIDEST:
         short = lookup_tables(weight, starts, ids, last=last, sparse=sparse, impl=impl)
         return widen(short, projection)

@@ -115,6 +115,12 @@ def test_no_samples(device):
 def test_messages():
     with pytest.raises(ValueError, match=r"bottom is \(2, 8\) and embedded \[\(2, 3, 4\)\]"):
         dot_interaction(torch.zeros(2, 8), torch.zeros(2, 3, 4))
+    for bottom, embedded in ((torch.zeros(8), [torch.zeros(2, 3, 8)]), (torch.zeros(2, 8), [])):
+        with pytest.raises(ValueError, match=r"they must be \[B, D\] and \[B, F, D\]"):
+            dot_interaction(bottom, embedded)
+    order = torch.tensor([1, 0])
+    with pytest.raises(ValueError, match=r"order has shape \(2,\), it must be \[3\]"):
+        dot_interaction(torch.zeros(2, 8), torch.zeros(2, 3, 8), order=order)
 
 
 @pytest.mark.gpu

@@ -8,6 +8,8 @@ from dlrm.kernels import bags
 from dlrm.kernels import lookup as kernel
 from dlrm.kernels.bags import MODES, lookup_bags
 from dlrm.kernels.lookup import gather_rows, lookup, lookup_tables
+from dlrm.kernels.quotient import lookup_quotient
+from dlrm.kernels.widen import lookup_widened
 
 GPU = torch.cuda.is_available()
 SCALE = 400 if GPU else 1
@@ -282,6 +284,32 @@ def test_messages():
         )
     with pytest.raises(ValueError, match="12 offsets for 4 tables"):
         lookup_bags(weight, starts, ids, offsets[:-1])
+    with pytest.raises(ValueError, match=r"per_sample_weights have shape \(1,\), they must have"):
+        lookup_bags(weight, starts, ids, offsets, per_sample_weights=torch.ones(1))
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_indices_are_integers_beside_the_weights(impl):
+    weight, starts = tables(4, "cpu")
+    one_each = torch.zeros(4, 2, dtype=torch.int64)
+    bags, offsets = bags_of(3, "cpu")
+    both = (starts, starts)
+    projection = torch.zeros(4, 4, 8)
+    for bad, message in (
+        (lambda ids: ids.float(), "must be integers, got torch.float32"),
+        (lambda ids: ids.bool(), "must be integers, got torch.bool"),
+        (lambda ids: ids.to("meta"), "are on meta and the weights on cpu"),
+    ):
+        for call in (
+            lambda bad=bad: lookup(weight, bad(one_each), impl=impl),
+            lambda bad=bad: lookup_tables(weight, starts, bad(one_each), impl=impl),
+            lambda bad=bad: lookup_bags(weight, starts, bad(bags), offsets, impl=impl),
+            lambda bad=bad: lookup_bags(weight, starts, bags, bad(offsets), impl=impl),
+            lambda bad=bad: lookup_quotient(weight, weight, both, bad(one_each), 2, impl=impl),
+            lambda bad=bad: lookup_widened(weight, projection, starts, bad(one_each), impl=impl),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call()
 
 
 @pytest.mark.gpu

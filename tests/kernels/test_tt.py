@@ -441,6 +441,12 @@ def test_errors_name_the_remedy(device):
         tt_bags(*group.arguments, ids[0], offsets, mode="max")
     with pytest.raises(ValueError, match="weights need mode sum"):
         tt_bags(*group.arguments, ids[0], offsets, torch.ones(3, device=device), mode="mean")
+    with pytest.raises(ValueError, match=r"weights have shape \(2,\), they must have that of ids"):
+        tt_bags(*group.arguments, ids[0], offsets, torch.ones(2, device=device))
+    with pytest.raises(ValueError, match=r"ids must be integers, got torch\.float32"):
+        tt_vectors(*group.arguments, group.index(), ids.float())
+    with pytest.raises(ValueError, match=r"offsets must be integers, got torch\.float32"):
+        tt_bags(*group.arguments, ids[0], offsets.float())
     huge = torch.tensor([[1 << 16, 1 << 16, 1]], device=device)
     with pytest.raises(ValueError, match=r"4294967296 pairs .* more balanced factors p"):
         tt_vectors(
