@@ -179,7 +179,7 @@ def send_rows(
     """Sum gradients by run and write the sums into the memory of the rows' holders.
 
     Args:
-        grads: of the look-ups, ``[N, D]`` contiguous.
+        grads: of the look-ups, ``[N, D]``.
         height: H, the rows of a peer.
         plan, shift: as of :func:`read_rows`.
         inbox: each peer's memory for gradients, ``[slots, D]``; a run's sum goes to the slot where
@@ -192,8 +192,8 @@ def send_rows(
     grid, tiles, sizes = _launch(plan, grads.shape[1], inbox)
     if tiles:
         _send[grid](
-            plan.rows, plan.order, grads, inbox.addresses, shift, inbox.local, len(plan.rows),
-            tiles, height, **sizes,
+            plan.rows, plan.order, grads.contiguous(), inbox.addresses, shift, inbox.local,
+            len(plan.rows), tiles, height, **sizes,
         )  # fmt: skip
 
 

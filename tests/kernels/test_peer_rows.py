@@ -83,6 +83,23 @@ def test_equal_rows_are_read_and_sent_once_for_each_tile(device, impl):
 
 
 @IMPLS
+@pytest.mark.parametrize("of", ["a part of the features", "a sum"])
+def test_gradients_need_not_be_contiguous(device, impl, of):
+    rows = torch.randint(HEIGHT, (37,), device=device)
+    plan = prepare(rows, HEIGHT)
+    if of == "a sum":
+        grads = torch.ones(1, 1, device=device).expand(37, 8)
+    else:
+        grads = torch.randn(37, 3, 8, device=device)[:, 1]
+    sums = torch.zeros(37, 8, device=device)
+    shift = torch.zeros(1, dtype=torch.int64, device=device)
+    send_rows(grads, HEIGHT, plan, ring([sums], 0), shift, impl=impl)
+    found = torch.zeros(HEIGHT, 8, device=device).index_add_(0, plan.rows.long(), sums)
+    expected = torch.zeros(HEIGHT, 8, device=device).index_add_(0, rows, grads)
+    torch.testing.assert_close(found, expected)
+
+
+@IMPLS
 def test_no_look_ups_at_all(device, impl):
     plan = prepare(torch.zeros(0, dtype=torch.int64, device=device), HEIGHT)
     table, out = torch.randn(HEIGHT, 4, device=device), torch.empty(0, 4, device=device)
