@@ -76,6 +76,8 @@ class PeerMemory:
             self.local = symmetric_memory.empty(*shape, dtype=dtype, device=device)
             torch.cuda.synchronize(device)  # it is zeroed on a stream that others don't wait for
             self._handle = symmetric_memory.rendezvous(self.local, dist.group.WORLD)
+            # So are, by some versions, the addresses copied there by which a barrier finds peers.
+            torch.cuda.synchronize(device)
             bases = self._handle.buffer_ptrs
             within = self.local.data_ptr() - bases[world.rank]
             places = [bases[rank] + within for rank in ring]
