@@ -275,6 +275,8 @@ def update_rows(
         return
     n, dim = grads.shape
     if n == 0:
+        if seed is not None:  # of a process that holds no rows: all round their replicas alike
+            seed.add_(1)
         return
     grads = grads.contiguous()
     plan = plan or prepare(rows, len(weight))

@@ -210,6 +210,15 @@ def test_bfloat16_rounds_without_bias(device, impl):
     assert not torch.equal(value, again)
 
 
+def test_a_seed_moves_on_without_entries_too(device):
+    seed = torch.zeros((), dtype=torch.int64, device=device)
+    weight = torch.ones(3, 4, device=device, dtype=torch.bfloat16)
+    nothing, lr = torch.empty(0, dtype=torch.int64, device=device), torch.ones((), device=device)
+    update_rows("sgd", weight, nothing, weight[:0], lr=lr, seed=seed, impl="triton")
+    assert (weight == 1).all()
+    assert seed == 1
+
+
 def test_plan_is_used_and_equal_rows_keep_their_order(device):
     ids = torch.tensor([3, 1, 3, 0, 1], device=device)
     plan = prepare(ids, 5)
