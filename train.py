@@ -57,7 +57,8 @@ class Run:
         torch.manual_seed(config.seed)
         names = [column.name for column in self.meta.categorical]
         counts = (lambda: read_counts(config.data, self.meta)) if self.meta.multi_hot else None
-        self.sharding = spread(world, names, self.recipe, counts, **asdict(config.sharding))
+        rule = config.optim.embeddings
+        self.sharding = spread(world, names, self.recipe, counts, rule, **asdict(config.sharding))
         self.model = DLRM(**self.recipe, sharding=self.sharding).to(self.device)
         if config.init_from and not restored:
             self.model.load_trained(checkpoint.load_model(config.init_from, self.device)[0])

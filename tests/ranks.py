@@ -77,7 +77,7 @@ def train(world, kind, *, rule="adagrad", multi_hot=False, clip_norm=None, **sha
     plan = [("dense", {})] + [(kind, OPTIONS.get(kind, {}))] * 3 + [("dense", {})]
     recipe = {"num_dense": 4, "num_embeddings": SIZES, "embedding_dim": 8, "plan": plan}
     torch.manual_seed(0)
-    spreading = spread(world, NAMES, recipe, **sharding)
+    spreading = spread(world, NAMES, recipe, rule=rule, **sharding)
     model = DLRM(**recipe, bottom_mlp=[8], top_mlp=[8], sharding=spreading)
     optimizers = [
         RowOptimizer(model.dense_parameters(), rule, lr=0.05),

@@ -189,6 +189,7 @@ def place(
     loads: Sequence[float] | None = None,
     page: int = 1,
     room: int = 0,
+    narrow: bool = True,
 ) -> list[Piece]:
     """Place tables on ranks.
 
@@ -203,6 +204,7 @@ def place(
         loads: look-ups of each table, in any unit; equal if not known.
         page: rows of a page; row cuts fall between pages.
         room: as of :func:`imbalance`; tables are cut no further than it asks for.
+        narrow: whether ``auto`` may cut by columns.
 
     Returns:
         The pieces, ordered by table.
@@ -217,7 +219,8 @@ def place(
     size = dict(enumerate(num_embeddings))
 
     def cut(table: int, way: str) -> list[Piece]:
-        if way == "column" or (way == "auto" and embedding_dim // ranks >= NARROW):
+        wide = narrow and embedding_dim // ranks >= NARROW
+        if way == "column" or (way == "auto" and wide):
             return cut_columns(table, size[table], embedding_dim, ranks)
         return cut_rows(table, size[table], embedding_dim, ranks, page)
 

@@ -54,6 +54,7 @@ def spread(
     names: Sequence[str],
     recipe: Mapping[str, Any],
     counts: Callable[[], Sequence[Tensor]] | None = None,
+    rule: str = "sgd",
     *,
     by: str = "auto",
     tables: Mapping[str, str] | None = None,
@@ -70,6 +71,7 @@ def spread(
             in pieces.
         counts: gives how often each id of each table occurs in the data; asked for where there is
             something to place. If None, every table is looked up once a sample.
+        rule: of the optimizer of the embeddings, one of ``dlrm.rules.RULES``.
         by: how tables are held, one of ``partition.WAYS``.
         tables: ways of tables by name.
         threshold: dense tables of fewer rows are replicated.
@@ -80,24 +82,56 @@ def spread(
         None where nothing is: with one process, or only replicated tables.
 
     Raises:
-        ValueError: an unknown name, way or exchange, a table of a kind that is not held in pieces,
-            pages that have devices of their own, or peers that can't be.
+        ValueError: an unknown name, way or exchange, a table of a kind that is not held in pieces
+            or whose columns the rule needs together, pages that have devices of their own, or
+            peers that can't be.
     """
     _check_exchange(world, wire, exchange)
     num_embeddings, plan = recipe["num_embeddings"], recipe["plan"]
-    tables = tables or {}
-    for name in tables:
-        if name not in names:
-            raise ValueError(
-                f"sharding.tables names table {name!r}; the data has {', '.join(names)}"
-            )
+    ways = _ways(names, recipe, by, tables or {}, threshold)
     if world.size > 1 and any(options.get("devices") for _, options in plan):
         raise ValueError(
             "--paged.devices places the pages of one process; under torchrun every process holds "
             "its share where it computes: drop --paged.devices, or start python train.py alone"
         )
+    if world.size == 1 or set(ways) == {"replicate"}:
+        return None
+    whole_rows = rule == "rowwise_adagrad"  # its one sum of a row is of all columns
+    if whole_rows and "column" in ways:
+        raise ValueError(
+            f"--sharding cuts {names[ways.index('column')]} by column, but --optim.embeddings "
+            f"{rule} keeps one sum for a whole row: have it by row or table, or use "
+            "--optim.embeddings adagrad"
+        )
+    page = min((o["page_size"] for _, o in plan if "page_size" in o), default=1)
+    loads = [float(count.sum()) for count in counts()] if counts else [1.0] * len(names)
+    dim = recipe["embedding_dim"]
+    narrow = torch.bfloat16 if wire == "bf16" else None
+    peers = exchange == "peers" or (exchange == "auto" and narrow is None and in_reach(world))
+    pieces = place(
+        num_embeddings, dim, world.size, ways=ways, loads=loads,
+        page=page, room=_room() if peers else 0, narrow=not whole_rows,
+    )  # fmt: skip
+    text = describe(pieces, dict(enumerate(names)), loads)
+    text += f"\nexchange by {'peers' if peers else 'collectives'}"
+    return Sharding(world=world, pieces=pieces, wire=narrow, peers=peers, text=text)
+
+
+def _ways(
+    names: Sequence[str],
+    recipe: Mapping[str, Any],
+    by: str,
+    tables: Mapping[str, str],
+    threshold: int,
+) -> list[str]:
+    """How each table is held; arguments as of :func:`spread`."""
+    for name in tables:
+        if name not in names:
+            raise ValueError(
+                f"sharding.tables names table {name!r}; the data has {', '.join(names)}"
+            )
     ways = []
-    for name, rows, (kind, _) in zip(names, num_embeddings, plan, strict=True):
+    for name, rows, (kind, _) in zip(names, recipe["num_embeddings"], recipe["plan"], strict=True):
         large = kind == "paged" or (kind == "dense" and rows >= threshold)
         way = tables.get(name, by if large else "replicate")
         if way != "replicate" and kind not in ("dense", "paged"):
@@ -106,20 +140,7 @@ def spread(
                 "replicated: drop it there"
             )
         ways.append(way)
-    if world.size == 1 or set(ways) == {"replicate"}:
-        return None
-    page = min((o["page_size"] for _, o in plan if "page_size" in o), default=1)
-    loads = [float(count.sum()) for count in counts()] if counts else [1.0] * len(names)
-    dim = recipe["embedding_dim"]
-    narrow = torch.bfloat16 if wire == "bf16" else None
-    peers = exchange == "peers" or (exchange == "auto" and narrow is None and in_reach(world))
-    pieces = place(
-        num_embeddings, dim, world.size,
-        ways=ways, loads=loads, page=page, room=_room() if peers else 0,
-    )  # fmt: skip
-    text = describe(pieces, dict(enumerate(names)), loads)
-    text += f"\nexchange by {'peers' if peers else 'collectives'}"
-    return Sharding(world=world, pieces=pieces, wire=narrow, peers=peers, text=text)
+    return ways
 
 
 def _room() -> int:

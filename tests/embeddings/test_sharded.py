@@ -67,6 +67,23 @@ def test_exchanges_that_cannot_be_say_why(options, message):
         spread(World(rank=0, size=2), NAMES, RECIPE, threshold=100, **options)
 
 
+@pytest.mark.parametrize("options", [{"by": "column"}, {"by": "row", "tables": {"a": "column"}}])
+def test_one_sum_for_a_row_needs_all_its_columns(options):
+    options = {"threshold": 100, **options}
+    message = r"cuts a by column, but --optim.embeddings rowwise_adagrad keeps one sum for a whole"
+    with pytest.raises(ValueError, match=message):
+        spread(World(rank=0, size=2), NAMES, RECIPE, rule="rowwise_adagrad", **options)
+    assert spread(World(), NAMES, RECIPE, rule="rowwise_adagrad", **options) is None
+    assert spread(World(rank=0, size=2), NAMES, RECIPE, rule="adagrad", **options)
+
+
+def test_auto_cuts_no_columns_that_a_rule_needs_together():
+    recipe = {**RECIPE, "embedding_dim": 32}
+    for rule, columns in (("adagrad", {(0, 16), (16, 32)}), ("rowwise_adagrad", {(0, 32)})):
+        found = spread(World(rank=0, size=2), NAMES, recipe, rule=rule, threshold=100)
+        assert {piece.columns for piece in found.pieces} == columns
+
+
 def test_peers_are_for_processes_of_one_host(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     world = World(rank=1, size=2)
