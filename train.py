@@ -28,7 +28,7 @@ from dlrm.embeddings.plan import AUTO, describe, plan
 from dlrm.embeddings.sharded import spread
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, Schedule
-from dlrm.reduce import Reducer
+from dlrm.reduce import Reducer, state_bytes
 from dlrm.step import TrainStep
 from dlrm.tracking import Clock, NoTracker, Profiler, Tracker, memory, progress_bar
 
@@ -55,15 +55,15 @@ class Run:
         self.recipe = recipe(config, self.meta)
         restored = checkpoint.about(config.resume, recipe=self.recipe) if config.resume else None
         torch.manual_seed(config.seed)
-        names = [column.name for column in self.meta.categorical]
         counts = (lambda: read_counts(config.data, self.meta)) if self.meta.multi_hot else None
-        rule = config.optim.embeddings
-        self.sharding = spread(world, names, self.recipe, counts, rule, **asdict(config.sharding))
+        rule, tables = config.optim.embeddings, self.meta.tables
+        self.sharding = spread(world, tables, self.recipe, counts, rule, **asdict(config.sharding))
         self.model = DLRM(**self.recipe, sharding=self.sharding).to(self.device)
         if config.init_from and not restored:
             self.model.load_trained(checkpoint.load_model(config.init_from, self.device)[0])
         self.train_data.look_ahead = self.model.sparse_arch.look_ahead if world.size == 1 else 0
         self.optimizers = self._optimizers()
+        self.state_bytes = state_bytes(self.model, self.optimizers[1], world)
         self.schedule = Schedule(self.optimizers, **config.optim.schedule)
         self.step = TrainStep(
             self.model,
@@ -149,8 +149,7 @@ class Run:
             self.tracker.log(self.steps, {f"val/{k}": v for k, v in values.items()})
         if self.config.checkpoint:
             better = values.get("auc", float("-inf")) > self.best
-            if better:
-                self.best = values["auc"]
+            self.best = values["auc"] if better else self.best
             self._save([checkpoint.LATEST] + [checkpoint.BEST] * better)
         return values
 
@@ -158,8 +157,7 @@ class Run:
         if not self.meta.splits.get(split) or not self.meta.splits[split].rows:
             return {}
         batches = self._loader(split, self.config.eval_batch_size)
-        bf16 = self.config.precision == "bf16"
-        found = metrics.predict(self.model, batches, bf16=bf16)
+        found = metrics.predict(self.model, batches, bf16=self.config.precision == "bf16")
         in_order = self.world.in_order(*found, batches.rows, batches.batch_size)
         return metrics.classification(*in_order)
 
@@ -173,10 +171,9 @@ class Run:
         self.tracker.log(self.steps, final)
         unused = available().keys() - {kind for kind, _ in self.recipe["plan"]}
         self.tracker.finish(yaml.safe_load(self.resolved), final, HOUSEKEEPING | unused)
-        if not self.world.first:
-            return final
-        print(pd.Series(final).map("{:,.6g}".format).to_string())
-        print(f"results in {self.directory}; tensorboard --logdir {self.directory.parent}")
+        if self.world.first:
+            print(pd.Series(final).map("{:,.6g}".format).to_string())
+            print(f"results in {self.directory}; tensorboard --logdir {self.directory.parent}")
         return final
 
     def _loader(self, split: str, batch_size: int) -> CriteoLoader:
@@ -207,8 +204,7 @@ class Run:
         if self.sharding:
             self.tracker.text("sharding", self.sharding.text)
             print(self.sharding.text)
-        names = [column.name for column in self.meta.categorical]
-        tables = describe(names, self.meta.cardinalities, self.recipe["plan"])
+        tables = describe(self.meta.tables, self.meta.cardinalities, self.recipe["plan"])
         self.tracker.text("tables", tables)
         if self.config.emb == AUTO:
             print(tables)
@@ -224,8 +220,7 @@ class Run:
 
     def _embedding_sizes(self) -> dict[str, float]:
         """Bytes of the embeddings and of their optimizer state, which no ratio counts."""
-        state = self.optimizers[1].state_bytes(self.model.sparse_arch.parameters())
-        sizes = self.model.sparse_arch.sizes() | {"optimizer_bytes": float(state)}
+        sizes = self.model.sparse_arch.sizes() | {"optimizer_bytes": float(self.state_bytes)}
         return {f"embeddings/{name}": size for name, size in sizes.items()}
 
     def _save(self, links: Sequence[str]) -> None:
@@ -247,8 +242,7 @@ class Run:
         checkpoint.save(path, parts, about, links=links, world=self.world)
 
     def _restore(self, path: str, state: dict[str, Any]) -> None:
-        groups = state["groups"]
-        checkpoint.load(path, self.model, self.optimizers, groups=groups, world=self.world)
+        checkpoint.load(path, self.model, self.optimizers, groups=state["groups"], world=self.world)
         state["loader"]["order"]["batch_size"] //= self.world.size
         self.train_data.load_state_dict(state["loader"])
         self.steps, self.epoch, self.best = state["steps"], state["epoch"], state["best"]
@@ -263,7 +257,7 @@ def recipe(config: RunConfig, meta: Meta) -> dict[str, Any]:
         "num_embeddings": list(meta.cardinalities),
         "tables_dtype": tables.pop("dtype"),
         "plan": plan(
-            [column.name for column in meta.categorical],
+            meta.tables,
             meta.cardinalities,
             config.model.embedding_dim,
             config.emb,

@@ -236,3 +236,12 @@ def _give(parameters: Sequence[nn.Parameter], flat: Tensor) -> Tensor:
         own, flat = flat.split([parameter.numel(), flat.numel() - parameter.numel()])
         parameter.grad = own.view_as(parameter).to(parameter.dtype)
     return flat
+
+
+def state_bytes(model: DLRM, optimizer: RowOptimizer, world: World) -> int:
+    """Bytes of the state that ``optimizer`` keeps for a model's embeddings, the pieces of tables
+    on all processes counted and replicas once; every process calls it, between steps.
+    """
+    local = optimizer.state_bytes(model.sparse_arch.local_parameters())
+    here = optimizer.state_bytes(model.sparse_arch.parameters())
+    return here - local + sum(world.sizes(local, world.device))

@@ -88,7 +88,7 @@ class Trained:
             ValueError: the kind can't be as small.
         """
         chosen = plan(
-            [column.name for column in self.meta.categorical],
+            self.meta.tables,
             self.recipe["num_embeddings"],
             self.recipe["embedding_dim"],
             kind,

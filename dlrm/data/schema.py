@@ -75,6 +75,11 @@ class Meta:
     """Synthetic data only: the best possible metrics per split under the planted truth."""
 
     @property
+    def tables(self) -> tuple[str, ...]:
+        """Name of each categorical column, which is that of its table."""
+        return tuple(column.name for column in self.categorical)
+
+    @property
     def cardinalities(self) -> tuple[int, ...]:
         """Rows of each table, in column order."""
         return tuple(column.cardinality for column in self.categorical)

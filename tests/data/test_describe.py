@@ -54,7 +54,7 @@ def test_described_files_are_read(shop):
     assert "25.00% positive" in run.stdout
     meta = Meta.read(shop)
     assert meta.dense == ("price", "age")
-    assert [column.name for column in meta.categorical] == ["item", "shop", "tags"]
+    assert meta.tables == ("item", "shop", "tags")
     assert meta.cardinalities == (40, 10, 12)
     assert [column.oov_id for column in meta.categorical] == [None, 9, None]
     assert [column.multi_hot for column in meta.categorical] == [False, False, True]
@@ -73,7 +73,7 @@ def test_columns_are_told_apart_by_type(shop):
     assert describe(shop, *ARGUMENTS).returncode == 0
     meta = Meta.read(shop)
     assert meta.dense == ("price",)
-    assert [column.name for column in meta.categorical] == ["age", "item", "shop", "tags"]
+    assert meta.tables == ("age", "item", "shop", "tags")
 
 
 def test_an_existing_description_is_kept_unless_told(shop):

@@ -77,7 +77,7 @@ def read(directory, meta, split):
 def test_layout_of_parquet(demo):
     meta = Meta.read(demo)
     assert meta.dense == CRITEO_DENSE
-    assert tuple(column.name for column in meta.categorical) == CRITEO_CATEGORICAL
+    assert meta.tables == CRITEO_CATEGORICAL
     assert meta.cardinalities == tuple(min(size, 20_000) for size in KAGGLE_CARDINALITIES)
     assert {name: split.rows for name, split in meta.splits.items()} == {
         "train": 240_000,
