@@ -94,10 +94,10 @@ def test_a_run_of_several_processes(data, tmp_path):
     done = torchrun(3, "train.py", "--resume", tmp_path / "two", "--max_steps", "36")
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "two") == pytest.approx(expected, abs=1e-5)
-    # bytes are of all processes together
-    sizes = [result(tmp_path / name) for name in ("one", "again", "two")]
-    assert len({size["embeddings/bytes"] for size in sizes}) == 1
-    assert len({size["embeddings/optimizer_bytes"] for size in sizes}) == 1
+    # bytes are of all processes; each part of a row that is cut by columns counts its own steps
+    one, three = (result(tmp_path / name) for name in ("one", "two"))
+    for name, rel in (("embeddings/bytes", 0), ("embeddings/optimizer_bytes", 1e-3)):
+        assert three[name] == pytest.approx(one[name], rel=rel)
     # the metrics of one process given the same weights, to the last digit
     measured = alone("scripts/evaluate.py", tmp_path / "two", data, "--device", "cpu").stdout
     metrics = result(tmp_path / "two")
