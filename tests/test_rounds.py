@@ -68,7 +68,32 @@ def test_losses_equal_those_of_dense_tables(way, cache_rows, device):
     assert losses[2] == pytest.approx(losses[0], abs=0 if device.type == "cpu" else 1e-5)
 
 
-def test_rows_of_several_batches_are_moved_together_while_all_is_announced(device, monkeypatch):
+def as_bags(batch):
+    """The same batch, with an offset for every id."""
+    offsets = torch.arange(batch.ids.numel() + 1, device=batch.ids.device)
+    return Batch(batch.dense, batch.ids.view(-1), batch.labels, offsets)
+
+
+@pytest.mark.parametrize("kinds", [["offload"] * 3, ["offload", "hash", "offload"]])
+def test_batches_with_and_without_offsets_may_alternate(kinds, device):
+    losses = []
+    for bags in (0, 2):
+        plan = [(kind, {"cache_rows": 60} if kind == "offload" else {"rows": 9}) for kind in kinds]
+        _, step = make(plan, device)
+        torch.manual_seed(1)
+        batches = [draw(16, device) for _ in range(12)]
+        batches = [as_bags(b) if bags and n % bags else b for n, b in enumerate(batches)]
+        losses.append(
+            [
+                step(batch, upcoming=told("all", batches, index))["loss"].item()
+                for index, batch in enumerate(batches)
+            ]
+        )
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def moves(plan, device, monkeypatch):
+    """Samples whose rows each move of twelve steps brings, and whether ahead of them."""
     moved = []
     move = row_moves.move_rows
 
@@ -77,10 +102,21 @@ def test_rows_of_several_batches_are_moved_together_while_all_is_announced(devic
         move(index, tensors, ids, starts, ahead=ahead, impl=impl)
 
     monkeypatch.setattr("dlrm.kernels.cached_rows.move_rows", count)
-    _, step = make([("offload", {"cache_rows": 600})] * 3, device)
+    _, step = make(plan, device)
     batches = [draw(32, device) for _ in range(12)]
     for index, batch in enumerate(batches):
         step(batch, upcoming=told("all", batches, index))
+    return moved
+
+
+def test_rows_of_several_batches_are_moved_together_while_all_is_announced(device, monkeypatch):
+    moved = moves([("offload", {"cache_rows": 600})] * 3, device, monkeypatch)
+    assert moved == [(32, False), (128, True), (128, True), (96, True)]
+
+
+def test_tables_without_a_cache_do_not_hold_up_those_with_one(device, monkeypatch):
+    plan = [("offload", {"cache_rows": 600}), ("offload", {"cache_rows": 0}), ("dense", {})]
+    moved = moves(plan, device, monkeypatch)
     assert moved == [(32, False), (128, True), (128, True), (96, True)]
 
 

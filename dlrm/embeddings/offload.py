@@ -101,12 +101,14 @@ class Offload(Embedding):
 
     def round_of(self, lookups: int) -> int:
         """As many as the cache holds two rounds of, if an eighth of their ids are distinct."""
+        if not self.cached.capacity:
+            return 0
         return max(1, min(ROUND, 4 * self.cached.capacity // max(lookups, 1)))
 
     @property
     def rows_ready(self) -> bool:
         """Whether nothing has moved rows since the round began, but what it began with."""
-        return self.cached.ready or not self.cached.active
+        return self.cached.ready or not self.cached.moves
 
     def begin_round(self, now: Sequence[Announced], coming: Sequence[Announced]) -> None:
         """Fetch the rows of the next round while those of this one are computed."""
@@ -121,9 +123,11 @@ class Offload(Embedding):
             return torch.cat([ids for ids, _ in batches], dim=1), self._offsets
         rows = []
         for ids, offsets in batches:
-            assert offsets is not None, "either all batches have offsets or none"
-            batch = max((offsets.numel() - 1) // self.num_tables, 1)
-            rows.append(ids + self._offsets[bag_of_each(offsets, ids.numel()) // batch])
+            tables = self._tables[:, None]
+            if offsets is not None:
+                batch = max((offsets.numel() - 1) // self.num_tables, 1)
+                tables = bag_of_each(offsets, ids.numel()) // batch
+            rows.append((ids + self._offsets[tables]).view(-1))
         return torch.cat(rows)[None], None
 
     @torch.no_grad()

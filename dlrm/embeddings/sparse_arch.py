@@ -80,8 +80,10 @@ class SparseArch(nn.Module):
             The vectors of each group, ``[B, F_g, D]``; of sharded ones in several parts.
         """
         found: dict[int, list[Tensor]] = {}
+        bounds = self._bounds(offsets)
         for index in self._turns:
-            group, share = self.groups[index], self._share(index, ids, offsets, per_sample_weights)
+            share = self._share(index, ids, offsets, per_sample_weights, bounds)
+            group = self.groups[index]
             found[index] = group.parts(*share) if isinstance(group, Sharded) else [group(*share)]
         return [part for index in range(len(self.groups)) for part in found[index]]
 
@@ -99,11 +101,13 @@ class SparseArch(nn.Module):
 
     def begin_round(self, now: Sequence[Announced], coming: Sequence[Announced]) -> None:
         """Have the groups that fetch rows ahead begin a round; see ``Embedding.begin_round``."""
+        known = [
+            [(ids, offsets, None, self._bounds(offsets)) for ids, offsets in batches]
+            for batches in (now, coming)
+        ]
         for index, (group, _) in enumerate(self.embeddings()):
             if group.round_of(1):
-                shares = [
-                    [self._share(index, *b, None)[:2] for b in each] for each in (now, coming)
-                ]
+                shares = [[self._share(index, *batch)[:2] for batch in each] for each in known]
                 group.begin_round(*shares)
 
     def in_round(self, value: bool) -> None:
@@ -120,8 +124,24 @@ class SparseArch(nn.Module):
         """The groups' vectors in one ``[B, F, D]``, in the order of the features."""
         return torch.cat(vectors, dim=1).index_select(1, self.order)
 
+    def _bounds(self, offsets: Tensor | None) -> list[int]:
+        """Where the ids of each table of a batch begin, and the end, as :meth:`_share` needs them.
+
+        Read on the host, which waits for the device: once per batch, not once per group.
+        """
+        if offsets is None or len(self.groups) == 1:
+            return []
+        tables = len(self.num_embeddings)
+        batch = (offsets.numel() - 1) // tables
+        return offsets[::batch].tolist() if batch else [0] * (tables + 1)
+
     def _share(
-        self, index: int, ids: Tensor, offsets: Tensor | None, weights: Tensor | None
+        self,
+        index: int,
+        ids: Tensor,
+        offsets: Tensor | None,
+        weights: Tensor | None,
+        bounds: Sequence[int],
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The part of the batch that concerns the tables of one group."""
         if len(self.groups) == 1:
@@ -130,7 +150,6 @@ class SparseArch(nn.Module):
         if offsets is None:
             return ids[slots], None, None if weights is None else weights[slots]
         batch = (offsets.numel() - 1) // len(self.num_embeddings)
-        bounds = offsets[::batch].tolist() if batch else [0] * (len(self.num_embeddings) + 1)
         spans = [slice(bounds[slot], bounds[slot + 1]) for slot in self.slots[index]]
         lengths = offsets.diff().view(len(self.num_embeddings), batch)[slots].view(-1)
         return (

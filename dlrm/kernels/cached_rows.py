@@ -100,6 +100,11 @@ class CachedRows:
         return host
 
     @property
+    def moves(self) -> bool:
+        """Whether there is a cache for rows to move to."""
+        return self.active and self.capacity > 0
+
+    @property
     def slots(self) -> Tensor:
         """Slot of each row, ``[V]`` int32; below 0 without one."""
         return self.index.slots
@@ -139,7 +144,7 @@ class CachedRows:
                 one and all that comes with them. The ids must stay as they are until then.
             batches: in how many steps these ids are used.
         """
-        if not (self.active and self.capacity):
+        if not self.moves:
             return
         self._join()
         self.index.clock.add_(1)
