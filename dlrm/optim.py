@@ -108,7 +108,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 lr=group["lr"].to(device),
                 plan=announced(rows),
                 cached=cached,
-                seed=group["seed"].to(device) if self._rounds(parameter) else None,
+                seed=self._seed(group, [parameter]),
             )
 
     def _update_whole(self, parameters: list[Tensor], rule: Rule, group: dict[str, Any]) -> None:
@@ -118,17 +118,25 @@ class RowOptimizer(torch.optim.Optimizer):
                 cached.release()
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         states = [list(self.state[parameter].values()) for parameter in parameters]
-        device = parameters[0].device
-        rounds = any(map(self._rounds, parameters))
         with torch.cuda.device_of(parameters[0]):
             update_whole(
                 rule,
                 parameters,
                 grads,
                 states,
-                lr=group["lr"].to(device),
-                seed=group["seed"].to(device) if rounds else None,
+                lr=group["lr"].to(parameters[0].device),
+                seed=self._seed(group, parameters),
             )
+
+    def _seed(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> Tensor | None:
+        """The seed of an update on one device, which moves it on; None if it rounds nothing."""
+        if not any(map(self._rounds, parameters)):
+            return None
+        seed: Tensor = group["seed"]
+        here = seed.to(parameters[0].device)
+        if here is not seed:
+            seed.add_(1)  # the update moves the copy on
+        return here
 
     def _rounds(self, parameter: Tensor) -> bool:
         """Whether a parameter is rounded by chance."""

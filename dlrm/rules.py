@@ -110,7 +110,7 @@ def advance(
     moves = list(grads)
     kept = {name: [own[i] for own in states] for i, name in enumerate(rule.states)}
     if rule.weight_decay and rule.name == "adamw":
-        torch._foreach_mul_(values, 1 - lr * rule.weight_decay)
+        torch._foreach_mul_(values, 1 - lr.double() * rule.weight_decay)
     elif rule.weight_decay:
         moves = list(torch._foreach_add(moves, values, alpha=rule.weight_decay))
     if rule.name != "sgd":

@@ -265,6 +265,35 @@ def test_bf16_parameters_move_on_average_by_steps_too_small_for_them(sparse_grad
     assert train().mean().item() == pytest.approx(1 + 16 / 1024, abs=2e-3)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("sparse_gradient", [False, True])
+def test_every_update_is_rounded_anew_on_a_device_beside_the_first(sparse_gradient, device):
+    here = torch.nn.Parameter(torch.ones(2, 8))
+    there = torch.nn.Parameter(torch.ones(64, 8, dtype=torch.bfloat16, device=device))
+    optimizer = RowOptimizer([here, there], "sgd", lr=1 / 1024)  # an eighth of a spacing
+    for _ in range(16):
+        there.grad = torch.full_like(there, -1.0)
+        if sparse_gradient:
+            rows = torch.arange(64, device=device)
+            there.grad = row_gradient(there, rows, there.grad, sparse=True)
+        optimizer.step()
+    # With the same chances in every step an eighth of the weights would move by 16 spacings.
+    assert there.detach().double().mean().item() == pytest.approx(1 + 16 / 1024, abs=2e-3)
+    assert there.max() < 1 + 12 / 128
+
+
+def test_float64_parameters_equal_torch_to_their_precision():
+    ours, theirs = (torch.nn.Parameter(torch.ones(5, 3, dtype=torch.float64)) for _ in range(2))
+    optimizer = RowOptimizer([ours], "adamw", lr=0.125, weight_decay=0.3)
+    other = torch.optim.AdamW([theirs], lr=0.125, weight_decay=0.3)
+    for _ in range(5):
+        ours.grad = torch.randn(5, 3, dtype=torch.float64)
+        theirs.grad = ours.grad.clone()
+        optimizer.step()
+        other.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+
+
 def test_parameters_may_join_later():
     first, second = (torch.nn.Parameter(torch.ones(2, 3)) for _ in range(2))
     optimizer = RowOptimizer([first], "adagrad", lr=0.5)

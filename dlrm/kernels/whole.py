@@ -115,7 +115,7 @@ def update_whole(
     Args:
         rule: one of ``dlrm.rules.RULES`` with its default options, or what ``make_rule`` gives. A
             row, of which some keep one number, is what shares a first index.
-        parameters: contiguous, of any shape, all on one device.
+        parameters: of any shape, all on one device.
         grads: gradient of each, of its shape.
         states: of each parameter what the rule keeps, in the order of ``rule.states``, zeros at
             first: of its shape, or, where it is one number a row, ``[V, 1, ...]``.
@@ -135,8 +135,9 @@ def update_whole(
         )
     if not parameters:
         return
-    exact = any(parameter.dtype == torch.float64 for parameter in parameters)  # kernels: fp32
-    if exact or not use_triton(parameters[0], impl):
+    # The kernel computes in fp32, and walks over memory.
+    fits = all(p.dtype != torch.float64 and p.is_contiguous() for p in parameters)
+    if not (fits and use_triton(parameters[0], impl)):
         update_whole_torch(rule, parameters, grads, states, lr=lr, stochastic=seed is not None)
         return
     alike: dict[tuple[torch.dtype, ...], list[int]] = {}

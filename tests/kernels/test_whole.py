@@ -75,6 +75,17 @@ def test_a_gradient_may_lie_transposed(device):
     torch.testing.assert_close(got, run("sgd", parameters, states, grads, "torch"))
 
 
+@pytest.mark.parametrize("rule", ["sgd", "rowwise_adagrad", "adam"])
+def test_a_parameter_may_lie_transposed(rule, device):
+    _, states = make(rule, device, [(4, 6)])
+    parameters = [torch.randn(6, 4, device=device).t()]
+    contiguous = [parameters[0].clone(memory_format=torch.contiguous_format)]
+    grads, lr = [torch.randn(4, 6, device=device)], torch.tensor(0.1, device=device)
+    want = run(rule, contiguous, states, [grads], "torch")[0]
+    update_whole(rule, parameters, grads, states, lr=lr, impl="triton")
+    torch.testing.assert_close(parameters[0], want)
+
+
 @pytest.mark.gpu  # the interpreter knows no bfloat16
 def test_bf16_is_rounded_by_chance(device):
     parameters, states = make("sgd", device, [(300, 300)], torch.bfloat16)
