@@ -221,6 +221,21 @@ def test_gradient_of_every_parameter_by_reconstruction(kind, options):
 
 
 @every_case
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gradients_may_be_scaled_in_place(kind, options, sparse):
+    group = make(kind, options, sparse=sparse)
+    for given in ((one_hot(4),), bags()[:2]):
+        group.zero_grad()
+        group(*given).square().sum().backward()
+        before = {name: grad.clone() for name, grad in gradients(group).items()}
+        for parameter in group.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(2)
+        for name, grad in gradients(group).items():
+            torch.testing.assert_close(grad, 2 * before[name], msg=name)
+
+
+@every_case
 def test_sparse_gradients_equal_dense_ones(kind, options):
     sparse, dense = make(kind, options, sparse=True), make(kind, options, sparse=False)
     dense.load_state_dict(sparse.state_dict())
