@@ -1,7 +1,8 @@
 """Compare runs in one table and one plot of quality against bytes.
 
 ``python scripts/compare.py runs/*`` groups runs that differ in their seed alone and gives the mean
-and, from two seeds on, the standard deviation over them.
+and, from two seeds on, the standard deviation over them. What else lies there, runs that have not
+finished too, is named and left out.
 """
 
 from __future__ import annotations
@@ -69,16 +70,18 @@ def read(runs: list[Path]) -> pd.DataFrame:
     """One row per finished run: its group, kind and metrics.
 
     Raises:
-        FileNotFoundError: a directory without ``result.json``.
+        FileNotFoundError: no directory has a ``result.json``.
         ValueError: one that holds no result.
     """
     rows = []
-    for run in runs:
+    finished = [run for run in runs if (run / "result.json").is_file()]
+    if others := [str(run) for run in runs if run not in finished]:
+        rule = f"no result.json in {', '.join(others)}: no run directory, or not finished"
+        if not finished:
+            raise FileNotFoundError(rule)
+        print(f"left out: {rule}", file=sys.stderr)
+    for run in finished:
         path = run / "result.json"
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{path} is missing: {run} is no run directory, or the run has not finished"
-            )
         try:
             result = json.loads(path.read_text())
             options = {k: v for k, v in result["options"].items() if k not in PER_RUN}
@@ -167,8 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     """Print the table and draw the plot; returns the exit status."""
     options = arguments().parse_args(argv)
     try:
-        runs = [run for run in options.runs if run != options.tensorboard]
-        summary = summarize(read(runs))
+        summary = summarize(read(options.runs))
         print(render(summary))
         figure = draw(summary, options.metric, options.plot)
         print(f"plot in {options.plot}")

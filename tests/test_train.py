@@ -192,12 +192,13 @@ def test_evaluate_predict_and_compare_work_on_a_run(data, tmp_path):
     runs = [tmp_path / name for name in "abc"]
     board = tmp_path / "comparison"
     plot = ("--plot", tmp_path / "plot.png", "--tensorboard", board)
-    out = run("scripts/compare.py", *runs, board, *plot).stdout  # as runs/* the second time
+    done = run("scripts/compare.py", *runs, board, *plot)  # as runs/* the second time
+    assert f"left out: no result.json in {board}: " in done.stderr
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     events = EventAccumulator(str(board))
     events.Reload()
     assert events.Tags()["images"] == ["comparison/AUC"]
-    dense = next(line for line in out.splitlines() if " dense " in line)
+    dense = next(line for line in done.stdout.splitlines() if " dense " in line)
     assert "±" in dense
     assert re.search(r"\b2\b", dense)
 
@@ -301,7 +302,7 @@ def test_bad_checkpoints_are_refused(data, tmp_path):
         in run("scripts/evaluate.py", bad, data, status=2).stderr
     )
     assert "is no checkpoint" in run("scripts/evaluate.py", tmp_path, data, status=2).stderr
-    assert "is missing" in run("scripts/compare.py", tmp_path, status=2).stderr
+    assert "no result.json in" in run("scripts/compare.py", tmp_path, status=2).stderr
 
 
 def test_stopped_at_a_step_and_resumed_loses_no_batch(data, tmp_path):
