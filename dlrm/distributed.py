@@ -91,6 +91,11 @@ class World:
         """Whether this process speaks for all: it prints, logs and writes."""
         return self.rank == 0
 
+    @property
+    def ring(self) -> list[int]:
+        """All ranks, from this one on."""
+        return [(self.rank + step) % self.size for step in range(self.size)]
+
     @contextmanager
     def silent_unless_first(self) -> Iterator[None]:
         """What every process would say alike, the first one alone says."""

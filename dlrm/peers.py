@@ -56,7 +56,7 @@ class PeerMemory:
 
     Attributes:
         local: the tensor of this process.
-        block: those of all; number i is that of the process i ranks on, around the ring.
+        block: those of all, in the order of ``World.ring``.
     """
 
     def __init__(
@@ -67,7 +67,6 @@ class PeerMemory:
         device: torch.device,
         fill: int = 0,
     ) -> None:
-        ring = [(world.rank + step) % world.size for step in range(world.size)]
         tensors: list[Tensor] = []
         self._handle = None
         if device.type == "cuda":
@@ -80,10 +79,10 @@ class PeerMemory:
             torch.cuda.synchronize(device)
             bases = self._handle.buffer_ptrs
             within = self.local.data_ptr() - bases[world.rank]
-            places = [bases[rank] + within for rank in ring]
+            places = [bases[rank] + within for rank in world.ring]
         else:
             parts = _shared(world, shape, dtype)
-            tensors = [parts[rank] for rank in ring]
+            tensors = [parts[rank] for rank in world.ring]
             self.local = tensors[0]
             places = [tensor.data_ptr() for tensor in tensors]
         addresses = torch.tensor(places, device=device)

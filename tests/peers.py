@@ -28,10 +28,10 @@ TOLERANCE = 1e-5  # sums in another order
 class Run:
     """The same steps on whole tables, with all samples, and on pieces, with this process's."""
 
-    def __init__(self, world, way):
+    def __init__(self, world, ways):
         self.world, device = world, world.device
         dim = 16 * world.size
-        pieces = place(SIZES, dim, world.size, ways=[way] * len(SIZES))
+        pieces = place(SIZES, dim, world.size, ways=ways)
         with device:
             torch.manual_seed(3)
             self.whole = Dense(SIZES, dim)
@@ -122,8 +122,8 @@ def main():
     world.join(torch.device("cuda", gpu) if on_gpu else torch.device("cpu"))
     world.even = True
     check_memory(world)
-    for way in ("table", "column", "row"):
-        run = Run(world, way)
+    for ways in (["table"] * 4, ["column"] * 4, ["row"] * 4, ["row", "column", "row", "table"]):
+        run = Run(world, ways)
         run.compare(run.step_held)
         if on_gpu:
             run.compare(run.captured())

@@ -174,8 +174,13 @@ def main():
     check_training(world, "clip", "dense", clip_norm=0.05)
     check_training(world, "replicas", "dense", by="replicate")
     check_training(world, "wire", "dense", wire="bf16")
-    for rule in RULES:
-        check_training(world, rule, "dense", rule=rule, by="auto")
+    ways = {"a": "row", "b": "column", "d": "row", "e": "table"}
+    for exchange in ("peers", "collective"):
+        check_training(world, f"mixed, {exchange}", "dense", tables=ways, exchange=exchange)
+        for rule in RULES:
+            by = "row" if rule == "rowwise_adagrad" else "column"
+            options = {"rule": rule, "by": by, "exchange": exchange, "clip_norm": 0.05}
+            check_training(world, f"{rule}, {exchange}", "dense", **options)
     world.wait()
     world.leave()
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]

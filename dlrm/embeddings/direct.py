@@ -23,8 +23,8 @@ ARRIVAL = 2  # the branch on which a process learns which of its rows have gradi
 class Direct:
     """Look-ups of rows that lie with peers, without collectives (:mod:`dlrm.kernels.peer_rows`).
 
-    A look-up is asked for by its key: row r of the weight of the process p ranks on from here,
-    around the ring, has the key ``p * height + r``. Gradients arrive in memory that batches of a
+    A look-up is asked for by its key: row r of the weight of number p of ``World.ring`` has the key
+    ``p * height + r``. Gradients arrive in memory that batches of a
     size share, so those of a look-up must be applied before the next one. Every process has memory
     for as many rows and gradients as the one that needs the most.
 
@@ -42,7 +42,7 @@ class Direct:
 
     def key_of(self, rank: int, row: int) -> int:
         """The key of a row of the weight of a rank."""
-        return (rank - self.world.rank) % self.world.size * self.height + row
+        return self.world.ring.index(rank) * self.height + row
 
     @property
     def key_type(self) -> torch.dtype:
@@ -93,8 +93,7 @@ class _Inbox:
         self.used = world.size * batch * asked[world.rank]
         self.keys = PeerMemory(world, (slots,), torch.int32, like.device, fill=-1)
         self.gradients = PeerMemory(world, (slots, direct.width), like.dtype, like.device)
-        ring = [(world.rank + step) % world.size for step in range(world.size)]
-        sections = [world.rank * batch * asked[rank] for rank in ring]
+        sections = [world.rank * batch * asked[rank] for rank in world.ring]
         self._sections = torch.tensor(sections, device=like.device)
         bounds = [step * direct.height for step in range(world.size)]
         self._bounds = torch.tensor(bounds, device=like.device, dtype=direct.key_type)

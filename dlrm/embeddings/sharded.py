@@ -164,6 +164,11 @@ def _check_exchange(world: World, wire: str, exchange: str) -> None:
             "--sharding.exchange peers needs all processes on one host, these are on several: use "
             "--sharding.exchange collective"
         )
+    if exchange == "peers" and world.device.type == "cuda" and not in_reach(world):
+        raise ValueError(
+            "--sharding.exchange peers needs GPUs that read each other's memory, these can't: use "
+            "--sharding.exchange collective"
+        )
 
 
 class Sharded(Embedding):

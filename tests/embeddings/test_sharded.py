@@ -1,5 +1,7 @@
 """What needs no other process; test_distributed.py has the rest."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -93,6 +95,23 @@ def test_peers_are_for_processes_of_one_host(monkeypatch):
     if not torch.cuda.is_available():  # auto: where GPUs reach each other
         assert not spread(world, NAMES, RECIPE, threshold=100).peers
     assert not spread(world, NAMES, RECIPE, threshold=100, exchange="collective").peers
+
+
+@pytest.mark.parametrize("reach", [True, False])
+def test_peers_are_gpus_that_reach_each_other(monkeypatch, reach):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda here, there: reach)
+    memory = SimpleNamespace(total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: memory)
+    world = World(rank=0, size=2, device=torch.device("cuda", 0))
+    assert spread(world, NAMES, RECIPE, threshold=100).peers == reach
+    if reach:
+        assert spread(world, NAMES, RECIPE, threshold=100, exchange="peers").peers
+    else:
+        with pytest.raises(ValueError, match="memory, these can't: use"):
+            spread(world, NAMES, RECIPE, threshold=100, exchange="peers")
 
 
 def test_pages_have_no_devices_of_their_own_under_torchrun():
