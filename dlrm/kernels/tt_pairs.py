@@ -74,8 +74,6 @@ def pair_products(
             tl.store(out + to, product.to(out.dtype.element_ty), mask=mask)
             if cleared is not None:
                 tl.store(cleared + to, tl.zeros((BM, BN), tl.float32), mask=mask)
-            if cleared is not None:
-                tl.store(cleared + to, tl.zeros((BM, BN), tl.float32), mask=mask)
 
 
 @triton.jit
@@ -94,10 +92,6 @@ def big_gradient(
     begin, end = tl.load(spans + 2 * at), tl.load(spans + 2 * at + 1)
     r = tl.arange(0, R2)
     c = tl.program_id(1) * BN + tl.arange(0, BN)
-    inside = (r < R)[:, None] & (c < N)[None, :]
-    to = at.to(tl.int64) * (R * N) + r[:, None] * BR + c[None, :] * BC
-    if d_small is not None:
-        y = tl.trans(tl.load(big + to, mask=inside, other=0.0))
     inside = (r < R)[:, None] & (c < N)[None, :]
     to = at.to(tl.int64) * (R * N) + r[:, None] * BR + c[None, :] * BC
     if d_small is not None:
