@@ -76,12 +76,12 @@ class RowGroupReader:
         if len(self.num_embeddings) != len(meta.categorical):
             raise ValueError(
                 f"num_embeddings has {len(self.num_embeddings)} entries for the "
-                f"{len(meta.categorical)} categorical columns of {self.directory / META_FILE}; "
-                "give one table size per column"
+                f"{len(meta.categorical)} categorical columns of {self.directory / META_FILE}: "
+                "it must have a table for each, and a trained model the data's columns"
             )
         largest = max(self.num_embeddings, default=0)
         self.ids_dtype = np.dtype(np.int32 if largest <= 2**31 else np.int64)
-        self.columns = [meta.label, *meta.dense, *(column.name for column in meta.categorical)]
+        self.columns = [meta.label, *meta.dense, *meta.tables]
 
     def row_groups(self, split: str) -> list[RowGroup]:
         """All row groups of ``split`` in file order; reads the footers and checks the schemas.

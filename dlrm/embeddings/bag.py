@@ -15,7 +15,8 @@ class EmbeddingBag(nn.Module):
     """A drop-in for ``torch.nn.EmbeddingBag`` whose table is of any kind.
 
     ``EmbeddingBag(V, D)`` behaves as ``nn.EmbeddingBag(V, D)``;
-    ``EmbeddingBag(V, D, kind="tt", rank=32)`` does so with a table in tensor-train format.
+    ``EmbeddingBag(V, D, kind="tt", rank=32)`` does so with a table in tensor-train format. Either
+    loads the ``state_dict`` of an ``nn.EmbeddingBag``, and fits its table to the rows there.
 
     Args:
         num_embeddings: rows ``V``.
@@ -60,6 +61,9 @@ class EmbeddingBag(nn.Module):
         if _weight is not None:
             self.embedding.to(_weight).load_dense([_weight])
         self.embedding.to(device=device, dtype=dtype)
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.scale_grad_by_freq = scale_grad_by_freq
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.mode = mode
@@ -142,6 +146,21 @@ class EmbeddingBag(nn.Module):
                     f"got {offsets.tolist()[:8]} ..."
                 )
         return offsets
+
+    @property
+    def weight(self) -> Tensor:
+        """The table in full, ``[V, D]``: the parameter of the dense kind, of others a copy."""
+        dense = self.embedding.kind() == "dense"
+        return self.embedding.get_parameter("weight") if dense else self.embedding.to_dense()
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *rest: Any, **options: Any
+    ) -> None:
+        """As in ``nn.Module``, and from a table in full as ``nn.EmbeddingBag`` keeps it."""
+        if (weight := state_dict.pop(f"{prefix}weight", None)) is not None:
+            self.embedding.load_dense([weight.to(next(self.embedding.parameters()))])
+            state_dict.update(self.embedding.state_dict(prefix=f"{prefix}embedding."))
+        super()._load_from_state_dict(state_dict, prefix, *rest, **options)
 
     def footprint(self) -> Mapping[str, int]:
         """Bytes by part."""

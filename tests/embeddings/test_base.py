@@ -161,8 +161,37 @@ def test_the_drop_in_needs_the_last_offset_where_that_is_promised():
 def test_the_drop_in_has_the_attributes_of_the_original():
     arguments = {"mode": "max", "sparse": True, "include_last_offset": True, "padding_idx": -1}
     ours, original = EmbeddingBag(7, 4, **arguments), nn.EmbeddingBag(7, 4, **arguments)
-    for name in ("num_embeddings", "embedding_dim", *arguments):
+    plain = ("num_embeddings", "embedding_dim", "max_norm", "norm_type", "scale_grad_by_freq")
+    for name in (*plain, *arguments):
         assert getattr(ours, name) == getattr(original, name)
+
+
+def test_the_drop_in_has_the_weight_of_the_original():
+    bag = EmbeddingBag(7, 4, mode="sum")
+    nn.init.ones_(bag.weight)
+    assert bag(torch.tensor([[1, 2]])).tolist() == [[2.0] * 4]
+    small = EmbeddingBag(7, 4, kind="hash", rows=2)
+    assert small.weight.shape == (7, 4)
+    torch.testing.assert_close(small.weight[5:6], small(torch.tensor([[5]])))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("dense", {}), ("block", {"dim": 4}), ("offload", {})]
+)
+def test_the_drop_in_loads_what_the_original_saved(kind, options):
+    """Inside a model, and what it saves itself it loads too."""
+    original = nn.ModuleDict({"bag": nn.EmbeddingBag(7, 4), "top": nn.Linear(4, 1)})
+    ours, again = (
+        nn.ModuleDict({"bag": EmbeddingBag(7, 4, kind=kind, **options), "top": nn.Linear(4, 1)})
+        for _ in range(2)
+    )
+    ours.load_state_dict(original.state_dict())
+    again.load_state_dict(ours.state_dict())
+    ids = torch.randint(7, (5, 3))
+    for model in (ours, again):
+        torch.testing.assert_close(model["bag"](ids), original["bag"](ids))
+    with pytest.raises(ValueError, match="dense tables have shapes"):
+        ours["bag"].load_state_dict({"weight": torch.zeros(8, 4)})
 
 
 def test_the_drop_in_refuses_weights_of_another_shape():
