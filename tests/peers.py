@@ -1,6 +1,7 @@
 """Run by ``torchrun`` in test_distributed.py: tables that peers hold, against whole ones.
 
-On GPUs the steps are captured too; several processes may share one.
+On GPUs the steps are captured too; several processes may share one. On CPUs rows are exchanged by
+PyTorch, with the argument ``triton`` by the kernels, through Triton's interpreter.
 """
 
 import os
@@ -15,6 +16,7 @@ from dlrm.distributed import World
 from dlrm.embeddings.dense import Dense
 from dlrm.embeddings.partition import place
 from dlrm.embeddings.sharded import Sharded, Sharding
+from dlrm.kernels import peer_rows
 from dlrm.kernels.plan import Planner
 from dlrm.optim import RowOptimizer
 from dlrm.peers import PeerMemory, bytes_held
@@ -122,6 +124,9 @@ def main():
     world.join(torch.device("cuda", gpu) if on_gpu else torch.device("cpu"))
     world.even = True
     check_memory(world)
+    if sys.argv[1:] == ["triton"] and not on_gpu:
+        BATCHES["cpu"], peer_rows.TILE = 30, 64
+        peer_rows.use_triton = lambda *_: True
     for ways in (["table"] * 4, ["column"] * 4, ["row"] * 4, ["row", "column", "row", "table"]):
         run = Run(world, ways)
         run.compare(run.step_held)

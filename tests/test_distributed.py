@@ -70,9 +70,12 @@ def test_every_kind_and_way_equals_one_process(processes):
     assert "all is equal" in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("processes", [2, 4, pytest.param(3, marks=pytest.mark.gpu)])
-def test_tables_that_peers_hold_equal_whole_ones(processes):
-    done = torchrun(processes, "tests/peers.py")
+@pytest.mark.parametrize(
+    ("processes", "impl"),
+    [(2, []), (2, ["triton"]), (4, []), pytest.param(3, [], marks=pytest.mark.gpu)],
+)
+def test_tables_that_peers_hold_equal_whole_ones(processes, impl):
+    done = torchrun(processes, "tests/peers.py", *impl)
     assert "all is equal" in done.stdout, done.stdout + done.stderr
 
 
