@@ -87,7 +87,8 @@ def make_rule(name: str, **options: Any) -> Rule:
 def round_stochastic(value: Tensor) -> Tensor:
     """fp32 as the bf16 above or below it, by a chance that makes it right on average."""
     chance = torch.randint_like(value, 1 << 16, dtype=torch.int32)
-    return ((value.view(torch.int32) + chance) & -65536).view(torch.float32).bfloat16()
+    rounded = ((value.view(torch.int32) + chance) & -65536).view(torch.float32)
+    return rounded.where(value == value, value).bfloat16()  # what is added to a NaN may overflow
 
 
 def advance(

@@ -6,6 +6,7 @@ import torch
 
 from dlrm.kernels.lookup import row_gradient
 from dlrm.optim import RULES, RowOptimizer, Schedule, gradient_norm
+from dlrm.rules import round_stochastic
 
 TORCH = {  # rule, options as of both, torch's class
     "sgd": ("sgd", {}, torch.optim.SGD),
@@ -292,6 +293,11 @@ def test_float64_parameters_equal_torch_to_their_precision():
         optimizer.step()
         other.step()
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+
+
+def test_no_nan_is_rounded_away():
+    values = torch.tensor([2**31 - 1, -1, 0x7FC00000], dtype=torch.int32).view(torch.float32)
+    assert round_stochastic(values).isnan().all()
 
 
 def test_parameters_may_join_later():
