@@ -64,6 +64,8 @@ def parse(argv: Sequence[str], kinds: Mapping[str, type]) -> tuple[RunConfig, st
             print(f"error: {problem}", file=sys.stderr)
         print("See --help for every option; nothing was started.", file=sys.stderr)
         raise SystemExit(2)
+    if not config.resume:  # else the run's own file says which kinds there are
+        _note_idle(argv, config, kinds)
     return config, _resolved(schema, given)
 
 
@@ -252,6 +254,16 @@ def _build(
 def _check_budget(text: str | None) -> None:
     if text is not None:
         parse_bytes(text, 0)
+
+
+def _note_idle(argv: Sequence[str], config: RunConfig, kinds: Mapping[str, type]) -> None:
+    """Say which options on the command line are of kinds that no table has."""
+    used = {config.emb, *config.tables.kinds.values()}
+    for token in argv:
+        kind, dot, _ = token.removeprefix("--").partition(".")
+        if dot and token.startswith("--") and kind in kinds.keys() - used:
+            option = token.partition("=")[0]
+            print(f"note: {option} changes nothing, no table is of kind {kind}", file=sys.stderr)
 
 
 def _methods(

@@ -165,3 +165,14 @@ def test_help_explains_every_option_with_its_default(capsys):
         explanation = " ".join(rest.split())
         assert "default:" in explanation or "required" in explanation, name
         assert len(explanation.split("(type:")[0].split()) > 3, f"{name} is not explained"
+
+
+def test_options_of_kinds_that_no_table_has_are_noted(capsys, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("tt:\n  rank: 8\n")  # a file may serve several kinds
+    parse(["--config", str(file), "--emb", "qr", "--tt.rank=4", "--qr.collisions", "8"], KINDS)
+    note = "note: --tt.rank changes nothing, no table is of kind tt\n"
+    assert capsys.readouterr().err == note
+    parse(["--emb", "qr", "--tables.kinds", "{C3: tt}", "--tt.rank", "4"], KINDS)
+    parse(["--resume", "runs/one", "--tt.rank", "4"], KINDS)
+    assert capsys.readouterr().err == ""
