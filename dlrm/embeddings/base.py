@@ -160,7 +160,7 @@ class Embedding(nn.Module, ABC):
 
     @property
     def rows_ready(self) -> bool:
-        """Whether nothing has moved rows since the round began, but what it began with."""
+        """Whether the rows of the round under way are still where :meth:`begin_round` put them."""
         return True
 
     def cache_stats(self) -> Mapping[str, float]:

@@ -107,7 +107,7 @@ class Offload(Embedding):
 
     @property
     def rows_ready(self) -> bool:
-        """Whether nothing has moved rows since the round began, but what it began with."""
+        """Whether the rows of the round under way are still where :meth:`begin_round` put them."""
         return self.cached.ready or not self.cached.moves
 
     def begin_round(self, now: Sequence[Announced], coming: Sequence[Announced]) -> None:

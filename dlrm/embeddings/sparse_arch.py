@@ -117,7 +117,7 @@ class SparseArch(nn.Module):
 
     @property
     def rows_ready(self) -> bool:
-        """Whether nothing has moved rows since the round began, but what it began with."""
+        """Whether the rows of the round under way are still where :meth:`begin_round` put them."""
         return all(group.rows_ready for group, _ in self.embeddings())
 
     def in_order(self, vectors: list[Tensor]) -> Tensor:
