@@ -51,6 +51,16 @@ def test_mixed_kinds_with_bags():
             torch.testing.assert_close(out[sample, slot], expected)
 
 
+def test_bags_are_read_on_the_host_once_a_batch(monkeypatch):
+    read = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: read.append(1) or tolist(self))
+    table_plan = [("dense", {}), ("hash", {"rows": 3}), ("qr", {}), ("hash", {"rows": 4})]
+    offsets = torch.arange(4 * 2 + 1)
+    SparseArch(SIZES, 4, table_plan)(torch.zeros(8, dtype=torch.long), offsets)
+    assert len(read) == 1  # on a GPU the host waits for each
+
+
 def kinds_of(*args, **kwargs):
     return [kind for kind, _ in plan(NAMES, SIZES, 8, *args, **kwargs)]
 
