@@ -18,7 +18,7 @@ class Rounds:
     while the step waits.
 
     Args:
-        arch: the tables.
+        arch: the tables; one object at a time may cut their batches into rounds.
     """
 
     def __init__(self, arch: SparseArch) -> None:
