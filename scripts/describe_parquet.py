@@ -69,8 +69,8 @@ def describe(
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is damaged, a column is missing or of a wrong type, a label is missing or
-            not in [0, 1], an id is negative.
+        ValueError: a file is damaged, a column is missing, of a wrong type or named twice, a label
+            is missing or not in [0, 1], an id is negative.
     """
     first = next(name for names in files.values() for name in names)
     schema = _schema(directory / first)
@@ -132,7 +132,7 @@ def _schema(path: Path) -> pa.Schema:
 
 
 def _has_ids(kind: pa.DataType) -> bool:
-    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    lists = isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
     return pa.types.is_integer(kind.value_type if lists else kind)
 
 

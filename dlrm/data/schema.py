@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -60,7 +61,11 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class Meta:
-    """What ``meta.json`` says about a prepared directory."""
+    """What ``meta.json`` says about a prepared directory.
+
+    Raises:
+        ValueError: a column is named more than once.
+    """
 
     dense: tuple[str, ...]
     categorical: tuple[Categorical, ...]
@@ -73,6 +78,14 @@ class Meta:
     """Name, bytes and SHA-256 of each raw input file."""
     planted: Mapping[str, Any] = field(default_factory=dict)
     """Synthetic data only: the best possible metrics per split under the planted truth."""
+
+    def __post_init__(self) -> None:
+        for name, count in Counter([self.label, *self.dense, *self.tables]).items():
+            if count > 1:
+                raise ValueError(
+                    f"column {name!r} is named {count} times; a column is the label, dense or "
+                    "categorical, once"
+                )
 
     @property
     def tables(self) -> tuple[str, ...]:
@@ -135,7 +148,7 @@ class Meta:
             }
             raw["inputs"] = tuple(raw.get("inputs", ()))
             return cls(**raw)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} is not a meta file: {error}; prepare the data again"
             ) from None

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from dlrm.data.criteo import CriteoLoader
@@ -76,6 +78,15 @@ def test_columns_are_told_apart_by_type(shop):
     assert meta.tables == ("age", "item", "shop", "tags")
 
 
+def test_lists_of_fixed_size_are_features_too(tmp_path):
+    pairs = pa.array([[1, 2]] * 4, pa.list_(pa.int64(), 2))
+    pq.write_table(pa.table({"label": [0, 1, 0, 1], "pair": pairs}), tmp_path / "x.parquet")
+    run = describe(tmp_path, "--train", "x.parquet")
+    assert run.returncode == 0, run.stderr
+    (batch,) = CriteoLoader(tmp_path, "train", batch_size=4)
+    assert batch.ids.tolist() == [1, 2] * 4
+
+
 def test_an_existing_description_is_kept_unless_told(shop):
     assert describe(shop, *ARGUMENTS).returncode == 0
     again = describe(shop, *ARGUMENTS, "--dense", "price")
@@ -90,6 +101,8 @@ MISTAKES = {
     "file twice": ((*ARGUMENTS, "--val", "test.parquet"), "test.parquet is named 2 times"),
     "missing label": (("--train", "test.parquet"), "has no columns named 'label'"),
     "missing column": ((*ARGUMENTS, "--dense", "cost"), "has no columns named 'cost'"),
+    "column twice": ((*ARGUMENTS, "--categorical", "item", "item"), "column 'item' is named 2"),
+    "label as feature": ((*ARGUMENTS, "--dense", "clicked"), "column 'clicked' is named 2"),
     "text": ((*ARGUMENTS, "--categorical", "title"), "column 'title' is "),
     "negative ids": ((*ARGUMENTS, "--categorical", "debt"), "column 'debt' holds id -3"),
     "label of 2": (("--train", "test.parquet", "--label", "age"), "column 'age': row"),
