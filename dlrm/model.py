@@ -177,12 +177,19 @@ class DLRM(nn.Module):
         if tables_dtype == "bf16":
             self.sparse_arch.to(torch.bfloat16)
 
-    def forward(self, dense: Tensor, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        dense: Tensor,
+        ids: Tensor,
+        offsets: Tensor | None = None,
+        bounds: Sequence[int] | None = None,
+    ) -> Tensor:
         """Score a feature-major batch.
 
         Args:
             dense: ``[N, B]``.
             ids: ``[F, B]``, or ``[nnz]`` with ``offsets [F * B + 1]``.
+            bounds: ``offsets[::B]`` where the host knows it; else it may have to wait for that.
 
         Returns:
             Logits, ``[B]``.
@@ -199,7 +206,7 @@ class DLRM(nn.Module):
         begin = branch.mark()
         bottom = self.bottom_mlp(dense.t())  # [B, D], the longer chain of a small batch
         with branch.fork(behind=begin):
-            embedded = self.sparse_arch(ids, offsets)  # [B, F_g, D] of each group
+            embedded = self.sparse_arch(ids, offsets, bounds=bounds)  # [B, F_g, D] of each group
         branch.join()
         crossed = self.interaction(bottom, embedded, self.sparse_arch.order)
         return self.top_mlp(crossed).squeeze(1)

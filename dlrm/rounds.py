@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from dlrm.data.batch import Batch
-from dlrm.embeddings.sparse_arch import SparseArch
+from dlrm.embeddings.sparse_arch import Lookups, SparseArch
 
 
 class Rounds:
@@ -43,11 +43,15 @@ class Rounds:
             self._now = announced or [batch]
             size = self._arch.round_of(batch.ids.numel())
             self._coming = [batch, *upcoming][len(self._now) :][:size]
-            now = [] if announced else [(batch.ids, batch.offsets)]
-            self._arch.begin_round(now, [(b.ids, b.offsets) for b in self._coming])
+            now = [] if announced else [batch]
+            self._arch.begin_round(*map(_lookups, (now, self._coming)))
         self._now.pop(0)
         self._arch.in_round(True)
         try:
             yield
         finally:
             self._arch.in_round(False)
+
+
+def _lookups(batches: Sequence[Batch]) -> list[Lookups]:
+    return [(batch.ids, batch.offsets, batch.bounds) for batch in batches]

@@ -195,7 +195,7 @@ class TrainStep:
         norm_of = reducer.norm if reducer else gradient_norm
         with self._planner, sharing:
             with torch.autocast(self.device.type, torch.bfloat16, self.precision == "bf16"):
-                logits = self.model(batch.dense, batch.ids, batch.offsets)
+                logits = self.model(batch.dense, batch.ids, batch.offsets, batch.bounds)
             loss = self._loss(logits, batch.labels)
             if reducer is not None:  # a mean over no samples is not a number
                 loss = loss * (batch.size / total) if batch.size else logits.float().sum()

@@ -15,13 +15,16 @@ class Batch:
 
     One-hot batches carry ``ids [F, B]`` and no offsets. Batches with multi-hot features carry the
     ids of all bags as ``ids [nnz]``, table by table, and ``offsets [F * B + 1]``: the bag of
-    feature ``f`` and sample ``b`` is ``ids[offsets[f * B + b] : offsets[f * B + b + 1]]``.
+    feature ``f`` and sample ``b`` is ``ids[offsets[f * B + b] : offsets[f * B + b + 1]]``. Whoever
+    knows on the host where the ids of each table begin may add that, so that a model need not wait
+    for the device to read it from the offsets.
     """
 
     dense: Tensor  # [N, B] float32
     ids: Tensor  # [F, B] or [nnz], int32 or int64
     labels: Tensor  # [B] float32
     offsets: Tensor | None = None  # [F * B + 1] int64
+    bounds: tuple[int, ...] | None = None  # offsets[::B], on the host
 
     @property
     def size(self) -> int:
@@ -56,7 +59,8 @@ class Batch:
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         offsets = None if self.offsets is None else function(self.offsets)
-        return Batch(function(self.dense), function(self.ids), function(self.labels), offsets)
+        rest = function(self.ids), function(self.labels), offsets, self.bounds
+        return Batch(function(self.dense), *rest)
 
 
 def joined(batches: Sequence[Batch]) -> Batch:

@@ -230,7 +230,8 @@ def fill_multi_hot(block: Block, parts: Sequence[Part], multi_hot: Sequence[bool
     empty = Bags(ids=np.empty(0, block.ids.dtype), offsets=np.zeros(1, np.int64))
     joined = _joined([next(bags, empty) if many else next(one_hot) for many in multi_hot])
     ids, offsets = torch.from_numpy(joined.ids), torch.from_numpy(joined.offsets)
-    return Batch(batch.dense, ids, batch.labels, offsets)
+    bounds = tuple(joined.offsets[:: batch.size].tolist()) if batch.size else None
+    return Batch(batch.dense, ids, batch.labels, offsets, bounds)
 
 
 def _cut(bags: Bags, rows: slice) -> Bags:

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dlrm.embeddings.base import Announced, Embedding
+from dlrm.embeddings.base import Embedding
 from dlrm.embeddings.plan import Plan
 from dlrm.embeddings.registry import available, build
 from dlrm.embeddings.sharded import Sharded, Sharding
 
 LINK = 53e9  # bytes a second each way between pinned host memory and an H100 (PCIe 5), as measured
+
+Lookups = tuple[Tensor, Tensor | None, Sequence[int] | None]  # ids, offsets and bounds of a batch
 
 
 class SparseArch(nn.Module):
@@ -69,18 +71,25 @@ class SparseArch(nn.Module):
         self._measured: tuple[float, Counter[str]] = time.perf_counter(), Counter()  # sums then
 
     def forward(
-        self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+        self,
+        ids: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+        *,
+        bounds: Sequence[int] | None = None,
     ) -> list[Tensor]:
         """Look up every table.
 
         Args:
             ids, offsets, per_sample_weights: of all features, as in ``Embedding.forward``.
+            bounds: where the ids of each table begin, and the end, ``[F + 1]``; without it they
+                may have to be read from the offsets, and the host waits for the device.
 
         Returns:
             The vectors of each group, ``[B, F_g, D]``; of sharded ones in several parts.
         """
         found: dict[int, list[Tensor]] = {}
-        bounds = self._bounds(offsets)
+        bounds = bounds or self._bounds(offsets)
         for index in self._turns:
             share = self._share(index, ids, offsets, per_sample_weights, bounds)
             group = self.groups[index]
@@ -99,10 +108,10 @@ class SparseArch(nn.Module):
         sizes = [g.round_of(lookups * len(s) // tables) for g, s in self.embeddings()]
         return min((size for size in sizes if size), default=0)
 
-    def begin_round(self, now: Sequence[Announced], coming: Sequence[Announced]) -> None:
+    def begin_round(self, now: Sequence[Lookups], coming: Sequence[Lookups]) -> None:
         """Have the groups that fetch rows ahead begin a round; see ``Embedding.begin_round``."""
         known = [
-            [(ids, offsets, None, self._bounds(offsets)) for ids, offsets in batches]
+            [(ids, offsets, None, at or self._bounds(offsets)) for ids, offsets, at in batches]
             for batches in (now, coming)
         ]
         for index, (group, _) in enumerate(self.embeddings()):
@@ -125,10 +134,7 @@ class SparseArch(nn.Module):
         return torch.cat(vectors, dim=1).index_select(1, self.order)
 
     def _bounds(self, offsets: Tensor | None) -> list[int]:
-        """Where the ids of each table of a batch begin, and the end, as :meth:`_share` needs them.
-
-        Read on the host, which waits for the device: once per batch, not once per group.
-        """
+        """The bounds of a batch, if :meth:`_share` needs them: read once, not for each group."""
         if offsets is None or len(self.groups) == 1:
             return []
         tables = len(self.num_embeddings)

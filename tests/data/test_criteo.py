@@ -345,6 +345,7 @@ def test_multi_hot(tmp_path, kind, shuffle):
         assert batch.ids.dtype == torch.int32
         assert batch.offsets.dtype == torch.int64
         assert batch.offsets.shape == (4 * batch.size + 1,)
+        assert list(batch.to("cpu").bounds) == batch.offsets[:: batch.size].tolist()
         got = [bag.tolist() for bag in torch.tensor_split(batch.ids, batch.offsets[1:-1])]
         these = rows([batch])
         expected = [[source["C1"][row]] for row in these]
