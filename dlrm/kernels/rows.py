@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from dlrm.kernels import use_triton
+from dlrm.kernels import require_integers, use_triton
 from dlrm.kernels.cached_rows import CachedRows
 from dlrm.kernels.plan import Plan, prepare
 from dlrm.rules import Rule, advance, make_rule, round_stochastic
@@ -266,10 +266,17 @@ def update_rows(
         impl: see :mod:`dlrm.kernels`.
 
     Raises:
-        ValueError: unknown rule, or states or shapes that do not fit.
+        ValueError: unknown rule, states or shapes that do not fit, or rows that are no integers or
+            on another device.
     """
     rule = make_rule(rule) if isinstance(rule, str) else rule
     _check(rule, weight, grads, states)
+    if plan is None:
+        require_integers(weight, rows=rows)
+        if rows.shape != grads.shape[:1]:
+            raise ValueError(
+                f"rows have shape {tuple(rows.shape)}, they must be [{len(grads)}]: one a gradient"
+            )
     if not use_triton(weight, impl):
         update_rows_torch(rule, weight, rows, grads, states, lr=lr, cached=cached, seed=seed)
         return

@@ -125,7 +125,8 @@ def update_whole(
         impl: see :mod:`dlrm.kernels`.
 
     Raises:
-        ValueError: unknown rule, or not one gradient and one set of states per parameter.
+        ValueError: unknown rule, or not one gradient of its shape and one set of states per
+            parameter.
     """
     rule = make_rule(rule) if isinstance(rule, str) else rule
     if not len(parameters) == len(grads) == len(states):
@@ -133,6 +134,12 @@ def update_whole(
             f"{len(parameters)} parameters, {len(grads)} gradients, {len(states)} states: give one "
             "of each per parameter"
         )
+    for parameter, grad, kept in zip(parameters, grads, states, strict=True):
+        if grad.shape != parameter.shape or len(kept) != len(rule.states):
+            raise ValueError(
+                f"a parameter {tuple(parameter.shape)} has a gradient {tuple(grad.shape)} and "
+                f"{len(kept)} states; {rule.name} needs one of its shape and {len(rule.states)}"
+            )
     if not parameters:
         return
     # The kernel computes in fp32, and walks over memory.

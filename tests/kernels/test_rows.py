@@ -254,6 +254,11 @@ def test_messages():
         update_rows("adam", weight, ids, grads, lr=lr)
     with pytest.raises(ValueError, match=r"grads have shape \(2, 5\), they must be \[n, 4\]"):
         update_rows("sgd", weight, ids, torch.zeros(2, 5), lr=lr)
+    for impl in ("triton", "torch"):
+        with pytest.raises(ValueError, match=r"rows have shape \(1,\), they must be \[2\]"):
+            update_rows("sgd", weight, ids[:1], grads, lr=lr, impl=impl)
+        with pytest.raises(ValueError, match=r"rows must be integers, got torch\.float32"):
+            update_rows("sgd", weight, ids.float(), grads, lr=lr, impl=impl)
     with pytest.raises(ValueError, match="weight and states must be contiguous"):
         update_rows("sgd", torch.zeros(4, 3).t(), ids, grads, lr=lr)
     with pytest.raises(ValueError, match="impl is 'cuda'"):

@@ -121,3 +121,9 @@ def test_errors_name_what_is_missing(device):
         update_whole("adagrat", parameters, parameters, states, lr=lr)
     with pytest.raises(ValueError, match="2 parameters, 1 gradients, 2 states: give one"):
         update_whole("adagrad", parameters, parameters[:1], states, lr=lr)
+    with pytest.raises(
+        ValueError, match=r"has a gradient \(1,\) and 1 states; adagrad needs one of"
+    ):
+        update_whole("adagrad", parameters, [torch.zeros(1)] * 2, states, lr=lr)
+    with pytest.raises(ValueError, match=r"and 0 states; adagrad needs one of its shape and 1"):
+        update_whole("adagrad", parameters, parameters, [[], []], lr=lr)
