@@ -198,3 +198,11 @@ def test_the_drop_in_refuses_weights_of_another_shape():
     bag = EmbeddingBag(7, 4, mode="sum")
     with pytest.raises(ValueError, match=r"have shape \(4,\), they must have the shape of input"):
         bag(torch.zeros(2, 2, dtype=torch.long), None, torch.ones(4))
+
+
+@pytest.mark.parametrize("kind", ["dense", "tt"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_the_drop_in_refuses_weights_of_another_type(kind, dtype):
+    bag = EmbeddingBag(7, 4, mode="sum", kind=kind)
+    with pytest.raises(ValueError, match=f"are {dtype}, not torch.float32 as rows are"):
+        bag(torch.tensor([[1, 2]]), None, torch.ones(1, 2, dtype=dtype))
