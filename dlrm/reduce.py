@@ -194,8 +194,7 @@ class Reducer:
         """Give a parameter its summed table from the front of ``flat``; returns what is left.
 
         Where some rows must be left out, the gradient still has an entry for every row, so that its
-        shape does not depend on the ids: those of rows without a mark, all zeros, are entries of
-        the first row that has one.
+        shape does not depend on the ids: those without a mark have row -1.
         """
         table, flat = flat.split([parameter.numel(), flat.numel() - parameter.numel()])
         grad = table.view_as(parameter).to(parameter.dtype)
@@ -204,9 +203,7 @@ class Reducer:
             return flat
         height = len(parameter)
         marks, flat = flat.split([height, flat.numel() - height])
-        found = marks > 0
-        rows = torch.arange(height, device=marks.device)
-        rows = torch.where(found, rows, found.int().argmax())
+        rows = torch.arange(height, device=marks.device).where(marks > 0, -1)
         parameter.grad = row_gradient(parameter, rows, grad, sparse=True)
         return flat
 
