@@ -194,7 +194,7 @@ def measure_case(
     case: Case, batch: int, world: World, device: torch.device, options: argparse.Namespace
 ) -> dict[str, Any]:
     """The step's time on the slowest process, and what it consists of."""
-    model, step, text = make_step(case, world, device, options, options.precision)
+    _, step, text = make_step(case, world, device, options, options.precision)
     rows = case.recipe(options.cap)["num_embeddings"]
     batches = make_batches(rows, batch, 10 + world.rank, device)
     total = batch * world.size
@@ -216,7 +216,6 @@ def measure_case(
         extra["gpu_GB"] = round((memory - free) / 1e9, 2)
     if text:
         extra["plan"] = text.splitlines()
-    del model
     return {
         "model": case.model,
         "kind": case.kind,
