@@ -86,14 +86,10 @@ def spread(
             or whose columns the rule needs together, pages that have devices of their own, or
             peers that can't be.
     """
-    _check_exchange(world, wire, exchange)
     num_embeddings, plan = recipe["num_embeddings"], recipe["plan"]
+    _check_exchange(world, wire, exchange)
+    _check_devices(world, plan)
     ways = _ways(names, recipe, by, tables or {}, threshold)
-    if world.size > 1 and any(options.get("devices") for _, options in plan):
-        raise ValueError(
-            "--paged.devices places the pages of one process; under torchrun every process holds "
-            "its share where it computes: drop --paged.devices, or start python train.py alone"
-        )
     if world.size == 1 or set(ways) == {"replicate"}:
         return None
     whole_rows = rule == "rowwise_adagrad"  # its one sum of a row is of all columns
@@ -141,6 +137,14 @@ def _ways(
             )
         ways.append(way)
     return ways
+
+
+def _check_devices(world: World, plan: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    if world.size > 1 and any(options.get("devices") for _, options in plan):
+        raise ValueError(
+            "--paged.devices places the pages of one process; under torchrun every process holds "
+            "its share where it computes: drop --paged.devices, or start python train.py alone"
+        )
 
 
 def _room() -> int:
