@@ -107,6 +107,7 @@ def _schema(kinds: Mapping[str, type]) -> dict[str, Option]:
 def _parser(schema: Mapping[str, Option]) -> ArgumentParser:
     parser = ArgumentParser(
         prog="train.py",
+        usage="%(prog)s [--config FILE] [--emb KIND] [--OPTION VALUE ...]",
         description="Train a DLRM whose sparse architecture is swapped by one flag. Options of a "
         "kind may differ by table: --tt.rank '{C3: 64, default: 16}'.",
         exit_on_error=False,
