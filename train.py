@@ -23,7 +23,6 @@ from dlrm.data.criteo import CriteoLoader
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.distributed import World, pick_device
 from dlrm.embeddings import available
-from dlrm.embeddings.cache import renew_caches
 from dlrm.embeddings.plan import AUTO, describe, plan
 from dlrm.embeddings.sharded import spread
 from dlrm.model import DLRM
@@ -117,8 +116,8 @@ class Run:
                     if profiler:
                         profiler.step()
                     if self.steps % config.populate_every == 0:
-                        groups = [group for group, _ in self.model.sparse_arch.embeddings()]
-                        self.tracker.log(self.steps, renew_caches(groups, self.optimizers[1]))
+                        renewed = self.model.sparse_arch.renew_caches(self.optimizers[1])
+                        self.tracker.log(self.steps, renewed)
                     if logging:
                         self._log(out, clock, progress)
                     if self.steps % eval_every == 0:

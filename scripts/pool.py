@@ -26,7 +26,6 @@ from dlrm import measure
 from dlrm.cli import parse
 from dlrm.distributed import World
 from dlrm.embeddings import available
-from dlrm.embeddings.cache import renew_caches
 from dlrm.machine import cores
 
 ROOT = Path(__file__).parent.parent
@@ -128,8 +127,7 @@ def _time_steps(arguments: list[str], batches: int) -> dict[str, float]:
         run.model.train()
         for batch in held:
             run.step(batch)
-        groups = [group for group, _ in run.model.sparse_arch.embeddings()]
-        renew_caches(groups, run.optimizers[1])
+        run.model.sparse_arch.renew_caches(run.optimizers[1])
         took = measure.milliseconds(lambda i: run.step(held[i % len(held)]), run.device)
     return {"step, ms": took, "samples/s": 1e3 * config.batch_size / took}
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from dlrm.data.batch import Batch
 from dlrm.distributed import World
 from dlrm.embeddings import available
-from dlrm.embeddings.cache import renew_caches
 from dlrm.embeddings.dense import Dense
 from dlrm.embeddings.partition import cut_rows, place
 from dlrm.embeddings.sharded import Sharded, Sharding, spread
@@ -92,7 +91,7 @@ def train(world, kind, *, rule="adagrad", multi_hot=False, clip_norm=None, **sha
         mine = share_of(batch, world)
         values += [float(v) for v in step(mine, norms=True, total=batch.size).values()]
         if index == 2:
-            renew_caches([group for group, _ in model.sparse_arch.embeddings()], optimizers[1])
+            model.sparse_arch.renew_caches(optimizers[1])
     return values, model
 
 

@@ -6,14 +6,13 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict
+from typing import Any, ClassVar, Self, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-if TYPE_CHECKING:
-    from dlrm.embeddings.cache import PopulateReport
+from dlrm.embeddings.cache import PopulateReport
 
 MODES = ("sum", "mean", "max")
 Announced = tuple[Tensor, Tensor | None]  # ids and offsets of a batch

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import gcd
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-
-if TYPE_CHECKING:
-    from dlrm.embeddings.base import Embedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,30 +201,6 @@ class RowCache(nn.Module):
     def nbytes(self) -> int:
         """Bytes of rows, keys, counts and all else."""
         return sum(tensor.nbytes for tensor in self.state_dict().values())
-
-
-class _Resets(Protocol):
-    def reset_rows(
-        self, parameter: Tensor, rows: Tensor, sources: Tensor | None = None
-    ) -> None: ...
-
-
-def renew_caches(groups: Sequence[Embedding], optimizer: _Resets) -> dict[str, float]:
-    """Renew the caches of rows, where groups have one; rows that change owner start with fresh
-    optimizer state, or with that of the row that they copy.
-
-    Returns:
-        What the renewals did, to be logged.
-    """
-    values: dict[str, float] = {}
-    for index, group in enumerate(groups):
-        report = group.cache_populate()
-        if report is not None:
-            for name, rows in report.reset.items():
-                sources = report.sources.get(name)
-                optimizer.reset_rows(group.get_parameter(name), rows, sources)
-            values |= {f"cache/{name}_{index}": value for name, value in report.values().items()}
-    return values
 
 
 def _even_stride(n: int) -> int:

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,12 @@ from dlrm.embeddings.sharded import Sharded, Sharding
 LINK = 53e9  # bytes a second each way between pinned host memory and an H100 (PCIe 5), as measured
 
 Lookups = tuple[Tensor, Tensor | None, Sequence[int] | None]  # ids, offsets and bounds of a batch
+
+
+class _Resets(Protocol):
+    def reset_rows(
+        self, parameter: Tensor, rows: Tensor, sources: Tensor | None = None
+    ) -> None: ...
 
 
 class SparseArch(nn.Module):
@@ -222,6 +228,24 @@ class SparseArch(nn.Module):
             for name, size in moved.items():
                 values[f"cache/MB_{name}_per_step"] = size / max(steps - before["steps"], 1) / 1e6
             values["cache/link_share"] = max(moved.values()) / (self._measured[0] - began) / LINK
+        return values
+
+    def renew_caches(self, optimizer: _Resets) -> dict[str, float]:
+        """Renew the caches of rows, where groups have one; rows that change owner start with fresh
+        optimizer state, or with that of the row that they copy.
+
+        Returns:
+            What the renewals did, to be logged.
+        """
+        values: dict[str, float] = {}
+        for index, (group, _) in enumerate(self.embeddings()):
+            report = group.cache_populate()
+            if report is not None:
+                for name, rows in report.reset.items():
+                    sources = report.sources.get(name)
+                    optimizer.reset_rows(group.get_parameter(name), rows, sources)
+                told = report.values().items()
+                values |= {f"cache/{name}_{index}": value for name, value in told}
         return values
 
     def sizes(self) -> dict[str, float]:
