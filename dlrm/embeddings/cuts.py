@@ -69,9 +69,9 @@ class Cut(nn.Module, ABC):
         self._place: Tensor  # [F], where it begins in the weight
         self.direct: Direct | None = None
         if peers and len({piece.width for piece in pieces}) == 1:
-            self._reach(pieces)
+            self._reach()
 
-    def _reach(self, pieces: Sequence[Piece]) -> None:
+    def _reach(self) -> None:
         """Give every row the key by which peers look it up."""
         heights = [sum(piece.height for piece in own) for own in self.by_rank]
         asked = [len(own) for own in self.by_rank]
