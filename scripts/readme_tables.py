@@ -276,8 +276,7 @@ def loader() -> str:
         *("where to", "batch", "shuffled, rows/s", "in order, rows/s"),
         *("floor: pyarrow reads", "floor: a copy"),
     ]
-    note = "\n*`benchmarks/loader.json`, `benchmarks/loader_h100.json`.*\n"
-    return markdown(head, rows) + note
+    return markdown(head, rows) + "\n*`benchmarks/loader.json`, `benchmarks/loader_h100.json`.*\n"
 
 
 def epoch() -> str:
