@@ -1,6 +1,7 @@
 """What every test needs to know: is there a GPU, and if not, Triton interprets its kernels."""
 
 import os
+import signal
 import zlib
 
 import torch
@@ -9,6 +10,9 @@ if not torch.cuda.is_available():  # before anything imports triton
     os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""Processes started here can be interrupted, though a job in the background ignores that."""
 
 
 def pytest_addoption(parser):
