@@ -66,9 +66,8 @@ def auc(scores: Tensor, labels: Tensor) -> float:
     """
     scores, order = scores.sort()
     positive = labels[order] > 0.5
-    last = torch.cat(
-        [scores[1:] != scores[:-1], positive.new_ones(len(scores[:1]))]
-    )  # of its equal scores
+    # The last of its equal scores.
+    last = torch.cat([scores[1:] != scores[:-1], positive.new_ones(len(scores[:1]))])
     positives, negatives = positive.cumsum(0)[last], (~positive).cumsum(0)[last]
     below = negatives - negatives.diff(prepend=negatives.new_zeros(1))
     won = (positives.diff(prepend=positives.new_zeros(1)) * (below + negatives)).sum()

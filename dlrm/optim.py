@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dlrm.kernels.cached_rows import cached_rows
+from dlrm.kernels.cached_rows import CachedRows, cached_rows
 from dlrm.kernels.host import zeros_beside
 from dlrm.kernels.plan import announced
 from dlrm.kernels.rows import update_rows
@@ -188,30 +188,32 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in the base class; of rows in host memory it is the state of all, cached ones too."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if (cached := cached_rows(parameter)) is not None:
-                    cached.release()
+        for _, cached in _caches(self):
+            cached.release()
         return super().state_dict()
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy has: the base class names its own attributes alone."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if (cached := cached_rows(parameter)) is not None:
-                    cached.flush()
+        for _, cached in _caches(self):
+            cached.flush()
         return {**super().__getstate__(), "_stochastic": self._stochastic}
+
+
+def _caches(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, CachedRows]]:
+    """The parameters with a cache of rows before them, and that."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (cached := cached_rows(parameter)) is not None:
+                yield parameter, cached
 
 
 def _write_back(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Before a step of another optimizer, which knows no caches: end those of its parameters."""
     if isinstance(optimizer, RowOptimizer):
         return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            cached = cached_rows(parameter)
-            if cached is not None and cached.active and parameter.grad is not None:
-                cached.stop()
+    for parameter, cached in _caches(optimizer):
+        if cached.active and parameter.grad is not None:
+            cached.stop()
 
 
 register_optimizer_step_pre_hook(_write_back)

@@ -24,9 +24,9 @@ class Direct:
     """Look-ups of rows that lie with peers, without collectives (:mod:`dlrm.kernels.peer_rows`).
 
     A look-up is asked for by its key: row r of the weight of number p of ``World.ring`` has the key
-    ``p * height + r``. Gradients arrive in memory that batches of a
-    size share, so those of a look-up must be applied before the next one. Every process has memory
-    for as many rows and gradients as the one that needs the most.
+    ``p * height + r``. Gradients arrive in memory that batches of a size share, so those of a
+    look-up must be applied before the next one. Every process has memory for as many rows and
+    gradients as the one that needs the most.
 
     Args:
         world: the processes, all on one host.

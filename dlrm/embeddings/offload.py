@@ -9,14 +9,7 @@ from typing import Any, Self, Unpack
 import torch
 from torch import Tensor, nn
 
-from dlrm.embeddings.base import (
-    Announced,
-    Common,
-    Embedding,
-    bag_of_each,
-    row_offsets,
-    shares,
-)
+from dlrm.embeddings.base import Announced, Common, Embedding, bag_of_each, row_offsets, shares
 from dlrm.kernels.cached_rows import CachedRows
 from dlrm.kernels.host import in_host_memory, mapped
 from dlrm.kernels.lookup import lookup, lookup_tables

@@ -134,40 +134,21 @@ def tt_vectors(
     if not _runs_triton(cores, impl) or not ids.numel():
         rows = tt_vectors_torch(cores, p, core_offsets, q, ranks, tables, ids)
         return rows if skip is None else rows.masked_fill(skip[..., None], 0.0)
-    skip = None if skip is None else skip.contiguous().view(-1)
-    call = _one_each(p, core_offsets, q, ranks, tables, ids, skip, deterministic)
-    out = _look_up(call, None, cores, precision)
-    if ids.dim() == 2:
-        return out.view(*ids.t().shape, -1).transpose(0, 1)
-    return out.view(*ids.shape, -1)
-
-
-def _one_each(
-    p: Tensor,
-    core_offsets: Tensor,
-    q: Sequence[int],
-    ranks: Sequence[int],
-    tables: Tensor,
-    ids: Tensor,
-    skip: Tensor | None,
-    deterministic: bool | None,
-) -> Call:
-    """The call for one row per id."""
     n = ids.numel()
     outer, inner = ids.shape if ids.dim() == 2 else (1, 1)
     if tables.numel() == 1:
-        per_table = max(n, 1)
+        per_table = n
     elif ids.dim() == 2 and tables.shape == (outer, 1):
         per_table = inner
     else:
         per_table, tables = 1, tables.expand(ids.shape)
     chain = chain_of(p, q, ranks)
-    return Call(
+    call = Call(
         chain=chain,
         p=p,
         starts=core_offsets,
         ids=ids.contiguous().view(-1),
-        skip=skip,
+        skip=None if skip is None else skip.contiguous().view(-1),
         tables=tables.contiguous(),
         per_table=per_table,
         results=n,
@@ -175,6 +156,10 @@ def _one_each(
         outer=outer,
         way=_way(chain, n, deterministic),
     )
+    out = _look_up(call, None, cores, precision)
+    if ids.dim() == 2:
+        return out.view(*ids.t().shape, -1).transpose(0, 1)
+    return out.view(*ids.shape, -1)
 
 
 def _look_up(
