@@ -140,12 +140,7 @@ def test_the_reference_shares_large_slices(device):
         close(gradients[k], gradient, 1e-12, f"core {k}")
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ALL)
-def test_rows_and_the_gradient_of_every_core(name, way, device, monkeypatch):
-    group = Group(name, device)
-    options = take(monkeypatch, way)
-    ids = group.ids(20_000 if name in LARGE and GPU else 45)
+def check_rows_and_gradients(group, ids, options):
     got = tt_vectors(*group.arguments, group.index(), ids, precision="ieee", **options)
     cores, want = group.reference(ids, group.index())
     close(got, want, ROUNDING["ieee"])
@@ -153,6 +148,15 @@ def test_rows_and_the_gradient_of_every_core(name, way, device, monkeypatch):
     gradients = torch.autograd.grad(got, group.cores, grad)
     for k, gradient in enumerate(torch.autograd.grad(want, cores, grad.double())):
         close(gradients[k], gradient, ROUNDING["ieee"], f"core {k}")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ALL)
+def test_rows_and_the_gradient_of_every_core(name, way, device, monkeypatch):
+    group = Group(name, device)
+    options = take(monkeypatch, way)
+    ids = group.ids(20_000 if name in LARGE and GPU else 45)
+    check_rows_and_gradients(group, ids, options)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -163,13 +167,7 @@ def test_a_program_takes_several_tiles_of_a_slice(way, device, monkeypatch):
     group = Group("d3-pairs", device)
     options = take(monkeypatch, way)
     ids = torch.arange(group.rows[0], device=device)[None]  # 35 rows of every big slice
-    got = tt_vectors(*group.arguments, group.index(), ids, precision="ieee", **options)
-    cores, want = group.reference(ids, group.index())
-    close(got, want, ROUNDING["ieee"])
-    grad = torch.randn_like(got)
-    gradients = torch.autograd.grad(got, group.cores, grad)
-    for k, gradient in enumerate(torch.autograd.grad(want, cores, grad.double())):
-        close(gradients[k], gradient, ROUNDING["ieee"], f"core {k}")
+    check_rows_and_gradients(group, ids, options)
 
 
 @pytest.mark.parametrize("way", WAYS)
