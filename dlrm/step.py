@@ -248,6 +248,7 @@ class TrainStep:
         """Record a step on a copy of the batch; nothing is computed yet."""
         static = batch.clone()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # Meanwhile a thread may fetch rows, with streams and memory of its own.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             out = self._run(static, norms, total)
         return Captured(graph, static, out)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dlrm.data.batch import Batch
-from dlrm.kernels import row_moves
+from dlrm.kernels.cached_rows import CachedRows
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
 from dlrm.step import TrainStep
@@ -95,13 +95,15 @@ def test_batches_with_and_without_offsets_may_alternate(kinds, device):
 def moves(plan, device, monkeypatch):
     """Samples whose rows each move of twelve steps brings, and whether ahead of them."""
     moved = []
-    move = row_moves.move_rows
+    begin = CachedRows.begin_round
 
-    def count(index, tensors, ids, starts, *, ahead, impl):
-        moved.append((ids.shape[1], ahead))
-        move(index, tensors, ids, starts, ahead=ahead, impl=impl)
+    def count(cached, *rounds, batches):
+        if cached.moves:
+            for each, ahead in zip(rounds, (False, True), strict=True):
+                moved.extend([] if each is None else [(each[0].shape[1], ahead)])
+        begin(cached, *rounds, batches=batches)
 
-    monkeypatch.setattr("dlrm.kernels.cached_rows.move_rows", count)
+    monkeypatch.setattr(CachedRows, "begin_round", count)
     _, step = make(plan, device)
     batches = [draw(32, device) for _ in range(12)]
     for index, batch in enumerate(batches):

@@ -23,7 +23,7 @@ class Offload(Embedding):
     Nothing but speed depends on the cache: what is computed and what is saved are those of
     ``dense``, and so are the initial rows. The ids of the coming batches are known, so their rows
     are fetched, and others written back, while those before are computed, in rounds of up to four
-    (:mod:`dlrm.kernels.row_moves`); in several processes, each of which has all of the tables, only
+    (:mod:`dlrm.kernels.carrier`); in several processes, each of which has all of the tables, only
     once they are looked up, since each updates what the others use. ``.to(device)`` leaves the rows
     in host memory and lets the device see them there.
 

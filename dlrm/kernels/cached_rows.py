@@ -4,7 +4,7 @@ Every row has a place in host memory, which the GPU reads and writes at its own 
 (:mod:`dlrm.kernels.host`). Some have a slot of a cache on the GPU as well, which then stands for
 them; with a row moves what an optimizer keeps for it. A row that found no slot is used where it
 lies, so a cache of any size gives the same result, down to none.
-How rows move: :mod:`dlrm.kernels.row_moves`.
+How rows move: :mod:`dlrm.kernels.row_moves` and, ahead of their use, :mod:`dlrm.kernels.carrier`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dlrm.kernels import use_triton
-from dlrm.kernels.branch import Branch
+from dlrm.kernels.carrier import Carrier
 from dlrm.kernels.host import zeros_beside
 from dlrm.kernels.lookup import row_gradient, tiling
 from dlrm.kernels.plan import announce
@@ -87,8 +87,7 @@ class CachedRows:
         capacity, device = self.capacity, weight.device
         self.tensors = [(weight, weight.new_zeros(capacity, weight.shape[1]))]
         self.index = Slots.empty(len(weight), capacity, self.half_life, device)
-        self._branch = Branch(device)
-        self._moving: Round | None = None  # whose rows the branch is fetching
+        self._carrier = Carrier(device)
         self.active = True
 
     def new_rows(self, columns: int, dtype: torch.dtype) -> Tensor:
@@ -146,16 +145,14 @@ class CachedRows:
         """
         if not self.moves:
             return
-        self._join()
+        self._carrier.join()
         self.index.clock.add_(1)
         self.index.traffic[4] += batches
         self.ready = True
         if now is not None:
-            move_rows(self.index, self.tensors, *now, ahead=False, impl=self.impl)
+            move_rows(self.index, self.tensors, *now, impl=self.impl)
         if coming is not None:
-            self._moving = coming
-            with self._branch.fork():
-                move_rows(self.index, self.tensors, *coming, ahead=True, impl=self.impl)
+            self._carrier.begin(self.index, self.tensors, *coming, impl=self.impl)
 
     def lookup(
         self,
@@ -187,13 +184,8 @@ class CachedRows:
             self.begin_round((ids, starts), None)
             self.ready = False  # what was announced may have lost its slots
         elif not training:
-            self._join()
+            self._carrier.join()
         return _Lookup.apply(self.tensors[0][0], ids, starts, self, sparse)
-
-    def _join(self) -> None:
-        if self._moving is not None:
-            self._branch.join()
-            self._moving = None
 
     # The table as a whole ---------------------------------------------------------------------
 
@@ -202,7 +194,7 @@ class CachedRows:
         """Write the cached rows to the host; they stay in the cache."""
         if not self.active:
             return
-        self._join()
+        self._carrier.join()
         held = (self.index.owners >= 0).nonzero()[:, 0]
         rows = self.index.owners[held].long()
         for host, cache in self.tensors:

@@ -25,8 +25,8 @@ _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 HUGE = 1 << 21  # bytes of a huge page: fewer translations, and pinned at 4 GB/s
 
 
-_stretches: dict[int, int] = {}
-"""Size by address of what is pinned now."""
+_stretches: dict[int, Tensor] = {}
+"""What is pinned now, as bytes of the CPU, by address."""
 
 
 class _Registered:
@@ -44,7 +44,7 @@ class _Registered:
                 f"{size:,} bytes of host memory can't be pinned (CUDA error {int(error)}): free "
                 "some, or raise the limit of locked memory (ulimit -l)"
             )
-        _stretches[self.address] = size
+        _stretches[self.address] = self.bytes
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (size,),
             "typestr": "|u1",
@@ -53,7 +53,7 @@ class _Registered:
         }
 
     def __del__(self) -> None:
-        if _stretches.pop(self.address, 0):
+        if _stretches.pop(self.address, None) is not None:
             torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
@@ -89,8 +89,25 @@ def mapped(
 
 def in_host_memory(tensor: Tensor) -> bool:
     """Whether a tensor of a GPU is one of :func:`mapped`, or a part of one."""
+    return _place(tensor) is not None
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """The tensor of the CPU over the memory of a contiguous one of :func:`mapped`; or itself."""
+    if not tensor.is_cuda:
+        return tensor
+    place = _place(tensor)
+    assert place is not None, "the tensor is in the memory of the GPU"
+    return place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+def _place(tensor: Tensor) -> Tensor | None:
+    """What is pinned from the tensor's address on, as bytes of the CPU; None if nothing is."""
     at = tensor.data_ptr()
-    return any(begin <= at < begin + size for begin, size in _stretches.items())
+    for begin, stretch in _stretches.items():
+        if begin <= at < begin + len(stretch):
+            return stretch[at - begin :]
+    return None
 
 
 def zeros_beside(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -2,19 +2,18 @@
 
 A move lists the rows of a round of batches that have no slot in the cache, gives them the slots of
 the coldest rows, and exchanges the two: the old ones to the host, the new ones from it. Its shapes
-depend on the size of the batches alone and the host is told nothing, so that it runs on a second
-stream while the round before computes. That round is not disturbed, since neither its rows nor the
-next ones lose their slots, and rows that it uses in host memory are not fetched.
+depend on the size of the batches alone and the host is told nothing, so that the lists can
+be made on a second stream while the round before computes. That round is not disturbed, since
+neither its rows nor the next ones lose their slots, and rows that it uses in host memory are not
+fetched.
 
 What costs is not bytes but the GPU's translation of host addresses. Seen on an H100, with 30,000
 rows of 64 bytes each way beside a step of 0.48 ms: within 256 MB of host memory they cost the step
-0.03 ms; in 1 GB 0.15 ms; in 2.2 GB 0.36 ms if moved as fast as the link can, by 16 programs 0.32,
-by 4 0.21, by one, which takes 0.8 ms for them, 0.06. While look-ups of addresses queue up, all else
-in their part of the GPU waits for its own. Hence
-
-- rounds of several batches, whose rows lie nearer to one another: of 4, half as many pages a batch;
-- both lists of rows are sorted, so that a page is met once for what comes and what goes;
-- as few programs move as are done in time, with the next rows under way while these are stored.
+0.03 ms; in 1 GB 0.15 ms; in 2.2 GB 0.36 ms if moved as fast as the link can, by one program, which
+takes 0.8 ms for them, 0.06. While look-ups of addresses queue up, all else in their part of the GPU
+waits for its own. The copy engine moves as many bytes that lie behind one another for 0.001 ms.
+Hence kernels exchange rows only while a step waits for them, in ascending order, so that a page is
+met once; ahead of their use :mod:`dlrm.kernels.carrier` does.
 
 How warm a row is: each round that uses it adds 1, which decays by half in ``half_life`` rounds.
 
@@ -39,7 +38,7 @@ FEW = 4096  # look-ups up to which all may miss; of more, a quarter
 BINS = 256  # of warmth; the last is of slots that can't be taken
 COLDEST, WARMEST = -8, 10  # log2 of the warmth between which slots are told apart
 ROWS = 128  # that a program has under way, or half as many from 128 columns on
-BESIDE, HURRIED = 2, 64  # programs that move a tensor's rows beside a step, and while it waits
+MOVERS = 64  # programs that exchange a tensor's rows
 CLAIMED = tl.constexpr(-(2**31))  # in place of a slot, while a missing row is given one
 NONE = 2**31 - 1  # behind the last of the missing rows
 
@@ -252,6 +251,24 @@ def rows_of(ids: Tensor, starts: Tensor | None) -> Tensor:
     return rows.t().contiguous()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Moves:
+    """Which rows change places; of the lists the first :meth:`count` entries count."""
+
+    missing: Tensor
+    """Rows that come, ``[most]`` int32, ascending."""
+    leaving: Tensor
+    """Rows that leave for them, ``[most]`` int32, ascending, -1 where the slot was free."""
+    targets: Tensor
+    """The slots where they meet, ``[most]`` int32."""
+    counters: Tensor
+    """Rows without a slot, slots taken, slots wanted, ``[3]`` int32."""
+
+    def count(self) -> int:
+        """How many rows come, once the lists are made."""
+        return min(self.counters[1:].tolist())
+
+
 @torch.no_grad()
 def move_rows(
     index: Slots,
@@ -259,25 +276,32 @@ def move_rows(
     ids: Tensor,
     starts: Tensor | None,
     *,
-    ahead: bool,
     impl: str | None = None,
 ) -> None:
-    """Bring the rows of a round into the cache.
+    """Bring the rows of the round under way into the cache.
 
     Args:
         index: which rows have slots; will have changed.
         tensors: what moves, each ``[V, columns]`` in host memory and ``[C, columns]`` in the cache.
         ids: ``[F, B]`` contiguous, int32 or int64; B counts the samples of all its batches.
         starts: first row of each table, ``[F]`` int64; None for zeros.
-        ahead: the round is the one after that of the clock, which may be under way.
         impl: see :mod:`dlrm.kernels`.
     """
-    n, capacity = ids.numel(), len(index.owners)
-    if not n:
-        return
     if not use_triton(ids, impl):
-        move_rows_torch(index, tensors, ids, starts, ahead=ahead)
-        return
+        move_rows_torch(index, tensors, ids, starts, ahead=False)
+    elif ids.numel():
+        _exchange_rows(tensors, list_moves(index, ids, starts, ahead=False))
+
+
+@torch.no_grad()
+def list_moves(index: Slots, ids: Tensor, starts: Tensor | None, *, ahead: bool) -> Moves:
+    """Give slots to the rows of a round, and say which rows have to move for that.
+
+    Args:
+        index, ids, starts: as of :func:`move_rows`; at least one look-up.
+        ahead: the round is the one after that of the clock, which may be under way.
+    """
+    n, capacity = ids.numel(), len(index.owners)
     most = max(min(n, FEW), n // 4)
     missing = torch.full((most,), NONE, dtype=torch.int32, device=ids.device)
     counters = torch.zeros(3 + BINS, dtype=torch.int32, device=ids.device)
@@ -303,13 +327,18 @@ def move_rows(
         index.slots, index.owners, index.clock, missing, targets, counters, most,
         AHEAD=ahead, BLOCK=BLOCK,
     )  # fmt: skip
+    return Moves(missing=missing, leaving=leaving, targets=targets, counters=counters[:3])
+
+
+def _exchange_rows(tensors: Sequence[tuple[Tensor, Tensor]], moves: Moves) -> None:
+    """Move the rows by kernels."""
+    lists = moves.missing, moves.leaving, moves.targets, moves.counters
     for host, cache in tensors:
         dim = host.shape[1]
         block_d = triton.next_power_of_2(dim)
         block = max(4, min(ROWS, 64 * ROWS // block_d))
-        movers = BESIDE * len(tensors) * max(1, block_d // 64) if ahead else HURRIED
-        _exchange[min(movers, triton.cdiv(most, block)),](
-            host, cache, missing, leaving, targets, counters, D=dim, BLOCK=block, BLOCK_D=block_d,
+        _exchange[min(MOVERS, triton.cdiv(len(moves.missing), block)),](
+            host, cache, *lists, D=dim, BLOCK=block, BLOCK_D=block_d,
             num_warps=max(1, min(16, block * block_d // 512)),
         )  # fmt: skip
 
@@ -323,7 +352,7 @@ def move_rows_torch(
     *,
     ahead: bool,
 ) -> None:
-    """:func:`move_rows` in PyTorch."""
+    """:func:`move_rows` in PyTorch; ``ahead`` as of :func:`list_moves`."""
     now = int(index.clock)
     mark, busy, time = now + ahead, -2 - now, (now + ahead) / index.half_life
     rows, uses = rows_of(ids, starts).unique(return_counts=True)

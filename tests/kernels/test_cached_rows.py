@@ -1,12 +1,14 @@
 """Row updates and look-ups through a cache, by the kernels: the bits of those without one."""
 
 import itertools
+import time
 
 import pytest
 import torch
 
+from dlrm.kernels import carrier
 from dlrm.kernels.cached_rows import CachedRows, cached_rows
-from dlrm.kernels.host import mapped
+from dlrm.kernels.host import mapped, on_host
 from dlrm.kernels.rows import update_rows
 from dlrm.rules import RULES, make_rule
 
@@ -50,13 +52,25 @@ def test_updates_equal_those_without_a_cache(device, rule, capacity):
         assert torch.equal(mine, other)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_moves_beside_the_step_change_nothing(device, dtype):
-    rule, value, states, cached, host_states = make(device, 20, "adagrad", dtype)
+@pytest.mark.parametrize("capacity", [20, 60])
+@pytest.mark.parametrize(
+    ("rule", "dtype"),
+    [("adagrad", torch.float32), ("rowwise_adagrad", torch.float32), ("adam", torch.bfloat16)],
+)
+@pytest.mark.parametrize("late", [0.0, 0.003])
+def test_moves_beside_the_step_change_nothing(device, monkeypatch, rule, dtype, capacity, late):
+    def gather(host):
+        time.sleep(late)
+        return on_host(host)
+
+    monkeypatch.setattr(carrier, "on_host", gather)  # the thread comes to it late
+    rule, value, states, cached, host_states = make(device, capacity, rule, dtype)
     weight, lr = cached.tensors[0][0], torch.tensor(0.1, device=device)
-    seeds = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
-    batches = [(torch.rand(50, device=device) ** 2 * ROWS).long() for _ in range(301)]
+    seeds = [None, None]  # in PyTorch, chance rounds each table in its own way
+    if device.type == "cuda":
+        seeds = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
+    rounds = 301 if device.type == "cuda" and not late else 16
+    batches = [(torch.rand(50, device=device) ** 2 * ROWS).long() for _ in range(rounds)]
     for index, (rows, coming) in enumerate(itertools.pairwise(batches)):
         grads = torch.randn(50, DIM, device=device)
         cached.begin_round(None if index else (rows[None], None), (coming[None], None))
@@ -64,9 +78,51 @@ def test_moves_beside_the_step_change_nothing(device, dtype):
         assert torch.equal(found[:, 0], value[rows])
         update_rows(rule, value, rows, grads, states, lr=lr, seed=seeds[0])
         update_rows(rule, weight, rows, grads, host_states, lr=lr, cached=cached, seed=seeds[1])
+    moved = cached.index.traffic[2:4].tolist()
+    assert moved[0] > moved[1] if capacity == ROWS else moved[1] > len(batches)
     cached.flush()
-    assert torch.equal(weight, value)
-    assert torch.equal(host_states[0], states[0])
+    for mine, other in zip([weight, *host_states], [value, *states], strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("then", ["flush", "release", "stop", "look up"])
+def test_whoever_wants_the_table_waits_for_rows_on_their_way(device, monkeypatch, then):
+    def gather(host):
+        time.sleep(0.03)
+        return on_host(host)
+
+    monkeypatch.setattr(carrier, "on_host", gather)
+    _, value, _, cached, _ = make(device, 20, "sgd")
+    weight, rows = cached.tensors[0][0], torch.arange(20, device=device).view(2, 10)
+    cached.begin_round((rows[:1], None), (rows[1:], None))
+    if then == "look up":
+        found = cached.lookup(rows, sparse=True, training=False)
+        assert torch.equal(found, value[rows.t()])
+    else:
+        getattr(cached, then)()
+        assert torch.equal(weight, value)
+
+
+def test_what_goes_wrong_beside_the_step_is_raised_until_the_end(device, monkeypatch):
+    def fail(host):
+        raise RuntimeError("no such memory")
+
+    monkeypatch.setattr(carrier, "on_host", fail)
+    _, _, _, cached, _ = make(device, 20, "sgd")
+    rows = torch.arange(20, device=device).view(2, 10)
+    cached.begin_round((rows[:1], None), (rows[1:], None))
+    for use in (lambda: cached.begin_round(None, None), cached.flush, cached.stop):
+        with pytest.raises(RuntimeError, match="no such memory"):
+            use()
+
+
+def test_memory_of_the_host_is_seen_from_both_sides(device):
+    there = in_host_memory(torch.arange(12.0).view(3, 4), device)
+    here = on_host(there[1:])
+    assert not here.is_cuda
+    assert here.tolist() == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    here[1, 2] = -1
+    assert there.tolist()[2] == [8, 9, -1, 11]
 
 
 def test_the_cache_is_found_at_its_parameter():
