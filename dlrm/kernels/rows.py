@@ -170,7 +170,9 @@ def _merge(
     column = tl.arange(0, BLOCK_D)[None, :]
     last_row = before
     last_sum = tl.zeros((1, BLOCK_D), tl.float32)
-    for part in range(PARTS):
+    # Entries left out come first: of a list with room to spare they fill tiles, which end here.
+    highest = tl.load(rows + tl.minimum(begin + BLOCK * PARTS, n) - 1)
+    for part in range(tl.where(highest < 0, PARTS, 0), PARTS):
         at = tl.arange(0, BLOCK)
         k = begin + part * BLOCK + at
         inside = k < n

@@ -48,6 +48,8 @@ def draw(pattern, rows, entries, device):
         return torch.full((entries,), rows - 1, device=device)
     if pattern == "distinct":
         return torch.randperm(max(rows, entries), device=device)[:entries] % rows
+    if pattern == "left out":  # more than a tile of them
+        return (torch.randint(4 * rows, (entries,), device=device) - 3 * rows).clamp(min=-1)
     return torch.randint(rows, (entries,), device=device)
 
 
@@ -73,6 +75,7 @@ PATTERNS = [
     ("distinct", 33, 4),
     ("uniform", 1, 20),
     ("uniform", 64, 33),
+    ("left out", 97, 12),
 ]
 CASES = [  # the merging, which no rule has a part in, on the first rules alone
     (name, *pattern)
