@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dlrm.distributed import World, exchange
-from dlrm.embeddings.direct import Direct
+from dlrm.embeddings.direct import Direct, Sorted
 from dlrm.embeddings.partition import Piece
 from dlrm.kernels.lookup import lookup, lookup_tables
 
@@ -68,6 +68,8 @@ class Cut(nn.Module, ABC):
         self._count: Tensor  # [F], its rows; 0 where there is none
         self._place: Tensor  # [F], where it begins in the weight
         self.direct: Direct | None = None
+        self.lookups: Sorted | None = None
+        """Those of the batch under way, where they were sorted before it."""
         if peers and len({piece.width for piece in pieces}) == 1:
             self._reach()
 
@@ -94,6 +96,11 @@ class Cut(nn.Module, ABC):
             "_slot_tables": [piece.table for piece in slots],
             "_slot_keys": [keys[piece] for piece in slots],
         }
+
+    def sort(self, ids: Tensor) -> Sorted:
+        """The look-ups of ``ids [F, B]`` at peers, sorted."""
+        assert self.direct is not None
+        return self.direct.sort(self.keys(ids))
 
     def keys(self, ids: Tensor) -> Tensor:
         """By which peers look up ``ids [F, B]``: ``[B, S]``, S a multiple of the tables."""
@@ -131,7 +138,7 @@ class Cut(nn.Module, ABC):
             they are wanted.
         """
         if self.direct is not None and self.direct.serves(weight):
-            found = self.direct(weight, self.keys(ids))
+            found = self.direct(weight, self.lookups or self.sort(ids), ids.shape[1])
             return lambda: [found.view(len(found), len(self.order), -1)]
         return partial(self.finish, self._exchange(weight, ids))
 

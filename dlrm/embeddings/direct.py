@@ -20,6 +20,25 @@ from dlrm.peers import PeerMemory
 ARRIVAL = 2  # the branch on which a process learns which of its rows have gradients
 
 
+@dataclass(frozen=True)
+class Sorted:
+    """Look-ups at peers, sorted by holder and row."""
+
+    plan: Plan
+    shift: Tensor
+    """By holder, how far their slots in its inbox are from their sorted places, ``[n]``."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that there is to copy."""
+        return [self.plan.rows, self.plan.order, self.shift]
+
+    def like(self) -> Sorted:
+        """Room for as many look-ups."""
+        rows, order, shift = map(torch.empty_like, self.tensors)
+        return Sorted(Plan(rows, order), shift)
+
+
 class Direct:
     """Look-ups of rows that lie with peers, without collectives (:mod:`dlrm.kernels.peer_rows`).
 
@@ -59,6 +78,10 @@ class Direct:
         if device.type != self.world.device.type:
             return torch.zeros(rows, self.width, device=device, dtype=dtype)
         self._rows = PeerMemory(self.world, (self.height, self.width), dtype, device)
+        bounds = [step * self.height for step in range(self.world.size)]
+        self._bounds = torch.tensor(bounds, device=device, dtype=self.key_type)
+        shares = [self.world.rank * self.asked[rank] for rank in self.world.ring]
+        self._shares = torch.tensor(shares, device=device)
         return self._rows.local[:rows]
 
     def serves(self, weight: Tensor) -> bool:
@@ -66,10 +89,16 @@ class Direct:
         rows = self._rows
         return self.world.even and rows is not None and rows.local.data_ptr() == weight.data_ptr()
 
-    def __call__(self, weight: Tensor, keys: Tensor) -> Tensor:
-        """Look up ``keys [B, S]``, ``[B, S, width]``; all processes must do so at once."""
-        found: Tensor = _LookupDirect.apply(weight, keys, self)
-        return found
+    def sort(self, keys: Tensor) -> Sorted:
+        """Sort the look-ups ``keys [B, S]``; it needs nothing of the rows, and no other process."""
+        plan = prepare(keys.view(-1), self.world.size * self.height)
+        places = torch.searchsorted(plan.rows, self._bounds)
+        return Sorted(plan, self._shares * len(keys) - places)
+
+    def __call__(self, weight: Tensor, lookups: Sorted, batch: int) -> Tensor:
+        """The rows ``[B, S, width]`` of sorted look-ups; all processes must ask at once."""
+        found: Tensor = _LookupDirect.apply(weight, lookups, batch, self)
+        return found.view(batch, -1, self.width)
 
     def inbox(self, batch: int, like: Tensor) -> _Inbox:
         """Where the keys and gradients of a batch of this size arrive."""
@@ -93,14 +122,6 @@ class _Inbox:
         self.used = world.size * batch * asked[world.rank]
         self.keys = PeerMemory(world, (slots,), torch.int32, like.device, fill=-1)
         self.gradients = PeerMemory(world, (slots, direct.width), like.dtype, like.device)
-        sections = [world.rank * batch * asked[rank] for rank in world.ring]
-        self._sections = torch.tensor(sections, device=like.device)
-        bounds = [step * direct.height for step in range(world.size)]
-        self._bounds = torch.tensor(bounds, device=like.device, dtype=direct.key_type)
-
-    def shift(self, plan: Plan) -> Tensor:
-        """By holder, how far the slots of this process's look-ups are from their sorted places."""
-        return self._sections - torch.searchsorted(plan.rows, self._bounds)
 
     def take(self) -> Tensor:
         """Row of every slot, -1 where there is none, ``[used]``; the slots are free again."""
@@ -113,24 +134,22 @@ class _Inbox:
 class _Sent:
     """What the backward pass of a look-up needs to know of it."""
 
-    plan: Plan
+    lookups: Sorted
     inbox: _Inbox
-    shift: Tensor
     rows: Tensor
     arrival: Branch
 
 
 class _LookupDirect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, keys: Tensor, direct: Direct) -> Tensor:
-        plan = prepare(keys.view(-1), direct.world.size * direct.height)
-        out = weight.new_empty(keys.numel(), direct.width)
+    def forward(ctx: Any, weight: Tensor, lookups: Sorted, batch: int, direct: Direct) -> Tensor:
+        plan, shift = lookups.plan, lookups.shift
+        out = weight.new_empty(len(plan.rows), direct.width)
         direct.rows.barrier()  # all have updated their rows
         if not ctx.needs_input_grad[0]:
             read_rows(direct.rows.block, plan, out)
-            return out.view(*keys.shape, direct.width)
-        inbox = direct.inbox(len(keys), weight)
-        shift = inbox.shift(plan)
+            return out
+        inbox = direct.inbox(batch, weight)
         read_rows(direct.rows.block, plan, out, inbox=inbox.keys.block, shift=shift)
         arrival = branch_of(weight.device, ARRIVAL)
         with arrival.fork():
@@ -139,8 +158,8 @@ class _LookupDirect(torch.autograd.Function):
             announce(rows, len(weight))
         ctx.save_for_backward(weight)
         ctx.direct = direct
-        ctx.sent = _Sent(plan, inbox, shift, rows, arrival)
-        return out.view(*keys.shape, direct.width)
+        ctx.sent = _Sent(lookups, inbox, rows, arrival)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -149,8 +168,9 @@ class _LookupDirect(torch.autograd.Function):
         (weight,) = ctx.saved_tensors
         grads = grad.reshape(-1, direct.width)
         arrived = sent.inbox.gradients
-        send_rows(grads, direct.height, sent.plan, arrived.block, sent.shift)
+        plan, shift = sent.lookups.plan, sent.lookups.shift
+        send_rows(grads, direct.height, plan, arrived.block, shift)
         sent.arrival.join()
         arrived.barrier()  # all gradients are here
         values = arrived.local[: sent.inbox.used]
-        return row_gradient(weight, sent.rows, values, True), None, None
+        return row_gradient(weight, sent.rows, values, True), None, None, None
