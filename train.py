@@ -60,7 +60,6 @@ class Run:
         self.model = DLRM(**self.recipe, sharding=self.sharding).to(self.device)
         if config.init_from and not restored:
             self.model.load_trained(checkpoint.load_model(config.init_from, self.device)[0])
-        self.train_data.look_ahead = self.model.sparse_arch.look_ahead if world.size == 1 else 0
         self.optimizers = self._optimizers()
         self.state_bytes = state_bytes(self.model, self.optimizers[1], world)
         self.schedule = Schedule(self.optimizers, **config.optim.schedule)
@@ -73,6 +72,7 @@ class Run:
             deterministic=config.deterministic,
             reducer=Reducer.of(self.model, self.optimizers[1], world),
         )
+        self.train_data.look_ahead = self.step.look_ahead
         self.steps, self.epoch, self.best = 0, 0, float("-inf")
         self.fitted: dict[str, float] = {}  # metrics after --init_from, before any step
         self.validated: tuple[int, dict[str, float]] = (-1, {})  # step and metrics of the last

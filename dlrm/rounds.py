@@ -26,6 +26,11 @@ class Rounds:
         self._now: list[Batch] = []  # left of the round under way
         self._coming: list[Batch] = []  # the next round
 
+    @property
+    def look_ahead(self) -> int:
+        """How many batches behind the present one are of use."""
+        return self._arch.look_ahead
+
     @contextmanager
     def step(self, batch: Batch, upcoming: Sequence[Batch]) -> Iterator[None]:
         """Around the training look-ups of a batch and the update of its rows.

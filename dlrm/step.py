@@ -15,13 +15,15 @@ from torch.compiler import set_stance
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dlrm.data.batch import Batch
+from dlrm.embeddings.sparse_arch import SparseArch
 from dlrm.hints import nearest
 from dlrm.kernels.branch import branch_of
 from dlrm.kernels.plan import Planner
 from dlrm.model import DLRM
-from dlrm.optim import RowOptimizer, gradient_norm
+from dlrm.optim import RowOptimizer, fused, gradient_norm
 from dlrm.reduce import Reducer
 from dlrm.rounds import Rounds
+from dlrm.sorts import Sorts
 
 MODES = ("auto", "eager", "compile", "graph")
 PRECISIONS = ("fp32", "tf32", "bf16")
@@ -49,6 +51,13 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def _parameters(optimizer: RowOptimizer) -> Iterator[Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def _ahead_of(arch: SparseArch, device: torch.device, *, alone: bool) -> Rounds | Sorts | None:
+    """What is done for the embeddings ahead of a step, by one process or by each of several."""
+    if alone:  # what others update must not move
+        return Rounds(arch) if arch.round_of(1) else None
+    return Sorts(arch, device) if arch.at_peers() else None
 
 
 class TrainStep:
@@ -124,9 +133,7 @@ class TrainStep:
         self._planner = Planner(self.device) if on_gpu else nullcontext()
         self._seen: Counter[Key] = Counter()
         self._captured: dict[Key, Captured] = {}
-        # What others update must not move.
-        ahead = reducer is None and model.sparse_arch.round_of(1) > 0
-        self._rounds = Rounds(model.sparse_arch) if ahead else None
+        self._ahead = _ahead_of(model.sparse_arch, self.device, alone=reducer is None)
         if reducer is not None:
             reducer.world.before_leaving(self.close)
         self.preparing_seconds = 0.0
@@ -146,7 +153,8 @@ class TrainStep:
             norms: also give the gradient norms of the dense part and of the embeddings.
             total: samples of the shares of all processes together.
             upcoming: the batch of the next step, or of several, as far as they are known:
-                embeddings may fetch their rows ahead. They must stay as they are until then.
+                embeddings may fetch their rows or sort their ids ahead. They must stay as they are
+                until then.
 
         Returns:
             ``loss`` (and ``gradient_norm/dense``, ``gradient_norm/embeddings``) as 0-d tensors,
@@ -154,8 +162,13 @@ class TrainStep:
         """
         total = batch.size if total is None else total
         known = [upcoming] if isinstance(upcoming, Batch) else list(upcoming or ())
-        with self._rounds.step(batch, known) if self._rounds else nullcontext():
+        with self._ahead.step(batch, known) if self._ahead else nullcontext():
             return self._step(batch, norms, total)
+
+    @property
+    def look_ahead(self) -> int:
+        """How many batches behind the present one it is of use to know."""
+        return self._ahead.look_ahead if self._ahead else 0
 
     def _step(self, batch: Batch, norms: bool, total: int) -> dict[str, Tensor]:
         uneven = self.reducer is not None and total % self.reducer.world.size > 0
@@ -193,7 +206,9 @@ class TrainStep:
         reducer = self.reducer
         sharing = reducer.step(total, one_hot=batch.offsets is None) if reducer else nullcontext()
         norm_of = reducer.norm if reducer else gradient_norm
-        with self._planner, sharing:
+        wanted = reducer is not None or norms or self.clip_norm is not None
+        fusing = nullcontext() if wanted else fused(self.optimizers)
+        with self._planner, sharing, fusing:
             with torch.autocast(self.device.type, torch.bfloat16, self.precision == "bf16"):
                 logits = self.model(batch.dense, batch.ids, batch.offsets, batch.bounds)
             loss = self._loss(logits, batch.labels)

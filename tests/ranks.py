@@ -87,9 +87,12 @@ def train(world, kind, *, rule="adagrad", multi_hot=False, clip_norm=None, **sha
     reducer = Reducer.of(model, optimizers[1], world)
     step = TrainStep(model, optimizers, clip_norm=clip_norm, reducer=reducer)
     values = []
-    for index, batch in enumerate(batches(multi_hot=multi_hot)):
-        mine = share_of(batch, world)
-        values += [float(v) for v in step(mine, norms=True, total=batch.size).values()]
+    shares = [(share_of(b, world), b.size) for b in batches(multi_hot=multi_hot)]
+    for index, (mine, total) in enumerate(shares):
+        upcoming = [share for share, _ in shares[index + 1 :]] if index % 3 else None
+        values += [
+            float(v) for v in step(mine, norms=True, total=total, upcoming=upcoming).values()
+        ]
         if index == 2:
             model.sparse_arch.renew_caches(optimizers[1])
     return values, model

@@ -84,6 +84,11 @@ class Direct:
         self._shares = torch.tensor(shares, device=device)
         return self._rows.local[:rows]
 
+    @property
+    def ready(self) -> bool:
+        """Whether there is a weight that peers can read."""
+        return self._rows is not None
+
     def serves(self, weight: Tensor) -> bool:
         """Whether peers can read this weight, and all have as many samples as this process."""
         rows = self._rows

@@ -260,6 +260,10 @@ class Sharded(Embedding):
                 for name, chunk in self.chunks(table):
                     chunk.take(self.get_parameter(name), drawn, start)
 
+    def direct_cuts(self) -> list[Cut]:
+        """Those whose rows peers read where they lie."""
+        return [cut for cut in self._cuts() if cut.direct is not None and cut.direct.ready]
+
     def local_parameters(self) -> list[nn.Parameter]:
         """Those of which every process has others."""
         return [self.get_parameter(cut.name) for cut in self._cuts()]

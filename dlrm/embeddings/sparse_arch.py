@@ -6,12 +6,15 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dlrm.embeddings.base import Embedding
+from dlrm.embeddings.cuts import Cut
+from dlrm.embeddings.direct import Sorted
 from dlrm.embeddings.plan import Plan
 from dlrm.embeddings.registry import available, build
 from dlrm.embeddings.sharded import Sharded, Sharding
@@ -134,6 +137,26 @@ class SparseArch(nn.Module):
     def rows_ready(self) -> bool:
         """Whether the rows of the round under way are still where :meth:`begin_round` put them."""
         return all(group.rows_ready for group, _ in self.embeddings())
+
+    def at_peers(self) -> list[tuple[int, Cut]]:
+        """The parts of sharded groups whose rows peers read where they lie, and their groups."""
+        found = enumerate(self.groups)
+        return [(i, cut) for i, g in found if isinstance(g, Sharded) for cut in g.direct_cuts()]
+
+    def sort(self, ids: Tensor) -> list[Sorted]:
+        """Sort the look-ups of ``ids [F, B]`` at peers, part after part: needs no rows, and no
+        other process.
+        """
+        return [cut.sort(self._share(i, ids, None, None, ())[0]) for i, cut in self.at_peers()]
+
+    def use(self, lookups: Sequence[Sorted | None]) -> None:
+        """Give the look-ups to come, until told otherwise, what :meth:`sort` has found for them.
+
+        Args:
+            lookups: for each part; empty for nothing.
+        """
+        for (_, cut), own in zip_longest(self.at_peers(), lookups):
+            cut.lookups = own
 
     def in_order(self, vectors: list[Tensor]) -> Tensor:
         """The groups' vectors in one ``[B, F, D]``, in the order of the features."""

@@ -26,12 +26,16 @@ class Branch:
 
     What the branch allocates must be freed between its join and its next fork or by itself: the
     memory goes back to the branch, which begins again only behind what then used it.
+
+    Args:
+        device: without streams, if it is no GPU.
+        priority: of the branch, 0 being that of the current stream and -1 a higher one.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, priority: int = -1) -> None:
         # Many small kernels: where both streams have one ready, the branch's had better go first.
         on_gpu = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device, priority=-1) if on_gpu else None
+        self._stream = torch.cuda.Stream(device, priority=priority) if on_gpu else None
 
     def mark(self) -> torch.cuda.Event | None:
         """Here in the work of the current stream, for :meth:`fork`."""
