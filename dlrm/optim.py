@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,13 +11,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dlrm.kernels.cached_rows import CachedRows, cached_rows
+from dlrm.kernels.fused import Update, offer
 from dlrm.kernels.host import zeros_beside
 from dlrm.kernels.plan import announced
 from dlrm.kernels.rows import update_rows
 from dlrm.kernels.whole import update_whole
 from dlrm.rules import OPTIONS, RULES, Rule, make_rule
 
-__all__ = ["RULES", "RowOptimizer", "Schedule", "gradient_norm"]
+__all__ = ["RULES", "RowOptimizer", "Schedule", "fused", "gradient_norm"]
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -197,6 +199,43 @@ class RowOptimizer(torch.optim.Optimizer):
         for _, cached in _caches(self):
             cached.flush()
         return {**super().__getstate__(), "_stochastic": self._stochastic}
+
+
+def fused(optimizers: Iterable[RowOptimizer]) -> AbstractContextManager[None]:
+    """Let a backward pass update parameters itself, where that spares it their gradients.
+
+    ::
+
+        with fused([optimizer]):
+            loss(model(batch)).backward()
+        optimizer.step()  # whatever has a gradient
+        optimizer.zero_grad()
+
+    Middle cores of tensor trains in fp32 that Triton kernels look up, once in the block, are
+    updated so: by SGD, Adagrad, and row-wise Adagrad up to 64 columns of a slice, ``q_k r_k`` (with
+    four cores ``r_{k-1} q_k`` for the third), all without momentum and decay. The others have
+    their gradients as ever.
+
+    For a step in which nobody asks for the gradients: no clipping, no norms, no sum over processes
+    or over several backward passes, no other use of the cores than their look-up.
+
+    Args:
+        optimizers: those of the model's parameters.
+
+    Raises:
+        ValueError: on a look-up after the backward pass of the block.
+    """
+    parameters: list[Tensor] = []
+    updates = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            rule = _rule_of(group)
+            for parameter in group["params"]:
+                if parameter.grad is None:  # else it is a sum
+                    lr, states = group["lr"].to(parameter.device), optimizer.state[parameter]
+                    parameters.append(parameter)
+                    updates.append(Update(rule=rule, lr=lr, states=list(states.values())))
+    return offer(parameters, updates)
 
 
 def _caches(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, CachedRows]]:

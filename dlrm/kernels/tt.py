@@ -10,7 +10,8 @@ Factors are shared: the pairs of slices that a batch uses are flagged, ranked, a
 once each, as one small GEMM per slice of the big middle core. However skewed the ids are, no slice
 has more rows to multiply than its neighbour core has slices. The backward pass sums the gradients
 of equal factors first and then takes the same GEMMs the other way round. All sizes depend on shapes
-alone and nothing comes back to the host, so a CUDA graph can hold it all.
+alone and nothing comes back to the host, so a CUDA graph can hold it all. A middle core of which an
+update is on offer (:mod:`dlrm.kernels.fused`) moves where its gradient forms, and has none.
 
 Reference:
     Yin, Acun, Liu, Wu, "TT-Rec: Tensor Train Compression for Deep Learning Recommendation Models",
@@ -62,7 +63,8 @@ class _Rows(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             d_weights = _weights_gradient(ctx.look, grad).to(weights.dtype)
         grads = ctx.look.backward(grad, cores)
-        in_type = (g.to(c.dtype) for g, c in zip(grads, cores, strict=True))
+        pairs = zip(grads, cores, strict=True)
+        in_type = (None if g is None else g.to(c.dtype) for g, c in pairs)
         return None, None, None, d_weights, *in_type
 
 

@@ -13,12 +13,15 @@ import triton
 from torch import Tensor
 
 from dlrm.kernels import tt_pairs as kernels
+from dlrm.kernels.fused import Update, take
+from dlrm.kernels.rows import hyper
 from dlrm.kernels.tt_chain import power
 from dlrm.kernels.tt_known import Used
 
 # Rows and columns of the tile that a program multiplies, by kernel; measured on an H100.
 _TILES = {"pair_products": (32, 64), "big_gradient": (64, 64), "small_gradient": (64, 32)}
 _PROGRAMS = 4096  # that keep a GPU busy
+_FUSED = ("sgd", "adagrad", "rowwise_adagrad")  # rules that leave alone what has no gradient
 
 
 class Factor:
@@ -29,6 +32,7 @@ class Factor:
         self.values = values  # [slots, Q * N] once multiplied out
         self.zeros = zeros  # to add the gradient of the slices to, or that of the small core
         self.gradient: Tensor | None = None  # zeros to add that of the products to
+        self.update: Update | None = None  # of the big core, for the backward pass to apply
         if used.pairs is not None and zeros is not None:
             width = used.pairs.sizes["Q"] * used.pairs.sizes["N"]
             self.gradient = values.new_empty(used.many, width, dtype=torch.float32)
@@ -52,12 +56,13 @@ class Factor:
         each = triton.cdiv(_PROGRAMS, slices)
         return slices, min(each, triton.cdiv(most, tiles["BM"]))
 
-    def multiply(self, cores: Sequence[Tensor], precision: str) -> None:
+    def multiply(self, cores: Sequence[Tensor], precision: str, *, trains: bool) -> None:
         """Multiply the pairs in use out; without pairs there is nothing to do."""
         used = self.used
         if used.pairs is None:
             return
         small, big = cores[used.pairs.small], cores[used.pairs.big]
+        self.update = take(big) if trains else None
         tiles = self._tiles("pair_products", precision)
         self.values = big.new_empty(used.many, tiles["Q"] * tiles["N"])
         kernels.pair_products[self._grid(tiles)](
@@ -65,21 +70,48 @@ class Factor:
         )
 
     def backward(
-        self, grad: Tensor, cores: Sequence[Tensor], grads: list[Tensor], precision: str
+        self,
+        grad: Tensor,
+        cores: Sequence[Tensor],
+        grads: list[Tensor | None],
+        precision: str,
     ) -> None:
-        """From the gradient of the products to those of the two cores."""
+        """From the gradient of the products to those of the two cores.
+
+        The big core has none if it is updated instead.
+        """
         used = self.used
         assert used.pairs is not None
         small, big = cores[used.pairs.small], cores[used.pairs.big]
+        if self.ordered:  # first, since it reads the big core
+            d_small, added = self._ordered_sum(grad, small, big, precision), None
+        else:
+            d_small = added = self._once("zeros", small)
         tiles = self._tiles("big_gradient", precision)
-        d_big = torch.empty_like(big, dtype=torch.float32)
-        d_small = None if self.ordered else self._once("zeros", small)
-        kernels.big_gradient[(len(used.spans), triton.cdiv(tiles["N"], tiles["BN"]))](
-            small, big, grad, d_big, d_small, used.spans, used.members, **tiles
+        columns = triton.cdiv(tiles["N"], tiles["BN"])
+        d_big, update = None, self._applicable(big, columns)
+        if update is None:
+            d_big = torch.empty_like(big, dtype=torch.float32)
+        else:
+            state = update.states[0] if update.states else None
+            tiles |= {"state": state, "lr": update.lr, "hyper": hyper(update.rule)}
+            tiles["RULE"] = update.rule.name
+        kernels.big_gradient[(len(used.spans), columns)](
+            small, big, grad, d_big, added, used.spans, used.members, **tiles
         )
-        if d_small is None:
-            d_small = self._ordered_sum(grad, small, big, precision)
+        if update is not None:
+            update.done(big)
         grads[used.pairs.small], grads[used.pairs.big] = d_small, d_big
+
+    def _applicable(self, big: Tensor, columns: int) -> Update | None:
+        """The update of the big core, if the kernel can apply it to its ``columns`` of tiles."""
+        update = self.update
+        if update is None or not update.due or big.dtype != torch.float32:
+            return None
+        rule = update.rule
+        able = rule.name in _FUSED and rule.momentum == rule.weight_decay == 0
+        # The mean over a slice is known where one program has all of it.
+        return update if able and (columns == 1 or rule.name != "rowwise_adagrad") else None
 
     def _ordered_sum(self, grad: Tensor, small: Tensor, big: Tensor, precision: str) -> Tensor:
         """Gradient of the small core, what each pair adds to it summed in their order."""

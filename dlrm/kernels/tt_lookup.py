@@ -50,8 +50,8 @@ class Lookup:
         zeros = known.spare or (None, None)
         self.left = Factor(known.left, cores[0], zeros[0], ordered=ordered)
         self.right = Factor(known.right, cores[-1], zeros[1], ordered=ordered)
-        self.left.multiply(cores, precision)
-        self.right.multiply(cores, precision)
+        self.left.multiply(cores, precision, trains=trains)
+        self.right.multiply(cores, precision, trains=trains)
         self.once: Tensor | None = None  # zeros to add the gradients of equal ids to
         if known.merged:
             self.distinct = self._distinct_rows(trains)
@@ -118,9 +118,12 @@ class Lookup:
         )
         return out
 
-    def backward(self, grad: Tensor, cores: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients of all cores from that of the results, ``[results, D]``, in fp32."""
-        grads = [torch.empty(0)] * len(cores)
+    def backward(self, grad: Tensor, cores: Sequence[Tensor]) -> list[Tensor | None]:
+        """Gradients of all cores from that of the results, ``[results, D]``, in fp32.
+
+        Cores that are updated here have none.
+        """
+        grads: list[Tensor | None] = [None] * len(cores)
         if self.known.merged:
             d_left, d_right = self._merged_gradients(grad)
         elif self.call.way == "ordered":

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dlrm.kernels.rows import rule_step
+
 
 @triton.jit
 def rank_pairs(flags, pair_start, small_start, total, slots, members, spans, BLOCK: tl.constexpr):
@@ -77,16 +79,33 @@ def pair_products(
 
 
 @triton.jit
+def _apply(big, to, inside, grad, state, at, lr, hyper, length, RULE: tl.constexpr):
+    """Update a tile of slice ``at``; under a row-wise rule it is all of the slice."""
+    if RULE == "adagrad":
+        kept = tl.load(state + to, mask=inside, other=0.0)
+        kept, _, grad = rule_step(kept, kept, grad, 0, hyper, RULE)
+        tl.store(state + to, kept, mask=inside)
+    elif RULE == "rowwise_adagrad":
+        mean = tl.load(state + at) + tl.sum(grad * grad) / length
+        tl.store(state + at, mean)
+        grad /= tl.sqrt_rn(mean) + hyper[0]
+    value = tl.load(big + to, mask=inside, other=0.0)
+    tl.store(big + to, value - tl.load(lr) * grad, mask=inside)
+
+
+@triton.jit
 def big_gradient(
     small, big, grad, out, d_small, spans, members,
     Q: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
     SJ: tl.constexpr, SR: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     OJ: tl.constexpr, OC: tl.constexpr,
     R2: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    state=None, lr=None, hyper=None, RULE: tl.constexpr = None,
 ):  # fmt: skip
     """Gradient of a big slice, ``N`` in tiles: the sum over its slots of ``small' @ grad``.
 
-    Each slot's ``grad @ big'`` is added to ``d_small``, if that is given, atomically.
+    Each slot's ``grad @ big'`` is added to ``d_small``, if that is given, atomically. With a rule
+    the gradient updates ``big``, of which no other program reads this tile, and is not stored.
     """
     at = tl.program_id(0)
     begin, end = tl.load(spans + 2 * at), tl.load(spans + 2 * at + 1)
@@ -117,7 +136,10 @@ def big_gradient(
                 d_small + (member * (Q * R) + j * SJ)[:, None] + r[None, :] * SR, part,
                 mask=row[:, None] & (r < R)[None, :], sem="relaxed",
             )  # fmt: skip
-    tl.store(out + to, total, mask=inside)
+    if RULE is None:
+        tl.store(out + to, total, mask=inside)
+    elif end > begin:  # under these rules nothing happens to a slice without gradient
+        _apply(big, to, inside, total, state, at, lr, hyper, R * N, RULE)
 
 
 @triton.jit
