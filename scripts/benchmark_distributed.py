@@ -140,7 +140,7 @@ def check(case: Case, world: World, device: torch.device, options: argparse.Name
     many.load_state_dict(begin)
     del begin
     total = CHECKED * world.size
-    found = [float(step(shares[i % 4], total=total)["loss"]) for i in range(8)]
+    found = [float(repeat(step, shares, total, i)["loss"]) for i in range(8)]
     worst = max(abs(a - b) for a, b in zip(expected, found, strict=True))
     if not worst <= TOLERANCE[case.wire]:
         raise ValueError(f"{case}: losses differ by {worst}: {expected} and {found}")
@@ -155,11 +155,19 @@ def check(case: Case, world: World, device: torch.device, options: argparse.Name
         print(f"{case}: losses within {worst:.1e} of one GPU's, replicas equal", flush=True)
 
 
+def repeat(
+    step: TrainStep, batches: list[Batch], total: int, index: int
+) -> dict[str, torch.Tensor]:
+    """One of many steps on the same batches, each knowing the one after it, as in a training."""
+    following = batches[(index + 1) % len(batches)]
+    return step(batches[index % len(batches)], total=total, upcoming=following)
+
+
 def time_steps(step: TrainStep, batches: list[Batch], total: int, device: torch.device) -> float:
     """Median milliseconds of a step on this process."""
     warm_up, steps = (12, 40) if device.type == "cuda" else (2, 3)
     timed = measure.gpu_milliseconds if device.type == "cuda" else measure.cpu_milliseconds
-    return timed(lambda i: step(batches[i % 4], total=total), warm_up=warm_up, steps=steps)
+    return timed(partial(repeat, step, batches, total), warm_up=warm_up, steps=steps)
 
 
 def profiled(
@@ -175,7 +183,7 @@ def profiled(
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         world.wait()  # profilers start at different times, which is no communication
         for index in range(count):
-            step(batches[index % 4], total=total)
+            repeat(step, batches, total, index)
         torch.cuda.synchronize()
     if path is not None and world.first:
         trace.export_chrome_trace(str(path))

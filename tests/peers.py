@@ -12,18 +12,22 @@ from tempfile import gettempdir
 
 import torch
 
+from dlrm.data.batch import Batch
 from dlrm.distributed import World
 from dlrm.embeddings.dense import Dense
+from dlrm.embeddings.direct import Direct
 from dlrm.embeddings.partition import place
-from dlrm.embeddings.sharded import Sharded, Sharding
+from dlrm.embeddings.sharded import Sharding
+from dlrm.embeddings.sparse_arch import SparseArch
 from dlrm.kernels import peer_rows
 from dlrm.kernels.plan import Planner
 from dlrm.optim import RowOptimizer
 from dlrm.peers import PeerMemory, bytes_held
+from dlrm.sorts import Sorts
 
 SIZES = [500, 7_000, 30_000, 90_000]
 BATCHES = {"cuda": 4096, "cpu": 128}  # of each process
-STEPS = 3
+STEPS = 4
 TOLERANCE = 1e-5  # sums in another order
 
 
@@ -39,60 +43,79 @@ class Run:
             self.whole = Dense(SIZES, dim)
             torch.manual_seed(3)
             sharding = Sharding(world=world, pieces=pieces, peers=True)
-            self.held = Sharded(SIZES, dim, sharding)
-        assert all(cut.direct.serves(weight) for cut, weight in zip(*self.parts(), strict=True))
+            self.held = SparseArch(SIZES, dim, [("dense", {})] * len(SIZES), sharding=sharding)
+        cuts = self.held.groups[0]._cuts()
+        assert all(map(Direct.serves, (c.direct for c in cuts), self.held.local_parameters()))
+        assert len(self.held.at_peers()) == len(cuts)
         self.rules = [
             RowOptimizer(m.parameters(), "adagrad", lr=0.1) for m in (self.whole, self.held)
         ]
         batch = BATCHES[device.type]
-        total = batch * world.size
         self.mine = slice(batch * world.rank, batch * (world.rank + 1))
         rows = torch.tensor(SIZES, device=device, dtype=torch.float64)[:, None]
         seed = torch.Generator(device).manual_seed(5)
-        random = torch.rand(len(SIZES), total, device=device, generator=seed, dtype=torch.float64)
+        shape = (len(SIZES), batch * world.size)
+        random = torch.rand(STEPS, *shape, device=device, generator=seed, dtype=torch.float64)
         self.ids = (rows**random - 1).floor().minimum(rows - 1).int()
-        self.up = torch.randn(total, len(SIZES), dim, device=device, generator=seed)
+        self.up = torch.randn(*shape[::-1], dim, device=device, generator=seed)
+        dense, labels = torch.empty(1, batch, device=device), torch.empty(batch, device=device)
+        self.batches = [Batch(dense, ids[:, self.mine].contiguous(), labels) for ids in self.ids]
         self.planner = Planner(device) if device.type == "cuda" else nullcontext()
 
-    def parts(self):
-        cuts = self.held._cuts()
-        return cuts, self.held.local_parameters()
-
-    def step_whole(self):
-        out = self.whole(self.ids)
+    def step_whole(self, index):
+        out = self.whole(self.ids[index])
         out.backward(self.up)
         self.rules[0].step()
         self.rules[0].zero_grad()
         return out[self.mine].detach()
 
-    def step_held(self):
+    def step_held(self, batch):
         with self.planner:
-            out = self.held(self.ids[:, self.mine].contiguous())
+            out = self.held.in_order(self.held(batch.ids))
             out.backward(self.up[self.mine])
             self.rules[1].step()
             self.rules[1].zero_grad()
         return out.detach()
 
     def compare(self, step):
-        for _ in range(STEPS):
-            found = step()
-            worst = float((found - self.step_whole()).abs().max())
+        """Steps equal those on whole tables, in whatever order the batches come."""
+        for index, batch in enumerate(self.batches):
+            found = step(batch, self.batches[index + 1 :])
+            worst = float((found - self.step_whole(index)).abs().max())
             assert worst < TOLERANCE, worst
 
-    def captured(self):
-        """A step as a CUDA graph, warmed up by one."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self.step_held()
-        torch.cuda.current_stream().wait_stream(side)
-        self.step_whole()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = self.step_held()
+    def at_once(self, batch, upcoming):
+        return self.step_held(batch)
 
-        def replay():
-            graph.replay()
+    def sorted_ahead(self):
+        """Steps whose look-ups are sorted before them, some of them beside the last step."""
+        sorts = Sorts(self.held, self.world.device)
+
+        def step(batch, upcoming):
+            told = {3: upcoming, 2: [], 1: [batch], 0: []}  # the next, nothing, another one
+            with sorts.step(batch, told[len(upcoming)]):
+                return self.step_held(batch)
+
+        return step
+
+    def captured(self, sorts=None):
+        """A step as a CUDA graph, warmed up by one."""
+        batch = self.batches[0].clone()
+        sorting = sorts.step(batch, []) if sorts else nullcontext()
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with sorting:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self.step_held(batch)
+            torch.cuda.current_stream().wait_stream(side)
+            self.step_whole(0)
+            with torch.cuda.graph(graph):
+                out = self.step_held(batch)
+
+        def replay(given, upcoming):
+            batch.copy_(given)
+            with sorts.step(given, upcoming) if sorts else nullcontext():
+                graph.replay()
             return out
 
         return replay
@@ -125,13 +148,15 @@ def main():
     world.even = True
     check_memory(world)
     if sys.argv[1:] == ["triton"] and not on_gpu:
-        BATCHES["cpu"], peer_rows.TILE = 30, 64
+        BATCHES["cpu"], peer_rows.TILE = 14, 64
         peer_rows.use_triton = lambda *_: True
     for ways in (["table"] * 4, ["column"] * 4, ["row"] * 4, ["row", "column", "row", "table"]):
         run = Run(world, ways)
-        run.compare(run.step_held)
+        run.compare(run.at_once)
+        run.compare(run.sorted_ahead())
         if on_gpu:
             run.compare(run.captured())
+            run.compare(run.captured(Sorts(run.held, world.device)))
     world.leave()
     if world.first:
         print("all is equal")
