@@ -163,7 +163,8 @@ def test_rows_and_the_gradient_of_every_core(name, way, device, monkeypatch):
 def test_a_program_takes_several_tiles_of_a_slice(way, device, monkeypatch):
     monkeypatch.setattr(tt_factors, "_PROGRAMS", 1)
     monkeypatch.setattr(tt_lookup, "_PROGRAMS", 1)
-    monkeypatch.setattr(tt_factors, "_TILES", dict.fromkeys(tt_factors._TILES, (16, 16)))
+    for tiles in ("_TILES", "_TILES_OF_FEW"):
+        monkeypatch.setattr(tt_factors, tiles, dict.fromkeys(tt_factors._TILES, (16, 16)))
     group = Group("d3-pairs", device)
     options = take(monkeypatch, way)
     ids = torch.arange(group.rows[0], device=device)[None]  # 35 rows of every big slice
