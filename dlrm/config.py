@@ -201,7 +201,8 @@ class ShardingConfig:
     threshold: int = 50_000
     """Dense tables of fewer rows are replicated."""
     wire: Literal["fp32", "bf16"] = "fp32"
-    """Type in which vectors and their gradients travel between processes."""
+    """Type in which vectors and their gradients travel between processes; rows that peers read are
+    read as they are."""
     exchange: Literal["auto", "peers", "collective"] = "auto"
     """How they travel: peers read and write each other's memory, each distinct row once; auto does
     so where the GPUs of one host reach each other, and elsewhere uses collectives."""

@@ -348,5 +348,7 @@ def _merged(grad: Tensor) -> Tensor:
     """
     rows, order = grad._indices()[0].sort()
     segment = torch.cat([rows.new_zeros(1), (rows.diff() != 0).cumsum(0)])[: len(rows)]
-    values = grad._values()[order].where((rows >= 0)[:, None], 0.0)  # the others are left out
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    values = grad._values()[order].to(wide)
+    values = values.where((rows >= 0)[:, None], 0.0)  # the others are left out
     return torch.zeros_like(values).index_add_(0, segment, values)

@@ -180,7 +180,9 @@ def main():
     check_training(world, "no ids", "hash", multi_hot=True, rule="adam")
     check_training(world, "clip", "dense", clip_norm=0.05)
     check_training(world, "replicas", "dense", by="replicate")
-    check_training(world, "wire", "dense", wire="bf16")
+    for exchange in ("peers", "collective"):
+        options = {"wire": "bf16", "exchange": exchange, "clip_norm": 0.05}
+        check_training(world, f"bf16, {exchange}", "dense", **options)
     ways = {"a": "row", "b": "column", "d": "row", "e": "table"}
     for exchange in ("peers", "collective"):
         check_training(world, f"mixed, {exchange}", "dense", tables=ways, exchange=exchange)

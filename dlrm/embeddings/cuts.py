@@ -23,7 +23,7 @@ class Cut(nn.Module, ABC):
         pieces: of all ranks.
         num_tables: tables of the group.
         world: the processes.
-        wire: type in which vectors travel.
+        wire: type in which vectors and gradients travel; rows that peers read are read as they are.
         peers: processes read rows where they lie and write gradients there, where they can.
     """
 
@@ -77,7 +77,7 @@ class Cut(nn.Module, ABC):
         """Give every row the key by which peers look it up."""
         heights = [sum(piece.height for piece in own) for own in self.by_rank]
         asked = [len(own) for own in self.by_rank]
-        self.direct = Direct(self.world, max(heights) + 1, self.width, asked)
+        self.direct = Direct(self.world, max(heights) + 1, self.width, asked, self.wire)
         keys: dict[Piece, int] = {}  # of the first row of a piece
         for rank, own in enumerate(self.by_rank):
             begins = accumulate((piece.height for piece in own[:-1]), initial=0)

@@ -52,10 +52,19 @@ class Direct:
         height: rows of the largest weight of all processes.
         width: length of a row.
         asked: look-ups of a sample that each rank may have to serve.
+        wire: type in which gradients arrive; that of the rows if None.
     """
 
-    def __init__(self, world: World, height: int, width: int, asked: Sequence[int]) -> None:
+    def __init__(
+        self,
+        world: World,
+        height: int,
+        width: int,
+        asked: Sequence[int],
+        wire: torch.dtype | None = None,
+    ) -> None:
         self.world, self.height, self.width, self.asked = world, height, width, asked
+        self.wire = wire
         self._rows: PeerMemory | None = None
         self._inboxes: dict[int, _Inbox] = {}  # by batch size; captured graphs know their addresses
 
@@ -126,7 +135,8 @@ class _Inbox:
         slots = world.size * batch * max(asked)
         self.used = world.size * batch * asked[world.rank]
         self.keys = PeerMemory(world, (slots,), torch.int32, like.device, fill=-1)
-        self.gradients = PeerMemory(world, (slots, direct.width), like.dtype, like.device)
+        wire = direct.wire or like.dtype
+        self.gradients = PeerMemory(world, (slots, direct.width), wire, like.device)
 
     def take(self) -> Tensor:
         """Row of every slot, -1 where there is none, ``[used]``; the slots are free again."""

@@ -42,7 +42,7 @@ class Sharding:
     pieces: Sequence[Piece]
     """Of the tables of the model that are not replicated."""
     wire: torch.dtype | None = None
-    """Type in which vectors and gradients travel; their own if None."""
+    """Type in which vectors and gradients travel, other than rows that peers read; None: theirs."""
     peers: bool = False
     """Whether processes read each other's rows where they lie and write gradients there."""
     text: str = ""
@@ -87,7 +87,7 @@ def spread(
             peers that can't be.
     """
     num_embeddings, plan = recipe["num_embeddings"], recipe["plan"]
-    _check_exchange(world, wire, exchange)
+    _check_exchange(world, exchange)
     _check_devices(world, plan)
     ways = _ways(names, recipe, by, tables or {}, threshold)
     if world.size == 1 or set(ways) == {"replicate"}:
@@ -103,7 +103,7 @@ def spread(
     loads = [float(count.sum()) for count in counts()] if counts else [1.0] * len(names)
     dim = recipe["embedding_dim"]
     narrow = torch.bfloat16 if wire == "bf16" else None
-    peers = exchange == "peers" or (exchange == "auto" and narrow is None and in_reach(world))
+    peers = exchange == "peers" or (exchange == "auto" and in_reach(world))
     pieces = place(
         num_embeddings, dim, world.size, ways=ways, loads=loads,
         page=page, room=_room() if peers else 0, narrow=not whole_rows,
@@ -155,14 +155,9 @@ def _room() -> int:
     return min((gpu.total_memory // 12 for gpu in gpus), default=0)
 
 
-def _check_exchange(world: World, wire: str, exchange: str) -> None:
+def _check_exchange(world: World, exchange: str) -> None:
     if exchange not in EXCHANGES:
         raise ValueError(f"unknown exchange {exchange!r}{nearest(exchange, EXCHANGES)}")
-    if exchange == "peers" and wire != "fp32":
-        raise ValueError(
-            f"--sharding.exchange peers sends no {wire}: drop --sharding.wire, or use "
-            "--sharding.exchange collective"
-        )
     if exchange == "peers" and not one_host(world):
         raise ValueError(
             "--sharding.exchange peers needs all processes on one host, these are on several: use "
@@ -233,7 +228,10 @@ class Sharded(Embedding):
     def _new_weights(self) -> list[nn.Parameter]:
         """A weight per cut."""
         where = torch.get_default_device(), torch.get_default_dtype()
-        return [nn.Parameter(cut.new_weight(*where)) for cut in self._cuts()]
+        weights = [nn.Parameter(cut.new_weight(*where)) for cut in self._cuts()]
+        for weight in weights:
+            weight.grad_dtype = None  # that of the wire
+        return weights
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What ``.to`` and its kind do: weights move to where peers can read them."""

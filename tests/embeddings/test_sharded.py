@@ -60,7 +60,6 @@ def test_wishes_that_cannot_be_met_say_why(tables, message):
     ("options", "message"),
     [
         ({"exchange": "peer"}, "unknown exchange 'peer', did you mean 'peers'"),
-        ({"exchange": "peers", "wire": "bf16"}, "peers sends no bf16: drop --sharding.wire, or"),
         ({"exchange": "peers"}, "needs all processes on one host.*use --sharding.exchange coll"),
     ],
 )
