@@ -1,4 +1,4 @@
-"""Time the tensor-train look-up on a GPU: forward, and forward + backward + SGD.
+"""Time the tensor-train look-up on a GPU: forward, and forward + backward + fused SGD.
 
     python scripts/benchmark_tt.py --output benchmarks/tt_h100.json
 
@@ -24,10 +24,11 @@ from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings.factorize import factorize_rows
 from dlrm.hints import Parser
 from dlrm.kernels.tt import tt_bags, tt_vectors, tt_vectors_torch
-from dlrm.kernels.whole import update_whole
 from dlrm.measure import copy_bandwidth, gpu_milliseconds, write
+from dlrm.optim import RowOptimizer, fused
 
 INPUTS = 8  # different batches in rotation
+RATE = 1e-6
 TOLERANCE = {"ieee": 1e-4, "tf32": 5e-3, "bf16": 5e-2}  # relative RMS of rows and gradients
 VARIANTS = ("tf32", "tf32 deterministic", "ieee", "bf16")
 TENSOR_CORES = {"ieee": 67e12, "tf32": 495e12, "bf16": 990e12}  # FLOP/s of an H100 SXM, dense
@@ -78,13 +79,14 @@ class Setup:
         self.p = torch.tensor([factorize_rows(rows, d) for rows in case.rows], device="cuda")
         self.starts = self.p.cumsum(0) - self.p
         self.tables = torch.arange(tables, device="cuda")[:, None]
-        self.lr = torch.tensor(1e-6, device="cuda")
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self.cores = []
         for k, q in enumerate(case.q):
             shape = int(self.p[:, k].sum()), self.ranks[k] * q * self.ranks[k + 1]
             core = torch.randn(shape, device="cuda") / self.ranks[k + 1] ** 0.5
             self.cores.append(core.to(dtype).requires_grad_())
+        self.optimizer = RowOptimizer(self.cores, "sgd", lr=RATE)
+        self.lr = self.optimizer.param_groups[0]["lr"]
         self.dim = prod(case.q)
         self.ids = [self._draw(skew) for _ in range(INPUTS)]
         self.offsets = torch.arange(0, tables * case.lookups + 1, case.bag, device="cuda")
@@ -109,10 +111,11 @@ class Setup:
         return tt_bags(*shared, ids.view(-1), self.offsets, **self.options)
 
     def step(self, index: int) -> None:
-        """Forward, backward and SGD."""
-        rows = self.forward(index)
-        grads = torch.autograd.grad(rows, self.cores, self.grads[index % INPUTS])
-        update_whole("sgd", self.cores, grads, [()] * len(grads), lr=self.lr)
+        """Forward, backward and SGD, of the middle cores inside the backward pass."""
+        with fused([self.optimizer]):
+            self.forward(index).backward(self.grads[index % INPUTS])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def exact(self, cores: Sequence[Tensor], index: int = 0) -> Tensor:
         """The pooled rows in plain PyTorch."""
@@ -130,22 +133,29 @@ class Setup:
                 core.sub_(self.lr * grad)
 
     def check(self) -> float:
-        """Largest relative RMS error of rows and gradients of all cores."""
-        cores = [core.detach().double().requires_grad_() for core in self.cores]
-        rows, exact = self.forward(0), self.exact(cores)
-        pairs = [(rows, exact)]
-        grads = torch.autograd.grad(rows, self.cores, self.grads[0])
-        pairs += zip(grads, torch.autograd.grad(exact, cores, self.grads[0].double()), strict=True)
-        return max(float((a.detach() - b.detach()).norm() / b.detach().norm()) for a, b in pairs)
+        """Largest relative RMS error of the rows, and of what a step at rate 1 takes off a core."""
+        before = [core.detach().clone() for core in self.cores]
+        exact_cores = [core.double().requires_grad_() for core in before]
+        exact = self.exact(exact_cores)
+        exact_grads = torch.autograd.grad(exact, exact_cores, self.grads[0].double())
+        pairs = [(self.forward(0).detach(), exact.detach())]
+        self.lr.fill_(1.0)
+        self.step(0)
+        self.lr.fill_(RATE)
+        with torch.no_grad():
+            for core, old, grad in zip(self.cores, before, exact_grads, strict=True):
+                pairs.append((old.double() - core, grad))
+                core.copy_(old)
+        return max(float((got - want).norm() / want.norm()) for got, want in pairs)
 
     def floors(self, bandwidth: float) -> dict[str, float]:
         """Least microseconds of the parts of a step by arithmetic and by bytes, averaged.
 
         Arithmetic: every pair of leading slices in use is multiplied once forward and twice
         backward, and so is every distinct id by its last slice. Bytes: forward ids, cores and rows
-        once; backward ids, gradients of rows, cores, and their gradients in fp32; the update reads
-        these and reads and writes the cores. Both count what three cores need, so four cores,
-        which share more, may lie below.
+        once; backward ids, gradients of rows, cores, and in fp32 the gradients of those that are
+        not updated there; the update reads these and reads and writes the cores. Both count what
+        three cores need, so four cores, which share more, may lie below.
         """
         case = self.case
         left = case.q[0] * case.rank * case.q[1] * case.rank
@@ -160,8 +170,10 @@ class Setup:
         lookups, size = self.ids[0].numel(), self.cores[0].element_size()
         weights = sum(core.numel() for core in self.cores)
         moved = 8 * lookups + size * (self.grads[0].numel() + weights)
-        backward = moved + 4 * weights
-        update = (4 + 2 * size) * weights
+        waiting = self.cores if self.precision == "bf16" else (self.cores[0], self.cores[-1])
+        gradients = 4 * sum(core.numel() for core in waiting)
+        backward = moved + gradients
+        update = gradients + 2 * size * weights
         return {
             "distinct": distinct / lookups,
             "floor_forward_arithmetic_us": once * 1e6,
@@ -269,8 +281,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         write(
             options.output,
             {
-                "what": "TT look-up, forward + backward + SGD; step_ms and forward_ms are replays "
-                "of a CUDA graph",
+                "what": "TT look-up, forward + backward + fused SGD; step_ms and forward_ms are "
+                "replays of a CUDA graph",
                 "copy_bytes_per_second": round(bandwidth),
                 "results": results,
             },
