@@ -48,9 +48,12 @@ class Run:
         assert all(map(Direct.serves, (c.direct for c in cuts), self.held.local_parameters()))
         assert len(self.held.at_peers()) == len(cuts)
         rule = {"rule": "adagrad", "lr": 0.1}
-        if wire is not None:  # where gradients cancel Adagrad makes much of how they were rounded
+        if wire is not None:
             rule = {"rule": "sgd", "lr": 0.01}
         self.rules = [RowOptimizer(m.parameters(), **rule) for m in (self.whole, self.held)]
+        for state in (state for rule in self.rules for state in rule.state.values()):
+            for kept in state.values():  # else a first gradient that cancels, but for rounding,
+                kept.fill_(1.0)  # moves a row as far as any other
         batch = BATCHES[device.type]
         self.mine = slice(batch * world.rank, batch * (world.rank + 1))
         rows = torch.tensor(SIZES, device=device, dtype=torch.float64)[:, None]
