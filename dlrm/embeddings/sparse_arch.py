@@ -22,6 +22,7 @@ from dlrm.embeddings.sharded import Sharded, Sharding
 LINK = 53e9  # bytes a second each way between pinned host memory and an H100 (PCIe 5), as measured
 
 Lookups = tuple[Tensor, Tensor | None, Sequence[int] | None]  # ids, offsets and bounds of a batch
+Share = tuple[Tensor, Tensor | None, Tensor | None]  # ids, offsets and weights of a group
 
 
 class _Resets(Protocol):
@@ -74,9 +75,10 @@ class SparseArch(nn.Module):
         # Dense tables last: they are quick, and nobody waits for what they start, the sort of ids.
         self._turns = sorted(range(len(groups)), key=lambda index: groups[index][1] == "dense")
         self.register_buffer("order", torch.tensor(order).argsort(), persistent=False)
-        for index, slots in enumerate(self.slots):
-            self.register_buffer(f"_slots_{index}", torch.tensor(slots), persistent=False)
+        features = [slot for slots in self.slots for slot in slots]
+        self.register_buffer("_features", torch.tensor(features), persistent=False)
         self.order: Tensor  # [F]
+        self._features: Tensor  # [F], group after group
         self._measured: tuple[float, Counter[str]] = time.perf_counter(), Counter()  # sums then
 
     def forward(
@@ -99,9 +101,9 @@ class SparseArch(nn.Module):
         """
         found: dict[int, list[Tensor]] = {}
         bounds = bounds or self._bounds(offsets)
+        shares = self._shares(ids, offsets, per_sample_weights, bounds)
         for index in self._turns:
-            share = self._share(index, ids, offsets, per_sample_weights, bounds)
-            group = self.groups[index]
+            group, share = self.groups[index], shares[index]
             found[index] = group.parts(*share) if isinstance(group, Sharded) else [group(*share)]
         return [part for index in range(len(self.groups)) for part in found[index]]
 
@@ -120,13 +122,15 @@ class SparseArch(nn.Module):
     def begin_round(self, now: Sequence[Lookups], coming: Sequence[Lookups]) -> None:
         """Have the groups that fetch rows ahead begin a round; see ``Embedding.begin_round``."""
         known = [
-            [(ids, offsets, None, at or self._bounds(offsets)) for ids, offsets, at in batches]
-            for batches in (now, coming)
+            [
+                self._shares(ids, offsets, None, at or self._bounds(offsets))
+                for ids, offsets, at in each
+            ]
+            for each in (now, coming)
         ]
         for index, (group, _) in enumerate(self.embeddings()):
             if group.round_of(1):
-                shares = [[self._share(index, *batch)[:2] for batch in each] for each in known]
-                group.begin_round(*shares)
+                group.begin_round(*([shares[index][:2] for shares in each] for each in known))
 
     def in_round(self, value: bool) -> None:
         """Say whether the look-ups to come are of the round that was begun."""
@@ -147,7 +151,8 @@ class SparseArch(nn.Module):
         """Sort the look-ups of ``ids [F, B]`` at peers, part after part: needs no rows, and no
         other process.
         """
-        return [cut.sort(self._share(i, ids, None, None, ())[0]) for i, cut in self.at_peers()]
+        shares = self._shares(ids, None, None, ())
+        return [cut.sort(shares[index][0]) for index, cut in self.at_peers()]
 
     def use(self, lookups: Sequence[Sorted | None]) -> None:
         """Give the look-ups to come, until told otherwise, what :meth:`sort` has found for them.
@@ -163,35 +168,34 @@ class SparseArch(nn.Module):
         return torch.cat(vectors, dim=1).index_select(1, self.order)
 
     def _bounds(self, offsets: Tensor | None) -> list[int]:
-        """The bounds of a batch, if :meth:`_share` needs them: read once, not for each group."""
+        """The bounds of a batch, if :meth:`_shares` needs them: read once, not for each group."""
         if offsets is None or len(self.groups) == 1:
             return []
         tables = len(self.num_embeddings)
         batch = (offsets.numel() - 1) // tables
         return offsets[::batch].tolist() if batch else [0] * (tables + 1)
 
-    def _share(
-        self,
-        index: int,
-        ids: Tensor,
-        offsets: Tensor | None,
-        weights: Tensor | None,
-        bounds: Sequence[int],
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The part of the batch that concerns the tables of one group."""
+    def _shares(
+        self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, bounds: Sequence[int]
+    ) -> list[Share]:
+        """The part of the batch that concerns the tables of each group."""
         if len(self.groups) == 1:
-            return ids, offsets, weights
-        slots = getattr(self, f"_slots_{index}")
-        if offsets is None:
-            return ids[slots], None, None if weights is None else weights[slots]
+            return [(ids, offsets, weights)]
+        sizes = [len(slots) for slots in self.slots]
+        none = [None] * len(sizes)
+        if offsets is None:  # one gather for all groups
+            parts = ids[self._features].split(sizes)
+            own = none if weights is None else weights[self._features].split(sizes)
+            return list(zip(parts, none, own, strict=True))
         batch = (offsets.numel() - 1) // len(self.num_embeddings)
-        spans = [slice(bounds[slot], bounds[slot + 1]) for slot in self.slots[index]]
-        lengths = offsets.diff().view(len(self.num_embeddings), batch)[slots].view(-1)
-        return (
-            torch.cat([ids[span] for span in spans]),
-            torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
-            None if weights is None else torch.cat([weights[span] for span in spans]),
-        )
+        lengths = offsets.diff().view(len(self.num_embeddings), batch)[self._features].split(sizes)
+        shares: list[Share] = []
+        for slots, counts in zip(self.slots, lengths, strict=True):
+            spans = [slice(bounds[slot], bounds[slot + 1]) for slot in slots]
+            starts = torch.cat([counts.new_zeros(1), counts.view(-1).cumsum(0)])
+            factors = None if weights is None else torch.cat([weights[span] for span in spans])
+            shares.append((torch.cat([ids[span] for span in spans]), starts, factors))
+        return shares
 
     def embeddings(self) -> list[tuple[Embedding, list[int]]]:
         """Each group with the features whose tables it holds."""
