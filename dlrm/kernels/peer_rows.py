@@ -25,7 +25,8 @@ from dlrm.kernels.plan import Plan
 from dlrm.kernels.rows import add_equal
 
 TILE = 4096  # elements of a tile
-PROGRAMS = 528  # four for each multiprocessor of an H100: enough to fill links and memory
+READERS = 528  # programs, four for each multiprocessor of an H100: they fill links and memory
+SENDERS = 528  # likewise; of rows of 128 elements an H100 runs up to 660 at a time, and 924 readers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,14 +110,16 @@ def _send(
         tl.store(to[:, None] + column, total.to(like.dtype.element_ty), mask=live)
 
 
-def _launch(plan: Plan, dim: int, block: Block) -> tuple[tuple[int], int, dict[str, int]]:
+def _launch(
+    plan: Plan, dim: int, block: Block, programs: int
+) -> tuple[tuple[int], int, dict[str, int]]:
     """Grid, tiles, and constants for sorted look-ups of rows of ``dim``."""
     block_d = triton.next_power_of_2(dim)
     run = run_length(dim)
     tiles = triton.cdiv(len(plan.rows), run)
     peers = len(block.addresses)
     return (
-        (min(PROGRAMS, triton.cdiv(tiles, peers) * peers),),
+        (min(programs, triton.cdiv(tiles, peers) * peers),),
         tiles,
         {
             "PEERS": peers,
@@ -158,7 +161,7 @@ def read_rows(
     if not use_triton(out, impl):
         _read_torch(weights, plan, out, inbox, shift)
         return
-    grid, tiles, sizes = _launch(plan, out.shape[1], weights)
+    grid, tiles, sizes = _launch(plan, out.shape[1], weights, READERS)
     if tiles:
         keys, like = (None, None) if inbox is None else (inbox.addresses, inbox.local)
         _read[grid](
@@ -189,7 +192,7 @@ def send_rows(
     if not use_triton(grads, impl):
         _send_torch(grads, height, plan, inbox, shift)
         return
-    grid, tiles, sizes = _launch(plan, grads.shape[1], inbox)
+    grid, tiles, sizes = _launch(plan, grads.shape[1], inbox, SENDERS)
     if tiles:
         _send[grid](
             plan.rows, plan.order, grads.contiguous(), inbox.addresses, shift, inbox.local,

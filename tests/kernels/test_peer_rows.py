@@ -16,7 +16,8 @@ HEIGHT = 40
 def _small_tiles(monkeypatch):
     if not GPU:
         monkeypatch.setattr(kernel, "TILE", 64)
-        monkeypatch.setattr(kernel, "PROGRAMS", 3)
+        monkeypatch.setattr(kernel, "READERS", 3)
+        monkeypatch.setattr(kernel, "SENDERS", 3)
 
 
 def ring(tensors, rank):
