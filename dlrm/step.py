@@ -74,7 +74,7 @@ class TrainStep:
         model: the model, in training mode.
         optimizers: together they own every parameter.
         precision: of the matrix products: ``fp32``; ``tf32`` on a GPU; or ``bf16``, autocast of
-            the MLPs and the interaction, what stays in fp32 (TT cores) being multiplied in tf32.
+            the MLPs, the interaction and the products of TT cores; parameters stay in fp32.
         clip_norm: scale all gradients down to this norm together; None for not at all.
         mode: one of ``auto``, ``eager``, ``compile``, ``graph``.
         deterministic: equal seeds give equal bits on a GPU as well; holds for the whole process.

@@ -169,15 +169,13 @@ class TT(Embedding):
         if self.cache is not None or self.mode == "max":
             return super().lookup_bags(ids, offsets, weights)
         shape = (self._p, self._core_offsets, self.q, self.ranks)
-        with torch.autocast(ids.device.type, enabled=False):
-            pooled = tt_bags(list(self.cores), *shape, ids, offsets, weights, mode=self.mode)
+        pooled = tt_bags(list(self.cores), *shape, ids, offsets, weights, mode=self.mode)
         return pooled.transpose(0, 1)
 
     def _compressed(self, tables: Tensor, ids: Tensor, skip: Tensor | None = None) -> Tensor:
-        """Rows as the cores give them; not cast down with the MLPs, since errors multiply."""
+        """Rows as the cores give them."""
         shape = (self._p, self._core_offsets, self.q, self.ranks)
-        with torch.autocast(ids.device.type, enabled=False):
-            return tt_vectors(list(self.cores), *shape, tables, ids, skip=skip)
+        return tt_vectors(list(self.cores), *shape, tables, ids, skip=skip)
 
     def observe(self, tables: Tensor, ids: Tensor) -> None:
         if self.cache is not None:

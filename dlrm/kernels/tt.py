@@ -34,7 +34,7 @@ from dlrm.kernels.tt_chain import Chain, chain_of
 from dlrm.kernels.tt_known import Call
 from dlrm.kernels.tt_lookup import Lookup
 
-PRECISIONS = ("ieee", "tf32", "tf32x3")
+PRECISIONS = ("ieee", "tf32", "tf32x3", "bf16")
 _SHARE = 8  # rows for which plain PyTorch reads a large slice once
 _MERGED_FROM = 12_000  # look-ups from which merging equal ids pays
 _MERGED_UP_TO = 1 << 23  # words of 32 bits to flag all ids: 268M rows, 32 MB
@@ -83,8 +83,10 @@ def _way(chain: Chain, n: int, deterministic: bool | None) -> str:
     return "merged" if n >= _MERGED_FROM and chain.words <= _MERGED_UP_TO else "direct"
 
 
-def _precision(precision: str | None) -> str:
+def _precision(precision: str | None, device: str) -> str:
     if precision is None:
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
+            return "bf16"
         return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}{nearest(precision, PRECISIONS)}")
@@ -120,8 +122,10 @@ def tt_vectors(
             rows are zeros without gradient, and cost nothing on a GPU.
         impl: ``"triton"`` or ``"torch"``; by default Triton on a GPU for two to four cores of fp32
             or bf16.
-        precision: how Triton multiplies fp32 matrices: ieee, tf32 or tf32x3; by default what
-            ``torch.set_float32_matmul_precision`` says. Gradients of cores are summed in fp32.
+        precision: how Triton multiplies fp32 matrices: ieee, tf32, tf32x3, or bf16, which also
+            halves what is kept of the products of two cores; by default bf16 under autocast to it,
+            else what ``torch.set_float32_matmul_precision`` says. Rows have the type of the cores,
+            whose gradients are summed in fp32.
         deterministic: make the gradients of equal inputs equal to the last bit, which takes an
             ordering of the look-ups; by default what ``torch.use_deterministic_algorithms`` says.
 
@@ -134,7 +138,8 @@ def tt_vectors(
     """
     require_integers(cores[0], ids=ids)
     if not _runs_triton(cores, impl) or not ids.numel():
-        rows = tt_vectors_torch(cores, p, core_offsets, q, ranks, tables, ids)
+        with torch.autocast(ids.device.type, enabled=False):  # it would cast sums and rows too
+            rows = tt_vectors_torch(cores, p, core_offsets, q, ranks, tables, ids)
         return rows if skip is None else rows.masked_fill(skip[..., None], 0.0)
     n = ids.numel()
     outer, inner = ids.shape if ids.dim() == 2 else (1, 1)
@@ -169,7 +174,8 @@ def _look_up(
 ) -> Tensor:
     trains = torch.is_grad_enabled() and any(core.requires_grad for core in cores)
     contiguous = (core.contiguous() for core in cores)
-    return _Rows.apply(call, _precision(precision), trains, weights, *contiguous)
+    precision = _precision(precision, cores[0].device.type)
+    return _Rows.apply(call, precision, trains, weights, *contiguous)
 
 
 def tt_bags(
@@ -217,7 +223,8 @@ def tt_bags(
     bags, tables = offsets.numel() - 1, p.shape[0]
     batch = bags // tables
     if not _runs_triton(cores, impl) or not ids.numel() or not bags:
-        return _tt_bags_torch(cores, p, core_offsets, q, ranks, ids, offsets, weights, mode)
+        with torch.autocast(ids.device.type, enabled=False):
+            return _tt_bags_torch(cores, p, core_offsets, q, ranks, ids, offsets, weights, mode)
     chain = chain_of(p, q, ranks)
     call = Call(
         chain=chain,

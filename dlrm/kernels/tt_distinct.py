@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dlrm.kernels.tt_pairs import multiply
+
 
 @triton.jit
 def _tile(
@@ -48,7 +50,7 @@ def distinct_rows(
             if right_slots is not None:
                 y_row = tl.load(right_slots + now).to(tl.int64)
             y = tl.load(w + y_row * (R * C) + r[:, None] * C + c[None, :], mask=mask, other=0.0)
-            product = tl.dot(x, y, input_precision=PRECISION)
+            product = multiply(x, y, None, PRECISION)
             result = tl.where((b == now)[:, None], product, result)
             now = tl.min(tl.where(b > now, b, 2147483647), 0)
         to = (at.to(tl.int64) * A + tl.arange(0, BM) % A)[:, None] * C + c[None, :]
@@ -80,9 +82,9 @@ def distinct_gradient(
                 y_row = tl.load(right_slots + now).to(tl.int64)
             y_at = y_row * (R * C) + r[:, None] * C + c[None, :]
             y = tl.load(w + y_at, mask=mask, other=0.0)
-            g = tl.where((b == now)[:, None], g_all, 0.0).to(x.dtype)
-            dx = tl.dot(g, tl.trans(y), dx, input_precision=PRECISION)
-            dy = tl.dot(tl.trans(x), g, input_precision=PRECISION)
+            g = tl.where((b == now)[:, None], g_all, 0.0)
+            dx = multiply(g, tl.trans(y), dx, PRECISION)
+            dy = multiply(tl.trans(x), g, None, PRECISION)
             tl.atomic_add(d_right + y_at, dy, mask=mask, sem="relaxed")
             now = tl.min(tl.where(b > now, b, 2147483647), 0)
         tl.atomic_add(

@@ -69,7 +69,8 @@ class Factor:
         small, big = cores[used.pairs.small], cores[used.pairs.big]
         self.update = take(big) if trains else None
         tiles = self._tiles("pair_products", precision)
-        self.values = big.new_empty(used.many, tiles["Q"] * tiles["N"])
+        kept = torch.bfloat16 if precision == "bf16" else big.dtype
+        self.values = big.new_empty(used.many, tiles["Q"] * tiles["N"], dtype=kept)
         kernels.pair_products[self._grid(tiles)](
             small, big, self.values, self.gradient, used.spans, used.members, **tiles
         )

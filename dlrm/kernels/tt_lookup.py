@@ -39,7 +39,7 @@ class Lookup:
         precision: str,
         trains: bool,
     ) -> None:
-        self.call, self.precision = call, precision
+        self.call, self.precision, self.dtype = call, precision, cores[0].dtype
         self.n = call.ids.numel()
         self.dim = call.chain.sizes["A"] * call.chain.sizes["C"]
         ordered = call.way == "ordered"
@@ -79,7 +79,7 @@ class Lookup:
         return grid, {**tile, "PRECISION": self.precision}
 
     def _distinct_rows(self, trains: bool) -> Tensor:
-        values = self.left.values.new_empty(self.n, self.dim)
+        values = self.left.values.new_empty(self.n, self.dim, dtype=self.dtype)
         if trains:
             self.once = torch.empty_like(values, dtype=torch.float32)
         grid, tile = self._tiles()
@@ -101,7 +101,7 @@ class Lookup:
         offsets, scale = (call.offsets, self.known.scale) if pooled else (None, None)
         inner, outer = (call.inner, call.outer) if pooled else (1, 1)
         results = call.results if pooled else self.n
-        out = self.left.values.new_empty(results, self.dim)
+        out = self.left.values.new_empty(results, self.dim, dtype=self.dtype)
         if self.known.merged:
             block, tile = self._copies()
             grid = (triton.cdiv(results, block) if offsets is None else results,)

@@ -15,6 +15,16 @@ from dlrm.kernels.rows import rule_step
 
 
 @triton.jit
+def multiply(x, y, total, PRECISION: tl.constexpr):
+    """``x @ y``, added to ``total`` if that is given; both become bf16 if one of them is."""
+    if PRECISION == "bf16" or x.dtype == tl.bfloat16 or y.dtype == tl.bfloat16:
+        product = tl.dot(x.to(tl.bfloat16), y.to(tl.bfloat16), total)
+    else:
+        product = tl.dot(x, y, total, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
 def rank_pairs(flags, pair_start, small_start, total, slots, members, spans, BLOCK: tl.constexpr):
     """Give slots to the pairs in use of one big slice, and note the small slice of each.
 
@@ -70,7 +80,7 @@ def pair_products(
                 big + at.to(tl.int64) * (R * N) + r[:, None] * BR + c[None, :] * BC,
                 mask=(r < R)[:, None] & (c < N)[None, :], other=0.0,
             )  # fmt: skip
-            product = tl.dot(x, y, input_precision=PRECISION)
+            product = multiply(x, y, None, PRECISION)
             to = (slot.to(tl.int64) * (Q * N) + j * OJ)[:, None] + c[None, :] * OC
             mask = row[:, None] & (c < N)[None, :]
             tl.store(out + to, product.to(out.dtype.element_ty), mask=mask)
@@ -129,9 +139,9 @@ def big_gradient(
             grad + (slot.to(tl.int64) * (Q * N) + j * OJ)[:, None] + c[None, :] * OC,
             mask=row[:, None] & (c < N)[None, :], other=0.0,
         )  # fmt: skip
-        total = tl.dot(x, g.to(x.dtype), total, input_precision=PRECISION)
+        total = multiply(x, g, total, PRECISION)
         if d_small is not None:
-            part = tl.dot(g.to(x.dtype), y, input_precision=PRECISION)
+            part = multiply(g, y, None, PRECISION)
             tl.atomic_add(
                 d_small + (member * (Q * R) + j * SJ)[:, None] + r[None, :] * SR, part,
                 mask=row[:, None] & (r < R)[None, :], sem="relaxed",
@@ -169,7 +179,7 @@ def small_gradient(
                 big + at.to(tl.int64) * (R * N) + r[None, :] * BR + c[:, None] * BC,
                 mask=(r < R)[None, :] & (c < N)[:, None], other=0.0,
             )  # fmt: skip
-            total = tl.dot(g.to(y.dtype), y, total, input_precision=PRECISION)
+            total = multiply(g, y, total, PRECISION)
         to = (slot * (Q * R) + j * SJ)[:, None] + r[None, :] * SR
         tl.store(out + to, total, mask=row[:, None] & (r < R)[None, :])
 

@@ -15,7 +15,7 @@ from dlrm.kernels.whole import update_whole
 
 GPU = torch.cuda.is_available()
 WAYS = ("direct", "merged", "ordered")
-ROUNDING = {"ieee": 2e-6, "tf32": 3e-3}  # relative RMS; tf32 keeps 10 bits, twice in a product
+ROUNDING = {"ieee": 2e-6, "tf32": 3e-3, "bf16": 1e-2}  # relative RMS; tf32 keeps 10 bits, bf16 7
 
 # p of each table, q, ranks: odd and even sizes; more slices than a slice has entries; one slice
 SHAPES = {
@@ -140,14 +140,15 @@ def test_the_reference_shares_large_slices(device):
         close(gradients[k], gradient, 1e-12, f"core {k}")
 
 
-def check_rows_and_gradients(group, ids, options):
-    got = tt_vectors(*group.arguments, group.index(), ids, precision="ieee", **options)
+def check_rows_and_gradients(group, ids, options, precision="ieee"):
+    got = tt_vectors(*group.arguments, group.index(), ids, precision=precision, **options)
     cores, want = group.reference(ids, group.index())
-    close(got, want, ROUNDING["ieee"])
+    close(got, want, ROUNDING[precision])
     grad = torch.randn_like(got)
     gradients = torch.autograd.grad(got, group.cores, grad)
     for k, gradient in enumerate(torch.autograd.grad(want, cores, grad.double())):
-        close(gradients[k], gradient, ROUNDING["ieee"], f"core {k}")
+        assert gradients[k].dtype == torch.float32
+        close(gradients[k], gradient, ROUNDING[precision], f"core {k}")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -315,7 +316,8 @@ def test_ordered_gradients_are_equal_to_the_last_bit(kind, device):
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-@pytest.mark.gpu  # the interpreter multiplies the bits of bfloat16 as integers
+# The interpreter multiplies the bits of bfloat16 as integers.
+@pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS)
 def test_bfloat16_cores(way, device, monkeypatch):
     group = Group("kaggle", device, torch.bfloat16)
@@ -329,6 +331,26 @@ def test_bfloat16_cores(way, device, monkeypatch):
     for k, gradient in enumerate(torch.autograd.grad(want, cores, grad.double())):
         assert gradients[k].dtype == torch.bfloat16
         close(gradients[k], gradient, 2e-2, f"core {k}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", LARGE)
+def test_products_of_cores_may_be_kept_in_bf16(name, way, device, monkeypatch):
+    group = Group(name, device)
+    check_rows_and_gradients(group, group.ids(1000), take(monkeypatch, way), "bf16")
+
+
+@pytest.mark.gpu
+def test_under_autocast_products_are_bf16_and_rows_are_not(device):
+    group = Group("kaggle", device)
+    arguments = *group.arguments, group.index(), group.ids(1000)
+    with torch.autocast(device.type, torch.bfloat16):
+        rows = tt_vectors(*arguments, impl="triton")
+    assert rows.dtype == torch.float32
+    assert torch.equal(rows, tt_vectors(*arguments, impl="triton", precision="bf16"))
+    exact = tt_vectors(*arguments, impl="triton", precision="ieee")
+    assert (rows - exact).norm() > 1e-4 * exact.norm()
 
 
 @pytest.mark.gpu
