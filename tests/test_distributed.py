@@ -87,15 +87,19 @@ def test_a_run_of_several_processes(data, tmp_path):
     expected = losses(tmp_path / "one")
     assert len(expected) == 2 * 18  # the last batch of an epoch has 141 rows
     # stopped in the first epoch, behind the last evaluation
-    done = torchrun(2, *common, "--name", "two", "--max_steps", "15")
+    peers = ["--sharding.exchange", "peers"]
+    done = torchrun(2, *common, *peers, "--name", "two", "--max_steps", "15")
     assert done.returncode == 0, done.stderr
     assert "rank 1: " in done.stdout
+    assert "exchange by peers" in done.stdout
     assert done.stdout.count("training rows") == 1
     shutil.copytree(tmp_path / "two", tmp_path / "again", symlinks=True)
     alone("train.py", "--resume", tmp_path / "again", "--max_steps", "36")
     assert losses(tmp_path / "again") == pytest.approx(expected, abs=1e-5)
-    done = torchrun(3, "train.py", "--resume", tmp_path / "two", "--max_steps", "36")
+    collective = ["--sharding.exchange", "collective", "--max_steps", "36"]
+    done = torchrun(3, "train.py", "--resume", tmp_path / "two", *collective)
     assert done.returncode == 0, done.stderr
+    assert "exchange by collectives" in done.stdout
     assert losses(tmp_path / "two") == pytest.approx(expected, abs=1e-5)
     # bytes are of all processes; each part of a row that is cut by columns counts its own steps
     one, three = (result(tmp_path / name) for name in ("one", "two"))
