@@ -36,7 +36,7 @@ from dlrm.kernels.tt_lookup import Lookup
 
 PRECISIONS = ("ieee", "tf32", "tf32x3", "bf16")
 _SHARE = 8  # rows for which plain PyTorch reads a large slice once
-_MERGED_FROM = 12_000  # look-ups from which merging equal ids pays
+_MERGED_FROM = 24_000  # look-ups from which merging equal ids pays
 _MERGED_UP_TO = 1 << 23  # words of 32 bits to flag all ids: 268M rows, 32 MB
 
 
