@@ -145,6 +145,15 @@ def check_memory(world):
     assert not bytes_held(world.device)
 
 
+def check_wire(world):
+    """Sums of gradients arrive in fp32, whatever the rows are of, if nothing else is asked for."""
+    fp32, bf16 = torch.float32, torch.bfloat16
+    for rows, wire, arriving in ((fp32, None, fp32), (bf16, None, fp32), (fp32, bf16, bf16)):
+        direct = Direct(world, 10, 4, [1] * world.size, wire)
+        weight = direct.new_weight(5, world.device, rows)
+        assert direct.inbox(3, weight).gradients.local.dtype is arriving
+
+
 def main():
     """Check every way to cut tables."""
     world = World.of_environment()
@@ -153,6 +162,7 @@ def main():
     world.join(torch.device("cuda", gpu) if on_gpu else torch.device("cpu"))
     world.even = True
     check_memory(world)
+    check_wire(world)
     if sys.argv[1:] == ["triton"] and not on_gpu:
         BATCHES["cpu"], peer_rows.TILE = 14, 64
         peer_rows.use_triton = lambda *_: True

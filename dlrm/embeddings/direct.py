@@ -52,7 +52,7 @@ class Direct:
         height: rows of the largest weight of all processes.
         width: length of a row.
         asked: look-ups of a sample that each rank may have to serve.
-        wire: type in which gradients arrive; that of the rows if None.
+        wire: type in which gradients arrive; if None fp32, or that of the rows where it is wider.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class _Inbox:
         slots = world.size * batch * max(asked)
         self.used = world.size * batch * asked[world.rank]
         self.keys = PeerMemory(world, (slots,), torch.int32, like.device, fill=-1)
-        wire = direct.wire or like.dtype
+        wire = direct.wire or torch.promote_types(like.dtype, torch.float32)
         self.gradients = PeerMemory(world, (slots, direct.width), wire, like.device)
 
     def take(self) -> Tensor:
