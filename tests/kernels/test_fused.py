@@ -9,8 +9,7 @@ from torch import Tensor
 
 from dlrm.data.batch import Batch
 from dlrm.distributed import World
-from dlrm.kernels import tt
-from dlrm.kernels.tt import tt_bags, tt_vectors
+from dlrm.kernels.tt import op, tt_bags, tt_vectors
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, fused
 from dlrm.reduce import Reducer
@@ -93,8 +92,8 @@ def train_apart(cores: Cores, optimizer: RowOptimizer, steps: int = 1) -> None:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", SHAPES)
 def test_cores_move_as_by_their_gradients(name, rule, way, device, monkeypatch):
-    monkeypatch.setattr(tt, "_MERGED_FROM", 1 if way == "merged" else 1 << 62)
-    monkeypatch.setattr(tt, "_MERGED_UP_TO", 1 << 62)
+    monkeypatch.setattr(op, "_MERGED_FROM", 1 if way == "merged" else 1 << 62)
+    monkeypatch.setattr(op, "_MERGED_UP_TO", 1 << 62)
     ours, theirs = (Cores(name, device, deterministic=way == "ordered") for _ in range(2))
     train_apart(theirs, optimizer_of(theirs, rule, **RULES[rule]), steps=2)
     optimizer = optimizer_of(ours, rule, **RULES[rule])
@@ -241,7 +240,7 @@ def group_of_one():
 @pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize("wanted", ["norms", "clip_norm", "reducer"])
 def test_a_training_step_moves_them_unless_gradients_are_wanted(wanted, device, monkeypatch):
-    monkeypatch.setattr(tt, "use_triton", lambda *_: True)
+    monkeypatch.setattr(op, "use_triton", lambda *_: True)
     sizes, runs = [50, 60], []
     for asks in ("", wanted):
         torch.manual_seed(0)

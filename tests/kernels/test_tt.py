@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm.kernels import tt, tt_factors, tt_lookup
-from dlrm.kernels.tt import tt_bags, tt_vectors, tt_vectors_torch
-from dlrm.kernels.tt_chain import chain_of
+from dlrm.kernels.tt import factors, lookup, op, tt_bags, tt_vectors, tt_vectors_torch
+from dlrm.kernels.tt.chain import chain_of
 from dlrm.kernels.whole import update_whole
 
 GPU = torch.cuda.is_available()
@@ -92,8 +91,8 @@ def close(got: Tensor, want: Tensor, tolerance: float, name: str = "rows") -> No
 
 def take(monkeypatch: pytest.MonkeyPatch, way: str) -> dict:
     """Arguments that make a look-up go this way, whatever its size."""
-    monkeypatch.setattr(tt, "_MERGED_FROM", 1 if way == "merged" else 1 << 62)
-    monkeypatch.setattr(tt, "_MERGED_UP_TO", 1 << 62)
+    monkeypatch.setattr(op, "_MERGED_FROM", 1 if way == "merged" else 1 << 62)
+    monkeypatch.setattr(op, "_MERGED_UP_TO", 1 << 62)
     return {"impl": "triton", "deterministic": way == "ordered"}
 
 
@@ -162,10 +161,10 @@ def test_rows_and_the_gradient_of_every_core(name, way, device, monkeypatch):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_program_takes_several_tiles_of_a_slice(way, device, monkeypatch):
-    monkeypatch.setattr(tt_factors, "_PROGRAMS", 1)
-    monkeypatch.setattr(tt_lookup, "_PROGRAMS", 1)
+    monkeypatch.setattr(factors, "_PROGRAMS", 1)
+    monkeypatch.setattr(lookup, "_PROGRAMS", 1)
     for tiles in ("_TILES", "_TILES_OF_FEW"):
-        monkeypatch.setattr(tt_factors, tiles, dict.fromkeys(tt_factors._TILES, (16, 16)))
+        monkeypatch.setattr(factors, tiles, dict.fromkeys(factors._TILES, (16, 16)))
     group = Group("d3-pairs", device)
     options = take(monkeypatch, way)
     ids = torch.arange(group.rows[0], device=device)[None]  # 35 rows of every big slice
@@ -437,16 +436,16 @@ def test_many_ids_are_merged_where_a_map_of_all_rows_is_small(device):
         chain_of(torch.tensor([[side] * 3], device=device), (2, 2, 2), (1, 2, 2, 1))
         for side in (100, 1000)
     )
-    assert tt._way(small, 30_000, False) == "merged"
-    assert tt._way(small, 30_000, True) == "ordered"
-    assert tt._way(small, 3_000, False) == "direct"
-    assert tt._way(huge, 30_000, False) == "direct"
+    assert op._way(small, 30_000, False) == "merged"
+    assert op._way(small, 30_000, True) == "ordered"
+    assert op._way(small, 3_000, False) == "direct"
+    assert op._way(huge, 30_000, False) == "direct"
     torch.use_deterministic_algorithms(True)
     try:
-        assert tt._way(small, 30_000, None) == "ordered"
+        assert op._way(small, 30_000, None) == "ordered"
     finally:
         torch.use_deterministic_algorithms(False)
-    assert tt._way(small, 30_000, None) == "merged"
+    assert op._way(small, 30_000, None) == "merged"
 
 
 def test_errors_name_the_remedy(device):

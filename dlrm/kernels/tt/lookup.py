@@ -17,10 +17,11 @@ import torch
 import triton
 from torch import Tensor
 
-from dlrm.kernels import tt_distinct, tt_rows
-from dlrm.kernels.tt_chain import power
-from dlrm.kernels.tt_factors import Factor
-from dlrm.kernels.tt_known import Call, Known
+from dlrm.kernels.tt import distinct as distinct_kernels
+from dlrm.kernels.tt import rows as row_kernels
+from dlrm.kernels.tt.chain import power
+from dlrm.kernels.tt.factors import Factor
+from dlrm.kernels.tt.known import Call, Known
 
 _STEPS = 8  # look-ups that one chunk of the ordered backward pass walks over
 _TILE = 2048  # numbers that a program of 4 warps holds
@@ -84,7 +85,7 @@ class Lookup:
             self.once = torch.empty_like(values, dtype=torch.float32)
         grid, tile = self._tiles()
         warps = 1 if tile["BM"] * tile["R2"] <= _TILE else 4
-        tt_distinct.distinct_rows[grid](
+        distinct_kernels.distinct_rows[grid](
             *self._distinct(), values, self.once, **tile, num_warps=warps
         )
         return values
@@ -105,7 +106,7 @@ class Lookup:
         if self.known.merged:
             block, tile = self._copies()
             grid = (triton.cdiv(results, block) if offsets is None else results,)
-            tt_distinct.spread_rows[grid](
+            distinct_kernels.spread_rows[grid](
                 self.distinct, self.known.which, offsets, scale, out, results, inner, outer, **tile
             )
             return out
@@ -113,7 +114,7 @@ class Lookup:
         held = _TILE // 2 if offsets is None else _TILE
         block = max(1, min(16, held // (sizes["A2"] * sizes["R2"])))
         grid = (triton.cdiv(results, block) if offsets is None else results,)
-        tt_rows.rows[grid](
+        row_kernels.rows[grid](
             *self._operands(), offsets, scale, out, results, inner, outer, **sizes, BLOCK=block
         )
         return out
@@ -144,14 +145,14 @@ class Lookup:
         once, self.once = self.once, None
         if once is None:  # a second backward pass
             once = grad.new_zeros(self.n, self.dim, dtype=torch.float32)
-        tt_distinct.merge_gradients[(triton.cdiv(self.n, block),)](
+        distinct_kernels.merge_gradients[(triton.cdiv(self.n, block),)](
             grad, known.which, known.bag_of, known.scale, once, self.n, call.inner, call.outer,
             **rows,
         )  # fmt: skip
         grid, tile = self._tiles()
         d_left, d_right = self.left.zero_gradient(), self.right.zero_gradient()
         warps = 2 if tile["BM"] * tile["R2"] <= _TILE else 4
-        tt_distinct.distinct_gradient[grid](
+        distinct_kernels.distinct_gradient[grid](
             *self._distinct(), once, d_left, d_right, **tile, num_warps=warps
         )
         return d_left, d_right
@@ -161,7 +162,7 @@ class Lookup:
         call, sizes = self.call, self.call.chain.sizes
         d_left, d_right = self.left.zero_gradient(), self.right.zero_gradient()
         block = max(1, min(16, _TILE // 2 // (max(sizes["A2"], sizes["C2"]) * sizes["R2"])))
-        tt_rows.factor_gradients[(triton.cdiv(self.n, block),)](
+        row_kernels.factor_gradients[(triton.cdiv(self.n, block),)](
             *self._operands(), grad, self.known.bag_of, self.known.scale, d_left, d_right,
             self.n, call.inner, call.outer, **sizes, BLOCK=block, num_warps=1,
         )  # fmt: skip
@@ -179,13 +180,13 @@ class Lookup:
         make = grad.new_zeros if factor.used.pairs is None else grad.new_empty
         out = make(rows + chunks, length, dtype=torch.float32)
         order = factor.order()
-        tt_rows.ordered_gradient[(triton.cdiv(chunks, block),)](
+        row_kernels.ordered_gradient[(triton.cdiv(chunks, block),)](
             other.values, grad, used.index, used.slots, other.used.index, other.used.slots,
             self.known.bag_of, self.known.scale, order, out, rows, self.n, call.inner, call.outer,
             **sizes, LEFT=left, STEPS=_STEPS, BLOCK=block,
         )  # fmt: skip
         width = min(128, power(length))
-        tt_rows.carry_runs[(chunks, triton.cdiv(length, width))](
+        row_kernels.carry_runs[(chunks, triton.cdiv(length, width))](
             used.index, used.slots, order, out, rows, self.n,
             LENGTH=length, STEPS=_STEPS, TILE=16, BLOCK=width,
         )  # fmt: skip

@@ -13,8 +13,9 @@ import torch
 import triton
 from torch import Tensor
 
-from dlrm.kernels import tt_index, tt_pairs
-from dlrm.kernels.tt_chain import Chain, Pairs
+from dlrm.kernels.tt import index as index_kernels
+from dlrm.kernels.tt import pairs as pair_kernels
+from dlrm.kernels.tt.chain import Chain, Pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ class Used:
     def rank(self) -> None:
         """Give the pairs in use their slots; without pairs there is nothing to do."""
         if self.pairs is not None:
-            tt_pairs.rank_pairs[(len(self.spans),)](
+            pair_kernels.rank_pairs[(len(self.spans),)](
                 self.flags, self.pairs.pair_start, self.pairs.small_start, self.total, self.slots,
                 self.members, self.spans, BLOCK=256,
             )  # fmt: skip
@@ -125,12 +126,12 @@ class Known:
         )  # fmt: skip
         n, cores = len(left.index), call.p.shape[1]
         if call.offsets is None:
-            tt_index.index_ids[(triton.cdiv(n, 256),)](
+            index_kernels.index_ids[(triton.cdiv(n, 256),)](
                 call.ids, call.skip, call.tables, call.per_table, *arguments, n,
                 CORES=cores, WIDE=call.chain.wide, BLOCK=256,
             )  # fmt: skip
         else:
-            tt_index.index_bags[(call.results,)](
+            index_kernels.index_bags[(call.results,)](
                 call.ids, call.skip, call.offsets, weights, call.inner, *arguments, self.bag_of,
                 self.scale, CORES=cores, WIDE=call.chain.wide, MEAN=call.mean, BLOCK=32,
                 num_warps=1,
@@ -140,10 +141,10 @@ class Known:
         """Number the distinct ids and note their factors."""
         left, right, n = self.left.index, self.right.index, len(keys)
         words, scan = len(self.bitmap), torch.empty_like(self.bitmap)
-        tt_index.count_ids[(triton.cdiv(words, 1024),)](
+        index_kernels.count_ids[(triton.cdiv(words, 1024),)](
             self.bitmap, scan, self.distinct, words, BLOCK=1024
         )
         self.which, self.factors = torch.empty_like(left), torch.empty_like(left, dtype=torch.int64)
-        tt_index.number_ids[(triton.cdiv(n, 256),)](
+        index_kernels.number_ids[(triton.cdiv(n, 256),)](
             keys, self.bitmap, scan, left, right, self.which, self.factors, n, BLOCK=256
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Triton kernels for the distinct ids of a TT look-up; see :mod:`dlrm.kernels.tt_lookup`.
+"""Triton kernels for the distinct ids of a TT look-up; see :mod:`dlrm.kernels.tt.lookup`.
 
 The ids are in an order in which those of one right factor lie together, so a tile of them has few
 right factors, mostly one, and multiplies by each on the tensor cores.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dlrm.kernels.tt_pairs import multiply
+from dlrm.kernels.tt.pairs import multiply
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """How rows in tensor-train format are cut into two factors, and which products of cores these are.
 
-See :mod:`dlrm.kernels.tt` for what a factor is, :mod:`dlrm.kernels.tt_pairs` for pairs and slots.
+See :mod:`dlrm.kernels.tt` for what a factor is, :mod:`dlrm.kernels.tt.pairs` for pairs and slots.
 """
 
 from __future__ import annotations

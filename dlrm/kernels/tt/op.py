@@ -1,22 +1,4 @@
-"""Rows of tables in tensor-train format: the look-up and its gradient.
-
-Row ``i`` of a table is the chain product ``G_1[i_1] G_2[i_2] ... G_d[i_d]`` of one slice of each
-core, where ``i_1`` (the most significant) to ``i_d`` are the digits of ``i`` in the mixed base
-``p_1 ... p_d`` and a slice of core ``k`` is a block ``[r_{k-1}, q_k, r_k]``.
-
-On a GPU a row is the product of two factors, ``left [A, R] @ right [R, C]``. With three cores the
-left factor is a product of the first two, with four cores the right one is of the last two as well.
-Factors are shared: the pairs of slices that a batch uses are flagged, ranked, and multiplied out
-once each, as one small GEMM per slice of the big middle core. However skewed the ids are, no slice
-has more rows to multiply than its neighbour core has slices. The backward pass sums the gradients
-of equal factors first and then takes the same GEMMs the other way round. All sizes depend on shapes
-alone and nothing comes back to the host, so a CUDA graph can hold it all. A middle core of which an
-update is on offer (:mod:`dlrm.kernels.fused`) moves where its gradient forms, and has none.
-
-Reference:
-    Yin, Acun, Liu, Wu, "TT-Rec: Tensor Train Compression for Deep Learning Recommendation Models",
-    MLSys 2021, arXiv 2101.11714.
-"""
+"""The look-up in tables in tensor-train format, and the same in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -30,9 +12,9 @@ from torch.autograd.function import once_differentiable
 
 from dlrm.hints import nearest
 from dlrm.kernels import require_integers, use_triton
-from dlrm.kernels.tt_chain import Chain, chain_of
-from dlrm.kernels.tt_known import Call
-from dlrm.kernels.tt_lookup import Lookup
+from dlrm.kernels.tt.chain import Chain, chain_of
+from dlrm.kernels.tt.known import Call
+from dlrm.kernels.tt.lookup import Lookup
 
 PRECISIONS = ("ieee", "tf32", "tf32x3", "bf16")
 _SHARE = 8  # rows for which plain PyTorch reads a large slice once
