@@ -141,6 +141,7 @@ def check_memory(world):
     assert (memory.local[1:] == 7).all()
     assert set(Path(gettempdir()).glob("dlrm-*")) <= before
     assert bytes_held(memory.local.device) == 3 * 2 * 4
+    world.wait()  # before anybody makes more
     del memory
     assert not bytes_held(world.device)
 
