@@ -1,8 +1,8 @@
 """GPU kernels, one file an op: Triton kernels, an autograd.Function, ``op()`` and ``op_torch()``.
 
 ``op()`` takes ``impl``: None runs Triton on a GPU and PyTorch elsewhere; ``"triton"`` or
-``"torch"`` names one of the two, so that tests can run the kernels through Triton's interpreter. The
-kernels of tensor trains fill a package, :mod:`dlrm.kernels.tt`.
+``"torch"`` names one of the two, so that tests can run the kernels through Triton's interpreter.
+Those of tensor trains fill a package, :mod:`dlrm.kernels.tt`.
 """
 
 from __future__ import annotations
