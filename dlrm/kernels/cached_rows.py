@@ -145,11 +145,12 @@ class CachedRows:
         """
         if not self.moves:
             return
-        self._carrier.join()
+        self._carrier.arrive()
         self.index.clock.add_(1)
         self.index.traffic[4] += batches
         self.ready = True
         if now is not None:
+            self._carrier.join()
             move_rows(self.index, self.tensors, *now, impl=self.impl)
         if coming is not None:
             self._carrier.begin(self.index, self.tensors, *coming, impl=self.impl)

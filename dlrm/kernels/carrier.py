@@ -1,27 +1,34 @@
 """Move rows between host memory and a GPU's cache by the copy engine, beside a training step.
 
-Kernels that read a gigabyte of host memory at random slow down all that computes beside them
-(:mod:`dlrm.kernels.row_moves`); the copy engine, which moves rows that lie behind one another, does
-not. So kernels only list the rows and gather those that leave; a thread of the host gathers those
-that come, and stores those that left.
+Kernels that read or write host memory slow down all that computes beside them
+(:mod:`dlrm.kernels.row_moves`); the copy engine, which moves rows that lie one behind another, does
+not. So kernels list the rows and take those that leave out of the cache; one thread of the host
+gathers those that come, another stores those that left; kernels put what came into the slots.
 
-Why nobody meets a row on its way. Round t is under way, a move brings the rows of round t + 1.
+Why nobody meets a row on its way. Round t is under way, a move brings the rows of round t + 1. They
+are gathered during round t; those that leave for them are stored then or during round t + 1.
 
 - The lists are made behind the last step of round t - 1. Rows that round t uses, in a slot or in
-  host memory, are on neither list, those of round t + 1 do not leave. So round t neither reads nor
-  updates a row that the thread reads or writes; it may share a cache line with it, no more.
-- What rounds before t updated in host memory is there: the thread waits for the lists. What they
-  updated in a slot is gathered behind them, before other rows come to the slot.
+  host memory, are on neither list, those of round t + 1 do not leave, and no row is on both. So
+  round t neither reads nor updates a row that is gathered or stored, nor does round t + 1 one that
+  is stored; it may share a cache line with it, no more.
+- What rounds before t updated in host memory is there: the threads wait for the lists. What they
+  updated in a slot is taken out behind them, before other rows come to the slot.
+- Round t + 1 begins when :meth:`Carrier.arrive` has seen its rows gathered, behind their copies.
 - A row that leaves and is used again is read from host memory at the earliest by the next move or,
-  in place, by round t + 2. Either begins when :meth:`Carrier.join` has seen the thread done.
+  in place, by round t + 2. Rows of the next move are gathered when those of this one are stored,
+  and round t + 2 begins when they have arrived.
+- All else that reads or writes the table, and a round that was not announced, begins with
+  :meth:`Carrier.join`, which waits for the stores as well.
 
-Bytes over the link: each row and its state once each way, and 16 for the lists.
+Bytes over the link: each row and its state once each way, and 8 for the lists.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,11 +36,14 @@ from torch import Tensor
 from dlrm.kernels import use_triton
 from dlrm.kernels.branch import Branch
 from dlrm.kernels.host import on_host
-from dlrm.kernels.row_moves import Moves, Slots, list_moves, move_rows_torch
+from dlrm.kernels.row_copies import Moves, put_rows, take_rows
+from dlrm.kernels.row_moves import Slots, list_moves, move_rows_torch
+
+Tensors = Sequence[tuple[Tensor, Tensor]]  # in host memory, in the cache
 
 
 class Carrier:
-    """A stream and a thread that fetch the rows of the next round; in PyTorch, all in its place.
+    """A stream and two threads that fetch the rows of the next round; in PyTorch, all in its place.
 
     Args:
         device: of the cache.
@@ -41,26 +51,30 @@ class Carrier:
 
     def __init__(self, device: torch.device) -> None:
         self._branch = Branch(device)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rows")
-        self._ids: Tensor | None = None  # of the move under way
-        self._done: Future[None] | None = None
+        # Together they leave a quarter of the cores to others: where one waits for a core, all do.
+        cores = max(torch.get_num_threads() * 3 // 8, 1)
+        self._threads = ThreadPoolExecutor(
+            2, thread_name_prefix="rows", initializer=torch.set_num_threads, initargs=(cores,)
+        )
+        self._coming: tuple[_Move, Future[list[Tensor]]] | None = None
+        self._stored: Future[None] | None = None
 
     def begin(
         self,
         index: Slots,
-        tensors: Sequence[tuple[Tensor, Tensor]],
+        tensors: Tensors,
         ids: Tensor,
         starts: Tensor | None,
         *,
         impl: str | None = None,
     ) -> None:
-        """Begin to move the rows of the next round; the last move must have been joined.
+        """Begin to move the rows of the next round; those of the last one must have arrived.
 
         Args:
             index, tensors, ids, starts, impl: as of :func:`dlrm.kernels.row_moves.move_rows`; the
-                ids must stay as they are until :meth:`join`.
+                ids must stay as they are until :meth:`arrive`.
         """
-        assert self._done is None, "the last move was not joined"
+        assert self._coming is None, "the rows of the last round have not arrived"
         if not ids.numel():
             return
         if not use_triton(ids, impl):
@@ -68,45 +82,99 @@ class Carrier:
             return
         with self._branch.fork():
             moves = list_moves(index, ids, starts, ahead=True)
-        self._ids = ids
-        self._done = self._thread.submit(_carry, self._branch, tensors, moves)
+            lists = [_to_host(each) for each in (moves.missing, moves.leaving, moves.counters)]
+            listed = self._branch.mark()
+            old = take_rows([cache for _, cache in tensors], moves)
+        move = _Move(self._branch, ids, tensors, moves, lists, listed, old)
+        self._coming = move, self._threads.submit(_gather, move, self._stored)
+        self._stored = self._threads.submit(_store, move)
 
-    def join(self) -> None:
-        """Wait until the thread is done, and let the current stream wait for the copies.
+    def arrive(self) -> None:
+        """Wait until the rows of the next round are gathered, and let the current stream wait for
+        the kernels that put them into their slots.
 
         Raises:
-            Exception: what went wrong in the thread; again whenever this is called, since the cache
-                has slots whose rows never came.
+            Exception: what went wrong in the threads; again whenever this is called, since there
+                are slots whose rows never came, or rows that were not stored.
         """
-        if self._done is not None:
-            self._done.result()
+        if self._coming is not None:
+            move, gathered = self._coming
+            new = gathered.result()
+            with self._branch.fork(wait=False):
+                put_rows([cache for _, cache in move.tensors], new, move.moves)
             self._branch.join()
-            self._ids = self._done = None
+            self._coming = None
+
+    def join(self) -> None:
+        """:meth:`arrive`, and wait until the rows that left are stored.
+
+        Raises:
+            Exception: as of :meth:`arrive`.
+        """
+        self.arrive()
+        if self._stored is not None:
+            self._stored.result()
+
+
+@dataclass(frozen=True)
+class _Move:
+    """A move under way; kept until its rows have arrived and those that left are stored."""
+
+    branch: Branch
+    ids: Tensor
+    tensors: Tensors
+    moves: Moves
+    lists: list[Tensor]  # rows that come, rows that leave, and the counters, in host memory
+    listed: torch.cuda.Event | None  # when they are there
+    old: list[Tensor]  # rows that leave, on the GPU
+
+    def count(self) -> int:
+        """How many rows change places; waits until that is known."""
+        _wait(self.listed)
+        _, taken, wanted, _ = self.lists[2].tolist()
+        return min(taken, wanted)
 
 
 @torch.no_grad()
-def _carry(branch: Branch, tensors: Sequence[tuple[Tensor, Tensor]], moves: Moves) -> None:
-    """Exchange the rows of all tensors; both directions of the link and the host work at a time."""
-    with branch.fork(wait=False):
-        count = moves.count()
-        if not count:
-            return
-        slots = moves.targets[:count].long()
-        lists = torch.stack([moves.missing[:count], moves.leaving[:count]]).long()
-        missing, leaving = lists.to("cpu", non_blocking=True)
-        listed = branch.mark()
-        old = [cache.index_select(0, slots).to("cpu", non_blocking=True) for _, cache in tensors]
-        gathered = branch.mark()
+def _gather(move: _Move, before: Future[None] | None) -> list[Tensor]:
+    """The rows of each tensor that come, one behind another, in the memory of the cache."""
+    if before is not None:
+        before.result()
+    count = move.count()
+    missing, new = move.lists[0][:count], []
+    with move.branch.fork(wait=False):
+        for (host, _), old in zip(move.tensors, move.old, strict=True):
+            rows = _pinned(old)[:count]
+            torch.index_select(on_host(host), 0, missing, out=rows)
+            new.append(rows.to(old.device, non_blocking=True))
+    return new
 
-        _wait(listed)
-        for host, cache in tensors:
-            new = torch.empty(count, host.shape[1], dtype=host.dtype, pin_memory=cache.is_cuda)
-            torch.index_select(on_host(host), 0, missing, out=new)
-            cache.index_copy_(0, slots, new.to(cache.device, non_blocking=True))
-        _wait(gathered)
-        free = int((leaving < 0).sum())  # sorted, they come first
-        for (host, _), rows in zip(tensors, old, strict=True):
-            on_host(host).index_copy_(0, leaving[free:], rows[free:])
+
+@torch.no_grad()
+def _store(move: _Move) -> None:
+    """Write the rows that left to their places."""
+    count = move.count()
+    with move.branch.fork(wait=False):
+        values = [_to_host(old, count) for old in move.old]
+        _wait(move.branch.mark())
+    rows = move.lists[1][:count].long()
+    if move.lists[2][3] < count:  # some slots were free
+        leaves = rows >= 0
+        rows, values = rows[leaves], [each[leaves] for each in values]
+    for (host, _), each in zip(move.tensors, values, strict=True):
+        on_host(host).index_copy_(0, rows, each)
+
+
+def _pinned(like: Tensor) -> Tensor:
+    """Room for a copy in host memory. Rows have room for as many as may come, so that the same
+    memory is found again rather than other memory pinned, which takes milliseconds.
+    """
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+
+
+def _to_host(tensor: Tensor, count: int | None = None) -> Tensor:
+    """A copy of the first rows, or all, in host memory, there once the stream has made it."""
+    return _pinned(tensor)[:count].copy_(tensor[:count], non_blocking=True)
 
 
 def _wait(mark: torch.cuda.Event | None) -> None:

@@ -104,7 +104,7 @@ def on_host(tensor: Tensor) -> Tensor:
 def _place(tensor: Tensor) -> Tensor | None:
     """What is pinned from the tensor's address on, as bytes of the CPU; None if nothing is."""
     at = tensor.data_ptr()
-    for begin, stretch in _stretches.items():
+    for begin, stretch in list(_stretches.items()):  # others may come and go meanwhile
         if begin <= at < begin + len(stretch):
             return stretch[at - begin :]
     return None

@@ -32,13 +32,12 @@ import triton.language as tl
 from torch import Tensor
 
 from dlrm.kernels import use_triton
+from dlrm.kernels.row_copies import Moves, exchange_rows
 
 BLOCK = 1024  # look-ups or slots of a program
 FEW = 4096  # look-ups up to which all may miss; of more, a quarter
 BINS = 256  # of warmth; the last is of slots that can't be taken
 COLDEST, WARMEST = -8, 10  # log2 of the warmth between which slots are told apart
-ROWS = 128  # that a program has under way, or half as many from 128 columns on
-MOVERS = 64  # programs that exchange a tensor's rows
 CLAIMED = tl.constexpr(-(2**31))  # in place of a slot, while a missing row is given one
 NONE = 2**31 - 1  # behind the last of the missing rows
 
@@ -54,8 +53,8 @@ def row_of(ids, starts, k, inside, batch):
 
 @triton.jit
 def _mark(
-    ids, starts, slots, stamps, warmth, clock, missing, counters, traffic, n, batch, most,
-    half_life, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
+    ids, starts, slots, stamps, clock, missing, counters, traffic, n, batch, most,
+    AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Stamp the slots of a round's rows; list the rows without one, each once, ``most`` of them."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -67,14 +66,7 @@ def _mark(
     tl.atomic_add(traffic + 1, tl.sum(held.to(tl.int64), 0))
     now = tl.load(clock)
     mark = now + AHEAD
-
-    # Programs that meet a row at the same time may warm it twice: nothing but speed depends on it.
-    held &= tl.load(stamps + slot, mask=held, other=mark) < mark
-    time = mark.to(tl.float32) / half_life
-    warm = tl.load(warmth + slot, mask=held, other=0.0)
     tl.store(stamps + slot, mark, mask=held)
-    tl.store(warmth + slot, time + tl.log2(1 + tl.exp2(warm - time)), mask=held)
-
     busy = (slot <= -2 - now) & (slot != CLAIMED)  # the round under way uses it in host memory
     tl.store(slots + row, -2 - mark, mask=busy)
     absent = (slot < 0) & (slot > -2 - now)
@@ -86,13 +78,11 @@ def _mark(
 
 
 @triton.jit
-def _bin_of(slot, stamps, warmth, now, half_life, C, LOW: tl.constexpr, HIGH: tl.constexpr,
+def _bin_of(stamp, warm, now, half_life, LOW: tl.constexpr, HIGH: tl.constexpr,
             BINS: tl.constexpr):  # fmt: skip
     """The bin of each slot by its row's warmth, coldest first."""
-    inside = slot < C
-    free = inside & (tl.load(stamps + slot, mask=inside, other=0) < now)
-    warm = tl.load(warmth + slot, mask=inside, other=0.0) - now.to(tl.float32) / half_life
-    scaled = (warm - LOW) * ((BINS - 2) / (HIGH - LOW))
+    free = stamp < now
+    scaled = (warm - now.to(tl.float32) / half_life - LOW) * ((BINS - 2) / (HIGH - LOW))
     bin = tl.minimum(tl.maximum(scaled, 0.0), BINS - 2).to(tl.int32)
     return tl.where(free, bin, BINS - 1)
 
@@ -100,11 +90,18 @@ def _bin_of(slot, stamps, warmth, now, half_life, C, LOW: tl.constexpr, HIGH: tl
 @triton.jit
 def _count(
     stamps, warmth, clock, histogram, half_life, C,
-    LOW: tl.constexpr, HIGH: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Count the slots by warmth."""
+    """Warm the slots of the round's rows; count the slots by warmth."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    bin = _bin_of(slot, stamps, warmth, tl.load(clock), half_life, C, LOW, HIGH, BINS)
+    now = tl.load(clock)
+    mark = now + AHEAD
+    stamp = tl.load(stamps + slot, mask=slot < C, other=2**31 - 1)
+    warm = tl.load(warmth + slot, mask=slot < C, other=0.0)
+    time = mark.to(tl.float32) / half_life
+    tl.store(warmth + slot, time + tl.log2(1 + tl.exp2(warm - time)), mask=stamp == mark)
+    bin = _bin_of(stamp, warm, now, half_life, LOW, HIGH, BINS)
     counts = tl.histogram(bin, BINS)
     tl.atomic_add(histogram + tl.arange(0, BINS), counts, mask=counts > 0)
 
@@ -129,7 +126,9 @@ def _choose(
     share = (wanted - below) / tl.maximum(tl.sum(tl.where(bins == limit, counts, 0), 0), 1)
 
     slot = pid * BLOCK + tl.arange(0, BLOCK)
-    bin = _bin_of(slot, stamps, warmth, now, half_life, C, LOW, HIGH, BINS)
+    stamp = tl.load(stamps + slot, mask=slot < C, other=2**31 - 1)
+    warm = tl.load(warmth + slot, mask=slot < C, other=0.0)
+    bin = _bin_of(stamp, warm, now, half_life, LOW, HIGH, BINS)
     chance = tl.rand(now, slot)  # all over the cache, rather than its first slots
     some = (bin == limit) & (chance <= share * 1.05) & (wanted > below)
     taken = (bin < limit) | some
@@ -144,8 +143,10 @@ def _choose(
     tl.store(slots + old, -1, mask=taken & (old >= 0))
     if pid == 0:
         tl.store(counters + 2, wanted)
+    left = tl.sum((taken & (old >= 0)).to(tl.int32), 0)
+    tl.atomic_add(counters + 3, left)
     tl.atomic_add(traffic + 2, tl.sum(taken.to(tl.int64), 0))
-    tl.atomic_add(traffic + 3, tl.sum((taken & (old >= 0)).to(tl.int64), 0))
+    tl.atomic_add(traffic + 3, left.to(tl.int64))
 
 
 @triton.jit
@@ -162,41 +163,6 @@ def _settle(
     tl.store(owners + slot, row, mask=k < moves)
     place = tl.where(k < moves, slot, -2 - (tl.load(clock) + AHEAD))
     tl.store(slots + row, place, mask=inside)
-
-
-@triton.jit
-def _fetch(host, missing, k, moves, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The rows ``k`` of those that come."""
-    column = tl.arange(0, BLOCK_D)[None, :]
-    row = tl.load(missing + k, mask=k < moves, other=0).to(tl.int64)
-    mask = (k < moves)[:, None] & (column < D)
-    return tl.load(host + row[:, None] * D + column, mask=mask, other=0.0)
-
-
-@triton.jit
-def _exchange(
-    host, cache, missing, leaving, targets, counters,
-    D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Move the rows of one tensor: those that leave to the host, the missing ones to the slots."""
-    moves = tl.minimum(tl.load(counters + 1), tl.load(counters + 2))
-    step = tl.num_programs(0) * BLOCK
-    column = tl.arange(0, BLOCK_D)[None, :]
-    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    coming = _fetch(host, missing, k, moves, D, BLOCK_D)
-    for _ in range(tl.program_id(0) * BLOCK, moves, step):
-        new = coming
-        coming = _fetch(host, missing, k + step, moves, D, BLOCK_D)  # under way meanwhile
-        inside = k < moves
-        old = tl.load(leaving + k, mask=inside, other=-1).to(tl.int64)
-        slot = tl.load(targets + k, mask=inside, other=0).to(tl.int64)
-        mask = inside[:, None] & (column < D)
-        at = slot[:, None] * D + column
-        leaves = tl.load(cache + at, mask=mask, other=0.0)
-        tl.store(host + old[:, None] * D + column, leaves, mask=mask & (old >= 0)[:, None])
-        tl.debug_barrier()
-        tl.store(cache + at, new, mask=mask)
-        k += step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,24 +217,6 @@ def rows_of(ids: Tensor, starts: Tensor | None) -> Tensor:
     return rows.t().contiguous()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Moves:
-    """Which rows change places; of the lists the first :meth:`count` entries count."""
-
-    missing: Tensor
-    """Rows that come, ``[most]`` int32, ascending."""
-    leaving: Tensor
-    """Rows that leave for them, ``[most]`` int32, ascending, -1 where the slot was free."""
-    targets: Tensor
-    """The slots where they meet, ``[most]`` int32."""
-    counters: Tensor
-    """Rows without a slot, slots taken, slots wanted, ``[3]`` int32."""
-
-    def count(self) -> int:
-        """How many rows come, once the lists are made."""
-        return min(self.counters[1:].tolist())
-
-
 @torch.no_grad()
 def move_rows(
     index: Slots,
@@ -290,7 +238,7 @@ def move_rows(
     if not use_triton(ids, impl):
         move_rows_torch(index, tensors, ids, starts, ahead=False)
     elif ids.numel():
-        _exchange_rows(tensors, list_moves(index, ids, starts, ahead=False))
+        exchange_rows(tensors, list_moves(index, ids, starts, ahead=False))
 
 
 @torch.no_grad()
@@ -303,44 +251,30 @@ def list_moves(index: Slots, ids: Tensor, starts: Tensor | None, *, ahead: bool)
     """
     n, capacity = ids.numel(), len(index.owners)
     most = max(min(n, FEW), n // 4)
-    missing = torch.full((most,), NONE, dtype=torch.int32, device=ids.device)
-    counters = torch.zeros(3 + BINS, dtype=torch.int32, device=ids.device)
-    batch, histogram, half_life = ids.shape[1], counters[3:], index.half_life
-    warm = (index.stamps, index.warmth, index.clock)
+    missing, leaving, targets = ids.new_full((3, most), NONE, dtype=torch.int32)
+    counters = torch.zeros(4 + BINS, dtype=torch.int32, device=ids.device)
+    batch, histogram, half_life = ids.shape[1], counters[4:], index.half_life
     _mark[triton.cdiv(n, BLOCK),](
-        ids, starts, index.slots, *warm, missing, counters, index.traffic, n, batch, most,
-        half_life, AHEAD=ahead, BLOCK=BLOCK,
+        ids, starts, index.slots, index.stamps, index.clock, missing, counters, index.traffic,
+        n, batch, most, AHEAD=ahead, BLOCK=BLOCK,
     )  # fmt: skip
-    leaving = torch.full_like(missing, NONE)
-    targets = torch.empty_like(missing)
-    options = {"LOW": COLDEST, "HIGH": WARMEST, "BINS": BINS, "BLOCK": BLOCK}
+    warm = (index.stamps, index.warmth, index.clock)
+    options = {"AHEAD": ahead, "LOW": COLDEST, "HIGH": WARMEST, "BINS": BINS, "BLOCK": BLOCK}
     grid = (triton.cdiv(capacity, BLOCK),)
     _count[grid](*warm, histogram, half_life, capacity, **options)
     _choose[grid](
         index.slots, index.owners, *warm, leaving, targets, counters, histogram, index.traffic,
-        most, half_life, capacity, AHEAD=ahead, **options,
+        most, half_life, capacity, **options,
     )  # fmt: skip
-    missing = missing.sort().values
-    leaving, order = leaving.sort()
-    targets = targets[order]
+    if not ahead:  # kernels walk through host memory in this order
+        missing = missing.sort().values
+        leaving, order = leaving.sort()
+        targets = targets[order]
     _settle[triton.cdiv(most, BLOCK),](
         index.slots, index.owners, index.clock, missing, targets, counters, most,
         AHEAD=ahead, BLOCK=BLOCK,
     )  # fmt: skip
-    return Moves(missing=missing, leaving=leaving, targets=targets, counters=counters[:3])
-
-
-def _exchange_rows(tensors: Sequence[tuple[Tensor, Tensor]], moves: Moves) -> None:
-    """Move the rows by kernels."""
-    lists = moves.missing, moves.leaving, moves.targets, moves.counters
-    for host, cache in tensors:
-        dim = host.shape[1]
-        block_d = triton.next_power_of_2(dim)
-        block = max(4, min(ROWS, 64 * ROWS // block_d))
-        _exchange[min(MOVERS, triton.cdiv(len(moves.missing), block)),](
-            host, cache, *lists, D=dim, BLOCK=block, BLOCK_D=block_d,
-            num_warps=max(1, min(16, block * block_d // 512)),
-        )  # fmt: skip
+    return Moves(missing=missing, leaving=leaving, targets=targets, counters=counters[:4])
 
 
 @torch.no_grad()
