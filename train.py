@@ -72,7 +72,7 @@ class Run:
             deterministic=config.deterministic,
             reducer=Reducer.of(self.model, self.optimizers[1], world),
         )
-        self.train_data.look_ahead = self.step.look_ahead
+        self.train_data.look_ahead = self.step.look_ahead(config.batch_size)
         self.steps, self.epoch, self.best = 0, 0, float("-inf")
         self.fitted: dict[str, float] = {}  # metrics after --init_from, before any step
         self.validated: tuple[int, dict[str, float]] = (-1, {})  # step and metrics of the last

@@ -26,10 +26,9 @@ class Rounds:
         self._now: list[Batch] = []  # left of the round under way
         self._coming: list[Batch] = []  # the next round
 
-    @property
-    def look_ahead(self) -> int:
-        """How many batches behind the present one are of use."""
-        return self._arch.look_ahead
+    def look_ahead(self, samples: int) -> int:
+        """How many batches of so many samples behind the present one are of use."""
+        return self._arch.look_ahead(samples)
 
     @contextmanager
     def step(self, batch: Batch, upcoming: Sequence[Batch]) -> Iterator[None]:

@@ -31,9 +31,8 @@ class Sorts:
         self._places: dict[int, list[Sorted]] = {}  # by batch size
         self._next: tuple[Batch, list[Sorted]] | None = None
 
-    @property
-    def look_ahead(self) -> int:
-        """How many batches behind the present one are of use."""
+    def look_ahead(self, samples: int) -> int:
+        """How many batches of so many samples behind the present one are of use."""
         return 1
 
     @contextmanager

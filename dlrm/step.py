@@ -165,10 +165,9 @@ class TrainStep:
         with self._ahead.step(batch, known) if self._ahead else nullcontext():
             return self._step(batch, norms, total)
 
-    @property
-    def look_ahead(self) -> int:
-        """How many batches behind the present one it is of use to know."""
-        return self._ahead.look_ahead if self._ahead else 0
+    def look_ahead(self, samples: int) -> int:
+        """How many batches of so many samples it is of use to know behind the present one."""
+        return self._ahead.look_ahead(samples) if self._ahead else 0
 
     def _step(self, batch: Batch, norms: bool, total: int) -> dict[str, Tensor]:
         uneven = self.reducer is not None and total % self.reducer.world.size > 0

@@ -87,7 +87,7 @@ def train(world, kind, *, rule="adagrad", multi_hot=False, clip_norm=None, **sha
     reducer = Reducer.of(model, optimizers[1], world)
     step = TrainStep(model, optimizers, clip_norm=clip_norm, reducer=reducer)
     if world.size > 1:
-        assert step.look_ahead == (spreading is not None and spreading.peers)
+        assert step.look_ahead(8) == (spreading is not None and spreading.peers)
     values = []
     shares = [(share_of(b, world), b.size) for b in batches(multi_hot=multi_hot)]
     for index, (mine, total) in enumerate(shares):

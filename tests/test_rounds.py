@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dlrm.data.batch import Batch
+from dlrm.embeddings import offload
 from dlrm.kernels.cached_rows import CachedRows
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
@@ -95,6 +96,7 @@ def test_batches_with_and_without_offsets_may_alternate(kinds, device):
 def moves(plan, device, monkeypatch):
     """Samples whose rows each move of twelve steps brings, and whether ahead of them."""
     moved = []
+    monkeypatch.setattr(offload, "ROUND", 4)
     begin = CachedRows.begin_round
 
     def count(cached, *rounds, batches):

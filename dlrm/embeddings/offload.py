@@ -14,7 +14,8 @@ from dlrm.kernels.cached_rows import CachedRows
 from dlrm.kernels.host import in_host_memory, mapped
 from dlrm.kernels.lookup import lookup, lookup_tables
 
-ROUND = 4  # batches whose rows are fetched together, at most
+ROUND = 16  # batches whose rows are fetched together, at most
+ENOUGH = 1 << 21  # look-ups of a round: more would gain little and take more memory on their way
 
 
 class Offload(Embedding):
@@ -22,7 +23,7 @@ class Offload(Embedding):
 
     Nothing but speed depends on the cache: what is computed and what is saved are those of
     ``dense``, and so are the initial rows. The ids of the coming batches are known, so their rows
-    are fetched, and others written back, while those before are computed, in rounds of up to four
+    are fetched, and others written back, while those before are computed, in rounds of several
     (:mod:`dlrm.kernels.carrier`); in several processes, each of which has all of the tables, only
     once they are looked up, since each updates what the others use. ``.to(device)`` leaves the rows
     in host memory and lets the device see them there.
@@ -96,7 +97,7 @@ class Offload(Embedding):
         """As many as the cache holds two rounds of, if an eighth of their ids are distinct."""
         if not self.cached.capacity:
             return 0
-        return max(1, min(ROUND, 4 * self.cached.capacity // max(lookups, 1)))
+        return max(1, min(ROUND, min(4 * self.cached.capacity, ENOUGH) // max(lookups, 1)))
 
     @property
     def rows_ready(self) -> bool:

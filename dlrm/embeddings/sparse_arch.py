@@ -107,11 +107,9 @@ class SparseArch(nn.Module):
             found[index] = group.parts(*share) if isinstance(group, Sharded) else [group(*share)]
         return [part for index in range(len(self.groups)) for part in found[index]]
 
-    @property
-    def look_ahead(self) -> int:
-        """How many batches behind the present one :meth:`begin_round` asks for."""
-        rounds = max(group.round_of(1) for group, _ in self.embeddings())
-        return max(2 * rounds - 1, 0)
+    def look_ahead(self, samples: int) -> int:
+        """How many batches of so many samples :meth:`begin_round` asks for behind the present."""
+        return max(2 * self.round_of(samples * len(self.num_embeddings)) - 1, 0)
 
     def round_of(self, lookups: int) -> int:
         """How many batches of so many look-ups had better be a round; 0 if no group has rounds."""

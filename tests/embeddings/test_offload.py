@@ -350,6 +350,13 @@ def test_stats_and_footprint_tell_what_the_cache_does():
     assert stats["bytes_out"] == 3 * 32
 
 
+def test_a_round_is_as_long_as_the_cache_and_memory_on_the_way_allow():
+    small, large = (build("offload", [10**6], 1, cache_rows=rows) for rows in (1000, 10**6))
+    assert [small.round_of(lookups) for lookups in (1, 300, 1000, 10**4)] == [16, 13, 4, 1]
+    assert [large.round_of(lookups) for lookups in (1, 2**18, 2**21, 2**22)] == [16, 8, 1, 1]
+    assert build("offload", [10**6], 1, cache_rows=0).round_of(1) == 0
+
+
 def test_options_out_of_range():
     for options, message in [
         ({"cache_rows": -1}, "cache_rows is -1, it must not be negative"),

@@ -163,7 +163,7 @@ def test_a_budget_counts_the_options_of_tt(options, ratio):
 def test_groups_that_fetch_ahead_hear_of_the_coming_batches(plan):
     arch = SparseArch(SIZES, 4, [(kind, {}) for kind in plan])
     optimizer = RowOptimizer(arch.parameters(), "sgd")
-    assert arch.look_ahead == 7
+    assert arch.look_ahead(5) == 2 * arch.round_of(5 * 4) - 1
     assert arch.round_of(5 * 4) >= 1
     batches = [torch.stack([torch.randint(0, rows, (5,)) for rows in SIZES]) for _ in range(4)]
     arch.cache_stats()
@@ -182,4 +182,4 @@ def test_groups_that_fetch_ahead_hear_of_the_coming_batches(plan):
     stats = arch.cache_stats()
     assert stats["cache/MB_in_per_step"] > 0
     dense = SparseArch(SIZES, 4, [("dense", {})] * 4)
-    assert (dense.look_ahead, dense.round_of(1), dense.rows_ready) == (0, 0, True)
+    assert (dense.look_ahead(1), dense.round_of(1), dense.rows_ready) == (0, 0, True)
