@@ -62,17 +62,17 @@ def _mark(
     row = row_of(ids, starts, k, inside, batch)
     slot = tl.load(slots + row, mask=inside, other=CLAIMED)
     held = slot >= 0
-    tl.atomic_add(traffic, tl.sum(inside.to(tl.int64), 0))
-    tl.atomic_add(traffic + 1, tl.sum(held.to(tl.int64), 0))
+    tl.atomic_add(traffic, tl.sum(inside.to(tl.int64), 0), sem="relaxed")
+    tl.atomic_add(traffic + 1, tl.sum(held.to(tl.int64), 0), sem="relaxed")
     now = tl.load(clock)
     mark = now + AHEAD
     tl.store(stamps + slot, mark, mask=held)
     busy = (slot <= -2 - now) & (slot != CLAIMED)  # the round under way uses it in host memory
     tl.store(slots + row, -2 - mark, mask=busy)
     absent = (slot < 0) & (slot > -2 - now)
-    absent &= tl.atomic_min(slots + row, CLAIMED, mask=absent) != CLAIMED
+    absent &= tl.atomic_min(slots + row, CLAIMED, mask=absent, sem="relaxed") != CLAIMED
     first = absent.to(tl.int32)
-    at = tl.atomic_add(counters, tl.sum(first, 0)) + tl.cumsum(first, 0) - 1
+    at = tl.atomic_add(counters, tl.sum(first, 0), sem="relaxed") + tl.cumsum(first, 0) - 1
     tl.store(missing + at, row.to(tl.int32), mask=absent & (at < most))
     tl.store(slots + row, -2 - mark, mask=absent & (at >= most))
 
@@ -103,7 +103,7 @@ def _count(
     tl.store(warmth + slot, time + tl.log2(1 + tl.exp2(warm - time)), mask=stamp == mark)
     bin = _bin_of(stamp, warm, now, half_life, LOW, HIGH, BINS)
     counts = tl.histogram(bin, BINS)
-    tl.atomic_add(histogram + tl.arange(0, BINS), counts, mask=counts > 0)
+    tl.atomic_add(histogram + tl.arange(0, BINS), counts, mask=counts > 0, sem="relaxed")
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def _choose(
     some = (bin == limit) & (chance <= share * 1.05) & (wanted > below)
     taken = (bin < limit) | some
     ones = taken.to(tl.int32)
-    at = tl.atomic_add(counters + 1, tl.sum(ones, 0)) + tl.cumsum(ones, 0) - 1
+    at = tl.atomic_add(counters + 1, tl.sum(ones, 0), sem="relaxed") + tl.cumsum(ones, 0) - 1
     taken &= at < wanted
     old = tl.load(owners + slot, mask=taken, other=-1)
     tl.store(leaving + at, old, mask=taken)
@@ -144,9 +144,9 @@ def _choose(
     if pid == 0:
         tl.store(counters + 2, wanted)
     left = tl.sum((taken & (old >= 0)).to(tl.int32), 0)
-    tl.atomic_add(counters + 3, left)
-    tl.atomic_add(traffic + 2, tl.sum(taken.to(tl.int64), 0))
-    tl.atomic_add(traffic + 3, left.to(tl.int64))
+    tl.atomic_add(counters + 3, left, sem="relaxed")
+    tl.atomic_add(traffic + 2, tl.sum(taken.to(tl.int64), 0), sem="relaxed")
+    tl.atomic_add(traffic + 3, left.to(tl.int64), sem="relaxed")
 
 
 @triton.jit

@@ -52,32 +52,47 @@ def test_updates_equal_those_without_a_cache(device, rule, capacity):
         assert torch.equal(mine, other)
 
 
+def delay(monkeypatch, name, seconds=0.003):
+    """Have a thread that moves rows begin its work late."""
+    work = getattr(carrier, name)
+
+    def late(*arguments):
+        time.sleep(seconds)
+        return work(*arguments)
+
+    monkeypatch.setattr(carrier, name, late)
+
+
 @pytest.mark.parametrize("capacity", [20, 60])
 @pytest.mark.parametrize(
     ("rule", "dtype"),
     [("adagrad", torch.float32), ("rowwise_adagrad", torch.float32), ("adam", torch.bfloat16)],
 )
-@pytest.mark.parametrize("late", [0.0, 0.003])
+@pytest.mark.parametrize("late", [None, "_gather", "_store"])
 def test_moves_beside_the_step_change_nothing(device, monkeypatch, rule, dtype, capacity, late):
-    def gather(host):
-        time.sleep(late)
-        return on_host(host)
-
-    monkeypatch.setattr(carrier, "on_host", gather)  # the thread comes to it late
+    if late:
+        delay(monkeypatch, late)
     rule, value, states, cached, host_states = make(device, capacity, rule, dtype)
     weight, lr = cached.tensors[0][0], torch.tensor(0.1, device=device)
     seeds = [None, None]  # in PyTorch, chance rounds each table in its own way
     if device.type == "cuda":
         seeds = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
-    rounds = 301 if device.type == "cuda" and not late else 16
+    rounds = 301 if device.type == "cuda" and not late else 21
     batches = [(torch.rand(50, device=device) ** 2 * ROWS).long() for _ in range(rounds)]
     for index, (rows, coming) in enumerate(itertools.pairwise(batches)):
+        announced = index % 7 not in (0, 5)
+        if not announced:
+            rows = (torch.rand(50, device=device) ** 2 * ROWS).long()
         grads = torch.randn(50, DIM, device=device)
-        cached.begin_round(None if index else (rows[None], None), (coming[None], None))
+        cached.begin_round(None if announced else (rows[None], None), (coming[None], None))
         found = cached.lookup(rows[None], sparse=True, training=True, in_round=True)
         assert torch.equal(found[:, 0], value[rows])
         update_rows(rule, value, rows, grads, states, lr=lr, seed=seeds[0])
         update_rows(rule, weight, rows, grads, host_states, lr=lr, cached=cached, seed=seeds[1])
+        if index % 7 == 3:
+            every = torch.arange(ROWS, device=device)[None]
+            found = cached.lookup(every, sparse=True, training=False)
+            assert torch.equal(found[:, 0], value)
     moved = cached.index.traffic[2:4].tolist()
     assert moved[0] > moved[1] if capacity == ROWS else moved[1] > len(batches)
     cached.flush()
@@ -85,32 +100,41 @@ def test_moves_beside_the_step_change_nothing(device, monkeypatch, rule, dtype, 
         assert torch.equal(mine, other)
 
 
-@pytest.mark.parametrize("then", ["flush", "release", "stop", "look up"])
-def test_whoever_wants_the_table_waits_for_rows_on_their_way(device, monkeypatch, then):
-    def gather(host):
-        time.sleep(0.03)
-        return on_host(host)
-
-    monkeypatch.setattr(carrier, "on_host", gather)
-    _, value, _, cached, _ = make(device, 20, "sgd")
-    weight, rows = cached.tensors[0][0], torch.arange(20, device=device).view(2, 10)
-    cached.begin_round((rows[:1], None), (rows[1:], None))
+@pytest.mark.parametrize("then", ["flush", "release", "stop", "look up", "train"])
+@pytest.mark.parametrize("late", ["_gather", "_store"])
+def test_whoever_wants_the_table_waits_for_rows_on_their_way(device, monkeypatch, then, late):
+    delay(monkeypatch, late, 0.1)
+    rule, value, _, cached, _ = make(device, 20, "sgd")
+    weight, lr = cached.tensors[0][0], torch.tensor(0.1, device=device)
+    rows = torch.arange(40, device=device).view(4, 10)
+    for index, used in enumerate(rows[:3]):
+        cached.begin_round(None if index else (used[None], None), (rows[index + 1][None], None))
+        grads = torch.ones(10, DIM, device=device)
+        update_rows(rule, value, used, grads, [], lr=lr)
+        update_rows(rule, weight, used, grads, [], lr=lr, cached=cached)
     if then == "look up":
         found = cached.lookup(rows, sparse=True, training=False)
         assert torch.equal(found, value[rows.t()])
+    elif then == "train":  # with rows that just left, and were not announced
+        cached.begin_round((rows[1:2], None), None)
+        found = cached.lookup(rows[1:2], sparse=True, training=True, in_round=True)
+        assert torch.equal(found[:, 0], value[rows[1]])
     else:
         getattr(cached, then)()
         assert torch.equal(weight, value)
 
 
-def test_what_goes_wrong_beside_the_step_is_raised_until_the_end(device, monkeypatch):
-    def fail(host):
+@pytest.mark.parametrize("name", ["_gather", "_store"])
+def test_what_goes_wrong_beside_the_step_is_raised_until_the_end(device, monkeypatch, name):
+    def fail(*_):
         raise RuntimeError("no such memory")
 
-    monkeypatch.setattr(carrier, "on_host", fail)
+    monkeypatch.setattr(carrier, name, fail)
     _, _, _, cached, _ = make(device, 20, "sgd")
     rows = torch.arange(20, device=device).view(2, 10)
     cached.begin_round((rows[:1], None), (rows[1:], None))
+    if name == "_store":  # the next round is not touched, but that after it
+        cached.begin_round(None, (rows[:1], None))
     for use in (lambda: cached.begin_round(None, None), cached.flush, cached.stop):
         with pytest.raises(RuntimeError, match="no such memory"):
             use()
