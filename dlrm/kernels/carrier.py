@@ -51,8 +51,8 @@ class Carrier:
 
     def __init__(self, device: torch.device) -> None:
         self._branch = Branch(device)
-        # Together they leave a quarter of the cores to others: where one waits for a core, all do.
-        cores = max(torch.get_num_threads() * 3 // 8, 1)
+        # Both leave two cores to others: where one of their threads waits for a core, all do.
+        cores = max((torch.get_num_threads() - 2) // 2, 1)
         self._threads = ThreadPoolExecutor(
             2, thread_name_prefix="rows", initializer=torch.set_num_threads, initargs=(cores,)
         )
