@@ -50,7 +50,8 @@ def _note(
     """Write the factors of look-ups ``at``, flag the pairs in use and, for merging, the ids.
 
     The key of an id counts its right factor first, so that ids in order of their keys have runs of
-    the same right factor. What is skipped has factors and key -1.
+    the same right factor. One look-up of each id has the key itself, the others -2 less the key;
+    what is skipped has factors and key -1.
     """
     # Division of 64 bits costs several times that of 32.
     row = tl.load(ids + at, mask=mask, other=0).to(tl.int64 if WIDE else tl.int32)
@@ -67,23 +68,30 @@ def _note(
     if bitmap is not None:
         lefts = tl.load(key_base + table * 3 + 1)
         key = tl.load(key_base + table * 3) + b * lefts + (a - tl.load(key_base + table * 3 + 2))
-        tl.store(keys + at, tl.where(live, key, -1), mask=mask)
         bit = (tl.zeros_like(a) + 1) << (key & 31).to(tl.int32)
         word = tl.load(bitmap + (key >> 5), mask=live, other=0)
         # Most ids of a batch are there already; reading first spares them the atomic.
-        tl.atomic_or(bitmap + (key >> 5), bit, mask=live & ((word & bit) == 0), sem="relaxed")
+        new = live & ((word & bit) == 0)
+        word = tl.atomic_or(bitmap + (key >> 5), bit, mask=new, sem="relaxed")
+        key = tl.where(new & ((word & bit) == 0), key, -2 - key)
+        tl.store(keys + at, tl.where(live, key, -1), mask=mask)
 
 
 @triton.jit
 def index_ids(
     ids, skip, tables, per_table, p, starts, left_base, right_base,
     left, right, left_flags, right_flags, key_base, keys, bitmap, n,
-    CORES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    CORES: tl.constexpr, WIDE: tl.constexpr, RUNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Find what every look-up multiplies."""
+    """Find what every look-up multiplies; of runs of one table each, a program is in one."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < n
-    table = tl.load(tables + at // per_table, mask=mask, other=0).to(tl.int64)
+    if RUNS:
+        mask = at < per_table
+        at += tl.program_id(1) * per_table
+        table = tl.load(tables + tl.program_id(1)).to(tl.int64)
+    else:
+        mask = at < n
+        table = tl.load(tables + at, mask=mask, other=0).to(tl.int64)
     _note(
         ids, skip, at, mask, table, p, starts, left_base, right_base,
         left, right, left_flags, right_flags, key_base, keys, bitmap, CORES, WIDE,
@@ -137,11 +145,12 @@ def number_ids(keys, bitmap, scan, left, right, which, factors, n, BLOCK: tl.con
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
     key = tl.load(keys + at, mask=mask, other=-1)
-    live = key >= 0
+    live, first = key != -1, key >= 0
+    key = tl.where(first, key, -2 - key)
     word = tl.load(bitmap + (key >> 5), mask=live, other=0).to(tl.uint32, bitcast=True)
     from_here = _ones((word >> (key & 31).to(tl.uint32)).to(tl.int32, bitcast=True))
     rank = tl.load(scan + (key >> 5), mask=live, other=0) - from_here
     tl.store(which + at, tl.where(live, rank, -1), mask=mask)
-    a = tl.load(left + at, mask=live, other=0).to(tl.int64)
-    b = tl.load(right + at, mask=live, other=0).to(tl.int64)
-    tl.store(factors + rank, (b << 32) + a, mask=live)
+    a = tl.load(left + at, mask=first, other=0).to(tl.int64)
+    b = tl.load(right + at, mask=first, other=0).to(tl.int64)
+    tl.store(factors + rank, (b << 32) + a, mask=first)

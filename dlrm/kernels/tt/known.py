@@ -126,9 +126,10 @@ class Known:
         )  # fmt: skip
         n, cores = len(left.index), call.p.shape[1]
         if call.offsets is None:
-            index_kernels.index_ids[(triton.cdiv(n, 256),)](
+            runs = n // call.per_table if call.per_table > 1 else 1
+            index_kernels.index_ids[(triton.cdiv(n // runs, 256), runs)](
                 call.ids, call.skip, call.tables, call.per_table, *arguments, n,
-                CORES=cores, WIDE=call.chain.wide, BLOCK=256,
+                CORES=cores, WIDE=call.chain.wide, RUNS=call.per_table > 1, BLOCK=256,
             )  # fmt: skip
         else:
             index_kernels.index_bags[(call.results,)](
