@@ -2,22 +2,22 @@
 
 Kernels that read or write host memory slow down all that computes beside them
 (:mod:`dlrm.kernels.row_moves`); the copy engine, which moves rows that lie one behind another, does
-not. So kernels list the rows and take those that leave out of the cache; one thread of the host
-gathers those that come, another stores those that left; kernels put what came into the slots.
+not. So kernels list the rows and take those that leave out of the cache; a thread of the host
+gathers those that come, then stores those that left; kernels put what came into the slots.
 
 Why nobody meets a row on its way. Round t is under way, a move brings the rows of round t + 1. They
 are gathered during round t; those that leave for them are stored then or during round t + 1.
 
 - The lists are made behind the last step of round t - 1. Rows that round t uses, in a slot or in
-  host memory, are on neither list, those of round t + 1 do not leave, and no row is on both. So
-  round t neither reads nor updates a row that is gathered or stored, nor does round t + 1 one that
-  is stored; it may share a cache line with it, no more.
-- What rounds before t updated in host memory is there: the threads wait for the lists. What they
+  host memory, are on neither list, those of round t + 1 do not leave. So round t neither reads nor
+  updates a row that is gathered or stored, nor does round t + 1 one that is stored; it may share a
+  cache line with it, no more.
+- What rounds before t updated in host memory is there: the thread waits for the lists. What they
   updated in a slot is taken out behind them, before other rows come to the slot.
 - Round t + 1 begins when :meth:`Carrier.arrive` has seen its rows gathered, behind their copies.
 - A row that leaves and is used again is read from host memory at the earliest by the next move or,
-  in place, by round t + 2. Rows of the next move are gathered when those of this one are stored,
-  and round t + 2 begins when they have arrived.
+  in place, by round t + 2. The thread gathers rows of the next move when those of this one are
+  stored, and round t + 2 begins when they have arrived.
 - All else that reads or writes the table, and a round that was not announced, begins with
   :meth:`Carrier.join`, which waits for the stores as well.
 
@@ -43,7 +43,7 @@ Tensors = Sequence[tuple[Tensor, Tensor]]  # in host memory, in the cache
 
 
 class Carrier:
-    """A stream and two threads that fetch the rows of the next round; in PyTorch, all in its place.
+    """A stream and a thread that fetch the rows of the next round; in PyTorch, all in its place.
 
     Args:
         device: of the cache.
@@ -51,12 +51,12 @@ class Carrier:
 
     def __init__(self, device: torch.device) -> None:
         self._branch = Branch(device)
-        # Both leave two cores to others: where one of their threads waits for a core, all do.
-        cores = max((torch.get_num_threads() - 2) // 2, 1)
-        self._threads = ThreadPoolExecutor(
-            2, thread_name_prefix="rows", initializer=torch.set_num_threads, initargs=(cores,)
+        # Some cores are left to others: where one part of its work waits for a core, all do.
+        cores = max(torch.get_num_threads() * 3 // 4, 1)
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="rows", initializer=torch.set_num_threads, initargs=(cores,)
         )
-        self._coming: tuple[_Move, Future[list[Tensor]]] | None = None
+        self._coming: tuple[_Move, Future[_Rows]] | None = None
         self._stored: Future[None] | None = None
 
     def begin(
@@ -86,20 +86,21 @@ class Carrier:
             listed = self._branch.mark()
             old = take_rows([cache for _, cache in tensors], moves)
         move = _Move(self._branch, ids, tensors, moves, lists, listed, old)
-        self._coming = move, self._threads.submit(_gather, move, self._stored)
-        self._stored = self._threads.submit(_store, move)
+        gathered = self._thread.submit(_gather, move, self._stored)
+        self._stored = self._thread.submit(_store, move, gathered)
+        self._coming = move, gathered
 
     def arrive(self) -> None:
         """Wait until the rows of the next round are gathered, and let the current stream wait for
         the kernels that put them into their slots.
 
         Raises:
-            Exception: what went wrong in the threads; again whenever this is called, since there
+            Exception: what went wrong in the thread; again whenever this is called, since there
                 are slots whose rows never came, or rows that were not stored.
         """
         if self._coming is not None:
             move, gathered = self._coming
-            new = gathered.result()
+            new = gathered.result().new
             with self._branch.fork(wait=False):
                 put_rows([cache for _, cache in move.tensors], new, move.moves)
             self._branch.join()
@@ -128,53 +129,58 @@ class _Move:
     listed: torch.cuda.Event | None  # when they are there
     old: list[Tensor]  # rows that leave, on the GPU
 
-    def count(self) -> int:
-        """How many rows change places; waits until that is known."""
-        _wait(self.listed)
-        _, taken, wanted, _ = self.lists[2].tolist()
-        return min(taken, wanted)
+
+@dataclass(frozen=True)
+class _Rows:
+    """Of each tensor the rows of a move, ``[n, columns]``."""
+
+    new: list[Tensor]  # that come, on the GPU
+    old: list[Tensor]  # that leave, in host memory
+    copied: torch.cuda.Event | None  # when these are there
 
 
 @torch.no_grad()
-def _gather(move: _Move, before: Future[None] | None) -> list[Tensor]:
-    """The rows of each tensor that come, one behind another, in the memory of the cache."""
+def _gather(move: _Move, before: Future[None] | None) -> _Rows:
+    """Copy the rows that leave to the host, and those that come to the GPU."""
     if before is not None:
-        before.result()
-    count = move.count()
-    missing, new = move.lists[0][:count], []
+        before.result()  # done by now, or what went wrong
+    _wait(move.listed)
+    missing, _, (_, taken, wanted, _) = move.lists
+    count = min(int(taken), int(wanted))
+    new = []
     with move.branch.fork(wait=False):
-        for (host, _), old in zip(move.tensors, move.old, strict=True):
-            rows = _pinned(old)[:count]
-            torch.index_select(on_host(host), 0, missing, out=rows)
-            new.append(rows.to(old.device, non_blocking=True))
-    return new
+        old = [_to_host(rows, count) for rows in move.old]
+        copied = move.branch.mark()
+        for host, cache in move.tensors:
+            rows = _pinned(cache, len(missing))[:count]
+            torch.index_select(on_host(host), 0, missing[:count], out=rows)
+            new.append(rows.to(cache.device, non_blocking=True))
+    return _Rows(new, old, copied)
 
 
 @torch.no_grad()
-def _store(move: _Move) -> None:
+def _store(move: _Move, gathered: Future[_Rows]) -> None:
     """Write the rows that left to their places."""
-    count = move.count()
-    with move.branch.fork(wait=False):
-        values = [_to_host(old, count) for old in move.old]
-        _wait(move.branch.mark())
-    rows = move.lists[1][:count].long()
-    if move.lists[2][3] < count:  # some slots were free
+    old, copied = gathered.result().old, gathered.result().copied
+    _wait(copied)
+    rows = move.lists[1][: len(old[0])].long()
+    if move.lists[2][3] < len(rows):  # some slots were free
         leaves = rows >= 0
-        rows, values = rows[leaves], [each[leaves] for each in values]
-    for (host, _), each in zip(move.tensors, values, strict=True):
-        on_host(host).index_copy_(0, rows, each)
+        rows, old = rows[leaves], [each[leaves] for each in old]
+    for (host, _), values in zip(move.tensors, old, strict=True):
+        on_host(host).index_copy_(0, rows, values)
 
 
-def _pinned(like: Tensor) -> Tensor:
-    """Room for a copy in host memory. Rows have room for as many as may come, so that the same
-    memory is found again rather than other memory pinned, which takes milliseconds.
+def _pinned(like: Tensor, length: int) -> Tensor:
+    """Room in host memory. Of each tensor it is always asked for as much, so that the same memory
+    is found again rather than other memory pinned, which takes milliseconds.
     """
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+    return torch.empty(length, *like.shape[1:], dtype=like.dtype, pin_memory=like.is_cuda)
 
 
 def _to_host(tensor: Tensor, count: int | None = None) -> Tensor:
     """A copy of the first rows, or all, in host memory, there once the stream has made it."""
-    return _pinned(tensor)[:count].copy_(tensor[:count], non_blocking=True)
+    return _pinned(tensor, len(tensor))[:count].copy_(tensor[:count], non_blocking=True)
 
 
 def _wait(mark: torch.cuda.Event | None) -> None:
