@@ -133,6 +133,7 @@ def measure_one(
     busier = max(moved["in"] or 0.0, moved["out"] or 0.0)
     parts = model.sparse_arch.sizes()
     return {
+        "model": "Terabyte" if options.large else "Kaggle",
         "variant": variant,
         "rule": rule,
         "batch": size,

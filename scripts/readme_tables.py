@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -109,34 +110,24 @@ def tt_rec_sample() -> str:
     return _grid("tt_rec_sample")
 
 
-def _grid(name_of_file: str) -> str:
-    results = read(name_of_file)["results"]
-    timed = "step, ms" in results[0]
-    lines = []
-    for row in results:
-        compressed = row["cell"].startswith("fitted")
-        name = row["cell"].removeprefix("fitted-")
-        found = re.fullmatch(r"tt(\d+)-r(\d+)(?:-c([\d.e-]+))?", name)
+def _grid(name: str) -> str:
+    rows = read(name)["results"]
+    for r in rows:
+        kind = r["cell"].removeprefix("fitted-")
+        found = re.fullmatch(r"tt(\d+)-r(\d+)(?:-c([\d.e-]+))?", kind)
         tables, rank, cache = found.groups() if found else ("-", "-", None)
-        what = "dense, compressed" if compressed else ("TT" if found else "dense")
-        several = f" ± {row['loss, % std']:.3f}" if row["loss, % std"] is not None else ""
-        lines.append(
-            [
-                *(what, tables, rank, f"{100 * float(cache):g}%" if cache else "-"),
-                *(f"{row['ratio']:.1f}x", f"{row['MB']:,.1f}"),
-                *(f"{row['loss, %']:.3f}{several}", f"{row['AUC']:.4f}"),
-                *(
-                    [f"{row['step, ms']:.2f}" if row["step, ms"] is not None else "-"]
-                    if timed
-                    else []
-                ),
-            ]
-        )
-    head = [
-        *("embeddings", "tables", "rank", "cache", "compression", "MB"),
-        *("accuracy lost, points", "AUC", *(["step, ms"] if timed else [])),
-    ]
-    return markdown(head, lines) + source(name_of_file)
+        what = "dense, compressed" if kind != r["cell"] else "TT" if found else "dense"
+        r |= {"what": what, "tables": tables, "rank": rank}
+        r["cache"] = f"{100 * float(cache):g}%" if cache else "-"
+        r["several"] = "" if r["loss, % std"] is None else f" ± {r['loss, % std']:.3f}"
+        r["step"] = "-" if r.get("step, ms") is None else f"{r['step, ms']:.2f}"
+    columns = {
+        **{"embeddings": "{what}", "tables": "{tables}", "rank": "{rank}", "cache": "{cache}"},
+        **{"compression": "{ratio:.1f}x", "MB": "{MB:,.1f}"},
+        **{"accuracy lost, points": "{loss, %:.3f}{several}", "AUC": "{AUC:.4f}"},
+        **({"step, ms": "{step}"} if "step, ms" in rows[0] else {}),
+    }
+    return table(columns, rows, name)
 
 
 def cpu_step() -> str:
@@ -172,13 +163,12 @@ def _steps(name: str, more: dict[str, str]) -> str:
         "embeddings, MB": "{embedding_MB:,.0f}",
         "peak GPU, MB": "{peak_gpu_MB:,.0f}",
     }
-    rows = sorted(read(name)["results"], key=lambda r: (r["kind"], r["batch"]))
-    return table(columns, rows, name)
+    return table(columns, sorted(read(name)["results"], key=itemgetter("kind", "batch")), name)
 
 
 def gpu_kinds() -> str:
     """A captured step of the kinds that keep rows, beside the dense one."""
-    results = sorted(read("step_kinds_h100")["results"], key=lambda r: r["batch"])
+    results = sorted(read("step_kinds_h100")["results"], key=itemgetter("batch"))
     dense = {r["batch"]: r["ms"] for r in results if r["kind"] == "dense"}
     columns = {
         "`--emb`": "`{kind}`",
@@ -224,15 +214,10 @@ def tt_alone() -> str:
 
 def lookup() -> str:
     """Dense look-ups: forward, backward and update of all 26 tables."""
-    rows = [
-        {
-            **r,
-            "floor": r["forward_floor"] + r["update_floor"],
-            "peer": f"{r['fbgemm']:.2f}" if r.get("fbgemm") else "-",
-        }
-        for r in read("lookup_h100")["results"]
-        if r["ids"] == "skewed"
-    ]
+    rows = [r for r in read("lookup_h100")["results"] if r["ids"] == "skewed"]
+    for r in rows:
+        r["floor"] = r["forward_floor"] + r["update_floor"]
+        r["peer"] = f"{r['fbgemm']:.2f}" if r.get("fbgemm") else "-"
     columns = {
         "dim": "{dim}",
         "batch": "{batch:,}",
@@ -272,10 +257,8 @@ def loader() -> str:
         for size in sorted({size for size, _ in rates}):
             ordered = [million(rates[size, shuffle]) for shuffle in (True, False)]
             rows.append([place, f"{size:,}", *ordered, *floors])
-    head = [
-        *("where to", "batch", "shuffled, rows/s", "in order, rows/s"),
-        *("floor: pyarrow reads", "floor: a copy"),
-    ]
+    head = ["where to", "batch", "shuffled, rows/s", "in order, rows/s"]
+    head += ["floor: pyarrow reads", "floor: a copy"]
     return markdown(head, rows) + "\n*`benchmarks/loader.json`, `benchmarks/loader_h100.json`.*\n"
 
 
@@ -291,10 +274,9 @@ def epoch() -> str:
         "rows/s": "{Mrows/s:.1f} M",
         "start, s": "{start:.0f}",
     }
-    rows = [
-        {**r, "start": r["building"] + r["compiling_and_capturing"]}
-        for r in read("epoch_h100")["results"]
-    ]
+    rows = read("epoch_h100")["results"]
+    for r in rows:
+        r["start"] = r["building"] + r["compiling_and_capturing"]
     return table(columns, rows, "epoch_h100")
 
 
@@ -316,6 +298,25 @@ def pages() -> str:
     ]
     head = ["131,072 rows of 512 bytes", "by address, GB/s", "plain copy", "without addresses"]
     return markdown(head, lines) + source(name)
+
+
+def offload() -> str:
+    """Tables in host memory behind a cache of their rows."""
+    columns = {
+        "model": "{model}, {host_bytes:,.0f} MB",
+        "optimizer": "{rule}",
+        "batch": "{batch:,}",
+        "ms": "{ms:.2f}",
+        "samples/s": "{Msamples/s:.1f} M",
+        "speed of dense": "{share}",
+        "hit rate": "{hit_rate:.2f}",
+        "MB each way": "{MB_in:.1f}",
+        "of the link": "{link_share:.0%}",
+    }
+    rows = [r for r in read("offload_h100")["results"] if r["variant"] == "offload"]
+    for r in rows:
+        r["share"] = f"{r['speed of dense']:.2f}" if "speed of dense" in r else "-"
+    return table(columns, rows, "offload_h100")
 
 
 def basis() -> str:
@@ -346,16 +347,15 @@ def compressed() -> str:
         return f"{changes[kind, ratio]:+.4f}" if (kind, ratio) in changes else "-"
 
     rows = [[f"`{kind}`", *(change(kind, ratio) for ratio in ratios)] for kind in kinds]
-    return markdown(["`--emb`", *(f"{ratio:g}x" for ratio in ratios)], rows) + source(
-        "compressed_sample"
-    )
+    head = ["`--emb`", *(f"{ratio:g}x" for ratio in ratios)]
+    return markdown(head, rows) + source("compressed_sample")
 
 
 def distributed() -> str:
     """Steps over several GPUs of one host."""
     names = ("distributed_2xh200", "distributed_4xh200")
     found = [row for name in names for row in read(name)["results"] if row["gpus"] > 1]
-    found.sort(key=lambda r: (r["model"], r["kind"], r["gpus"], r["threshold"], r["ms"]))
+    found.sort(key=itemgetter("model", "kind", "gpus", "threshold", "ms"))
     columns = {
         "model": "{name}, `{kind}`",
         "GPUs": "{gpus}",
@@ -366,17 +366,16 @@ def distributed() -> str:
         "of linear scaling": "{scaling:.2f}",
         "communicating or waiting, ms": "{communication_ms:.2f}",
     }
-    rows = []
     for r in found:
-        wire = "" if r["wire"] == "fp32" else f", {r['wire']}"
-        rows.append({**r, "name": r["model"].capitalize(), "wire": wire})
-    return table(columns, rows, *names)
+        r["name"] = r["model"].capitalize()
+        r["wire"] = "" if r["wire"] == "fp32" else f", {r['wire']}"
+    return table(columns, found, *names)
 
 
 TABLES = (
     *(sample, sample_speed, full, full_speed, tt_rec, tt_rec_sample, compressed),
     *(cpu_step, gpu_step, gpu_step_h200, gpu_kinds, tt_alone, lookup, basis),
-    *(prepare, loader, epoch, pages, distributed),
+    *(prepare, loader, epoch, pages, offload, distributed),
 )
 
 
