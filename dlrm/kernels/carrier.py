@@ -1,9 +1,10 @@
 """Move rows between host memory and a GPU's cache by the copy engine, beside a training step.
 
-Kernels that read or write host memory slow down all that computes beside them
-(:mod:`dlrm.kernels.row_moves`); the copy engine, which moves rows that lie one behind another, does
-not. So kernels list the rows and take those that leave out of the cache; a thread of the host
-gathers those that come, then stores those that left; kernels put what came into the slots.
+Kernels that read or write host memory slow down all that computes beside them, those that walk
+through gigabytes most (:mod:`dlrm.kernels.row_moves`), but also those that copy rows one behind
+another: by 0.05 ms of a step of 0.48 on an H100. The copy engine does not. So kernels list the rows
+and take those that leave out of the cache; a thread of the host gathers those that come, then
+stores those that left; kernels put what came into the slots.
 
 Why nobody meets a row on its way. Round t is under way, a move brings the rows of round t + 1. They
 are gathered during round t; those that leave for them are stored then or during round t + 1.
@@ -51,7 +52,8 @@ class Carrier:
 
     def __init__(self, device: torch.device) -> None:
         self._branch = Branch(device)
-        # Some cores are left to others: where one part of its work waits for a core, all do.
+        # The thread shares its work among most cores. With all it waits for others: a step of Adam
+        # took 1.2 ms with 16 of 16, 0.87 with 12, 1.1 with 8.
         cores = max(torch.get_num_threads() * 3 // 4, 1)
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="rows", initializer=torch.set_num_threads, initargs=(cores,)
