@@ -198,8 +198,8 @@ class ShardingConfig:
     """Hold tables whole, cut by rows, or cut by columns; auto balances bytes and look-ups."""
     tables: dict[str, str] = field(default_factory=dict)
     """Tables by name with a way of their own, as in {C3: column, C12: replicate}."""
-    threshold: int = 50_000
-    """Dense tables of fewer rows are replicated."""
+    threshold: int | None = None
+    """Dense tables of fewer rows are replicated; by default those of less than 6 MB."""
     wire: Literal["fp32", "bf16"] = "fp32"
     """Type in which vectors and their gradients travel between processes; rows that peers read are
     read as they are."""
@@ -210,7 +210,7 @@ class ShardingConfig:
     def __post_init__(self) -> None:
         ways = ("auto", "replicate", "table", "row", "column")
         _require(
-            threshold=(self.threshold >= 0, f"is {self.threshold}, it can't be negative"),
+            threshold=((self.threshold or 0) >= 0, f"is {self.threshold}, it can't be negative"),
             tables=(
                 set(self.tables.values()) <= {*ways},
                 f"is {self.tables}, each must be one of {', '.join(ways)}",

@@ -32,7 +32,7 @@ from dlrm.data.batch import Batch
 from dlrm.data.schema import KAGGLE_CARDINALITIES, TERABYTE_CARDINALITIES
 from dlrm.distributed import World, pick_device
 from dlrm.embeddings.plan import plan
-from dlrm.embeddings.sharded import spread
+from dlrm.embeddings.sharded import LARGE, spread
 from dlrm.hints import Parser
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
@@ -55,26 +55,35 @@ class Case:
     by: str = "auto"
     wire: str = "fp32"
     exchange: str = "auto"
-    threshold: int = 50_000
-    """Rows from which dense tables are sharded."""
+    threshold: int | None = None
+    """As of ``ShardingConfig``."""
+
+    @property
+    def dim(self) -> int:
+        """Columns of the tables."""
+        return 16 if self.model == "kaggle" else 128
+
+    @property
+    def rows_from(self) -> int:
+        """Rows from which dense tables are sharded."""
+        return LARGE // self.dim if self.threshold is None else self.threshold
 
     @property
     def name(self) -> str:
         """For files."""
-        return f"{self.model}_{self.kind}_{self.wire}_{self.exchange}_{self.threshold}"
+        return f"{self.model}_{self.kind}_{self.wire}_{self.exchange}_{self.rows_from}"
 
     def recipe(self, cap: int) -> dict[str, Any]:
         """The arguments of the model, its tables of at most ``cap`` rows."""
         kaggle = self.model == "kaggle"
         cardinalities = KAGGLE_CARDINALITIES if kaggle else TERABYTE_CARDINALITIES
         rows = [min(count, cap) for count in cardinalities]
-        dim = 16 if kaggle else 128
         options = {"tt": {"rank": 32}}
         return {
             "num_dense": 13,
             "num_embeddings": rows,
-            "embedding_dim": dim,
-            "plan": plan(NAMES, rows, dim, self.kind, largest=7, options=options),
+            "embedding_dim": self.dim,
+            "plan": plan(NAMES, rows, self.dim, self.kind, largest=7, options=options),
             "bottom_mlp": [512, 256, 64] if kaggle else [512, 256],
             "top_mlp": [512, 256] if kaggle else [1024, 1024, 512, 256],
         }
@@ -230,7 +239,7 @@ def measure_case(
         "by": case.by if world.size > 1 else "-",
         "wire": case.wire if world.size > 1 else "-",
         "exchange": text.rsplit(" ", 1)[-1] if text else "-",
-        "threshold": case.threshold,
+        "threshold": case.rows_from,
         "gpus": world.size,
         "batch_per_gpu": batch,
         "mode": step.mode,
@@ -318,7 +327,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--mode", default="auto", help="see dlrm.step")
     parser.add_argument(
-        "--thresholds", nargs="+", type=int, default=[50_000], help="rows of sharded tables"
+        "--thresholds", nargs="+", type=int, default=[None], help="rows of sharded tables"
     )
     parser.add_argument(
         "--exchanges", nargs="+", default=["peers", "collective"], help="see ShardingConfig"

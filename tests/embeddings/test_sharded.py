@@ -7,7 +7,7 @@ import torch
 
 from dlrm.distributed import World
 from dlrm.embeddings.dense import Dense
-from dlrm.embeddings.sharded import Sharded, spread
+from dlrm.embeddings.sharded import LARGE, Sharded, spread
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
 from dlrm.reduce import Reducer
@@ -24,6 +24,9 @@ def test_which_tables_are_held_in_pieces():
     assert spread(world, NAMES, RECIPE, by="replicate") is None
     assert {p.table for p in spread(world, NAMES, RECIPE, threshold=100).pieces} == {0}
     assert {p.table for p in spread(world, NAMES, RECIPE, threshold=10).pieces} == {0, 1}
+    assert spread(world, NAMES, RECIPE, threshold=None) is None
+    large = {**RECIPE, "num_embeddings": [LARGE // 8, LARGE // 8 - 1, 150]}
+    assert {p.table for p in spread(world, NAMES, large, threshold=None).pieces} == {0}
     paged = {**RECIPE, "plan": [("paged", {"page_size": 64})] * 3}
     found = spread(world, NAMES, paged, by="row", tables={"b": "replicate"}, wire="bf16")
     assert [(p.table, p.rows) for p in found.pieces] == [
