@@ -1,4 +1,4 @@
-"""What every benchmark shares: where it ran, how a GPU is timed, how a result is written."""
+"""What benchmarks share: inputs, where they ran, how a GPU is timed, how results are written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+from torch import Tensor
 
+from dlrm.data.batch import Batch
 from dlrm.files import whole
 from dlrm.machine import cores
 
@@ -54,6 +56,40 @@ def _cpu_name() -> str:
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def draw_ids(
+    rows: Sequence[int],
+    size: int,
+    device: torch.device | str,
+    *,
+    skewed: bool = True,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Random ids of tables of so many rows, ``[F, size]`` int32.
+
+    They are uniform, or log-uniform, which makes id i about i + 1 times as rare as id 0.
+    """
+    many = torch.tensor(rows, device=device, dtype=torch.float64)[:, None]
+    shape = len(rows), size
+    uniform = torch.rand(shape, device=device, dtype=torch.float64, generator=generator)
+    ids = (many + 1) ** uniform - 1 if skewed else many * uniform
+    return ids.minimum(many - 1).int()
+
+
+def draw_batch(
+    rows: Sequence[int],
+    size: int,
+    device: torch.device | str,
+    *,
+    skewed: bool = True,
+    generator: torch.Generator | None = None,
+) -> Batch:
+    """A random batch with 13 dense features, a quarter of its labels 1; see :func:`draw_ids`."""
+    ids = draw_ids(rows, size, device, skewed=skewed, generator=generator)
+    dense = torch.randn(13, size, device=device, generator=generator)
+    labels = torch.rand(size, device=device, generator=generator) < 0.256
+    return Batch(dense, ids, labels.float())
 
 
 def gpu_milliseconds(run: Callable[[int], object], *, warm_up: int = 10, steps: int = 50) -> float:

@@ -92,16 +92,7 @@ class Case:
 def make_batches(rows: Sequence[int], size: int, seed: int, device: torch.device) -> list[Batch]:
     """Random batches on the device, their ids log-uniform."""
     generator = torch.Generator(device).manual_seed(seed)
-    tables = torch.tensor(rows, device=device, dtype=torch.float64)[:, None]
-    batches = []
-    for _ in range(4):
-        shape = (len(rows), size)
-        uniform = torch.rand(shape, device=device, dtype=torch.float64, generator=generator)
-        ids = (tables**uniform - 1).floor().minimum(tables - 1).int()
-        labels = (torch.rand(size, device=device, generator=generator) < 0.256).float()
-        dense = torch.randn(13, size, device=device, generator=generator)
-        batches.append(Batch(dense, ids, labels))
-    return batches
+    return [measure.draw_batch(rows, size, device, generator=generator) for _ in range(4)]
 
 
 def make_step(

@@ -44,21 +44,16 @@ class Setup:
 
     def draw(self, batch: int, skew: str) -> None:
         """New ids ``[F, B]`` int32, and gradients for them."""
-        self.ids = [draw_ids(self.rows, batch, skew) for _ in range(INPUTS)]
+        skewed = skew == "skewed"
+        self.ids = [
+            measure.draw_ids(self.rows, batch, "cuda", skewed=skewed) for _ in range(INPUTS)
+        ]
         shape = (batch, len(self.rows), self.dim)
         self.grads = [
             torch.randn(shape, device="cuda").to(self.weight.dtype) for _ in range(INPUTS)
         ]
         self.flat = [(ids + self.starts[:, None]).t().flatten() for ids in self.ids]
         self.out = torch.empty(shape, device="cuda", dtype=self.weight.dtype)
-
-
-def draw_ids(rows: Sequence[int], batch: int, skew: str) -> Tensor:
-    """Ids of every table, uniform or log-uniform (id 0 the most frequent)."""
-    size = torch.tensor(rows, device="cuda", dtype=torch.float64)[:, None]
-    random = torch.rand(len(rows), batch, device="cuda", dtype=torch.float64)
-    ids = random * size if skew == "uniform" else torch.exp(random * torch.log(size + 1)) - 1
-    return torch.minimum(ids.long(), size.long() - 1).int()
 
 
 def states_of(rule: str, weight: Tensor) -> list[Tensor]:

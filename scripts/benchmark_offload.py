@@ -45,16 +45,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], bool]] = {  # kind, options, rows
 
 
 def draw(rows: Sequence[int], size: int, seed: int, device: str) -> Batch:
-    """A batch with log-uniform ids: id i of a table comes about 1 / i times as often as id 1."""
-    random = torch.Generator(device).manual_seed(seed)
-    tables = torch.tensor(rows, device=device, dtype=torch.float64)[:, None]
-
-    def uniform(*shape: int) -> Tensor:
-        return torch.rand(*shape, device=device, dtype=torch.float64, generator=random)
-
-    ids = (tables ** uniform(len(rows), size) - 1).floor().minimum(tables - 1)
-    labels = (uniform(size) < 0.256).float()
-    return Batch(uniform(13, size).float(), ids.int(), labels)
+    """A batch with log-uniform ids."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return measure.draw_batch(rows, size, device, generator=generator)
 
 
 def make_step(

@@ -162,9 +162,7 @@ def steps(options: dict[str, dict[str, Any]], batch: int, cap: int | None) -> di
     """Milliseconds of a step of the Kaggle tables, dense and paged in several ways."""
     rows = [min(rows, cap or rows) for rows in KAGGLE_CARDINALITIES]
     tables = [torch.randn(size, 16, device="cuda") for size in rows]
-    sizes = torch.tensor(rows, device="cuda", dtype=torch.float64)[:, None]
-    uniform = torch.rand(INPUTS, len(rows), batch, device="cuda", dtype=torch.float64)
-    ids = ((sizes + 1) ** uniform - 1).minimum(sizes - 1).int()
+    ids = torch.stack([measure.draw_ids(rows, batch, "cuda") for _ in range(INPUTS)])
     grads = torch.randn(INPUTS, batch, len(rows), 16, device="cuda")
     probe = ids[0]
     before = torch.stack([table[probe[i]] for i, table in enumerate(tables)], 1)

@@ -49,14 +49,8 @@ def cardinalities(device: str) -> list[int]:
 
 def make_batches(device: str, size: int, count: int, skewed: bool) -> list[Batch]:
     """Random batches on the device."""
-    rows = torch.tensor(cardinalities(device), device=device, dtype=torch.float64)[:, None]
-    batches = []
-    for _ in range(count):
-        uniform = torch.rand(len(rows), size, device=device, dtype=torch.float64)
-        ids = (rows**uniform - 1 if skewed else rows * uniform).floor().minimum(rows - 1)
-        labels = (torch.rand(size, device=device) < 0.256).float()
-        batches.append(Batch(torch.randn(13, size, device=device), ids.int(), labels))
-    return batches
+    rows = cardinalities(device)
+    return [measure.draw_batch(rows, size, device, skewed=skewed) for _ in range(count)]
 
 
 def make_step(

@@ -24,7 +24,7 @@ from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings.factorize import factorize_rows
 from dlrm.hints import Parser
 from dlrm.kernels.tt import tt_bags, tt_vectors, tt_vectors_torch
-from dlrm.measure import copy_bandwidth, gpu_milliseconds, write
+from dlrm.measure import copy_bandwidth, draw_ids, gpu_milliseconds, write
 from dlrm.optim import RowOptimizer, fused
 
 INPUTS = 8  # different batches in rotation
@@ -88,19 +88,16 @@ class Setup:
         self.optimizer = RowOptimizer(self.cores, "sgd", lr=RATE)
         self.lr = self.optimizer.param_groups[0]["lr"]
         self.dim = prod(case.q)
-        self.ids = [self._draw(skew) for _ in range(INPUTS)]
+        skewed = skew == "skewed"
+        self.ids = [
+            draw_ids(case.rows, case.lookups, "cuda", skewed=skewed).long() for _ in range(INPUTS)
+        ]
         self.offsets = torch.arange(0, tables * case.lookups + 1, case.bag, device="cuda")
         batch = case.lookups // case.bag
         self.grads = [
             torch.randn(batch, tables, self.dim, device="cuda", dtype=dtype).transpose(0, 1)
             for _ in range(INPUTS)
         ]
-
-    def _draw(self, skew: str) -> Tensor:
-        size = torch.tensor(self.case.rows, device="cuda", dtype=torch.float64)[:, None]
-        random = torch.rand(len(size), self.case.lookups, device="cuda", dtype=torch.float64)
-        ids = random * size if skew == "uniform" else torch.exp(random * torch.log(size + 1)) - 1
-        return torch.minimum(ids.long(), size.long() - 1)
 
     def forward(self, index: int) -> Tensor:
         """The pooled rows of a batch, ``[F, bags, D]``."""

@@ -2,6 +2,7 @@
 
 import json
 import time
+from math import log
 
 import pytest
 import torch
@@ -31,6 +32,21 @@ def test_queued_milliseconds_leaves_out_the_launches():
     queued = measure.queued_milliseconds(many_small)
     # Neighbours on the same GPU may hide the launches of both, so some noise is allowed.
     assert 0.03 < queued < 1.2 * measure.gpu_milliseconds(many_small)
+
+
+def test_batches_have_ids_of_every_table_skewed_or_not():
+    rows, size = [1, 1000, 50_000_000], 20_000
+    for skewed, first in ((True, log(2) / log(1001)), (False, 1 / 1000)):
+        generator = torch.Generator().manual_seed(0)
+        batch = measure.draw_batch(rows, size, "cpu", skewed=skewed, generator=generator)
+        ids, most = batch.ids, torch.tensor(rows)[:, None]
+        assert ids.shape == (3, size)
+        assert ids.dtype == torch.int32
+        assert ((ids >= 0) & (ids < most)).all()
+        assert not ids[0].any()
+        assert float((ids[1] == 0).float().mean()) == pytest.approx(first, abs=0.005)
+        assert batch.dense.shape == (13, size)
+        assert set(batch.labels.tolist()) == {0.0, 1.0}
 
 
 def test_a_result_is_written_with_where_it_was_measured(tmp_path):
