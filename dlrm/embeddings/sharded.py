@@ -329,9 +329,9 @@ class Sharded(Embedding):
             places = torch.full_like(self._tables, -1)
             places[self._copied] = self._starts
             at = places[own]
-            mine = at >= 0
-            local = lookup(self.replicated, torch.where(mine, at + flat, 0), sparse=self.sparse)
-            result = torch.where(mine[:, None], local, result)
+            mine = (at >= 0).nonzero()[:, 0]
+            local = lookup(self.replicated, (at + flat)[mine], sparse=self.sparse)
+            result = result.index_copy(0, mine, local)
         return result.view(*ids.shape, self.embedding_dim)
 
     @torch.no_grad()
