@@ -258,9 +258,9 @@ def _write_back(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 register_optimizer_step_pre_hook(_write_back)
 
 
-def _wide(parameter: Tensor) -> torch.dtype:
-    """The type of a parameter's state: fp32 at least."""
-    return torch.promote_types(parameter.dtype, torch.float32)
+def _wide(tensor: Tensor) -> torch.dtype:
+    """The type of a parameter's state, or of a sum over a gradient: fp32 at least."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _rule_of(group: dict[str, Any]) -> Rule:
@@ -335,7 +335,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     for parameter in parameters:
         grad = parameter.grad
         if grad is not None and not getattr(parameter, "replica", False):
-            norm = torch.linalg.vector_norm(_merged(grad) if grad.is_sparse else grad)
+            wide = _wide(grad)  # a norm in bf16 would be rounded to 8 bits
+            norm = torch.linalg.vector_norm(_merged(grad) if grad.is_sparse else grad, dtype=wide)
             norms.append(norm.to(norms[0].device) if norms else norm)
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
@@ -348,7 +349,6 @@ def _merged(grad: Tensor) -> Tensor:
     """
     rows, order = grad._indices()[0].sort()
     segment = torch.cat([rows.new_zeros(1), (rows.diff() != 0).cumsum(0)])[: len(rows)]
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    values = grad._values()[order].to(wide)
+    values = grad._values()[order].to(_wide(grad))
     values = values.where((rows >= 0)[:, None], 0.0)  # the others are left out
     return torch.zeros_like(values).index_add_(0, segment, values)

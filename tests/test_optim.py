@@ -227,6 +227,19 @@ def test_gradient_norm_leaves_entries_without_a_row_out():
     assert gradient_norm([table]).item() == pytest.approx(3.0)
 
 
+@pytest.mark.parametrize("sparse_gradient", [False, True])
+def test_gradient_norm_of_bf16_tables_is_in_fp32(sparse_gradient):
+    table = torch.nn.Parameter(torch.zeros(1, 300, dtype=torch.bfloat16))
+    values = torch.ones(300, 300).bfloat16()  # of one row, which sums to 300; bf16 ends at 256
+    rows = torch.zeros(300, dtype=torch.long)
+    table.grad = row_gradient(table, rows, values, sparse=True)
+    if not sparse_gradient:
+        table.grad = torch.full_like(table, 300)
+    norm = gradient_norm([table])
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(300 * 300**0.5)
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("sparse_gradient", [False, True])
 def test_bf16_parameters_are_updated_from_fp32_state(rule, sparse_gradient):
