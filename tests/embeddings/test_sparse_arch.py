@@ -23,6 +23,19 @@ def test_mixed_kinds_fill_their_own_slots():
             torch.testing.assert_close(out[:, slot], group.rows(table, ids[slot]))
 
 
+def test_mixed_kinds_with_a_weight_for_each_id():
+    table_plan = [("dense", {}), ("hash", {"rows": 3}), ("qr", {}), ("hash", {"rows": 3})]
+    arch = SparseArch(SIZES, 4, table_plan)
+    ids = torch.stack([torch.randint(0, rows, (5,)) for rows in SIZES]).int()
+    weights = torch.rand(4, 5, requires_grad=True)
+    out = arch.in_order(arch(ids, None, weights))
+    bags = arch.in_order(arch(ids.view(-1), torch.arange(4 * 5 + 1), weights.view(-1)))
+    torch.testing.assert_close(out, bags)
+    grad = torch.randn_like(out)
+    (got,), (want,) = (torch.autograd.grad(each, weights, grad) for each in (out, bags))
+    torch.testing.assert_close(got, want)
+
+
 def test_tables_that_differ_in_an_option_per_table_make_one_group():
     table_plan = [("drop", {"keep": 3}), ("block", {"dim": 2, "keep": 9})]
     table_plan += [("drop", {"keep": 5}), ("block", {"dim": 3, "keep": 9})]

@@ -178,8 +178,11 @@ def test_autocast_leaves_the_look_up_in_full_precision():
     group = build("tt", [1000], 16, rank=8)
     ids = torch.arange(64)[None]
     expected = group(ids)
+    offsets = torch.arange(0, 65, 2)
+    pooled = group(ids[0], offsets)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(group(ids), expected)
+        assert torch.equal(group(ids[0], offsets), pooled)
 
 
 @pytest.mark.parametrize("ratio", [2, 4, 10, 30, 100, 400])

@@ -18,6 +18,6 @@ Reference:
     MLSys 2021, arXiv 2101.11714.
 """
 
-from dlrm.kernels.tt.op import PRECISIONS, tt_bags, tt_vectors, tt_vectors_torch
+from dlrm.kernels.tt.op import tt_bags, tt_vectors, tt_vectors_torch
 
-__all__ = ["PRECISIONS", "tt_bags", "tt_vectors", "tt_vectors_torch"]
+__all__ = ["tt_bags", "tt_vectors", "tt_vectors_torch"]
