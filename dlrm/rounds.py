@@ -43,12 +43,12 @@ class Rounds:
         if not (self._arch.rows_ready and following and following[0] is batch):
             self._now, self._coming = [], []
         if not self._now:
-            announced = self._coming
-            self._now = announced or [batch]
+            announced, self._coming = self._coming, []  # for good if this round can't begin
+            now = announced or [batch]
             size = self._arch.round_of(batch.ids.numel())
-            self._coming = [batch, *upcoming][len(self._now) :][:size]
-            now = [] if announced else [batch]
-            self._arch.begin_round(*map(_lookups, (now, self._coming)))
+            coming = [batch, *upcoming][len(now) :][:size]
+            self._arch.begin_round([] if announced else _lookups(now), _lookups(coming))
+            self._now, self._coming = now, coming
         self._now.pop(0)
         self._arch.in_round(True)
         try:

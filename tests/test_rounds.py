@@ -140,3 +140,17 @@ def test_what_moves_rows_between_two_steps_ends_the_round(device):
                 found.append(float(model(batches[2].dense, batches[2].ids).sum()))
         losses.append(found)
     assert losses[0] == losses[1]
+
+
+def test_a_round_that_could_not_begin_is_not_taken_for_one_that_did(device, monkeypatch):
+    _, step = make([("offload", {"cache_rows": 600})] * 3, device)
+    batches = [draw(32, device) for _ in range(3)]
+    step(batches[0], upcoming=batches[1:])
+
+    def fail(*_, **__):
+        raise RuntimeError("rows did not come")
+
+    monkeypatch.setattr(CachedRows, "begin_round", fail)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="rows did not come"):
+            step(batches[1], upcoming=batches[2:])
