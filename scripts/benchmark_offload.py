@@ -35,7 +35,8 @@ from dlrm.optim import RULES, RowOptimizer
 from dlrm.step import TrainStep
 
 NAMES = [f"C{i}" for i in range(1, 27)]
-WARM_UP, STEPS, CHECKED = 150, 200, 30
+WARM_UP, CHECKED = 150, 30
+SPAN, SPANS = 3 * ROUND, 5  # steps of whole rounds that are timed together, and how often
 VARIANTS: dict[str, tuple[str, dict[str, Any], bool]] = {  # kind, options, rows fetched ahead
     "dense": ("dense", {}, False),
     "offload": ("offload", {}, True),
@@ -87,18 +88,17 @@ def train(step: TrainStep, batches: Sequence[Batch], ahead: bool) -> list[Tensor
 
 
 def mean_milliseconds(run: Callable[[int], object], device: str) -> float:
-    """Milliseconds of a step over all of several rounds, the median of four such times."""
-    spans = STEPS // 5
+    """Milliseconds of a step over whole rounds, the median of all such times but the first."""
     times = []
-    for start in range(0, 5 * spans, spans):
+    for start in range(0, SPANS * SPAN, SPAN):
         if device == "cuda":
             torch.cuda.synchronize()
         began = time.perf_counter()
-        for index in range(start, start + spans):
+        for index in range(start, start + SPAN):
             run(index)
         if device == "cuda":
             torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - began) / spans)
+        times.append(1e3 * (time.perf_counter() - began) / SPAN)
     return statistics.median(times[1:])
 
 
@@ -113,7 +113,8 @@ def measure_one(
     drawn = range(CHECKED + WARM_UP)
     first = [draw(rows, size, seed, options.device) for seed in drawn]
     found = [loss.item() for loss in train(step, first, ahead)]
-    batches = [draw(rows, size, len(drawn) + index, options.device) for index in range(STEPS)]
+    seeds = range(len(drawn), len(drawn) + SPANS * SPAN)
+    batches = [draw(rows, size, seed, options.device) for seed in seeds]
     train(step, batches[:2], ahead)
     model.sparse_arch.cache_stats()  # rates from here on
 

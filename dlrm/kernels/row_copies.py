@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 128  # that a program has under way, or half as many from 128 columns on
+ROWS = 128  # that a program has under way, fewer of more than 64 columns
 MOVERS = 64  # programs that exchange a tensor's rows
 STAGERS = 256  # programs that copy them within the memory of the GPU
 
