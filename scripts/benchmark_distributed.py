@@ -227,8 +227,8 @@ def measure_case(
     return {
         "model": case.model,
         "kind": case.kind,
-        "by": case.by if world.size > 1 else "-",
-        "wire": case.wire if world.size > 1 else "-",
+        "by": case.by if text else "-",
+        "wire": case.wire if text else "-",
         "exchange": text.rsplit(" ", 1)[-1] if text else "-",
         "threshold": case.rows_from,
         "gpus": world.size,
@@ -280,7 +280,7 @@ def run(options: argparse.Namespace, world: World) -> None:
 
     cases = cases_of(options)
     for case in cases:
-        if case.wire == "fp32" and case.model in options.check:
+        if case.model in options.check:
             check(case, world, device, options)
             release()
     on_gpu = device.type == "cuda"

@@ -368,7 +368,7 @@ def distributed() -> str:
     }
     for r in found:
         r["name"] = r["model"].capitalize()
-        r["wire"] = "" if r["wire"] == "fp32" else f", {r['wire']}"
+        r["wire"] = "" if r["wire"] in ("fp32", "-") else f", {r['wire']}"
     return table(columns, found, *names)
 
 
