@@ -46,7 +46,8 @@ class Sharding:
     pieces: Sequence[Piece]
     """Of the tables of the model that are not replicated."""
     wire: torch.dtype | None = None
-    """Type in which vectors and gradients travel, other than rows that peers read; None: theirs."""
+    """Type in which vectors and gradients travel, other than rows that peers read; None: theirs,
+    and sums of gradients between peers in fp32 at least."""
     peers: bool = False
     """Whether processes read each other's rows where they lie and write gradients there."""
     text: str = ""
