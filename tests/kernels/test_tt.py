@@ -315,6 +315,16 @@ def test_ordered_gradients_are_equal_to_the_last_bit(kind, device):
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
+@pytest.mark.gpu  # a program a run is too much for the interpreter
+def test_more_runs_of_one_table_than_the_second_side_of_a_grid_has_programs(device):
+    group = Group("kaggle", device)
+    tables = torch.randint(group.tables, (70_000, 1), device=device)
+    rows = torch.tensor(group.rows, device=device)[tables]
+    ids = (torch.rand(70_000, 2, device=device, dtype=torch.float64) * rows).long()
+    got = tt_vectors(*group.arguments, tables, ids, precision="ieee", impl="triton")
+    close(got, group.reference(ids, tables)[1], ROUNDING["ieee"])
+
+
 # The interpreter multiplies the bits of bfloat16 as integers.
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS)

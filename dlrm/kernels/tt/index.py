@@ -84,12 +84,15 @@ def index_ids(
     CORES: tl.constexpr, WIDE: tl.constexpr, RUNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find what every look-up multiplies; of runs of one table each, a program is in one."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    pid = tl.program_id(0)
     if RUNS:
+        blocks = tl.cdiv(per_table, BLOCK)
+        at = pid % blocks * BLOCK + tl.arange(0, BLOCK)
         mask = at < per_table
-        at += tl.program_id(1) * per_table
-        table = tl.load(tables + tl.program_id(1)).to(tl.int64)
+        at += pid // blocks * per_table
+        table = tl.load(tables + pid // blocks).to(tl.int64)
     else:
+        at = pid * BLOCK + tl.arange(0, BLOCK)
         mask = at < n
         table = tl.load(tables + at, mask=mask, other=0).to(tl.int64)
     _note(

@@ -127,7 +127,7 @@ class Known:
         n, cores = len(left.index), call.p.shape[1]
         if call.offsets is None:
             runs = n // call.per_table if call.per_table > 1 else 1
-            index_kernels.index_ids[(triton.cdiv(n // runs, 256), runs)](
+            index_kernels.index_ids[(triton.cdiv(n // runs, 256) * runs,)](
                 call.ids, call.skip, call.tables, call.per_table, *arguments, n,
                 CORES=cores, WIDE=call.chain.wide, RUNS=call.per_table > 1, BLOCK=256,
             )  # fmt: skip
