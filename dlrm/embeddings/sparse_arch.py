@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, Protocol
@@ -101,7 +101,7 @@ class SparseArch(nn.Module):
         """
         found: dict[int, list[Tensor]] = {}
         bounds = bounds or self._bounds(offsets)
-        shares = self._shares(ids, offsets, per_sample_weights, bounds)
+        shares = self._shares(self._turns, ids, offsets, per_sample_weights, bounds)
         for index in self._turns:
             group, share = self.groups[index], shares[index]
             found[index] = group.parts(*share) if isinstance(group, Sharded) else [group(*share)]
@@ -119,16 +119,16 @@ class SparseArch(nn.Module):
 
     def begin_round(self, now: Sequence[Lookups], coming: Sequence[Lookups]) -> None:
         """Have the groups that fetch rows ahead begin a round; see ``Embedding.begin_round``."""
+        groups = {i: g for i, (g, _) in enumerate(self.embeddings()) if g.round_of(1)}
         known = [
             [
-                self._shares(ids, offsets, None, at or self._bounds(offsets))
+                self._shares(groups, ids, offsets, None, at or self._bounds(offsets))
                 for ids, offsets, at in each
             ]
             for each in (now, coming)
         ]
-        for index, (group, _) in enumerate(self.embeddings()):
-            if group.round_of(1):
-                group.begin_round(*([shares[index][:2] for shares in each] for each in known))
+        for index, group in groups.items():
+            group.begin_round(*([shares[index][:2] for shares in each] for each in known))
 
     def in_round(self, value: bool) -> None:
         """Say whether the look-ups to come are of the round that was begun."""
@@ -149,8 +149,9 @@ class SparseArch(nn.Module):
         """Sort the look-ups of ``ids [F, B]`` at peers, part after part: needs no rows, and no
         other process.
         """
-        shares = self._shares(ids, None, None, ())
-        return [cut.sort(shares[index][0]) for index, cut in self.at_peers()]
+        cuts = self.at_peers()
+        shares = self._shares({index for index, _ in cuts}, ids, None, None, ())
+        return [cut.sort(shares[index][0]) for index, cut in cuts]
 
     def use(self, lookups: Sequence[Sorted | None]) -> None:
         """Give the look-ups to come, until told otherwise, what :meth:`sort` has found for them.
@@ -174,25 +175,30 @@ class SparseArch(nn.Module):
         return offsets[::batch].tolist() if batch else [0] * (tables + 1)
 
     def _shares(
-        self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None, bounds: Sequence[int]
-    ) -> list[Share]:
-        """The part of the batch that concerns the tables of each group."""
+        self,
+        groups: Iterable[int],
+        ids: Tensor,
+        offsets: Tensor | None,
+        weights: Tensor | None,
+        bounds: Sequence[int],
+    ) -> dict[int, Share]:
+        """The parts of the batch that concern the tables of some groups."""
         if len(self.groups) == 1:
-            return [(ids, offsets, weights)]
+            return {0: (ids, offsets, weights)}
         sizes = [len(slots) for slots in self.slots]
-        none = [None] * len(sizes)
         if offsets is None:  # one gather for all groups
             parts = ids[self._features].split(sizes)
-            own = none if weights is None else weights[self._features].split(sizes)
-            return list(zip(parts, none, own, strict=True))
+            own = None if weights is None else weights[self._features].split(sizes)
+            return {i: (parts[i], None, None if own is None else own[i]) for i in groups}
         batch = (offsets.numel() - 1) // len(self.num_embeddings)
         lengths = offsets.diff().view(len(self.num_embeddings), batch)[self._features].split(sizes)
-        shares: list[Share] = []
-        for slots, counts in zip(self.slots, lengths, strict=True):
-            spans = [slice(bounds[slot], bounds[slot + 1]) for slot in slots]
-            starts = torch.cat([counts.new_zeros(1), counts.view(-1).cumsum(0)])
+        shares: dict[int, Share] = {}
+        for index in groups:
+            spans = [slice(bounds[slot], bounds[slot + 1]) for slot in self.slots[index]]
+            counts = lengths[index].view(-1)
+            starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
             factors = None if weights is None else torch.cat([weights[span] for span in spans])
-            shares.append((torch.cat([ids[span] for span in spans]), starts, factors))
+            shares[index] = torch.cat([ids[span] for span in spans]), starts, factors
         return shares
 
     def embeddings(self) -> list[tuple[Embedding, list[int]]]:
