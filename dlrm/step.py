@@ -205,8 +205,8 @@ class TrainStep:
         reducer = self.reducer
         sharing = reducer.step(total, one_hot=batch.offsets is None) if reducer else nullcontext()
         norm_of = reducer.norm if reducer else gradient_norm
-        wanted = reducer is not None or norms or self.clip_norm is not None
-        fusing = nullcontext() if wanted else fused(self.optimizers)
+        norms = norms or self.clip_norm is not None
+        fusing = nullcontext() if norms or reducer is not None else fused(self.optimizers)
         with self._planner, sharing, fusing:
             with torch.autocast(self.device.type, torch.bfloat16, self.precision == "bf16"):
                 logits = self.model(batch.dense, batch.ids, batch.offsets, batch.bounds)
@@ -219,9 +219,9 @@ class TrainStep:
                 with self._branch.fork(wait=False):
                     reducer.reduce_embeddings()
                 out["loss"] = reducer.reduce_dense(out["loss"])
-                if norms or self.clip_norm is not None:
+                if norms:
                     self._branch.join()
-            if norms or self.clip_norm is not None:
+            if norms:
                 dense = norm_of(self.model.dense_parameters())
                 embeddings = norm_of(self.model.sparse_arch.parameters()).to(self.device)
                 out |= {"gradient_norm/dense": dense, "gradient_norm/embeddings": embeddings}
