@@ -32,7 +32,7 @@ from dlrm.data.batch import Batch
 from dlrm.data.schema import KAGGLE_CARDINALITIES, TERABYTE_CARDINALITIES
 from dlrm.distributed import World, pick_device
 from dlrm.embeddings.plan import plan
-from dlrm.embeddings.sharded import LARGE, spread
+from dlrm.embeddings.sharded import sharded_from, spread
 from dlrm.hints import Parser
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
@@ -66,7 +66,7 @@ class Case:
     @property
     def rows_from(self) -> int:
         """Rows from which dense tables are sharded."""
-        return LARGE // self.dim if self.threshold is None else self.threshold
+        return sharded_from(self.threshold, self.dim)
 
     @property
     def name(self) -> str:
@@ -286,6 +286,7 @@ def run(options: argparse.Namespace, world: World) -> None:
     on_gpu = device.type == "cuda"
     memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else 0
     alone: dict[tuple[str, str, int], float] = {}
+    whole: set[tuple[str, str, int, int]] = set()  # where no table is in pieces
     for batch in options.batches:
         for case in cases:
             key = (case.model, case.kind, batch)
@@ -297,7 +298,11 @@ def run(options: argparse.Namespace, world: World) -> None:
                     speed = single["Msamples/s"]
                     report(single)
                 alone[key] = world.from_first(partial(float, speed))
+            if (*key, case.rows_from) in whole:  # another wire or exchange of nothing
+                continue
             result = measure_case(case, batch, world, device, options)
+            if result["exchange"] == "-":
+                whole.add((*key, case.rows_from))
             if key in alone:
                 result["scaling"] = round(result["Msamples/s"] / world.size / alone[key], 3)
             report(result)

@@ -96,7 +96,7 @@ def spread(
     _check_exchange(world, exchange)
     _check_devices(world, plan)
     dim = recipe["embedding_dim"]
-    ways = _ways(names, recipe, by, tables or {}, LARGE // dim if threshold is None else threshold)
+    ways = _ways(names, recipe, by, tables or {}, sharded_from(threshold, dim))
     if world.size == 1 or set(ways) == {"replicate"}:
         return None
     whole_rows = rule == "rowwise_adagrad"  # its one sum of a row is of all columns
@@ -117,6 +117,11 @@ def spread(
     text = describe(pieces, dict(enumerate(names)), loads)
     text += f"\nexchange by {'peers' if peers else 'collectives'}"
     return Sharding(world=world, pieces=pieces, wire=narrow, peers=peers, text=text)
+
+
+def sharded_from(threshold: int | None, dim: int) -> int:
+    """Rows from which dense tables of ``dim`` columns are held in pieces; see :func:`spread`."""
+    return LARGE // dim if threshold is None else threshold
 
 
 def _ways(
