@@ -162,9 +162,8 @@ def test_rows_and_the_gradient_of_every_core(name, way, device, monkeypatch):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_program_takes_several_tiles_of_a_slice(way, device, monkeypatch):
     monkeypatch.setattr(factors, "_PROGRAMS", 1)
-    monkeypatch.setattr(lookup, "_PROGRAMS", 1)
-    for tiles in ("_TILES", "_TILES_OF_FEW"):
-        monkeypatch.setattr(factors, tiles, dict.fromkeys(factors._TILES, (16, 16)))
+    monkeypatch.setattr(lookup, "_PARTS", 1)
+    monkeypatch.setattr(factors, "_TILES", dict.fromkeys(factors._TILES, (16, 16)))
     group = Group("d3-pairs", device)
     options = take(monkeypatch, way)
     ids = torch.arange(group.rows[0], device=device)[None]  # 35 rows of every big slice

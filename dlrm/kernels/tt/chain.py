@@ -15,6 +15,8 @@ import triton
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+_SPAN = 2048  # words at most, which a program numbers at once
+
 
 def power(n: int, least: int = 1) -> int:
     """The next power of two from ``n`` on: Triton's blocks have no other sizes."""
@@ -83,13 +85,20 @@ class Pairs:
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """How the rows of a group of tables are cut into a left and a right factor."""
+    """How the rows of a group of tables are cut into a left and a right factor.
+
+    Every id has a key, a bit among ``words`` of 32, where those of one right factor lie together
+    from the beginning of a word on; a *span* is that many words of one right factor, or a part.
+    """
 
     left: Pairs | None  # None: a slice of the first core
     right: Pairs | None  # None: a slice of the last core
     sizes: dict[str, int]  # A, R, C and the same rounded up to powers of 2
-    keys: Tensor  # [F, 3] of each table: its first key, left factors, and the first of these
-    words: int  # of 32 bits, to flag every id of every table
+    keys: Tensor  # [F, 3] of each table: its first key, keys a right factor, and first left factor
+    words: int  # for the keys of all tables
+    span_start: Tensor  # [spans + 1] first word of each
+    span_right: Tensor  # [spans] its right factor
+    span_words: int  # of the longest
     wide: bool  # ids beyond 32 bits
 
     @classmethod
@@ -107,17 +116,29 @@ class Chain:
             right = Pairs.build(p, 3, 2, {"Q": q[3], "R": r, "N": n, **strides})
         a, r, c = prod(q[:middle]), ranks[middle], prod(q[middle:])
         pads = {"A2": power(a, 2), "R2": power(r, 2), "C2": power(c, 2)}
-        keys, first, lefts, rights = [], 0, 0, 0
+        keys: list[list[int]] = []
+        starts: list[Tensor] = []
+        span_rights: list[Tensor] = []
+        lefts = rights = end = 0  # end of the words
+        longest = 1
         for row in p.tolist():
             many, others = prod(row[:middle]), prod(row[middle:])
-            keys.append([first - rights * many, many, lefts])
-            first, lefts, rights = first + many * others, lefts + many, rights + others
+            words = triton.cdiv(many, 32)  # of a right factor
+            keys.append([32 * (end - rights * words), 32 * words, lefts])
+            parts = torch.arange(0, words, _SPAN)
+            starts.append((end + words * torch.arange(others)[:, None] + parts).view(-1))
+            span_rights.append((rights + torch.arange(others)).repeat_interleave(len(parts)))
+            end, lefts, rights = end + words * others, lefts + many, rights + others
+            longest = max(longest, min(words, _SPAN))
         return cls(
             left=left,
             right=right,
             sizes={"A": a, "R": r, "C": c, **pads},
             keys=torch.tensor(keys, device=p.device),
-            words=triton.cdiv(first, 32),
+            words=end,
+            span_start=torch.cat([*starts, torch.tensor([end])]).to(p.device, torch.int32),
+            span_right=torch.cat(span_rights).to(p.device, torch.int32),
+            span_words=longest,
             wide=max(prod(row) for row in p.tolist()) >= 2**31,
         )
 

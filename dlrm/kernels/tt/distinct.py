@@ -1,7 +1,8 @@
 """Triton kernels for the distinct ids of a TT look-up; see :mod:`dlrm.kernels.tt.lookup`.
 
-The ids are in an order in which those of one right factor lie together, so a tile of them has few
-right factors, mostly one, and multiplies by each on the tensor cores.
+The ids of one right factor lie together, those of a *span* (see :class:`~dlrm.kernels.tt.chain.
+Chain`) behind one another: a program has some of one span, and multiplies tiles of them by their
+right factor on the tensor cores.
 """
 
 from __future__ import annotations
@@ -13,84 +14,80 @@ from dlrm.kernels.tt.pairs import multiply
 
 
 @triton.jit
+def _part(spans, span_right, right_slots, IDS: tl.constexpr):
+    """The ids of a program, which are a part of a span, and the row of their right factor.
+
+    The ids of a part are neighbours, and so are their left factors: programs that run at the same
+    time find them in the cache.
+    """
+    span = tl.program_id(0)
+    begin, end = tl.load(spans + 2 * span), tl.load(spans + 2 * span + 1)
+    many = tl.cdiv(tl.cdiv(end - begin, tl.num_programs(1)), IDS) * IDS
+    begin += tl.program_id(1) * many
+    end = tl.minimum(begin + many, end)
+    right = tl.load(span_right + span)
+    if right_slots is not None:  # without ids it has none
+        right = tl.load(right_slots + right, mask=begin < end, other=0)
+    return begin, end, right.to(tl.int64)
+
+
+@triton.jit
 def _tile(
-    u, factors, left_slots, first, count,
+    u, lefts, first, end,
     A: tl.constexpr, R: tl.constexpr, R2: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Rows ``(id, A)`` of a tile: their ids, where their left factors lie and what these are."""
-    m = tl.arange(0, BM)
+    m, r = tl.arange(0, BM), tl.arange(0, R2)
     at = first + m // A
-    row = (m < BM // A * A) & (at < count)
-    both = tl.load(factors + at, mask=row, other=0x7FFFFFFF00000000)
-    a = (both & 0xFFFFFFFF).to(tl.int32)
-    if left_slots is not None:
-        a = tl.load(left_slots + a, mask=row, other=0)
-    start = a.to(tl.int64) * (A * R) + m % A * R
-    r = tl.arange(0, R2)
+    row = (m < BM // A * A) & (at < end)
+    start = tl.load(lefts + at, mask=row, other=0).to(tl.int64) * (A * R) + m % A * R
     x = tl.load(u + start[:, None] + r[None, :], mask=row[:, None] & (r < R)[None, :], other=0.0)
-    return at, row, start, x, (both >> 32).to(tl.int32)
+    return at.to(tl.int64) * A + m % A, row, start, x
 
 
 @triton.jit
 def distinct_rows(
-    u, w, factors, left_slots, right_slots, total, out, cleared,
+    u, w, lefts, spans, span_right, right_slots, out, cleared,
     A: tl.constexpr, R: tl.constexpr, C: tl.constexpr, R2: tl.constexpr, C2: tl.constexpr,
     BM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The row of every distinct id; ``cleared`` gets zeros where its gradient will be summed."""
-    count, ids = tl.load(total), BM // A
-    for first in range(tl.program_id(0) * ids, count, tl.num_programs(0) * ids):
-        at, row, _, x, b = _tile(u, factors, left_slots, first, count, A, R, R2, BM)
-        r, c = tl.arange(0, R2), tl.arange(0, C2)
-        mask = (r < R)[:, None] & (c < C)[None, :]
-        result = tl.zeros((BM, C2), tl.float32)
-        now = tl.min(b, 0)
-        while now < 2147483647:
-            y_row = now.to(tl.int64)
-            if right_slots is not None:
-                y_row = tl.load(right_slots + now).to(tl.int64)
-            y = tl.load(w + y_row * (R * C) + r[:, None] * C + c[None, :], mask=mask, other=0.0)
-            product = multiply(x, y, None, PRECISION)
-            result = tl.where((b == now)[:, None], product, result)
-            now = tl.min(tl.where(b > now, b, 2147483647), 0)
-        to = (at.to(tl.int64) * A + tl.arange(0, BM) % A)[:, None] * C + c[None, :]
+    begin, end, right = _part(spans, span_right, right_slots, BM // A)
+    r, c = tl.arange(0, R2), tl.arange(0, C2)
+    y_at = right * (R * C) + r[:, None] * C + c[None, :]
+    y = tl.load(w + y_at, mask=(r < R)[:, None] & (c < C)[None, :], other=0.0)
+    for first in range(begin, end, BM // A):
+        to, row, _, x = _tile(u, lefts, first, end, A, R, R2, BM)
+        to = to[:, None] * C + c[None, :]
         mask = row[:, None] & (c < C)[None, :]
-        tl.store(out + to, result.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + to, multiply(x, y, None, PRECISION).to(out.dtype.element_ty), mask=mask)
         if cleared is not None:
             tl.store(cleared + to, tl.zeros((BM, C2), tl.float32), mask=mask)
 
 
 @triton.jit
 def distinct_gradient(
-    u, w, factors, left_slots, right_slots, total, grad, d_left, d_right,
+    u, w, lefts, spans, span_right, right_slots, grad, d_left, d_right,
     A: tl.constexpr, R: tl.constexpr, C: tl.constexpr, R2: tl.constexpr, C2: tl.constexpr,
     BM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the factors from those of the distinct rows."""
-    count, ids = tl.load(total), BM // A
-    for first in range(tl.program_id(0) * ids, count, tl.num_programs(0) * ids):
-        at, row, start, x, b = _tile(u, factors, left_slots, first, count, A, R, R2, BM)
-        r, c = tl.arange(0, R2), tl.arange(0, C2)
-        mask = (r < R)[:, None] & (c < C)[None, :]
-        to = (at.to(tl.int64) * A + tl.arange(0, BM) % A)[:, None] * C + c[None, :]
-        g_all = tl.load(grad + to, mask=row[:, None] & (c < C)[None, :], other=0.0)
-        dx = tl.zeros((BM, R2), tl.float32)
-        now = tl.min(b, 0)
-        while now < 2147483647:
-            y_row = now.to(tl.int64)
-            if right_slots is not None:
-                y_row = tl.load(right_slots + now).to(tl.int64)
-            y_at = y_row * (R * C) + r[:, None] * C + c[None, :]
-            y = tl.load(w + y_at, mask=mask, other=0.0)
-            g = tl.where((b == now)[:, None], g_all, 0.0)
-            dx = multiply(g, tl.trans(y), dx, PRECISION)
-            dy = multiply(tl.trans(x), g, None, PRECISION)
-            tl.atomic_add(d_right + y_at, dy, mask=mask, sem="relaxed")
-            now = tl.min(tl.where(b > now, b, 2147483647), 0)
+    begin, end, right = _part(spans, span_right, right_slots, BM // A)
+    r, c = tl.arange(0, R2), tl.arange(0, C2)
+    y_at = right * (R * C) + r[:, None] * C + c[None, :]
+    inside = (r < R)[:, None] & (c < C)[None, :]
+    y = tl.trans(tl.load(w + y_at, mask=inside, other=0.0))
+    dy = tl.zeros((R2, C2), tl.float32)
+    for first in range(begin, end, BM // A):
+        to, row, start, x = _tile(u, lefts, first, end, A, R, R2, BM)
+        mask = row[:, None] & (c < C)[None, :]
+        g = tl.load(grad + to[:, None] * C + c[None, :], mask=mask, other=0.0)
+        dy = multiply(tl.trans(x), g, dy, PRECISION)
         tl.atomic_add(
-            d_left + start[:, None] + r[None, :], dx,
+            d_left + start[:, None] + r[None, :], multiply(g, y, None, PRECISION),
             mask=row[:, None] & (r < R)[None, :], sem="relaxed",
         )  # fmt: skip
+    tl.atomic_add(d_right + y_at, dy, mask=inside & (begin < end), sem="relaxed")
 
 
 @triton.jit

@@ -19,11 +19,9 @@ from dlrm.kernels.tt.chain import power
 from dlrm.kernels.tt.known import Used
 
 # Rows and columns of the tile that a program multiplies, by kernel; measured on an H100.
-_TILES = {"pair_products": (32, 64), "big_gradient": (64, 64), "small_gradient": (64, 32)}
-# A tall tile is padding for the most part where a big slice has few rows: of 2,048 samples with the
-# 7 largest Kaggle tables, at most 27 on average, a captured step took 237 us in place of 242.
-_TILES_OF_FEW = _TILES | {"pair_products": (16, 128), "big_gradient": (16, 64)}
-_FEW = 64  # rows of a slice
+_TILES = {"pair_products": (16, 64), "big_gradient": (64, 64), "small_gradient": (64, 32)}
+_FEW = 64  # rows of a slice on average, of which a tall tile would be padding for the most part
+_MANY = 800  # programs, which had better be light ones then
 _PROGRAMS = 4096  # that keep a GPU busy
 _FUSED = ("sgd", "adagrad", "rowwise_adagrad")  # rules that leave alone what has no gradient
 
@@ -44,22 +42,28 @@ class Factor:
     def _tiles(self, kernel: str, precision: str) -> dict[str, Any]:
         """Compile-time constants of one of the GEMMs."""
         assert self.used.pairs is not None
-        sizes = self.used.pairs.sizes
-        few = len(self.used.index) * sizes["Q"] < _FEW * len(self.used.spans)
-        tall, wide = (_TILES_OF_FEW if few else _TILES)[kernel]
-        rank = power(sizes["R"], 16)
+        sizes, slices = self.used.pairs.sizes, len(self.used.spans)
+        tall, wide = _TILES[kernel]
+        rank, wide = power(sizes["R"], 16), min(wide, power(sizes["N"], 16))
+        warps = 4 if sizes["N"] > wide else 2
         # From rank 64 on, a second stage of the pipeline costs more in occupancy than it hides.
-        stages = 1 if kernel == "big_gradient" and rank >= 64 else 2
-        tiles = {"R2": rank, "BM": tall, "BN": min(wide, power(sizes["N"], 16))}
-        return {**sizes, **tiles, "PRECISION": precision, "num_stages": stages}
+        stages = 2
+        if kernel == "big_gradient":
+            light = slices * triton.cdiv(sizes["N"], wide) >= _MANY
+            few = len(self.used.index) * sizes["Q"] < _FEW * slices
+            tall, warps = 16 if few else 32 if light else tall, 2 if light else 4
+            stages = 1 if rank >= 64 else 2
+        tiles = {"R2": rank, "BM": tall, "BN": wide, "num_warps": warps, "num_stages": stages}
+        return {**sizes, **tiles, "PRECISION": precision}
 
     def _grid(self, tiles: dict[str, Any]) -> tuple[int, int]:
         assert self.used.pairs is not None
         most = min(self.used.pairs.most, self.used.many) * tiles["Q"]
         slices = len(self.used.spans)
-        # Few slices have most rows, and a program without any costs a microsecond.
+        # A program without any costs a microsecond.
         each = triton.cdiv(_PROGRAMS, slices)
-        return slices, min(each, triton.cdiv(most, tiles["BM"]))
+        average = triton.cdiv(len(self.used.index) * tiles["Q"], slices * tiles["BM"])
+        return slices, min(each, average, triton.cdiv(most, tiles["BM"]))
 
     def multiply(self, cores: Sequence[Tensor], precision: str, *, trains: bool) -> None:
         """Multiply the pairs in use out; without pairs there is nothing to do."""

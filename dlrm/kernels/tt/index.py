@@ -49,8 +49,8 @@ def _note(
 ):  # fmt: skip
     """Write the factors of look-ups ``at``, flag the pairs in use and, for merging, the ids.
 
-    The key of an id counts its right factor first, so that ids in order of their keys have runs of
-    the same right factor. One look-up of each id has the key itself, the others -2 less the key;
+    The key of an id counts its right factor first: see :class:`~dlrm.kernels.tt.chain.Chain`. One
+    look-up of each id has the key itself, the others -2 less the key;
     what is skipped has factors and key -1.
     """
     # Division of 64 bits costs several times that of 32.
@@ -66,8 +66,8 @@ def _note(
     if right_flags is not None:
         tl.store(right_flags + b, 1, mask=live)
     if bitmap is not None:
-        lefts = tl.load(key_base + table * 3 + 1)
-        key = tl.load(key_base + table * 3) + b * lefts + (a - tl.load(key_base + table * 3 + 2))
+        many = tl.load(key_base + table * 3 + 1)
+        key = tl.load(key_base + table * 3) + b * many + (a - tl.load(key_base + table * 3 + 2))
         bit = (tl.zeros_like(a) + 1) << (key & 31).to(tl.int32)
         word = tl.load(bitmap + (key >> 5), mask=live, other=0)
         # Most ids of a batch are there already; reading first spares them the atomic.
@@ -128,23 +128,28 @@ def index_bags(
 
 
 @triton.jit
-def count_ids(bitmap, scan, total, words, BLOCK: tl.constexpr):
-    """Number the ids flagged in a block of words: how many there are up to the end of each word.
+def rank_ids(bitmap, span_start, total, scan, spans, BLOCK: tl.constexpr):
+    """Number the ids in use of one span: how many there are up to the end of each of its words.
 
-    Ids of a block are in order of their keys; which block comes first is open.
+    Which span comes first is open, and no result depends on it.
     """
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < words
+    span = tl.program_id(0)
+    begin = tl.load(span_start + span)
+    at = begin + tl.arange(0, BLOCK)
+    mask = at < tl.load(span_start + span + 1)
     ones = _ones(tl.load(bitmap + at, mask=mask, other=0))
     count = tl.sum(ones, 0)
+    first = 0
     if count > 0:
-        begin = tl.atomic_add(total, count, sem="relaxed")
-        tl.store(scan + at, begin + tl.cumsum(ones, 0), mask=mask)
+        first = tl.atomic_add(total, count, sem="relaxed")
+        tl.store(scan + at, first + tl.cumsum(ones, 0), mask=mask)
+    tl.store(spans + 2 * span, first)
+    tl.store(spans + 2 * span + 1, first + count)
 
 
 @triton.jit
-def number_ids(keys, bitmap, scan, left, right, which, factors, n, BLOCK: tl.constexpr):
-    """Rank of the id of every look-up among the distinct ids, and both factors of those."""
+def number_ids(keys, bitmap, scan, left, left_slots, which, lefts, n, BLOCK: tl.constexpr):
+    """Rank of the id of every look-up among the distinct ids, and where their left factors are."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
     key = tl.load(keys + at, mask=mask, other=-1)
@@ -154,6 +159,7 @@ def number_ids(keys, bitmap, scan, left, right, which, factors, n, BLOCK: tl.con
     from_here = _ones((word >> (key & 31).to(tl.uint32)).to(tl.int32, bitcast=True))
     rank = tl.load(scan + (key >> 5), mask=live, other=0) - from_here
     tl.store(which + at, tl.where(live, rank, -1), mask=mask)
-    a = tl.load(left + at, mask=first, other=0).to(tl.int64)
-    b = tl.load(right + at, mask=first, other=0).to(tl.int64)
-    tl.store(factors + rank, (b << 32) + a, mask=first)
+    a = tl.load(left + at, mask=first, other=0)
+    if left_slots is not None:
+        a = tl.load(left_slots + a, mask=first, other=0)
+    tl.store(lefts + rank, a, mask=first)

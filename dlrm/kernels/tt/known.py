@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dlrm.kernels.tt import index as index_kernels
 from dlrm.kernels.tt import pairs as pair_kernels
-from dlrm.kernels.tt.chain import Chain, Pairs
+from dlrm.kernels.tt.chain import Chain, Pairs, power
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +75,9 @@ class Known:
 
     bitmap: Tensor  # [words] of the merged way: the ids in use
     distinct: Tensor  # [1] how many they are
+    spans: Tensor  # [spans, 2] those of each span of the keys
     which: Tensor  # [n] the rank among them of every look-up
-    factors: Tensor  # [distinct] both factors of each
+    lefts: Tensor  # [distinct] slice or slot of the left factor of each
 
     def __init__(self, call: Call, weights: Tensor | None, spare: Sequence[int] = ()) -> None:
         self.call, self.merged = call, call.way == "merged"
@@ -139,13 +140,15 @@ class Known:
             )  # fmt: skip
 
     def _number(self, keys: Tensor) -> None:
-        """Number the distinct ids and note their factors."""
-        left, right, n = self.left.index, self.right.index, len(keys)
-        words, scan = len(self.bitmap), torch.empty_like(self.bitmap)
-        index_kernels.count_ids[(triton.cdiv(words, 1024),)](
-            self.bitmap, scan, self.distinct, words, BLOCK=1024
-        )
-        self.which, self.factors = torch.empty_like(left), torch.empty_like(left, dtype=torch.int64)
+        """Number the distinct ids and note their left factors."""
+        chain, left, n = self.call.chain, self.left.index, len(keys)
+        scan = torch.empty_like(self.bitmap)
+        self.spans = left.new_empty(len(chain.span_right), 2)
+        index_kernels.rank_ids[(len(self.spans),)](
+            self.bitmap, chain.span_start, self.distinct, scan, self.spans,
+            BLOCK=power(chain.span_words),
+        )  # fmt: skip
+        self.which, self.lefts = torch.empty_like(left), torch.empty_like(left)
         index_kernels.number_ids[(triton.cdiv(n, 256),)](
-            keys, self.bitmap, scan, left, right, self.which, self.factors, n, BLOCK=256
+            keys, self.bitmap, scan, left, self.left.slots, self.which, self.lefts, n, BLOCK=256
         )  # fmt: skip

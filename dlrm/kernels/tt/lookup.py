@@ -25,7 +25,8 @@ from dlrm.kernels.tt.known import Call, Known
 
 _STEPS = 8  # look-ups that one chunk of the ordered backward pass walks over
 _TILE = 2048  # numbers that a program of 4 warps holds
-_PROGRAMS = 2112  # that walk over the tiles of distinct ids: 16 on each part of an H100
+_TILES_EACH = 4  # tiles of distinct ids that a program walks over, on average
+_PARTS = 16  # programs of a span at most
 
 
 class Lookup:
@@ -66,25 +67,26 @@ class Lookup:
     def _distinct(self) -> tuple[Any, ...]:
         known = self.known
         return (
-            self.left.values, self.right.values, known.factors, known.left.slots,
-            known.right.slots, known.distinct,
+            self.left.values, self.right.values, known.lefts, known.spans,
+            self.call.chain.span_right, known.right.slots,
         )  # fmt: skip
 
-    def _tiles(self) -> tuple[tuple[int], dict[str, Any]]:
+    def _tiles(self) -> tuple[tuple[int, int], dict[str, Any]]:
         """Grid and compile-time constants for tiles of distinct ids."""
-        sizes = self.call.chain.sizes
+        sizes, spans = self.call.chain.sizes, len(self.known.spans)
         rows = max(32 if sizes["R2"] <= 32 else 64, sizes["A2"])
         tile = {"R2": max(16, sizes["R2"]), "C2": max(16, sizes["C2"]), "BM": rows}
         tile |= {name: sizes[name] for name in "ARC"}
-        grid = (min(_PROGRAMS, triton.cdiv(self.n, rows // sizes["A"])),)
-        return grid, {**tile, "PRECISION": self.precision}
+        tiles = triton.cdiv(self.n, rows // sizes["A"])  # if no two ids are equal
+        parts = min(_PARTS, triton.cdiv(tiles, spans * _TILES_EACH))
+        return (spans, parts), {**tile, "PRECISION": self.precision}
 
     def _distinct_rows(self, trains: bool) -> Tensor:
         values = self.left.values.new_empty(self.n, self.dim, dtype=self.dtype)
         if trains:
             self.once = torch.empty_like(values, dtype=torch.float32)
         grid, tile = self._tiles()
-        warps = 1 if tile["BM"] * tile["R2"] <= _TILE else 4
+        warps = 1 if tile["BM"] * tile["R2"] <= _TILE else 2
         distinct_kernels.distinct_rows[grid](
             *self._distinct(), values, self.once, **tile, num_warps=warps
         )
@@ -111,12 +113,13 @@ class Lookup:
             )
             return out
         sizes = call.chain.sizes
-        held = _TILE // 2 if offsets is None else _TILE
+        held, warps = (_TILE // 4, 1) if offsets is None else (_TILE, 4)
         block = max(1, min(16, held // (sizes["A2"] * sizes["R2"])))
         grid = (triton.cdiv(results, block) if offsets is None else results,)
         row_kernels.rows[grid](
-            *self._operands(), offsets, scale, out, results, inner, outer, **sizes, BLOCK=block
-        )
+            *self._operands(), offsets, scale, out, results, inner, outer, **sizes, BLOCK=block,
+            num_warps=warps,
+        )  # fmt: skip
         return out
 
     def backward(self, grad: Tensor, cores: Sequence[Tensor]) -> list[Tensor | None]:
@@ -151,9 +154,8 @@ class Lookup:
         )  # fmt: skip
         grid, tile = self._tiles()
         d_left, d_right = self.left.zero_gradient(), self.right.zero_gradient()
-        warps = 2 if tile["BM"] * tile["R2"] <= _TILE else 4
         distinct_kernels.distinct_gradient[grid](
-            *self._distinct(), once, d_left, d_right, **tile, num_warps=warps
+            *self._distinct(), once, d_left, d_right, **tile, num_warps=2
         )
         return d_left, d_right
 
