@@ -98,6 +98,7 @@ class Chain:
     words: int  # for the keys of all tables
     span_start: Tensor  # [spans + 1] first word of each
     span_right: Tensor  # [spans] its right factor
+    rights: int  # right factors of all tables
     span_words: int  # of the longest
     wide: bool  # ids beyond 32 bits
 
@@ -138,6 +139,7 @@ class Chain:
             words=end,
             span_start=torch.cat([*starts, torch.tensor([end])]).to(p.device, torch.int32),
             span_right=torch.cat(span_rights).to(p.device, torch.int32),
+            rights=rights,
             span_words=longest,
             wide=max(prod(row) for row in p.tolist()) >= 2**31,
         )

@@ -15,7 +15,7 @@ from dlrm.kernels.tt.pairs import multiply
 
 @triton.jit
 def _part(spans, span_right, right_slots, IDS: tl.constexpr):
-    """The ids of a program, which are a part of a span, and the row of their right factor.
+    """The ids of a program, which are a part of a span, their right factor and its row.
 
     The ids of a part are neighbours, and so are their left factors: programs that run at the same
     time find them in the cache.
@@ -26,9 +26,28 @@ def _part(spans, span_right, right_slots, IDS: tl.constexpr):
     begin += tl.program_id(1) * many
     end = tl.minimum(begin + many, end)
     right = tl.load(span_right + span)
+    row = right
     if right_slots is not None:  # without ids it has none
-        right = tl.load(right_slots + right, mask=begin < end, other=0)
-    return begin, end, right.to(tl.int64)
+        row = tl.load(right_slots + right, mask=begin < end, other=0)
+    return begin, end, right, row.to(tl.int64)
+
+
+@triton.jit
+def _hot(copy, right, n, rights):
+    """Row of a copy of the gradient of a hot id, behind those of ``n`` distinct ids.
+
+    Where ids are numbered by how frequent they are, as is usual, the first few of a table are most
+    of a batch, and additions to one place wait for one another.
+    """
+    return n + (copy * rights + right).to(tl.int64)
+
+
+@triton.jit
+def _begins(span_right, right, begin, end):
+    """Whether a program has the first ids of a right factor."""
+    span = tl.program_id(0)
+    before = tl.load(span_right + tl.maximum(span - 1, 0))
+    return (tl.program_id(1) == 0) & (begin < end) & ((span == 0) | (before != right))
 
 
 @triton.jit
@@ -47,14 +66,21 @@ def _tile(
 
 @triton.jit
 def distinct_rows(
-    u, w, lefts, spans, span_right, right_slots, out, cleared,
+    u, w, lefts, spans, span_right, right_slots, out, cleared, n, rights,
     A: tl.constexpr, R: tl.constexpr, C: tl.constexpr, R2: tl.constexpr, C2: tl.constexpr,
-    BM: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, PRECISION: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     """The row of every distinct id; ``cleared`` gets zeros where its gradient will be summed."""
-    begin, end, right = _part(spans, span_right, right_slots, BM // A)
+    begin, end, right, y_row = _part(spans, span_right, right_slots, BM // A)
     r, c = tl.arange(0, R2), tl.arange(0, C2)
-    y_at = right * (R * C) + r[:, None] * C + c[None, :]
+    if cleared is not None:  # noqa: SIM102 -- known when the kernel is compiled, the other is not
+        if _begins(span_right, right, begin, end):
+            m = tl.arange(0, BM)
+            for copy in range(COPIES):
+                to = _hot(copy, right, n, rights) * (A * C) + m[:, None] * C + c[None, :]
+                mask = (m < A)[:, None] & (c < C)[None, :]
+                tl.store(cleared + to, tl.zeros((BM, C2), tl.float32), mask=mask)
+    y_at = y_row * (R * C) + r[:, None] * C + c[None, :]
     y = tl.load(w + y_at, mask=(r < R)[:, None] & (c < C)[None, :], other=0.0)
     for first in range(begin, end, BM // A):
         to, row, _, x = _tile(u, lefts, first, end, A, R, R2, BM)
@@ -67,14 +93,20 @@ def distinct_rows(
 
 @triton.jit
 def distinct_gradient(
-    u, w, lefts, spans, span_right, right_slots, grad, d_left, d_right,
+    u, w, lefts, spans, span_right, right_slots, grad, d_left, d_right, n, rights,
     A: tl.constexpr, R: tl.constexpr, C: tl.constexpr, R2: tl.constexpr, C2: tl.constexpr,
-    BM: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, PRECISION: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the factors from those of the distinct rows."""
-    begin, end, right = _part(spans, span_right, right_slots, BM // A)
+    begin, end, right, y_row = _part(spans, span_right, right_slots, BM // A)
     r, c = tl.arange(0, R2), tl.arange(0, C2)
-    y_at = right * (R * C) + r[:, None] * C + c[None, :]
+    hot = tl.zeros((BM, C2), tl.float32)  # of the first id: of another they are zeros
+    if _begins(span_right, right, begin, end):
+        m = tl.arange(0, BM)
+        for copy in range(COPIES):
+            at = _hot(copy, right, n, rights) * (A * C) + m[:, None] * C + c[None, :]
+            hot += tl.load(grad + at, mask=(m < A)[:, None] & (c < C)[None, :], other=0.0)
+    y_at = y_row * (R * C) + r[:, None] * C + c[None, :]
     inside = (r < R)[:, None] & (c < C)[None, :]
     y = tl.trans(tl.load(w + y_at, mask=inside, other=0.0))
     dy = tl.zeros((R2, C2), tl.float32)
@@ -82,6 +114,7 @@ def distinct_gradient(
         to, row, start, x = _tile(u, lefts, first, end, A, R, R2, BM)
         mask = row[:, None] & (c < C)[None, :]
         g = tl.load(grad + to[:, None] * C + c[None, :], mask=mask, other=0.0)
+        g += tl.where(first == begin, hot, 0.0)
         dy = multiply(tl.trans(x), g, dy, PRECISION)
         tl.atomic_add(
             d_left + start[:, None] + r[None, :], multiply(g, y, None, PRECISION),
@@ -129,13 +162,15 @@ def spread_rows(
 
 @triton.jit
 def merge_gradients(
-    grad, which, bag_of, scale, out, n, inner, outer,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    grad, which, right, bag_of, scale, out, n, rights, inner, outer,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """Sum the gradients of equal ids."""
+    """Sum the gradients of equal ids, those of hot ones in several copies: see :func:`_hot`."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(which + at, mask=at < n, other=-1).to(tl.int64)
     mask = row >= 0
+    hot = tl.load(right + at, mask=mask, other=-1)
+    row = tl.where(hot < 0, row, _hot(at % COPIES, hot, n, rights))
     result = at
     if bag_of is not None:
         result = tl.load(bag_of + at, mask=mask, other=0)

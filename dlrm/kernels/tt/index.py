@@ -49,6 +49,8 @@ def _note(
 ):  # fmt: skip
     """Write the factors of look-ups ``at``, flag the pairs in use and, for merging, the ids.
 
+    For merging, ``right`` is written of *hot* look-ups alone, those with the first left factor of
+    their table, and -1 else.
     The key of an id counts its right factor first: see :class:`~dlrm.kernels.tt.chain.Chain`. One
     look-up of each id has the key itself, the others -2 less the key;
     what is skipped has factors and key -1.
@@ -60,14 +62,17 @@ def _note(
     if skip is not None:
         live = mask & (tl.load(skip + at, mask=mask, other=1) == 0)
     tl.store(left + at, tl.where(live, a, -1), mask=mask)
-    tl.store(right + at, tl.where(live, b, -1), mask=mask)
+    if bitmap is None:
+        tl.store(right + at, tl.where(live, b, -1), mask=mask)
     if left_flags is not None:
         tl.store(left_flags + a, 1, mask=live)
     if right_flags is not None:
         tl.store(right_flags + b, 1, mask=live)
     if bitmap is not None:
         many = tl.load(key_base + table * 3 + 1)
-        key = tl.load(key_base + table * 3) + b * many + (a - tl.load(key_base + table * 3 + 2))
+        local = a - tl.load(key_base + table * 3 + 2)
+        tl.store(right + at, tl.where(live & (local == 0), b, -1), mask=mask)
+        key = tl.load(key_base + table * 3) + b * many + local
         bit = (tl.zeros_like(a) + 1) << (key & 31).to(tl.int32)
         word = tl.load(bitmap + (key >> 5), mask=live, other=0)
         # Most ids of a batch are there already; reading first spares them the atomic.

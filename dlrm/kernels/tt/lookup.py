@@ -27,6 +27,7 @@ _STEPS = 8  # look-ups that one chunk of the ordered backward pass walks over
 _TILE = 2048  # numbers that a program of 4 warps holds
 _TILES_EACH = 4  # tiles of distinct ids that a program walks over, on average
 _PARTS = 16  # programs of a span at most
+_COPIES = 8  # in which the gradients of a hot id are summed
 
 
 class Lookup:
@@ -81,15 +82,21 @@ class Lookup:
         parts = min(_PARTS, triton.cdiv(tiles, spans * _TILES_EACH))
         return (spans, parts), {**tile, "PRECISION": self.precision}
 
+    @property
+    def _summed(self) -> int:
+        """Rows of the buffer in which the gradients of equal ids are summed."""
+        return self.n + _COPIES * self.call.chain.rights
+
     def _distinct_rows(self, trains: bool) -> Tensor:
         values = self.left.values.new_empty(self.n, self.dim, dtype=self.dtype)
         if trains:
-            self.once = torch.empty_like(values, dtype=torch.float32)
+            self.once = values.new_empty(self._summed, self.dim, dtype=torch.float32)
         grid, tile = self._tiles()
         warps = 1 if tile["BM"] * tile["R2"] <= _TILE else 2
         distinct_kernels.distinct_rows[grid](
-            *self._distinct(), values, self.once, **tile, num_warps=warps
-        )
+            *self._distinct(), values, self.once, self.n, self.call.chain.rights, **tile,
+            COPIES=_COPIES, num_warps=warps,
+        )  # fmt: skip
         return values
 
     def _copies(self) -> tuple[int, dict[str, int]]:
@@ -147,16 +154,18 @@ class Lookup:
         call, known, (block, rows) = self.call, self.known, self._copies()
         once, self.once = self.once, None
         if once is None:  # a second backward pass
-            once = grad.new_zeros(self.n, self.dim, dtype=torch.float32)
+            once = grad.new_zeros(self._summed, self.dim, dtype=torch.float32)
+        rights = call.chain.rights
         distinct_kernels.merge_gradients[(triton.cdiv(self.n, block),)](
-            grad, known.which, known.bag_of, known.scale, once, self.n, call.inner, call.outer,
-            **rows,
+            grad, known.which, known.right.index, known.bag_of, known.scale, once, self.n, rights,
+            call.inner, call.outer, **rows, COPIES=_COPIES,
         )  # fmt: skip
         grid, tile = self._tiles()
         d_left, d_right = self.left.zero_gradient(), self.right.zero_gradient()
         distinct_kernels.distinct_gradient[grid](
-            *self._distinct(), once, d_left, d_right, **tile, num_warps=2
-        )
+            *self._distinct(), once, d_left, d_right, self.n, rights, **tile, COPIES=_COPIES,
+            num_warps=2,
+        )  # fmt: skip
         return d_left, d_right
 
     def _gradients(self, grad: Tensor) -> tuple[Tensor, Tensor]:
