@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm.kernels.tt import factors, lookup, op, tt_bags, tt_vectors, tt_vectors_torch
+from dlrm.kernels.tt import chain, factors, lookup, op, tt_bags, tt_vectors, tt_vectors_torch
 from dlrm.kernels.tt.chain import chain_of
 from dlrm.kernels.whole import update_whole
 
@@ -28,6 +28,7 @@ SHAPES = {
 WIDE = {
     "d3-wide": ([[50, 30, 40]], (2, 4, 2), (1, 16, 16, 1)),
     "d3-pairs": ([[35, 3, 2]], (1, 2, 1), (1, 2, 9, 1)),
+    "d3-broad": ([[5, 9, 6], [7, 3, 4]], (4, 4, 4), (1, 4, 4, 1)),
 }
 LARGE = {
     "readme": ([[200, 220, 250]], (4, 4, 4), (1, 32, 32, 1)),
@@ -91,8 +92,7 @@ def close(got: Tensor, want: Tensor, tolerance: float, name: str = "rows") -> No
 
 def take(monkeypatch: pytest.MonkeyPatch, way: str) -> dict:
     """Arguments that make a look-up go this way, whatever its size."""
-    monkeypatch.setattr(op, "_MERGED_FROM", 1 if way == "merged" else 1 << 62)
-    monkeypatch.setattr(op, "_MERGED_UP_TO", 1 << 62)
+    monkeypatch.setattr(op, "_way", lambda *_: way)
     return {"impl": "triton", "deterministic": way == "ordered"}
 
 
@@ -168,6 +168,28 @@ def test_a_program_takes_several_tiles_of_a_slice(way, device, monkeypatch):
     options = take(monkeypatch, way)
     ids = torch.arange(group.rows[0], device=device)[None]  # 35 rows of every big slice
     check_rows_and_gradients(group, ids, options)
+
+
+@pytest.mark.parametrize("below", [1, 8, 100])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["d2", "d3-broad", "d3-pairs", "d4"])
+def test_the_first_ids_of_a_table_may_be_most_of_a_batch(name, way, below, device, monkeypatch):
+    """They add to several places, which others must not."""
+    group = Group(name, device)
+    options = take(monkeypatch, way)
+    ids = group.ids(200 if name == "d3-pairs" else 60)  # with 2 right factors: two parts of each
+    check_rows_and_gradients(group, torch.where(ids % 4 > 0, ids % below, ids), options)
+
+
+@pytest.mark.parametrize("name", ["d2-tall", "d3-broad"])
+def test_the_ids_of_a_right_factor_may_be_several_spans(name, device, monkeypatch):
+    monkeypatch.setattr(chain, "_SPAN", 1)
+    group = Group(name, device)
+    options = take(monkeypatch, "merged")
+    assert chain_of(group.p, group.q, group.ranks).number_of_spans > sum(group.p[:, -1])
+    ids = group.ids(60)
+    check_rows_and_gradients(group, torch.where(ids % 3 > 0, ids % 7, ids), options)
+    check_rows_and_gradients(group, ids.clamp(min=int(group.p[0, -1])), options)  # none is hot
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -449,6 +471,9 @@ def test_many_ids_are_merged_where_a_map_of_all_rows_is_small(device):
     assert op._way(small, 30_000, True) == "ordered"
     assert op._way(small, 3_000, False) == "direct"
     assert op._way(huge, 30_000, False) == "direct"
+    tall = chain_of(torch.tensor([[2, 2, 40_000]], device=device), (2, 2, 2), (1, 2, 2, 1))
+    assert op._way(tall, 30_000, False) == "direct"  # each right factor has few ids
+    assert op._way(tall, 50_000, False) == "merged"
     torch.use_deterministic_algorithms(True)
     try:
         assert op._way(small, 30_000, None) == "ordered"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 
@@ -84,23 +85,55 @@ class Pairs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Spans:
+    """The keys of all ids, cut where a right factor begins, and into parts of ``_SPAN`` words."""
+
+    start: Tensor  # [spans + 1] first word of each
+    right: Tensor  # [spans] its right factor
+    words: int  # of the longest
+
+
+@dataclass(frozen=True, kw_only=True)
 class Chain:
     """How the rows of a group of tables are cut into a left and a right factor.
 
     Every id has a key, a bit among ``words`` of 32, where those of one right factor lie together
-    from the beginning of a word on; a *span* is that many words of one right factor, or a part.
+    and begin with a word.
     """
 
     left: Pairs | None  # None: a slice of the first core
     right: Pairs | None  # None: a slice of the last core
     sizes: dict[str, int]  # A, R, C and the same rounded up to powers of 2
     keys: Tensor  # [F, 3] of each table: its first key, keys a right factor, and first left factor
-    words: int  # for the keys of all tables
-    span_start: Tensor  # [spans + 1] first word of each
-    span_right: Tensor  # [spans] its right factor
-    rights: int  # right factors of all tables
-    span_words: int  # of the longest
+    rights: Sequence[tuple[int, int]]  # of each table: right factors, and words of each
     wide: bool  # ids beyond 32 bits
+
+    @property
+    def words(self) -> int:
+        """Words for the keys of all tables."""
+        return sum(many * words for many, words in self.rights)
+
+    @property
+    def number_of_spans(self) -> int:
+        """As many as :attr:`spans` has."""
+        return sum(many * triton.cdiv(words, _SPAN) for many, words in self.rights)
+
+    @cached_property
+    def spans(self) -> Spans:
+        """Made when first asked for: few rows of large tables are looked up without."""
+        starts: list[Tensor] = []
+        rights: list[Tensor] = []
+        first = end = 0  # right factor and word
+        for many, words in self.rights:
+            parts = torch.arange(0, words, _SPAN)
+            starts.append((end + words * torch.arange(many)[:, None] + parts).view(-1))
+            rights.append((first + torch.arange(many)).repeat_interleave(len(parts)))
+            first, end = first + many, end + words * many
+        return Spans(
+            start=torch.cat([*starts, torch.tensor([end])]).to(self.keys.device, torch.int32),
+            right=torch.cat(rights).to(self.keys.device, torch.int32),
+            words=min(_SPAN, max(words for _, words in self.rights)),
+        )
 
     @classmethod
     def build(cls, p: Tensor, q: tuple[int, ...], ranks: tuple[int, ...]) -> Chain:
@@ -118,29 +151,21 @@ class Chain:
         a, r, c = prod(q[:middle]), ranks[middle], prod(q[middle:])
         pads = {"A2": power(a, 2), "R2": power(r, 2), "C2": power(c, 2)}
         keys: list[list[int]] = []
-        starts: list[Tensor] = []
-        span_rights: list[Tensor] = []
-        lefts = rights = end = 0  # end of the words
-        longest = 1
+        rights: list[tuple[int, int]] = []
+        end = first_left = first_right = 0  # end of the words
         for row in p.tolist():
-            many, others = prod(row[:middle]), prod(row[middle:])
-            words = triton.cdiv(many, 32)  # of a right factor
-            keys.append([32 * (end - rights * words), 32 * words, lefts])
-            parts = torch.arange(0, words, _SPAN)
-            starts.append((end + words * torch.arange(others)[:, None] + parts).view(-1))
-            span_rights.append((rights + torch.arange(others)).repeat_interleave(len(parts)))
-            end, lefts, rights = end + words * others, lefts + many, rights + others
-            longest = max(longest, min(words, _SPAN))
+            lefts, many = prod(row[:middle]), prod(row[middle:])
+            words = triton.cdiv(lefts, 32)
+            keys.append([32 * (end - first_right * words), 32 * words, first_left])
+            rights.append((many, words))
+            end += many * words
+            first_left, first_right = first_left + lefts, first_right + many
         return cls(
             left=left,
             right=right,
             sizes={"A": a, "R": r, "C": c, **pads},
             keys=torch.tensor(keys, device=p.device),
-            words=end,
-            span_start=torch.cat([*starts, torch.tensor([end])]).to(p.device, torch.int32),
-            span_right=torch.cat(span_rights).to(p.device, torch.int32),
             rights=rights,
-            span_words=longest,
             wide=max(prod(row) for row in p.tolist()) >= 2**31,
         )
 

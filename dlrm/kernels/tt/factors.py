@@ -45,13 +45,12 @@ class Factor:
         sizes, slices = self.used.pairs.sizes, len(self.used.spans)
         tall, wide = _TILES[kernel]
         rank, wide = power(sizes["R"], 16), min(wide, power(sizes["N"], 16))
-        warps = 4 if sizes["N"] > wide else 2
-        # From rank 64 on, a second stage of the pipeline costs more in occupancy than it hides.
-        stages = 2
+        warps, stages = 4 if sizes["N"] > wide else 2, 2
         if kernel == "big_gradient":
-            light = slices * triton.cdiv(sizes["N"], wide) >= _MANY
+            many = slices * triton.cdiv(sizes["N"], wide) >= _MANY
             few = len(self.used.index) * sizes["Q"] < _FEW * slices
-            tall, warps = 16 if few else 32 if light else tall, 2 if light else 4
+            tall, warps = 16 if few else 32 if many else tall, 2 if many else 4
+            # From rank 64 on, a second stage of the pipeline costs more in occupancy than it hides.
             stages = 1 if rank >= 64 else 2
         tiles = {"R2": rank, "BM": tall, "BN": wide, "num_warps": warps, "num_stages": stages}
         return {**sizes, **tiles, "PRECISION": precision}

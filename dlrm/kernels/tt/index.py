@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dlrm.kernels.tt.pairs import slot_of
+
 
 @triton.jit
 def _factors(ids, table, p, starts, left_base, right_base, CORES: tl.constexpr):
@@ -49,11 +51,10 @@ def _note(
 ):  # fmt: skip
     """Write the factors of look-ups ``at``, flag the pairs in use and, for merging, the ids.
 
-    For merging, ``right`` is written of *hot* look-ups alone, those with the first left factor of
-    their table, and -1 else.
     The key of an id counts its right factor first: see :class:`~dlrm.kernels.tt.chain.Chain`. One
-    look-up of each id has the key itself, the others -2 less the key;
-    what is skipped has factors and key -1.
+    look-up of each id has the key itself, the others -2 less the key; what is skipped has factors
+    and key -1. For merging, only *hot* look-ups have a right factor, those with the first left
+    factor of their table: see :func:`~dlrm.kernels.tt.distinct.merge_gradients`.
     """
     # Division of 64 bits costs several times that of 32.
     row = tl.load(ids + at, mask=mask, other=0).to(tl.int64 if WIDE else tl.int32)
@@ -153,7 +154,10 @@ def rank_ids(bitmap, span_start, total, scan, spans, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def number_ids(keys, bitmap, scan, left, left_slots, which, lefts, n, BLOCK: tl.constexpr):
+def number_ids(
+    keys, bitmap, scan, left, left_slots, which, lefts, n,
+    COPIES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Rank of the id of every look-up among the distinct ids, and where their left factors are."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < n
@@ -166,5 +170,5 @@ def number_ids(keys, bitmap, scan, left, left_slots, which, lefts, n, BLOCK: tl.
     tl.store(which + at, tl.where(live, rank, -1), mask=mask)
     a = tl.load(left + at, mask=first, other=0)
     if left_slots is not None:
-        a = tl.load(left_slots + a, mask=first, other=0)
+        a = slot_of(tl.load(left_slots + a, mask=first, other=0), rank, COPIES)
     tl.store(lefts + rank, a, mask=first)

@@ -17,6 +17,8 @@ from dlrm.kernels.tt import index as index_kernels
 from dlrm.kernels.tt import pairs as pair_kernels
 from dlrm.kernels.tt.chain import Chain, Pairs, power
 
+COPIES = 8  # of what the look-ups of a table's most frequent ids add to
+
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
@@ -46,11 +48,12 @@ class Used:
     spans: Tensor  # [big slices, 2] their slots
     total: Tensor  # [1] how many there are
 
-    def __init__(self, pairs: Pairs | None, index: Tensor) -> None:
+    def __init__(self, pairs: Pairs | None, index: Tensor, copies: int = 1) -> None:
         self.pairs = pairs
         self.index = index  # [n] slice or pair of every look-up
+        self.copies = copies  # slots of the first pair of a table
         if pairs is not None:
-            self.many = min(len(index), pairs.number)
+            self.many = min(len(index), pairs.number) + (copies - 1) * len(pairs.base)
             self.slots = index.new_empty(pairs.number)
             self.members = index.new_empty(self.many)
             self.spans = index.new_empty(len(pairs.small_start), 2)
@@ -60,7 +63,7 @@ class Used:
         if self.pairs is not None:
             pair_kernels.rank_pairs[(len(self.spans),)](
                 self.flags, self.pairs.pair_start, self.pairs.small_start, self.total, self.slots,
-                self.members, self.spans, BLOCK=256,
+                self.members, self.spans, COPIES=self.copies, BLOCK=256,
             )  # fmt: skip
 
 
@@ -91,7 +94,8 @@ class Known:
             left, right, self.bag_of = call.ids.new_full((3, n), -1, dtype=torch.int32)
             if call.mean or weights is not None:
                 self.scale = call.ids.new_zeros(n, dtype=torch.float32)
-        self.left, self.right = Used(call.chain.left, left), Used(call.chain.right, right)
+        copies = 1 if call.way == "ordered" else COPIES
+        self.left, self.right = Used(call.chain.left, left, copies), Used(call.chain.right, right)
         zeros: list[tuple[Any, str, int]] = []
         for used in (self.left, self.right):
             if used.pairs is not None:
@@ -141,14 +145,14 @@ class Known:
 
     def _number(self, keys: Tensor) -> None:
         """Number the distinct ids and note their left factors."""
-        chain, left, n = self.call.chain, self.left.index, len(keys)
+        spans, left, n = self.call.chain.spans, self.left.index, len(keys)
         scan = torch.empty_like(self.bitmap)
-        self.spans = left.new_empty(len(chain.span_right), 2)
-        index_kernels.rank_ids[(len(self.spans),)](
-            self.bitmap, chain.span_start, self.distinct, scan, self.spans,
-            BLOCK=power(chain.span_words),
-        )  # fmt: skip
+        self.spans = left.new_empty(len(spans.right), 2)
+        index_kernels.rank_ids[(len(spans.right),)](
+            self.bitmap, spans.start, self.distinct, scan, self.spans, BLOCK=power(spans.words)
+        )
         self.which, self.lefts = torch.empty_like(left), torch.empty_like(left)
         index_kernels.number_ids[(triton.cdiv(n, 256),)](
-            keys, self.bitmap, scan, left, self.left.slots, self.which, self.lefts, n, BLOCK=256
+            keys, self.bitmap, scan, left, self.left.slots, self.which, self.lefts, n,
+            COPIES=COPIES, BLOCK=256,
         )  # fmt: skip

@@ -21,13 +21,12 @@ from dlrm.kernels.tt import distinct as distinct_kernels
 from dlrm.kernels.tt import rows as row_kernels
 from dlrm.kernels.tt.chain import power
 from dlrm.kernels.tt.factors import Factor
-from dlrm.kernels.tt.known import Call, Known
+from dlrm.kernels.tt.known import COPIES, Call, Known
 
 _STEPS = 8  # look-ups that one chunk of the ordered backward pass walks over
 _TILE = 2048  # numbers that a program of 4 warps holds
 _TILES_EACH = 4  # tiles of distinct ids that a program walks over, on average
-_PARTS = 16  # programs of a span at most
-_COPIES = 8  # in which the gradients of a hot id are summed
+_PARTS = 32  # programs of a span at most
 
 
 class Lookup:
@@ -45,6 +44,7 @@ class Lookup:
         self.call, self.precision, self.dtype = call, precision, cores[0].dtype
         self.n = call.ids.numel()
         self.dim = call.chain.sizes["A"] * call.chain.sizes["C"]
+        self.rights = sum(many for many, _ in call.chain.rights)
         ordered = call.way == "ordered"
         ends = (call.chain.left, 0), (call.chain.right, -1)
         added = [cores[core if pairs is None else pairs.small].numel() for pairs, core in ends]
@@ -69,7 +69,7 @@ class Lookup:
         known = self.known
         return (
             self.left.values, self.right.values, known.lefts, known.spans,
-            self.call.chain.span_right, known.right.slots,
+            self.call.chain.spans.right, known.right.slots,
         )  # fmt: skip
 
     def _tiles(self) -> tuple[tuple[int, int], dict[str, Any]]:
@@ -85,7 +85,7 @@ class Lookup:
     @property
     def _summed(self) -> int:
         """Rows of the buffer in which the gradients of equal ids are summed."""
-        return self.n + _COPIES * self.call.chain.rights
+        return self.n + COPIES * self.rights
 
     def _distinct_rows(self, trains: bool) -> Tensor:
         values = self.left.values.new_empty(self.n, self.dim, dtype=self.dtype)
@@ -94,8 +94,8 @@ class Lookup:
         grid, tile = self._tiles()
         warps = 1 if tile["BM"] * tile["R2"] <= _TILE else 2
         distinct_kernels.distinct_rows[grid](
-            *self._distinct(), values, self.once, self.n, self.call.chain.rights, **tile,
-            COPIES=_COPIES, num_warps=warps,
+            *self._distinct(), values, self.once, self.n, self.rights, **tile, COPIES=COPIES,
+            num_warps=warps,
         )  # fmt: skip
         return values
 
@@ -124,8 +124,8 @@ class Lookup:
         block = max(1, min(16, held // (sizes["A2"] * sizes["R2"])))
         grid = (triton.cdiv(results, block) if offsets is None else results,)
         row_kernels.rows[grid](
-            *self._operands(), offsets, scale, out, results, inner, outer, **sizes, BLOCK=block,
-            num_warps=warps,
+            *self._operands(), offsets, scale, out, results, inner, outer, **sizes,
+            COPIES=self.known.left.copies, BLOCK=block, num_warps=warps,
         )  # fmt: skip
         return out
 
@@ -155,15 +155,14 @@ class Lookup:
         once, self.once = self.once, None
         if once is None:  # a second backward pass
             once = grad.new_zeros(self._summed, self.dim, dtype=torch.float32)
-        rights = call.chain.rights
         distinct_kernels.merge_gradients[(triton.cdiv(self.n, block),)](
-            grad, known.which, known.right.index, known.bag_of, known.scale, once, self.n, rights,
-            call.inner, call.outer, **rows, COPIES=_COPIES,
+            grad, known.which, known.right.index, known.bag_of, known.scale, once, self.n,
+            self.rights, call.inner, call.outer, **rows, COPIES=COPIES,
         )  # fmt: skip
         grid, tile = self._tiles()
         d_left, d_right = self.left.zero_gradient(), self.right.zero_gradient()
         distinct_kernels.distinct_gradient[grid](
-            *self._distinct(), once, d_left, d_right, self.n, rights, **tile, COPIES=_COPIES,
+            *self._distinct(), once, d_left, d_right, self.n, self.rights, **tile, COPIES=COPIES,
             num_warps=2,
         )  # fmt: skip
         return d_left, d_right
@@ -172,10 +171,11 @@ class Lookup:
         """The same, each look-up adding its part."""
         call, sizes = self.call, self.call.chain.sizes
         d_left, d_right = self.left.zero_gradient(), self.right.zero_gradient()
-        block = max(1, min(16, _TILE // 2 // (max(sizes["A2"], sizes["C2"]) * sizes["R2"])))
+        block = max(1, min(4, _TILE // 2 // (max(sizes["A2"], sizes["C2"]) * sizes["R2"])))
         row_kernels.factor_gradients[(triton.cdiv(self.n, block),)](
             *self._operands(), grad, self.known.bag_of, self.known.scale, d_left, d_right,
-            self.n, call.inner, call.outer, **sizes, BLOCK=block, num_warps=1,
+            self.n, call.inner, call.outer, **sizes, COPIES=self.known.left.copies, BLOCK=block,
+            num_warps=1,
         )  # fmt: skip
         return d_left, d_right
 

@@ -19,7 +19,7 @@ from dlrm.kernels.tt.lookup import Lookup
 PRECISIONS = ("ieee", "tf32", "tf32x3", "bf16")
 _SHARE = 8  # rows for which plain PyTorch reads a large slice once
 _MERGED_FROM = 24_000  # look-ups from which merging equal ids pays
-_MERGED_UP_TO = 1 << 23  # words of 32 bits to flag all ids: 268M rows, 32 MB
+_MERGED_UP_TO = 1 << 23  # words of 32 bits to flag all ids: at most 268M rows, 32 MB
 
 
 class _Rows(torch.autograd.Function):
@@ -62,7 +62,8 @@ def _weights_gradient(look: Lookup, grad: Tensor) -> Tensor:
 def _way(chain: Chain, n: int, deterministic: bool | None) -> str:
     if torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic:
         return "ordered"
-    return "merged" if n >= _MERGED_FROM and chain.words <= _MERGED_UP_TO else "direct"
+    small = chain.words <= _MERGED_UP_TO and chain.number_of_spans <= n
+    return "merged" if n >= _MERGED_FROM and small else "direct"
 
 
 def _precision(precision: str | None, device: str) -> str:

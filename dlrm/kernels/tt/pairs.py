@@ -25,27 +25,50 @@ def multiply(x, y, total, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def rank_pairs(flags, pair_start, small_start, total, slots, members, spans, BLOCK: tl.constexpr):
+def slot_of(slot, at, COPIES: tl.constexpr):
+    """The slot of look-ups ``at``, from what :func:`rank_pairs` noted for their pairs.
+
+    Where ids are numbered by how frequent they are, as is usual, the first pair of a table is a
+    third of a batch, and additions to one place wait for one another: it has ``COPIES`` slots
+    behind one another, of which -2 less the first is noted.
+    """
+    return tl.where(slot < -1, -2 - slot + at % COPIES, slot)
+
+
+@triton.jit
+def rank_pairs(
+    flags, pair_start, small_start, total, slots, members, spans,
+    COPIES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Give slots to the pairs in use of one big slice, and note the small slice of each.
 
-    Which slice comes first is open, and no result depends on it.
+    The first pair of a table has ``COPIES``: see :func:`slot_of`. Which slice comes first is open,
+    and no result depends on it.
     """
     big = tl.program_id(0)
     begin = tl.load(pair_start + big)
     end = tl.load(pair_start + big + 1)
     small = tl.load(small_start + big)
-    count = 0
+    more = 0  # slots of the first pair, beyond one
+    if COPIES > 1:
+        first_slice = (big == 0) | (small != tl.load(small_start + tl.maximum(big - 1, 0)))
+        more = tl.where(first_slice, tl.load(flags + begin), 0) * (COPIES - 1)
+    count = more
     for first in range(begin, end, BLOCK):
         pair = first + tl.arange(0, BLOCK)
         count += tl.sum(tl.load(flags + pair, mask=pair < end, other=0), 0)
     slot = tl.atomic_add(total, count, sem="relaxed")
     tl.store(spans + 2 * big, slot)
     tl.store(spans + 2 * big + 1, slot + count)
+    if more > 0:
+        tl.store(members + slot + tl.arange(0, COPIES), tl.zeros((COPIES,), tl.int32) + small)
     for first in range(begin, end, BLOCK):
         pair = first + tl.arange(0, BLOCK)
         flag = tl.load(flags + pair, mask=pair < end, other=0)
         at = slot + tl.cumsum(flag, 0) - 1
-        tl.store(slots + pair, at, mask=flag != 0)
+        several = (more > 0) & (pair == begin)
+        at += tl.where(several, 0, more)
+        tl.store(slots + pair, tl.where(several, -2 - at, at), mask=flag != 0)
         tl.store(members + at, small + pair - begin, mask=flag != 0)
         slot += tl.sum(flag, 0)
 

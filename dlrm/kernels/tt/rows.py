@@ -9,10 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dlrm.kernels.tt.pairs import slot_of
+
 
 @triton.jit
-def _place(index, slots, at):
-    """Row of a factor in its buffer, the slot of a pair or the slice itself; -1 for none.
+def _place(index, slots, at, COPIES: tl.constexpr = 1):
+    """Row of a factor in its buffer, a slot of a pair or the slice itself; -1 for none.
 
     Without masks, and so below wherever ``at`` can be kept in bounds: Triton 3.6 and 3.7 fail to
     compile some masks that serve loads of one and of more dimensions in a loop.
@@ -20,6 +22,7 @@ def _place(index, slots, at):
     row = tl.load(index + at)
     if slots is not None:
         row = tl.where(row >= 0, tl.load(slots + tl.maximum(row, 0)), -1)
+        row = slot_of(row, at, COPIES)
     return row.to(tl.int64)
 
 
@@ -27,7 +30,8 @@ def _place(index, slots, at):
 def rows(
     u, w, left, right, left_slots, right_slots, offsets, scale, out, n, inner, outer,
     A: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    A2: tl.constexpr, R2: tl.constexpr, C2: tl.constexpr, BLOCK: tl.constexpr,
+    A2: tl.constexpr, R2: tl.constexpr, C2: tl.constexpr,
+    COPIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``left [A, R] @ right [R, C]``, for ``BLOCK`` look-ups or summed over one bag.
 
@@ -49,7 +53,7 @@ def rows(
         at = first + tl.arange(0, BLOCK)
         mask = at < behind
         inner_at = tl.minimum(at, behind - 1)
-        x_row = _place(left, left_slots, inner_at)
+        x_row = _place(left, left_slots, inner_at, COPIES)
         y_row = _place(right, right_slots, inner_at)
         known = mask & (x_row >= 0)
         x = tl.load(
@@ -86,13 +90,14 @@ def factor_gradients(
     u, w, left, right, left_slots, right_slots, grad, bag_of, scale, d_left, d_right,
     n, inner, outer,
     A: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    A2: tl.constexpr, R2: tl.constexpr, C2: tl.constexpr, BLOCK: tl.constexpr,
+    A2: tl.constexpr, R2: tl.constexpr, C2: tl.constexpr,
+    COPIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add ``grad [A, C] @ right' [C, R]`` and ``left' [R, A] @ grad`` to those of the factors."""
     a, r, c = tl.arange(0, A2), tl.arange(0, R2), tl.arange(0, C2)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     where = tl.minimum(at, n - 1)
-    x_row, y_row = _place(left, left_slots, where), _place(right, right_slots, where)
+    x_row, y_row = _place(left, left_slots, where, COPIES), _place(right, right_slots, where)
     live = (at < n) & (x_row >= 0)
     row = where
     if bag_of is not None:
