@@ -10,7 +10,8 @@ Factors are shared: the pairs of slices that a batch uses are flagged, ranked, a
 once each, as one small GEMM per slice of the big middle core. However skewed the ids are, no slice
 has more rows to multiply than its neighbour core has slices. The backward pass sums the gradients
 of equal factors first and then takes the same GEMMs the other way round. All sizes depend on shapes
-alone and nothing comes back to the host, so a CUDA graph can hold it all. A middle core of which an
+alone and nothing comes back to the host, so a CUDA graph can hold it all. Additions to one place
+wait for one another, so what the first ids of a table add to has several. A middle core of which an
 update is on offer (:mod:`dlrm.kernels.fused`) moves where its gradient forms, and has none.
 
 Reference:

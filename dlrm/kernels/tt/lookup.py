@@ -80,7 +80,7 @@ class Lookup:
         tile |= {name: sizes[name] for name in "ARC"}
         tiles = triton.cdiv(self.n, rows // sizes["A"])  # if no two ids are equal
         parts = min(_PARTS, triton.cdiv(tiles, spans * _TILES_EACH))
-        return (spans, parts), {**tile, "PRECISION": self.precision}
+        return (spans, parts), {**tile, "PRECISION": self.precision, "COPIES": COPIES}
 
     @property
     def _summed(self) -> int:
@@ -94,9 +94,8 @@ class Lookup:
         grid, tile = self._tiles()
         warps = 1 if tile["BM"] * tile["R2"] <= _TILE else 2
         distinct_kernels.distinct_rows[grid](
-            *self._distinct(), values, self.once, self.n, self.rights, **tile, COPIES=COPIES,
-            num_warps=warps,
-        )  # fmt: skip
+            *self._distinct(), values, self.once, self.n, self.rights, **tile, num_warps=warps
+        )
         return values
 
     def _copies(self) -> tuple[int, dict[str, int]]:
@@ -162,9 +161,8 @@ class Lookup:
         grid, tile = self._tiles()
         d_left, d_right = self.left.zero_gradient(), self.right.zero_gradient()
         distinct_kernels.distinct_gradient[grid](
-            *self._distinct(), once, d_left, d_right, self.n, self.rights, **tile, COPIES=COPIES,
-            num_warps=2,
-        )  # fmt: skip
+            *self._distinct(), once, d_left, d_right, self.n, self.rights, **tile, num_warps=2
+        )
         return d_left, d_right
 
     def _gradients(self, grad: Tensor) -> tuple[Tensor, Tensor]:
