@@ -160,9 +160,13 @@ class Lookup:
         )  # fmt: skip
         grid, tile = self._tiles()
         d_left, d_right = self.left.zero_gradient(), self.right.zero_gradient()
+        # Loads of fp32 ahead of their use take more room than they save time: on an H100, 27 us in
+        # place of 36 with four cores, 114 in place of 125 with three of dim 64.
+        stages = 3 if self.left.values.dtype == torch.bfloat16 else 1
         distinct_kernels.distinct_gradient[grid](
-            *self._distinct(), once, d_left, d_right, self.n, self.rights, **tile, num_warps=2
-        )
+            *self._distinct(), once, d_left, d_right, self.n, self.rights, **tile, num_warps=2,
+            num_stages=stages,
+        )  # fmt: skip
         return d_left, d_right
 
     def _gradients(self, grad: Tensor) -> tuple[Tensor, Tensor]:
