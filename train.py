@@ -24,7 +24,7 @@ from dlrm.data.schema import META_FILE, Meta
 from dlrm.distributed import World, pick_device
 from dlrm.embeddings import available
 from dlrm.embeddings.plan import AUTO, describe, plan
-from dlrm.embeddings.sharded import spread
+from dlrm.embeddings.sharding import spread
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, Schedule
 from dlrm.reduce import Reducer, state_bytes

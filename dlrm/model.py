@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dlrm.embeddings.plan import Plan
-from dlrm.embeddings.sharded import Sharding
+from dlrm.embeddings.sharding import Sharding
 from dlrm.embeddings.sparse_arch import SparseArch
 from dlrm.hints import nearest
 from dlrm.kernels.branch import branch_of

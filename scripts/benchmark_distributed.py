@@ -32,7 +32,7 @@ from dlrm.data.batch import Batch
 from dlrm.data.schema import KAGGLE_CARDINALITIES, TERABYTE_CARDINALITIES
 from dlrm.distributed import World, pick_device
 from dlrm.embeddings.plan import plan
-from dlrm.embeddings.sharded import sharded_from, spread
+from dlrm.embeddings.sharding import sharded_from, spread
 from dlrm.hints import Parser
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer

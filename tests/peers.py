@@ -17,7 +17,7 @@ from dlrm.distributed import World
 from dlrm.embeddings.dense import Dense
 from dlrm.embeddings.direct import Direct
 from dlrm.embeddings.partition import place
-from dlrm.embeddings.sharded import Sharding
+from dlrm.embeddings.sharding import Sharding
 from dlrm.embeddings.sparse_arch import SparseArch
 from dlrm.kernels import peer_rows
 from dlrm.kernels.plan import Planner

@@ -13,7 +13,8 @@ from dlrm.distributed import World
 from dlrm.embeddings import available
 from dlrm.embeddings.dense import Dense
 from dlrm.embeddings.partition import cut_rows, place
-from dlrm.embeddings.sharded import Sharded, Sharding, spread
+from dlrm.embeddings.sharded import Sharded
+from dlrm.embeddings.sharding import Sharding, spread
 from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
 from dlrm.reduce import Reducer

@@ -17,7 +17,8 @@ from dlrm.embeddings.cuts import Cut
 from dlrm.embeddings.direct import Sorted
 from dlrm.embeddings.plan import Plan
 from dlrm.embeddings.registry import available, build
-from dlrm.embeddings.sharded import Sharded, Sharding
+from dlrm.embeddings.sharded import Sharded
+from dlrm.embeddings.sharding import Sharding
 
 LINK = 53e9  # bytes a second each way between pinned host memory and an H100 (PCIe 5), as measured
 

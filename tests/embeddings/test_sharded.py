@@ -7,7 +7,8 @@ import torch
 
 from dlrm.distributed import World
 from dlrm.embeddings.dense import Dense
-from dlrm.embeddings.sharded import LARGE, Sharded, spread
+from dlrm.embeddings.sharded import Sharded
+from dlrm.embeddings.sharding import LARGE, spread
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
 from dlrm.reduce import Reducer
