@@ -108,12 +108,17 @@ class Chain:
     rights: Sequence[tuple[int, int]]  # of each table: right factors, and words of each
     wide: bool  # ids beyond 32 bits
 
-    @property
+    @cached_property
+    def number_of_rights(self) -> int:
+        """Right factors of all tables."""
+        return sum(many for many, _ in self.rights)
+
+    @cached_property
     def words(self) -> int:
         """Words for the keys of all tables."""
         return sum(many * words for many, words in self.rights)
 
-    @property
+    @cached_property
     def number_of_spans(self) -> int:
         """As many as :attr:`spans` has."""
         return sum(many * triton.cdiv(words, _SPAN) for many, words in self.rights)

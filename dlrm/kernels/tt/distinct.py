@@ -1,8 +1,8 @@
 """Triton kernels for the distinct ids of a TT look-up; see :mod:`dlrm.kernels.tt.lookup`.
 
-The ids of one right factor lie together, those of a *span* (see :class:`~dlrm.kernels.tt.chain.
-Chain`) behind one another: a program has some of one span, and multiplies tiles of them by their
-right factor on the tensor cores.
+The ids of one span (:class:`~dlrm.kernels.tt.chain.Spans`), which share a right factor, lie behind
+one another: a program has some of one span, and multiplies tiles of them by that factor on the
+tensor cores.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ def _part(spans, span_right, right_slots, IDS: tl.constexpr):
 def _hot(copy, right, n, rights):
     """Row of a copy of the gradient of a hot id, behind those of ``n`` distinct ids.
 
-    Where ids are numbered by how frequent they are, as is usual, the first few of a table are most
-    of a batch, and additions to one place wait for one another.
+    Why there are several: see :func:`~dlrm.kernels.tt.pairs.slot_of`.
     """
     return n + (copy * rights + right).to(tl.int64)
 

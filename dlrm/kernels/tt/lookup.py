@@ -44,7 +44,6 @@ class Lookup:
         self.call, self.precision, self.dtype = call, precision, cores[0].dtype
         self.n = call.ids.numel()
         self.dim = call.chain.sizes["A"] * call.chain.sizes["C"]
-        self.rights = sum(many for many, _ in call.chain.rights)
         ordered = call.way == "ordered"
         ends = (call.chain.left, 0), (call.chain.right, -1)
         added = [cores[core if pairs is None else pairs.small].numel() for pairs, core in ends]
@@ -85,7 +84,7 @@ class Lookup:
     @property
     def _summed(self) -> int:
         """Rows of the buffer in which the gradients of equal ids are summed."""
-        return self.n + COPIES * self.rights
+        return self.n + COPIES * self.call.chain.number_of_rights
 
     def _distinct_rows(self, trains: bool) -> Tensor:
         values = self.left.values.new_empty(self.n, self.dim, dtype=self.dtype)
@@ -94,11 +93,12 @@ class Lookup:
         grid, tile = self._tiles()
         warps = 1 if tile["BM"] * tile["R2"] <= _TILE else 2
         distinct_kernels.distinct_rows[grid](
-            *self._distinct(), values, self.once, self.n, self.rights, **tile, num_warps=warps
-        )
+            *self._distinct(), values, self.once, self.n, self.call.chain.number_of_rights, **tile,
+            num_warps=warps,
+        )  # fmt: skip
         return values
 
-    def _copies(self) -> tuple[int, dict[str, int]]:
+    def _row_blocks(self) -> tuple[int, dict[str, int]]:
         """Rows a program, and compile-time constants, for passes over rows of the result."""
         pad = power(self.dim)
         block = max(1, _TILE // pad)
@@ -112,7 +112,7 @@ class Lookup:
         results = call.results if pooled else self.n
         out = self.left.values.new_empty(results, self.dim, dtype=self.dtype)
         if self.known.merged:
-            block, tile = self._copies()
+            block, tile = self._row_blocks()
             grid = (triton.cdiv(results, block) if offsets is None else results,)
             distinct_kernels.spread_rows[grid](
                 self.distinct, self.known.which, offsets, scale, out, results, inner, outer, **tile
@@ -150,13 +150,14 @@ class Lookup:
 
     def _merged_gradients(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the left and right factors."""
-        call, known, (block, rows) = self.call, self.known, self._copies()
+        call, known, (block, rows) = self.call, self.known, self._row_blocks()
+        rights = call.chain.number_of_rights
         once, self.once = self.once, None
         if once is None:  # a second backward pass
             once = grad.new_zeros(self._summed, self.dim, dtype=torch.float32)
         distinct_kernels.merge_gradients[(triton.cdiv(self.n, block),)](
-            grad, known.which, known.right.index, known.bag_of, known.scale, once, self.n,
-            self.rights, call.inner, call.outer, **rows, COPIES=COPIES,
+            grad, known.which, known.right.index, known.bag_of, known.scale, once, self.n, rights,
+            call.inner, call.outer, **rows, COPIES=COPIES,
         )  # fmt: skip
         grid, tile = self._tiles()
         d_left, d_right = self.left.zero_gradient(), self.right.zero_gradient()
@@ -164,7 +165,7 @@ class Lookup:
         # place of 36 with four cores, 114 in place of 125 with three of dim 64.
         stages = 3 if self.left.values.dtype == torch.bfloat16 else 1
         distinct_kernels.distinct_gradient[grid](
-            *self._distinct(), once, d_left, d_right, self.n, self.rights, **tile, num_warps=2,
+            *self._distinct(), once, d_left, d_right, self.n, rights, **tile, num_warps=2,
             num_stages=stages,
         )  # fmt: skip
         return d_left, d_right

@@ -62,8 +62,9 @@ def _weights_gradient(look: Lookup, grad: Tensor) -> Tensor:
 def _way(chain: Chain, n: int, deterministic: bool | None) -> str:
     if torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic:
         return "ordered"
-    small = chain.words <= _MERGED_UP_TO and chain.number_of_spans <= n
-    return "merged" if n >= _MERGED_FROM and small else "direct"
+    if n >= _MERGED_FROM and chain.words <= _MERGED_UP_TO and chain.number_of_spans <= n:
+        return "merged"
+    return "direct"
 
 
 def _precision(precision: str | None, device: str) -> str:
