@@ -19,6 +19,7 @@ from dlrm.embeddings.plan import Plan
 from dlrm.embeddings.registry import available, build
 from dlrm.embeddings.sharded import Sharded
 from dlrm.embeddings.sharding import Sharding
+from dlrm.kernels.plan import sort_announced
 
 LINK = 53e9  # bytes a second each way between pinned host memory and an H100 (PCIe 5), as measured
 
@@ -73,7 +74,7 @@ class SparseArch(nn.Module):
                 group = Sharded(rows, embedding_dim, own, check_ids=check_ids)
                 order += [slots[table] for table in group.order]
             self.groups.append(group)
-        # Dense tables last: they are quick, and nobody waits for what they start, the sort of ids.
+        # Dense tables last: they are quick.
         self._turns = sorted(range(len(groups)), key=lambda index: groups[index][1] == "dense")
         self.register_buffer("order", torch.tensor(order).argsort(), persistent=False)
         features = [slot for slots in self.slots for slot in slots]
@@ -106,6 +107,7 @@ class SparseArch(nn.Module):
         for index in self._turns:
             group, share = self.groups[index], shares[index]
             found[index] = group.parts(*share) if isinstance(group, Sharded) else [group(*share)]
+        sort_announced()
         return [part for index in range(len(self.groups)) for part in found[index]]
 
     def look_ahead(self, samples: int) -> int:

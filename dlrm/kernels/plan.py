@@ -6,68 +6,82 @@ The sort is the larger part of an update of 16 columns, but needs the ids alone:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Self
 
 import torch
 from torch import Tensor
 
-STREAMS = 3  # sorts that run at the same time
-
 
 @dataclass(frozen=True)
 class Plan:
-    """The entries of a row gradient sorted by row."""
+    """The entries of a row gradient sorted by row; they may be part of a longer list."""
 
-    rows: Tensor  # [n] int32 or int64, ascending
-    order: Tensor  # [n] int64, the entry that stands there
+    rows: Tensor  # [n] int32 or int64, ascending: the row of each entry, plus base
+    order: Tensor  # [n] int64, the entry that stands there, plus first
+    base: int = 0
+    first: int = 0
 
 
 def prepare(rows: Tensor, num_rows: int) -> Plan:
     """Sort the entries of a row gradient.
 
     Args:
-        rows: row of each entry, ``[n]`` int32 or int64.
+        rows: row of each entry, ``[n]`` int32 or int64; -1 for one that is left out.
         num_rows: rows V of the table; below 2^31 the sort takes half the time.
 
     Returns:
         The plan for :func:`dlrm.kernels.rows.update_rows`, equal rows in order of their entries.
     """
-    return _sort(rows, _empty(rows, num_rows))
+    return prepare_together([(rows, num_rows)])[0]
 
 
-def _empty(rows: Tensor, num_rows: int) -> Plan:
-    keys = torch.int32 if num_rows < 2**31 else torch.int64
-    return Plan(torch.empty_like(rows, dtype=keys), torch.empty_like(rows, dtype=torch.int64))
+def prepare_together(gradients: Sequence[tuple[Tensor, int]]) -> list[Plan]:
+    """Sort the entries of several row gradients at once, each as :func:`prepare` does.
 
+    A sort is a chain of a dozen small kernels: one of a longer list takes little more.
 
-def _sort(rows: Tensor, plan: Plan) -> Plan:
-    torch.sort(rows.to(plan.rows.dtype), stable=True, out=(plan.rows, plan.order))
-    return plan
+    Args:
+        gradients: rows and number of rows of each.
+    """
+    lengths = [len(rows) for rows, _ in gradients]
+    firsts = accumulate(lengths, initial=0)
+    # The tables behind one another; before each but the first one row, that of what is left out.
+    *bases, end = accumulate((number + 1 for _, number in gradients), initial=0)
+    keys = gradients[0][0].new_empty(
+        sum(lengths), dtype=torch.int32 if end <= 2**31 else torch.int64
+    )
+    for (rows, _), base, part in zip(gradients, bases, keys.split(lengths), strict=True):
+        torch.add(rows, base, out=part)
+    parts = (found.split(lengths) for found in torch.sort(keys, stable=True))
+    return [Plan(*found) for found in zip(*parts, bases, firsts, strict=False)]
 
 
 class Planner:
-    """Sorts the rows of look-ups on streams of their own, while forward and backward run.
+    """Sorts the rows of look-ups on a stream of its own, while forward and backward run.
 
     Inside ``with planner:`` every look-up of :mod:`dlrm.kernels.lookup` on a GPU that will have a
-    gradient starts the sort of its rows; the optimizer fetches the result::
+    gradient announces its rows; the optimizer fetches the result::
 
         with planner:
             loss(model(batch)).backward()
             rows, values = weight.grad._indices()[0], weight.grad._values()
             update_rows("sgd", weight, rows, values, lr=lr, plan=planner.take(rows))
 
-    The streams are joined where the block ends, so that a CUDA graph can hold the whole of it.
+    Look-ups announced before :meth:`sort` are sorted together. The stream is joined where the block
+    ends, so that a CUDA graph can hold the whole of it.
 
     Args:
         device: the GPU.
     """
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
-        # A sort is a chain of small kernels that leaves most of a GPU idle.
-        self._streams = [torch.cuda.Stream(device) for _ in range(STREAMS)]
-        self._plans: dict[int, tuple[Tensor, Plan, torch.cuda.Stream]] = {}
+        self._stream = torch.cuda.Stream(device)
+        self._announced: list[tuple[Tensor, int]] = []
+        self._plans: dict[int, tuple[Tensor, Plan]] = {}
 
     def __enter__(self) -> Self:
         self._token = _planner.set(self)
@@ -75,27 +89,33 @@ class Planner:
 
     def __exit__(self, *error: object) -> None:
         _planner.reset(self._token)
-        for _, _, stream in self._plans.values():
-            torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self._announced.clear()
         self._plans.clear()
 
-    def start(self, rows: Tensor, num_rows: int) -> None:
-        """Begin to sort ``rows [n]``, which must stay as they are until the block ends."""
-        plan = _empty(rows, num_rows)  # memory of the caller's stream: freed after the join
-        stream = self._streams[len(self._plans) % STREAMS]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            _sort(rows, plan)
-        self._plans[rows.data_ptr()] = (rows, plan, stream)
+    def announce(self, rows: Tensor, num_rows: int) -> None:
+        """Have ``rows [n]`` of a table sorted; they must stay as they are until the block ends."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        self._announced.append((rows, num_rows))
+
+    def sort(self) -> None:
+        """Begin to sort what was announced so far."""
+        announced, self._announced = self._announced, []
+        if announced:
+            # Memory of this stream, freed where the block ends and used again in the next one.
+            with torch.cuda.stream(self._stream):
+                plans = prepare_together(announced)
+            for (rows, _), plan in zip(announced, plans, strict=True):
+                self._plans[rows.data_ptr()] = rows, plan
 
     def take(self, rows: Tensor) -> Plan | None:
         """The plan of a look-up's rows; None if these are not rows that a look-up announced."""
+        self.sort()
         found = self._plans.get(rows.data_ptr())
         if found is None or found[0].shape != rows.shape:
             return None
-        _, plan, stream = found
-        torch.cuda.current_stream().wait_stream(stream)
-        return plan
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return found[1]
 
 
 _planner: ContextVar[Planner | None] = ContextVar("planner", default=None)
@@ -105,7 +125,14 @@ def announce(rows: Tensor, num_rows: int) -> None:
     """Tell the planner in force, if there is one, which rows of a table will have a gradient."""
     planner = _planner.get()
     if planner is not None and rows.is_cuda and rows.numel():
-        planner.start(rows, num_rows)
+        planner.announce(rows, num_rows)
+
+
+def sort_announced() -> None:
+    """Tell the planner in force, if there is one, that for now no look-up will follow."""
+    planner = _planner.get()
+    if planner is not None:
+        planner.sort()
 
 
 def announced(rows: Tensor) -> Plan | None:

@@ -158,27 +158,33 @@ def _apply(
 
 
 @triton.jit
+def _row_at(rows, k, mask, base):
+    """The rows of entries of a plan; -1 where there is none."""
+    return tl.where(mask, tl.load(rows + k, mask=mask, other=0) - base, -1)
+
+
+@triton.jit
 def _merge(
-    rows, order, grads, partials, n, weight, states, slots, gaps, lr, hyper, seed,
+    rows, order, base, first, grads, partials, n, weight, states, slots, gaps, lr, hyper, seed,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
     RULE: tl.constexpr, MOMENTUM: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """Sum a tile of sorted entries by row; update rows inside it, spill those that cross it."""
     tile = tl.program_id(0)
     begin = tile * BLOCK * PARTS
-    before = tl.load(rows + begin - 1, mask=tile > 0, other=-1)
+    before = _row_at(rows, begin - 1, tile > 0, base)
     column = tl.arange(0, BLOCK_D)[None, :]
     last_row = before
     last_sum = tl.zeros((1, BLOCK_D), tl.float32)
     # Entries left out come first: of a list with room to spare they fill tiles, which end here.
-    highest = tl.load(rows + tl.minimum(begin + BLOCK * PARTS, n) - 1)
+    highest = tl.load(rows + tl.minimum(begin + BLOCK * PARTS, n) - 1) - base
     for part in range(tl.where(highest < 0, PARTS, 0), PARTS):
         at = tl.arange(0, BLOCK)
         k = begin + part * BLOCK + at
         inside = k < n
-        row = tl.load(rows + k, mask=inside, other=-1)
-        following = tl.load(rows + k + 1, mask=k + 1 < n, other=-1)
-        entry = tl.load(order + k, mask=inside, other=0)
+        row = _row_at(rows, k, inside, base)
+        following = _row_at(rows, k + 1, k + 1 < n, base)
+        entry = tl.load(order + k, mask=inside, other=0) - first
         slot = _slot_of(row, slots, row >= 0)  # on its way while the sums are made
         mask = (row >= 0)[:, None] & (column < D)  # entries left out have no gradient to be read
         grad = tl.load(grads + entry[:, None] * D + column, mask=mask, other=0.0).to(tl.float32)
@@ -203,16 +209,16 @@ def _merge(
 
 @triton.jit
 def _finish(
-    rows, partials, n, weight, states, slots, gaps, lr, hyper, seed,
+    rows, base, partials, n, weight, states, slots, gaps, lr, hyper, seed,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr,
     RULE: tl.constexpr, MOMENTUM: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """Update the row that begins in this tile and goes on in the next, if there is one."""
     tile = tl.program_id(0)
     end = (tile + 1) * BLOCK
-    row = tl.load(rows + end - 1)
-    before = tl.load(rows + tile * BLOCK - 1, mask=tile > 0, other=-1)
-    if (tl.load(rows + end) == row) & (before != row):
+    row = tl.load(rows + end - 1) - base
+    before = _row_at(rows, tile * BLOCK - 1, tile > 0, base)
+    if (tl.load(rows + end) - base == row) & (before != row):
         column = tl.arange(0, BLOCK_D)
         inside = column < D
         slot = partials + (tile.to(tl.int64) * 2 + 1) * D
@@ -220,7 +226,7 @@ def _finish(
         more = True
         while more:
             part = tile + 1 + tl.arange(0, WIDTH)
-            same = tl.load(rows + part * BLOCK, mask=part * BLOCK < n, other=-1) == row
+            same = _row_at(rows, part * BLOCK, part * BLOCK < n, base) == row
             at = part.to(tl.int64)[:, None] * (2 * D) + column[None, :]
             mask = same[:, None] & inside[None, :]
             total += tl.sum(tl.load(partials + at, mask=mask, other=0.0), 0)[None, :]
@@ -305,14 +311,15 @@ def update_rows(
         "ROUND": seed is not None and weight.dtype == torch.bfloat16,
     }
     _merge[tiles,](
-        plan.rows, plan.order, grads, partials, *rest, BLOCK=block, PARTS=parts,
-        num_warps=max(1, block * block_d // 2048), **options,
+        plan.rows, plan.order, plan.base, plan.first, grads, partials, *rest,
+        BLOCK=block, PARTS=parts, num_warps=max(1, block * block_d // 2048), **options,
     )  # fmt: skip
     if tiles > 1:
         width = max(16, min(64, 4096 // block_d))
         _finish[tiles - 1,](
-            plan.rows, partials, *rest, BLOCK=block * parts, WIDTH=width, num_warps=1, **options
-        )
+            plan.rows, plan.base, partials, *rest,
+            BLOCK=block * parts, WIDTH=width, num_warps=1, **options,
+        )  # fmt: skip
     if seed is not None:
         seed.add_(1)
 

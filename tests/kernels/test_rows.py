@@ -5,7 +5,7 @@ import torch
 
 from dlrm.kernels import plan as plans
 from dlrm.kernels import rows as kernel
-from dlrm.kernels.plan import Planner, prepare
+from dlrm.kernels.plan import Planner, prepare, prepare_together
 from dlrm.kernels.rows import update_rows, update_rows_torch
 from dlrm.rules import RULES, make_rule
 
@@ -242,6 +242,26 @@ def test_no_entries(device):
     for impl in ("triton", "torch"):
         update_rows("sgd", weight, empty, torch.empty(0, 4, device=device), lr=lr, impl=impl)
     assert (weight == 1).all()
+
+
+@pytest.mark.parametrize("rows", [[7, 1, 40], [7, 2**31 - 9, 40]], ids=["int32", "int64"])
+def test_tables_whose_rows_are_sorted_together(device, rows):
+    """Each as by itself; entries that are left out stay with their table."""
+    drawn = [
+        torch.randint(-1, 5 if number > 40 else number, (900,), device=device) for number in rows
+    ]
+    drawn[1] = drawn[1].int()
+    plans = prepare_together(list(zip(drawn, rows, strict=True)))
+    for entries, number, plan in zip(drawn, rows, plans, strict=True):
+        alone = prepare(entries, number)
+        assert torch.equal(plan.rows - plan.base, alone.rows)
+        assert torch.equal(plan.order - plan.first, alone.order)
+        weight, grads = torch.zeros(40, 3, device=device), torch.randn(900, 3, device=device)
+        expected, lr = weight.clone(), torch.tensor(1.0, device=device)
+        update_rows("sgd", weight, entries, grads, lr=lr, plan=plan, impl="triton")
+        update_rows("sgd", expected, entries, grads, lr=lr, plan=alone, impl="triton")
+        assert torch.equal(weight, expected)
+        assert weight.any()
 
 
 def test_announcing_without_a_planner_does_nothing(device):
