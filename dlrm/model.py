@@ -183,6 +183,8 @@ class DLRM(nn.Module):
         ids: Tensor,
         offsets: Tensor | None = None,
         bounds: Sequence[int] | None = None,
+        *,
+        grouped: bool = False,
     ) -> Tensor:
         """Score a feature-major batch.
 
@@ -190,6 +192,7 @@ class DLRM(nn.Module):
             dense: ``[N, B]``.
             ids: ``[F, B]``, or ``[nnz]`` with ``offsets [F * B + 1]``.
             bounds: ``offsets[::B]`` where the host knows it; else it may have to wait for that.
+            grouped: ``ids [F, B]`` are in the order of ``sparse_arch.features``.
 
         Returns:
             Logits, ``[B]``.
@@ -206,7 +209,8 @@ class DLRM(nn.Module):
         begin = branch.mark()
         bottom = self.bottom_mlp(dense.t())  # [B, D], the longer chain of a small batch
         with branch.fork(behind=begin):
-            embedded = self.sparse_arch(ids, offsets, bounds=bounds)  # [B, F_g, D] of each group
+            # [B, F_g, D] of each group
+            embedded = self.sparse_arch(ids, offsets, bounds=bounds, grouped=grouped)
         branch.join()
         crossed = self.interaction(bottom, embedded, self.sparse_arch.order)
         return self.top_mlp(crossed).squeeze(1)

@@ -18,6 +18,7 @@ from dlrm.data.batch import Batch
 from dlrm.embeddings.sparse_arch import SparseArch
 from dlrm.hints import nearest
 from dlrm.kernels.branch import branch_of
+from dlrm.kernels.copies import copy_together
 from dlrm.kernels.plan import Planner
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, fused, gradient_norm
@@ -39,7 +40,7 @@ class Captured:
     """A step of one batch size as a CUDA graph, and where it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
-    batch: Batch
+    batch: Batch  # its ids in the order of the groups
     out: dict[str, Tensor]
 
 
@@ -175,7 +176,7 @@ class TrainStep:
             return self._run(batch, norms, total)
         captured = self._captured.get((batch.size, norms))
         if captured is not None:
-            captured.batch.copy_(batch)
+            self._place(captured.batch, batch)
             captured.graph.replay()
             return captured.out
         began = time.perf_counter()
@@ -201,7 +202,17 @@ class TrainStep:
         """Drop the captured graphs."""
         self._captured.clear()
 
-    def _run(self, batch: Batch, norms: bool, total: int) -> dict[str, Tensor]:
+    def _place(self, to: Batch, batch: Batch) -> None:
+        """Copy a batch to where a captured step reads it."""
+        copy_together(
+            (to.dense, to.labels, to.ids),
+            (batch.dense, batch.labels, batch.ids),
+            (None, None, self.model.sparse_arch.features),
+        )
+
+    def _run(
+        self, batch: Batch, norms: bool, total: int, *, grouped: bool = False
+    ) -> dict[str, Tensor]:
         reducer = self.reducer
         sharing = reducer.step(total, one_hot=batch.offsets is None) if reducer else nullcontext()
         norm_of = reducer.norm if reducer else gradient_norm
@@ -209,7 +220,9 @@ class TrainStep:
         fusing = nullcontext() if norms or reducer is not None else fused(self.optimizers)
         with self._planner, sharing, fusing:
             with torch.autocast(self.device.type, torch.bfloat16, self.precision == "bf16"):
-                logits = self.model(batch.dense, batch.ids, batch.offsets, batch.bounds)
+                logits = self.model(
+                    batch.dense, batch.ids, batch.offsets, batch.bounds, grouped=grouped
+                )
             loss = self._loss(logits, batch.labels)
             if reducer is not None:  # a mean over no samples is not a number
                 loss = loss * (batch.size / total) if batch.size else logits.float().sum()
@@ -261,8 +274,9 @@ class TrainStep:
     def _capture(self, batch: Batch, norms: bool, total: int) -> Captured:
         """Record a step on a copy of the batch; nothing is computed yet."""
         static = batch.clone()
+        self._place(static, batch)
         graph = torch.cuda.CUDAGraph()
         # Meanwhile a thread may fetch rows, with streams and memory of its own.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            out = self._run(static, norms, total)
+            out = self._run(static, norms, total, grouped=True)
         return Captured(graph, static, out)

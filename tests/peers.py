@@ -119,7 +119,8 @@ class Run:
                 out = self.step_held(batch)
 
         def replay(given, upcoming):
-            batch.copy_(given)
+            for name in ("dense", "ids", "labels"):
+                getattr(batch, name).copy_(getattr(given, name))
             with sorts.step(given, upcoming) if sorts else nullcontext():
                 graph.replay()
             return out

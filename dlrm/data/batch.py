@@ -43,14 +43,6 @@ class Batch:
         """A copy."""
         return self._map(Tensor.clone)
 
-    def copy_(self, other: Batch) -> None:
-        """Take over the values of a batch of the same shape."""
-        self.dense.copy_(other.dense)
-        self.ids.copy_(other.ids)
-        self.labels.copy_(other.labels)
-        if self.offsets is not None and other.offsets is not None:
-            self.offsets.copy_(other.offsets)
-
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory alive until the work queued on ``stream`` is done."""
         for tensor in (self.dense, self.ids, self.labels, self.offsets):

@@ -78,9 +78,9 @@ class SparseArch(nn.Module):
         self._turns = sorted(range(len(groups)), key=lambda index: groups[index][1] == "dense")
         self.register_buffer("order", torch.tensor(order).argsort(), persistent=False)
         features = [slot for slots in self.slots for slot in slots]
-        self.register_buffer("_features", torch.tensor(features), persistent=False)
+        self.register_buffer("features", torch.tensor(features), persistent=False)
         self.order: Tensor  # [F]
-        self._features: Tensor  # [F], group after group
+        self.features: Tensor  # [F], group after group
         self._measured: tuple[float, Counter[str]] = time.perf_counter(), Counter()  # sums then
 
     def forward(
@@ -90,6 +90,7 @@ class SparseArch(nn.Module):
         per_sample_weights: Tensor | None = None,
         *,
         bounds: Sequence[int] | None = None,
+        grouped: bool = False,
     ) -> list[Tensor]:
         """Look up every table.
 
@@ -97,13 +98,18 @@ class SparseArch(nn.Module):
             ids, offsets, per_sample_weights: of all features, as in ``Embedding.forward``.
             bounds: where the ids of each table begin, and the end, ``[F + 1]``; without it they
                 may have to be read from the offsets, and the host waits for the device.
+            grouped: ``ids [F, B]`` are those of the features in the order of :attr:`features`.
 
         Returns:
             The vectors of each group, ``[B, F_g, D]``; of sharded ones in several parts.
         """
         found: dict[int, list[Tensor]] = {}
         bounds = bounds or self._bounds(offsets)
-        shares = self._shares(self._turns, ids, offsets, per_sample_weights, bounds)
+        if grouped:
+            parts = ids.split([len(slots) for slots in self.slots])
+            shares: dict[int, Share] = {index: (parts[index], None, None) for index in self._turns}
+        else:
+            shares = self._shares(self._turns, ids, offsets, per_sample_weights, bounds)
         for index in self._turns:
             group, share = self.groups[index], shares[index]
             found[index] = group.parts(*share) if isinstance(group, Sharded) else [group(*share)]
@@ -190,11 +196,11 @@ class SparseArch(nn.Module):
             return {0: (ids, offsets, weights)}
         sizes = [len(slots) for slots in self.slots]
         if offsets is None:  # one gather for all groups
-            parts = ids[self._features].split(sizes)
-            own = None if weights is None else weights[self._features].split(sizes)
+            parts = ids[self.features].split(sizes)
+            own = None if weights is None else weights[self.features].split(sizes)
             return {i: (parts[i], None, None if own is None else own[i]) for i in groups}
         batch = (offsets.numel() - 1) // len(self.num_embeddings)
-        lengths = offsets.diff().view(len(self.num_embeddings), batch)[self._features].split(sizes)
+        lengths = offsets.diff().view(len(self.num_embeddings), batch)[self.features].split(sizes)
         shares: dict[int, Share] = {}
         for index in groups:
             spans = [slice(bounds[slot], bounds[slot + 1]) for slot in self.slots[index]]

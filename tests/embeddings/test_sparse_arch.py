@@ -21,6 +21,9 @@ def test_mixed_kinds_fill_their_own_slots():
     for group, slots in arch.embeddings():
         for table, slot in enumerate(slots):
             torch.testing.assert_close(out[:, slot], group.rows(table, ids[slot]))
+    assert arch.features.tolist() == [0, 2, 1, 3]
+    same = arch(ids[arch.features], grouped=True)
+    assert torch.equal(arch.in_order(same), out)
 
 
 def test_mixed_kinds_with_a_weight_for_each_id():

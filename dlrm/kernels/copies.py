@@ -1,0 +1,67 @@
+"""Copy several matrices in one launch: to start a kernel takes as long as to copy a small batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dlrm.kernels import use_triton
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _copy(sources, targets, orders, sizes, width, BLOCK: tl.constexpr):
+    """A block of one matrix: the programs go through them one after another."""
+    block = tl.program_id(0)
+    for k in tl.static_range(len(sources)):
+        blocks = tl.cdiv(sizes[k], BLOCK)
+        if (block >= 0) & (block < blocks):
+            at = block * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+            mask = at < sizes[k]
+            place = at
+            if orders[k] is not None:
+                row = tl.load(orders[k] + at // width, mask=mask, other=0)
+                place = row * width + at % width
+            tl.store(targets[k] + at, tl.load(sources[k] + place, mask=mask), mask=mask)
+        block -= blocks
+
+
+def copy_together(
+    targets: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    orders: Sequence[Tensor | None],
+    *,
+    impl: str | None = None,
+) -> None:
+    """Copy matrices of one width.
+
+    Args:
+        targets: ``[R, B]`` each, contiguous.
+        sources: of the same shapes and types.
+        orders: for each the row of the source that becomes each row of the target, ``[R]`` int64;
+            None for the same.
+        impl: see :mod:`dlrm.kernels`.
+
+    Raises:
+        ValueError: a source is of another shape than its target, or on another device.
+    """
+    for target, source in zip(targets, sources, strict=True):
+        if (source.shape, source.device) != (target.shape, target.device):
+            raise ValueError(
+                f"a tensor has shape {tuple(source.shape)} on {source.device}, it must have "
+                f"{tuple(target.shape)} on {target.device}"
+            )
+    if not use_triton(targets[0], impl):
+        for target, source, order in zip(targets, sources, orders, strict=True):
+            target.copy_(source if order is None else source[order])
+        return
+    sizes = tuple(target.numel() for target in targets)
+    blocks = sum(triton.cdiv(size, _BLOCK) for size in sizes)
+    if blocks:
+        contiguous = tuple(source.contiguous() for source in sources)
+        width = targets[0].shape[-1]
+        _copy[blocks,](contiguous, tuple(targets), tuple(orders), sizes, width, BLOCK=_BLOCK)
