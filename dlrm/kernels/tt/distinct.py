@@ -42,6 +42,16 @@ def _hot(copy, right, n, rights):
 
 
 @triton.jit
+def _hot_tile(
+    copy, right, n, rights,
+    A: tl.constexpr, C: tl.constexpr, C2: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Where the numbers of that row are."""
+    m, c = tl.arange(0, BM)[:, None], tl.arange(0, C2)[None, :]
+    return _hot(copy, right, n, rights) * (A * C) + m * C + c, (m < A) & (c < C)
+
+
+@triton.jit
 def _begins(span_right, right, begin, end):
     """Whether a program has the first ids of a right factor."""
     span = tl.program_id(0)
@@ -74,10 +84,8 @@ def distinct_rows(
     r, c = tl.arange(0, R2), tl.arange(0, C2)
     if cleared is not None:  # noqa: SIM102 -- known when the kernel is compiled, the other is not
         if _begins(span_right, right, begin, end):
-            m = tl.arange(0, BM)
             for copy in range(COPIES):
-                to = _hot(copy, right, n, rights) * (A * C) + m[:, None] * C + c[None, :]
-                mask = (m < A)[:, None] & (c < C)[None, :]
+                to, mask = _hot_tile(copy, right, n, rights, A, C, C2, BM)
                 tl.store(cleared + to, tl.zeros((BM, C2), tl.float32), mask=mask)
     y_at = y_row * (R * C) + r[:, None] * C + c[None, :]
     y = tl.load(w + y_at, mask=(r < R)[:, None] & (c < C)[None, :], other=0.0)
@@ -101,10 +109,9 @@ def distinct_gradient(
     r, c = tl.arange(0, R2), tl.arange(0, C2)
     hot = tl.zeros((BM, C2), tl.float32)  # of the first id: of another they are zeros
     if _begins(span_right, right, begin, end):
-        m = tl.arange(0, BM)
         for copy in range(COPIES):
-            at = _hot(copy, right, n, rights) * (A * C) + m[:, None] * C + c[None, :]
-            hot += tl.load(grad + at, mask=(m < A)[:, None] & (c < C)[None, :], other=0.0)
+            at, mask = _hot_tile(copy, right, n, rights, A, C, C2, BM)
+            hot += tl.load(grad + at, mask=mask, other=0.0)
     y_at = y_row * (R * C) + r[:, None] * C + c[None, :]
     inside = (r < R)[:, None] & (c < C)[None, :]
     y = tl.trans(tl.load(w + y_at, mask=inside, other=0.0))

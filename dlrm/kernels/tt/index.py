@@ -63,16 +63,17 @@ def _note(
     if skip is not None:
         live = mask & (tl.load(skip + at, mask=mask, other=1) == 0)
     tl.store(left + at, tl.where(live, a, -1), mask=mask)
-    if bitmap is None:
-        tl.store(right + at, tl.where(live, b, -1), mask=mask)
+    named = live
+    if bitmap is not None:
+        local = a - tl.load(key_base + table * 3 + 2)
+        named = live & (local == 0)
+    tl.store(right + at, tl.where(named, b, -1), mask=mask)
     if left_flags is not None:
         tl.store(left_flags + a, 1, mask=live)
     if right_flags is not None:
         tl.store(right_flags + b, 1, mask=live)
     if bitmap is not None:
         many = tl.load(key_base + table * 3 + 1)
-        local = a - tl.load(key_base + table * 3 + 2)
-        tl.store(right + at, tl.where(live & (local == 0), b, -1), mask=mask)
         key = tl.load(key_base + table * 3) + b * many + local
         bit = (tl.zeros_like(a) + 1) << (key & 31).to(tl.int32)
         word = tl.load(bitmap + (key >> 5), mask=live, other=0)
