@@ -261,8 +261,9 @@ class TrainStep:
     @torch.no_grad()
     def _scale_gradients(self, factor: Tensor) -> None:
         for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor.to(parameter.device))
+            grad = parameter.grad
+            if grad is not None:  # in place: the planner knows the rows of a sparse one
+                (grad._values() if grad.is_sparse else grad).mul_(factor.to(grad.device))
 
     def _warm_up(self, batch: Batch, norms: bool, total: int) -> dict[str, Tensor]:
         """A step one by one on a side stream, as capture asks for."""

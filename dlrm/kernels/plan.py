@@ -55,7 +55,8 @@ def prepare_together(gradients: Sequence[tuple[Tensor, int]]) -> list[Plan]:
         sum(lengths), dtype=torch.int32 if end <= 2**31 else torch.int64
     )
     for (rows, _), base, part in zip(gradients, bases, keys.split(lengths), strict=True):
-        torch.add(rows, base, out=part)
+        wide = rows if keys.dtype == torch.int32 else rows.long()
+        torch.add(wide, base, out=part)
     parts = (found.split(lengths) for found in torch.sort(keys, stable=True))
     return [Plan(*found) for found in zip(*parts, bases, firsts, strict=False)]
 
@@ -89,7 +90,8 @@ class Planner:
 
     def __exit__(self, *error: object) -> None:
         _planner.reset(self._token)
-        torch.cuda.current_stream().wait_stream(self._stream)
+        if self._announced or self._plans:  # else the stream had no part in what may be a capture
+            torch.cuda.current_stream().wait_stream(self._stream)
         self._announced.clear()
         self._plans.clear()
 

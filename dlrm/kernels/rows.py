@@ -261,12 +261,12 @@ def update_rows(
     Args:
         rule: one of ``dlrm.rules.RULES`` with its default options, or what ``make_rule`` gives.
         weight: the table, ``[V, D]`` contiguous, fp32 or bf16.
-        rows: row of each entry, ``[n]``, entries below 0 are left out; not looked at with ``plan``.
+        rows: row of each entry, ``[n]``; entries with row -1 are left out.
         grads: gradient of each entry, ``[n, D]``, fp32 or bf16.
         states: what the rule keeps, in the order of ``rule.states``, zeros at first: ``[V, D]``
             or, where it is one number a row, ``[V]`` or ``[V, 1]``; fp32, steps also int32.
         lr: learning rate, a 0-d fp32 tensor.
-        plan: ``prepare(rows, V)``, if it was made ahead.
+        plan: ``prepare(rows, V)``, if it was made ahead: Triton then reads that in place of rows.
         cached: which rows have a copy that stands for them, if ``weight`` and ``states`` lie in
             host memory and it knows them, in this order.
         seed: a 0-d int64 tensor: bf16 rows are then rounded up or down by chance, without bias,

@@ -251,11 +251,14 @@ def test_tables_whose_rows_are_sorted_together(device, rows):
         torch.randint(-1, 5 if number > 40 else number, (900,), device=device) for number in rows
     ]
     drawn[1] = drawn[1].int()
+    drawn[1][0] = rows[1] - 1  # beyond 32 bits with the rows of the table in front
     plans = prepare_together(list(zip(drawn, rows, strict=True)))
     for entries, number, plan in zip(drawn, rows, plans, strict=True):
         alone = prepare(entries, number)
         assert torch.equal(plan.rows - plan.base, alone.rows)
         assert torch.equal(plan.order - plan.first, alone.order)
+        if number > 40:  # no room for so many
+            continue
         weight, grads = torch.zeros(40, 3, device=device), torch.randn(900, 3, device=device)
         expected, lr = weight.clone(), torch.tensor(1.0, device=device)
         update_rows("sgd", weight, entries, grads, lr=lr, plan=plan, impl="triton")
