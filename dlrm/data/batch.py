@@ -40,8 +40,8 @@ class Batch:
         return self._map(Tensor.pin_memory)
 
     def clone(self) -> Batch:
-        """A copy."""
-        return self._map(Tensor.clone)
+        """A copy, contiguous."""
+        return self._map(lambda tensor: tensor.clone(memory_format=torch.contiguous_format))
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory alive until the work queued on ``stream`` is done."""

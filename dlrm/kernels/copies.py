@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -40,21 +41,21 @@ def copy_together(
     """Copy matrices of one width.
 
     Args:
-        targets: ``[R, B]`` each, contiguous.
+        targets: ``[R, B]`` or ``[B]`` each, contiguous, of one B.
         sources: of the same shapes and types.
         orders: for each the row of the source that becomes each row of the target, ``[R]`` int64;
             None for the same.
         impl: see :mod:`dlrm.kernels`.
 
     Raises:
-        ValueError: a source is of another shape than its target, or on another device.
+        ValueError: a source is not like its target, or a target not as said above.
     """
-    for target, source in zip(targets, sources, strict=True):
-        if (source.shape, source.device) != (target.shape, target.device):
-            raise ValueError(
-                f"a tensor has shape {tuple(source.shape)} on {source.device}, it must have "
-                f"{tuple(target.shape)} on {target.device}"
-            )
+    width = targets[0].shape[-1]
+    for index, (target, source) in enumerate(zip(targets, sources, strict=True)):
+        if _like(source) != _like(target):
+            raise ValueError(f"source {index} is {_like(source)}, its target {_like(target)}")
+        if not target.is_contiguous() or target.shape[-1] != width:
+            raise ValueError(f"target {index} must be contiguous and {width} wide")
     if not use_triton(targets[0], impl):
         for target, source, order in zip(targets, sources, orders, strict=True):
             target.copy_(source if order is None else source[order])
@@ -63,5 +64,8 @@ def copy_together(
     blocks = sum(triton.cdiv(size, _BLOCK) for size in sizes)
     if blocks:
         contiguous = tuple(source.contiguous() for source in sources)
-        width = targets[0].shape[-1]
         _copy[blocks,](contiguous, tuple(targets), tuple(orders), sizes, width, BLOCK=_BLOCK)
+
+
+def _like(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], torch.device]:
+    return tensor.dtype, tuple(tensor.shape), tensor.device

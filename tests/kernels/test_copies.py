@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dlrm.data.batch import Batch
 from dlrm.kernels.copies import copy_together
 
 
@@ -32,7 +33,26 @@ def test_an_empty_batch(device, impl):
 
 def test_what_does_not_fit(device):
     target = torch.zeros(3, 4, device=device)
-    with pytest.raises(ValueError, match=r"has shape \(3, 5\) on .*, it must have \(3, 4\)"):
-        copy_together([target], [torch.zeros(3, 5, device=device)], [None])
-    with pytest.raises(ValueError, match="on meta, it must have"):
-        copy_together([target], [torch.zeros(3, 4, device="meta")], [None])
+    for source in (target[:2], target.double(), target.to("meta")):
+        with pytest.raises(
+            ValueError, match=r"source 1 is \(torch\.float.*, its target \(torch\.f"
+        ):
+            copy_together([target, target], [target, source], [None, None])
+    for other in (torch.zeros(3, 5, device=device), torch.zeros(4, 4, device=device).t()):
+        with pytest.raises(ValueError, match="target 1 must be contiguous and 4 wide"):
+            copy_together([target, other], [target, other], [None, None])
+
+
+def test_a_batch_whose_features_are_a_transpose(device):
+    """A clone is contiguous, so that it can be a target."""
+    batch = Batch(
+        torch.randn(64, 13, device=device).t(),
+        torch.randint(9, (64, 5), device=device).t(),
+        torch.rand(64, device=device),
+    )
+    kept = batch.clone()
+    targets, sources = (kept.dense, kept.ids), (batch.dense, batch.ids)
+    assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
+    kept.dense.zero_()
+    copy_together(targets, sources, (None, None), impl="triton")
+    assert torch.equal(kept.dense, batch.dense)
