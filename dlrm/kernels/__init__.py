@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+INTEGERS = (torch.int32, torch.int64)  # a kernel would compute with narrower ones and overflow
 
 
 def use_triton(tensor: Tensor, impl: str | None) -> bool:
@@ -28,7 +28,9 @@ def require_integers(weight: Tensor, **named: Tensor) -> None:
     """
     for name, tensor in named.items():
         if tensor.dtype not in INTEGERS:
-            raise ValueError(f"{name} must be integers, got {tensor.dtype}")
+            raise ValueError(
+                f"{name} must be integers, got {tensor.dtype}: cast them to int32 or int64"
+            )
         if tensor.device != weight.device:
             raise ValueError(
                 f"{name} are on {tensor.device} and the weights on {weight.device}, they must be "

@@ -104,7 +104,8 @@ def row_gradient(weight: Tensor, flat: Tensor, values: Tensor, sparse: bool) -> 
     if not sparse:
         return torch.zeros_like(weight).index_add_(0, flat, values)
     with torch.sparse.check_sparse_tensor_invariants(False):  # they hold, and it would synchronise
-        return torch.sparse_coo_tensor(flat[None], values, weight.shape)
+        # Autograd would copy what is not contiguous, and with it the rows that a planner knows.
+        return torch.sparse_coo_tensor(flat[None], values.contiguous(), weight.shape)
 
 
 class _LookupTables(torch.autograd.Function):
@@ -160,7 +161,7 @@ def lookup(weight: Tensor, rows: Tensor, *, sparse: bool = True, impl: str | Non
     require_integers(weight, rows=rows)
     if not use_triton(weight, impl):
         return functional.embedding(rows, weight, sparse=sparse)
-    flat = rows.reshape(1, -1)
+    flat = rows.reshape(1, -1).contiguous()
     out = _LookupTables.apply(weight, None, flat, None, None, sparse)
     return out.view(*rows.shape, weight.shape[1])
 

@@ -159,6 +159,13 @@ def test_rows_of_any_shape(device, impl, shape, index):
     torch.testing.assert_close(weight.grad.to_dense(), exact)
 
 
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_rows_that_lie_apart(device, impl):
+    weight = torch.randn(20, 6, device=device)
+    for rows in (torch.arange(20, device=device)[::2], torch.tensor([7], device=device).expand(5)):
+        assert torch.equal(lookup(weight, rows, impl=impl), weight[rows])
+
+
 def exact_bags(weight, starts, ids, offsets, scale, mode):
     """The pooled bags by ``nn.functional`` in float64, ``[B, F, D]``."""
     batch = (len(offsets) - 1) // len(starts)
