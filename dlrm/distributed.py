@@ -25,7 +25,7 @@ TIMEOUT = timedelta(minutes=30)  # of a collective: others wait while one evalua
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of an option like ``auto``, ``cpu`` or ``cuda:1``.
+    """The device of an option like ``auto``, ``cpu`` or ``cuda:1``, which becomes the current GPU.
 
     Under torchrun ``auto`` and ``cuda`` are the GPU of the process's number on its host.
 
@@ -44,6 +44,8 @@ def pick_device(name: str) -> torch.device:
     if not torch.cuda.is_available():
         raise ValueError(f"--device is {name}, but there is no CUDA GPU: use --device cpu")
     if not several:
+        if device.index is not None:
+            _use(device)
         return device
     if device.index is not None:
         raise ValueError(
@@ -57,6 +59,14 @@ def pick_device(name: str) -> torch.device:
             "lower --nproc-per-node, or use --device cpu"
         )
     return torch.device("cuda", local)
+
+
+def _use(device: torch.device) -> None:
+    """Make a GPU the current one, on which kernels start and graphs are captured."""
+    last = torch.cuda.device_count() - 1
+    if device.index > last:
+        raise ValueError(f"--device is {device}, but the last GPU is cuda:{last}")
+    torch.cuda.set_device(device)
 
 
 @dataclass

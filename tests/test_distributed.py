@@ -166,6 +166,18 @@ def test_devices_of_several_processes(monkeypatch):
         pick_device("auto")
 
 
+def test_the_device_of_one_process_becomes_the_current_one(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert pick_device("cuda:1") == torch.device("cuda", 1)
+    assert pick_device("cuda") == torch.device("cuda")
+    assert chosen == [torch.device("cuda", 1)]
+    with pytest.raises(ValueError, match="--device is cuda:2, but the last GPU is cuda:1"):
+        pick_device("cuda:2")
+
+
 def test_an_error_is_told_though_torchrun_is_gone(capsys):
     store = torch.distributed.TCPStore("localhost", 0, is_master=True)
     world = World(rank=0, size=2, _store=torch.distributed.TCPStore("localhost", store.port))
