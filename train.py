@@ -235,6 +235,7 @@ class Run:
             "steps": self.steps,
             "epoch": self.epoch,
             "best": self.best,
+            "fitted": self.fitted,
             "random": torch.get_rng_state(),
         }
         path = self.directory / "checkpoints" / f"step_{self.steps}"
@@ -245,6 +246,7 @@ class Run:
         state["loader"]["order"]["batch_size"] //= self.world.size
         self.train_data.load_state_dict(state["loader"])
         self.steps, self.epoch, self.best = state["steps"], state["epoch"], state["best"]
+        self.fitted = state.get("fitted", {})
         torch.set_rng_state(state["random"])
 
 

@@ -134,6 +134,10 @@ class RowOptimizer(torch.optim.Optimizer):
         """The seed of an update on one device, which moves it on; None if it rounds nothing."""
         if not any(map(self._rounds, parameters)):
             return None
+        if "seed" not in group:
+            raise ValueError(
+                "parameters became bf16 after their optimizer was made: cast them first"
+            )
         seed: Tensor = group["seed"]
         here = seed.to(parameters[0].device)
         if here is not seed:

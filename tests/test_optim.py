@@ -262,6 +262,15 @@ def test_bf16_parameters_are_updated_from_fp32_state(rule, sparse_gradient):
     assert (table < 1).all()
 
 
+def test_parameters_that_became_bf16_later():
+    table = torch.nn.Parameter(torch.ones(4, 3))
+    optimizer = RowOptimizer([table], "sgd", lr=0.1)
+    table.data = table.data.bfloat16()
+    table.grad = torch.ones_like(table)
+    with pytest.raises(ValueError, match="became bf16 after their optimizer was made"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("sparse_gradient", [False, True])
 def test_bf16_parameters_move_on_average_by_steps_too_small_for_them(sparse_gradient):
     def train(**options):

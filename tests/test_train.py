@@ -108,6 +108,10 @@ def test_a_trained_model_is_compressed_and_trained_on(data, tmp_path):
         < 0.01
         > abs(values["test/auc"] - values["fitted/auc"])
     )
+    run("train.py", "--resume", tmp_path / "auto", "--max_steps", "7")
+    resumed = result(tmp_path / "auto")
+    assert resumed["fitted/auc"] == values["fitted/auc"]
+    assert resumed["test/auc"] != values["test/auc"]
     done = train(data, tmp_path, "none", "--init_from", tmp_path / "nowhere", status=2)
     assert "no checkpoint" in done.stderr
 

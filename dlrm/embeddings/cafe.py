@@ -222,7 +222,7 @@ class Cafe(Embedding):
         for start, weight in zip(self._starts.tolist(), weights, strict=True):
             of_table = (order >= start) & (order < start + len(weight))
             pieces = weight[order[of_table] - start].unflatten(1, (self.pieces, -1))
-            self.weight[self._own(rows[of_table])] = pieces
+            self.weight[self._own(rows[of_table])] = pieces.to(self.weight.dtype)
         fit_shared(
             self.weight,
             weights,

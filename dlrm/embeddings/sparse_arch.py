@@ -196,6 +196,11 @@ class SparseArch(nn.Module):
             return {0: (ids, offsets, weights)}
         sizes = [len(slots) for slots in self.slots]
         if offsets is None:  # one gather for all groups
+            if len(ids) != len(self.num_embeddings):
+                raise ValueError(
+                    f"ids have shape {tuple(ids.shape)}, they must be "
+                    f"[{len(self.num_embeddings)}, B]: a row per table"
+                )
             parts = ids[self.features].split(sizes)
             own = None if weights is None else weights[self.features].split(sizes)
             return {i: (parts[i], None, None if own is None else own[i]) for i in groups}

@@ -229,8 +229,9 @@ def test_gradients_may_be_scaled_in_place(kind, options, sparse):
         group(*given).square().sum().backward()
         before = {name: grad.clone() for name, grad in gradients(group).items()}
         for parameter in group.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(2)
+            grad = parameter.grad
+            if grad is not None:
+                (grad._values() if grad.is_sparse else grad).mul_(2)
         for name, grad in gradients(group).items():
             torch.testing.assert_close(grad, 2 * before[name], msg=name)
 
@@ -310,6 +311,18 @@ def test_trained_rows_keep_their_type(kind, options, dtype):
     assert bag(torch.tensor([[1, 2]])).dtype == dtype
     if kind == "dense":
         assert torch.equal(bag.embedding.to_dense(), rows)
+
+
+@every_case
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
+def test_tables_of_another_type_are_fitted(kind, options, dtypes):
+    own, given = dtypes
+    group = build(kind, [20, 30], 8, **options).to(own)
+    group.load_dense([torch.rand(rows, 8).to(given) for rows in (20, 30)])
+    assert all(p.dtype == own for p in group.parameters())
+    assert group.to_dense(1).isfinite().all()
 
 
 @every_case

@@ -26,6 +26,13 @@ def test_mixed_kinds_fill_their_own_slots():
     assert torch.equal(arch.in_order(same), out)
 
 
+@pytest.mark.parametrize("rows", [3, 5])
+def test_a_row_of_ids_for_each_table(rows):
+    arch = SparseArch(SIZES, 8, [("hash", {}), *[("dense", {})] * 3])
+    with pytest.raises(ValueError, match=r"ids have shape \(\d, 2\), they must be \[4, B\]: a row"):
+        arch(torch.zeros(rows, 2, dtype=torch.long))
+
+
 def test_mixed_kinds_with_a_weight_for_each_id():
     table_plan = [("dense", {}), ("hash", {"rows": 3}), ("qr", {}), ("hash", {"rows": 3})]
     arch = SparseArch(SIZES, 4, table_plan)
