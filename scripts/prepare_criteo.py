@@ -9,7 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dlrm.data.prepare import BAD_ROWS_FILE, Options, prepare
+from dlrm.data.preparation.workspace import BAD_ROWS_FILE
+from dlrm.data.prepare import Options, prepare
 from dlrm.hints import Parser
 
 EPILOG = """\

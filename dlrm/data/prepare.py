@@ -26,14 +26,13 @@ from typing import Literal, get_args, get_origin, get_type_hints
 from dlrm.data.preparation.passes import Pool, number_columns, parse_files, write_splits
 from dlrm.data.preparation.raw import BLOCK_BYTES
 from dlrm.data.preparation.spill import BAD_ROWS_KEPT, Spilled
-from dlrm.data.preparation.workspace import Workspace
-from dlrm.data.schema import CRITEO_DENSE, SPLITS, Meta
+from dlrm.data.preparation.workspace import BAD_ROWS_FILE, Workspace
+from dlrm.data.schema import CRITEO_DENSE, Meta
 from dlrm.files import whole
 from dlrm.hints import nearest
 from dlrm.machine import cores
 
 FORMAT = 1  # of the spilled blocks; raise it when a change makes old ones unfit for a restart
-BAD_ROWS_FILE = "bad_rows.json"
 DAYS = 7
 
 
@@ -112,7 +111,7 @@ def prepare(
     with Workspace(Path(output), key) as work:
         if not work.finished:
             _make(paths, options, work, workers or cores(), block_bytes, progress)
-        work.publish((*(f"{split}.parquet" for split in SPLITS), "vocabulary", BAD_ROWS_FILE))
+        work.publish()
     return Meta.read(output)
 
 

@@ -337,6 +337,19 @@ def test_an_earlier_result_is_replaced_as_a_whole(raw, tmp_path):
     assert found == contents(tmp_path / "fresh")
 
 
+@pytest.mark.parametrize("name", ["train.parquet", "meta.json", "vocabulary/notes.txt"])
+def test_data_that_no_preparation_made_is_left_alone(raw, tmp_path, name):
+    mine = tmp_path / "own" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(
+        ValueError, match=rf"own holds {name.partition('/')[0]}, not made by a prep"
+    ):
+        quiet(raw, tmp_path / "own")
+    assert contents(tmp_path / "own").keys() == {name}
+    assert mine.read_text() == "mine"
+
+
 def test_two_at_once_are_refused(raw, tmp_path):
     message = r"another process is preparing .*out; wait for it"
     with Workspace(tmp_path / "out", {}), pytest.raises(ValueError, match=message):

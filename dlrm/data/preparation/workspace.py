@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dlrm.data.schema import META_FILE
+from dlrm.data.schema import META_FILE, SPLITS
 from dlrm.files import whole
 
 DIRECTORY = ".prepare"
 KEY_FILE = "key.json"
+BAD_ROWS_FILE = "bad_rows.json"
+RESULTS = (*(f"{split}.parquet" for split in SPLITS), "vocabulary", BAD_ROWS_FILE)
 
 
 class Workspace:
@@ -25,7 +27,8 @@ class Workspace:
         key: all that the results depend on. Work done under another key is thrown away.
 
     Raises:
-        ValueError: on entering: ``output`` is no directory, or another process is at work there.
+        ValueError: on entering: ``output`` is no directory, or holds data that no preparation made,
+            or another process is at work there.
     """
 
     def __init__(self, output: Path, key: Mapping[str, Any]) -> None:
@@ -34,6 +37,7 @@ class Workspace:
         self._key = json.dumps(key, indent=2, sort_keys=True)
 
     def __enter__(self) -> Workspace:
+        self._require_no_others()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
@@ -55,6 +59,17 @@ class Workspace:
     def __exit__(self, *_: object) -> None:
         os.close(self._lock)
 
+    def _require_no_others(self) -> None:
+        """Raise if results would replace what is not from an earlier preparation."""
+        if self.directory.exists() or (self.output / BAD_ROWS_FILE).exists():
+            return
+        others = [n for n in (*RESULTS, META_FILE) if (self.output / n).exists()]
+        if others:
+            raise ValueError(
+                f"{self.output} holds {', '.join(others)}, not made by a preparation, which would "
+                "replace them; give another --output"
+            )
+
     def _clear_unless_of_this_key(self) -> None:
         kept = self / KEY_FILE
         if not kept.is_file() or kept.read_text() != self._key:
@@ -74,14 +89,14 @@ class Workspace:
         """Whether all results are made: ``meta.json`` is written last."""
         return (self / META_FILE).exists()
 
-    def publish(self, names: tuple[str, ...]) -> None:
-        """Move the results ``names`` and then ``meta.json`` to the output; remove everything else.
+    def publish(self) -> None:
+        """Move the results and then ``meta.json`` to the output; remove everything else.
 
         The output has no ``meta.json`` until all files belong together. When killed in between,
         the rest is moved by the next call.
         """
         (self.output / META_FILE).unlink(missing_ok=True)
-        for name in names:
+        for name in RESULTS:
             if (self / name).exists():
                 _remove(self.output / name)
                 (self / name).replace(self.output / name)
