@@ -1,8 +1,9 @@
 """Compare runs in one table and one plot of quality against bytes.
 
 ``python scripts/compare.py runs/*`` groups runs that differ in their seed alone and gives the mean
-and, from two seeds on, the standard deviation over them. What else lies there, runs that have not
-finished too, is named and left out.
+and, from two seeds on, the standard deviation over them; of runs that repeat a seed the first
+counts. Options in which groups of one kind differ are shown. What else lies there, runs that have
+not finished too, is named and left out.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
+from dlrm.config import HOUSEKEEPING
+from dlrm.embeddings import available
 from dlrm.files import whole
 from dlrm.hints import Parser
 from dlrm.tracking import log_figures
@@ -45,7 +48,6 @@ FORMATS = {
 }
 
 QUALITY = ("AUC", "log loss", "accuracy", "NE")
-PER_RUN = ("seed", "name", "output", "resume")  # options that do not make two runs different
 
 
 def arguments() -> Parser:
@@ -84,13 +86,15 @@ def read(runs: list[Path]) -> pd.DataFrame:
         path = run / "result.json"
         try:
             result = json.loads(path.read_text())
-            options = {k: v for k, v in result["options"].items() if k not in PER_RUN}
+            given = result["options"]
+            options = {k: v for k, v in given.items() if k not in {"seed", *HOUSEKEEPING}}
             values = {label: result["metrics"].get(name) for name, label in METRICS.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is no result of train.py: {error!r}") from None
         rows.append(
             {
-                "run": run.name,
+                "run": str(run),
+                "seed": given.get("seed"),
                 "emb": _kind(options),
                 "budget": options.get("budget") or "",
                 "group": json.dumps(options, sort_keys=True),
@@ -99,7 +103,11 @@ def read(runs: list[Path]) -> pd.DataFrame:
         )
     table = pd.DataFrame(rows).astype(dict.fromkeys(METRICS.values(), float))
     table["MB"] /= 1e6
-    return table
+    again = table.duplicated(["group", "seed"])
+    for run in table["run"][again]:
+        print(f"left out: {run} repeats the seed of a run before it", file=sys.stderr)
+    table["run"] = [Path(run).name for run in table["run"]]
+    return table[~again]
 
 
 def _kind(options: dict[str, Any]) -> str:
@@ -113,11 +121,29 @@ def summarize(table: pd.DataFrame) -> pd.DataFrame:
     labels = list(METRICS.values())
     groups = table.groupby("group", sort=False)
     summary = groups[["run", "emb", "budget"]].first()
+    summary["options"] = _differing(summary)
     summary["seeds"] = groups.size()
     for label in labels:
         summary[label] = groups[label].mean()
         summary[f"{label} std"] = groups[label].std()
     return summary.reset_index(drop=True).sort_values("AUC", ascending=False)
+
+
+def _differing(summary: pd.DataFrame) -> pd.Series:
+    """The options of each group in which those of its kind differ, the budget aside."""
+    kinds = available().keys()
+    told = {}
+    for kind, groups in summary.groupby("emb"):
+        flat = pd.json_normalize([json.loads(group) for group in groups.index]).astype(str)
+        others = [f"{other}." for other in kinds - {str(kind).partition("+")[0]}]
+        names = [
+            name
+            for name in flat.columns[flat.nunique() > 1]
+            if name != "budget" and not name.startswith(tuple(others))
+        ]
+        for group, (_, own) in zip(groups.index, flat[names].iterrows(), strict=True):
+            told[group] = " ".join(f"{name}={value}" for name, value in own.items())
+    return pd.Series(told)
 
 
 def render(summary: pd.DataFrame) -> str:
@@ -129,6 +155,8 @@ def render(summary: pd.DataFrame) -> str:
             f"{mean:{form}}" + (f" ± {std:{form}}" if std == std and label in QUALITY else "")
             for mean, std in zip(summary[label], spread, strict=True)
         ]
+    if summary["options"].any():
+        shown["options"] = summary["options"]
     return shown.to_string(index=False)
 
 

@@ -124,6 +124,40 @@ def test_numbers_that_cannot_be_are_refused(script, capsys, name, given, message
     assert message in capsys.readouterr().err
 
 
+def test_what_makes_two_runs_different(script, tmp_path, capsys):
+    """A seed counts once, what makes no difference is no group, what does is shown."""
+
+    def finish(name, auc, **options):
+        given = {
+            "emb": "dense",
+            "seed": 0,
+            "data": "d",
+            "log_every": 9,
+            "tables": {"dtype": "fp32"},
+        }
+        (tmp_path / name).mkdir()
+        result = {"options": {**given, **options}, "metrics": {"test/auc": auc}}
+        (tmp_path / name / "result.json").write_text(json.dumps(result))
+
+    finish("a", 0.7)
+    finish("a_again", 0.9)
+    finish("b", 0.8, seed=1, log_every=10, device="cuda")
+    finish("bf16", 0.6, tables={"dtype": "bf16"}, tt={"rank": 5})
+    finish("tt", 0.5, emb="tt", tt={"rank": 5})
+    finish("more", 0.4, emb="tt", tt={"rank": 6}, data="e")
+    compare = script("compare")
+    summary = compare.summarize(compare.read(sorted(tmp_path.iterdir()))).set_index("run")
+    assert f"left out: {tmp_path / 'a_again'} repeats the seed of a run" in capsys.readouterr().err
+    assert summary["seeds"].to_dict() == {"a": 2, "bf16": 1, "tt": 1, "more": 1}
+    assert summary["AUC"]["a"] == pytest.approx(0.75)
+    assert summary["options"].to_dict() == {
+        "a": "tables.dtype=fp32",
+        "bf16": "tables.dtype=bf16",
+        "tt": "data=d tt.rank=5",
+        "more": "data=e tt.rank=6",
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["frontier", "reproduce_tt_rec"])
 def test_interrupted_it_ends_at_once_and_says_how_to_go_on(data, tmp_path, name):
