@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -121,3 +121,8 @@ def predict(
     if not logits:
         return torch.zeros(0), torch.zeros(0)
     return torch.cat(logits), torch.cat(labels)
+
+
+def finite(values: Mapping[str, float]) -> dict[str, float | None]:
+    """Values with null for what is not a number, which JSON has no word for."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}

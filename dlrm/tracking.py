@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import resource
 import sys
 import time
@@ -20,15 +19,11 @@ from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
 from dlrm.files import whole
+from dlrm.metrics import finite
 from dlrm.peers import bytes_held
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-def _json(values: Mapping[str, float]) -> dict[str, float | None]:
-    """Values with null for what is not a number, which JSON has no word for."""
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 HPARAM_METRICS = (
@@ -65,6 +60,25 @@ OVERVIEW: dict[str, dict[str, tuple[str, ...]]] = {
 charts, each with the names, or beginnings of names, that it shows."""
 
 
+def _lines(path: Path) -> list[str]:
+    """The lines of a file of JSON, but for a last one that was cut off when the process ended.
+
+    Raises:
+        ValueError: another one is broken.
+    """
+    lines = path.read_text().splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()
+    for number, line in enumerate(lines, 1):
+        try:
+            json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number} is no JSON: {error}; remove the line, or the file"
+            ) from None
+    return lines
+
+
 class Tracker:
     """Writes every number twice: to TensorBoard and, the same, to ``metrics.jsonl``.
 
@@ -78,8 +92,7 @@ class Tracker:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "metrics.jsonl"
         if step is not None and self.path.exists():
-            lines = [json.loads(line) for line in self.path.read_text().splitlines()]
-            kept = [json.dumps(line) + "\n" for line in lines if line["step"] <= step]
+            kept = [line for line in _lines(self.path) if json.loads(line)["step"] <= step]
             with whole(self.path) as temporary:
                 temporary.write_text("".join(kept))
         self._writer = SummaryWriter(str(directory), purge_step=None if step is None else step + 1)
@@ -99,7 +112,7 @@ class Tracker:
         """Record numbers under names like ``train/loss``; the part before the slash groups them."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
-        entry = {"step": step, "time": round(time.time(), 3), **_json(values)}
+        entry = {"step": step, "time": round(time.time(), 3), **finite(values)}
         self._lines.write(json.dumps(entry) + "\n")
 
     def text(self, name: str, text: str) -> None:
@@ -125,7 +138,7 @@ class Tracker:
         writer = self._writer._get_file_writer()
         for summary in hparams(plain, shown):
             writer.add_summary(summary)
-        result = {"run": self.path.parent.name, "options": dict(options), "metrics": _json(final)}
+        result = {"run": self.path.parent.name, "options": dict(options), "metrics": finite(final)}
         with whole(self.path.with_name("result.json")) as temporary:
             temporary.write_text(json.dumps(result, indent=2) + "\n")
         self.close()

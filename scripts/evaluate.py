@@ -42,7 +42,11 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps({"split": options.split, "rows": loader.rows, **values}, indent=2))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    found = {"split": options.split, "rows": loader.rows, **metrics.finite(values)}
+    print(json.dumps(found, indent=2))
     return 0
 
 

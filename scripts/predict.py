@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
@@ -43,17 +42,20 @@ def main(argv: list[str] | None = None) -> int:
             num_embeddings=model.sparse_arch.num_embeddings,
         )
         bf16 = config["precision"] == "bf16"
-        schema = pa.schema({"probability": pa.float32(), "label": pa.uint8()})
+        schema = pa.schema({"probability": pa.float32(), "label": pa.float32()})
         output.parent.mkdir(parents=True, exist_ok=True)
         with whole(output) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
             for batch in loader:
                 logits, labels = metrics.predict(model, [batch], bf16=bf16)
                 probabilities = metrics.sigmoid(logits).float().cpu().numpy()
-                columns = [probabilities, labels.cpu().numpy().astype(np.uint8)]
+                columns = [probabilities, labels.cpu().numpy()]
                 writer.write_table(pa.table(columns, schema=schema))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
     print(f"{loader.rows:,} scores in {output}")
     return 0
 

@@ -96,6 +96,21 @@ def test_a_resumed_run_drops_what_was_logged_after_its_checkpoint(tmp_path):
     assert [e.value for e in events(tmp_path).Scalars("train/loss")] == [1, 2, 3, 40]
 
 
+def test_a_line_that_was_cut_off_does_not_stop_a_resumed_run(tmp_path):
+    with Tracker(tmp_path) as tracker:
+        tracker.log(1, {"train/loss": 1.0})
+    path = tmp_path / "metrics.jsonl"
+    before = path.read_text()
+    path.write_text(before + '{"step": 2, "tr')
+    with Tracker(tmp_path, step=1):
+        pass
+    assert path.read_text() == before
+    path.write_text('{"step": 2, "tr\n' + before)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1 is no JSON: .*remove the line"):
+        Tracker(tmp_path, step=1)
+    assert path.read_text().endswith(before)
+
+
 def test_clock_leaves_out_pauses_and_counts_waiting(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("dlrm.tracking.time.perf_counter", lambda: now[0])
