@@ -25,6 +25,7 @@ from dlrm.distributed import World, pick_device
 from dlrm.embeddings import available
 from dlrm.embeddings.plan import AUTO, describe, plan
 from dlrm.embeddings.sharding import spread
+from dlrm.files import whole
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, Schedule
 from dlrm.reduce import Reducer, state_bytes
@@ -199,7 +200,8 @@ class Run:
     def _announce(self) -> None:
         if not self.world.first:
             return
-        (self.directory / "config.yaml").write_text(self.resolved)
+        with whole(self.directory / checkpoint.CONFIG) as temporary:
+            temporary.write_text(self.resolved)
         if self.sharding:
             self.tracker.text("sharding", self.sharding.text)
             print(self.sharding.text)
@@ -207,6 +209,11 @@ class Run:
         self.tracker.text("tables", tables)
         if self.config.emb == AUTO:
             print(tables)
+        own = [options for kind, options in self.recipe["plan"] if kind == self.config.emb]
+        for name, value in self.config.methods.get(self.config.emb, {}).items():
+            if self.config.budget and own and all(options.get(name) != value for options in own):
+                option = f"--{self.config.emb}.{name}"
+                print(f"note: {option} changes nothing, it follows from --budget", file=sys.stderr)
         self.tracker.text("config", self.resolved)
         sizes = self._embedding_sizes()
         self.tracker.log(self.steps, sizes)
@@ -280,7 +287,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = None
     try:
         if config.resume:
-            saved = checkpoint.run_of(config.resume) / "config.yaml"
+            saved = checkpoint.run_of(config.resume) / checkpoint.CONFIG
+            _require_own(arguments)
             with world.silent_unless_first():
                 config, resolved = parse([*arguments, f"--config={saved}"], kinds)
         run = Run(config, resolved, world)
@@ -291,9 +299,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         world.say_once(f"interrupted; {checkpoint.way_on(run.directory if run else None)}")
         return 130
+    except (RuntimeError, MemoryError) as error:
+        if not _out_of_memory(error):
+            raise
+        world.say_once(f"error: out of memory: {_advice(config)}")
+        return 2
     finally:
         world.leave()
     return 0
+
+
+def _require_own(arguments: Sequence[str]) -> None:
+    """Raise where an option would be taken for something beside ``--resume``."""
+    names = {argument.partition("=")[0] for argument in arguments}
+    idle = sorted(names & {"--config", "--name", "--output", "--init_from"})
+    if idle:
+        raise ValueError(f"--resume goes on with the run's own {', '.join(idle)}: leave that out")
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    known = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, known) or "allocate memory" in str(error)
+
+
+def _advice(config: RunConfig) -> str:
+    """What takes the most of it, and what to do."""
+    meta = Meta.read(config.data)
+    rows, table = max(zip(meta.cardinalities, meta.tables, strict=True))
+    size = 4e-6 * config.model.embedding_dim * rows
+    return (
+        f"the largest table, {table}, has {rows:,} rows, {size:,.0f} MB if dense, beside the state "
+        "of the optimizer; compress it with --emb and --budget, keep it in host memory with --emb "
+        "offload, or lower --batch_size"
+    )
 
 
 if __name__ == "__main__":

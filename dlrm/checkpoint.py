@@ -34,6 +34,7 @@ from dlrm.shards import Shards
 
 LATEST, BEST = "latest", "best"
 ABOUT = "about.pt"
+CONFIG = "config.yaml"  # of a run
 
 Values = dict[str, Tensor | Shards]
 
@@ -154,7 +155,11 @@ def save(
     except CheckpointException as error:
         if world.first:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise OSError(f"{path} can't be written: {_reason(error)}") from None
+        causes = [_first(failure[0]) for failure in error.failures.values()]
+        if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
+            raise KeyboardInterrupt from None
+        told = [cause.strerror or str(cause) for cause in causes if isinstance(cause, OSError)]
+        raise OSError(f"{path} can't be written: {(told or [_reason(error)])[0]}") from None
     if world.first:
         with (temporary / ABOUT).open("wb") as file:
             torch.save(dict(about), file)
@@ -181,6 +186,13 @@ def _alone_is_fine() -> Iterator[None]:
         yield
 
 
+def _first(error: BaseException) -> BaseException:
+    """The error that another was raised for or on the way of, if there is one."""
+    while (before := error.__cause__ or error.__context__) is not None:
+        error = before
+    return error
+
+
 def _reason(error: BaseException) -> str:
     """The last line of an error that carries a traceback in its text."""
     lines = [line for line in str(error).splitlines() if line.strip()]
@@ -196,6 +208,8 @@ def find(path: str | Path) -> Path:
     path = Path(path)
     found = path if (path / ABOUT).is_file() else path / "checkpoints" / LATEST
     if not (found / ABOUT).is_file():
+        if (path / CONFIG).is_file():
+            raise FileNotFoundError(f"{path} has no checkpoint yet: remove it, and start it again")
         raise FileNotFoundError(
             f"{path} is no checkpoint: name a run's directory or one in its checkpoints/"
         )
@@ -216,7 +230,8 @@ def directory(new: Path, resume: str | None) -> Path:
     if resume:
         return run_of(resume)
     if new.exists():
-        raise ValueError(f"{new} exists: choose another --name, or --resume {new}")
+        rest = f"--resume {new}" if (new / "checkpoints" / LATEST).exists() else "remove it"
+        raise ValueError(f"{new} exists: choose another --name, or {rest}")
     return new
 
 

@@ -224,6 +224,11 @@ class DLRM(nn.Module):
         Raises:
             ValueError: the models differ in more than their embeddings.
         """
+        if self.num_dense != trained.num_dense:
+            raise ValueError(
+                f"the trained model has {trained.num_dense} dense features, this one "
+                f"{self.num_dense}: it is of other data"
+            )
         for name in ("bottom_mlp", "interaction", "top_mlp"):
             own, other = (getattr(model, name) for model in (self, trained))
             shapes = [[p.shape for p in part.parameters()] for part in (own, other)]

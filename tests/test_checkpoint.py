@@ -1,4 +1,5 @@
 import copy
+import errno
 import json
 import shutil
 
@@ -103,6 +104,24 @@ def test_a_failed_save_leaves_what_there_was(tmp_path, monkeypatch):
     save(directory / "step_1", recipe, model, optimizers)
     monkeypatch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
+        save(directory / "step_2", recipe, model, optimizers)
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def fails(error, then):
+        def save(*_):
+            try:
+                raise error
+            finally:
+                raise then
+
+        return save
+
+    # As when the file under an archive can't be written, which the archive then finds too short.
+    monkeypatch.setattr(torch, "save", fails(full, RuntimeError("unexpected pos 704 vs 598")))
+    with pytest.raises(OSError, match="step_2 can't be written: No space left on device"):
+        save(directory / "step_2", recipe, model, optimizers)
+    monkeypatch.setattr(torch, "save", fails(KeyboardInterrupt(), KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
         save(directory / "step_2", recipe, model, optimizers)
     monkeypatch.undo()
     parts = checkpoint.Parts(model, optimizers)

@@ -259,6 +259,36 @@ def test_a_resumed_run_keeps_its_model(data, tmp_path):
     assert (tmp_path / "run" / "config.yaml").read_text() == before
 
 
+def test_a_resumed_run_takes_no_options_that_it_would_not_follow(data, tmp_path):
+    train(data, tmp_path, "run", "--max_steps", "2")
+    before = (tmp_path / "run" / "config.yaml").read_text()
+    given = ["--name", "other", f"--init_from={tmp_path / 'run'}"]
+    done = run("train.py", "--resume", tmp_path / "run", *given, status=2)
+    assert "--resume goes on with the run's own --init_from, --name: leave that out" in done.stderr
+    assert (tmp_path / "run" / "config.yaml").read_text() == before
+
+
+def test_a_run_without_a_checkpoint_is_started_anew(data, tmp_path):
+    train(data, tmp_path, "run", "--max_steps", "1", "--checkpoint", "false")
+    done = train(data, tmp_path, "run", status=2)
+    assert "run exists: choose another --name, or remove it" in done.stderr
+    done = run("train.py", "--resume", tmp_path / "run", status=2)
+    assert "run has no checkpoint yet: remove it, and start it again" in done.stderr
+
+
+def test_a_model_that_memory_has_no_room_for(data, tmp_path):
+    done = train(data, tmp_path, "run", "--model.embedding_dim", str(10**11), status=2)
+    assert "error: out of memory: the largest table, C" in done.stderr
+    assert "compress it with --emb and --budget" in done.stderr
+
+
+def test_an_option_that_a_budget_sets_is_noted(data, tmp_path):
+    given = ["--emb", "tt", "--budget", "4x", "--tt.rank", "999", "--tt.cache_decay", "0.5"]
+    done = train(data, tmp_path, "run", "--max_steps", "1", *given)
+    assert done.stderr.count("note: ") == 1
+    assert "note: --tt.rank changes nothing, it follows from --budget" in done.stderr
+
+
 def test_a_finished_run_resumed_reports_no_speed_of_nothing(data, tmp_path):
     train(data, tmp_path, "run", "--max_steps", "2")
     first = result(tmp_path / "run")
