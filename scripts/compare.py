@@ -89,13 +89,14 @@ def read(runs: list[Path]) -> pd.DataFrame:
             given = result["options"]
             options = {k: v for k, v in given.items() if k not in {"seed", *HOUSEKEEPING}}
             values = {label: result["metrics"].get(name) for name, label in METRICS.items()}
+            kind = _kind(options)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is no result of train.py: {error!r}") from None
         rows.append(
             {
                 "run": str(run),
                 "seed": given.get("seed"),
-                "emb": _kind(options),
+                "emb": kind,
                 "budget": options.get("budget") or "",
                 "group": json.dumps(options, sort_keys=True),
                 **values,

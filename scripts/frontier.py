@@ -25,7 +25,7 @@ from pathlib import Path
 
 import compare
 import pandas as pd
-from pool import Pool, Run, step_speed
+from pool import Pool, Run, require_rows, step_speed
 
 from dlrm import measure
 from dlrm.data.schema import Meta
@@ -110,8 +110,9 @@ def publish(summary: pd.DataFrame, options: argparse.Namespace, report: dict[str
 def compare_kinds(options: argparse.Namespace) -> None:
     """Train what is missing, then compare."""
     meta = Meta.read(options.data)
+    require_rows(options.data, meta, "test")
     if options.validation:
-        Meta.read(options.validation)
+        require_rows(options.validation, Meta.read(options.validation), "val")
     valid = ["auto", CACHED, *available()]
     for kind in (*options.kinds, *dict(options.lr)):
         if kind not in valid:

@@ -17,21 +17,31 @@ import traceback
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import torch
+import yaml
 from tqdm import tqdm
 
 from dlrm import measure
 from dlrm.cli import parse
+from dlrm.config import HOUSEKEEPING
+from dlrm.data.schema import Meta
 from dlrm.distributed import World
 from dlrm.embeddings import available
 from dlrm.machine import cores
+from dlrm.tracking import RESULT
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # where train.py is
-RESULT = "result.json"
 Run = tuple[str, list[str]]  # name and options
+
+
+def require_rows(data: str | Path, meta: Meta, split: str) -> None:
+    """Raise unless a split has rows: before hours of training, not behind them."""
+    if split not in meta.splits or not meta.splits[split].rows:
+        raise ValueError(f"{data} has no {split} rows, which are compared: prepare it with some")
 
 
 class Pool:
@@ -52,13 +62,16 @@ class Pool:
 
         Raises:
             ChildProcessError: a run ended in anything but success or a clear message.
+            ValueError: one that has finished was of other options.
         """
-        todo = [(name, options) for name, options in runs if not self.done(name)]
         common = [f"--data={Path(data).resolve()}", f"--output={self.directory.resolve()}"]
-        tasks = [
-            (self.directory / name, [*common, f"--name={name}", *self.common, *options])
-            for name, options in todo
-        ]
+        tasks = []
+        for name, options in runs:
+            arguments = [*common, f"--name={name}", *self.common, *options]
+            if self.done(name):
+                self._require_alike(name, arguments)
+            else:
+                tasks.append((self.directory / name, arguments))
         with _threads(max(1, cores() // self.jobs)):
             spawn = multiprocessing.get_context("spawn")  # a fork can't use the GPU
             with ProcessPoolExecutor(self.jobs, spawn) as workers:
@@ -69,6 +82,18 @@ class Pool:
                     for worker in multiprocessing.active_children():
                         worker.terminate()
                     raise
+
+    def _require_alike(self, name: str, arguments: list[str]) -> None:
+        """Raise if the run of this name was of other options than these."""
+        with redirect_stderr(StringIO()):  # notes
+            options = yaml.safe_load(parse(arguments, available())[1])
+        had = json.loads((self.directory / name / RESULT).read_text())["options"]
+        others = [o for o in options.keys() & had.keys() - HOUSEKEEPING if options[o] != had[o]]
+        if others:
+            raise ValueError(
+                f"{self.directory / name} has finished with another {', '.join(sorted(others))}: "
+                "give another --runs, or remove it"
+            )
 
     def done(self, name: str) -> bool:
         """Whether a run has finished."""

@@ -31,7 +31,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter
-from pool import Pool, Run, step_speed
+from pool import Pool, Run, require_rows, step_speed
 
 from dlrm import measure
 from dlrm.data.schema import KAGGLE_CARDINALITIES, Meta
@@ -277,6 +277,7 @@ def draw_points(axes: Axes, summary: pd.DataFrame, label: str) -> None:
 def reproduce(options: argparse.Namespace) -> None:
     """Train what is missing, time, and compare."""
     meta = Meta.read(options.data)
+    require_rows(options.data, meta, "test")
     common = [f"--config={options.config}", "--checkpoint=false", "--eval_every=2000000000"]
     common += [f"--{option}" for option in options.options]
     pool = Pool(options.runs, options.jobs, common)
@@ -284,6 +285,11 @@ def reproduce(options: argparse.Namespace) -> None:
     seeds = [list(seed) for seed in zip(*runs.values(), strict=True)]
     impossible = pool.train([run for seed in seeds for run in seed], options.data)
     if options.fine_tune:
+        if not (options.runs / "dense-0" / "checkpoints").exists():
+            raise ValueError(
+                f"{options.runs / 'dense-0'} has no checkpoint, which --fine-tune begins with: "
+                "remove it, to be trained again"
+            )
         tuned = {f"fitted-{cell}": fine_tuning(cell, options, meta) for cell in to_fit(options)}
         impossible += pool.train(list(tuned.values()), options.data)
         runs |= {name: [run] for name, run in tuned.items()}

@@ -68,6 +68,15 @@ def test_tt_rec_from_data_to_table_plot_and_json(script, data, tmp_path, capsys)
     assert len(marks) == 4
     assert main([*given, "--no-timing"]) == 0
     assert marks == {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/result.json")}
+    # Nor is it taken for a run of other options.
+    capsys.readouterr()
+    assert main([*given, "--no-timing", "--tt-lr", "0.7"]) == 2
+    assert (
+        "tt3-r4-0 has finished with another optim: give another --runs" in capsys.readouterr().err
+    )
+    (tmp_path / "runs" / "dense-0" / "checkpoints").rename(tmp_path / "elsewhere")
+    assert main([*given, "--no-timing"]) == 2
+    assert "dense-0 has no checkpoint, which --fine-tune begins with" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -93,12 +102,17 @@ def test_a_frontier_with_chosen_rates(script, data, tmp_path, capsys):
     assert {path.name for path in tmp_path.glob("*.png")} == {"plot.png", "plot_speed.png"}
 
 
-def test_mistakes_are_named(script, data, capsys):
+def test_mistakes_are_named(script, data, tmp_path, capsys):
+    synthetic.write(tmp_path / "no_test", rows=50, cardinalities=[5] * 26, fractions=[1, 0, 0])
+    bare = str(tmp_path / "no_test")
     tt_rec, frontier = (script(name).main for name in ("reproduce_tt_rec", "frontier"))
     for main, given, message in (
         (tt_rec, [], "error: --data is needed, or --ratios-only"),
         (tt_rec, ["--data", "nowhere"], "nowhere/meta.json does not exist"),
         (frontier, ["--data", str(data), "--rates", "0.1"], "--rates and --validation go together"),
+        (frontier, ["--data", bare], "no_test has no test rows, which are compared"),
+        (tt_rec, ["--data", bare], "no_test has no test rows, which are compared"),
+        (frontier, ["--data", str(data), "--validation", bare], "no_test has no val rows"),
         (frontier, ["--data", str(data), "--kinds", "ttt"], "kind 'ttt', did you mean 'tt'"),
         (frontier, ["--data", str(data), "--lr", "robr=0.1"], "kind 'robr', did you mean 'robe'"),
     ):
@@ -195,7 +209,10 @@ def test_no_run_at_all_is_an_error(script, data, tmp_path, capsys):
         assert message in printed.err
 
 
-@pytest.mark.parametrize("content", ['{"x":', "{}", "[]", '{"options": [], "metrics": {}}'])
+@pytest.mark.parametrize(
+    "content",
+    ['{"x":', "{}", "[]", '{"options": [], "metrics": {}}', '{"options": {}, "metrics": {}}'],
+)
 def test_what_is_no_result_is_named(script, tmp_path, capsys, content):
     (tmp_path / "result.json").write_text(content)
     assert script("compare").main([str(tmp_path), "--plot", str(tmp_path / "plot.png")]) == 2
