@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from dlrm.data.parquet import RowGroupReader
-from dlrm.data.schema import META_FILE, SPLITS, Categorical, Meta, Split
+from dlrm.data.schema import DESCRIBED, META_FILE, SPLITS, Categorical, Meta, Split
 from dlrm.hints import Parser
 
 SPARSE = 10  # rows of a table per value of its column, from which on the ids look hashed
@@ -120,7 +120,7 @@ def describe(
             )
             for split, names in files.items()
         },
-        options={"made_by": "scripts/describe_parquet.py"},
+        options={"made_by": DESCRIBED},
     )
 
 
@@ -187,9 +187,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     files = {split: _found(directory, getattr(options, split)) for split in SPLITS}
     if not files["train"]:
         raise ValueError("no training files; name them with --train FILE ...")
-    for name, count in Counter(name for names in files.values() for name in names).items():
+    names = [name for split in files.values() for name in split]
+    for path, count in Counter((directory / name).resolve() for name in names).items():
         if count > 1:
-            raise ValueError(f"{name} is named {count} times; a file belongs to one split, once")
+            raise ValueError(f"{path} is named {count} times; a file belongs to one split, once")
     meta = describe(
         directory,
         {split: names for split, names in files.items() if names},

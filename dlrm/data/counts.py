@@ -13,7 +13,7 @@ from pyarrow import parquet
 from torch import Tensor
 
 from dlrm.data.parquet import RowGroupReader
-from dlrm.data.schema import Meta
+from dlrm.data.schema import DESCRIBED, Meta
 from dlrm.machine import cores
 
 MOST_ROWS = 1 << 24  # training rows that are counted, of a larger split evenly spaced row groups
@@ -22,11 +22,12 @@ MOST_ROWS = 1 << 24  # training rows that are counted, of a larger split evenly 
 def read_counts(directory: str | os.PathLike[str], meta: Meta) -> list[Tensor]:
     """Occurrences of every id of every column, ``[cardinality]`` int64 each.
 
-    They stand in the vocabularies, where ids that are not named count 0; if a column has none, all
-    are counted in the training rows.
+    They stand in the vocabularies, where ids that are not named count 0; if a column has none, or
+    the data was described as it is (vocabularies there are of other ids), all are counted in the
+    training rows.
     """
     paths = [Path(directory) / meta.vocabulary_file(column.name) for column in meta.categorical]
-    if not all(path.is_file() for path in paths):
+    if meta.options.get("made_by") == DESCRIBED or not all(path.is_file() for path in paths):
         return count_ids(directory, meta)
     counts = []
     for column, path in zip(meta.categorical, paths, strict=True):

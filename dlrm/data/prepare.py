@@ -101,7 +101,7 @@ def prepare(
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(f"{path} is not a file; give raw Criteo logs as input")
-        if paths.count(path) > 1:
+        if [other.resolve() for other in paths].count(path.resolve()) > 1:
             raise ValueError(f"{path} is given more than once; give each input once")
     key = {
         "format": [FORMAT, block_bytes],

@@ -37,6 +37,9 @@ TERABYTE_CARDINALITIES = (
 )  # fmt: skip
 
 
+DESCRIBED = "scripts/describe_parquet.py"  # what made the description of Parquet of your own
+
+
 @dataclass(frozen=True, kw_only=True)
 class Categorical:
     """One categorical column: a table of ``cardinality`` rows is looked up by its ids."""
@@ -86,6 +89,17 @@ class Meta:
                     f"column {name!r} is named {count} times; a column is the label, dense or "
                     "categorical, once"
                 )
+
+    def _require_types(self) -> None:
+        """Raise where a number or a name is something else, as a hand may write it."""
+        for column in self.categorical:
+            if type(column.cardinality) is not int or column.cardinality < 1:
+                raise ValueError(f"column {column.name!r} has cardinality {column.cardinality!r}")
+        for name, split in self.splits.items():
+            if type(split.rows) is not int or split.rows < 0:
+                raise ValueError(f"split {name!r} has rows {split.rows!r}")
+            if not all(isinstance(file, str) for file in split.files):
+                raise ValueError(f"split {name!r} has files {split.files!r}")
 
     @property
     def tables(self) -> tuple[str, ...]:
@@ -140,6 +154,8 @@ class Meta:
                 "prepare the data again"
             )
         try:
+            if isinstance(raw["dense"], str):
+                raise ValueError(f"dense is {raw['dense']!r}, it must be a list of names")
             raw["dense"] = tuple(raw["dense"])
             raw["categorical"] = tuple(Categorical(**column) for column in raw["categorical"])
             raw["splits"] = {
@@ -147,8 +163,10 @@ class Meta:
                 for name, split in raw["splits"].items()
             }
             raw["inputs"] = tuple(raw.get("inputs", ()))
-            return cls(**raw)
-        except (KeyError, TypeError, ValueError) as error:
+            meta = cls(**raw)
+            meta._require_types()
+            return meta
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"{path} is not a meta file: {error}; prepare the data again"
             ) from None

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
@@ -154,7 +155,8 @@ def split_rows(rows: int, fractions: Sequence[float] | None = None) -> dict[str,
         test = (day + 1) // 2
         lengths = {"train": rows - day, "test": test, "val": day - test}
     else:
-        train, end = int(fractions[0] * rows), int(sum(fractions[:2]) * rows)
+        shares = [Fraction(str(share)) for share in fractions[:2]]  # exactly as written
+        train, end = int(shares[0] * rows), int(sum(shares) * rows)
         lengths = {"train": train, "val": end - train, "test": rows - end}
     splits, start = {}, 0
     for name, length in lengths.items():
@@ -209,8 +211,8 @@ def _check(
 ) -> None:
     if rows < 1:
         raise ValueError(f"rows is {rows}, it must be at least 1")
-    if seed < 0:
-        raise ValueError(f"seed is {seed}, it must not be negative")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed is {seed}, it must not be negative, and below 2**63")
     if format not in ("parquet", "tsv"):
         raise ValueError(f"the format is {format!r}, it must be parquet or tsv")
     if not 0.5 <= auc < 1:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -5,7 +7,7 @@ from pyarrow import parquet
 
 from dlrm.data import synthetic
 from dlrm.data.counts import count_ids, read_counts
-from dlrm.data.schema import Categorical, Meta, Split
+from dlrm.data.schema import DESCRIBED, Categorical, Meta, Split
 
 
 def write(directory, ids, bags, *, groups=1):
@@ -29,6 +31,17 @@ def test_counts_are_those_of_the_vocabularies(tmp_path):
     table = {"value": ["b", "a", None], "id": [0, 1, 3], "count": [9, 5, 2]}
     parquet.write_table(pa.table(table), path)
     assert [c.tolist() for c in read_counts(tmp_path, meta)] == [[9, 5, 0, 2]]
+
+
+def test_vocabularies_beside_described_data_are_of_other_ids(tmp_path):
+    meta = write(tmp_path, [4, 0, 0], [[0], [], [2, 2]])
+    for column in meta.categorical:
+        path = tmp_path / meta.vocabulary_file(column.name)
+        path.parent.mkdir(exist_ok=True)
+        parquet.write_table(pa.table({"value": ["b"], "id": [0], "count": [9]}), path)
+    assert [c.tolist() for c in read_counts(tmp_path, meta)] == [[9, 0, 0], [9, 0, 0, 0, 0]]
+    described = replace(meta, options={"made_by": DESCRIBED})
+    assert [c.tolist() for c in read_counts(tmp_path, described)] == [[1, 0, 2], [2, 0, 0, 0, 1]]
 
 
 def test_without_vocabularies_the_training_rows_are_counted(tmp_path):

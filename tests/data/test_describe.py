@@ -98,6 +98,7 @@ def test_an_existing_description_is_kept_unless_told(shop):
 MISTAKES = {
     "no training files": (("--test", "test.parquet"), "no training files"),
     "missing file": (("--train", "day-*.parquet"), "no file 'day-*.parquet' in"),
+    "file under two names": ((*ARGUMENTS, "--val", "./test.parquet"), "parquet is named 2 times"),
     "file twice": ((*ARGUMENTS, "--val", "test.parquet"), "test.parquet is named 2 times"),
     "missing label": (("--train", "test.parquet"), "has no columns named 'label'"),
     "missing column": ((*ARGUMENTS, "--dense", "cost"), "has no columns named 'cost'"),

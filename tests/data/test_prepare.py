@@ -429,6 +429,21 @@ def test_truncated_and_empty_files(raw, tmp_path, cut):
     assert (rows > 2000) == bool(cut)
 
 
+def test_of_a_damaged_file_the_lines_before_the_damage_are_kept(tmp_path):
+    rows = raw_rows(9000)
+    whole = gzip.compress(write_raw(tmp_path / "plain", rows).read_bytes())
+    (tmp_path / "broken.gz").write_bytes(whole[:-8] + bytes(8))  # another checksum
+    quiet(tmp_path / "broken.gz", tmp_path / "out", Options(bad_rows="skip"))
+    kept = sum(split.rows for split in Meta.read(tmp_path / "out").splits.values())
+    assert 8800 < kept < 9000
+
+
+def test_one_input_under_two_names(raw, tmp_path):
+    (tmp_path / "link.txt").symlink_to(raw)
+    with pytest.raises(ValueError, match="is given more than once"):
+        quiet([raw, tmp_path / "link.txt"], tmp_path / "out")
+
+
 def test_nothing_to_train_on(raw, tmp_path):
     with pytest.raises(ValueError, match="1500 good rows were read and --split 0 0 1 leaves none"):
         quiet(raw, tmp_path / "out", Options(split=("0", "0", "1")))

@@ -162,10 +162,18 @@ def _line_ends(data: bytes) -> NDArray[np.bool]:
     return np.frombuffer(data, np.uint8) == ord("\n")  # counts 7 times as fast as bytes.count
 
 
+_STEP = 1 << 12  # bytes that are unpacked at once: an error loses a step
+
+
 def _gunzip(first: bytes, pieces: Iterator[bytes]) -> Iterator[bytes]:
     """Decompress gzip members up to the last byte that is there (GzipFile drops the tail)."""
     member = zlib.decompressobj(wbits=31)
-    for piece in itertools.chain((first,), pieces):
+    steps = (
+        piece[start : start + _STEP]
+        for piece in itertools.chain((first,), pieces)
+        for start in range(0, len(piece), _STEP)
+    )
+    for piece in steps:
         while piece:
             if member.eof:
                 piece = piece.lstrip(b"\0")  # members may be padded with zeros
@@ -180,7 +188,7 @@ def _gunzip(first: bytes, pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 def _unzstd(first: bytes, pieces: Iterator[bytes]) -> Iterator[bytes]:
     stream = pa.CompressedInputStream(pa.PythonFile(_Joined(first, pieces), "r"), "zstd")
-    while chunk := stream.read(1 << 12):  # in small steps, for an error loses the step
+    while chunk := stream.read(_STEP):
         yield chunk
 
 
