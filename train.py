@@ -77,6 +77,7 @@ class Run:
         self.steps, self.epoch, self.best = 0, 0, float("-inf")
         self.fitted: dict[str, float] = {}  # metrics after --init_from, before any step
         self.validated: tuple[int, dict[str, float]] = (-1, {})  # step and metrics of the last
+        self.loss: torch.Tensor | None = None  # of the last step
         if config.resume and restored:
             self._restore(config.resume, restored)
         begin = self.steps if restored else None
@@ -112,6 +113,7 @@ class Run:
                     total = min(config.batch_size, left)
                     left -= total
                     out = self.step(batch, norms=logging, total=total, upcoming=data.upcoming)
+                    self.loss = out["loss"]
                     clock.samples += total
                     progress.update(total)
                     if profiler:
@@ -148,6 +150,8 @@ class Run:
         if values:
             self.tracker.log(self.steps, {f"val/{k}": v for k, v in values.items()})
         if self.config.checkpoint:
+            if self.loss is not None:  # what diverged is not to replace what did not
+                metrics.require_finite(float(self.loss), self.steps)
             better = values.get("auc", float("-inf")) > self.best
             self.best = values["auc"] if better else self.best
             self._save([checkpoint.LATEST] + [checkpoint.BEST] * better)

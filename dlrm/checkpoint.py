@@ -8,8 +8,8 @@ of the loop. ``latest`` and ``best`` are links to such directories.
 
 from __future__ import annotations
 
-import glob
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -171,9 +171,10 @@ def save(
                 new.unlink(missing_ok=True)
                 new.symlink_to(name)
         kept = {(directory / link).resolve().name for link in (LATEST, BEST)}
-        alike = path.name.rstrip("0123456789")
-        for old in sorted(directory.glob(f"{glob.escape(alike)}*")):
-            if not old.is_symlink() and old.name not in kept:
+        stem = path.name.rstrip("0123456789")
+        alike = re.compile(re.escape(stem) + r"\d+(\+*|\.tmp)")
+        for old in sorted(directory.iterdir()):
+            if alike.fullmatch(old.name) and not old.is_symlink() and old.name not in kept:
                 shutil.rmtree(old, ignore_errors=True)
     world.wait()
 
@@ -217,8 +218,17 @@ def find(path: str | Path) -> Path:
 
 
 def run_of(path: str | Path) -> Path:
-    """The directory of the run of a checkpoint; see :func:`find`."""
-    return find(path).parent.parent
+    """The directory of the run of a checkpoint; see :func:`find`.
+
+    Raises:
+        FileNotFoundError: there is none, or it lies in no run.
+    """
+    directory = find(path).parent
+    if len(directory.parts) < 2:
+        directory = Path.cwd() / directory
+    if directory.name != "checkpoints":
+        raise FileNotFoundError(f"{path} lies in no run: name one in a run's checkpoints/")
+    return directory.parent
 
 
 def directory(new: Path, resume: str | None) -> Path:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+RESULT = "result.json"  # what a finished run leaves
+
 HPARAM_METRICS = (
     *("test/auc", "test/log_loss", "test/accuracy", "test/normalized_entropy"),
     *("embeddings/compression", "embeddings/bytes", "speed/samples_per_second"),
@@ -91,6 +93,7 @@ class Tracker:
     def __init__(self, directory: Path, *, step: int | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "metrics.jsonl"
+        (directory / RESULT).unlink(missing_ok=True)  # until this run has finished
         if step is not None and self.path.exists():
             kept = [line for line in _lines(self.path) if json.loads(line)["step"] <= step]
             with whole(self.path) as temporary:
@@ -139,7 +142,7 @@ class Tracker:
         for summary in hparams(plain, shown):
             writer.add_summary(summary)
         result = {"run": self.path.parent.name, "options": dict(options), "metrics": finite(final)}
-        with whole(self.path.with_name("result.json")) as temporary:
+        with whole(self.path.with_name(RESULT)) as temporary:
             temporary.write_text(json.dumps(result, indent=2) + "\n")
         self.close()
 

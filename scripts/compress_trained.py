@@ -59,7 +59,8 @@ class Trained:
     def __init__(
         self, run: str, data: str, *, split: str, batch_size: int, device: torch.device
     ) -> None:
-        self.model, _ = checkpoint.load_model(run, device)
+        self.model, config = checkpoint.load_model(run, device)
+        self.bf16 = config["precision"] == "bf16"
         self.recipe = checkpoint.about(run)["recipe"]
         self.data, self.meta, self.device = data, Meta.read(data), device
         self.loader = partial(
@@ -73,7 +74,8 @@ class Trained:
 
     def measure(self, model: DLRM) -> dict[str, float]:
         """Quality and size of a model."""
-        values = metrics.classification(*metrics.predict(model, self.loader()))
+        found = metrics.predict(model, self.loader(), bf16=self.bf16)
+        values = metrics.classification(*found)
         sizes = model.sparse_arch.sizes()
         return {
             **{name: values[name] for name in ("auc", "log_loss", "accuracy")},

@@ -92,10 +92,24 @@ def test_what_the_user_keeps_beside_checkpoints_stays(tmp_path):
     recipe, model, optimizers = make("dense")
     directory = tmp_path / "checkpoints"
     save(directory / "step_1", recipe, model, optimizers)
-    shutil.copytree(directory / "step_1", directory / "before_the_change")
+    own = {"before_the_change", "step_1_keep", "step_by_step"}
+    for name in own:
+        shutil.copytree(directory / "step_1", directory / name)
     save(directory / "step_2", recipe, model, optimizers)
-    assert {path.name for path in directory.iterdir()} == {"latest", "step_2", "before_the_change"}
+    assert {path.name for path in directory.iterdir()} == {"latest", "step_2", *own}
     assert checkpoint.about(directory / "before_the_change")["recipe"] == recipe
+
+
+def test_the_run_of_a_checkpoint(tmp_path, monkeypatch):
+    recipe, model, optimizers = make("dense")
+    directory = tmp_path / "run" / "checkpoints"
+    save(directory / "step_1", recipe, model, optimizers)
+    assert checkpoint.run_of(tmp_path / "run") == checkpoint.run_of(directory / "latest")
+    monkeypatch.chdir(directory)
+    assert checkpoint.run_of("latest") == tmp_path / "run"
+    shutil.copytree(directory / "step_1", tmp_path / "copied")
+    with pytest.raises(FileNotFoundError, match="copied lies in no run: name one in a run's"):
+        checkpoint.run_of(tmp_path / "copied")
 
 
 def test_a_failed_save_leaves_what_there_was(tmp_path, monkeypatch):

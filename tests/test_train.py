@@ -289,6 +289,25 @@ def test_an_option_that_a_budget_sets_is_noted(data, tmp_path):
     assert "note: --tt.rank changes nothing, it follows from --budget" in done.stderr
 
 
+def test_a_model_that_diverged_replaces_no_checkpoint(data, tmp_path):
+    """Without rows to validate on, nothing else would see it before the next log."""
+    unseen = tmp_path / "data"
+    synthetic.write(unseen, rows=9000, cardinalities=[50] * 26, fractions=[0.9, 0, 0.1])
+    given = ["--max_steps", "4", "--eval_every", "2", "--log_every", "1000"]
+    train(unseen, tmp_path, "run", *given)
+    diverging = ["--optim.dense", "sgd", "--optim.lr", "1e30", "--optim.warmup_steps", "0"]
+    before = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    assert (tmp_path / "run" / "result.json").exists()
+    done = train(unseen, tmp_path, "other", *given, *diverging, status=2)
+    assert "the loss is nan at step 2" in done.stderr
+    assert not (tmp_path / "other" / "checkpoints").exists()
+    done = run("train.py", "--resume", tmp_path / "run", "--max_steps", "8", "--optim.lr", "1e30",
+               status=2)  # fmt: skip
+    assert "the loss is nan" in done.stderr
+    assert sorted((tmp_path / "run" / "checkpoints").iterdir()) == before
+    assert not (tmp_path / "run" / "result.json").exists(), "it has not finished"
+
+
 def test_a_finished_run_resumed_reports_no_speed_of_nothing(data, tmp_path):
     train(data, tmp_path, "run", "--max_steps", "2")
     first = result(tmp_path / "run")
