@@ -38,7 +38,9 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"--device is {name!r}, it must be auto, cpu, cuda or cuda:1") from None
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device is {name!r}, it must be auto, cpu, cuda or cuda:1")
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available():

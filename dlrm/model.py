@@ -43,6 +43,10 @@ class MLP(nn.Sequential):
         """
         first, *rest = self
         assert isinstance(first, nn.Linear)
+        if x.shape[1] < first.in_features:
+            raise ValueError(
+                f"x has {x.shape[1]} columns, it must have {first.in_features} or more"
+            )
         if x.is_cuda and x.shape[1] % 8:
             x = functional.pad(x, (0, -x.shape[1] % 8))
         weight = functional.pad(first.weight, (0, x.shape[1] - first.in_features))

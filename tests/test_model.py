@@ -85,6 +85,14 @@ def test_dense_features_of_another_number_are_refused(features):
         model(torch.zeros(features, 2), torch.zeros(1, 2, dtype=torch.long))
 
 
+def test_an_mlp_is_not_cut_to_a_narrow_input():
+    mlp = MLP([4, 2])
+    wide = torch.cat([torch.randn(3, 4), torch.zeros(3, 2)], dim=1)
+    torch.testing.assert_close(mlp(wide), mlp(wide[:, :4]))
+    with pytest.raises(ValueError, match="x has 2 columns, it must have 4 or more"):
+        mlp(torch.randn(3, 2))
+
+
 def test_ids_and_dense_features_that_do_not_fit_are_refused():
     model = DLRM(4, [10], 8, [("dense", {})])
     with pytest.raises(ValueError, match=r"dense has shape \(4,\), it must be \[4, B"):

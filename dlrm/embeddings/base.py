@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Self, TypedDict
 
 import torch
@@ -394,5 +394,6 @@ def kept_rows(
 
 def shares(amount: int, tables: Sequence[int]) -> list[int]:
     """An amount of bytes shared out by the tables' rows, to the byte."""
-    bounds = torch.tensor([0, *accumulate(tables)])
-    return (bounds * amount // bounds[-1]).diff().tolist()
+    ends = list(accumulate(tables, initial=0))
+    bounds = [end * amount // ends[-1] for end in ends]
+    return [end - begin for begin, end in pairwise(bounds)]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.placement import balanced, cyclic, places_of
+from dlrm.embeddings.saved import whole_weight
 from dlrm.hints import nearest
 from dlrm.kernels.host import mapped
 from dlrm.kernels.page_table import Pages, pages_of
@@ -100,15 +101,25 @@ class Paged(Embedding):
             for name, device in zip(names, place, strict=True):
                 where = None if self.moves else device  # with the model: on the default device
                 block = _block((size, self.embedding_dim), torch.get_default_dtype(), where)
-                parameter = nn.Parameter(block)
-                parameter.replica = name != names[0]  # type: ignore[attr-defined] # see gradient_norm
-                self.register_parameter(name, parameter)
+                self.register_parameter(name, nn.Parameter(block))
             self._names.append(names)
+        self._mark_replicas()
         self.register_buffer("_owner", torch.tensor(owners), persistent=False)
         self.register_buffer("_first", torch.tensor(firsts), persistent=False)
         self._owner: Tensor  # [pages]
         self._first: Tensor  # [pages]
         self._made: dict[torch.device, tuple[object, Pages]] = {}
+
+    def _mark_replicas(self) -> None:
+        """See :func:`dlrm.optim.gradient_norm`."""
+        for first, *others in self.blocks:
+            for block in (first, *others):
+                block.replica = block is not first  # type: ignore[attr-defined]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also of a copy, whose parameters have lost what they were marked with."""
+        super().__setstate__(state)
+        self._mark_replicas()
 
     @property
     def blocks(self) -> list[list[nn.Parameter]]:
@@ -213,19 +224,12 @@ class Paged(Embedding):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        key, shape = prefix + "weight", (sum(self.num_embeddings), self.embedding_dim)
-        if strict:
-            unexpected_keys += [
-                name for name in state_dict if name.startswith(prefix) and name != key
-            ]
-        if key not in state_dict:
-            missing_keys.append(key)
-            return
-        weight = state_dict[key]
-        if tuple(weight.shape) != shape:
-            error_msgs.append(f"{key} has shape {tuple(weight.shape)}, it must be {shape}")
-            return
-        self.load_dense(weight.split(self.num_embeddings))
+        shape = sum(self.num_embeddings), self.embedding_dim
+        weight = whole_weight(
+            state_dict, prefix, shape, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if weight is not None:
+            self.load_dense(weight.split(self.num_embeddings))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What ``.to`` and its kind do: pages with a place of their own take on the type alone."""

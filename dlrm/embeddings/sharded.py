@@ -23,6 +23,7 @@ from dlrm.distributed import exchange
 from dlrm.embeddings.base import Common, Embedding, row_offsets
 from dlrm.embeddings.cuts import ColumnCut, Cut, RowCut, WholeTables
 from dlrm.embeddings.partition import Piece
+from dlrm.embeddings.saved import whole_weight
 from dlrm.embeddings.sharding import Sharding
 from dlrm.kernels.branch import branch_of
 from dlrm.kernels.lookup import lookup, lookup_tables
@@ -229,12 +230,11 @@ class Sharded(Embedding):
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool,
         missing: list[str], unexpected: list[str], errors: list[str],
     ) -> None:  # fmt: skip
-        weight = state_dict.get(f"{prefix}weight")
-        if weight is None:
-            missing.append(f"{prefix}weight")
-        elif isinstance(weight, Tensor):
+        shape = sum(self.num_embeddings), self.embedding_dim
+        weight = whole_weight(state_dict, prefix, shape, strict, missing, unexpected, errors)
+        if isinstance(weight, Tensor):
             self.load_dense(weight.split(self.num_embeddings))
-        else:
+        elif weight is not None:
             weight.copy_to(self.shards(dict(self.named_parameters())))
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import prod
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from dlrm.embeddings.base import Common, Embedding, row_offsets
+from dlrm.embeddings.base import Common, Embedding, row_offsets, shares
 from dlrm.embeddings.budget import water_level
 from dlrm.embeddings.cache import PopulateReport, RowCache
 from dlrm.embeddings.factorize import factorize_dim, factorize_rows
@@ -228,9 +228,8 @@ class TT(Embedding):
         size = self.cores[0].element_size()
         parts = [{"weights": tt_weights(p, self.q, self.ranks) * size} for p in self.p]
         if self.cache is not None:
-            bounds = torch.tensor([0, *accumulate(self.num_embeddings)])
-            shares = (bounds * self.cache.nbytes() // bounds[-1]).diff().tolist()
-            for part, share in zip(parts, shares, strict=True):
+            each = shares(self.cache.nbytes(), self.num_embeddings)
+            for part, share in zip(parts, each, strict=True):
                 part["cache"] = share
         return parts
 

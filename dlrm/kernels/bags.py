@@ -37,7 +37,7 @@ def _pool(
     inside = k < n
     table = k % F
     bag = table.to(tl.int64) * batch + k // F
-    begin = tl.load(offsets + bag, mask=inside, other=0)
+    begin = tl.load(offsets + bag, mask=inside, other=0).to(tl.int64)
     length = tl.load(offsets + bag + 1, mask=inside, other=0) - begin
     column = tl.arange(0, BLOCK_D)[None, :]
     total = tl.full((BLOCK, BLOCK_D), float("-inf") if MODE == "max" else 0.0, tl.float32)
@@ -79,7 +79,7 @@ def _pool_backward(
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
     bag = (k % F).to(tl.int64) * batch + k // F
-    begin = tl.load(offsets + bag, mask=inside, other=0)
+    begin = tl.load(offsets + bag, mask=inside, other=0).to(tl.int64)
     length = tl.load(offsets + bag + 1, mask=inside, other=0) - begin
     column = tl.arange(0, BLOCK_D)[None, :]
     at_bag = k.to(tl.int64)[:, None] * D + column
@@ -179,7 +179,8 @@ def lookup_bags(
         weight: the tables behind one another, ``[sum(V), D]``, contiguous; fp32 or bf16.
         starts: first row of each table, ``[F]`` int64.
         ids: ids of all bags, table by table, ``[nnz]`` int32 or int64 (not checked).
-        offsets: where each bag begins in ``ids``, and the end, ``[F * B + 1]`` int64.
+        offsets: where each bag begins in ``ids``, and the end, ``[F * B + 1]``, from 0 to nnz (not
+            checked).
         per_sample_weights: a factor per id, ``[nnz]``; mode sum only. Gets its gradient.
         mode: sum, mean or max; an empty bag gives zeros.
         modulo, last: as in :func:`~dlrm.kernels.lookup.lookup_tables`.

@@ -33,7 +33,11 @@ class _Registered:
     """A stretch of anonymous memory, pinned and known to the GPU while this object lives."""
 
     def __init__(self, size: int) -> None:
-        self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.address = 0
+        try:
+            self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as failure:
+            raise ValueError(f"{size:,} bytes of host memory can't be had: {failure}") from None
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self.memory.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)

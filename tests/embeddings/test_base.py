@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from dlrm.embeddings import Embedding, EmbeddingBag, available, build
-from dlrm.embeddings.base import pool, row_offsets
+from dlrm.embeddings.base import pool, row_offsets, shares
 
 
 def test_a_kind_is_named_after_its_file():
@@ -206,3 +206,11 @@ def test_the_drop_in_refuses_weights_of_another_type(kind, dtype):
     bag = EmbeddingBag(7, 4, mode="sum", kind=kind)
     with pytest.raises(ValueError, match=f"are {dtype}, not torch.float32 as rows are"):
         bag(torch.tensor([[1, 2]]), None, torch.ones(1, 2, dtype=dtype))
+
+
+@pytest.mark.parametrize("amount", [0, 7, 12_000_000_000_000])
+def test_bytes_are_shared_out_by_rows(amount):
+    found = shares(amount, [1, 882_000_000, 3, 882_000_000])
+    assert sum(found) == amount
+    assert min(found) >= 0
+    assert found[1] == pytest.approx(amount / 2, abs=1 + amount / 1e8)

@@ -1,5 +1,6 @@
 """Paged tables equal dense ones wherever their pages lie."""
 
+import copy
 import re
 
 import pytest
@@ -12,7 +13,7 @@ from dlrm.embeddings.placement import balanced, cyclic, places_of
 from dlrm.kernels import page_table
 from dlrm.kernels.host import in_host_memory
 from dlrm.model import DLRM
-from dlrm.optim import RowOptimizer
+from dlrm.optim import RowOptimizer, gradient_norm
 from dlrm.step import TrainStep
 
 SIZES = [1, 7, 40, 131]
@@ -166,6 +167,15 @@ def test_the_state_does_not_depend_on_the_placement(saved, loaded):
         for table in range(len(SIZES)):
             assert torch.equal(new.to_dense(table), dense.to_dense(table))
     old.load_state_dict(build("dense", SIZES, 8).state_dict())
+
+
+def test_replicas_of_a_copy_count_once_in_the_norm():
+    group = build("paged", SIZES, 8, devices=["cpu+cpu"])
+    norms = []
+    for one in (group, copy.deepcopy(group)):
+        one(torch.zeros(len(SIZES), 5, dtype=torch.long)).sum().backward()
+        norms.append(gradient_norm(one.parameters()).item())
+    assert norms[0] == norms[1] > 0
 
 
 def test_a_state_that_does_not_fit_is_refused():

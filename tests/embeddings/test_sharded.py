@@ -150,6 +150,10 @@ def test_the_parts_of_all_ranks_are_the_dense_tables(by, size):
             height, width = values.shape
             expected = 2 * dense.weight[row : row + height, column : column + width]
             assert torch.equal(values, expected)
+        with pytest.raises(RuntimeError, match=r"weight has shape \(3, 8\), it must be \("):
+            group.load_state_dict({"weight": torch.zeros(3, 8)})
+        with pytest.raises(RuntimeError, match="Unexpected key"):
+            group.load_state_dict({"weight": dense.weight, "more": torch.zeros(1)})
     assert (seen[300:320] == size).all()  # replicated
     assert (seen[:300] == 1).all()
     assert (seen[320:] == 1).all()

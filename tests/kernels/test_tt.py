@@ -501,6 +501,11 @@ def test_errors_name_the_remedy(device):
         tt_vectors(*group.arguments, group.index(), ids.float())
     with pytest.raises(ValueError, match=r"offsets must be integers, got torch\.float32"):
         tt_bags(*group.arguments, ids[0], offsets.float())
+    with pytest.raises(ValueError, match=r"skip is torch\.int64 .*, it must be bool"):
+        tt_vectors(*group.arguments, group.index(), ids, skip=ids.long())
+    tables = len(group.arguments[1])
+    with pytest.raises(ValueError, match=rf"offsets are {tables + 2}, they must be {tables} \* B"):
+        tt_bags(*group.arguments, ids[0], torch.zeros(tables + 2, dtype=torch.long, device=device))
     huge = torch.tensor([[1 << 16, 1 << 16, 1]], device=device)
     with pytest.raises(ValueError, match=r"4294967296 pairs .* more balanced factors p"):
         tt_vectors(

@@ -114,13 +114,17 @@ def tt_vectors(
             ordering of the look-ups; by default what ``torch.use_deterministic_algorithms`` says.
 
     Returns:
-        The rows, ``[..., D]`` with ``D = prod(q)``. Of two-dimensional ``ids [F, B]`` they lie in
-        memory as ``[B, F, D]``.
+        The rows, ``[..., D]`` with ``D = prod(q)``. Of two-dimensional ``ids [F, B]`` Triton lays
+        them out as ``[B, F, D]``.
 
     Raises:
-        ValueError: ``ids`` are no integers, or on another device.
+        ValueError: ``ids`` are no integers, or on another device; ``skip`` has another shape.
     """
     require_integers(cores[0], ids=ids)
+    if skip is not None and (skip.shape, skip.dtype) != (ids.shape, torch.bool):
+        raise ValueError(
+            f"skip is {skip.dtype} {tuple(skip.shape)}, it must be bool {tuple(ids.shape)}"
+        )
     if not _runs_triton(cores, impl) or not ids.numel():
         with torch.autocast(ids.device.type, enabled=False):  # it would cast sums and rows too
             rows = tt_vectors_torch(cores, p, core_offsets, q, ranks, tables, ids)
@@ -188,11 +192,11 @@ def tt_bags(
         impl, precision, deterministic: as in :func:`tt_vectors`.
 
     Returns:
-        ``[F, B, D]``, in memory ``[B, F, D]``.
+        ``[F, B, D]``, laid out by Triton as ``[B, F, D]``.
 
     Raises:
-        ValueError: another mode, weights with mean or not one for each id, ids or offsets that
-            are no integers or on another device.
+        ValueError: another mode, weights with mean or not one for each id, offsets of a wrong
+            length, ids or offsets that are no integers or on another device.
     """
     require_integers(cores[0], ids=ids, offsets=offsets)
     if mode not in ("sum", "mean"):
@@ -205,6 +209,8 @@ def tt_bags(
             f"{tuple(ids.shape)}"
         )
     bags, tables = offsets.numel() - 1, p.shape[0]
+    if bags % tables:
+        raise ValueError(f"offsets are {offsets.numel()}, they must be {tables} * B + 1")
     batch = bags // tables
     if not _runs_triton(cores, impl) or not ids.numel() or not bags:
         with torch.autocast(ids.device.type, enabled=False):
