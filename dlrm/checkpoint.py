@@ -155,11 +155,11 @@ def save(
     except CheckpointException as error:
         if world.first:
             shutil.rmtree(temporary, ignore_errors=True)
-        causes = [_first(failure[0]) for failure in error.failures.values()]
+        causes = [cause for failure in error.failures.values() for cause in _chain(failure[0])]
         if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
             raise KeyboardInterrupt from None
         told = [cause.strerror or str(cause) for cause in causes if isinstance(cause, OSError)]
-        raise OSError(f"{path} can't be written: {(told or [_reason(error)])[0]}") from None
+        raise OSError(f"{path} can't be written: {(told or [_reason(error)])[-1]}") from None
     if world.first:
         with (temporary / ABOUT).open("wb") as file:
             torch.save(dict(about), file)
@@ -187,11 +187,11 @@ def _alone_is_fine() -> Iterator[None]:
         yield
 
 
-def _first(error: BaseException) -> BaseException:
-    """The error that another was raised for or on the way of, if there is one."""
-    while (before := error.__cause__ or error.__context__) is not None:
-        error = before
-    return error
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, that for which or on the way of which it was raised, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _reason(error: BaseException) -> str:
