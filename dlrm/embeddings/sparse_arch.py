@@ -74,7 +74,7 @@ class SparseArch(nn.Module):
                 group = Sharded(rows, embedding_dim, own, check_ids=check_ids)
                 order += [slots[table] for table in group.order]
             self.groups.append(group)
-        # Dense tables last: they are quick.
+        # Dense tables last: one launch, where the others are chains of several.
         self._turns = sorted(range(len(groups)), key=lambda index: groups[index][1] == "dense")
         self.register_buffer("order", torch.tensor(order).argsort(), persistent=False)
         features = [slot for slots in self.slots for slot in slots]
