@@ -271,21 +271,30 @@ class TT(Embedding):
         shapes = [tuple(p) if p else factorize_rows(rows, d) for rows in num_embeddings]
         widths = tuple(q) if q else factorize_dim(embedding_dim, d)
 
-        def size(table: int, rank: int) -> int:
-            train = tt_weights(shapes[table], widths, (1, *[rank] * (d - 1), 1))
+        def ranks(compressed: int, rank: int) -> tuple[int, ...]:
+            group = [shapes[table] for table in order[:compressed]]
+            return clip_ranks(rank, group, widths) if group else ()
+
+        def size(table: int, ranks: tuple[int, ...]) -> int:
+            train = tt_weights(shapes[table], widths, ranks)
             return 4 * min(train, num_embeddings[table] * embedding_dim)
 
         def total(compressed: int, rank: int) -> int:
             dense = sum(num_embeddings[table] for table in order[compressed:])
-            return 4 * embedding_dim * dense + sum(size(t, rank) for t in order[:compressed])
+            own = ranks(compressed, rank)
+            return 4 * embedding_dim * dense + sum(size(t, own) for t in order[:compressed])
 
         fewest = (n for n in range(len(order)) if total(n, DEFAULT_RANK) <= budget)
         compressed = next(fewest, len(order))
         highest = embedding_dim * max(num_embeddings)
         rank = 1 + water_level(lambda level: total(compressed, level + 1), highest, budget, "tt")
-        pays = [size(t, rank) < 4 * embedding_dim * n for t, n in enumerate(num_embeddings)]
-        chosen = set(order[:compressed])
-        return [{"rank": rank} if t in chosen and pays[t] else None for t in range(len(pays))]
+        own = ranks(compressed, rank)
+        chosen = {
+            table
+            for table in order[:compressed]
+            if size(table, own) < 4 * embedding_dim * num_embeddings[table]
+        }
+        return [{"rank": max(own)} if t in chosen else None for t in range(len(num_embeddings))]
 
     def extra_repr(self) -> str:
         """Also the ranks and factors."""

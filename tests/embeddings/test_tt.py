@@ -245,3 +245,12 @@ def test_state_moves_between_groups():
     assert prod(first.p[0]) >= 300
     again = functional_call(second, dict(first.named_parameters()), (torch.tensor([[7], [3]]),))
     assert torch.equal(again, first(torch.tensor([[7], [3]])))
+
+
+@pytest.mark.parametrize(("rows", "budget"), [(20_000, 900_000), (5_000, 250_000)])
+def test_a_budget_counts_bonds_as_short_as_they_are_cut(rows, budget):
+    (options,) = TT.for_budget([rows], 16, budget)
+    sizes = [
+        sum(TT([rows], 16, rank=options["rank"] + more).footprint()[0].values()) for more in (0, 1)
+    ]
+    assert sizes[0] <= budget < sizes[1]
