@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
+from dlrm.data.schema import Meta
 from dlrm.distributed import World
 from dlrm.embeddings.plan import here
 from dlrm.files import whole
@@ -321,6 +323,21 @@ def load(
     except (Exception, CheckpointException) as error:  # which is a BaseException only
         raise ValueError(f"{directory} can't be read as a checkpoint: {_reason(error)}") from None
     parts.restore(groups)
+
+
+def note_other_tables(model: DLRM, meta: Meta) -> None:
+    """Say on standard error which tables of the data have other sizes than those of a model: ids
+    of another preparation mean other values.
+    """
+    pairs = zip(meta.tables, meta.cardinalities, model.sparse_arch.num_embeddings, strict=False)
+    others = [f"{name} {rows:,} and not {own:,}" for name, rows, own in pairs if rows != own]
+    if others:
+        told = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        print(
+            f"note: {len(others)} tables of the data have other rows than the model's ({told}): is "
+            "it of the same preparation?",
+            file=sys.stderr,
+        )
 
 
 def load_model(path: str | Path, device: torch.device | str = "cpu") -> tuple[DLRM, dict[str, Any]]:

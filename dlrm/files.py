@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -13,12 +16,17 @@ def whole(path: Path) -> Iterator[Path]:
 
     When it does not, what was written is removed. A process that is killed leaves at most the
     temporary file.
+
+    Raises:
+        OSError: naming ``path``, if there is no room for it: the error itself names no file.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):  # the first error is the one to tell
             temporary.unlink()
+        if isinstance(error, OSError) and error.errno in _NO_ROOM and error.filename is None:
+            raise OSError(f"{path} can't be written: {error}") from error
         raise

@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
             device=device,
             num_embeddings=model.sparse_arch.num_embeddings,
         )
+        checkpoint.note_other_tables(model, loader.meta)
         bf16 = config["precision"] == "bf16"
         values = metrics.classification(*metrics.predict(model, loader, bf16=bf16))
     except (ValueError, OSError) as error:

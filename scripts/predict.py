@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
             device=device,
             num_embeddings=model.sparse_arch.num_embeddings,
         )
+        checkpoint.note_other_tables(model, loader.meta)
         bf16 = config["precision"] == "bf16"
         schema = pa.schema({"probability": pa.float32(), "label": pa.float32()})
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,3 +1,5 @@
+import errno
+
 import pytest
 
 from dlrm.files import whole
@@ -33,3 +35,11 @@ def test_a_name_that_cannot_be_had_leaves_nothing(tmp_path):
     with pytest.raises(OSError, match="directory"), whole(path) as temporary:
         temporary.write_text("new")
     assert [p.name for p in tmp_path.iterdir()] == ["directory"]
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path):
+    path = tmp_path / "a.json"
+    with pytest.raises(OSError, match=r"a\.json can't be written: .*No space left"), whole(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError, match=r"^\[Errno 5\] of something else$"), whole(path):
+        raise OSError(errno.EIO, "of something else")

@@ -182,6 +182,13 @@ def test_evaluate_predict_and_compare_work_on_a_run(data, tmp_path):
     for name, value in result(tmp_path / "a").items():
         if name.startswith("test/") and "best_possible" not in name:
             assert again[name.removeprefix("test/")] == value, name
+    other = tmp_path / "other"
+    synthetic.write(other, rows=500, cardinalities=[20] * 26, fractions=[0.5, 0, 0.5])
+    done = run("scripts/evaluate.py", tmp_path / "a", other, "--device", "cpu")
+    assert (
+        "note: 26 tables of the data have other rows than the model's (C1 20 and not 3,000, "
+        in (done.stderr)
+    )
     best = tmp_path / "a" / "checkpoints" / "best"
     assert "auc" in run("scripts/evaluate.py", best, data, "--split", "val").stdout
 
