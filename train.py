@@ -158,7 +158,7 @@ class Run:
         return values
 
     def _evaluate(self, split: str) -> dict[str, float]:
-        if not self.meta.splits.get(split) or not self.meta.splits[split].rows:
+        if not self.meta.has_rows(split):
             return {}
         batches = self._loader(split, self.config.eval_batch_size)
         found = metrics.predict(self.model, batches, bf16=self.config.precision == "bf16")

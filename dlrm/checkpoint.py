@@ -226,11 +226,16 @@ def run_of(path: str | Path) -> Path:
         FileNotFoundError: there is none, or it lies in no run.
     """
     directory = find(path).parent
-    if len(directory.parts) < 2:
+    if len(directory.parts) < 2:  # what it lies in is not part of the path
         directory = Path.cwd() / directory
     if directory.name != "checkpoints":
         raise FileNotFoundError(f"{path} lies in no run: name one in a run's checkpoints/")
     return directory.parent
+
+
+def has_one(run: Path) -> bool:
+    """Whether a run has written a checkpoint."""
+    return (run / "checkpoints" / LATEST).exists()
 
 
 def directory(new: Path, resume: str | None) -> Path:
@@ -242,14 +247,14 @@ def directory(new: Path, resume: str | None) -> Path:
     if resume:
         return run_of(resume)
     if new.exists():
-        rest = f"--resume {new}" if (new / "checkpoints" / LATEST).exists() else "remove it"
+        rest = f"--resume {new}" if has_one(new) else "remove it"
         raise ValueError(f"{new} exists: choose another --name, or {rest}")
     return new
 
 
 def way_on(directory: Path | None) -> str:
     """How to go on after an interruption of the run in ``directory``; None if it had none yet."""
-    if directory and (directory / "checkpoints" / LATEST).exists():
+    if directory and has_one(directory):
         return f"go on with --resume {directory}"
     return "there was no checkpoint yet" + (f" in {directory}" if directory else "")
 

@@ -37,11 +37,12 @@ def pick_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
+        known = device.type in ("cpu", "cuda")
     except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
+        known = False
+    if not known:
         raise ValueError(f"--device is {name!r}, it must be auto, cpu, cuda or cuda:1")
-    if device.type != "cuda":
+    if device.type == "cpu":
         return device
     if not torch.cuda.is_available():
         raise ValueError(f"--device is {name}, but there is no CUDA GPU: use --device cpu")

@@ -62,23 +62,20 @@ OVERVIEW: dict[str, dict[str, tuple[str, ...]]] = {
 charts, each with the names, or beginnings of names, that it shows."""
 
 
-def _lines(path: Path) -> list[str]:
+def _entries(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a file of JSON, but for a last one that was cut off when the process ended.
 
     Raises:
         ValueError: another one is broken.
     """
-    lines = path.read_text().splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()
-    for number, line in enumerate(lines, 1):
+    whole_lines = path.read_text().split("\n")[:-1]
+    for number, line in enumerate(whole_lines, 1):
         try:
-            json.loads(line)
+            yield json.loads(line)
         except ValueError as error:
             raise ValueError(
                 f"{path}, line {number} is no JSON: {error}; remove the line, or the file"
             ) from None
-    return lines
 
 
 class Tracker:
@@ -93,11 +90,11 @@ class Tracker:
     def __init__(self, directory: Path, *, step: int | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "metrics.jsonl"
-        (directory / RESULT).unlink(missing_ok=True)  # until this run has finished
         if step is not None and self.path.exists():
-            kept = [line for line in _lines(self.path) if json.loads(line)["step"] <= step]
+            kept = [json.dumps(e) + "\n" for e in _entries(self.path) if e["step"] <= step]
             with whole(self.path) as temporary:
                 temporary.write_text("".join(kept))
+        (directory / RESULT).unlink(missing_ok=True)  # until this run has finished
         self._writer = SummaryWriter(str(directory), purge_step=None if step is None else step + 1)
         if step is None:
             self._writer.add_custom_scalars(

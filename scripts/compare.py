@@ -26,7 +26,7 @@ from dlrm.config import HOUSEKEEPING
 from dlrm.embeddings import available
 from dlrm.files import whole
 from dlrm.hints import Parser
-from dlrm.tracking import log_figures
+from dlrm.tracking import RESULT, log_figures
 
 METRICS = {
     "test/auc": "AUC",
@@ -76,14 +76,15 @@ def read(runs: list[Path]) -> pd.DataFrame:
         ValueError: one that holds no result.
     """
     rows = []
-    finished = [run for run in runs if (run / "result.json").is_file()]
+    seen: set[tuple[str, object]] = set()
+    finished = [run for run in runs if (run / RESULT).is_file()]
     if others := [str(run) for run in runs if run not in finished]:
-        rule = f"no result.json in {', '.join(others)}: no run directory, or not finished"
+        rule = f"no {RESULT} in {', '.join(others)}: no run directory, or not finished"
         if not finished:
             raise FileNotFoundError(rule)
         print(f"left out: {rule}", file=sys.stderr)
     for run in finished:
-        path = run / "result.json"
+        path = run / RESULT
         try:
             result = json.loads(path.read_text())
             given = result["options"]
@@ -92,23 +93,23 @@ def read(runs: list[Path]) -> pd.DataFrame:
             kind = _kind(options)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is no result of train.py: {error!r}") from None
+        group = json.dumps(options, sort_keys=True)
+        if (group, given.get("seed")) in seen:
+            print(f"left out: {run} repeats the seed of a run before it", file=sys.stderr)
+            continue
+        seen.add((group, given.get("seed")))
         rows.append(
             {
-                "run": str(run),
-                "seed": given.get("seed"),
+                "run": run.name,
                 "emb": kind,
                 "budget": options.get("budget") or "",
-                "group": json.dumps(options, sort_keys=True),
+                "group": group,
                 **values,
             }
         )
     table = pd.DataFrame(rows).astype(dict.fromkeys(METRICS.values(), float))
     table["MB"] /= 1e6
-    again = table.duplicated(["group", "seed"])
-    for run in table["run"][again]:
-        print(f"left out: {run} repeats the seed of a run before it", file=sys.stderr)
-    table["run"] = [Path(run).name for run in table["run"]]
-    return table[~again]
+    return table
 
 
 def _kind(options: dict[str, Any]) -> str:

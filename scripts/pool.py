@@ -40,7 +40,7 @@ Run = tuple[str, list[str]]  # name and options
 
 def require_rows(data: str | Path, meta: Meta, split: str) -> None:
     """Raise unless a split has rows: before hours of training, not behind them."""
-    if split not in meta.splits or not meta.splits[split].rows:
+    if not meta.has_rows(split):
         raise ValueError(f"{data} has no {split} rows, which are compared: prepare it with some")
 
 

@@ -33,7 +33,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter
 from pool import Pool, Run, require_rows, step_speed
 
-from dlrm import measure
+from dlrm import checkpoint, measure
 from dlrm.data.schema import KAGGLE_CARDINALITIES, Meta
 from dlrm.embeddings.factorize import factorize_dim, factorize_rows
 from dlrm.embeddings.tt import clip_ranks, tt_weights
@@ -285,10 +285,11 @@ def reproduce(options: argparse.Namespace) -> None:
     seeds = [list(seed) for seed in zip(*runs.values(), strict=True)]
     impossible = pool.train([run for seed in seeds for run in seed], options.data)
     if options.fine_tune:
-        if not (options.runs / "dense-0" / "checkpoints").exists():
+        dense = options.runs / "dense-0"
+        if not checkpoint.has_one(dense):
             raise ValueError(
-                f"{options.runs / 'dense-0'} has no checkpoint, which --fine-tune begins with: "
-                "remove it, to be trained again"
+                f"{dense} has no checkpoint, which --fine-tune begins with: remove it, to be "
+                "trained again"
             )
         tuned = {f"fitted-{cell}": fine_tuning(cell, options, meta) for cell in to_fit(options)}
         impossible += pool.train(list(tuned.values()), options.data)

@@ -98,10 +98,11 @@ def prepare(
     if workers is not None and workers < 1:
         raise ValueError(f"--workers is {workers}; it must be at least 1")
     paths = [Path(path) for path in inputs]
-    for path in paths:
+    resolved = [path.resolve() for path in paths]
+    for path, own in zip(paths, resolved, strict=True):
         if not path.is_file():
             raise FileNotFoundError(f"{path} is not a file; give raw Criteo logs as input")
-        if [other.resolve() for other in paths].count(path.resolve()) > 1:
+        if resolved.count(own) > 1:
             raise ValueError(f"{path} is given more than once; give each input once")
     key = {
         "format": [FORMAT, block_bytes],

@@ -116,6 +116,10 @@ class Meta:
         """Whether any categorical column is a list column."""
         return any(column.multi_hot for column in self.categorical)
 
+    def has_rows(self, split: str) -> bool:
+        """Whether there is such a split, and not an empty one."""
+        return split in self.splits and self.splits[split].rows > 0
+
     def vocabulary_file(self, name: str) -> str:
         """Where the vocabulary (value, id, count) of column ``name`` lies, if it was written."""
         return f"vocabulary/{name}.parquet"

@@ -112,9 +112,9 @@ class Paged(Embedding):
 
     def _mark_replicas(self) -> None:
         """See :func:`dlrm.optim.gradient_norm`."""
-        for first, *others in self.blocks:
-            for block in (first, *others):
-                block.replica = block is not first  # type: ignore[attr-defined]
+        for blocks in self.blocks:
+            for block in blocks:
+                block.replica = block is not blocks[0]  # type: ignore[attr-defined]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also of a copy, whose parameters have lost what they were marked with."""

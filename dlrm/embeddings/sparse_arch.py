@@ -105,11 +105,9 @@ class SparseArch(nn.Module):
         """
         found: dict[int, list[Tensor]] = {}
         bounds = bounds or self._bounds(offsets)
-        if grouped:
-            parts = ids.split([len(slots) for slots in self.slots])
-            shares: dict[int, Share] = {index: (parts[index], None, None) for index in self._turns}
-        else:
-            shares = self._shares(self._turns, ids, offsets, per_sample_weights, bounds)
+        shares = self._shares(
+            self._turns, ids, offsets, per_sample_weights, bounds, grouped=grouped
+        )
         for index in self._turns:
             group, share = self.groups[index], shares[index]
             found[index] = group.parts(*share) if isinstance(group, Sharded) else [group(*share)]
@@ -190,6 +188,8 @@ class SparseArch(nn.Module):
         offsets: Tensor | None,
         weights: Tensor | None,
         bounds: Sequence[int],
+        *,
+        grouped: bool = False,
     ) -> dict[int, Share]:
         """The parts of the batch that concern the tables of some groups."""
         if len(self.groups) == 1:
@@ -201,7 +201,7 @@ class SparseArch(nn.Module):
                     f"ids have shape {tuple(ids.shape)}, they must be "
                     f"[{len(self.num_embeddings)}, B]: a row per table"
                 )
-            parts = ids[self.features].split(sizes)
+            parts = (ids if grouped else ids[self.features]).split(sizes)
             own = None if weights is None else weights[self.features].split(sizes)
             return {i: (parts[i], None, None if own is None else own[i]) for i in groups}
         batch = (offsets.numel() - 1) // len(self.num_embeddings)

@@ -271,7 +271,7 @@ class TT(Embedding):
         shapes = [tuple(p) if p else factorize_rows(rows, d) for rows in num_embeddings]
         widths = tuple(q) if q else factorize_dim(embedding_dim, d)
 
-        def ranks(compressed: int, rank: int) -> tuple[int, ...]:
+        def clipped(compressed: int, rank: int) -> tuple[int, ...]:
             group = [shapes[table] for table in order[:compressed]]
             return clip_ranks(rank, group, widths) if group else ()
 
@@ -281,14 +281,14 @@ class TT(Embedding):
 
         def total(compressed: int, rank: int) -> int:
             dense = sum(num_embeddings[table] for table in order[compressed:])
-            own = ranks(compressed, rank)
+            own = clipped(compressed, rank)
             return 4 * embedding_dim * dense + sum(size(t, own) for t in order[:compressed])
 
         fewest = (n for n in range(len(order)) if total(n, DEFAULT_RANK) <= budget)
         compressed = next(fewest, len(order))
         highest = embedding_dim * max(num_embeddings)
         rank = 1 + water_level(lambda level: total(compressed, level + 1), highest, budget, "tt")
-        own = ranks(compressed, rank)
+        own = clipped(compressed, rank)
         chosen = {
             table
             for table in order[:compressed]
