@@ -129,7 +129,7 @@ class _LookupTables(torch.autograd.Function):
         to = None if starts is None else flat
         gather_rows(weight, starts, ids, out, to, modulo=modulo, last=last)
         if flat is not None:
-            announce(flat.view(-1), len(weight))
+            announce(flat.view(-1) if starts is None else flat, len(weight))
         ctx.save_for_backward(weight, flat)
         ctx.sparse = sparse
         return out

@@ -13,7 +13,29 @@ from itertools import accumulate
 from typing import Self
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from dlrm.kernels import use_triton
+
+LONGEST = 2048  # entries of a table that one program sorts: of more, a radix sort is as fast
+
+
+@triton.jit
+def _sort_table(
+    rows, found, order, batch, stride_b, stride_f, SIZE: tl.constexpr, BITS: tl.constexpr
+):
+    """Sort the entries of one table by their row, equal ones by their place."""
+    table = tl.program_id(0).to(tl.int64)
+    sample = tl.arange(0, SIZE)
+    inside = sample < batch
+    begin = table * stride_f
+    row = tl.load(rows + begin + sample * stride_b, mask=inside, other=0).to(tl.int64)
+    key = tl.sort(tl.where(inside, (row << BITS) | sample, 0x7FFFFFFFFFFFFFFF))
+    to = table * batch + sample
+    tl.store(found + to, (key >> BITS).to(found.dtype.element_ty), mask=inside)
+    tl.store(order + to, begin + (key & (SIZE - 1)) * stride_b, mask=inside)
 
 
 @dataclass(frozen=True)
@@ -39,21 +61,64 @@ def prepare(rows: Tensor, num_rows: int) -> Plan:
     return prepare_together([(rows, num_rows)])[0]
 
 
-def prepare_together(gradients: Sequence[tuple[Tensor, int]]) -> list[Plan]:
-    """Sort the entries of several row gradients at once, each as :func:`prepare` does.
+def prepare_together(
+    gradients: Sequence[tuple[Tensor, int]], *, impl: str | None = None
+) -> list[Plan]:
+    """Sort the entries of several row gradients, each as :func:`prepare` does.
 
-    A sort is a chain of a dozen small kernels: one of a longer list takes little more.
+    A radix sort is a chain of a dozen small kernels: one of a longer list takes little more. Lists
+    of several tables with few entries each are sorted table by table, in one kernel.
 
     Args:
-        gradients: rows and number of rows of each.
+        gradients: rows and number of rows of each. Rows may be ``[B, F]``, contiguous or so
+            transposed, if the columns are those of tables that stand behind one another, and no
+            entry is left out.
+        impl: see :mod:`dlrm.kernels`.
     """
+    short = [_is_short(rows, impl) for rows, _ in gradients]
+    lists = [(_entries(rows), number) for rows, number in gradients]
+    long = iter(_sort_lists([one for one, own in zip(lists, short, strict=True) if not own]))
+    return [
+        _sort_tables(rows, number) if own else next(long)
+        for own, (rows, number) in zip(short, gradients, strict=True)
+    ]
+
+
+def _is_short(rows: Tensor, impl: str | None) -> bool:
+    return rows.dim() == 2 and len(rows) <= LONGEST and use_triton(rows, impl)
+
+
+def _entries(rows: Tensor) -> Tensor:
+    """The rows as they lie, ``[n]``: entry by entry of the gradient."""
+    return rows if rows.dim() == 1 else rows.as_strided((rows.numel(),), (1,))
+
+
+def _type_for(rows: int) -> torch.dtype:
+    return torch.int32 if rows <= 2**31 else torch.int64
+
+
+def _sort_tables(rows: Tensor, num_rows: int) -> Plan:
+    """Sort each column of ``rows [B, F]``: of tables behind one another that is all."""
+    batch, tables = rows.shape
+    found = rows.new_empty(rows.numel(), dtype=_type_for(num_rows))
+    order = rows.new_empty(rows.numel(), dtype=torch.int64)
+    size = max(32, triton.next_power_of_2(batch))
+    _sort_table[tables,](
+        rows, found, order, batch, *rows.stride(),
+        SIZE=size, BITS=size.bit_length() - 1, num_warps=max(1, size // 64),
+    )  # fmt: skip
+    return Plan(found, order)
+
+
+def _sort_lists(gradients: Sequence[tuple[Tensor, int]]) -> list[Plan]:
+    """Sort lists behind one another at once."""
+    if not gradients:
+        return []
     lengths = [len(rows) for rows, _ in gradients]
     firsts = accumulate(lengths, initial=0)
     # The tables behind one another; before each but the first one row, that of what is left out.
     *bases, end = accumulate((number + 1 for _, number in gradients), initial=0)
-    keys = gradients[0][0].new_empty(
-        sum(lengths), dtype=torch.int32 if end <= 2**31 else torch.int64
-    )
+    keys = gradients[0][0].new_empty(sum(lengths), dtype=_type_for(end))
     for (rows, _), base, part in zip(gradients, bases, keys.split(lengths), strict=True):
         wide = rows if keys.dtype == torch.int32 else rows.long()
         torch.add(wide, base, out=part)
@@ -96,7 +161,11 @@ class Planner:
         self._plans.clear()
 
     def announce(self, rows: Tensor, num_rows: int) -> None:
-        """Have ``rows [n]`` of a table sorted; they must stay as they are until the block ends."""
+        """Have the rows of a gradient sorted; they must stay as they are until the block ends.
+
+        Args:
+            rows, num_rows: see :func:`prepare_together`.
+        """
         self._stream.wait_stream(torch.cuda.current_stream())
         self._announced.append((rows, num_rows))
 
@@ -114,7 +183,7 @@ class Planner:
         """The plan of a look-up's rows; None if these are not rows that a look-up announced."""
         self.sort()
         found = self._plans.get(rows.data_ptr())
-        if found is None or found[0].shape != rows.shape:
+        if found is None or found[0].numel() != rows.numel():
             return None
         torch.cuda.current_stream().wait_stream(self._stream)
         return found[1]
@@ -124,7 +193,7 @@ _planner: ContextVar[Planner | None] = ContextVar("planner", default=None)
 
 
 def announce(rows: Tensor, num_rows: int) -> None:
-    """Tell the planner in force, if there is one, which rows of a table will have a gradient."""
+    """Tell the planner in force, if there is one, which rows will have a gradient."""
     planner = _planner.get()
     if planner is not None and rows.is_cuda and rows.numel():
         planner.announce(rows, num_rows)

@@ -102,7 +102,7 @@ class _LookupQuotient(torch.autograd.Function):
             )  # fmt: skip
         for rows, weight in zip(flat, (quotient, remainder), strict=True):
             if rows is not None and weight.requires_grad:
-                announce(rows, len(weight))
+                announce(rows.view(batch, tables), len(weight))
         ctx.save_for_backward(quotient, remainder, *flat)
         ctx.operation, ctx.sparse = operation, sparse
         return out

@@ -127,7 +127,7 @@ class _LookupWidened(torch.autograd.Function):
                 **_sizes(weight, projection),
             )  # fmt: skip
         if flat is not None and ctx.needs_input_grad[0]:
-            announce(flat, len(weight))
+            announce(flat.view(tables, batch).t(), len(weight))
         ctx.save_for_backward(weight, projection, flat)
         ctx.sparse = sparse
         return out

@@ -267,6 +267,29 @@ def test_tables_whose_rows_are_sorted_together(device, rows):
         assert weight.any()
 
 
+@pytest.mark.parametrize("batch", [1, 40, 64])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_short_lists_are_sorted_table_by_table(device, batch, dtype, transposed):
+    """As the whole list by itself: the tables stand behind one another."""
+    tables, height = 3, 2**30 if dtype == torch.int64 else 9
+    ids = torch.randint(9, (batch, tables), device=device) + (height - 9)
+    rows = (ids + height * torch.arange(tables, device=device)).to(dtype)
+    rows = rows.t().contiguous().t() if transposed else rows
+    left_out = torch.tensor([2, -1, 2, 0], device=device)
+    both = [(rows, tables * height), (left_out, 3)]
+    found, other = prepare_together(both, impl="triton")
+    alone = prepare(rows.t().flatten() if transposed else rows.flatten(), tables * height)
+    assert torch.equal(found.rows, alone.rows)
+    assert torch.equal(found.order, alone.order)
+    assert found.rows.dtype == alone.rows.dtype
+    assert other.rows.tolist() == [-1, 0, 2, 2]
+    assert other.order.tolist() == [1, 3, 0, 2]
+    same = prepare_together(both, impl="torch")[0]
+    assert torch.equal(same.rows - same.base, alone.rows)
+    assert torch.equal(same.order - same.first, alone.order)
+
+
 def test_announcing_without_a_planner_does_nothing(device):
     plans.announce(torch.arange(3, device=device), 3)
 
@@ -303,12 +326,13 @@ def test_flat_index_beyond_two_to_the_31():
 
 
 @pytest.mark.gpu
-def test_planner_inside_a_graph():
+@pytest.mark.parametrize("batch", [1500, 3000])  # sorted table by table, and by passes
+def test_planner_inside_a_graph(batch):
     from dlrm.kernels.lookup import lookup_tables
 
     weight = torch.randn(1000, 16, device="cuda").requires_grad_()
     start, lr = weight.detach().clone(), torch.tensor(0.1, device="cuda")
-    ids = torch.randint(500, (2, 3000), device="cuda")
+    ids = torch.randint(500, (2, batch), device="cuda")
     starts = torch.tensor([0, 500], device="cuda")
     planner = Planner()
 
@@ -332,7 +356,7 @@ def test_planner_inside_a_graph():
     weight.data.copy_(start)
     exact = start.double()
     for _ in range(3):
-        ids.copy_(torch.randint(500, (2, 3000), device="cuda"))
+        ids.copy_(torch.randint(500, (2, batch), device="cuda"))
         graph.replay()
         flat = (ids + starts[:, None]).view(-1)
         update_rows_torch("sgd", exact, flat, 2 * exact[flat], lr=lr.double())
