@@ -132,8 +132,6 @@ class TrainStep:
         self._beside = [o for o in optimizers if embeddings.issuperset(map(id, _parameters(o)))]
         self._branch = branch_of(self.device)
         self._planner = Planner(self.device) if on_gpu else nullcontext()
-        # One replay follows the other: they share their memory.
-        self._pool = torch.cuda.graph_pool_handle() if self.mode == "graph" else None
         self._seen: Counter[Key] = Counter()
         self._captured: dict[Key, Captured] = {}
         self._ahead = _ahead_of(model.sparse_arch, self.device, alone=reducer is None)
@@ -201,7 +199,7 @@ class TrainStep:
             return self._warm_up(batch, norms, total)
 
     def close(self) -> None:
-        """Drop the captured graphs."""
+        """Drop the captured graphs; the next step of a batch size is captured anew."""
         self._captured.clear()
 
     def _place(self, to: Batch, batch: Batch) -> None:
@@ -279,6 +277,8 @@ class TrainStep:
         static = batch.clone()
         self._place(static, batch)
         graph = torch.cuda.CUDAGraph()
+        if not self._captured:  # one replay follows the other: graphs share their memory
+            self._pool = torch.cuda.graph_pool_handle()
         # Meanwhile a thread may fetch rows, with streams and memory of its own.
         with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
             out = self._run(static, norms, total, grouped=True)

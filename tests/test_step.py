@@ -100,6 +100,19 @@ def test_captured_and_compiled_losses_equal_eager(plan, rule):
     assert results["graph"] == pytest.approx(results["eager"], abs=1e-4)
 
 
+@pytest.mark.gpu
+def test_a_closed_step_captures_anew():
+    given = batches(9, 64, "cuda")
+    found = []
+    for closes in (False, True):
+        _, step = make("dense", "sgd", "cuda", mode="graph")
+        losses = [step(batch)["loss"].item() for batch in given[:5]]
+        if closes:
+            step.close()
+        found.append(losses + [step(batch)["loss"].item() for batch in given[5:]])
+    assert found[1] == pytest.approx(found[0], abs=1e-5)
+
+
 @pytest.fixture
 def _determinism_ends():
     yield
