@@ -102,7 +102,7 @@ def test_captured_and_compiled_losses_equal_eager(plan, rule):
 
 @pytest.mark.gpu
 def test_a_closed_step_captures_anew():
-    given = batches(9, 64, "cuda")
+    given = list(batches(9, 64, "cuda"))
     found = []
     for closes in (False, True):
         _, step = make("dense", "sgd", "cuda", mode="graph")
