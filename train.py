@@ -26,7 +26,7 @@ from dlrm.embeddings import available
 from dlrm.embeddings.plan import AUTO, describe, plan
 from dlrm.embeddings.sharding import spread
 from dlrm.files import whole
-from dlrm.model import DLRM
+from dlrm.model import DLRM, DTYPES
 from dlrm.optim import RowOptimizer, Schedule
 from dlrm.reduce import Reducer, state_bytes
 from dlrm.step import TrainStep
@@ -264,10 +264,11 @@ class Run:
 def recipe(config: RunConfig, meta: Meta) -> dict[str, Any]:
     """The arguments of the model, as the checkpoint keeps them."""
     tables = asdict(config.tables)
+    dtype = tables.pop("dtype")
     return {
         "num_dense": len(meta.dense),
         "num_embeddings": list(meta.cardinalities),
-        "tables_dtype": tables.pop("dtype"),
+        "tables_dtype": dtype,
         "plan": plan(
             meta.tables,
             meta.cardinalities,
@@ -277,6 +278,7 @@ def recipe(config: RunConfig, meta: Meta) -> dict[str, Any]:
             **tables,
             budget=config.budget,
             counts=lambda: read_counts(config.data, meta),
+            weight_bytes=DTYPES[dtype],
         ),
         **asdict(config.model),
     }

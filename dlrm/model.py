@@ -17,7 +17,7 @@ from dlrm.kernels.branch import branch_of
 from dlrm.kernels.interaction import dot_interaction
 
 INTERACTIONS = ("dot", "dcn")
-DTYPES = ("fp32", "bf16")  # of tables
+DTYPES = {"fp32": 4, "bf16": 2}  # of tables, and the bytes of a weight
 
 
 class MLP(nn.Sequential):

@@ -25,7 +25,7 @@ from dlrm.distributed import pick_device
 from dlrm.embeddings import available
 from dlrm.embeddings.plan import plan
 from dlrm.hints import Parser, count, nearest, positive
-from dlrm.model import DLRM
+from dlrm.model import DLRM, DTYPES
 
 
 def arguments() -> Parser:
@@ -96,6 +96,7 @@ class Trained:
             kind,
             budget=f"{ratio:g}x",
             counts=lambda: read_counts(self.data, self.meta),
+            weight_bytes=DTYPES[self.recipe.get("tables_dtype", "fp32")],
         )
         model = DLRM(**{**self.recipe, "plan": chosen}).to(self.device)
         model.load_trained(self.model)

@@ -119,14 +119,16 @@ class Embedding(nn.Module, ABC):
         budget: int,
         *,
         counts: Sequence[Tensor] | None = None,
+        weight_bytes: int = 4,
     ) -> list[dict[str, Any] | None]:
         """Choose the options that come closest to ``budget`` bytes from below.
 
         Args:
             num_embeddings: rows of each table.
-            embedding_dim: length of a row (fp32).
+            embedding_dim: length of a row.
             budget: bytes for all these tables together.
             counts: how often each id of each table occurs, in order of the ids, where known.
+            weight_bytes: 4 for tables in fp32, 2 in bf16.
 
         Returns:
             For each table the options of this kind, or None where the table had better stay dense.

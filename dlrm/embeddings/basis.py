@@ -112,12 +112,13 @@ class Basis(Embedding):
         budget: int,
         *,
         counts: Sequence[Tensor] | None = None,
+        weight_bytes: int = 4,
     ) -> list[dict[str, Any] | None]:
         """Per table the longest codes that fit an equal share; see :class:`Embedding`.
 
         A row keeps at least a byte of codes, so no budget below 1/64 of tables of dim 16 fits.
         """
-        row = 4 * embedding_dim
+        row = weight_bytes * embedding_dim
         divisors = [parts for parts in range(1, embedding_dim + 1) if embedding_dim % parts == 0]
 
         def size(rows: int, option: tuple[int, int] | None) -> int:

@@ -164,6 +164,7 @@ class Block(Embedding):
         budget: int,
         *,
         counts: Sequence[Tensor] | None = None,
+        weight_bytes: int = 4,
     ) -> list[dict[str, Any] | None]:
         """Per table the largest block dim that fits an equal share; see :class:`Embedding`.
 
@@ -171,11 +172,12 @@ class Block(Embedding):
         """
 
         def size(rows: int, dim: int) -> int:
-            return (rows * dim + (dim * embedding_dim if dim < embedding_dim else 0)) * 4
+            matrix = dim * embedding_dim if dim < embedding_dim else 0
+            return (rows * dim + matrix) * weight_bytes
 
         def largest(rows: int, share: int) -> int:
             dense = size(rows, embedding_dim)
-            dim = max(1, share // (4 * (rows + embedding_dim)))
+            dim = max(1, share // (weight_bytes * (rows + embedding_dim)))
             if dense <= share or dim >= embedding_dim or size(rows, dim) >= dense:
                 return embedding_dim
             return dim

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import gcd
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -197,6 +198,12 @@ class RowCache(nn.Module):
         self._ring.fill_(self.empty)
         for tensor in (self.rows, self._counts, self._position, self._traffic):
             tensor.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or convert; counts stay in fp32: bf16 would not count beyond 256."""
+        super()._apply(fn, recurse)
+        self._counts = self._counts.float()
+        return self
 
     def nbytes(self) -> int:
         """Bytes of rows, keys, counts and all else."""

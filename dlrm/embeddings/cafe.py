@@ -246,10 +246,11 @@ class Cafe(Embedding):
         budget: int,
         *,
         counts: Sequence[Tensor] | None = None,
+        weight_bytes: int = 4,
         hot: float = SHARE,
     ) -> list[dict[str, Any] | None]:
         """The largest ``rows``, the same for all tables, that fits; see :class:`Embedding`."""
-        row = 4 * embedding_dim
+        row = weight_bytes * embedding_dim
 
         def size(table: int, rows: int) -> int:
             buckets, shared = _sizes(max(rows, 1), hot, embedding_dim)

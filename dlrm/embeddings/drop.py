@@ -91,12 +91,13 @@ class Drop(Embedding):
         budget: int,
         *,
         counts: Sequence[Tensor] | None = None,
+        weight_bytes: int = 4,
     ) -> list[dict[str, Any] | None]:
         """Keep the ids that occur most often in all tables together; see :class:`Embedding`.
 
         Without ``counts`` every table keeps the same number of ids.
         """
-        row = embedding_dim * 4
+        row = weight_bytes * embedding_dim
 
         def cost(rows: int) -> int:
             return sum(min(table, max(rows, 1)) for table in num_embeddings) * row

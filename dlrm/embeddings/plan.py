@@ -49,6 +49,7 @@ def plan(
     kinds: Mapping[str, str] | None = None,
     budget: str | None = None,
     counts: Callable[[], Sequence[Tensor]] | None = None,
+    weight_bytes: int = 4,
 ) -> Plan:
     """Decide kind and options of every table.
 
@@ -66,6 +67,7 @@ def plan(
         budget: memory for all tables together, as :func:`parse_bytes` reads it; the options of
             the chosen tables follow from it.
         counts: gives how often each id of each table occurs; called where a budget depends on it.
+        weight_bytes: 4 for tables in fp32, 2 in bf16, of which a budget buys twice as many.
 
     Raises:
         ValueError: unknown names, a negative ``largest``, a budget that cannot be met, or none for
@@ -105,7 +107,9 @@ def plan(
                 "budget chooses among the tables of one kind; drop tables.kinds or budget"
             )
         given = (options or {}).get(kind, {})
-        fitted = _fit(kind, chosen, num_embeddings, embedding_dim, budget, given, counts)
+        fitted = _fit(
+            kind, chosen, num_embeddings, embedding_dim, budget, given, counts, weight_bytes
+        )
         for table, (own, found) in zip(chosen, fitted, strict=True):
             result[table] = (own, {**result[table][1], **found} if own == kind else found)
     return result
@@ -125,10 +129,11 @@ def _fit(
     budget: str,
     options: Mapping[str, Any],
     counts: Callable[[], Sequence[Tensor]] | None,
+    weight_bytes: int,
 ) -> Plan:
     """Kind and options of the chosen tables from what a budget leaves to them."""
-    row = 4 * embedding_dim
-    limit = parse_bytes(budget, row * sum(num_embeddings))
+    row = weight_bytes * embedding_dim
+    limit = parse_bytes(budget, 4 * embedding_dim * sum(num_embeddings))
     dense = row * sum(rows for table, rows in enumerate(num_embeddings) if table not in chosen)
     if not chosen and dense <= limit:
         return []
@@ -147,7 +152,7 @@ def _fit(
         seen = known()
         if seen is None:
             raise ValueError("--emb auto needs to know how often each id occurs: give plan counts")
-        return choose_tables(sizes, embedding_dim, limit - dense, seen)
+        return choose_tables(sizes, embedding_dim, limit - dense, seen, weight_bytes=weight_bytes)
     cls = available()[kind]
     fixed = {
         key: value
@@ -160,7 +165,9 @@ def _fit(
                 f"with a budget all tables have one {kind}.{key}; give one value or drop budget"
             )
     seen = known() if cls.budget_by_counts else None
-    fitted = cls.for_budget(sizes, embedding_dim, limit - dense, counts=seen, **fixed)
+    fitted = cls.for_budget(
+        sizes, embedding_dim, limit - dense, counts=seen, weight_bytes=weight_bytes, **fixed
+    )
     return [("dense", {}) if found is None else (kind, found) for found in fitted]
 
 

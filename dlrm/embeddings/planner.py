@@ -31,12 +31,13 @@ class Table:
 
     Args:
         rows: number of ids V.
-        embedding_dim: length D of a full row (fp32).
+        embedding_dim: length D of a full row.
         count: occurrences of each id, ``[V]``, in falling order but for single ids.
+        weight_bytes: bytes of a weight.
     """
 
-    def __init__(self, rows: int, embedding_dim: int, count: Tensor) -> None:
-        self.rows, self.embedding_dim = rows, embedding_dim
+    def __init__(self, rows: int, embedding_dim: int, count: Tensor, weight_bytes: int) -> None:
+        self.rows, self.embedding_dim, self.weight_bytes = rows, embedding_dim, weight_bytes
         worth = count.double().square() / (count + RARE)
         self._worth = torch.cat([worth.new_zeros(1), worth.cumsum(0)])
         self._rising = -worth.flip(0).cummax(0).values.flip(0)
@@ -47,7 +48,7 @@ class Table:
         """The length of the rows and the number of ids with one of their own, at a price."""
         options = []
         for dim in self.dims:
-            least = 4 * dim * price / self._kept(dim)
+            least = self.weight_bytes * dim * price / self._kept(dim)
             keep = int(torch.searchsorted(self._rising, -least))
             if keep >= self.rows - 1:
                 keep = self.rows  # the shared row is of no use to a single id
@@ -59,13 +60,13 @@ class Table:
     def size(self, dim: int, keep: int) -> int:
         """Bytes of the table."""
         matrix = dim * self.embedding_dim if dim < self.embedding_dim else 0
-        return 4 * (dim * min(keep + 1, self.rows) + matrix)
+        return self.weight_bytes * (dim * min(keep + 1, self.rows) + matrix)
 
     def next_worth(self, dim: int, keep: int) -> float:
         """Worth per byte of one more row."""
         if keep >= self.rows - 1:
             return 0.0
-        return self._kept(dim) * -float(self._rising[keep]) / (4 * dim)
+        return self._kept(dim) * -float(self._rising[keep]) / (self.weight_bytes * dim)
 
     def plan(self, dim: int, keep: int) -> tuple[str, dict[str, Any]]:
         """Kind and options."""
@@ -79,21 +80,27 @@ class Table:
 
 
 def choose_tables(
-    num_embeddings: Sequence[int], embedding_dim: int, budget: int, counts: Sequence[Tensor]
+    num_embeddings: Sequence[int],
+    embedding_dim: int,
+    budget: int,
+    counts: Sequence[Tensor],
+    *,
+    weight_bytes: int = 4,
 ) -> list[tuple[str, dict[str, Any]]]:
     """Kind and options of every table.
 
     Args:
         num_embeddings: rows of each table.
-        embedding_dim: length of a row (fp32).
+        embedding_dim: length of a row.
         budget: bytes for all tables together.
         counts: how often each id of each table occurs; ids stand in order of falling frequency.
+        weight_bytes: 4 for tables in fp32, 2 in bf16.
 
     Raises:
         ValueError: the budget is too small for a row per table.
     """
     tables = [
-        Table(rows, embedding_dim, count)
+        Table(rows, embedding_dim, count, weight_bytes)
         for rows, count in zip(num_embeddings, counts, strict=True)
     ]
 
@@ -115,7 +122,8 @@ def choose_tables(
     # Ids of equal counts come all or none at any price; a part of them uses up what is left.
     for index in sorted(range(len(tables)), key=lambda t: -tables[t].next_worth(*choice[t])):
         dim, keep = choice[index]
-        more = min(left // (4 * dim), max(tables[index].rows - 1 - keep, 0))
+        row = weight_bytes * dim
+        more = min(left // row, max(tables[index].rows - 1 - keep, 0))
         choice[index] = dim, keep + more
-        left -= 4 * dim * more
+        left -= row * more
     return [table.plan(*own) for table, own in zip(tables, choice, strict=True)]

@@ -133,6 +133,7 @@ class QR(Embedding):
         budget: int,
         *,
         counts: Sequence[Tensor] | None = None,
+        weight_bytes: int = 4,
         operation: Operation = "multiply",
     ) -> list[dict[str, Any] | None]:
         """Per table the fewest collisions that fit an equal share, under ``operation``."""
@@ -140,8 +141,9 @@ class QR(Embedding):
 
         def size(rows: int, collisions: int | None) -> int:
             if collisions is None:
-                return rows * embedding_dim * 4
-            return (-(-rows // collisions) * quotient_dim + collisions * remainder_dim) * 4
+                return weight_bytes * rows * embedding_dim
+            quotients = -(-rows // collisions)
+            return weight_bytes * (quotients * quotient_dim + collisions * remainder_dim)
 
         def fewest(rows: int, share: int) -> int | None:
             choices = [None, *range(2, isqrt(rows) + 1)]  # beyond the root the size rises again

@@ -98,11 +98,14 @@ class Robe(Embedding):
         budget: int,
         *,
         counts: Sequence[Tensor] | None = None,
+        weight_bytes: int = 4,
     ) -> list[dict[str, Any] | None]:
         """The largest ``rows``, the same for all tables, that fits; see :class:`Embedding`."""
 
+        row = weight_bytes * embedding_dim
+
         def cost(rows: int) -> int:
-            return sum(min(table, max(rows, 1)) for table in num_embeddings) * embedding_dim * 4
+            return sum(min(table, max(rows, 1)) for table in num_embeddings) * row
 
         rows = water_level(cost, max(num_embeddings), budget, cls.kind())
         return [None if table <= rows else {"rows": max(rows, 1)} for table in num_embeddings]

@@ -241,6 +241,7 @@ class TT(Embedding):
         budget: int,
         *,
         counts: Sequence[Tensor] | None = None,
+        weight_bytes: int = 4,
         d: int = 3,
         q: list[int] | None = None,
         p: list[int] | None = None,
@@ -260,6 +261,8 @@ class TT(Embedding):
                 cache = RowCache(
                     rows, cache_rows, embedding_dim, decay=1, window=window, sparse=True
                 )
+            if weight_bytes == 2:
+                cache.bfloat16()
             if cache.nbytes() >= budget:
                 raise ValueError(
                     f"a budget of {budget} bytes is used up by the cache of {cache.capacity} rows "
@@ -267,6 +270,7 @@ class TT(Embedding):
                     "--tt.cache_window, or raise the budget"
                 )
             budget -= cache.nbytes()
+        row = weight_bytes * embedding_dim
         order = sorted(range(len(num_embeddings)), key=lambda table: -num_embeddings[table])
         shapes = [tuple(p) if p else factorize_rows(rows, d) for rows in num_embeddings]
         widths = tuple(q) if q else factorize_dim(embedding_dim, d)
@@ -277,12 +281,12 @@ class TT(Embedding):
 
         def size(table: int, ranks: tuple[int, ...]) -> int:
             train = tt_weights(shapes[table], widths, ranks)
-            return 4 * min(train, num_embeddings[table] * embedding_dim)
+            return weight_bytes * min(train, num_embeddings[table] * embedding_dim)
 
         def total(compressed: int, rank: int) -> int:
-            dense = sum(num_embeddings[table] for table in order[compressed:])
+            dense = row * sum(num_embeddings[table] for table in order[compressed:])
             own = clipped(compressed, rank)
-            return 4 * embedding_dim * dense + sum(size(t, own) for t in order[:compressed])
+            return dense + sum(size(t, own) for t in order[:compressed])
 
         fewest = (n for n in range(len(order)) if total(n, DEFAULT_RANK) <= budget)
         compressed = next(fewest, len(order))
@@ -290,9 +294,7 @@ class TT(Embedding):
         rank = 1 + water_level(lambda level: total(compressed, level + 1), highest, budget, "tt")
         own = clipped(compressed, rank)
         chosen = {
-            table
-            for table in order[:compressed]
-            if size(table, own) < 4 * embedding_dim * num_embeddings[table]
+            table for table in order[:compressed] if size(table, own) < row * num_embeddings[table]
         }
         return [{"rank": max(own)} if t in chosen else None for t in range(len(num_embeddings))]
 

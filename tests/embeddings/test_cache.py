@@ -47,6 +47,14 @@ def test_nothing_is_cached_before_the_first_populate():
     assert group.cache_stats() == {"hits": 0, "lookups": 12}
 
 
+def test_counts_beyond_what_bf16_counts_to():
+    group = make(cache_rows=1, cache_window=1000).bfloat16()
+    use(group, [1] * 256 + [5] * 257, [3])
+    group.cache_populate()
+    assert list(owners(group).values()) == [(0, 5)]
+    assert group.cache.rows.dtype == torch.bfloat16
+
+
 def test_the_most_used_rows_are_cached_and_start_from_the_cores():
     group = make(cache_rows=2)
     before = [group.to_dense(table) for table in range(2)]

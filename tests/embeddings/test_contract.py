@@ -412,7 +412,8 @@ def test_drop_in_weighs_as_the_original(kind, options):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("compression", [2, 5])
-def test_a_budget_is_kept(kind, compression):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_budget_is_kept(kind, compression, dtype):
     sizes, dim = [6000, 37, 3, 20000, 900], 16
     budget = sum(sizes) * dim * 4 // compression
     counts = [torch.arange(rows, 0, -1) for rows in sizes]
@@ -421,9 +422,11 @@ def test_a_budget_is_kept(kind, compression):
             available()[kind].for_budget(sizes, dim, budget)
         return
     for known in (None, counts):
-        chosen = available()[kind].for_budget(sizes, dim, budget, counts=known)
+        chosen = available()[kind].for_budget(
+            sizes, dim, budget, counts=known, weight_bytes=dtype.itemsize
+        )
         groups = [
-            build("dense" if options is None else kind, [rows], dim, **(options or {}))
+            build("dense" if options is None else kind, [rows], dim, **(options or {})).to(dtype)
             for rows, options in zip(sizes, chosen, strict=True)
         ]
         total = sum(sum(group.footprint()[0].values()) for group in groups)

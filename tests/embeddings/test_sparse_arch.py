@@ -104,13 +104,16 @@ def test_options_per_table():
     assert found == [("dense", {}), ("tt", {"rank": 4}), ("dense", {}), ("tt", {"rank": 2})]
 
 
-@pytest.mark.parametrize("kind", ["hash", "qr", "tt"])
+@pytest.mark.parametrize("kind", ["hash", "qr", "tt", "auto"])
 @pytest.mark.parametrize("ratio", [3, 10])
-def test_a_budget_is_kept_and_used(kind, ratio):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_budget_is_kept_and_used(kind, ratio, dtype):
     sizes = [50, 40000, 7, 9000]
     dense = 4 * 8 * sum(sizes)
-    found = plan(NAMES, sizes, 8, kind, budget=f"{ratio}x")
-    arch = SparseArch(sizes, 8, found)
+    counts = [torch.arange(rows, 0, -1) for rows in sizes]
+    wishes = {"counts": lambda: counts, "weight_bytes": dtype.itemsize}
+    found = plan(NAMES, sizes, 8, kind, budget=f"{ratio}x", **wishes)
+    arch = SparseArch(sizes, 8, found).to(dtype)
     total = sum(sum(parts.values()) for parts in arch.footprint())
     assert 0.6 * dense / ratio < total <= dense / ratio
 
@@ -174,10 +177,12 @@ def test_options_that_cannot_be_met_are_refused(arguments, message):
     ],
 )
 @pytest.mark.parametrize("ratio", [3, 15])
-def test_a_budget_counts_the_options_of_tt(options, ratio):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_budget_counts_the_options_of_tt(options, ratio, dtype):
     sizes = [50, 40000, 7, 9000]
-    found = plan(NAMES, sizes, 8, "tt", options={"tt": options}, budget=f"{ratio}x")
-    arch = SparseArch(sizes, 8, found)
+    wishes = {"options": {"tt": options}, "weight_bytes": dtype.itemsize}
+    found = plan(NAMES, sizes, 8, "tt", **wishes, budget=f"{ratio}x")
+    arch = SparseArch(sizes, 8, found).to(dtype)
     assert ("tt", {**options, "rank": found[1][1]["rank"]}) == found[1]
     assert 0.5 / ratio <= arch.sizes()["bytes"] / (32 * sum(sizes)) <= 1 / ratio
 
