@@ -174,7 +174,14 @@ class Run:
         final |= {f"test/best_possible_{name}": value for name, value in planted.items()}
         self.tracker.log(self.steps, final)
         unused = available().keys() - {kind for kind, _ in self.recipe["plan"]}
-        self.tracker.finish(yaml.safe_load(self.resolved), final, HOUSEKEEPING | unused)
+        tables = {
+            name: {"rows": rows, "kind": kind, **options}
+            for name, rows, (kind, options) in zip(
+                self.meta.tables, self.meta.cardinalities, self.recipe["plan"], strict=True
+            )
+        }
+        options = yaml.safe_load(self.resolved)
+        self.tracker.finish(options, final, HOUSEKEEPING | unused, tables=tables)
         if self.world.first:
             print(pd.Series(final).map("{:,.6g}".format).to_string())
             print(f"results in {self.directory}; tensorboard --logdir {self.directory.parent}")

@@ -120,12 +120,16 @@ class Tracker:
         self._writer.add_text(name, "\n".join("    " + line for line in text.splitlines()))
 
     def finish(
-        self, options: Mapping[str, Any], final: Mapping[str, float], hidden: Collection[str] = ()
+        self,
+        options: Mapping[str, Any],
+        final: Mapping[str, float],
+        hidden: Collection[str] = (),
+        **more: Any,
     ) -> None:
         """Record the run's options and final metrics for comparisons, and close the files.
 
-        They go to ``result.json`` and, without the ``hidden`` options, which do not tell runs
-        apart, to TensorBoard's hparams page.
+        They go to ``result.json`` with all ``more`` and, without the ``hidden`` options, which do
+        not tell runs apart, to TensorBoard's hparams page.
         """
         told = {name: value for name, value in options.items() if name not in hidden}
         flat = pd.json_normalize(told).astype(object).iloc[0].items()  # not NumPy's numbers
@@ -138,7 +142,8 @@ class Tracker:
         writer = self._writer._get_file_writer()
         for summary in hparams(plain, shown):
             writer.add_summary(summary)
-        result = {"run": self.path.parent.name, "options": dict(options), "metrics": finite(final)}
+        name = self.path.parent.name
+        result = {"run": name, "options": dict(options), **more, "metrics": finite(final)}
         with whole(self.path.with_name(RESULT)) as temporary:
             temporary.write_text(json.dumps(result, indent=2) + "\n")
         self.close()
@@ -168,7 +173,11 @@ class NoTracker(Tracker):
         """Do nothing."""
 
     def finish(
-        self, options: Mapping[str, Any], final: Mapping[str, float], hidden: Collection[str] = ()
+        self,
+        options: Mapping[str, Any],
+        final: Mapping[str, float],
+        hidden: Collection[str] = (),
+        **more: Any,
     ) -> None:
         """Do nothing."""
 

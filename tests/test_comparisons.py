@@ -96,8 +96,13 @@ def test_a_frontier_with_chosen_rates(script, data, tmp_path, capsys):
     both = {(kind, budget) for kind in ("auto", "tt+cache") for budget in ("4x", "100x")}
     assert found == {("dense", ""), ("block", "4x"), *both}
     result = json.loads((tmp_path / "runs" / "tt+cache-4x-0" / "result.json").read_text())
-    rows = sum(Meta.read(data).cardinalities)
-    assert result["options"]["tt"]["cache_rows"] == round(rows / 4 / 10)
+    meta = Meta.read(data)
+    assert result["options"]["tt"]["cache_rows"] == round(sum(meta.cardinalities) / 4 / 10)
+    tables = result["tables"]  # as the budget made them
+    assert {name: table["rows"] for name, table in tables.items()} == dict(
+        zip(meta.tables, meta.cardinalities, strict=True)
+    )
+    assert {table["rank"] for table in tables.values() if table["kind"] == "tt"}
     assert all(row["samples/s"] > 0 for row in report["results"])
     assert {path.name for path in tmp_path.glob("*.png")} == {"plot.png", "plot_speed.png"}
 
