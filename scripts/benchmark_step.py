@@ -94,18 +94,15 @@ def measure_one(
     worst = max(abs(a - b) for a, b in zip(expected, found, strict=True))
     if not worst <= TOLERANCE[precision]:
         raise ValueError(f"{kind} {rule} {precision} {mode} {size}: losses differ by {worst}")
+    peer, memory = PEER_CPU.get((precision, size)), {}
     if on_gpu:
-        memory = {"peak_gpu_MB": round((torch.cuda.max_memory_allocated() - held) / 1e6, 1)}
         peer = PEER_H100.get(size)
-        times = []
-        for _ in range(CAPTURES):
-            step.close()
-            run = measure.gpu_milliseconds(lambda i: step(batches[i % 8]), warm_up=20, steps=60)
-            times.append(run)
-    else:
-        memory = {}
-        peer = PEER_CPU.get((precision, size))
-        times = [measure.cpu_milliseconds(lambda i: step(batches[i % 8]))]
+        memory = {"peak_gpu_MB": round((torch.cuda.max_memory_allocated() - held) / 1e6, 1)}
+    times = []
+    for _ in range(CAPTURES if on_gpu else 1):
+        step.close()
+        counts = {"warm_up": 20, "steps": 60} if on_gpu else {}
+        times.append(measure.milliseconds(lambda i: step(batches[i % 8]), device, **counts))
     ms = statistics.median(times)
     footprint = sum(sum(parts.values()) for parts in model.sparse_arch.footprint())
     return {
