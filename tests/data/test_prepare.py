@@ -337,6 +337,14 @@ def test_an_earlier_result_is_replaced_as_a_whole(raw, tmp_path):
     assert found == contents(tmp_path / "fresh")
 
 
+def test_a_cap_above_all_values_changes_nothing(raw, tmp_path):
+    quiet(raw, tmp_path / "capped", Options(cap=10**20), block_bytes=BLOCK)
+    quiet(raw, tmp_path / "free", Options(), block_bytes=BLOCK)
+    capped, free = contents(tmp_path / "capped"), contents(tmp_path / "free")
+    assert capped.keys() == free.keys()
+    assert all(capped[name] == free[name] for name in free if name.endswith(".parquet"))
+
+
 @pytest.mark.parametrize("name", ["train.parquet", "meta.json", "vocabulary/notes.txt"])
 def test_data_that_no_preparation_made_is_left_alone(raw, tmp_path, name):
     mine = tmp_path / "own" / name

@@ -27,6 +27,14 @@ def keys(batch: pa.RecordBatch, name: str) -> list[int]:
     return batch[name].dictionary_decode().to_pylist()
 
 
+def test_a_bad_row_of_long_numbers_is_found_at_once():
+    """Not by trying every way to read 13 numbers of many digits: that takes years."""
+    row = ["0", *["9" * 30] * 13, *["0a"] * 25, "xyz"]
+    batch, (bad,) = parse(block(row))
+    assert len(batch) == 0
+    assert "C26" in bad.message
+
+
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 def test_good_rows(end):
     batch, bad = parse(block(GOOD, replaced("C3", "ffffffff"), replaced("C3", ""), end=end))

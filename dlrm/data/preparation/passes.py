@@ -260,7 +260,7 @@ def _count(
 def _keys(blocks: Sequence[Spilled], name: str, cap: int | None) -> NDArray[np.int64]:
     """What each code of each block stands for."""
     keys = np.concatenate([block.read_column(name).dictionary.to_numpy() for block in blocks])
-    return keys if cap is None else np.where(keys == MISSING, MISSING, keys % cap)
+    return keys if cap is None else np.where(keys == MISSING, MISSING, keys % min(cap, 2**32))
 
 
 def _write_rows(writer: pq.ParquetWriter, tables: Iterable[pa.Table], bar: tqdm) -> int:

@@ -22,7 +22,8 @@ MISSING = -1
 COLUMNS = ("label", *CRITEO_DENSE, *CRITEO_CATEGORICAL)
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
-_NUMBER = rb" *[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)? *"
+# One way only to match each number: 13 of them in a bad line would be tried in every combination.
+_NUMBER = rb" *[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)? *"
 _HEX = rb"[0-9a-fA-F]{1,8}"
 _LINE = re.compile(
     rb"[01]"
