@@ -103,6 +103,8 @@ def row_gradient(weight: Tensor, flat: Tensor, values: Tensor, sparse: bool) -> 
     """The gradient of ``weight [V, D]`` from rows ``flat [n]`` and their ``values [n, D]``."""
     if not sparse:
         return torch.zeros_like(weight).index_add_(0, flat, values)
+    if not len(flat):  # accumulation writes to the memory of an empty gradient: it has its own
+        flat, values = torch.empty_like(flat), torch.empty_like(values)
     with torch.sparse.check_sparse_tensor_invariants(False):  # they hold, and it would synchronise
         # Autograd would copy what is not contiguous, and with it the rows that a planner knows.
         return torch.sparse_coo_tensor(flat[None], values.contiguous(), weight.shape)

@@ -107,6 +107,14 @@ def test_bags_equal_dense_ones(options, mode):
         torch.testing.assert_close(paged.to_dense(table), dense.to_dense(table))
 
 
+def test_gradients_add_up_from_a_place_that_had_none():
+    group = build("paged", [6], 2, page_size=3, devices=["cpu", "cpu"], placement="cyclic")
+    for ids in ([3, 4, 5], [2, 2, 2]):  # of one place each
+        group(torch.tensor([ids])).sum().backward()
+    found = [parameter.grad.to_dense()[:, 0].tolist() for parameter in group.parameters()]
+    assert found == [[0, 0, 3], [1, 1, 1]]
+
+
 def test_a_page_is_a_stretch_of_one_table():
     paged = build("paged", [10, 3, 8], 2, page_size=4, devices=HERE, placement="cyclic")
     lengths = [4, 4, 2, 3, 4, 4]  # each table begins a page, each last page ends with it

@@ -89,6 +89,15 @@ def test_the_first_core_is_the_most_significant_digit():
     assert group.to_dense().abs().sum(1).nonzero().tolist() == [[23]]
 
 
+def test_many_cores_of_many_tables():
+    """The product of their slices is beyond 64 bits."""
+    group, one = (build("tt", [1000] * tables, 16, rank=4, d=12) for tables in (26, 1))
+    with torch.no_grad():
+        for own, core, p in zip(one.cores, group.cores, one.p[0], strict=True):
+            own.copy_(core[25 * p : 26 * p])
+    torch.testing.assert_close(group.to_dense(25), one.to_dense(0))
+
+
 def test_every_slice_of_a_long_core_learns():
     group = build("tt", [220 * 200 * 250], 16, rank=2, p=[200, 220, 250], q=[2, 2, 4])
     digits = torch.arange(250)

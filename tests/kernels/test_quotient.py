@@ -84,6 +84,18 @@ def test_one_weight_may_be_frozen(device):
     assert remainder.grad is None
 
 
+@pytest.mark.parametrize("operation", ["multiply", "add", "concat"])
+def test_gradients_add_up_after_a_batch_of_none(operation, device):
+    tables = [torch.ones(rows, 2, device=device, requires_grad=True) for rows in (5, 4)]
+    starts = (torch.tensor([0], device=device),) * 2
+    for ids in ([], [0, 5, 19]):
+        given = torch.tensor([ids], dtype=torch.int64, device=device)
+        out = lookup_quotient(*tables, starts, given, 4, operation=operation, impl="triton")
+        out.sum().backward()
+    found = [table.grad.to_dense()[:, 0].tolist() for table in tables]
+    assert found == [[1, 1, 0, 0, 1], [1, 1, 0, 1]]
+
+
 def test_no_samples(device):
     weights, starts = make("multiply", device)
     ids = torch.empty(len(SIZES), 0, dtype=torch.int64, device=device)

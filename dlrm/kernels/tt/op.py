@@ -259,31 +259,27 @@ def tt_vectors_torch(
     graph.
     """
     tables = tables.to(torch.int64).expand(ids.shape).reshape(-1)
-    rest = ids.to(torch.int64).reshape(-1)
-    sizes, offsets = p[tables], core_offsets[tables]  # [n, d]
-    slices = []
+    ends = p.prod(1).cumsum(0)
+    starts = ends - p.prod(1)
+    # Ids and their prefixes count from the start of their table, so that a number names both.
+    key = ids.to(torch.int64).reshape(-1) + starts[tables]
+    key, children = key.unique(return_inverse=True)
+    steps = []
     for k in reversed(range(len(cores))):
-        slices.append(offsets[:, k] + rest % sizes[:, k])
-        rest = rest // sizes[:, k]
-    slices.reverse()
-
-    # One number per id whose leading part, after division by the cores behind, names a prefix.
-    key = slices[0]
-    for core, digit in zip(cores[1:], slices[1:], strict=True):
-        key = key * core.shape[0] + digit
-    prefix, children = key.unique(return_inverse=True)
-    steps = [(prefix, children)]
-    for core in reversed(cores[1:]):
-        prefix, children = (prefix // core.shape[0]).unique_consecutive(return_inverse=True)
-        steps.append((prefix, children))
-    steps.reverse()  # steps[k]: distinct prefixes of k + 1 digits, and where the next step has them
+        table = torch.searchsorted(ends, key, right=True)
+        prefix, size = key - starts[table], p[table, k]
+        steps.append((core_offsets[table, k] + prefix % size, children))
+        key = starts[table] + prefix // size
+        key, children = key.unique_consecutive(return_inverse=True)
+    steps.reverse()  # steps[k]: slices of the distinct prefixes of k + 1 digits, and where the
+    # next step has them
 
     rows = cores[0].new_ones(1, 1, 1)  # [prefixes, q_1 .. q_k, r_k]
     parent = torch.zeros_like(steps[0][0])
-    for k, (core, (prefix, children)) in enumerate(zip(cores, steps, strict=True)):
+    for k, (core, (which, children)) in enumerate(zip(cores, steps, strict=True)):
         matrices = core.view(-1, ranks[k], q[k] * ranks[k + 1])
-        rows = _times_slices(rows.index_select(0, parent), matrices, prefix % core.shape[0])
-        rows = rows.view(len(prefix), prod(q[: k + 1]), ranks[k + 1])
+        rows = _times_slices(rows.index_select(0, parent), matrices, which)
+        rows = rows.view(len(which), prod(q[: k + 1]), ranks[k + 1])
         parent = children
     return rows.view(-1, prod(q)).index_select(0, parent).view(*ids.shape, prod(q))
 
