@@ -36,7 +36,7 @@ class Table:
         weight_bytes: bytes of a weight.
     """
 
-    def __init__(self, rows: int, embedding_dim: int, count: Tensor, weight_bytes: int) -> None:
+    def __init__(self, rows: int, embedding_dim: int, count: Tensor, weight_bytes: int = 4) -> None:
         self.rows, self.embedding_dim, self.weight_bytes = rows, embedding_dim, weight_bytes
         worth = count.double().square() / (count + RARE)
         self._worth = torch.cat([worth.new_zeros(1), worth.cumsum(0)])
@@ -52,7 +52,7 @@ class Table:
             keep = int(torch.searchsorted(self._rising, -least))
             if keep >= self.rows - 1:
                 keep = self.rows  # the shared row is of no use to a single id
-            gain = self._kept(dim) * float(self._worth[keep]) - price * self.size(dim, keep)
+            gain = self.worth(dim, keep) - price * self.size(dim, keep)
             options.append((gain, dim, keep))
         _, dim, keep = max(options)
         return dim, keep
@@ -62,11 +62,20 @@ class Table:
         matrix = dim * self.embedding_dim if dim < self.embedding_dim else 0
         return self.weight_bytes * (dim * min(keep + 1, self.rows) + matrix)
 
-    def next_worth(self, dim: int, keep: int) -> float:
-        """Worth per byte of one more row."""
-        if keep >= self.rows - 1:
-            return 0.0
-        return self._kept(dim) * -float(self._rising[keep]) / (self.weight_bytes * dim)
+    def worth(self, dim: int, keep: int) -> float:
+        """What so many rows of this length keep of the effect of the ids."""
+        return self._kept(dim) * float(self._worth[keep])
+
+    def fill(self, room: int) -> tuple[int, int]:
+        """The length and the number of rows that are worth the most in so many bytes."""
+        options = []
+        for dim in self.dims:
+            keep = (room - self.size(dim, 0)) // (self.weight_bytes * dim)
+            if keep >= 0:
+                keep = self.rows if keep >= self.rows - 1 else keep
+                options.append((self.worth(dim, keep), dim, keep))
+        _, dim, keep = max(options)
+        return dim, keep
 
     def plan(self, dim: int, keep: int) -> tuple[str, dict[str, Any]]:
         """Kind and options."""
@@ -119,11 +128,16 @@ def choose_tables(
             f"a budget of {budget} bytes is too small for --emb auto: {len(tables)} tables need at "
             f"least {total(choice)} bytes; raise the budget"
         )
-    # Ids of equal counts come all or none at any price; a part of them uses up what is left.
-    for index in sorted(range(len(tables)), key=lambda t: -tables[t].next_worth(*choice[t])):
-        dim, keep = choice[index]
-        row = weight_bytes * dim
-        more = min(left // row, max(tables[index].rows - 1 - keep, 0))
-        choice[index] = dim, keep + more
-        left -= row * more
+    # At any price ids of equal counts come all or none, and a table may change its length from one
+    # price to the next: what is left goes to the table that makes the most of it, then to others.
+    while True:
+        gains = []
+        for index, (table, own) in enumerate(zip(tables, choice, strict=True)):
+            more = table.fill(table.size(*own) + left)
+            gains.append((table.worth(*more) - table.worth(*own), index, more))
+        gain, index, more = max(gains)
+        if gain <= 0:
+            break
+        left += tables[index].size(*choice[index]) - tables[index].size(*more)
+        choice[index] = more
     return [table.plan(*own) for table, own in zip(tables, choice, strict=True)]

@@ -37,6 +37,22 @@ def test_a_budget_is_kept_and_used(ratio):
     assert len(arch.groups) <= 6, "tables of rows of one length are looked up together"
 
 
+@pytest.mark.parametrize("ratio", [1.1, 1.5, 3, 5])
+def test_a_table_that_is_most_of_the_budget_uses_it(ratio):
+    """From one price to the next it changes its length, and with that by more than is left."""
+    rows = 20_000
+    count = 1e6 * torch.arange(1, rows + 1).double() ** -1.05
+    budget = int(64 * rows / ratio)
+    ((_, options),) = choose_tables([rows], 16, budget, [count.round().long()])
+    table = Table(rows, 16, count)
+    dim, keep = options.get("dim", 16), options.get("keep", rows)
+    assert table.size(dim, keep) <= budget
+    others = [(other, min((budget - table.size(other, 0)) // (4 * other), rows))
+              for other in (1, 2, 4, 8, 16)]  # fmt: skip
+    best = max(table.worth(other, kept) for other, kept in others if kept >= 0)
+    assert table.worth(dim, keep) >= 0.999 * best
+
+
 def test_nothing_is_compressed_where_the_budget_does_not_ask_for_it():
     sizes = [100, 7]
     counts = [zipf(rows) for rows in sizes]
