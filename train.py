@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -295,22 +296,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     kinds, world = available(), World.of_environment()
-    with world.silent_unless_first():
-        config, resolved = parse(arguments, kinds)
-    run = None
+    run, directory, saved = None, None, []
     try:
+        if resumed := _resumed(arguments):
+            directory = checkpoint.run_of(resumed)
+            saved = [f"--config={directory / checkpoint.CONFIG}"]
+        with world.silent_unless_first():
+            config, resolved = parse([*arguments, *saved], kinds)
         if config.resume:
-            saved = checkpoint.run_of(config.resume) / checkpoint.CONFIG
             _require_own(arguments)
-            with world.silent_unless_first():
-                config, resolved = parse([*arguments, f"--config={saved}"], kinds)
         run = Run(config, resolved, world)
         run.train()
     except (ValueError, OSError) as error:
         world.say_once(f"error: {error}")
         return 2
     except KeyboardInterrupt:
-        world.say_once(f"interrupted; {checkpoint.way_on(run.directory if run else None)}")
+        world.say_once(f"interrupted; {checkpoint.way_on(run.directory if run else directory)}")
         return 130
     except (RuntimeError, MemoryError) as error:
         if not _out_of_memory(error):
@@ -322,10 +323,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _resumed(arguments: Sequence[str]) -> str | None:
+    """The value of ``--resume``, whose run has the options that all others are to fit."""
+    for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
+        name, equals, value = argument.partition("=")
+        if name == "--resume":
+            return value if equals else following if not following.startswith("--") else None
+    return None
+
+
 def _require_own(arguments: Sequence[str]) -> None:
     """Raise where an option would be taken for something beside ``--resume``."""
-    names = {argument.partition("=")[0] for argument in arguments}
-    idle = sorted(names & {"--config", "--name", "--output", "--init_from"})
+    names = {argument.partition("=")[0].replace("-", "_") for argument in arguments}
+    idle = [
+        f"--{name}" for name in ("config", "init_from", "name", "output") if f"__{name}" in names
+    ]
     if idle:
         raise ValueError(f"--resume goes on with the run's own {', '.join(idle)}: leave that out")
 

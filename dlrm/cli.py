@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -159,7 +160,7 @@ def _from_file(
 ) -> Iterator[tuple[str, Any, str]]:
     try:
         content = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:  # of a date that is none, too
         problems.append(f"--config {path} can't be read: {' '.join(str(error).split())}")
         return
     if not isinstance(content, dict):
@@ -188,7 +189,11 @@ def _typed(parser: ArgumentParser, schema: Mapping[str, Option], name: str, valu
     """``value`` as the option's type; a lone value is a list of one where a list is wanted."""
     if isinstance(value, dict | list) and schema[name].type in (str, str | None):
         raise ArgumentError(None, f"{name} must be text")
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    try:
+        plain = isinstance(value, str | date)
+        text = str(value) if plain else json.dumps(value, default=str)
+    except (TypeError, ValueError) as error:  # names that are no text, values inside themselves
+        raise ArgumentError(None, str(error)) from None
     try:
         return parser.parse_args([f"--{name}={text}"])[name]
     except ArgumentError:
@@ -254,7 +259,10 @@ def _build(
 
 def _check_budget(text: str | None) -> None:
     if text is not None:
-        parse_bytes(text, 0)
+        try:
+            parse_bytes(text, 0)
+        except ValueError as error:
+            raise ValueError(f"--budget: {error}") from None
 
 
 def _note_idle(argv: Sequence[str], config: RunConfig, kinds: Mapping[str, type]) -> None:

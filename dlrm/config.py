@@ -291,6 +291,8 @@ class RunConfig:
                 for name, value in values.items()
             },
             seed=(0 <= self.seed < 2**63, f"is {self.seed}, it must be 0 .. 2**63 - 1"),
+            resume=(self.resume != "", "is empty, it must name a run or a checkpoint"),
+            init_from=(self.init_from != "", "is empty, it must name a run or a checkpoint"),
             name=(
                 self.name is None or Path(self.name).name == self.name not in ("", ".."),
                 f"is {self.name!r}, it must name a directory in output",

@@ -68,14 +68,17 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: another one is broken.
     """
-    whole_lines = path.read_text().split("\n")[:-1]
+    whole_lines = path.read_bytes().split(b"\n")[:-1]
     for number, line in enumerate(whole_lines, 1):
         try:
-            yield json.loads(line)
+            entry = json.loads(line)
         except ValueError as error:
             raise ValueError(
                 f"{path}, line {number} is no JSON: {error}; remove the line, or the file"
             ) from None
+        if not isinstance(entry, dict) or "step" not in entry:
+            raise ValueError(f"{path}, line {number} tells no step; remove the line, or the file")
+        yield entry
 
 
 class Tracker:

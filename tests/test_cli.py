@@ -79,7 +79,9 @@ def test_option_without_value(capsys):
         ("--optim.eps", ".inf", "eps is inf, it must be finite"),
         ("--optim.decay_start", "-5", "decay_start is -5"),
         ("--optim.decay_steps", "9", "must be at least 1, and 1 without decay_start"),
-        ("--budget", "heaps", "no amount of memory"),
+        ("--budget", "heaps", "--budget: 'heaps' is no amount of memory"),
+        ("--resume", "", "--resume is empty, it must name a run or a checkpoint"),
+        ("--init_from", "", "--init_from is empty, it must name a run or a checkpoint"),
         ("--device", "gpu", "--device is 'gpu'"),
         ("--tables.kinds", "{C3:tt}", "as in {C3: ..., C12: ...}"),
     ],
@@ -126,6 +128,26 @@ def test_mistakes_in_yaml_name_the_file(capsys, tmp_path):
     assert "epochs is datetime.date(2026, 1, 1), it must be a whole number" in text
     path.write_text("- a list\n")
     assert "must hold options as name: value" in mistakes(capsys, f"--config={path}")
+
+
+def test_a_name_in_yaml_may_look_like_a_date(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("name: 2024-01-01\n")
+    assert parse([f"--config={path}"], KINDS)[0].name == "2024-01-01"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("name: 2024-02-30", "can't be read: day is out of range for month"),
+        ("tt: {rank: {2024-01-01: 5}}", "tt.rank is {datetime"),
+        ("tables: {kinds: &a {x: *a}}", "tables.kinds is {'x': {...}}"),
+    ],
+)
+def test_yaml_that_says_what_no_option_can_be(capsys, tmp_path, text, told):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    assert told in mistakes(capsys, f"--config={path}")
 
 
 def test_resolved_configuration_reads_back(tmp_path):

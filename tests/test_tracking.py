@@ -109,6 +109,10 @@ def test_a_line_that_was_cut_off_does_not_stop_a_resumed_run(tmp_path):
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1 is no JSON: .*remove the line"):
         Tracker(tmp_path, step=1)
     assert path.read_text().endswith(before)
+    for line in (b"5", b'{"a": 1}', b"\xff"):
+        path.write_bytes(line + b"\n" + before.encode())
+        with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1 .*remove the line"):
+            Tracker(tmp_path, step=1)
 
 
 def test_clock_leaves_out_pauses_and_counts_waiting(monkeypatch):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dlrm.checkpoint import way_on
@@ -272,7 +273,22 @@ def test_a_resumed_run_takes_no_options_that_it_would_not_follow(data, tmp_path)
     given = ["--name", "other", f"--init_from={tmp_path / 'run'}"]
     done = run("train.py", "--resume", tmp_path / "run", *given, status=2)
     assert "--resume goes on with the run's own --init_from, --name: leave that out" in done.stderr
+    done = run("train.py", "--resume", tmp_path / "run", "--init-from=x", status=2)
+    assert "--resume goes on with the run's own --init_from: leave that out" in done.stderr
+    (tmp_path / "own.yaml").write_text(f"resume: {tmp_path / 'run'}")
+    done = run("train.py", "--config", tmp_path / "own.yaml", status=2)
+    assert "--resume goes on with the run's own --config: leave that out" in done.stderr
     assert (tmp_path / "run" / "config.yaml").read_text() == before
+
+
+def test_options_of_a_resumed_run_are_to_fit_those_that_it_has(data, tmp_path):
+    rules = ["--optim.dense", "adam", "--optim.embeddings", "adam"]
+    train(data, tmp_path, "run", "--max_steps", "2", *rules)
+    given = ["--max_steps", "4", "--optim.betas", "0.5", "0.6"]
+    run("train.py", f"--resume={tmp_path / 'run'}", *given)
+    resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert resolved["optim"]["betas"] == [0.5, 0.6]
+    assert resolved["optim"]["dense"] == "adam"
 
 
 def test_a_run_without_a_checkpoint_is_started_anew(data, tmp_path):
