@@ -109,8 +109,10 @@ def main(argv: list[str] | None = None) -> int:
     kinds = options.kinds or [
         name for name, kind in available().items() if "for_budget" in vars(kind)
     ]
-    torch.manual_seed(options.seed)
     try:
+        torch.manual_seed(options.seed)
+        if options.json:  # a place that can't be had is better known before than after
+            Path(options.json).parent.mkdir(parents=True, exist_ok=True)
         valid = ["auto", *available()]
         for kind in kinds:
             if kind not in valid:
@@ -134,12 +136,15 @@ def main(argv: list[str] | None = None) -> int:
                     print(f"{kind} at {ratio:g}x: {error}")
                     continue
                 rows.append(_mean(kind, ratio, found, rows[0]["auc"]))
+        if options.json:
+            record = {"data": Path(options.data).name, "split": options.split, "results": rows}
+            measure.write(options.json, record)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if options.json:
-        record = {"data": Path(options.data).name, "split": options.split, "results": rows}
-        measure.write(options.json, record)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -52,6 +52,14 @@ def test_every_kind_is_measured_at_every_size(main, run, tmp_path, capsys):
     assert "block at 40x: a budget of" in capsys.readouterr().out
 
 
+def test_a_place_that_cannot_be_had_is_told_before_the_work(main, run, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main([*run, "--json", str(tmp_path / "file" / "x.json")]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("error: ")
+    assert not told.out
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
