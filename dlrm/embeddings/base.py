@@ -142,9 +142,7 @@ class Embedding(nn.Module, ABC):
 
     @classmethod
     def here(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options under which trained tables load on this machine: without a choice of devices
-        that it does not have, for kinds that know one.
-        """
+        """The options under which trained tables load on this machine, whose devices may differ."""
         return dict(options)
 
     def observe(self, tables: Tensor, ids: Tensor) -> None:
