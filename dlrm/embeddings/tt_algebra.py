@@ -161,13 +161,16 @@ def fit_rows(
     change = torch.zeros_like(cores[k])
     rest = pull(cores[k], rows)
     direction, square = rest, rest.square().sum()
-    tiny = torch.finfo(rest.dtype).tiny
+    tiny, eps = torch.finfo(rest.dtype).tiny, torch.finfo(rest.dtype).eps
+    enough = eps**2 * square  # what is left then is rounding, which no step makes smaller
     for _ in range(FIT_STEPS):
         image = penalty(direction) - pull(direction, nothing)
-        step = square / (direction * image).sum().clamp(min=tiny)
+        bend = (direction * image).sum()
+        goes_on = (square > enough) & (bend > 0)
+        step = torch.where(goes_on, square / bend.clamp(min=tiny), 0.0)
         change += step * direction
         rest = rest - step * image
-        before, square = square, rest.square().sum()
+        before, square = square, torch.where(goes_on, rest.square().sum(), 0.0)
         direction = rest + square / before.clamp(min=tiny) * direction
     cores[k].add_(change)
     missed = torch.cat([rows[part] - look_up(cores[k], part) for part in parts])

@@ -55,6 +55,23 @@ def test_counts_beyond_what_bf16_counts_to():
     assert group.cache.rows.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_row_that_is_fitted_in_a_few_steps_leaves_the_cores_finite(seed):
+    """What is left then is rounding; a step along it could be of any length."""
+    torch.manual_seed(seed)
+    group = build("tt", [3, 333, 2], 4, rank=4, cache_rows=1)
+    with torch.no_grad():
+        use(group, [1] * 9, [7] * 9, [1] * 9)
+        group.cache_populate()
+        group.cache.rows[:1] += torch.randn(1, 4) / 10
+        for _ in range(9):
+            use(group, [2] * 9, [9] * 9, [0] * 9)
+        report = group.cache_populate()
+    assert report.evicted == 1
+    assert report.residual < 1
+    assert all(core.isfinite().all() for core in group.cores)
+
+
 def test_the_most_used_rows_are_cached_and_start_from_the_cores():
     group = make(cache_rows=2)
     before = [group.to_dense(table) for table in range(2)]
