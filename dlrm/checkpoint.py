@@ -32,6 +32,7 @@ from dlrm.distributed import World
 from dlrm.embeddings.plan import here
 from dlrm.files import whole
 from dlrm.model import DLRM
+from dlrm.rules import make_rule
 from dlrm.shards import Shards
 
 LATEST, BEST = "latest", "best"
@@ -55,20 +56,24 @@ class Parts:
         self._values: Values = model.state_dict()
         self.tensors: Values = {f"model.{name}": value for name, value in self._values.items()}
         names = {parameter: name for name, parameter in model.named_parameters()}
-        states: dict[str, dict[str, Tensor]] = {}
+        states: dict[tuple[str, bool], dict[str, Tensor]] = {}
         for optimizer, saved in zip(self._optimizers, self._states, strict=True):
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            owned = [(p, group) for group in optimizer.param_groups for p in group["params"]]
             for index, state in saved["state"].items():
+                parameter, group = owned[index]
+                kept = make_rule(group["rule"]).states
                 for name, tensor in state.items():
-                    states.setdefault(name, {})[names[parameters[index]]] = tensor
+                    per_row = kept.get(name, False)
+                    states.setdefault((name, per_row), {})[names[parameter]] = tensor
         parted = {name: m for name, m in model.named_modules() if hasattr(m, "shards")}
-        for name, tensors in states.items():
+        for (name, per_row), tensors in states.items():
             for path, module in parted.items():
                 own = {n: tensors.pop(f"{path}.{n}", None) for n, _ in module.named_parameters()}
                 if None not in own.values():
-                    self.tensors[f"optimizer.{path}.weight.{name}"] = module.shards(own)
-            for parameter, tensor in tensors.items():
-                self.tensors[f"optimizer.{parameter}.{name}"] = tensor
+                    whole_state = module.shards(own, per_row=per_row)
+                    self.tensors[f"optimizer.{path}.weight.{name}"] = whole_state
+            for path, tensor in tensors.items():
+                self.tensors[f"optimizer.{path}.{name}"] = tensor
 
     def groups(self) -> list[list[dict[str, Any]]]:
         """The options of the optimizers' groups, without their parameters."""
@@ -157,7 +162,7 @@ def save(
     except CheckpointException as error:
         if world.first:
             shutil.rmtree(temporary, ignore_errors=True)
-        causes = [cause for failure in error.failures.values() for cause in _chain(failure[0])]
+        causes = _causes(error)
         if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
             raise KeyboardInterrupt from None
         told = [cause.strerror or str(cause) for cause in causes if isinstance(cause, OSError)]
@@ -187,6 +192,13 @@ def _alone_is_fine() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """What went wrong, in any process."""
+    if not isinstance(error, CheckpointException):
+        return [error]
+    return [cause for failure in error.failures.values() for cause in _chain(failure[0])]
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -326,6 +338,8 @@ def load(
                 no_dist=world is None or world.size == 1,
             )
     except (Exception, CheckpointException) as error:  # which is a BaseException only
+        if any(isinstance(cause, KeyboardInterrupt) for cause in _causes(error)):
+            raise KeyboardInterrupt from None
         raise ValueError(f"{directory} can't be read as a checkpoint: {_reason(error)}") from None
     parts.restore(groups)
 

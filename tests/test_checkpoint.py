@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from torch.distributed import checkpoint as dcp
 
 from dlrm import checkpoint
 from dlrm.model import DLRM
@@ -137,6 +138,10 @@ def test_a_failed_save_leaves_what_there_was(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "save", fails(KeyboardInterrupt(), KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         save(directory / "step_2", recipe, model, optimizers)
+    monkeypatch.undo()
+    monkeypatch.setattr(dcp.FileSystemReader, "read_data", fails(OSError(), KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.load(directory / "step_1", model, optimizers)
     monkeypatch.undo()
     parts = checkpoint.Parts(model, optimizers)
     parts.tensors["unwritable"] = torch.empty(1, device="meta")

@@ -113,6 +113,18 @@ def test_a_run_of_several_processes(data, tmp_path):
             assert metrics[f"test/{name}"] == pytest.approx(value, abs=1e-7), name
 
 
+def test_a_checkpoint_of_pieces_of_one_column(data, tmp_path):
+    """Of the shape of a state with one number a row, which Adam has too."""
+    common = ["train.py", *OPTIONS, "--data", data, "--output", tmp_path, "--name", "run"]
+    common += ["--model.embedding_dim", "2", "--optim.embeddings", "adam", "--max_steps", "6"]
+    done = torchrun(2, *common, "--sharding.by", "column", "--sharding.threshold", "0")
+    assert done.returncode == 0, done.stderr
+    found = alone("scripts/evaluate.py", tmp_path / "run", data, "--device", "cpu").stdout
+    assert json.loads(found)["auc"] == pytest.approx(result(tmp_path / "run")["test/auc"], abs=1e-7)
+    alone("train.py", "--resume", tmp_path / "run", "--max_steps", "8")
+    assert max(losses(tmp_path / "run")) == 8
+
+
 def test_killed_and_resumed_equals_uninterrupted(data, tmp_path):
     """A killed process ends all; the run goes on from its last checkpoint."""
     common = ["train.py", *OPTIONS, "--data", data, "--output", tmp_path, "--epochs", "30"]

@@ -186,7 +186,7 @@ class Paged(Embedding):
 
     # Where the pages lie is no part of the state ---------------------------------------------
 
-    def shards(self, tensors: Mapping[str, Tensor]) -> Shards:
+    def shards(self, tensors: Mapping[str, Tensor], *, per_row: bool = False) -> Shards:
         """Tensors laid out like the blocks of these names as one, in the order of the tables.
 
         They are the blocks, or states of an optimizer with an entry per weight or per row.
@@ -198,7 +198,7 @@ class Paged(Embedding):
             parts.append(((row, 0), tensors[self._names[owner][0]][first : first + length]))
             row += length
         copies = [(tensors[first], tensors[n]) for first, *rest in self._names for n in rest]
-        return Shards((row, like.shape[1]), parts, like.dtype, copies)
+        return Shards((row, 1 if per_row else self.embedding_dim), parts, like.dtype, copies)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool

@@ -207,16 +207,16 @@ class Sharded(Embedding):
 
     # State dicts ------------------------------------------------------------------------------
 
-    def shards(self, tensors: Mapping[str, Tensor]) -> Shards:
+    def shards(self, tensors: Mapping[str, Tensor], *, per_row: bool = False) -> Shards:
         """Tensors laid out like the parameters of these names as one over all processes.
 
         They are the parameters, or states of an optimizer with an entry per weight or per row.
         """
         found = []
-        width = self.embedding_dim if any(t.shape[1] > 1 for t in tensors.values()) else 1
+        width = 1 if per_row else self.embedding_dim
         for table in range(self.num_tables):
             for name, chunk in self.chunks(table):
-                first = chunk.columns[0] if width > 1 else 0
+                first = 0 if per_row else chunk.columns[0]
                 offset = (self._tables_at[table] + chunk.rows[0], first)
                 height = chunk.rows[1] - chunk.rows[0]
                 found.append((offset, tensors[name].detach()[chunk.at : chunk.at + height]))
