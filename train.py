@@ -298,10 +298,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     kinds, world = available(), World.of_environment()
     run, directory, saved = None, None, []
     try:
+        world.meet()
         if resumed := _resumed(arguments):
             directory = checkpoint.run_of(resumed)
             saved = [f"--config={directory / checkpoint.CONFIG}"]
-        with world.silent_unless_first():
+        with world.saying_once():
             config, resolved = parse([*arguments, *saved], kinds)
         if config.resume:
             _require_own(arguments)

@@ -109,14 +109,11 @@ class World:
         """All ranks, from this one on."""
         return [(self.rank + step) % self.size for step in range(self.size)]
 
-    @contextmanager
-    def silent_unless_first(self) -> Iterator[None]:
-        """What every process would say alike, the first one alone says."""
-        if self.first:
-            yield
-        else:
-            with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-                yield
+    def meet(self) -> None:
+        """Find the other processes, so that one can speak for all; needs no device."""
+        if self.size > 1 and self._store is None:
+            store, _, _ = next(rendezvous("env://", timeout=TIMEOUT))
+            self._store = dist.PrefixStore("dlrm", store)
 
     def join(self, device: torch.device) -> torch.device:
         """Join the process group, NCCL on GPUs, gloo on CPUs; returns the device."""
@@ -128,11 +125,11 @@ class World:
             # a group that is kept has threads that may abort the process at its end.
             import_module("torch.distributed.nn.functional")
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
-            self._store = dist.PrefixStore("dlrm", store)
-            group = dist.PrefixStore("group", store)
+            self.meet()
+            assert self._store is not None
+            group = dist.PrefixStore("group", self._store)
             dist.init_process_group(
-                backend, store=group, rank=rank, world_size=size, timeout=TIMEOUT
+                backend, store=group, rank=self.rank, world_size=self.size, timeout=TIMEOUT
             )
             sys.excepthook = partial(_tell, sys.excepthook)
         return device
@@ -182,12 +179,31 @@ class World:
 
     def say_once(self, text: str) -> None:
         """Print on stderr what several processes may come to say: the first to come does."""
-        speaks = self.first
+        if self._is_first_to("say"):
+            print(text, file=sys.stderr)
+
+    @contextmanager
+    def saying_once(self) -> Iterator[None]:
+        """What every process prints alike here, the first to come to the end prints: torchrun ends
+        the others when one ends with an error.
+        """
+        if self.size == 1:
+            yield
+            return
+        out, error = StringIO(), StringIO()
+        try:
+            with redirect_stdout(out), redirect_stderr(error):
+                yield
+        finally:
+            if self._is_first_to("say alike"):
+                print(out.getvalue(), end="", flush=True)
+                print(error.getvalue(), end="", file=sys.stderr, flush=True)
+
+    def _is_first_to(self, act: str) -> bool:
         if self._store is not None:
             with suppress(dist.DistError):  # of torchrun, which may be gone
-                speaks = self._store.add("said", 1) == 1
-        if speaks:
-            print(text, file=sys.stderr)
+                return self._store.add(act, 1) == 1
+        return self.first
 
     def wait(self) -> None:
         """Wait for all processes."""

@@ -163,6 +163,20 @@ def test_an_error_is_told_once(data, tmp_path):
         assert len(re.findall("exitcode *: 2", done.stderr)) >= 1
 
 
+def test_a_mistake_is_told_though_the_first_process_comes_last(tmp_path):
+    program = tmp_path / "late.py"
+    program.write_text(
+        "import os, sys, time\n"
+        "time.sleep(1.5 * (os.environ['RANK'] == '0'))\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "sys.exit(__import__('train').main())\n"
+    )
+    done = torchrun(2, program, "--device", "cpu", "--emb", "dence")
+    assert done.returncode == 1
+    assert done.stderr.count("error: ") == 1, done.stderr
+    assert "--emb is 'dence', did you mean 'dense'" in done.stderr
+
+
 def test_devices_of_several_processes(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
