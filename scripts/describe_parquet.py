@@ -223,3 +223,6 @@ if __name__ == "__main__":
         main()
     except (ValueError, OSError) as error:
         parser().error(str(error))
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        sys.exit(130)
