@@ -36,6 +36,25 @@ def water_level(cost: Callable[[int], int], highest: int, budget: int, kind: str
     return bisect_right(range(highest + 1), budget, key=cost) - 1
 
 
+def even_rows(tables: Sequence[int], row: int, budget: int, kind: str) -> int:
+    """The most rows, the same for all tables but those that have fewer, that fit; one at least.
+
+    Args:
+        tables: rows of each table.
+        row: bytes of a row.
+        budget: bytes for all tables.
+        kind: the embedding kind, for the message.
+
+    Raises:
+        ValueError: a row of each table does not fit.
+    """
+
+    def cost(rows: int) -> int:
+        return row * sum(min(table, max(rows, 1)) for table in tables)
+
+    return water_level(cost, max(tables), budget, kind)
+
+
 def share_out(
     tables: Sequence[int],
     choose: Callable[[int, int], Option],

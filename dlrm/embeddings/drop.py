@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding, kept_rows, row_offsets
-from dlrm.embeddings.budget import water_level
+from dlrm.embeddings.budget import even_rows
 from dlrm.kernels.bags import lookup_bags
 from dlrm.kernels.lookup import lookup, lookup_tables
 
@@ -98,12 +98,8 @@ class Drop(Embedding):
         Without ``counts`` every table keeps the same number of ids.
         """
         row = weight_bytes * embedding_dim
-
-        def cost(rows: int) -> int:
-            return sum(min(table, max(rows, 1)) for table in num_embeddings) * row
-
-        rows = water_level(cost, max(num_embeddings), budget, cls.kind())
-        kept = [max(rows, 1) - 1] * len(num_embeddings)
+        rows = even_rows(num_embeddings, row, budget, cls.kind())
+        kept = [rows - 1] * len(num_embeddings)
         if counts is not None:
             kept = most_frequent(counts, budget // row - len(num_embeddings))
         return [

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding, row_offsets, shares
-from dlrm.embeddings.budget import water_level
+from dlrm.embeddings.budget import even_rows
 from dlrm.embeddings.fit import fit_shared
 from dlrm.kernels.hashing import scatter
 from dlrm.kernels.lookup import lookup
@@ -101,11 +101,5 @@ class Robe(Embedding):
         weight_bytes: int = 4,
     ) -> list[dict[str, Any] | None]:
         """The largest ``rows``, the same for all tables, that fits; see :class:`Embedding`."""
-
-        row = weight_bytes * embedding_dim
-
-        def cost(rows: int) -> int:
-            return sum(min(table, max(rows, 1)) for table in num_embeddings) * row
-
-        rows = water_level(cost, max(num_embeddings), budget, cls.kind())
-        return [None if table <= rows else {"rows": max(rows, 1)} for table in num_embeddings]
+        rows = even_rows(num_embeddings, weight_bytes * embedding_dim, budget, cls.kind())
+        return [None if table <= rows else {"rows": rows} for table in num_embeddings]
