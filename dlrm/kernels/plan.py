@@ -75,12 +75,11 @@ def prepare_together(
             entry is left out.
         impl: see :mod:`dlrm.kernels`.
     """
-    short = [_is_short(rows, impl) for rows, _ in gradients]
-    lists = [(_entries(rows), number) for rows, number in gradients]
-    long = iter(_sort_lists([one for one, own in zip(lists, short, strict=True) if not own]))
+    long = [(_entries(rows), n) for rows, n in gradients if not _is_short(rows, impl)]
+    sorted_lists = iter(_sort_lists(long))
     return [
-        _sort_tables(rows, number) if own else next(long)
-        for own, (rows, number) in zip(short, gradients, strict=True)
+        _sort_tables(rows, n) if _is_short(rows, impl) else next(sorted_lists)
+        for rows, n in gradients
     ]
 
 

@@ -259,8 +259,9 @@ def tt_vectors_torch(
     graph.
     """
     tables = tables.to(torch.int64).expand(ids.shape).reshape(-1)
-    ends = p.prod(1).cumsum(0)
-    starts = ends - p.prod(1)
+    heights = p.prod(1)
+    ends = heights.cumsum(0)
+    starts = ends - heights
     # Ids and their prefixes count from the start of their table, so that a number names both.
     key = ids.to(torch.int64).reshape(-1) + starts[tables]
     key, children = key.unique(return_inverse=True)
@@ -271,8 +272,8 @@ def tt_vectors_torch(
         steps.append((core_offsets[table, k] + prefix % size, children))
         key = starts[table] + prefix // size
         key, children = key.unique_consecutive(return_inverse=True)
-    steps.reverse()  # steps[k]: slices of the distinct prefixes of k + 1 digits, and where the
-    # next step has them
+    # steps[k]: slices of the distinct prefixes of k + 1 digits, and where the next step has them
+    steps.reverse()
 
     rows = cores[0].new_ones(1, 1, 1)  # [prefixes, q_1 .. q_k, r_k]
     parent = torch.zeros_like(steps[0][0])
