@@ -17,7 +17,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from dlrm.data.batch import Batch
 from dlrm.embeddings.sparse_arch import SparseArch
 from dlrm.hints import nearest
-from dlrm.kernels.branch import branch_of
+from dlrm.kernels.branch import branch_of, stream_of
 from dlrm.kernels.copies import copy_together
 from dlrm.kernels.plan import Planner
 from dlrm.model import DLRM
@@ -265,7 +265,7 @@ class TrainStep:
 
     def _warm_up(self, batch: Batch, norms: bool, total: int) -> dict[str, Tensor]:
         """A step one by one on a side stream, as capture asks for."""
-        current, side = torch.cuda.current_stream(), torch.cuda.Stream(self.device)
+        current, side = torch.cuda.current_stream(), stream_of(self.device, "steps")
         side.wait_stream(current)
         with torch.cuda.stream(side):
             out = self._run(batch, norms, total)
@@ -280,6 +280,7 @@ class TrainStep:
         if not self._captured:  # one replay follows the other: graphs share their memory
             self._pool = torch.cuda.graph_pool_handle()
         # Meanwhile a thread may fetch rows, with streams and memory of its own.
-        with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
+        stream = stream_of(self.device, "steps")
+        with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
             out = self._run(static, norms, total, grouped=True)
         return Captured(graph, static, out)

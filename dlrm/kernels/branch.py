@@ -66,6 +66,24 @@ class Branch:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 
+_PURPOSES = ("steps", "sorts")
+
+
+@cache
+def _streams(index: int) -> dict[str, torch.cuda.Stream]:
+    """One for each purpose, taken at once: neighbours are never the same."""
+    return {purpose: torch.cuda.Stream(index) for purpose in _PURPOSES}
+
+
+def stream_of(device: torch.device, purpose: str) -> torch.cuda.Stream:
+    """The stream of a GPU for ``steps`` or ``sorts``, the same one whoever asks.
+
+    PyTorch has 32 streams and hands them out in turn. If every model took new ones, in time two of
+    them would be the same, and a CUDA graph keep one behind the other what was to lie side by side.
+    """
+    return _streams(torch.cuda.current_device() if device.index is None else device.index)[purpose]
+
+
 @cache
 def branch_of(device: torch.device, number: int = 0) -> Branch:
     """A branch of a device, the same one whoever asks for this number."""

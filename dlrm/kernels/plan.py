@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dlrm.kernels import use_triton
+from dlrm.kernels.branch import stream_of
 
 LONGEST = 2048  # entries of a table that one program sorts: of more, a radix sort is as fast
 
@@ -144,7 +145,7 @@ class Planner:
     """
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = stream_of(torch.device(device), "sorts")
         self._announced: list[tuple[Tensor, int]] = []
         self._plans: dict[int, tuple[Tensor, Plan]] = {}
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dlrm.kernels.branch import branch_of
+from dlrm.kernels.branch import branch_of, stream_of
 
 
 def slow_sum(x):
@@ -62,6 +62,17 @@ def test_behind_a_mark_the_branch_sees_what_came_before_it(device):
 def test_there_is_one_branch_per_device(device):
     own = torch.ones(1, device=device).device
     assert branch_of(own) is branch_of(torch.zeros(1, device=device).device)
+
+
+@pytest.mark.gpu
+def test_streams_for_two_purposes_are_never_the_same():
+    device = torch.device("cuda")
+    steps, sorts = stream_of(device, "steps"), stream_of(device, "sorts")
+    for _ in range(40):  # PyTorch has 32, and begins again
+        torch.cuda.Stream()
+        assert stream_of(device, "steps") is steps
+        assert stream_of(torch.device("cuda", torch.cuda.current_device()), "sorts") is sorts
+    assert steps.cuda_stream != sorts.cuda_stream
 
 
 @pytest.mark.gpu
