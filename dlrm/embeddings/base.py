@@ -367,31 +367,6 @@ def row_offsets(rows: Sequence[int]) -> Tensor:
     return torch.tensor([0, *accumulate(rows)][:-1])
 
 
-def kept_rows(
-    num_embeddings: Sequence[int], keep: int | Sequence[int] | None, kind: str
-) -> tuple[int, ...]:
-    """Rows of each table of which only the first ``keep`` ids have their own, the others one.
-
-    Args:
-        num_embeddings: ids of each table.
-        keep: for all tables or for each; None keeps all.
-        kind: the embedding kind, for the message.
-
-    Raises:
-        ValueError: a negative number, or not one for each table.
-    """
-    if keep is None:
-        return tuple(num_embeddings)
-    each = [keep] * len(num_embeddings) if isinstance(keep, int) else keep
-    valid = all(isinstance(own, int) and own >= 0 for own in each)
-    if not valid or len(each) != len(num_embeddings):
-        raise ValueError(
-            f"{kind} keep is {keep}: set --{kind}.keep to a number of ids, 0 or more, or to one "
-            f"for each of the {len(num_embeddings)} tables"
-        )
-    return tuple(min(table, own + 1) for table, own in zip(num_embeddings, each, strict=True))
-
-
 def shares(amount: int, tables: Sequence[int]) -> list[int]:
     """An amount of bytes shared out by the tables' rows, to the byte."""
     ends = list(accumulate(tables, initial=0))

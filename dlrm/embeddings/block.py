@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dlrm.embeddings.base import Common, Embedding, kept_rows, row_offsets
+from dlrm.embeddings.base import Common, Embedding, row_offsets
 from dlrm.embeddings.budget import share_out
+from dlrm.embeddings.kept import kept_rows
 from dlrm.kernels.bags import lookup_bags
 from dlrm.kernels.lookup import lookup, lookup_tables
 from dlrm.kernels.widen import lookup_widened, widen

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dlrm.embeddings.base import Common, Embedding, kept_rows, row_offsets
+from dlrm.embeddings.base import Common
 from dlrm.embeddings.budget import even_rows
-from dlrm.kernels.bags import lookup_bags
-from dlrm.kernels.lookup import lookup, lookup_tables
+from dlrm.embeddings.kept import KeptRows, kept_rows
 
 
-class Drop(Embedding):
+class Drop(KeptRows):
     """The first ``keep`` ids of a table have a row each, all later ones share one more row.
 
     Ids stand in order of falling frequency, so this is the frequency threshold of common practice.
@@ -34,41 +33,8 @@ class Drop(Embedding):
         keep: int | list[int] = 10_000,
         **common: Unpack[Common],
     ) -> None:
-        super().__init__(num_embeddings, embedding_dim, **common)
-        self.kept_rows = kept_rows(self.num_embeddings, keep, self.kind())
-        self.weight = nn.Parameter(torch.empty(sum(self.kept_rows), embedding_dim))
-        self.register_buffer("_last", torch.tensor(self.kept_rows) - 1, persistent=False)
-        self.register_buffer("_offsets", row_offsets(self.kept_rows), persistent=False)
-        self._last: Tensor  # [F]
-        self._offsets: Tensor  # [F]
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw the rows anew, U(-1/sqrt(V), 1/sqrt(V)) for a table of V ids."""
-        for table, rows in zip(self.num_embeddings, self.weight.split(self.kept_rows), strict=True):
-            nn.init.uniform_(rows, -(table**-0.5), table**-0.5)
-
-    def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
-        rows = ids.minimum(self._last[tables]) + self._offsets[tables]
-        return lookup(self.weight, rows, sparse=self.sparse)
-
-    def lookup(self, ids: Tensor) -> Tensor:
-        return lookup_tables(self.weight, self._offsets, ids, last=self._last, sparse=self.sparse)
-
-    def lookup_bags(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-        if self.mode == "max" and not self.weight.is_cuda:
-            return super().lookup_bags(ids, offsets, weights)  # embedding_bag's would be dense
-        return lookup_bags(
-            self.weight,
-            self._offsets,
-            ids,
-            offsets,
-            per_sample_weights=weights,
-            mode=self.mode,
-            last=self._last,
-            sparse=self.sparse,
-        )
+        kept = kept_rows(num_embeddings, keep, self.kind())
+        super().__init__(num_embeddings, embedding_dim, kept, shared="last", **common)
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:
@@ -78,10 +44,6 @@ class Drop(Embedding):
             head, tail = weight.split([len(rows) - 1, len(weight) - len(rows) + 1])
             rows[:-1] = head
             rows[-1] = tail.mean(0)
-
-    def footprint(self) -> list[dict[str, int]]:
-        row = self.embedding_dim * self.weight.element_size()
-        return [{"weights": rows * row} for rows in self.kept_rows]
 
     @classmethod
     def for_budget(

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dlrm.embeddings.base import Common, Embedding, row_offsets
+from dlrm.embeddings.base import Common
 from dlrm.embeddings.budget import even_rows
-from dlrm.kernels.bags import lookup_bags
-from dlrm.kernels.lookup import lookup, lookup_tables
+from dlrm.embeddings.kept import KeptRows
 
 
-class Hash(Embedding):
+class Hash(KeptRows):
     """``row = W[id % rows]``; a table of at most ``rows`` rows keeps a row per id.
 
     Since ids stand in order of falling frequency, the ``rows`` most frequent ids never share a row
@@ -35,43 +34,10 @@ class Hash(Embedding):
         rows: int = 10_000,
         **common: Unpack[Common],
     ) -> None:
-        super().__init__(num_embeddings, embedding_dim, **common)
         if rows < 1:
             raise ValueError(f"hash rows is {rows}; set --hash.rows to 1 or more")
-        self.kept_rows = tuple(min(table, rows) for table in self.num_embeddings)
-        self.weight = nn.Parameter(torch.empty(sum(self.kept_rows), embedding_dim))
-        self.register_buffer("_rows", torch.tensor(self.kept_rows), persistent=False)
-        self.register_buffer("_offsets", row_offsets(self.kept_rows), persistent=False)
-        self._rows: Tensor  # [F]
-        self._offsets: Tensor  # [F]
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw the rows anew, U(-1/sqrt(V), 1/sqrt(V)) for a table of V ids."""
-        for table, rows in zip(self.num_embeddings, self.weight.split(self.kept_rows), strict=True):
-            nn.init.uniform_(rows, -(table**-0.5), table**-0.5)
-
-    def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
-        rows = ids % self._rows[tables] + self._offsets[tables]
-        return lookup(self.weight, rows, sparse=self.sparse)
-
-    def lookup(self, ids: Tensor) -> Tensor:
-        return lookup_tables(self.weight, self._offsets, ids, modulo=self._rows, sparse=self.sparse)
-
-    def lookup_bags(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-        if self.mode == "max" and not self.weight.is_cuda:
-            return super().lookup_bags(ids, offsets, weights)  # embedding_bag's would be dense
-        return lookup_bags(
-            self.weight,
-            self._offsets,
-            ids,
-            offsets,
-            per_sample_weights=weights,
-            mode=self.mode,
-            modulo=self._rows,
-            sparse=self.sparse,
-        )
+        kept = [min(table, rows) for table in num_embeddings]
+        super().__init__(num_embeddings, embedding_dim, kept, shared="modulo", **common)
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:
@@ -84,10 +50,6 @@ class Hash(Embedding):
             count = total.new_full((len(rows), 1), rounds)
             count[:rest] += 1
             rows.copy_(total / count)
-
-    def footprint(self) -> list[dict[str, int]]:
-        row = self.embedding_dim * self.weight.element_size()
-        return [{"weights": rows * row} for rows in self.kept_rows]
 
     @classmethod
     def for_budget(
