@@ -245,7 +245,8 @@ class Embedding(nn.Module, ABC):
             ``[B, F, D]``; an empty bag gives zeros.
 
         Raises:
-            ValueError: shapes do not fit, or weights with mean or max.
+            ValueError: shapes do not fit, or weights with mean or max, or offsets do not rise from
+                0 to nnz (with ``check_ids``).
             IndexError: an id lies outside its table (with ``check_ids``).
         """
         if per_sample_weights is not None and self.mode != "sum":
@@ -286,6 +287,8 @@ class Embedding(nn.Module, ABC):
                 f"{tuple(ids.shape)} and {tuple(offsets.shape)}"
             )
         batch = max(bags // self.num_tables, 1)
+        if self.check_ids:
+            _check_offsets(offsets, ids.numel())
         bag = bag_of_each(offsets, ids.numel())
         if self.check_ids:
             self._check(bag // batch, ids)
@@ -338,6 +341,20 @@ class Embedding(nn.Module, ABC):
         """Tables, rows and dim for ``print(model)``."""
         return (
             f"tables={self.num_tables}, rows={sum(self.num_embeddings)}, dim={self.embedding_dim}"
+        )
+
+
+def _check_offsets(offsets: Tensor, count: int) -> None:
+    """Raise unless offsets rise from 0 to the number of ids; on a GPU the check is asynchronous."""
+    if offsets.is_floating_point():
+        raise ValueError(f"offsets must be integers, got {offsets.dtype}")
+    good = (offsets[0] == 0) & (offsets[-1] == count) & (offsets.diff() >= 0).all()
+    if good.is_cuda:
+        torch._assert_async(good)
+    elif not good:
+        raise ValueError(
+            f"offsets must rise from 0 to at most the number of ids, {count}; "
+            f"got {offsets.tolist()[:8]} ..."
         )
 
 

@@ -152,6 +152,12 @@ def test_the_drop_in_refuses_bags_that_do_not_fit(ids, offsets, message):
         EmbeddingBag(50, 6)(torch.tensor(ids), offsets)
 
 
+@pytest.mark.parametrize("offsets", [[0, 2, 7], [0, 2, 3], [1, 2, 5], [0, -1, 5], [0, 6, 5]])
+def test_a_group_refuses_bags_that_do_not_fit(offsets):
+    with pytest.raises(ValueError, match="offsets must rise from 0 to at most the number of ids"):
+        build("dense", [10, 10], 4)(torch.arange(5), torch.tensor(offsets))
+
+
 def test_the_drop_in_needs_the_last_offset_where_that_is_promised():
     none = torch.tensor([], dtype=torch.int64)
     with pytest.raises(ValueError, match="offsets must hold the last at least"):
