@@ -1,4 +1,4 @@
-"""Messages that lead on: the nearest valid name, and a command line that gives it."""
+"""Messages that lead on: the nearest valid name, a command line that gives it, a last line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import difflib
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 
@@ -71,3 +71,20 @@ class Parser(argparse.ArgumentParser):
         """End the program with status 2."""
         print(f"error: {message}", file=sys.stderr)
         raise SystemExit(2)
+
+
+def exit_status(work: Callable[[], object], interrupted: str = "interrupted") -> int:
+    """Do the work of a program; a mistake in what it was given, or Ctrl-C, is told in one line.
+
+    Returns:
+        The exit status: 0, 2 for a mistake, 130 for Ctrl-C.
+    """
+    try:
+        work()
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return 130
+    return 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from dlrm.config import HOUSEKEEPING
 from dlrm.embeddings import available
 from dlrm.files import whole
-from dlrm.hints import Parser
+from dlrm.hints import Parser, exit_status
 from dlrm.tracking import RESULT, log_figures
 
 METRICS = {
@@ -196,27 +197,24 @@ def draw(summary: pd.DataFrame, metric: str, path: Path) -> Figure:
     return figure
 
 
+def compare(options: Namespace) -> None:
+    """Print the table and draw the plot."""
+    summary = summarize(read(options.runs))
+    print(render(summary))
+    figure = draw(summary, options.metric, options.plot)
+    print(f"plot in {options.plot}")
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        with whole(options.json) as temporary:
+            summary.to_json(temporary, orient="records", indent=2)
+    if options.tensorboard:
+        log_figures(options.tensorboard, {f"comparison/{options.metric}": figure})
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Print the table and draw the plot; returns the exit status."""
+    """Run the program; returns the exit status."""
     options = arguments().parse_args(argv)
-    try:
-        summary = summarize(read(options.runs))
-        print(render(summary))
-        figure = draw(summary, options.metric, options.plot)
-        print(f"plot in {options.plot}")
-        if options.json:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            with whole(options.json) as temporary:
-                summary.to_json(temporary, orient="records", indent=2)
-        if options.tensorboard:
-            log_figures(options.tensorboard, {f"comparison/{options.metric}": figure})
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return exit_status(lambda: compare(options))
 
 
 if __name__ == "__main__":

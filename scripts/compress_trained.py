@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from dlrm.data.schema import Meta
 from dlrm.distributed import pick_device
 from dlrm.embeddings import available
 from dlrm.embeddings.plan import plan
-from dlrm.hints import Parser, count, nearest, positive
+from dlrm.hints import Parser, count, exit_status, nearest, positive
 from dlrm.model import DLRM, DTYPES
 
 
@@ -103,49 +104,40 @@ class Trained:
         return self.measure(model.eval())
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Print a line per kind and size; returns the exit status."""
-    options = arguments().parse_args(argv)
+def compress(options: Namespace) -> None:
+    """Print a line per kind and size."""
     kinds = options.kinds or [
         name for name, kind in available().items() if "for_budget" in vars(kind)
     ]
-    try:
-        torch.manual_seed(options.seed)
-        if options.json:  # a place that can't be had is better known before than after
-            Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        valid = ["auto", *available()]
-        for kind in kinds:
-            if kind not in valid:
-                raise ValueError(f"unknown embedding kind {kind!r}{nearest(kind, valid)}")
-        trained = [
-            Trained(
-                run,
-                options.data,
-                split=options.split,
-                batch_size=options.batch_size,
-                device=pick_device(options.device),
-            )
-            for run in options.runs
-        ]
-        rows = [_mean("trained", None, [model.measure(model.model) for model in trained])]
-        for kind in kinds:
-            for ratio in options.ratios:
-                try:
-                    found = [model.compressed(kind, ratio) for model in trained]
-                except ValueError as error:
-                    print(f"{kind} at {ratio:g}x: {error}")
-                    continue
-                rows.append(_mean(kind, ratio, found, rows[0]["auc"]))
-        if options.json:
-            record = {"data": Path(options.data).name, "split": options.split, "results": rows}
-            measure.write(options.json, record)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
+    torch.manual_seed(options.seed)
+    if options.json:  # a place that can't be had is better known before than after
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+    valid = ["auto", *available()]
+    for kind in kinds:
+        if kind not in valid:
+            raise ValueError(f"unknown embedding kind {kind!r}{nearest(kind, valid)}")
+    trained = [
+        Trained(
+            run,
+            options.data,
+            split=options.split,
+            batch_size=options.batch_size,
+            device=pick_device(options.device),
+        )
+        for run in options.runs
+    ]
+    rows = [_mean("trained", None, [model.measure(model.model) for model in trained])]
+    for kind in kinds:
+        for ratio in options.ratios:
+            try:
+                found = [model.compressed(kind, ratio) for model in trained]
+            except ValueError as error:
+                print(f"{kind} at {ratio:g}x: {error}")
+                continue
+            rows.append(_mean(kind, ratio, found, rows[0]["auc"]))
+    if options.json:
+        record = {"data": Path(options.data).name, "split": options.split, "results": rows}
+        measure.write(options.json, record)
 
 
 def _mean(
@@ -163,6 +155,12 @@ def _mean(
         flush=True,
     )
     return row
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program; returns the exit status."""
+    options = arguments().parse_args(argv)
+    return exit_status(lambda: compress(options))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import glob
 import sys
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from tqdm import tqdm
 
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import DESCRIBED, META_FILE, SPLITS, Categorical, Meta, Split
-from dlrm.hints import Parser
+from dlrm.hints import Parser, exit_status
 
 SPARSE = 10  # rows of a table per value of its column, from which on the ids look hashed
 
@@ -178,9 +179,8 @@ def parser() -> Parser:
     return made
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def describe_and_tell(options: Namespace) -> None:
     """Describe, write, and print what was found."""
-    options = parser().parse_args(arguments)
     directory: Path = options.directory
     if (directory / META_FILE).exists() and not options.overwrite:
         raise ValueError(f"{directory / META_FILE} exists; --overwrite replaces it")
@@ -218,11 +218,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"wrote {meta.write(directory)}")
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit status."""
+    options = parser().parse_args(argv)
+    return exit_status(lambda: describe_and_tell(options), "interrupted; nothing was written")
+
+
 if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        parser().error(str(error))
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        sys.exit(130)
+    sys.exit(main())

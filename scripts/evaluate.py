@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 
 from dlrm import checkpoint, metrics
 from dlrm.data.criteo import CriteoLoader
 from dlrm.distributed import pick_device
-from dlrm.hints import Parser, count
+from dlrm.hints import Parser, count, exit_status
+from dlrm.model import DLRM
 
 
 def arguments() -> Parser:
@@ -24,31 +26,33 @@ def arguments() -> Parser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Print the metrics as JSON; returns the exit status."""
-    options = arguments().parse_args(argv)
-    try:
-        device = pick_device(options.device)
-        model, config = checkpoint.load_model(options.checkpoint, device)
-        loader = CriteoLoader(
-            options.data,
-            options.split,
-            batch_size=options.batch_size or config["eval_batch_size"],
-            device=device,
-            num_embeddings=model.sparse_arch.num_embeddings,
-        )
-        checkpoint.note_other_tables(model, loader.meta)
-        bf16 = config["precision"] == "bf16"
-        values = metrics.classification(*metrics.predict(model, loader, bf16=bf16))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+def loaded(options: Namespace) -> tuple[DLRM, CriteoLoader, bool]:
+    """The model, the rows to score, by default in batches as in the run, and whether in bf16."""
+    device = pick_device(options.device)
+    model, config = checkpoint.load_model(options.checkpoint, device)
+    loader = CriteoLoader(
+        options.data,
+        options.split,
+        batch_size=options.batch_size or config["eval_batch_size"],
+        device=device,
+        num_embeddings=model.sparse_arch.num_embeddings,
+    )
+    checkpoint.note_other_tables(model, loader.meta)
+    return model, loader, config["precision"] == "bf16"
+
+
+def evaluate(options: Namespace) -> None:
+    """Print the metrics as JSON."""
+    model, loader, bf16 = loaded(options)
+    values = metrics.classification(*metrics.predict(model, loader, bf16=bf16))
     found = {"split": options.split, "rows": loader.rows, **metrics.finite(values)}
     print(json.dumps(found, indent=2))
-    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program; returns the exit status."""
+    options = arguments().parse_args(argv)
+    return exit_status(lambda: evaluate(options))
 
 
 if __name__ == "__main__":

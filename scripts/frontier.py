@@ -30,7 +30,7 @@ from pool import Pool, Run, require_rows, step_speed
 from dlrm import measure
 from dlrm.data.schema import Meta
 from dlrm.embeddings import available
-from dlrm.hints import Parser, count, nearest, positive
+from dlrm.hints import Parser, count, exit_status, nearest, positive
 
 CACHED = "tt+cache"
 KINDS = ("auto", "tt", CACHED, "qr", "block", "hash", "drop", "robe", "cafe")
@@ -154,15 +154,8 @@ def compare_kinds(options: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the program; returns the exit status."""
     options = arguments().parse_args(argv)
-    try:
-        compare_kinds(options)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on where it was", file=sys.stderr)
-        return 130
-    return 0
+    again = "interrupted; the same command goes on where it was"
+    return exit_status(lambda: compare_kinds(options), again)
 
 
 if __name__ == "__main__":

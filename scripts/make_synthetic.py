@@ -20,7 +20,7 @@ from tqdm import tqdm
 from dlrm.data import synthetic
 from dlrm.data.schema import Meta
 from dlrm.data.synthesis.law import profiles
-from dlrm.hints import Parser, nearest
+from dlrm.hints import Parser, exit_status, nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,18 +132,10 @@ def make(args: argparse.Namespace) -> tuple[Meta, int]:
     return meta, rows
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns its exit status."""
-    args = parse(argv)
+def make_and_tell(args: argparse.Namespace) -> None:
+    """Make the rows and print a summary."""
     start = time.perf_counter()
-    try:
-        meta, rows = make(args)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"interrupted; nothing is left in {args.output}", file=sys.stderr)
-        return 130
+    meta, rows = make(args)
     seconds = time.perf_counter() - start
     print(f"{args.output}: {rows:,} rows, tables of {sum(meta.cardinalities):,} rows together")
     print(f"{'split':6}{'rows':>12}{'positives':>11}{'best AUC':>10}{'log loss':>10}")
@@ -154,7 +146,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{best.get('auc', float('nan')):10.4f}{best.get('log_loss', float('nan')):10.4f}"
         )
     print(f"{seconds:.1f} s, {rows / seconds:,.0f} rows/s")
-    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns its exit status."""
+    args = parse(argv)
+    return exit_status(
+        lambda: make_and_tell(args), f"interrupted; nothing is left in {args.output}"
+    )
 
 
 if __name__ == "__main__":

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pyarrow as pa
+from evaluate import loaded
 from pyarrow import parquet
 
-from dlrm import checkpoint, metrics
-from dlrm.data.criteo import CriteoLoader
-from dlrm.distributed import pick_device
+from dlrm import metrics
 from dlrm.files import whole
-from dlrm.hints import Parser, count
+from dlrm.hints import Parser, count, exit_status
 
 
 def arguments() -> Parser:
@@ -27,38 +27,25 @@ def arguments() -> Parser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Score the split; returns the exit status."""
-    options = arguments().parse_args(argv)
+def predict(options: Namespace) -> None:
+    """Score the split."""
     output = Path(options.output)
-    try:
-        device = pick_device(options.device)
-        model, config = checkpoint.load_model(options.checkpoint, device)
-        loader = CriteoLoader(
-            options.data,
-            options.split,
-            batch_size=options.batch_size,
-            device=device,
-            num_embeddings=model.sparse_arch.num_embeddings,
-        )
-        checkpoint.note_other_tables(model, loader.meta)
-        bf16 = config["precision"] == "bf16"
-        schema = pa.schema({"probability": pa.float32(), "label": pa.float32()})
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with whole(output) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
-            for batch in loader:
-                logits, labels = metrics.predict(model, [batch], bf16=bf16)
-                probabilities = metrics.sigmoid(logits).float().cpu().numpy()
-                columns = [probabilities, labels.cpu().numpy()]
-                writer.write_table(pa.table(columns, schema=schema))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
+    model, loader, bf16 = loaded(options)
+    schema = pa.schema({"probability": pa.float32(), "label": pa.float32()})
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with whole(output) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
+        for batch in loader:
+            logits, labels = metrics.predict(model, [batch], bf16=bf16)
+            probabilities = metrics.sigmoid(logits).float().cpu().numpy()
+            columns = [probabilities, labels.cpu().numpy()]
+            writer.write_table(pa.table(columns, schema=schema))
     print(f"{loader.rows:,} scores in {output}")
-    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program; returns the exit status."""
+    options = arguments().parse_args(argv)
+    return exit_status(lambda: predict(options), "interrupted; nothing was written")
 
 
 if __name__ == "__main__":

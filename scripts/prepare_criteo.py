@@ -8,10 +8,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from dlrm.data.preparation.workspace import BAD_ROWS_FILE
 from dlrm.data.prepare import Options, prepare
-from dlrm.hints import Parser
+from dlrm.hints import Parser, exit_status
 
 EPILOG = """\
 Input: lines of label, I1..I13 (numbers, may be empty), C1..C26 (up to 8 hex digits, may be empty),
@@ -34,20 +35,18 @@ Examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prepare and print a summary; returns the exit status, 2 for bad input."""
+    """Run the program; returns the exit status, 2 for bad input."""
     arguments = vars(_parser().parse_args(argv))
-    inputs, output = arguments.pop("inputs"), arguments.pop("output")
-    workers = arguments.pop("workers")
+    return exit_status(
+        lambda: _prepare(**arguments), "interrupted; the same command goes on from here"
+    )
+
+
+def _prepare(inputs: list[Path], output: Path, workers: int | None, **given: Any) -> None:
+    """Prepare and print a summary."""
     start = time.perf_counter()
-    try:
-        options = Options(**arguments | {"split": tuple(arguments["split"])})
-        meta = prepare(inputs, output, options, workers=workers)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
+    options = Options(**given | {"split": tuple(given["split"])})
+    meta = prepare(inputs, output, options, workers=workers)
     seconds = time.perf_counter() - start
     rows = sum(split.rows for split in meta.splits.values())
     for name, split in meta.splits.items():
@@ -60,7 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"left out {bad['skipped']:,} ({kinds}); the first are in {output / BAD_ROWS_FILE}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     print(f"{seconds:.1f} s, {rows / seconds:,.0f} rows/s, peak memory {peak:.2f} GB: {output}")
-    return 0
 
 
 def _parser() -> Parser:

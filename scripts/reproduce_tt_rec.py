@@ -38,7 +38,7 @@ from dlrm.data.schema import KAGGLE_CARDINALITIES, Meta
 from dlrm.embeddings.factorize import factorize_dim, factorize_rows
 from dlrm.embeddings.tt import clip_ranks, tt_weights
 from dlrm.files import whole
-from dlrm.hints import Parser, count
+from dlrm.hints import Parser, count, exit_status
 
 # Rows of the tables of Criteo Terabyte with ids modulo 10,000,000, as in the paper.
 TERABYTE_10M = (
@@ -276,6 +276,8 @@ def draw_points(axes: Axes, summary: pd.DataFrame, label: str) -> None:
 
 def reproduce(options: argparse.Namespace) -> None:
     """Train what is missing, time, and compare."""
+    if not options.data:
+        raise ValueError("--data is needed, or --ratios-only")
     meta = Meta.read(options.data)
     require_rows(options.data, meta, "test")
     common = [f"--config={options.config}", "--checkpoint=false", "--eval_every=2000000000"]
@@ -333,17 +335,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.ratios_only:
         print_ratios(options.tables, options.ranks)
         return 0
-    try:
-        if not options.data:
-            raise ValueError("--data is needed, or --ratios-only")
-        reproduce(options)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on where it was", file=sys.stderr)
-        return 130
-    return 0
+    again = "interrupted; the same command goes on where it was"
+    return exit_status(lambda: reproduce(options), again)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 import pytest
 
-from dlrm.hints import Parser, nearest, positive
+from dlrm.hints import Parser, exit_status, nearest, positive
 
 
 def test_nearest_name_and_all_of_them():
@@ -41,3 +41,26 @@ def test_a_positive_number_is_asked_for(text, capsys):
     with pytest.raises(SystemExit):
         parser.parse_args([f"--ratio={text}"])
     assert f"is '{text}', it must be a number above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [
+        (ValueError("rows are 0"), 2, "error: rows are 0\n"),
+        (FileNotFoundError(2, "No such file", "a"), 2, "error: [Errno 2] No such file: 'a'\n"),
+        (KeyboardInterrupt(), 130, "interrupted; nothing was written\n"),
+        (None, 0, ""),
+    ],
+)
+def test_a_program_ends_in_one_line(error, status, told, capsys):
+    def work():
+        if error:
+            raise error
+
+    assert exit_status(work, "interrupted; nothing was written") == status
+    assert capsys.readouterr().err == told
+
+
+def test_a_bug_is_not_taken_for_a_mistake_of_the_user():
+    with pytest.raises(ZeroDivisionError):
+        exit_status(lambda: 1 / 0)
