@@ -93,13 +93,25 @@ class Meta:
     def _require_types(self) -> None:
         """Raise where a number or a name is something else, as a hand may write it."""
         for column in self.categorical:
-            if type(column.cardinality) is not int or column.cardinality < 1:
-                raise ValueError(f"column {column.name!r} has cardinality {column.cardinality!r}")
+            rows, oov = column.cardinality, column.oov_id
+            if type(rows) is not int or not 1 <= rows < 2**63:
+                raise ValueError(f"column {column.name!r} has cardinality {rows!r}")
+            if oov is not None and (type(oov) is not int or not 0 <= oov < rows):
+                raise ValueError(f"column {column.name!r} has oov_id {oov!r}")
+            if type(column.multi_hot) is not bool:
+                raise ValueError(f"column {column.name!r} has multi_hot {column.multi_hot!r}")
         for name, split in self.splits.items():
             if type(split.rows) is not int or split.rows < 0:
                 raise ValueError(f"split {name!r} has rows {split.rows!r}")
             if not all(isinstance(file, str) for file in split.files):
                 raise ValueError(f"split {name!r} has files {split.files!r}")
+        for name, told in {"options": self.options, "planted": self.planted}.items():
+            if not isinstance(told, Mapping):
+                raise ValueError(f"{name} is {told!r}")
+        for name, best in self.planted.items():
+            numbers = isinstance(best, Mapping) and {*map(type, best.values())} <= {int, float}
+            if not numbers:
+                raise ValueError(f"split {name!r} has planted {best!r}")
 
     @property
     def tables(self) -> tuple[str, ...]:
@@ -162,6 +174,9 @@ class Meta:
                 raise ValueError(f"dense is {raw['dense']!r}, it must be a list of names")
             raw["dense"] = tuple(raw["dense"])
             raw["categorical"] = tuple(Categorical(**column) for column in raw["categorical"])
+            for name, split in raw["splits"].items():
+                if isinstance(split["files"], str):
+                    raise ValueError(f"split {name!r} has files {split['files']!r}, not a list")
             raw["splits"] = {
                 name: Split(**{**split, "files": tuple(split["files"])})
                 for name, split in raw["splits"].items()
