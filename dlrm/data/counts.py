@@ -8,15 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from pyarrow import parquet
 from torch import Tensor
 
 from dlrm.data.parquet import RowGroupReader
-from dlrm.data.schema import DESCRIBED, Meta
+from dlrm.data.schema import DESCRIBED, META_FILE, Categorical, Meta
 from dlrm.machine import cores
 
 MOST_ROWS = 1 << 24  # training rows that are counted, of a larger split evenly spaced row groups
+_COUNTED = pa.schema([pa.field(name, pa.int64(), nullable=False) for name in ("id", "count")])
 
 
 def read_counts(directory: str | os.PathLike[str], meta: Meta) -> list[Tensor]:
@@ -25,17 +28,34 @@ def read_counts(directory: str | os.PathLike[str], meta: Meta) -> list[Tensor]:
     They stand in the vocabularies, where ids that are not named count 0; if a column has none, or
     the data was described as it is (vocabularies there are of other ids), all are counted in the
     training rows.
+
+    Raises:
+        ValueError: a vocabulary is damaged, or names an id outside its table.
     """
     paths = [Path(directory) / meta.vocabulary_file(column.name) for column in meta.categorical]
     if meta.options.get("made_by") == DESCRIBED or not all(path.is_file() for path in paths):
         return count_ids(directory, meta)
-    counts = []
-    for column, path in zip(meta.categorical, paths, strict=True):
-        table = parquet.read_table(path, columns=["id", "count"])
-        count = torch.zeros(column.cardinality, dtype=torch.int64)
-        ids, seen = (torch.tensor(table[name].to_numpy()) for name in ("id", "count"))
-        counts.append(count.index_add_(0, ids.long(), seen.long()))
-    return counts
+    return [_of(path, column) for column, path in zip(meta.categorical, paths, strict=True)]
+
+
+def _of(path: Path, column: Categorical) -> Tensor:
+    """The counts of a vocabulary."""
+    try:
+        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            ids, seen = file.read(columns=list(_COUNTED.names)).cast(_COUNTED).columns
+    except (pa.ArrowException, ValueError, OSError) as error:
+        raise ValueError(
+            f"{path} can't be read as a vocabulary ({error}); prepare the data again"
+        ) from None
+    rows = column.cardinality
+    first, last = (limit or 0 for limit in pc.min_max(ids).as_py().values())
+    if first < 0 or last >= rows:
+        raise ValueError(
+            f"{path} names ids {first} .. {last}, {META_FILE} a table of {rows} rows for "
+            f"{column.name!r}: they are not of one preparation; prepare the data again"
+        )
+    count = torch.zeros(rows, dtype=torch.int64)
+    return count.index_add_(0, *(torch.tensor(values.to_numpy()) for values in (ids, seen)))
 
 
 def count_ids(

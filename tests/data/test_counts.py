@@ -69,3 +69,38 @@ def test_an_id_outside_its_table_is_named(tmp_path):
     meta = write(tmp_path, [0, 5], [[0], [0]])
     with pytest.raises(ValueError, match=r"column 'ids': value 1 is id 5, outside the table"):
         read_counts(tmp_path, meta)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"id": [0, 4], "count": [9, 5]}, r"names ids 0 .. 4, meta.json a table of 4 rows"),
+        ({"id": [0, -1], "count": [9, 5]}, r"names ids -1 .. 0, meta.json a table of 4 rows"),
+        ({"id": [0, 1]}, r"can't be read as a vocabulary"),
+        ({"id": [0, 1], "count": ["many", "few"]}, r"can't be read as a vocabulary"),
+        ({"id": [0, 1], "count": [9, None]}, r"can't be read as a vocabulary"),
+        (None, r"can't be read as a vocabulary"),
+    ],
+)
+def test_a_damaged_vocabulary_is_named(tmp_path, table, message):
+    meta = Meta(dense=(), categorical=(Categorical(name="C1", cardinality=4),), splits={})
+    path = tmp_path / meta.vocabulary_file("C1")
+    path.parent.mkdir()
+    path.touch()
+    if table:
+        parquet.write_table(pa.table(table), path)
+    with pytest.raises(ValueError, match=rf"C1.parquet {message}"):
+        read_counts(tmp_path, meta)
+
+
+def test_a_flipped_bit_in_a_vocabulary_is_found(tmp_path):
+    meta = Meta(dense=(), categorical=(Categorical(name="C1", cardinality=100),), splits={})
+    path = tmp_path / meta.vocabulary_file("C1")
+    path.parent.mkdir()
+    table = pa.table({"id": range(100), "count": range(1000, 1100)})
+    parquet.write_table(table, path, compression="none", write_page_checksum=True)
+    content = bytearray(path.read_bytes())
+    content[content.index((1050).to_bytes(8, "little"))] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"C1.parquet can't be read as a vocabulary"):
+        read_counts(tmp_path, meta)
