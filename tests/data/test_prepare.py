@@ -7,11 +7,13 @@ import json
 import math
 import multiprocessing
 import random
+import resource
 import subprocess
 import sys
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -261,6 +263,26 @@ def test_stopped_at_any_step_and_restarted_it_ends_with_the_same_bytes(tmp_path,
         allowed = math.inf
         quiet(raw, out, Options(min_count=2), block_bytes=BLOCK)
         assert contents(out) == expected, step
+
+
+@pytest.mark.parametrize("room", [1000, 2050, 4000])
+def test_where_there_is_no_room_the_file_is_named_and_a_restart_goes_on(tmp_path, room):
+    raw = write_raw(tmp_path / "raw", raw_rows(2000))
+    quiet(raw, tmp_path / "whole", block_bytes=BLOCK)
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(prepare_module, "number_columns", Mock(side_effect=Killed))
+        with pytest.raises(Killed):
+            quiet(raw, out, block_bytes=BLOCK)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        with pytest.raises(OSError, match=r"(C\d+|parquet) can't be written: .*File too large"):
+            quiet(raw, out, block_bytes=BLOCK)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    quiet(raw, out, block_bytes=BLOCK)
+    assert contents(out) == contents(tmp_path / "whole")
 
 
 def test_killed_again_and_again(raw, tmp_path):

@@ -142,16 +142,18 @@ def number_columns(
         if not done.exists():
             keys, counts = _count(blocks, name, cap, counted)
             vocabulary, ids = number(keys, counts, min_count=min_count, oov=oov)
-            pq.write_table(
-                vocabulary.table(),
-                work / "vocabulary" / f"{name}.parquet",
-                use_dictionary=["count"],
-                column_encoding={"value": "PLAIN", "id": "DELTA_BINARY_PACKED"},
-                **ZSTD,
-            )
-            with (work / "ids" / name).open("wb") as file:
+            with whole(work / "vocabulary" / f"{name}.parquet") as temporary:
+                pq.write_table(
+                    vocabulary.table(),
+                    temporary,
+                    use_dictionary=["count"],
+                    column_encoding={"value": "PLAIN", "id": "DELTA_BINARY_PACKED"},
+                    **ZSTD,
+                )
+            with whole(work / "ids" / name) as temporary, temporary.open("wb") as file:
                 for chunk in _chunks(blocks, name):
-                    look_up(keys, ids, _keys(chunk, name, cap)).tofile(file)
+                    # Not by tofile, which drops the last bytes silently where the disk is full.
+                    file.write(look_up(keys, ids, _keys(chunk, name, cap)).data)
             size, oov_id = len(vocabulary.keys), vocabulary.oov_id
             with whole(done) as temporary:
                 described = Categorical(name=name, cardinality=size, oov_id=oov_id)
@@ -208,7 +210,10 @@ def write_splits(
             ]
             tables = pool.ordered(partial(rows_of, part), touched)
             file = f"{name}.parquet"
-            with pq.ParquetWriter(work / file, SCHEMA, use_dictionary=repeating, **ZSTD) as writer:
+            with (
+                whole(work / file) as temporary,
+                pq.ParquetWriter(temporary, SCHEMA, use_dictionary=repeating, **ZSTD) as writer,
+            ):
                 positives = _write_rows(writer, tables, bar)
             splits[name] = Split(files=(file,), rows=len(part), positives=positives)
     return splits
