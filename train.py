@@ -51,6 +51,11 @@ class Run:
         world.wait()
         self.train_data = self._loader("train", config.batch_size)
         self.meta = self.train_data.meta
+        self.held_out = {  # read from now on, that a damaged file be told before the work
+            split: self._loader(split, config.eval_batch_size)
+            for split in ("val", "test")
+            if self.meta.has_rows(split)
+        }
         if not len(self.train_data):
             raise ValueError("--loader.drop_last leaves no batch at all: lower --batch_size")
         self.recipe = recipe(config, self.meta)
@@ -159,9 +164,9 @@ class Run:
         return values
 
     def _evaluate(self, split: str) -> dict[str, float]:
-        if not self.meta.has_rows(split):
+        if split not in self.held_out:
             return {}
-        batches = self._loader(split, self.config.eval_batch_size)
+        batches = self.held_out[split]
         found = metrics.predict(self.model, batches, bf16=self.config.precision == "bf16")
         in_order = self.world.in_order(*found, batches.rows, batches.batch_size)
         return metrics.classification(*in_order)

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -256,6 +257,16 @@ def test_mistakes_are_one_line_and_leave_nothing(data, tmp_path, monkeypatch, ca
         assert text in error
         assert error.count("error:") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_a_file_that_is_not_to_be_read_at_once_is_looked_at_all_the_same(data, tmp_path, split):
+    damaged = shutil.copytree(data, tmp_path / "data")
+    (path,) = damaged.glob(f"{split}-*.parquet")
+    path.write_bytes(path.read_bytes()[:-100])
+    done = train(damaged, tmp_path, "run", status=2)
+    assert f"{path} is not a whole Parquet file" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_resumed_run_keeps_its_model(data, tmp_path):
