@@ -8,6 +8,7 @@ of the loop. ``latest`` and ``best`` are links to such directories.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
@@ -168,10 +169,16 @@ def save(
         told = [cause.strerror or str(cause) for cause in causes if isinstance(cause, OSError)]
         raise OSError(f"{path} can't be written: {(told or [_reason(error)])[-1]}") from None
     if world.first:
-        with (temporary / ABOUT).open("wb") as file:
-            torch.save(dict(about), file)
-            file.flush()
-            os.fsync(file.fileno())
+        content = io.BytesIO()  # in a file, a full disk becomes an error of torch's own
+        torch.save(dict(about), content)
+        try:
+            with (temporary / ABOUT).open("wb") as file:
+                file.write(content.getbuffer())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise OSError(f"{path} can't be written: {error.strerror}") from None
         temporary.replace(directory / name)
         for link in links:
             with whole(directory / link) as new:

@@ -1,6 +1,7 @@
 import copy
 import errno
 import json
+import resource
 import shutil
 
 import pytest
@@ -150,6 +151,22 @@ def test_a_failed_save_leaves_what_there_was(tmp_path, monkeypatch):
     assert not list(directory.glob("step_3*"))
     assert checkpoint.find(tmp_path).resolve() == directory / "step_1"
     checkpoint.load_model(tmp_path)
+
+
+def test_a_disk_that_is_full_behind_the_tensors_leaves_what_there_was(tmp_path):
+    recipe, model, optimizers = make("dense")
+    directory = tmp_path / "checkpoints"
+    save(directory / "step_1", recipe, model, optimizers)
+    about = {"recipe": recipe, "long": "x" * 5_000_000}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4_000_000, hard))
+    try:
+        with pytest.raises(OSError, match="step_2 can't be written: File too large"):
+            checkpoint.save(directory / "step_2", checkpoint.Parts(model, optimizers), about)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(directory.glob("step_2*"))
+    assert checkpoint.find(tmp_path).resolve() == directory / "step_1"
 
 
 def test_others_are_refused(tmp_path, caplog):
