@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -31,7 +32,15 @@ from dlrm.model import DLRM, DTYPES
 from dlrm.optim import RowOptimizer, Schedule
 from dlrm.reduce import Reducer, state_bytes
 from dlrm.step import TrainStep
-from dlrm.tracking import Clock, NoTracker, Profiler, Tracker, memory, progress_bar
+from dlrm.tracking import (
+    Clock,
+    NoTracker,
+    Profiler,
+    Tracker,
+    memory,
+    progress_bar,
+    told_by_the_next_call,
+)
 
 DEMO = RunConfig().data
 
@@ -302,6 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     kinds, world = available(), World.of_environment()
     run, directory, saved = None, None, []
+    threading.excepthook = told_by_the_next_call
     try:
         world.meet()
         if resumed := _resumed(arguments):

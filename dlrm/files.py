@@ -22,11 +22,25 @@ def whole(path: Path) -> Iterator[Path]:
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
-        yield temporary
-        temporary.replace(path)
-    except BaseException as error:
+        with naming(path):
+            yield temporary
+            temporary.replace(path)
+    except BaseException:
         with suppress(OSError):  # the first error is the one to tell
             temporary.unlink()
-        if isinstance(error, OSError) and error.errno in _NO_ROOM and error.filename is None:
+        raise
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Where there is no room for what is written to ``path``, say so: the error names no file.
+
+    Raises:
+        OSError: naming ``path``.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_ROOM and error.filename is None:
             raise OSError(f"{path} can't be written: {error}") from error
         raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
-from dlrm.files import whole
+from dlrm.files import naming, whole
 from dlrm.metrics import finite
 from dlrm.peers import bytes_held
 
@@ -113,14 +114,16 @@ class Tracker:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record numbers under names like ``train/loss``; the part before the slash groups them."""
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
         entry = {"step": step, "time": round(time.time(), 3), **finite(values)}
-        self._lines.write(json.dumps(entry) + "\n")
+        with naming(self.path.parent):
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+            self._lines.write(json.dumps(entry) + "\n")
 
     def text(self, name: str, text: str) -> None:
         """Record a text, shown as preformatted."""
-        self._writer.add_text(name, "\n".join("    " + line for line in text.splitlines()))
+        with naming(self.path.parent):
+            self._writer.add_text(name, "\n".join("    " + line for line in text.splitlines()))
 
     def finish(
         self,
@@ -143,8 +146,9 @@ class Tracker:
         }
         shown = {name: final[name] for name in HPARAM_METRICS if name in final}
         writer = self._writer._get_file_writer()
-        for summary in hparams(plain, shown):
-            writer.add_summary(summary)
+        with naming(self.path.parent):
+            for summary in hparams(plain, shown):
+                writer.add_summary(summary)
         name = self.path.parent.name
         result = {"run": name, "options": dict(options), **more, "metrics": finite(final)}
         with whole(self.path.with_name(RESULT)) as temporary:
@@ -153,14 +157,22 @@ class Tracker:
 
     def close(self) -> None:
         """Flush and close the files."""
-        self._writer.close()
-        self._lines.close()
+        with naming(self.path.parent):
+            self._writer.close()
+            self._lines.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def told_by_the_next_call(failure: threading.ExceptHookArgs) -> None:
+    """A ``threading.excepthook`` without the traceback of TensorBoard's thread, which hands what
+    keeps it from writing to the next call of a tracker."""
+    if not isinstance(failure.exc_value, OSError):
+        threading.__excepthook__(failure)
 
 
 class NoTracker(Tracker):

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -267,6 +268,23 @@ def test_a_file_that_is_not_to_be_read_at_once_is_looked_at_all_the_same(data, t
     done = train(damaged, tmp_path, "run", status=2)
     assert f"{path} is not a whole Parquet file" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("room", [8000, 20_000])
+def test_no_room_for_what_a_run_reports_is_one_line(data, tmp_path, room):
+    done = subprocess.run(
+        command(
+            *("train.py", "--data", data, "--output", tmp_path, "--name", "run", *SMALL),
+            *("--log_every", "1", "--checkpoint", "false", "--device", "cpu"),
+        ),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)),
+    )
+    assert done.returncode == 2
+    assert f"error: {tmp_path / 'run'} can't be written: [Errno 27] File too large" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_resumed_run_keeps_its_model(data, tmp_path):
