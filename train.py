@@ -360,7 +360,8 @@ def _require_own(arguments: Sequence[str]) -> None:
 
 def _out_of_memory(error: BaseException) -> bool:
     known = (MemoryError, torch.OutOfMemoryError)
-    return isinstance(error, known) or "allocate memory" in str(error)
+    told = ("allocate memory", "Storage size calculation overflowed")  # the latter from 2**63 bytes
+    return isinstance(error, known) or any(text in str(error) for text in told)
 
 
 def _advice(config: RunConfig) -> str:
