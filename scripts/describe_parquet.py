@@ -46,6 +46,11 @@ class Seen:
                 f"{where}, column {name!r} holds id {limits['min']}; ids count from 0: renumber "
                 "them, or leave the column out of --categorical"
             )
+        if limits["max"] is not None and limits["max"] >= 2**63 - 2:
+            raise ValueError(
+                f"{where}, column {name!r} holds id {limits['max']}; ids lie below 2**63 - 2: "
+                "number them from 0 on, the most frequent first"
+            )
         self.largest = max(self.largest, -1 if limits["max"] is None else limits["max"])
         self.nulls += ids.null_count
 
@@ -80,6 +85,11 @@ def describe(
     if categorical is None:
         taken = {label, *dense}
         categorical = [f.name for f in schema if _has_ids(f.type) and f.name not in taken]
+    if not categorical:
+        raise ValueError(
+            f"{directory / first}: no categorical columns, and a model needs one: a column of "
+            "integers or lists of integers, named with --categorical"
+        )
     lists = {field.name for field in schema if pa.types.is_nested(field.type)}
     columns = [Categorical(name=c, cardinality=0, multi_hot=c in lists) for c in categorical]
     meta = Meta(label=label, dense=tuple(dense), categorical=tuple(columns), splits={})

@@ -92,6 +92,8 @@ class Meta:
 
     def _require_types(self) -> None:
         """Raise where a number or a name is something else, as a hand may write it."""
+        if not self.categorical:
+            raise ValueError("there is no categorical column, and a model needs one")
         for column in self.categorical:
             rows, oov = column.cardinality, column.oov_id
             if type(rows) is not int or not 1 <= rows < 2**63:

@@ -106,6 +106,8 @@ MISTAKES = {
     "label as feature": ((*ARGUMENTS, "--dense", "clicked"), "column 'clicked' is named 2"),
     "text": ((*ARGUMENTS, "--categorical", "title"), "column 'title' is "),
     "negative ids": ((*ARGUMENTS, "--categorical", "debt"), "column 'debt' holds id -3"),
+    "ids beyond 64 bits": ((*ARGUMENTS, "--categorical", "hashed"), "'hashed' holds id 1844674407"),
+    "no categorical": ((*ARGUMENTS, "--categorical"), "no categorical columns, and a model needs"),
     "label of 2": (("--train", "test.parquet", "--label", "age"), "column 'age': row"),
     "unknown option": ((*ARGUMENTS, "--lable", "x"), "option --lable, did you mean '--label'?"),
     "no Parquet": (("--train", "notes.txt"), "notes.txt is not a whole Parquet file"),
@@ -116,7 +118,7 @@ MISTAKES = {
 def test_mistakes_are_one_line(shop, kind):
     arguments, message = MISTAKES[kind]
     for path in shop.glob("*.parquet"):
-        frame().assign(debt=-3).to_parquet(path, index=False)
+        frame().assign(debt=-3, hashed=np.uint64(2**64 - 9)).to_parquet(path, index=False)
     (shop / "notes.txt").write_text("nothing of note")
     run = describe(shop, *arguments)
     assert run.returncode == 2

@@ -25,6 +25,7 @@ def test_what_is_written_is_read(tmp_path):
     ("place", "value", "message"),
     [
         (["dense"], "I1", r"dense is 'I1', it must be a list"),
+        (["categorical"], [], r"there is no categorical column"),
         (["categorical", 0, "cardinality"], "4", r"column 'C1' has cardinality '4'"),
         (["categorical", 0, "cardinality"], 2**63, r"column 'C1' has cardinality 9223"),
         (["categorical", 0, "oov_id"], 4, r"column 'C1' has oov_id 4"),
