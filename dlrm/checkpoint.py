@@ -26,7 +26,9 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from dlrm.data.schema import Meta
 from dlrm.distributed import World
@@ -107,6 +109,18 @@ class _SavePlanner(DefaultSavePlanner):
         return object
 
 
+class _Writer(dcp.FileSystemWriter):
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """As in the base class, but what the error of an archive comes from is raised itself: an
+        error goes to other processes without that.
+        """
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            causes = (e for e in _chain(error) if isinstance(e, OSError | KeyboardInterrupt))
+            raise next(causes, error) from None
+
+
 class _LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
@@ -156,7 +170,7 @@ def save(
         with _alone_is_fine():
             dcp.save(
                 parts.tensors,
-                storage_writer=dcp.FileSystemWriter(temporary),
+                storage_writer=_Writer(temporary),
                 planner=_SavePlanner(),
                 no_dist=world.size == 1,
             )

@@ -163,6 +163,22 @@ def test_an_error_is_told_once(data, tmp_path):
         assert len(re.findall("exitcode *: 2", done.stderr)) >= 1
 
 
+def test_a_full_disk_of_one_process_is_told(data, tmp_path):
+    """An archive of PyTorch's that can't be written says what is amiss to its own process only."""
+    program = tmp_path / "full.py"
+    program.write_text(
+        "import os, resource, sys\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (60000, 60000))\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "sys.exit(__import__('train').main())\n"
+    )
+    done = torchrun(2, program, *OPTIONS, "--data", data, "--output", tmp_path, "--name", "run")
+    assert done.returncode == 1
+    assert "step_10 can't be written: File too large\n" in done.stderr, done.stderr
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
 def test_a_mistake_is_told_though_the_first_process_comes_last(tmp_path):
     program = tmp_path / "late.py"
     program.write_text(
