@@ -174,7 +174,9 @@ def save(
                 planner=_SavePlanner(),
                 no_dist=world.size == 1,
             )
-    except CheckpointException as error:
+        if world.first:
+            _write_about(temporary / ABOUT, about)
+    except (CheckpointException, OSError) as error:
         if world.first:
             shutil.rmtree(temporary, ignore_errors=True)
         causes = _causes(error)
@@ -183,16 +185,6 @@ def save(
         told = [cause.strerror or str(cause) for cause in causes if isinstance(cause, OSError)]
         raise OSError(f"{path} can't be written: {(told or [_reason(error)])[-1]}") from None
     if world.first:
-        content = io.BytesIO()  # in a file, a full disk becomes an error of torch's own
-        torch.save(dict(about), content)
-        try:
-            with (temporary / ABOUT).open("wb") as file:
-                file.write(content.getbuffer())
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise OSError(f"{path} can't be written: {error.strerror}") from None
         temporary.replace(directory / name)
         for link in links:
             with whole(directory / link) as new:
@@ -205,6 +197,15 @@ def save(
             if alike.fullmatch(old.name) and not old.is_symlink() and old.name not in kept:
                 shutil.rmtree(old, ignore_errors=True)
     world.wait()
+
+
+def _write_about(path: Path, about: Mapping[str, Any]) -> None:
+    packed = io.BytesIO()  # an archive in a file hides why that can't be written
+    torch.save(dict(about), packed)
+    with path.open("wb") as file:
+        file.write(packed.getbuffer())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @contextmanager
