@@ -275,8 +275,14 @@ class Run:
         checkpoint.save(path, parts, about, links=links, world=self.world)
 
     def _restore(self, path: str, state: dict[str, Any]) -> None:
+        order = state["loader"]["order"]
+        if order["batch_size"] != self.config.batch_size:
+            raise ValueError(
+                f"batch_size is {self.config.batch_size} here and {order['batch_size']} in the "
+                "state: resume with the same --batch_size"
+            )
+        order["batch_size"] = self.train_data.batch_size
         checkpoint.load(path, self.model, self.optimizers, groups=state["groups"], world=self.world)
-        state["loader"]["order"]["batch_size"] //= self.world.size
         self.train_data.load_state_dict(state["loader"])
         self.steps, self.epoch, self.best = state["steps"], state["epoch"], state["best"]
         self.fitted = state.get("fitted", {})

@@ -179,6 +179,14 @@ def test_a_full_disk_of_one_process_is_told(data, tmp_path):
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
+def test_another_batch_is_refused_by_any_number_of_processes(data, tmp_path):
+    common = ["train.py", *OPTIONS, "--data", data, "--output", tmp_path, "--name", "run"]
+    alone(*common, "--batch_size", "181", "--max_steps", "3")
+    done = torchrun(2, "train.py", "--resume", tmp_path / "run", "--batch_size", "180")
+    assert done.returncode == 1
+    assert "batch_size is 180 here and 181 in the state" in done.stderr, done.stderr
+
+
 def test_a_mistake_is_told_though_the_first_process_comes_last(tmp_path):
     program = tmp_path / "late.py"
     program.write_text(
