@@ -37,6 +37,12 @@ def loaded(options: Namespace) -> tuple[DLRM, CriteoLoader, bool]:
         device=device,
         num_embeddings=model.sparse_arch.num_embeddings,
     )
+    columns = len(loader.meta.dense)
+    if columns != model.num_dense:
+        raise ValueError(
+            f"{options.data} has {columns} dense columns, the model {model.num_dense}: name data "
+            "prepared as that which it was trained on"
+        )
     checkpoint.note_other_tables(model, loader.meta)
     return model, loader, config["precision"] == "bf16"
 

@@ -30,6 +30,8 @@ def arguments() -> Parser:
 def predict(options: Namespace) -> None:
     """Score the split."""
     output = Path(options.output)
+    if output.is_dir():
+        raise ValueError(f"{output} is a directory; name the Parquet file to write")
     model, loader, bf16 = loaded(options)
     schema = pa.schema({"probability": pa.float32(), "label": pa.float32()})
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -192,6 +192,10 @@ def test_evaluate_predict_and_compare_work_on_a_run(data, tmp_path):
         "note: 26 tables of the data have other rows than the model's (C1 20 and not 3,000, "
         in (done.stderr)
     )
+    meta = json.loads((other / "meta.json").read_text())
+    (other / "meta.json").write_text(json.dumps(meta | {"dense": meta["dense"][:12]}))
+    done = run("scripts/evaluate.py", tmp_path / "a", other, status=2)
+    assert f"error: {other} has 12 dense columns, the model 13" in done.stderr
     best = tmp_path / "a" / "checkpoints" / "best"
     assert "auc" in run("scripts/evaluate.py", best, data, "--split", "val").stdout
 
@@ -387,7 +391,8 @@ def test_files_where_directories_are_wanted(data, tmp_path):
     file.write_text("")
     train(data, file, "run", status=2)
     run("scripts/predict.py", tmp_path / "run", data, file / "scores.parquet", status=2)
-    run("scripts/predict.py", tmp_path / "run", data, tmp_path, status=2)
+    done = run("scripts/predict.py", tmp_path / "run", data, tmp_path, status=2)
+    assert f"error: {tmp_path} is a directory; name the Parquet file" in done.stderr
     run("scripts/compare.py", tmp_path / "run", "--plot", file / "x.png", status=2)
 
 
