@@ -25,6 +25,7 @@ from dlrm.data.synthesis.files import write_parquet, write_tsv
 from dlrm.data.synthesis.law import Law, Profile, profiles
 from dlrm.data.synthesis.rows import Generator
 from dlrm.data.synthesis.truth import best_metrics
+from dlrm.files import naming
 from dlrm.hints import nearest
 from dlrm.machine import cores
 
@@ -259,5 +260,6 @@ def _made_whole(directory: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=".synthetic-", dir=directory.parent) as outer:
         inner = Path(outer) / "data"
         inner.mkdir()
-        yield inner
-        inner.replace(directory)
+        with naming(directory):
+            yield inner
+            inner.replace(directory)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import resource
 import shutil
 import signal
 import subprocess
@@ -515,6 +516,17 @@ def test_nothing_half_written_stays(tmp_path, format):
     with pytest.raises(KeyboardInterrupt):
         synthetic.write(tmp_path / "d", rows=10, format=format, progress=fail)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_where_there_is_no_room_the_directory_is_named(tmp_path):
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, usual[1]))
+    try:
+        with pytest.raises(OSError, match=f"{tmp_path / 'data'} can't be written: "):
+            synthetic.write(tmp_path / "data", rows=5000, cardinalities=[50] * 26)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert not list(tmp_path.iterdir())
 
 
 def test_in_order_gives_results_in_order_and_stops_at_an_error():
