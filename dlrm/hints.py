@@ -7,6 +7,7 @@ import difflib
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 
@@ -33,6 +34,14 @@ def positive(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"is {text!r}, it must be a number above 0")
     return value
+
+
+def picture(text: str) -> Path:
+    """A file that a plot is drawn to, in the format of its ending: the ``type`` of an option."""
+    if Path(text).suffix not in (".png", ".svg", ".pdf"):
+        message = f"is {text!r}, its name must end in .png, .svg or .pdf"
+        raise argparse.ArgumentTypeError(message)
+    return Path(text)
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):

@@ -26,7 +26,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from dlrm.config import HOUSEKEEPING
 from dlrm.embeddings import available
 from dlrm.files import whole
-from dlrm.hints import Parser, exit_status
+from dlrm.hints import Parser, exit_status, picture
 from dlrm.tracking import RESULT, log_figures
 
 METRICS = {
@@ -56,7 +56,7 @@ def arguments() -> Parser:
     parser = Parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="run directories")
     parser.add_argument(
-        "--plot", type=Path, default=Path("compare.png"), help="PNG to draw (default: %(default)s)"
+        "--plot", type=picture, default=Path("compare.png"), help="PNG, SVG or PDF to draw"
     )
     parser.add_argument("--metric", choices=QUALITY, default="AUC")
     parser.add_argument("--json", type=Path, help="also write the table as JSON")
@@ -192,7 +192,7 @@ def draw(summary: pd.DataFrame, metric: str, path: Path) -> Figure:
     figure.legend(*axes.get_legend_handles_labels(), title="--emb", loc="outside right center")
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as temporary:
-        figure.savefig(temporary, dpi=150, format="png")
+        figure.savefig(temporary, dpi=150, format=path.suffix[1:])
     plt.close(figure)
     return figure
 

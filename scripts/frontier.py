@@ -30,7 +30,7 @@ from pool import Pool, Run, require_rows, step_speed
 from dlrm import measure
 from dlrm.data.schema import Meta
 from dlrm.embeddings import available
-from dlrm.hints import Parser, count, exit_status, nearest, positive
+from dlrm.hints import Parser, count, exit_status, nearest, picture, positive
 
 CACHED = "tt+cache"
 KINDS = ("auto", "tt", CACHED, "qr", "block", "hash", "drop", "robe", "cafe")
@@ -51,7 +51,7 @@ def arguments() -> Parser:
     parser.add_argument("--runs", type=Path, default=Path("runs/frontier"), help="where runs go")
     parser.add_argument("--jobs", type=count, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--no-timing", action="store_true", help="leave out the step times")
-    parser.add_argument("--plot", type=Path, default=Path("frontier.png"))
+    parser.add_argument("--plot", type=picture, default=Path("frontier.png"))
     parser.add_argument("--json", type=Path, help="where the result is written as JSON")
     parser.add_argument("--options", nargs="*", default=[], help="more options, as epochs=2")
     return parser

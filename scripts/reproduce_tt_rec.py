@@ -38,7 +38,7 @@ from dlrm.data.schema import KAGGLE_CARDINALITIES, Meta
 from dlrm.embeddings.factorize import factorize_dim, factorize_rows
 from dlrm.embeddings.tt import clip_ranks, tt_weights
 from dlrm.files import whole
-from dlrm.hints import Parser, count, exit_status
+from dlrm.hints import Parser, count, exit_status, picture
 
 # Rows of the tables of Criteo Terabyte with ids modulo 10,000,000, as in the paper.
 TERABYTE_10M = (
@@ -79,7 +79,7 @@ def arguments() -> Parser:
     parser.add_argument("--runs", type=Path, default=Path("runs/tt_rec"), help="where runs go")
     parser.add_argument("--jobs", type=count, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--no-timing", action="store_true", help="leave out the step times")
-    parser.add_argument("--plot", type=Path, default=Path("tt_rec.png"))
+    parser.add_argument("--plot", type=picture, default=Path("tt_rec.png"))
     parser.add_argument("--json", type=Path, help="where the result is written as JSON")
     parser.add_argument("--options", nargs="*", default=[], help="more options, as epochs=2")
     return parser
@@ -230,7 +230,7 @@ def draw(summary: pd.DataFrame, path: Path) -> None:
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as temporary:
-        figure.savefig(temporary, dpi=150, format="png")
+        figure.savefig(temporary, dpi=150, format=path.suffix[1:])
     plt.close(figure)
 
 

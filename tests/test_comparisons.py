@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from dlrm.data import synthetic
@@ -134,6 +135,7 @@ def test_mistakes_are_named(script, data, tmp_path, capsys):
         ("frontier", ["--data", "d", "--seeds", "two"], "1 or more"),
         ("frontier", ["--data", "d", "--lr", "tt"], "is 'tt', it must be a kind and a rate"),
         ("evaluate", ["run", "data", "--batch-size", "0"], "--batch-size: is '0', it must be"),
+        ("frontier", ["--data", "d", "--plot", "a.jpg"], "its name must end in .png, .svg or .pdf"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(script, capsys, name, given, message):
@@ -175,6 +177,21 @@ def test_what_makes_two_runs_different(script, tmp_path, capsys):
         "tt": "data=d tt.rank=5",
         "more": "data=e tt.rank=6",
     }
+
+
+@pytest.mark.parametrize(
+    ("ending", "begin"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")]
+)
+def test_a_plot_has_the_format_of_its_name(script, tmp_path, ending, begin):
+    metrics = {"test/auc": 0.7, "embeddings/bytes": 100}
+    result = {"options": {"emb": "dense"}, "metrics": metrics}
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    plot = tmp_path / f"plot.{ending}"
+    assert script("compare").main([str(tmp_path), "--plot", str(plot)]) == 0
+    assert plot.read_bytes().startswith(begin)
+    summary = pd.DataFrame({"cell": ["dense"], "ratio": [1.0], "loss, %": [0.0]})
+    script("reproduce_tt_rec").draw(summary, plot)
+    assert plot.read_bytes().startswith(begin)
 
 
 @pytest.mark.slow
