@@ -2,8 +2,8 @@
 
 ``python scripts/compare.py runs/*`` groups runs that differ in their seed alone and gives the mean
 and, from two seeds on, the standard deviation over them; of runs that repeat a seed the first
-counts. Options in which groups of one kind differ are shown. What else lies there, runs that have
-not finished too, is named and left out.
+counts. Options in which groups of one kind differ are shown, the data where any differ in it. What
+else lies there, runs that have not finished too, is named and left out.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ FORMATS = {
 }
 
 QUALITY = ("AUC", "log loss", "accuracy", "NE")
+LOSSES = ("log loss", "NE")  # the lower the better
 
 
 def arguments() -> Parser:
@@ -133,16 +134,20 @@ def summarize(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _differing(summary: pd.DataFrame) -> pd.Series:
-    """The options of each group in which those of its kind differ, the budget aside."""
+    """The options of each group in which those of its kind differ, the budget aside; and the data
+    where any two groups differ, for on other data no kind is better or worse than another."""
     kinds = available().keys()
     told = {}
+    several = len({str(json.loads(group).get("data")) for group in summary.index}) > 1
     for kind, groups in summary.groupby("emb"):
         flat = pd.json_normalize([json.loads(group) for group in groups.index]).astype(str)
         others = [f"{other}." for other in kinds - {str(kind).partition("+")[0]}]
         names = [
             name
-            for name in flat.columns[flat.nunique() > 1]
-            if name != "budget" and not name.startswith(tuple(others))
+            for name in flat.columns
+            if (flat[name].nunique() > 1 or (several and name == "data"))
+            and name != "budget"
+            and not name.startswith(tuple(others))
         ]
         for group, (_, own) in zip(groups.index, flat[names].iterrows(), strict=True):
             told[group] = " ".join(f"{name}={value}" for name, value in own.items())
@@ -179,7 +184,8 @@ def draw(summary: pd.DataFrame, metric: str, path: Path) -> Figure:
             label=kind,
         )
         if dense:
-            axes.axhline(points[metric].max(), color="gray", linestyle="--", linewidth=0.8)
+            best = points[metric].min() if metric in LOSSES else points[metric].max()
+            axes.axhline(best, color="gray", linestyle="--", linewidth=0.8)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter("{x:g}")

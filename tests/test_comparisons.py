@@ -145,6 +145,15 @@ def test_numbers_that_cannot_be_are_refused(script, capsys, name, given, message
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("metric", "best"), [("AUC", 0.8), ("log loss", 0.4)])
+def test_the_line_is_that_of_the_best_dense_model(script, tmp_path, metric, best):
+    values = {metric: [0.4, 0.8], f"{metric} std": [0.0, 0.0]}
+    summary = pd.DataFrame({"emb": "dense", "MB": [1.0, 2.0], **values})
+    figure = script("compare").draw(summary, metric, tmp_path / "plot.png")
+    lines = [line for line in figure.axes[0].lines if line.get_linestyle() == "--"]
+    assert [line.get_ydata()[0] for line in lines] == [best]
+
+
 def test_what_makes_two_runs_different(script, tmp_path, capsys):
     """A seed counts once, what makes no difference is no group, what does is shown."""
 
@@ -172,8 +181,8 @@ def test_what_makes_two_runs_different(script, tmp_path, capsys):
     assert summary["seeds"].to_dict() == {"a": 2, "bf16": 1, "tt": 1, "more": 1}
     assert summary["AUC"]["a"] == pytest.approx(0.75)
     assert summary["options"].to_dict() == {
-        "a": "tables.dtype=fp32",
-        "bf16": "tables.dtype=bf16",
+        "a": "data=d tables.dtype=fp32",
+        "bf16": "data=d tables.dtype=bf16",
         "tt": "data=d tt.rank=5",
         "more": "data=e tt.rank=6",
     }
