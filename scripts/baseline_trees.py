@@ -9,15 +9,17 @@ other training rows (smoothed, and left out fold by fold, so that no row sees it
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from pool import require_rows
 from sklearn.ensemble import HistGradientBoostingClassifier
 
 from dlrm import measure
 from dlrm.data.schema import Meta
-from dlrm.hints import Parser, count
+from dlrm.hints import Parser, count, exit_status
 from dlrm.metrics import classification
 
 FOLDS = 5
@@ -62,18 +64,22 @@ def features(
     return np.column_stack(columns[0]), np.column_stack(columns[1])
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Train with several seeds and print the test metrics; returns the exit status."""
+def arguments() -> Parser:
+    """The command line."""
     parser = Parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="prepared directory")
-    parser.add_argument("--seeds", type=count, default=3)
+    parser.add_argument("--seeds", type=count, default=3, help="of the folds and of the trees")
     parser.add_argument("--json", type=Path, help="where the result is written as JSON")
-    options = parser.parse_args(argv)
-    try:
-        meta = Meta.read(options.data)
-    except (FileNotFoundError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return parser
+
+
+def boost(options: Namespace) -> None:
+    """Train with several seeds and print the test metrics."""
+    meta = Meta.read(options.data)
+    for split in ("train", "test"):
+        require_rows(options.data, meta, split)
+    if meta.multi_hot:
+        raise ValueError(f"{options.data} has lists of ids; trees take one id per row and column")
     train, test = (read(options.data, meta, split) for split in ("train", "test"))
     results = []
     for seed in range(options.seeds):
@@ -83,12 +89,18 @@ def main(argv: list[str] | None = None) -> int:
         )
         model.fit(inputs, train[meta.label])
         logits = model.decision_function(others)
-        results.append({"seed": seed, **classification(logits, test[meta.label].to_numpy())})
+        labels = test[meta.label].to_numpy(np.float64)
+        results.append({"seed": seed, **classification(logits, labels)})
     table = pd.DataFrame(results).set_index("seed")
     print(pd.concat([table, table.agg(["mean", "std"])]).to_string())
     if options.json:
         measure.write(options.json, {"data": options.data.name, "results": results})
-    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program; returns the exit status."""
+    options = arguments().parse_args(argv)
+    return exit_status(lambda: boost(options))
 
 
 if __name__ == "__main__":

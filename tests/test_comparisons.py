@@ -111,7 +111,12 @@ def test_a_frontier_with_chosen_rates(script, data, tmp_path, capsys):
 def test_mistakes_are_named(script, data, tmp_path, capsys):
     synthetic.write(tmp_path / "no_test", rows=50, cardinalities=[5] * 26, fractions=[1, 0, 0])
     bare = str(tmp_path / "no_test")
-    tt_rec, frontier = (script(name).main for name in ("reproduce_tt_rec", "frontier"))
+    synthetic.write(tmp_path / "lists", rows=50, cardinalities=[5] * 26, fractions=[0.5, 0, 0.5])
+    described = json.loads((tmp_path / "lists" / "meta.json").read_text())
+    described["categorical"][0]["multi_hot"] = True
+    (tmp_path / "lists" / "meta.json").write_text(json.dumps(described))
+    names = ("reproduce_tt_rec", "frontier", "baseline_trees")
+    tt_rec, frontier, trees = (script(name).main for name in names)
     for main, given, message in (
         (tt_rec, [], "error: --data is needed, or --ratios-only"),
         (tt_rec, ["--data", "nowhere"], "nowhere/meta.json does not exist"),
@@ -119,6 +124,8 @@ def test_mistakes_are_named(script, data, tmp_path, capsys):
         (frontier, ["--data", bare], "no_test has no test rows, which are compared"),
         (tt_rec, ["--data", bare], "no_test has no test rows, which are compared"),
         (frontier, ["--data", str(data), "--validation", bare], "no_test has no val rows"),
+        (trees, ["--data", bare], "no_test has no test rows, which are compared"),
+        (trees, ["--data", str(tmp_path / "lists")], "lists has lists of ids; trees take one id"),
         (frontier, ["--data", str(data), "--kinds", "ttt"], "kind 'ttt', did you mean 'tt'"),
         (frontier, ["--data", str(data), "--lr", "robr=0.1"], "kind 'robr', did you mean 'robe'"),
     ):
