@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -48,9 +49,13 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Keeps the layout of the description, and adds each default that its help leaves out."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        text = action.help or ""
-        silent = action.default in (None, False, argparse.SUPPRESS) or "default" in text.lower()
-        return text if silent or not action.option_strings else f"{text} (default: %(default)s)"
+        text, default = action.help or "", action.default
+        if isinstance(default, list | tuple):  # as it would be typed
+            default = shlex.join(str(value) for value in default if value is not None)
+        silent = default in (None, False, "", argparse.SUPPRESS) or "default" in text.lower()
+        if silent or not action.option_strings:
+            return text
+        return f"{text} (default: {str(default).replace('%', '%%')})".lstrip()
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,6 +71,13 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             **options,
         )
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        """As in the base class, which without a text does not show the default either."""
+        action = super().add_argument(*names, **options)
+        if action.help is None and action.option_strings:
+            action.help = _Formatter("")._get_help_string(action)
+        return action
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """As in the base class."""

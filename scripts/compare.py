@@ -59,7 +59,7 @@ def arguments() -> Parser:
     parser.add_argument(
         "--plot", type=picture, default=Path("compare.png"), help="PNG, SVG or PDF to draw"
     )
-    parser.add_argument("--metric", choices=QUALITY, default="AUC")
+    parser.add_argument("--metric", choices=QUALITY, default="AUC", help="what the plot shows")
     parser.add_argument("--json", type=Path, help="also write the table as JSON")
     parser.add_argument(
         "--tensorboard",

@@ -37,9 +37,10 @@ def arguments() -> Parser:
     parser.add_argument(
         "--kinds", nargs="+", help="embedding kinds, or auto (default: all that take a budget)"
     )
-    parser.add_argument("--ratios", nargs="+", type=positive, default=[4, 10, 20, 40, 100])
+    ratios = [4, 10, 20, 40, 100]
+    parser.add_argument("--ratios", nargs="+", type=positive, default=ratios, help="of compression")
     parser.add_argument("--split", default="test", help="which split to measure")
-    parser.add_argument("--batch-size", type=count, default=16384, help="(default: 16384)")
+    parser.add_argument("--batch-size", type=count, default=16384, help="samples per batch")
     parser.add_argument("--seed", type=int, default=0, help="of fits that draw (default: 0)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--json", type=Path, help="where the result is written as JSON")

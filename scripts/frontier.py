@@ -41,17 +41,30 @@ def arguments() -> Parser:
     parser = Parser(__doc__)
     parser.add_argument("--data", required=True, help="prepared directory")
     parser.add_argument("--config", help="YAML of the runs, as for train.py")
-    parser.add_argument("--kinds", nargs="+", default=KINDS)
-    parser.add_argument("--ratios", nargs="+", type=positive, default=[2, 10, 30, 100, 300, 1000])
+    parser.add_argument("--kinds", nargs="+", default=KINDS, help="beside dense")
+    ratios = [2, 10, 30, 100, 300, 1000]
+    parser.add_argument("--ratios", nargs="+", type=positive, default=ratios, help="of compression")
     parser.add_argument("--seeds", type=count, default=3, help="runs per point (default: 3)")
     parser.add_argument("--rates", nargs="+", type=float, help="learning rates to choose from")
     parser.add_argument("--rates-at", type=float, default=10, help="ratio of the runs that choose")
     parser.add_argument("--validation", help="prepared directory with a validation split")
-    parser.add_argument("--lr", nargs="+", default=[], metavar="KIND=RATE", type=known_rate)
+    parser.add_argument(
+        "--lr",
+        nargs="+",
+        default=[],
+        metavar="KIND=RATE",
+        type=known_rate,
+        help="learning rates of the embeddings that are known",
+    )
     parser.add_argument("--runs", type=Path, default=Path("runs/frontier"), help="where runs go")
     parser.add_argument("--jobs", type=count, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--no-timing", action="store_true", help="leave out the step times")
-    parser.add_argument("--plot", type=picture, default=Path("frontier.png"))
+    parser.add_argument(
+        "--plot",
+        type=picture,
+        default=Path("frontier.png"),
+        help="PNG, SVG or PDF to draw; that of the speed lies beside it",
+    )
     parser.add_argument("--json", type=Path, help="where the result is written as JSON")
     parser.add_argument("--options", nargs="*", default=[], help="more options, as epochs=2")
     return parser

@@ -65,21 +65,26 @@ def arguments() -> Parser:
     parser = Parser(__doc__)
     parser.add_argument("--data", help="prepared directory")
     parser.add_argument("--ratios-only", action="store_true", help="the ratios alone, at once")
-    parser.add_argument("--config", default="configs/criteo_kaggle_large_batch.yaml")
+    config = "configs/criteo_kaggle_large_batch.yaml"
+    parser.add_argument("--config", default=config, help="YAML of the runs, as for train.py")
     parser.add_argument("--tables", nargs="+", type=count, default=[3, 5, 7], help="largest tables")
-    parser.add_argument("--ranks", nargs="+", type=count, default=[8, 16, 32, 64])
+    parser.add_argument("--ranks", nargs="+", type=count, default=[8, 16, 32, 64], help="of TT")
     parser.add_argument(
         "--caches", nargs="*", type=float, default=[1e-4, 1e-3, 1e-2], help="shares of the rows"
     )
     parser.add_argument("--cache-at", nargs=2, type=count, default=[7, 32], help="tables and rank")
     parser.add_argument("--seeds", type=count, default=3, help="runs per cell (default: 3)")
     parser.add_argument("--tt-lr", type=float, help="learning rate of TT, if not the config's")
-    parser.add_argument("--fine-tune", type=int, default=0, metavar="STEPS")
-    parser.add_argument("--fine-tune-lr", type=float, default=5e-4)
+    parser.add_argument(
+        "--fine-tune", type=int, default=0, metavar="STEPS", help="of the compressed dense model"
+    )
+    parser.add_argument("--fine-tune-lr", type=float, default=5e-4, help="their learning rate")
     parser.add_argument("--runs", type=Path, default=Path("runs/tt_rec"), help="where runs go")
     parser.add_argument("--jobs", type=count, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--no-timing", action="store_true", help="leave out the step times")
-    parser.add_argument("--plot", type=picture, default=Path("tt_rec.png"))
+    parser.add_argument(
+        "--plot", type=picture, default=Path("tt_rec.png"), help="PNG, SVG or PDF to draw"
+    )
     parser.add_argument("--json", type=Path, help="where the result is written as JSON")
     parser.add_argument("--options", nargs="*", default=[], help="more options, as epochs=2")
     return parser

@@ -134,6 +134,15 @@ def test_mistakes_are_named(script, data, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    "name", ["compare", "frontier", "reproduce_tt_rec", "compress_trained", "baseline_trees"]
+)
+def test_every_option_is_explained(script, name):
+    for action in script(name).arguments()._actions:
+        text = (action.help or "").partition("(default")[0]
+        assert text.strip(), f"{action.dest} is not explained"
+
+
+@pytest.mark.parametrize(
     ("name", "given", "message"),
     [
         ("reproduce_tt_rec", ["--ratios-only", "--tables", "0"], "--tables: is '0', it must be a"),

@@ -33,6 +33,21 @@ def test_help_gives_defaults_once(capsys):
     assert text.count("default: 0") == 1
 
 
+def test_help_gives_the_defaults_of_lists_and_without_a_text_too(capsys):
+    parser = Parser("What it does.")
+    parser.add_argument("--batches", nargs="+", type=int, default=[2048, 65536])
+    parser.add_argument("--ways", nargs="+", default=["fast", "not ahead"], help="of a step")
+    parser.add_argument("--options", nargs="*", default=[], help="more options")
+    parser.add_argument("--thresholds", nargs="+", default=[None], help="rows of tables")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "(default: 2048 65536) --ways" in text
+    assert "of a step (default: fast 'not ahead')" in text
+    assert "more options --thresholds" in text
+    assert text.endswith("rows of tables")
+
+
 @pytest.mark.parametrize("text", ["0", "-3", "nan", "inf", "ten"])
 def test_a_positive_number_is_asked_for(text, capsys):
     parser = Parser("What it does.")
