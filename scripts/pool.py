@@ -16,6 +16,7 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -61,7 +62,7 @@ class Pool:
         """Train what has not finished; returns why some runs could not be done.
 
         Raises:
-            ChildProcessError: a run ended in anything but success or a clear message.
+            ChildProcessError: a run was killed, or ended neither well nor in a clear message.
             ValueError: one that has finished was of other options.
         """
         common = [f"--data={Path(data).resolve()}", f"--output={self.directory.resolve()}"]
@@ -82,6 +83,12 @@ class Pool:
                     for worker in multiprocessing.active_children():
                         worker.terminate()
                     raise
+                except BrokenProcessPool:
+                    raise ChildProcessError(
+                        f"a process that trains was killed, as for want of memory; the log in "
+                        f"{self.directory} that was written last is its own. The same command goes "
+                        "on where it was; fewer --jobs need less memory"
+                    ) from None
 
     def _require_alike(self, name: str, arguments: list[str]) -> None:
         """Raise if the run of this name was of other options than these."""

@@ -2,10 +2,12 @@
 
 import importlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -264,6 +266,23 @@ def test_what_is_no_result_is_named(script, tmp_path, capsys, content):
     (tmp_path / "result.json").write_text(content)
     assert script("compare").main([str(tmp_path), "--plot", str(tmp_path / "plot.png")]) == 2
     assert f"{tmp_path / 'result.json'} is no result of train.py" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_is_told_in_one_line(script, data, tmp_path, capfd):
+    def kill():
+        until = time.monotonic() + 60
+        while not (tmp_path / "dense-0.log").exists() and time.monotonic() < until:
+            time.sleep(0.1)
+        for worker in multiprocessing.active_children():
+            worker.kill()
+
+    threading.Thread(target=kill).start()
+    given = ["--data", str(data), "--runs", str(tmp_path), "--kinds", "drop", "--ratios", "4"]
+    assert script("frontier").main([*given, "--options", "epochs=1000", "device=cpu"]) == 2
+    error = capfd.readouterr().err
+    assert "error: a process that trains was killed" in error
+    assert "Traceback" not in error
 
 
 def test_a_run_that_crashes_is_no_result(script, tmp_path, monkeypatch):
