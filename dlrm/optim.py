@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -79,8 +79,12 @@ class RowOptimizer(torch.optim.Optimizer):
             self.state[parameter] = _new_state(parameter, _rule_of(group))
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Apply the gradients."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Apply the gradients, those of a ``closure`` if there is one, whose loss is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             rule, dense = _rule_of(group), []
             for parameter in group["params"]:
@@ -91,6 +95,7 @@ class RowOptimizer(torch.optim.Optimizer):
             for device in {parameter.device for parameter in dense}:
                 here = [parameter for parameter in dense if parameter.device == device]
                 self._update_whole(here, rule, group)
+        return loss
 
     def _update_rows(self, parameter: Tensor, rule: Rule, group: dict[str, Any]) -> None:
         """Update the rows that a sparse gradient names."""

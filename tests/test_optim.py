@@ -331,3 +331,17 @@ def test_parameters_may_join_later():
     torch.testing.assert_close(second.detach(), torch.full((2, 3), 0.75))
     with pytest.raises(ValueError, match=r"learning rate is -1.0, it must be finite"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": -1.0})
+
+
+def test_a_closure_gives_gradients_and_loss():
+    table = torch.nn.Parameter(torch.ones(2, 3))
+    optimizer = RowOptimizer([table], "sgd", lr=0.5)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = table.sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 6
+    assert table.tolist() == [[0.5] * 3] * 2
