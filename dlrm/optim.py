@@ -112,7 +112,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 rows,
                 parameter.grad._values(),
                 states,
-                lr=group["lr"].to(device),
+                lr=_rate(group).to(device),
                 plan=announced(rows),
                 cached=cached,
                 seed=self._seed(group, [parameter]),
@@ -131,7 +131,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 parameters,
                 grads,
                 states,
-                lr=group["lr"].to(parameters[0].device),
+                lr=_rate(group).to(parameters[0].device),
                 seed=self._seed(group, parameters),
             )
 
@@ -176,7 +176,7 @@ class RowOptimizer(torch.optim.Optimizer):
         for group, old in zip(self.param_groups, saved, strict=True):
             if old["rule"] != group["rule"]:
                 raise ValueError(f"the saved optimizer is {old['rule']}, this is {group['rule']}")
-            group["lr"].fill_(float(old["lr"]))
+            _rate(group).fill_(float(old["lr"]))
             if "seed" in group and "seed" in old:
                 group["seed"].copy_(old["seed"])
             for parameter, index in zip(group["params"], old["params"], strict=True):
@@ -241,7 +241,7 @@ def fused(optimizers: Iterable[RowOptimizer]) -> AbstractContextManager[None]:
             rule = _rule_of(group)
             for parameter in group["params"]:
                 if parameter.grad is None:  # else it is a sum
-                    lr, states = group["lr"].to(parameter.device), optimizer.state[parameter]
+                    lr, states = _rate(group).to(parameter.device), optimizer.state[parameter]
                     parameters.append(parameter)
                     updates.append(Update(rule=rule, lr=lr, states=list(states.values())))
     return offer(parameters, updates)
@@ -275,6 +275,14 @@ def _wide(tensor: Tensor) -> torch.dtype:
 def _rule_of(group: dict[str, Any]) -> Rule:
     """The rule of a group, with the options that the group has now."""
     return make_rule(group["rule"], **{name: group[name] for name in OPTIONS[group["rule"]]})
+
+
+def _rate(group: dict[str, Any]) -> Tensor:
+    """The learning rate of a group; a number that was set by hand becomes a tensor."""
+    if not isinstance(group["lr"], Tensor):
+        group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
+    rate: Tensor = group["lr"]
+    return rate
 
 
 def _new_state(parameter: Tensor, rule: Rule) -> dict[str, Tensor]:

@@ -345,3 +345,20 @@ def test_a_closure_gives_gradients_and_loss():
 
     assert optimizer.step(closure) == 6
     assert table.tolist() == [[0.5] * 3] * 2
+
+
+@pytest.mark.parametrize("gradient", ["dense", "sparse"])
+def test_a_rate_may_be_set_by_hand(gradient):
+    table = torch.nn.Parameter(torch.ones(2, 3))
+    optimizer = RowOptimizer([table], "sgd", lr=0.5)
+    for rate, left in ((0.25, 0.75), (0.5, 0.25)):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        sparse(table, [0, 1], torch.ones(2, 3))
+        if gradient == "dense":
+            table.grad = table.grad.to_dense()
+        optimizer.step()
+        assert table.tolist() == [[left] * 3] * 2
+    optimizer.param_groups[0]["lr"] = 0.125
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert float(optimizer.param_groups[0]["lr"]) == 0.125
