@@ -71,7 +71,7 @@ class RowOptimizer(torch.optim.Optimizer):
         lr = float(group["lr"])
         if not 0 <= lr < float("inf"):
             raise ValueError(f"the learning rate is {lr}, it must be finite, 0 or more")
-        device = group["params"][0].device
+        device = _device(group)
         group["lr"] = torch.tensor(lr, device=device)
         if any(map(self._rounds, group["params"])):
             group["seed"] = torch.zeros((), dtype=torch.int64, device=device)
@@ -277,10 +277,15 @@ def _rule_of(group: dict[str, Any]) -> Rule:
     return make_rule(group["rule"], **{name: group[name] for name in OPTIONS[group["rule"]]})
 
 
+def _device(group: dict[str, Any]) -> torch.device | None:
+    """Where the rate and the seed of a group are: beside its first parameter, if it has one."""
+    return next((parameter.device for parameter in group["params"]), None)
+
+
 def _rate(group: dict[str, Any]) -> Tensor:
     """The learning rate of a group; a number that was set by hand becomes a tensor."""
     if not isinstance(group["lr"], Tensor):
-        group["lr"] = torch.tensor(float(group["lr"]), device=group["params"][0].device)
+        group["lr"] = torch.tensor(float(group["lr"]), device=_device(group))
     rate: Tensor = group["lr"]
     return rate
 

@@ -362,3 +362,12 @@ def test_a_rate_may_be_set_by_hand(gradient):
     optimizer.param_groups[0]["lr"] = 0.125
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert float(optimizer.param_groups[0]["lr"]) == 0.125
+
+
+def test_a_group_may_be_empty():
+    table = torch.nn.Parameter(torch.ones(2, 3))
+    optimizer = RowOptimizer([{"params": []}, {"params": [table]}], "sgd", lr=0.5)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    table.grad = torch.ones(2, 3)
+    optimizer.step()
+    assert table.tolist() == [[0.5] * 3] * 2
