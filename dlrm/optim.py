@@ -68,6 +68,9 @@ class RowOptimizer(torch.optim.Optimizer):
         """Take on further parameters, with options of their own where the group has them."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        make_rule(group["rule"])
+        for name, value in OPTIONS[group["rule"]].items():
+            group.setdefault(name, value)  # the rule may be another than that of the others
         lr = float(group["lr"])
         if not 0 <= lr < float("inf"):
             raise ValueError(f"the learning rate is {lr}, it must be finite, 0 or more")

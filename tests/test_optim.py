@@ -371,3 +371,18 @@ def test_a_group_may_be_empty():
     table.grad = torch.ones(2, 3)
     optimizer.step()
     assert table.tolist() == [[0.5] * 3] * 2
+
+
+def test_a_group_may_have_a_rule_of_its_own():
+    ours, theirs = ([torch.nn.Parameter(torch.ones(2, 3)) for _ in range(2)] for _ in range(2))
+    optimizer = RowOptimizer([{"params": ours[0], "rule": "adam"}, {"params": ours[1]}], "sgd")
+    others = torch.optim.Adam(theirs[:1], lr=0.01), torch.optim.SGD(theirs[1:], lr=0.01)
+    for _ in range(3):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn(2, 3)
+            other.grad = one.grad.clone()
+        for each in (optimizer, *others):
+            each.step()
+    torch.testing.assert_close(ours, theirs)
+    with pytest.raises(ValueError, match="unknown optimizer 'adma', did you mean"):
+        RowOptimizer([{"params": ours[0], "rule": "adma"}], "sgd")
