@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -172,7 +173,9 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore states and rates in place, so that a captured graph keeps seeing them."""
+        """Restore states and rates in place, so that a captured graph keeps seeing them, and all
+        else that the groups held, such as options and what a schedule of torch keeps there.
+        """
         saved = state_dict["param_groups"]
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
             raise ValueError("the saved optimizer is of other parameters than this one")
@@ -199,6 +202,8 @@ class RowOptimizer(torch.optim.Optimizer):
                     cached.release()
                 for name, tensor in kept.items():
                     tensor.copy_(given[name])
+            in_place = {"params", "lr", "seed"}
+            group.update({name: deepcopy(old[name]) for name in old.keys() - in_place})
 
     def state_dict(self) -> dict[str, Any]:
         """As in the base class; of rows in host memory it is the state of all, cached ones too."""

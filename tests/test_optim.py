@@ -386,3 +386,27 @@ def test_a_group_may_have_a_rule_of_its_own():
     torch.testing.assert_close(ours, theirs)
     with pytest.raises(ValueError, match="unknown optimizer 'adma', did you mean"):
         RowOptimizer([{"params": ours[0], "rule": "adma"}], "sgd")
+
+
+def test_a_schedule_of_torch_resumes():
+    """What it keeps in the groups, and options that it moves, are saved and loaded."""
+
+    def make():
+        return RowOptimizer([torch.nn.Parameter(torch.ones(2, 3))], "adam", betas=(0.8, 0.99))
+
+    def schedule(optimizer, last=-1):
+        rates = {"max_lr": 0.1, "total_steps": 9}
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, last_epoch=last, **rates)
+
+    first, again = make(), make()
+    steps = schedule(first)
+    for _ in range(3):
+        first.step()
+        steps.step()
+    again.load_state_dict(copy.deepcopy(first.state_dict()))
+    options, restored = first.param_groups[0], again.param_groups[0]
+    for name in ("lr", "betas", "initial_lr", "max_lr"):
+        assert restored[name] == options[name], name
+    assert restored["betas"][0] != 0.8
+    schedule(again, 2)
+    assert restored["lr"] == options["lr"]
