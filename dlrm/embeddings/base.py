@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dlrm.embeddings.cache import PopulateReport
+from dlrm.kernels import require_integers
 
 MODES = ("sum", "mean", "max")
 Announced = tuple[Tensor, Tensor | None]  # ids and offsets of a batch
@@ -288,6 +289,7 @@ class Embedding(nn.Module, ABC):
             )
         batch = max(bags // self.num_tables, 1)
         if self.check_ids:
+            require_integers(self._sizes, offsets=offsets)
             _check_offsets(offsets, ids.numel())
         bag = bag_of_each(offsets, ids.numel())
         if self.check_ids:
@@ -318,8 +320,7 @@ class Embedding(nn.Module, ABC):
 
     def _check(self, tables: Tensor, ids: Tensor) -> None:
         """Raise on ids outside their table; on a GPU the check stays asynchronous."""
-        if ids.is_floating_point():
-            raise ValueError(f"ids must be integers, got {ids.dtype}")
+        require_integers(self._sizes, ids=ids)
         bad = (ids < 0) | (ids >= self._sizes[tables, 0])
         if bad.is_cuda:
             torch._assert_async(~bad.any())
@@ -346,8 +347,6 @@ class Embedding(nn.Module, ABC):
 
 def _check_offsets(offsets: Tensor, count: int) -> None:
     """Raise unless offsets rise from 0 to the number of ids; on a GPU the check is asynchronous."""
-    if offsets.is_floating_point():
-        raise ValueError(f"offsets must be integers, got {offsets.dtype}")
     good = (offsets[0] == 0) & (offsets[-1] == count) & (offsets.diff() >= 0).all()
     if good.is_cuda:
         torch._assert_async(good)

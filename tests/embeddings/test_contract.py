@@ -276,6 +276,22 @@ def test_ids_that_are_no_integers_raise(kind, options):
 
 
 @every_case
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int16])
+def test_narrow_integers_raise(kind, options, dtype):
+    """As in nn.EmbeddingBag: in their type, sizes of tables and divisors would overflow."""
+    group = make(kind, options)
+    ids, offsets, _ = bags()
+    with pytest.raises(ValueError, match=f"ids must be integers, got {dtype}: cast them to int32"):
+        group(torch.zeros(4, 2, dtype=dtype))
+    with pytest.raises(ValueError, match=f"ids must be integers, got {dtype}"):
+        group(torch.zeros(len(ids), dtype=dtype), offsets)
+    with pytest.raises(ValueError, match=f"ids must be integers, got {dtype}"):
+        group.rows(3, torch.zeros(2, dtype=dtype))
+    with pytest.raises(ValueError, match=f"offsets must be integers, got {dtype}"):
+        group(ids, offsets.to(dtype))
+
+
+@every_case
 def test_footprint_counts_all_that_is_saved(kind, options):
     group = build(kind, SIZES, 8, **options)
     footprint = group.footprint()
