@@ -282,7 +282,7 @@ class Embedding(nn.Module, ABC):
 
     def _bags(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         bags = offsets.numel() - 1
-        if ids.dim() != 1 or bags < 0 or bags % self.num_tables:
+        if ids.dim() != 1 or offsets.dim() != 1 or bags < 0 or bags % self.num_tables:
             raise ValueError(
                 f"with offsets, ids must be [nnz] and offsets [{self.num_tables} * B + 1]; got "
                 f"{tuple(ids.shape)} and {tuple(offsets.shape)}"
