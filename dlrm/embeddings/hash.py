@@ -45,7 +45,9 @@ class Hash(KeptRows):
         self._check_dense(weights)
         for rows, weight in zip(self.weight.split(self.kept_rows), weights, strict=True):
             rounds, rest = divmod(len(weight), len(rows))
-            total = weight[: rounds * len(rows)].unflatten(0, (rounds, len(rows))).sum(0)
+            wide = torch.promote_types(weight.dtype, torch.float32)  # fp16 ends at 65,504
+            whole = weight[: rounds * len(rows)].unflatten(0, (rounds, len(rows)))
+            total = whole.sum(0, dtype=wide)
             total[:rest] += weight[rounds * len(rows) :]
             count = total.new_full((len(rows), 1), rounds)
             count[:rest] += 1

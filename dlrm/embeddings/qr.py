@@ -170,6 +170,7 @@ class QR(Embedding):
 
         Also returns which cells have an id, ``[quotients, remainders]`` of 0 and 1.
         """
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
         remainders = min(len(weight), self.collisions)
         quotients = -(-len(weight) // remainders)
         padding = (0, quotients * remainders - len(weight))

@@ -341,6 +341,19 @@ def test_tables_of_another_type_are_fitted(kind, options, dtypes):
     assert group.to_dense(1).isfinite().all()
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+@every_case
+def test_tables_in_fp16_are_fitted_as_well_as_in_fp32(kind, options, scale):
+    """Counts of rows, sums of them and products of small weights leave the range of fp16."""
+    rows = (scale * (torch.randn(70_000, 8).mul_(0.1) + torch.arange(8))).half()
+    fitted = []
+    for dtype in (torch.float32, torch.float16):
+        torch.manual_seed(0)
+        fitted.append(available()[kind].from_dense([rows.to(dtype)], **options).to_dense().float())
+    errors = [(made - rows.float()).norm() for made in fitted]
+    assert errors[1] <= 1.02 * errors[0] + 2e-3 * rows.float().norm()
+
+
 @every_case
 def test_from_dense_of_its_own_tables_reproduces(kind, options):
     sizes = [1, 8, 60, 125]  # products of three equal factors or nearly so, as tt likes them
