@@ -111,11 +111,13 @@ class EmbeddingBag(nn.Module):
                 f"per_sample_weights have shape {tuple(per_sample_weights.shape)}, "
                 f"they must have the shape of input, {tuple(input.shape)}"
             )
-        rows = next(self.embedding.parameters()).dtype
-        if per_sample_weights is not None and per_sample_weights.dtype != rows:
-            raise ValueError(
-                f"per_sample_weights are {per_sample_weights.dtype}, not {rows} as rows are"
-            )
+        if per_sample_weights is not None:
+            # A replica that nn.DataParallel made has no parameters, but tensors in their place.
+            rows = next(self.embedding.parameters(), per_sample_weights).dtype
+            if per_sample_weights.dtype != rows:
+                raise ValueError(
+                    f"per_sample_weights are {per_sample_weights.dtype}, not {rows} as rows are"
+                )
         if input.dim() == 2:
             if offsets is not None:
                 raise ValueError("offsets must be None for 2-D input: its rows are the bags")

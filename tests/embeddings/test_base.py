@@ -215,6 +215,21 @@ def test_the_drop_in_refuses_weights_of_another_type(kind, dtype):
         bag(torch.tensor([[1, 2]]), None, torch.ones(1, 2, dtype=dtype))
 
 
+@pytest.mark.parametrize("kind", sorted(available()))
+def test_the_drop_in_looks_up_in_a_replica_of_data_parallel(kind):
+    """Which has tensors in the place of parameters, and a StopIteration would tell nothing."""
+
+    def replica(module):
+        twin = module._replicate_for_data_parallel()  # as torch.nn.parallel.replicate, on a CPU
+        twin._modules = {name: child and replica(child) for name, child in twin._modules.items()}
+        twin.__dict__.update(module._parameters)
+        return twin
+
+    bag, ids = EmbeddingBag(7, 4, mode="sum", kind=kind), torch.tensor([[1, 2]])
+    for weights in (None, torch.rand(1, 2)):
+        assert torch.equal(replica(bag)(ids, None, weights), bag(ids, None, weights))
+
+
 @pytest.mark.parametrize("amount", [0, 7, 12_000_000_000_000])
 def test_bytes_are_shared_out_by_rows(amount):
     found = shares(amount, [1, 882_000_000, 3, 882_000_000])
