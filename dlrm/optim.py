@@ -105,7 +105,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """Update the rows that a sparse gradient names."""
         assert parameter.grad is not None
         rows, cached = parameter.grad._indices()[0], cached_rows(parameter)
-        states, device = list(self.state[parameter].values()), parameter.device
+        states, device = self._states(parameter, rule), parameter.device
         if cached is not None and not cached.keeps(states):
             cached.stop()  # it was that of a later optimizer, or none
             cached = None
@@ -128,7 +128,7 @@ class RowOptimizer(torch.optim.Optimizer):
             if (cached := cached_rows(parameter)) is not None:
                 cached.release()
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        states = [list(self.state[parameter].values()) for parameter in parameters]
+        states = [self._states(parameter, rule) for parameter in parameters]
         with torch.cuda.device_of(parameters[0]):
             update_whole(
                 rule,
@@ -138,6 +138,16 @@ class RowOptimizer(torch.optim.Optimizer):
                 lr=_rate(group).to(parameters[0].device),
                 seed=self._seed(group, parameters),
             )
+
+    def _states(self, parameter: Tensor, rule: Rule) -> list[Tensor]:
+        """What the rule keeps for a parameter."""
+        states = self.state[parameter]
+        if states.keys() != rule.states.keys():
+            raise ValueError(
+                f"momentum became {rule.momentum} after the optimizer was made with another: keep "
+                "it at 0, or above 0, from the start; OneCycleLR does with cycle_momentum=False"
+            )
+        return list(states.values())
 
     def _seed(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> Tensor | None:
         """The seed of an update on one device, which moves it on; None if it rounds nothing."""

@@ -410,3 +410,17 @@ def test_a_schedule_of_torch_resumes():
     assert restored["betas"][0] != 0.8
     schedule(again, 2)
     assert restored["lr"] == options["lr"]
+
+
+@pytest.mark.parametrize("gradient", ["dense", "sparse"])
+@pytest.mark.parametrize(("made", "now"), [(0.0, 0.9), (0.9, 0.0)])
+def test_momentum_that_comes_or_goes_later(gradient, made, now):
+    """As OneCycleLR moves that of sgd: what it keeps was made, or not, with the optimizer."""
+    table = torch.nn.Parameter(torch.ones(2, 3))
+    optimizer = RowOptimizer([table], "sgd", momentum=made)
+    optimizer.param_groups[0]["momentum"] = now
+    sparse(table, [0, 1], torch.ones(2, 3))
+    if gradient == "dense":
+        table.grad = table.grad.to_dense()
+    with pytest.raises(ValueError, match=f"momentum became {now} after .* cycle_momentum=False"):
+        optimizer.step()
