@@ -224,7 +224,15 @@ class BasisLinear(nn.Module):
         return made
 
     def forward(self, input: Tensor) -> Tensor:
-        """Logits of the vocabulary: ``[..., in_features]`` to ``[..., out_features]``."""
+        """Logits of the vocabulary: ``[..., in_features]`` to ``[..., out_features]``.
+
+        Raises:
+            ValueError: the input is of another length.
+        """
+        if input.shape[-1] != self.in_features:
+            raise ValueError(
+                f"input has shape {tuple(input.shape)}, it must be [..., {self.in_features}]"
+            )
         tokens = input.reshape(-1, self.parts, self.in_features // self.parts)
         products = torch.bmm(self.weight, tokens.permute(1, 2, 0))  # [parts, clusters, N]
         index = self._index() if torch.is_grad_enabled() and products.is_cuda else None

@@ -190,3 +190,9 @@ def test_the_benchmark_checks_and_times(tmp_path):
     (result,) = json.loads(output.read_text())["results"]
     assert result["basis_forward"] > 0 < result["linear_forward"]
     assert all(0 < error < 5e-3 for error in result["errors"].values())
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (3, 32), (16, 3)])
+def test_a_linear_layer_refuses_inputs_of_another_length(shape):
+    with pytest.raises(ValueError, match=r"input has shape .* it must be \[..., 16\]"):
+        BasisLinear(16, 50, parts=4)(torch.randn(shape))
