@@ -156,7 +156,13 @@ class EmbeddingBag(nn.Module):
     ) -> None:
         """As in ``nn.Module``, and from a table in full as ``nn.EmbeddingBag`` keeps it."""
         if (weight := state_dict.pop(f"{prefix}weight", None)) is not None:
-            self.embedding.load_dense([weight.to(next(self.embedding.parameters()))])
+            own = next(self.embedding.parameters())
+            if own.is_meta:
+                raise ValueError(
+                    f"{prefix}weight can't be fitted to a table on the meta device: make the "
+                    "EmbeddingBag on a real one"
+                )
+            self.embedding.load_dense([weight.to(own)])
             state_dict.update(self.embedding.state_dict(prefix=f"{prefix}embedding."))
         super()._load_from_state_dict(state_dict, prefix, *rest, **options)
 

@@ -201,6 +201,16 @@ def test_the_drop_in_loads_what_the_original_saved(kind, options):
         ours["bag"].load_state_dict({"weight": torch.zeros(8, 4)})
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "qr"])
+def test_the_drop_in_refuses_to_load_without_memory(kind, assign):
+    with torch.device("meta"):
+        model = nn.ModuleDict({"bag": EmbeddingBag(7, 4, kind=kind)})
+    saved = {"bag.weight": torch.ones(7, 4)}
+    with pytest.raises(ValueError, match=r"bag.weight can't be fitted to a table on the meta dev"):
+        model.load_state_dict(saved, assign=assign)
+
+
 def test_the_drop_in_refuses_weights_of_another_shape():
     bag = EmbeddingBag(7, 4, mode="sum")
     with pytest.raises(ValueError, match=r"have shape \(4,\), they must have the shape of input"):
