@@ -96,7 +96,8 @@ class Parts:
         saved = zip(self._optimizers, self._states, groups or [], strict=True)
         for optimizer, state, options in saved:
             for group, old in zip(state["param_groups"], options, strict=True):
-                group.update(old)
+                # The other options are those that the run now has.
+                group.update({name: old[name] for name in ("rule", "lr", "seed") if name in old})
             optimizer.load_state_dict(state)
 
 

@@ -186,3 +186,15 @@ def test_others_are_refused(tmp_path, caplog):
         with pytest.raises(ValueError, match="can't be read as a checkpoint"):
             checkpoint.load_model(tmp_path)
     assert not any(record.exc_info for record in caplog.records)  # tracebacks that torch logs
+
+
+def test_options_of_the_rule_are_those_that_the_resumed_run_gives(tmp_path):
+    recipe, model, optimizers = make("dense")
+    about = save(tmp_path / "checkpoints" / "step_1", recipe, model, optimizers)
+    about["groups"][0][0]["lr"] = 0.3
+    _, again, others = make("dense", seed=5)
+    others[0].param_groups[0]["weight_decay"] = 0.25
+    checkpoint.load(tmp_path, again, others, groups=about["groups"])
+    (group,) = others[0].param_groups
+    assert group["weight_decay"] == 0.25
+    torch.testing.assert_close(group["lr"], torch.tensor(0.3))
