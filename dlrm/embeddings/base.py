@@ -202,6 +202,15 @@ class Embedding(nn.Module, ABC):
         group.to(weights[0]).load_dense(weights)
         return group
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        meta = self._sizes.is_meta
+        super()._apply(fn, recurse)
+        if meta and not self._sizes.is_meta:  # by to_empty: what is not in a state dict is lost
+            raise ValueError(
+                "tables from the meta device lack their index: make them on a real one"
+            )
+        return self
+
     @property
     def num_tables(self) -> int:
         """Number of tables F."""

@@ -246,3 +246,11 @@ def test_bytes_are_shared_out_by_rows(amount):
     assert sum(found) == amount
     assert min(found) >= 0
     assert found[1] == pytest.approx(amount / 2, abs=1 + amount / 1e8)
+
+
+@pytest.mark.parametrize("kind", ["dense", "robe", "cafe", "paged", "tt"])
+def test_tables_from_the_meta_device_are_given_no_memory(kind):
+    """Where rows lie is not in the state dict: robe would look up others, and say nothing."""
+    model = nn.Sequential(EmbeddingBag(50, 8, kind=kind)).to("meta")
+    with pytest.raises(ValueError, match="make them on a real one"):
+        model.to_empty(device="cpu")
