@@ -29,7 +29,7 @@ from dlrm.data import synthetic
 from dlrm.data.criteo import CriteoLoader
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import Meta
-from dlrm.hints import Parser
+from dlrm.hints import Parser, exit_status
 from dlrm.measure import write
 
 
@@ -134,19 +134,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="where batches go: cpu or cuda")
     parser.add_argument("--output", type=Path, help="JSON file to write (default: print only)")
     options = parser.parse_args(argv)
-    try:
-        with tempfile.TemporaryDirectory() as made:
-            directory = options.data or Path(made) / "data"
-            if options.data is None:
-                synthetic.write(directory, rows=options.rows, fractions=(1.0, 0.0, 0.0))
-            result = {"readers": options.readers, **measure(directory, options)}
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return exit_status(lambda: measure_all(options))
+
+
+def measure_all(options: argparse.Namespace) -> None:
+    """Measure and write the figures."""
+    with tempfile.TemporaryDirectory() as made:
+        directory = options.data or Path(made) / "data"
+        if options.data is None:
+            synthetic.write(directory, rows=options.rows, fractions=(1.0, 0.0, 0.0))
+        result = {"readers": options.readers, **measure(directory, options)}
     print(json.dumps(result, indent=2))
     if options.output:
         write(options.output, result)
-    return 0
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from dlrm.data.schema import KAGGLE_CARDINALITIES, TERABYTE_CARDINALITIES
 from dlrm.embeddings.offload import ROUND
 from dlrm.embeddings.plan import plan
 from dlrm.embeddings.sparse_arch import LINK
-from dlrm.hints import Parser
+from dlrm.hints import Parser, exit_status
 from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
 from dlrm.step import TrainStep
@@ -171,13 +171,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if options.large:
         options.variants = [name for name in options.variants if name != "dense"]
-    try:
-        results = measure_all(options)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(pd.DataFrame(results).to_string(index=False))
-    return 0
+    return exit_status(lambda: print(pd.DataFrame(measure_all(options)).to_string(index=False)))
 
 
 def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
