@@ -12,17 +12,14 @@ from __future__ import annotations
 import statistics
 import sys
 from argparse import Namespace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from evaluate import loaded
 
 from dlrm import checkpoint, measure, metrics
 from dlrm.data.counts import read_counts
-from dlrm.data.criteo import CriteoLoader
-from dlrm.data.schema import Meta
-from dlrm.distributed import pick_device
 from dlrm.embeddings import available
 from dlrm.embeddings.plan import plan
 from dlrm.hints import Parser, count, exit_status, nearest, positive
@@ -58,25 +55,16 @@ class Trained:
         device: where all happens.
     """
 
-    def __init__(
-        self, run: str, data: str, *, split: str, batch_size: int, device: torch.device
-    ) -> None:
-        self.model, config = checkpoint.load_model(run, device)
-        self.bf16 = config["precision"] == "bf16"
-        self.recipe = checkpoint.about(run)["recipe"]
-        self.data, self.meta, self.device = data, Meta.read(data), device
-        self.loader = partial(
-            CriteoLoader,
-            data,
-            split,
-            batch_size=batch_size,
-            device=device,
-            num_embeddings=self.model.sparse_arch.num_embeddings,
+    def __init__(self, run: str, data: str, *, split: str, batch_size: int, device: str) -> None:
+        self.model, self.loader, self.bf16 = loaded(
+            run, data, split=split, batch_size=batch_size, device=device
         )
+        self.recipe = checkpoint.about(run)["recipe"]
+        self.data, self.meta, self.device = data, self.loader.meta, self.loader.device
 
     def measure(self, model: DLRM) -> dict[str, float]:
         """Quality and size of a model."""
-        found = metrics.predict(model, self.loader(), bf16=self.bf16)
+        found = metrics.predict(model, self.loader, bf16=self.bf16)
         values = metrics.classification(*found)
         sizes = model.sparse_arch.sizes()
         return {
@@ -123,7 +111,7 @@ def compress(options: Namespace) -> None:
             options.data,
             split=options.split,
             batch_size=options.batch_size,
-            device=pick_device(options.device),
+            device=options.device,
         )
         for run in options.runs
     ]

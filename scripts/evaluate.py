@@ -26,21 +26,23 @@ def arguments() -> Parser:
     return parser
 
 
-def loaded(options: Namespace) -> tuple[DLRM, CriteoLoader, bool]:
+def loaded(
+    run: str, data: str, *, split: str, batch_size: int | None, device: str
+) -> tuple[DLRM, CriteoLoader, bool]:
     """The model, the rows to score, by default in batches as in the run, and whether in bf16."""
-    device = pick_device(options.device)
-    model, config = checkpoint.load_model(options.checkpoint, device)
+    place = pick_device(device)
+    model, config = checkpoint.load_model(run, place)
     loader = CriteoLoader(
-        options.data,
-        options.split,
-        batch_size=options.batch_size or config["eval_batch_size"],
-        device=device,
+        data,
+        split,
+        batch_size=batch_size or config["eval_batch_size"],
+        device=place,
         num_embeddings=model.sparse_arch.num_embeddings,
     )
     columns = len(loader.meta.dense)
     if columns != model.num_dense:
         raise ValueError(
-            f"{options.data} has {columns} dense columns, the model {model.num_dense}: name data "
+            f"{data} has {columns} dense columns, the model {model.num_dense}: name data "
             "prepared as that which it was trained on"
         )
     checkpoint.note_other_tables(model, loader.meta)
@@ -49,7 +51,13 @@ def loaded(options: Namespace) -> tuple[DLRM, CriteoLoader, bool]:
 
 def evaluate(options: Namespace) -> None:
     """Print the metrics as JSON."""
-    model, loader, bf16 = loaded(options)
+    model, loader, bf16 = loaded(
+        options.checkpoint,
+        options.data,
+        split=options.split,
+        batch_size=options.batch_size,
+        device=options.device,
+    )
     values = metrics.classification(*metrics.predict(model, loader, bf16=bf16))
     found = {"split": options.split, "rows": loader.rows, **metrics.finite(values)}
     print(json.dumps(found, indent=2))
