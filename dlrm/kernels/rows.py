@@ -19,7 +19,6 @@ Rows of a table in host memory may have a copy on the GPU, with their state
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -31,6 +30,7 @@ from torch.nn import functional
 from dlrm.kernels import require_integers, use_triton
 from dlrm.kernels.cached_rows import CachedRows
 from dlrm.kernels.plan import Plan, prepare
+from dlrm.kernels.rules import hyper, rule_step, store_of_all, store_rounded
 from dlrm.rules import Rule, advance, make_rule, round_stochastic
 
 TILE = 2048  # elements of a tile's part
@@ -41,23 +41,6 @@ MANY = 6000  # tiles that fill a GPU; with more entries, tiles have up to 8 part
 def add_equal(sum_a, row_a, sum_b, row_b):
     """Of a scan along sorted rows: the sum of what came so far of the same row."""
     return tl.where(row_a == row_b, sum_a + sum_b, sum_b), row_b
-
-
-@triton.jit
-def store_rounded(weight, at, element, value, mask, seed, ROUND: tl.constexpr):
-    """Store fp32 as the weight's type; with ROUND to bf16 up or down by chance."""
-    if ROUND:
-        chance = tl.randint(tl.load(seed), element.to(tl.int32)).to(tl.int32) & 0xFFFF
-        bits = (value.to(tl.int32, bitcast=True) + chance) & -65536  # upper half: the bf16
-        value = tl.where(value == value, bits.to(tl.float32, bitcast=True), value)
-    tl.store(weight + at, value.to(weight.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def one_minus_exp(x):
-    """``1 - exp(x)`` for x <= 0, by its series where the difference would cancel."""
-    series = -x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5))))
-    return tl.where(x > -0.1, series, 1 - tl.exp(x))
 
 
 @triton.jit
@@ -76,37 +59,6 @@ def _begin(row, slots, slot, gaps, TENSOR: tl.constexpr, WIDTH: tl.constexpr):
     if slots is not None:
         at = tl.where(slot >= 0, slot.to(tl.int64) * WIDTH + gaps[TENSOR], at)
     return at
-
-
-@triton.jit
-def rule_step(first, second, grad, count, hyper, RULE: tl.constexpr):
-    """What a rule keeps of weights ``[K, B]``, brought up to date, and the step it gives.
-
-    ``second`` and ``count [K]``, of updates so far with this one, are looked at by rules that have
-    them. Neither sgd nor rowwise_adagrad, whose state is not one of weights, comes here.
-    """
-    eps, _, _, keep, rest, beta1, rest1, log1, beta2, rest2, log2 = hyper
-    if RULE == "adagrad":
-        first += grad * grad
-        step = grad / (tl.sqrt_rn(first) + eps)
-    elif RULE == "rmsprop":
-        first = first * keep + grad * grad * rest
-        step = grad / (tl.sqrt_rn(first) + eps)
-    elif RULE == "adadelta":
-        first = first * keep + grad * grad * rest
-        step = tl.sqrt_rn(second + eps) / tl.sqrt_rn(first + eps) * grad
-        second = second * keep + step * step * rest
-    else:
-        first = first * beta1 + grad * rest1
-        mean = first / one_minus_exp(count * log1)[:, None]
-        if RULE == "adamax":
-            second = tl.maximum(second * beta2, tl.abs(grad) + eps)
-            step = mean / second
-        else:  # adam, adamw
-            second = second * beta2 + grad * grad * rest2
-            scale = one_minus_exp(count * log2)[:, None]
-            step = mean / (tl.sqrt_rn(second / scale) + eps)
-    return first, second, step
 
 
 @triton.jit
@@ -130,7 +82,7 @@ def _apply(
     if RULE == "rowwise_adagrad":
         at_sum = _begin(row, slots, slot, gaps, 1, 1)
         total = tl.load(states[0] + at_sum, mask=live, other=0.0) + tl.sum(grad * grad, 1) / D
-        tl.store(states[0] + at_sum, total, mask=live)
+        store_of_all(states[0] + at_sum, total, live)
         step = grad / (tl.sqrt_rn(total) + eps)[:, None]
     elif RULE == "sgd":
         step = grad
@@ -144,7 +96,7 @@ def _apply(
             if RULE != "adadelta":
                 at_steps = _begin(row, slots, slot, gaps, 3, 1)
                 count = tl.load(states[2] + at_steps, mask=live, other=0) + 1
-                tl.store(states[2] + at_steps, count, mask=live)
+                store_of_all(states[2] + at_steps, count, live)
         first, second, step = rule_step(first, second, grad, count, hyper, RULE)
         if RULE != "adagrad" and RULE != "rmsprop":
             tl.store(states[1] + at_second, second, mask=mask)
@@ -322,13 +274,6 @@ def update_rows(
         )  # fmt: skip
     if seed is not None:
         seed.add_(1)
-
-
-def hyper(rule: Rule) -> tuple[float, ...]:
-    """The options of a rule as kernels take them."""
-    keep = rule.alpha or rule.rho  # no rule has both
-    betas = [(beta, 1 - beta, math.log(beta or 1e-38)) for beta in rule.betas]
-    return (rule.eps, rule.weight_decay, rule.momentum, keep, 1 - keep, *betas[0], *betas[1])
 
 
 def _check(rule: Rule, weight: Tensor, grads: Tensor, states: Sequence[Tensor]) -> None:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dlrm.kernels import use_triton
-from dlrm.kernels.rows import hyper, rule_step, store_rounded
+from dlrm.kernels.rules import hyper, rule_step, store_of_all, store_rounded
 from dlrm.rules import Rule, advance, make_rule, round_stochastic
 
 TENSORS = 32  # of one launch: the kernel is compiled for their number
@@ -66,11 +66,11 @@ def _update(
                 g += decay * tl.load(param + at, mask=at < end, other=0.0).to(tl.float32)
             total += g * g
         mean = tl.load(state0 + chunk) + tl.sum(total, 0) / length
-        tl.store(state0 + chunk, mean)
+        store_of_all(state0 + chunk, mean, None)
         root = tl.sqrt_rn(mean) + eps
     elif STATES > 2:
         count = tl.load(state2 + chunk) + 1
-        tl.store(state2 + chunk, count)
+        store_of_all(state2 + chunk, count, None)
     count += tl.zeros((1,), count.dtype)
     for first in range(0, length, BLOCK):
         at = (begin + first + tl.arange(0, BLOCK))[None, :]

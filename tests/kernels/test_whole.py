@@ -47,6 +47,19 @@ def test_every_parameter_and_state_equal_pytorch(rule, options, device):
     assert not any(torch.equal(a, p) for a, p in zip(got, parameters, strict=False) if p.numel())
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_runs_are_equal(rule, device):
+    """Also where several warps have a part each of a row, of which the rule keeps one number."""
+    parameters, states = make(rule, device, [(60, 384)])
+    grads = [[torch.randn_like(p) for p in parameters] for _ in range(2)]
+    first, *others = (
+        run(make_rule(rule), parameters, states, grads, "triton")
+        for _ in range(30 if device.type == "cuda" else 2)
+    )
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
 @pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam"])
 def test_more_parameters_than_one_launch_takes(rule, device, monkeypatch):
     monkeypatch.setattr(whole, "TENSORS", 2)

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from dlrm.kernels.fused import Update, take
-from dlrm.kernels.rows import hyper
+from dlrm.kernels.rules import hyper
 from dlrm.kernels.tt import pairs as kernels
 from dlrm.kernels.tt.chain import power
 from dlrm.kernels.tt.known import Used

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dlrm.kernels.rows import rule_step
+from dlrm.kernels.rules import rule_step, store_of_all
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def _apply(big, to, inside, grad, state, at, lr, hyper, length, RULE: tl.constex
         tl.store(state + to, kept, mask=inside)
     elif RULE == "rowwise_adagrad":
         mean = tl.load(state + at) + tl.sum(grad * grad) / length
-        tl.store(state + at, mean)
+        store_of_all(state + at, mean, None)
         grad /= tl.sqrt_rn(mean) + hyper[0]
     value = tl.load(big + to, mask=inside, other=0.0)
     tl.store(big + to, value - tl.load(lr) * grad, mask=inside)
