@@ -30,6 +30,7 @@ MODES = ("auto", "eager", "compile", "graph")
 PRECISIONS = ("fp32", "tf32", "bf16")
 FUSION = {"combo_kernels": True}  # one launch to cast all weights, one to sum several biases
 WARM_UP = 3  # steps of a shape that run one by one before it is captured
+SHAPES = 64  # for which MLPs are compiled in one process: models share what PyTorch counts
 
 
 Key = tuple[int, bool]  # of a captured step: batch size, with norms
@@ -125,6 +126,8 @@ class TrainStep:
             torch.use_deterministic_algorithms(True)
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         if self.mode != "eager":
+            limits = torch._dynamo.config
+            limits.recompile_limit = max(limits.recompile_limit, SHAPES)
             for mlp in (model.bottom_mlp, model.top_mlp):
                 mlp.compile(dynamic=False, options=FUSION if on_gpu else None)
         self._loss = mean_loss if self.mode == "eager" else torch.compile(mean_loss, dynamic=False)

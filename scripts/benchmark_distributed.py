@@ -266,7 +266,6 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
 
 def run(options: argparse.Namespace, world: World) -> None:
     """Measure all cases."""
-    torch._dynamo.config.recompile_limit = 64  # a model a case, each with its own shapes
     device = pick_device(options.device)
     world.join(device)
     results: list[dict[str, Any]] = []

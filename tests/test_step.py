@@ -100,6 +100,15 @@ def test_captured_and_compiled_losses_equal_eager(plan, rule):
     assert results["graph"] == pytest.approx(results["eager"], abs=1e-4)
 
 
+def test_many_models_of_a_process_are_compiled(device):
+    """PyTorch gives up where a function is compiled too often, and all MLPs are one."""
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        for width in (8, 9):
+            model = DLRM(4, SIZES, 8, PLANS["dense"], bottom_mlp=[width], top_mlp=[width])
+            optimizer = RowOptimizer(model.to(device).parameters(), "sgd")
+            TrainStep(model, [optimizer], mode="compile")(next(batches(1, 64, device)))
+
+
 @pytest.mark.gpu
 def test_a_closed_step_captures_anew():
     given = list(batches(9, 64, "cuda"))
