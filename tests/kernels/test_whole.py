@@ -50,11 +50,12 @@ def test_every_parameter_and_state_equal_pytorch(rule, options, device):
 @pytest.mark.parametrize("rule", RULES)
 def test_runs_are_equal(rule, device):
     """Also where several warps have a part each of a row, of which the rule keeps one number."""
-    parameters, states = make(rule, device, [(60, 384)])
+    many = 20 if device.type == "cuda" else 1
+    shapes = [(12 * many, 384), (40,), (4 * many, 300), (6 * many, 7), (), (3 * many, 512)]
+    parameters, states = make(rule, device, shapes)
     grads = [[torch.randn_like(p) for p in parameters] for _ in range(2)]
     first, *others = (
-        run(make_rule(rule), parameters, states, grads, "triton")
-        for _ in range(30 if device.type == "cuda" else 2)
+        run(make_rule(rule), parameters, states, grads, "triton") for _ in range(1 + 2 * many)
     )
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
