@@ -60,6 +60,8 @@ class EmbeddingBag(nn.Module):
         self.embedding = build(kind, [num_embeddings], embedding_dim, **common, **options)
         if _weight is not None:
             self.embedding.to(_weight).load_dense([_weight])
+        elif padding_idx is not None and kind == "dense":  # other kinds may share that row
+            nn.init.zeros_(self.weight[padding_idx])
         self.embedding.to(device=device, dtype=dtype)
         self.max_norm = max_norm
         self.norm_type = norm_type

@@ -173,6 +173,14 @@ def test_the_drop_in_has_the_attributes_of_the_original():
         assert getattr(ours, name) == getattr(original, name)
 
 
+def test_the_drop_in_has_zeros_at_the_padding_as_the_original():
+    bag, original = EmbeddingBag(7, 4, padding_idx=-2), nn.EmbeddingBag(7, 4, padding_idx=-2)
+    assert torch.equal(bag.weight == 0, original.weight == 0)
+    given = torch.ones(7, 4)
+    assert torch.equal(EmbeddingBag.from_pretrained(given, padding_idx=0).weight, given)
+    assert EmbeddingBag(7, 4, padding_idx=0, device="meta").weight.is_meta
+
+
 def test_the_drop_in_has_the_weight_of_the_original():
     bag = EmbeddingBag(7, 4, mode="sum")
     nn.init.ones_(bag.weight)
