@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +15,22 @@ import torch
 import yaml
 from tqdm import tqdm
 
-from dlrm import checkpoint, metrics
-from dlrm.cli import parse
+from dlrm import checkpoint, metrics, tracking
+from dlrm.cli import note_budgeted, parse, recipe, require_own, resumed
 from dlrm.config import HOUSEKEEPING, RunConfig
 from dlrm.data import synthetic
 from dlrm.data.counts import read_counts
 from dlrm.data.criteo import CriteoLoader
-from dlrm.data.schema import META_FILE, Meta
 from dlrm.distributed import World, pick_device
 from dlrm.embeddings import available
-from dlrm.embeddings.plan import AUTO, describe, plan
+from dlrm.embeddings.plan import AUTO, by_table, describe
 from dlrm.embeddings.sharding import spread
 from dlrm.files import whole
-from dlrm.model import DLRM, DTYPES
+from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, Schedule
 from dlrm.reduce import Reducer, state_bytes
+from dlrm.shortage import advice, out_of_memory
 from dlrm.step import TrainStep
-from dlrm.tracking import (
-    Clock,
-    NoTracker,
-    Profiler,
-    Tracker,
-    memory,
-    progress_bar,
-    told_by_the_next_call,
-)
-
-DEMO = RunConfig().data
 
 
 class Run:
@@ -54,17 +42,14 @@ class Run:
         name = config.name or f"{config.emb}-{time.strftime('%Y%m%d-%H%M%S')}"
         new = Path(config.output) / name
         self.directory = world.from_first(lambda: checkpoint.directory(new, config.resume))
-        if config.data == DEMO and world.first and not (Path(DEMO) / META_FILE).exists():
-            print(f"making synthetic demo data in {DEMO} (first use)")
-            synthetic.write_demo(DEMO)
+        if config.data == RunConfig.data and world.first:
+            synthetic.write_demo(config.data)
         world.wait()
         self.train_data = self._loader("train", config.batch_size)
         self.meta = self.train_data.meta
-        self.held_out = {  # read from now on, that a damaged file be told before the work
-            split: self._loader(split, config.eval_batch_size)
-            for split in ("val", "test")
-            if self.meta.has_rows(split)
-        }
+        # Read from now on, that a damaged file be told before the work.
+        splits = [split for split in ("val", "test") if self.meta.has_rows(split)]
+        self.held_out = {split: self._loader(split, config.eval_batch_size) for split in splits}
         if not len(self.train_data):
             raise ValueError("--loader.drop_last leaves no batch at all: lower --batch_size")
         self.recipe = recipe(config, self.meta)
@@ -95,8 +80,8 @@ class Run:
         self.loss: torch.Tensor | None = None  # of the last step
         if config.resume and restored:
             self._restore(config.resume, restored)
-        begin = self.steps if restored else None
-        self.tracker = Tracker(self.directory, step=begin) if world.first else NoTracker()
+        tracker = tracking.Tracker if world.first else tracking.NoTracker
+        self.tracker = tracker(self.directory, step=self.steps if restored else None)
 
     def train(self) -> dict[str, float]:
         """Train, evaluate, and return the final metrics."""
@@ -109,12 +94,12 @@ class Run:
             self.fitted = {f"fitted/{k}": v for k, v in self._evaluate("test").items()}
             self.tracker.log(0, self.fitted)
         profiling = config.profile and self.world.first
-        profiler = Profiler(self.directory, self.device) if profiling else None
-        clock = Clock(self.train_data)
+        profiler = tracking.Profiler(self.directory, self.device) if profiling else None
+        clock = tracking.Clock(self.train_data)
         self.model.train()
         done = self.epoch * rows + self.train_data.state_dict()["position"]
         whole = min(config.epochs * rows, last_step * config.batch_size)
-        with progress_bar(whole, done, silent=not self.world.first) as progress:
+        with tracking.progress_bar(whole, done, silent=not self.world.first) as progress:
             for epoch in range(self.epoch, config.epochs):
                 if self.steps >= last_step:
                     break
@@ -147,9 +132,9 @@ class Run:
             self.tracker.text("profile", profiler.close())
         return self._finish(clock)
 
-    def _log(self, out: dict[str, torch.Tensor], clock: Clock, progress: tqdm) -> None:
+    def _log(self, out: dict[str, torch.Tensor], clock: tracking.Clock, progress: tqdm) -> None:
         values = {f"train/{name}": float(value) for name, value in out.items()}
-        values |= clock.lap() | self.model.sparse_arch.cache_stats() | memory(self.device)
+        values |= clock.lap() | self.model.sparse_arch.cache_stats() | tracking.memory(self.device)
         for name, optimizer in zip(("dense", "embeddings"), self.optimizers, strict=True):
             values[f"lr/{name}"] = float(optimizer.param_groups[0]["lr"])
         self.tracker.log(self.steps, values)
@@ -180,21 +165,16 @@ class Run:
         in_order = self.world.in_order(*found, batches.rows, batches.batch_size)
         return metrics.classification(*in_order)
 
-    def _finish(self, clock: Clock) -> dict[str, float]:
+    def _finish(self, clock: tracking.Clock) -> dict[str, float]:
         speed = clock.total() if clock.samples else {}
         splits = {"val": self._validate(), "test": self._evaluate("test")}
         final = {f"{split}/{k}": v for split, values in splits.items() for k, v in values.items()}
-        final |= self.fitted | self._embedding_sizes() | speed | memory(self.device)
+        final |= self.fitted | self._embedding_sizes() | speed | tracking.memory(self.device)
         planted = self.meta.planted.get("test", {})
         final |= {f"test/best_possible_{name}": value for name, value in planted.items()}
         self.tracker.log(self.steps, final)
         unused = available().keys() - {kind for kind, _ in self.recipe["plan"]}
-        tables = {
-            name: {"rows": rows, "kind": kind, **options}
-            for name, rows, (kind, options) in zip(
-                self.meta.tables, self.meta.cardinalities, self.recipe["plan"], strict=True
-            )
-        }
+        tables = by_table(self.meta.tables, self.meta.cardinalities, self.recipe["plan"])
         options = yaml.safe_load(self.resolved)
         self.tracker.finish(options, final, HOUSEKEEPING | unused, tables=tables)
         if self.world.first:
@@ -217,11 +197,9 @@ class Run:
         )
 
     def _optimizers(self) -> list[RowOptimizer]:
-        optim = self.config.optim
-        embeddings_lr = optim.lr if optim.embeddings_lr is None else optim.embeddings_lr
-        dense, embeddings = self.model.dense_parameters(), self.model.sparse_arch.parameters()
-        parts = (dense, optim.dense, optim.lr), (embeddings, optim.embeddings, embeddings_lr)
-        return [RowOptimizer(p, rule, lr=lr, **optim.options_of(rule)) for p, rule, lr in parts]
+        parameters = self.model.dense_parameters(), self.model.sparse_arch.parameters()
+        parts = zip(parameters, self.config.optim.parts, strict=True)
+        return [RowOptimizer(own, rule, lr=lr, **options) for own, (rule, lr, options) in parts]
 
     def _announce(self) -> None:
         if not self.world.first:
@@ -235,11 +213,7 @@ class Run:
         self.tracker.text("tables", tables)
         if self.config.emb == AUTO:
             print(tables)
-        own = [options for kind, options in self.recipe["plan"] if kind == self.config.emb]
-        for name, value in self.config.methods.get(self.config.emb, {}).items():
-            if self.config.budget and own and all(options.get(name) != value for options in own):
-                option = f"--{self.config.emb}.{name}"
-                print(f"note: {option} changes nothing, it follows from --budget", file=sys.stderr)
+        note_budgeted(self.config, self.recipe["plan"])
         self.tracker.text("config", self.resolved)
         sizes = self._embedding_sizes()
         self.tracker.log(self.steps, sizes)
@@ -276,11 +250,10 @@ class Run:
 
     def _restore(self, path: str, state: dict[str, Any]) -> None:
         order = state["loader"]["order"]
-        if order["batch_size"] != self.config.batch_size:
-            raise ValueError(
-                f"batch_size is {self.config.batch_size} here and {order['batch_size']} in the "
-                "state: resume with the same --batch_size"
-            )
+        here, there = self.config.batch_size, order["batch_size"]
+        if here != there:
+            unequal = f"batch_size is {here} here and {there} in the state"
+            raise ValueError(f"{unequal}: resume with the same --batch_size")
         order["batch_size"] = self.train_data.batch_size
         checkpoint.load(path, self.model, self.optimizers, groups=state["groups"], world=self.world)
         self.train_data.load_state_dict(state["loader"])
@@ -289,44 +262,21 @@ class Run:
         torch.set_rng_state(state["random"])
 
 
-def recipe(config: RunConfig, meta: Meta) -> dict[str, Any]:
-    """The arguments of the model, as the checkpoint keeps them."""
-    tables = asdict(config.tables)
-    dtype = tables.pop("dtype")
-    return {
-        "num_dense": len(meta.dense),
-        "num_embeddings": list(meta.cardinalities),
-        "tables_dtype": dtype,
-        "plan": plan(
-            meta.tables,
-            meta.cardinalities,
-            config.model.embedding_dim,
-            config.emb,
-            options=config.methods,
-            **tables,
-            budget=config.budget,
-            counts=lambda: read_counts(config.data, meta),
-            weight_bytes=DTYPES[dtype],
-        ),
-        **asdict(config.model),
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     kinds, world = available(), World.of_environment()
     run, directory, saved = None, None, []
-    threading.excepthook = told_by_the_next_call
+    threading.excepthook = tracking.told_by_the_next_call
     try:
         world.meet()
-        if resumed := _resumed(arguments):
-            directory = checkpoint.run_of(resumed)
+        if going_on := resumed(arguments):
+            directory = checkpoint.run_of(going_on)
             saved = [f"--config={directory / checkpoint.CONFIG}"]
         with world.saying_once():
             config, resolved = parse([*arguments, *saved], kinds)
         if config.resume:
-            _require_own(arguments)
+            require_own(arguments)
         run = Run(config, resolved, world)
         run.train()
     except (ValueError, OSError) as error:
@@ -336,50 +286,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         world.say_once(f"interrupted; {checkpoint.way_on(run.directory if run else directory)}")
         return 130
     except (RuntimeError, MemoryError) as error:
-        if not _out_of_memory(error):
+        if not out_of_memory(error):
             raise
-        world.say_once(f"error: out of memory: {_advice(config)}")
+        world.say_once(f"error: {advice(config.data, config.model.embedding_dim)}")
         return 2
     finally:
         world.leave()
     return 0
-
-
-def _resumed(arguments: Sequence[str]) -> str | None:
-    """The value of ``--resume``, whose run has the options that all others are to fit."""
-    for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
-        name, equals, value = argument.partition("=")
-        if name == "--resume":
-            return value if equals else following if not following.startswith("--") else None
-    return None
-
-
-def _require_own(arguments: Sequence[str]) -> None:
-    """Raise where an option would be taken for something beside ``--resume``."""
-    names = {argument.partition("=")[0].replace("-", "_") for argument in arguments}
-    idle = [
-        f"--{name}" for name in ("config", "init_from", "name", "output") if f"__{name}" in names
-    ]
-    if idle:
-        raise ValueError(f"--resume goes on with the run's own {', '.join(idle)}: leave that out")
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    known = (MemoryError, torch.OutOfMemoryError)
-    told = ("allocate memory", "Storage size calculation overflowed")  # the latter from 2**63 bytes
-    return isinstance(error, known) or any(text in str(error) for text in told)
-
-
-def _advice(config: RunConfig) -> str:
-    """What takes the most of it, and what to do."""
-    meta = Meta.read(config.data)
-    rows, table = max(zip(meta.cardinalities, meta.tables, strict=True))
-    size = 4e-6 * config.model.embedding_dim * rows
-    return (
-        f"the largest table, {table}, has {rows:,} rows, {size:,.0f} MB if dense, beside the state "
-        "of the optimizer; compress it with --emb and --budget, keep it in host memory with --emb "
-        "offload, or lower --batch_size"
-    )
 
 
 if __name__ == "__main__":

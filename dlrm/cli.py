@@ -1,4 +1,7 @@
-"""Command line and YAML to a checked configuration; every mistake reported at once."""
+"""Command line and YAML to a checked configuration; every mistake reported at once.
+
+And what follows from the configuration and the data: the recipe of the model.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from datetime import date
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -18,9 +22,12 @@ from docstring_parser import parse_from_object
 from jsonargparse import ArgumentError, ArgumentParser
 
 from dlrm.config import RunConfig
+from dlrm.data.counts import read_counts
+from dlrm.data.schema import Meta
 from dlrm.distributed import pick_device
-from dlrm.embeddings.plan import AUTO, parse_bytes
+from dlrm.embeddings.plan import AUTO, Plan, parse_bytes, plan
 from dlrm.hints import nearest
+from dlrm.model import DTYPES
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,52 @@ def parse(argv: Sequence[str], kinds: Mapping[str, type]) -> tuple[RunConfig, st
     if not config.resume:  # else the run's own file says which kinds there are
         _note_idle(argv, config, kinds)
     return config, _resolved(schema, given)
+
+
+def resumed(arguments: Sequence[str]) -> str | None:
+    """The value of ``--resume``, whose run has the options that all others are to fit."""
+    for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
+        name, equals, value = argument.partition("=")
+        if name == "--resume":
+            return value if equals else following if not following.startswith("--") else None
+    return None
+
+
+def require_own(arguments: Sequence[str]) -> None:
+    """Refuse options that would be taken for something beside ``--resume``.
+
+    Raises:
+        ValueError: there are such.
+    """
+    names = {argument.partition("=")[0].replace("-", "_") for argument in arguments}
+    idle = [
+        f"--{name}" for name in ("config", "init_from", "name", "output") if f"__{name}" in names
+    ]
+    if idle:
+        raise ValueError(f"--resume goes on with the run's own {', '.join(idle)}: leave that out")
+
+
+def recipe(config: RunConfig, meta: Meta) -> dict[str, Any]:
+    """The arguments of the model, as the checkpoint keeps them."""
+    tables = asdict(config.tables)
+    dtype = tables.pop("dtype")
+    return {
+        "num_dense": len(meta.dense),
+        "num_embeddings": list(meta.cardinalities),
+        "tables_dtype": dtype,
+        "plan": plan(
+            meta.tables,
+            meta.cardinalities,
+            config.model.embedding_dim,
+            config.emb,
+            options=config.methods,
+            **tables,
+            budget=config.budget,
+            counts=lambda: read_counts(config.data, meta),
+            weight_bytes=DTYPES[dtype],
+        ),
+        **asdict(config.model),
+    }
 
 
 def _schema(kinds: Mapping[str, type]) -> dict[str, Option]:
@@ -273,6 +326,15 @@ def _note_idle(argv: Sequence[str], config: RunConfig, kinds: Mapping[str, type]
         if dot and token.startswith("--") and kind in kinds.keys() - used:
             option = token.partition("=")[0]
             print(f"note: {option} changes nothing, no table is of kind {kind}", file=sys.stderr)
+
+
+def note_budgeted(config: RunConfig, chosen: Plan) -> None:
+    """Say which options of the kind that was asked for none of its tables has: a budget chose."""
+    own = [options for kind, options in chosen if kind == config.emb]
+    for name, value in config.methods.get(config.emb, {}).items():
+        if config.budget and own and all(options.get(name) != value for options in own):
+            option = f"--{config.emb}.{name}"
+            print(f"note: {option} changes nothing, it follows from --budget", file=sys.stderr)
 
 
 def _methods(

@@ -156,6 +156,13 @@ class OptimConfig:
             "power": self.decay_power,
         }
 
+    @property
+    def parts(self) -> list[tuple[str, float, dict[str, Any]]]:
+        """Rule, learning rate and options: of the dense part, and of the embeddings."""
+        embeddings_lr = self.lr if self.embeddings_lr is None else self.embeddings_lr
+        rules = (self.dense, self.lr), (self.embeddings, embeddings_lr)
+        return [(rule, lr, self.options_of(rule)) for rule, lr in rules]
+
     def options_of(self, rule: str) -> dict[str, Any]:
         """The options that are set and that ``rule`` has a use for."""
         options = {name: getattr(self, name) for name in RULE_OPTIONS if name in OPTIONS[rule]}

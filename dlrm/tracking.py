@@ -178,7 +178,7 @@ def told_by_the_next_call(failure: threading.ExceptHookArgs) -> None:
 class NoTracker(Tracker):
     """Records nothing: what all processes but the first have."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path | None = None, *, step: int | None = None) -> None:
         pass
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

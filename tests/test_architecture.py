@@ -11,6 +11,7 @@ FILES = sorted((ROOT / "dlrm").rglob("*.py"))
 LOW = (
     *("dlrm.config", "dlrm.distributed", "dlrm.files", "dlrm.hints", "dlrm.machine"),
     *("dlrm.measure", "dlrm.metrics", "dlrm.optim", "dlrm.peers", "dlrm.rules", "dlrm.shards"),
+    "dlrm.shortage",
     "dlrm.tracking",
 )
 """What knows nothing of embeddings."""
@@ -59,3 +60,7 @@ def test_public_names_have_docstrings(path):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
             jit = any("jit" in ast.unparse(d) for d in node.decorator_list)
             assert jit or ast.get_docstring(node), node.name
+
+
+def test_the_program_is_short_enough_to_be_read_in_one_go():
+    assert len((ROOT / "train.py").read_text().splitlines()) < 300

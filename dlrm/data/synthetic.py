@@ -130,6 +130,7 @@ def write_demo(directory: str | os.PathLike[str]) -> Meta:
     processes may ask for it at once.
     """
     if not (Path(directory) / META_FILE).is_file():
+        print(f"making synthetic demo data in {directory} (first use)")
         cardinalities = [min(law.cardinality, DEMO_CAP) for law in _profile("kaggle").categorical]
         try:
             write(

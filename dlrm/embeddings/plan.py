@@ -199,3 +199,13 @@ def describe(names: Sequence[str], num_embeddings: Sequence[int], chosen: Plan) 
     told = [", ".join(f"{name} {value}" for name, value in own.items()) for own in options]
     tables = pd.DataFrame({"table": names, "rows": num_embeddings, "kind": kinds, "options": told})
     return tables.to_string(index=False, formatters={"rows": "{:,}".format})
+
+
+def by_table(
+    names: Sequence[str], num_embeddings: Sequence[int], chosen: Plan
+) -> dict[str, dict[str, Any]]:
+    """Rows, kind and options of every table by its name."""
+    return {
+        name: {"rows": rows, "kind": kind, **options}
+        for name, rows, (kind, options) in zip(names, num_embeddings, chosen, strict=True)
+    }
