@@ -24,9 +24,9 @@ def batches(count, size, device, dense=4):
         yield batch.to(device)
 
 
-def make(plan, rule="adagrad", device="cpu", **options):
+def make(plan, rule="adagrad", device="cpu", width=16, **options):
     torch.manual_seed(0)
-    model = DLRM(4, SIZES, 8, PLANS[plan], bottom_mlp=[16], top_mlp=[16]).to(device)
+    model = DLRM(4, SIZES, 8, PLANS[plan], bottom_mlp=[width, 16], top_mlp=[width]).to(device)
     # The first steps of RMSprop are as long where the gradient is next to nothing, and noise.
     lr = 0.002 if rule == "rmsprop" else 0.05
     optimizers = [
@@ -79,6 +79,19 @@ def test_unknown_modes_name_the_nearest():
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="needs a GPU"):
             make("dense", mode="graph")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", sorted(PLANS))
+@pytest.mark.parametrize("rule", RULES)
+def test_a_gpu_trains_as_a_cpu_does(plan, rule):
+    """fp32, to 1e-4; layers so wide that several warps update a row of theirs."""
+    losses = {}
+    for device in ("cpu", "cuda"):
+        _, step = make(plan, rule, device, width=400, mode="eager")
+        torch.manual_seed(1)
+        losses[device] = [step(b)["loss"].item() for b in batches(6, 256, device)]
+    assert losses["cuda"] == pytest.approx(losses["cpu"], abs=1e-4)
 
 
 @pytest.mark.gpu
