@@ -147,6 +147,16 @@ def losses(directory):
     return {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
 
 
+@pytest.mark.parametrize("kind", ["hash", "robe", "cafe"])
+def test_a_result_tells_the_rows_of_tables_of_kinds_with_such_an_option(kind, data, tmp_path):
+    given = ["--emb", kind, *KIND_OPTIONS[kind], "--tables.threshold", "1000"]
+    train(data, tmp_path, "run", "--max_steps", "1", *given)
+    tables = json.loads((tmp_path / "run" / "result.json").read_text())["tables"]
+    assert tables["C1"]["rows"] == 3000
+    assert tables["C1"][f"{kind}.rows"] == int(KIND_OPTIONS[kind][1])
+    assert tables["C2"] == {"rows": 21, "kind": "dense"}
+
+
 @pytest.mark.parametrize("kind", ["dense", "tt"])
 def test_killed_and_resumed_equals_uninterrupted(kind, data, tmp_path):
     options = ["--emb", kind, "--log_every", "1", "--eval_every", "10", "--epochs", "2"]

@@ -204,8 +204,9 @@ def describe(names: Sequence[str], num_embeddings: Sequence[int], chosen: Plan) 
 def by_table(
     names: Sequence[str], num_embeddings: Sequence[int], chosen: Plan
 ) -> dict[str, dict[str, Any]]:
-    """Rows, kind and options of every table by its name."""
+    """Rows, kind and options of every table by its name; an option ``rows`` has its full name."""
     return {
-        name: {"rows": rows, "kind": kind, **options}
+        name: {"rows": rows, "kind": kind}
+        | {f"{kind}.{key}" if key == "rows" else key: value for key, value in options.items()}
         for name, rows, (kind, options) in zip(names, num_embeddings, chosen, strict=True)
     }
