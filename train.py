@@ -172,7 +172,8 @@ class Run:
         final |= self.fitted | self._embedding_sizes() | speed | tracking.memory(self.device)
         planted = self.meta.planted.get("test", {})
         final |= {f"test/best_possible_{name}": value for name, value in planted.items()}
-        self.tracker.log(self.steps, final)
+        told_before = {f"val/{name}" for name in splits["val"]}
+        self.tracker.log(self.steps, {k: v for k, v in final.items() if k not in told_before})
         unused = available().keys() - {kind for kind, _ in self.recipe["plan"]}
         tables = by_table(self.meta.tables, self.meta.cardinalities, self.recipe["plan"])
         options = yaml.safe_load(self.resolved)

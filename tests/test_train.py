@@ -139,6 +139,9 @@ def test_everything_that_is_reported_is_there(data, tmp_path):
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     logged = {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
     assert {e.step: pytest.approx(e.value) for e in events.Scalars("train/loss")} == logged
+    validated = [line["step"] for line in lines if "val/auc" in line]
+    assert validated == [e.step for e in events.Scalars("val/auc")] == sorted({*validated})
+    assert validated[-1] == lines[-1]["step"]
     assert (directory / "config.yaml").exists()
 
 
