@@ -11,6 +11,7 @@ from evaluate import loaded
 from pyarrow import parquet
 
 from dlrm import metrics
+from dlrm.distributed import World
 from dlrm.files import whole
 from dlrm.hints import Parser, count, exit_status
 
@@ -29,6 +30,11 @@ def arguments() -> Parser:
 
 def predict(options: Namespace) -> None:
     """Score the split."""
+    processes = World.of_environment().size
+    if processes > 1:  # each would write the file
+        raise ValueError(
+            f"predict.py is one process, here are {processes}: start it without torchrun"
+        )
     output = Path(options.output)
     if output.is_dir():
         raise ValueError(f"{output} is a directory; name the Parquet file to write")

@@ -187,6 +187,13 @@ def test_another_batch_is_refused_by_any_number_of_processes(data, tmp_path):
     assert "batch_size is 180 here and 181 in the state" in done.stderr, done.stderr
 
 
+def test_scores_are_written_by_one_process(data, tmp_path):
+    done = torchrun(2, "scripts/predict.py", tmp_path, data, tmp_path / "scores.parquet")
+    assert done.returncode == 1
+    assert "error: predict.py is one process, here are 2: start it without torchrun" in done.stderr
+    assert not (tmp_path / "scores.parquet").exists()
+
+
 def test_a_mistake_is_told_though_the_first_process_comes_last(tmp_path):
     program = tmp_path / "late.py"
     program.write_text(
