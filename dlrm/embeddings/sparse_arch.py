@@ -334,7 +334,8 @@ def grouped(plan: Plan) -> list[tuple[list[int], str, dict[str, Any]]]:
 
     members: dict[str, list[int]] = {}
     for table, (kind, options) in enumerate(plan):
-        equal = [(name, None if name in free(kind) else own) for name, own in options.items()]
+        named = sorted(options.items())  # equal in whatever order they came
+        equal = [(name, None if name in free(kind) else own) for name, own in named]
         members.setdefault(repr((kind, equal)), []).append(table)
     groups = []
     for tables in members.values():

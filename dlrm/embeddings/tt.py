@@ -247,6 +247,7 @@ class TT(Embedding):
         p: list[int] | None = None,
         cache_rows: int = 0,
         cache_window: int | None = None,
+        cache_decay: float = 0.8,
     ) -> list[dict[str, Any] | None]:
         """As few tables as possible, the largest, at the highest rank; see :class:`Embedding`.
 
@@ -259,7 +260,7 @@ class TT(Embedding):
             rows = sum(num_embeddings)
             with torch.device("meta"):
                 cache = RowCache(
-                    rows, cache_rows, embedding_dim, decay=1, window=window, sparse=True
+                    rows, cache_rows, embedding_dim, decay=cache_decay, window=window, sparse=True
                 )
             if weight_bytes == 2:
                 cache.bfloat16()

@@ -58,6 +58,12 @@ def test_tables_that_differ_in_an_option_per_table_make_one_group():
     assert [group.kept_rows for group in arch.groups] == [(4, 6), (10,), (10,)]
 
 
+def test_tables_of_equal_options_make_one_group_in_whatever_order_they_come():
+    options = {"tt": {"rank": {"b": 2}, "cache_rows": 100}}
+    found = plan(NAMES, [4000, 4000, 7, 4000], 8, "tt", options=options, budget="10x")
+    assert [slots for slots, kind, _ in grouped(found) if kind == "tt"] == [[0, 1, 3]]
+
+
 def test_mixed_kinds_with_bags():
     table_plan = [("dense", {}), ("hash", {"rows": 3}), ("dense", {}), ("hash", {"rows": 3})]
     arch = SparseArch(SIZES, 4, table_plan)
@@ -153,6 +159,10 @@ def test_amounts_of_memory():
         (
             {"options": {"tt": {"d": {"b": 2}}}, "budget": "3x"},
             r"with a budget all tables have one tt.d",
+        ),
+        (
+            {"options": {"tt": {"cache_decay": {"b": 0.5}, "cache_rows": 20}}, "budget": "3x"},
+            r"with a budget all tables have one tt.cache_decay",  # and one cache
         ),
         (
             {"options": {"tt": {"cache_rows": 4000}}, "budget": "30x"},
