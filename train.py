@@ -286,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         world.say_once(f"interrupted; {checkpoint.way_on(run.directory if run else directory)}")
         return 130
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, TypeError) as error:
         if not out_of_memory(error):
             raise
         world.say_once(f"error: {advice(config.data, config.model.embedding_dim)}")

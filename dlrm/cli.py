@@ -28,6 +28,7 @@ from dlrm.distributed import pick_device
 from dlrm.embeddings.plan import AUTO, Plan, parse_bytes, plan
 from dlrm.hints import nearest
 from dlrm.model import DTYPES
+from dlrm.shortage import out_of_memory
 
 
 @dataclass(frozen=True)
@@ -352,6 +353,10 @@ def _methods(
                 kinds[kind]([1000], dim, **{name: single})
             except ValueError as error:
                 problems.append(f"--{full} {single}: {error}")
+            except (RuntimeError, MemoryError, TypeError) as error:
+                if not out_of_memory(error):
+                    raise
+                problems.append(f"--{full} {single}: memory has no room for that; lower it")
     return methods
 
 

@@ -8,9 +8,10 @@ from dlrm.data.schema import Meta
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory has run out, on any device."""
+    """Whether an error says that memory has no room, on any device, or that none could have."""
     known = (MemoryError, torch.OutOfMemoryError)
-    told = ("allocate memory", "Storage size calculation overflowed")  # the latter from 2**63 bytes
+    told = ("allocate memory", "Storage size calculation overflowed", "Overflow when unpacking")
+    # the second from 2**63 bytes, the last from a size of 2**63
     return isinstance(error, known) or any(text in str(error) for text in told)
 
 

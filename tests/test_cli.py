@@ -90,6 +90,12 @@ def test_bad_values_name_option_and_rule(capsys, option, value, rule):
     assert rule in mistakes(capsys, option, value)
 
 
+@pytest.mark.parametrize("rows", [10**14, 10**18, 10**20])
+def test_an_option_of_a_kind_that_memory_has_no_room_for(capsys, rows):
+    text = mistakes(capsys, "--emb", "cafe", "--cafe.rows", f"{{C3: {rows}}}")
+    assert f"error: --cafe.rows {rows}: memory has no room for that; lower it\n" in text
+
+
 def test_the_threshold_and_the_number_of_the_largest_tables_exclude_each_other(capsys):
     text = mistakes(capsys, "--tables.threshold", "5", "--tables.largest", "3")
     assert "threshold is 5, it can't be negative, and must be null if largest is set" in text

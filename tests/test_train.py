@@ -346,7 +346,7 @@ def test_a_run_without_a_checkpoint_is_started_anew(data, tmp_path):
 
 
 def test_a_model_that_memory_has_no_room_for(data, tmp_path):
-    for dim in (10**11, 10**18):  # beyond any memory, and beyond 64 bits
+    for dim in (10**11, 10**18, 10**20):  # beyond any memory, and twice beyond 64 bits
         done = train(data, tmp_path, "run", "--model.embedding_dim", str(dim), status=2)
         assert "error: out of memory: the largest table, C" in done.stderr
         assert "compress it with --emb and --budget" in done.stderr
