@@ -48,7 +48,8 @@ class QR(Embedding):
         if collisions < 1:
             raise ValueError(f"qr collisions is {collisions}; set --qr.collisions to 1 or more")
         quotient_dim, remainder_dim = dims(embedding_dim, operation)
-        self.collisions = collisions
+        # No more than ids: beyond 31 bits, ids of 32 would be divided by something else.
+        self.collisions = collisions = min(collisions, max(self.num_embeddings))
         self.operation = operation
         self.quotients = tuple(-(-rows // collisions) for rows in self.num_embeddings)
         self.remainders = tuple(min(rows, collisions) for rows in self.num_embeddings)

@@ -53,6 +53,14 @@ def test_rows_start_as_wide_as_dense_ones_and_train_as_fast(operation, collision
     assert group.quotient.grad.to_dense().std() == pytest.approx(1, rel=0.15)
 
 
+@pytest.mark.parametrize("collisions", [2**31, 10**12, 10**20])
+def test_ids_of_32_bits_bear_more_collisions(collisions):
+    group = QR([1000, 5], 4, collisions=collisions)
+    ids = torch.tensor([[1, 999], [3, 4]], dtype=torch.int32)
+    rows = torch.stack([group.rows(table, ids[table]) for table in range(2)], 1)
+    torch.testing.assert_close(group(ids), rows)
+
+
 def cells(rows, collisions):
     """Quotient and remainder of every id as matrices of 0 and 1, ``[V, Q]`` and ``[V, R]``."""
     ids = torch.arange(rows)
