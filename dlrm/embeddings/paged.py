@@ -57,7 +57,8 @@ class Paged(Embedding):
             raise ValueError(f"page_size is {page_size}; set --paged.page_size to 1 or more")
         if placement not in PLACEMENTS:
             raise ValueError(f"unknown placement {placement!r}{nearest(placement, PLACEMENTS)}")
-        self.page_size = page_size
+        # As long as the longest table at most, that a number of 64 bits can tell any row.
+        self.page_size = page_size = min(page_size, max(self.num_embeddings))
         self.moves = not devices
         """Whether ``.to`` moves the pages; those with a place of their own stay there."""
         counts = [-(-rows // page_size) for rows in self.num_embeddings]

@@ -125,6 +125,14 @@ def test_a_page_is_a_stretch_of_one_table():
     assert torch.equal(paged.blocks[0][0], first)
 
 
+@pytest.mark.parametrize("page_size", [10**18, 10**20])
+def test_a_page_may_be_longer_than_64_bits_count(page_size):
+    paged = build("paged", [10] * 30, 2, page_size=page_size)
+    ids = torch.arange(10).expand(30, -1)
+    rows = torch.stack([paged.rows(table, ids[table]) for table in range(30)], 1)
+    assert torch.equal(paged(ids), rows)
+
+
 def test_a_list_says_where_each_page_lies():
     devices = ["cpu", "host", "host", "cpu", "host"]
     paged = build("paged", [17], 2, page_size=4, devices=devices, placement="cyclic")
