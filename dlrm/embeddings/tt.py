@@ -71,6 +71,8 @@ class TT(Embedding):
             raise ValueError(f"rank must be at least 1, got {rank}: set --tt.rank 32")
         if d < 2:
             raise ValueError(f"a tensor train has at least 2 cores, got d {d}: set --tt.d 3")
+        if d > 63:  # cores of a slice each are of no use, and ids have 63 bits
+            raise ValueError(f"a tensor train has at most 63 cores, got d {d}: set --tt.d 3")
         if cache_rows < 0:
             raise ValueError(f"cache_rows is {cache_rows}: set --tt.cache_rows 0 for no cache")
         self.q = tuple(q) if q else factorize_dim(embedding_dim, d)

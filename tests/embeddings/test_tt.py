@@ -227,6 +227,7 @@ def test_budgets_at_the_ends():
     [
         ({"rank": 0}, "rank must be at least 1, got 0: set --tt.rank 32"),
         ({"d": 1}, "at least 2 cores, got d 1: set --tt.d 3"),
+        ({"d": 10_000}, "at most 63 cores, got d 10000: set --tt.d 3"),
         ({"q": [4, 4]}, "q is .*it must have d = 3 factors.* --tt.q or --tt.d"),
         ({"q": [4, -2, -2]}, "q is .*factors of at least 1"),
         ({"q": [2, 2, 2]}, "product is 8; it must be the dim, 16: set --tt.q 2 2 4"),
