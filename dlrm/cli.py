@@ -204,6 +204,9 @@ def _given(
             problems.append(f"unknown option --{name}{_did_you_mean(name, schema)}")
         elif not values and schema[name].type is not bool:
             problems.append(f"--{name} needs a value: {_type_name(schema[name].type)}")
+        elif len(values) > 1 and schema[name].type in (str, str | None):
+            told = " ".join(values)
+            problems.append(f"--{name} takes one value, here are {len(values)}: write '{told}'")
         else:
             value = values[0] if len(values) == 1 else f"[{', '.join(values)}]"
             yield name, value if values else "true", f"--{name}"

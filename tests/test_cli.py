@@ -96,6 +96,11 @@ def test_an_option_of_a_kind_that_memory_has_no_room_for(capsys, rows):
     assert f"error: --cafe.rows {rows}: memory has no room for that; lower it\n" in text
 
 
+def test_text_is_one_value(capsys):
+    text = mistakes(capsys, "--name", "my", "run", "--epochs", "2")
+    assert "error: --name takes one value, here are 2: write 'my run'\n" in text
+
+
 def test_the_threshold_and_the_number_of_the_largest_tables_exclude_each_other(capsys):
     text = mistakes(capsys, "--tables.threshold", "5", "--tables.largest", "3")
     assert "threshold is 5, it can't be negative, and must be null if largest is set" in text
