@@ -167,17 +167,16 @@ class Run:
 
     def _finish(self, clock: tracking.Clock) -> dict[str, float]:
         speed = clock.total() if clock.samples else {}
-        splits = {"val": self._validate(), "test": self._evaluate("test")}
-        final = {f"{split}/{k}": v for split, values in splits.items() for k, v in values.items()}
+        val = {f"val/{k}": v for k, v in self._validate().items()}  # logged there
+        final = {f"test/{k}": v for k, v in self._evaluate("test").items()}
         final |= self.fitted | self._embedding_sizes() | speed | tracking.memory(self.device)
         planted = self.meta.planted.get("test", {})
         final |= {f"test/best_possible_{name}": value for name, value in planted.items()}
-        told_before = {f"val/{name}" for name in splits["val"]}
-        self.tracker.log(self.steps, {k: v for k, v in final.items() if k not in told_before})
-        unused = available().keys() - {kind for kind, _ in self.recipe["plan"]}
+        self.tracker.log(self.steps, final)
+        final = val | final
         tables = by_table(self.meta.tables, self.meta.cardinalities, self.recipe["plan"])
-        options = yaml.safe_load(self.resolved)
-        self.tracker.finish(options, final, HOUSEKEEPING | unused, tables=tables)
+        hidden = HOUSEKEEPING | available().keys() - {kind for kind, _ in self.recipe["plan"]}
+        self.tracker.finish(yaml.safe_load(self.resolved), final, hidden, tables=tables)
         if self.world.first:
             print(pd.Series(final).map("{:,.6g}".format).to_string())
             print(f"results in {self.directory}; tensorboard --logdir {self.directory.parent}")
