@@ -107,7 +107,10 @@ def row_gradient(weight: Tensor, flat: Tensor, values: Tensor, sparse: bool) -> 
         flat, values = torch.empty_like(flat), torch.empty_like(values)
     with torch.sparse.check_sparse_tensor_invariants(False):  # they hold, and it would synchronise
         # Autograd would copy what is not contiguous, and with it the rows that a planner knows.
-        return torch.sparse_coo_tensor(flat[None], values.contiguous(), weight.shape)
+        # A single row cut from a longer one counts as contiguous, but keeps the stride that PyTorch
+        # takes for its length where it sums the rows, past the end of their memory.
+        values = values.contiguous().as_strided(values.shape, (values.shape[1], 1))
+        return torch.sparse_coo_tensor(flat[None], values, weight.shape)
 
 
 class _LookupTables(torch.autograd.Function):

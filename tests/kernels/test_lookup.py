@@ -166,6 +166,15 @@ def test_rows_that_lie_apart(device, impl):
         assert torch.equal(lookup(weight, rows, impl=impl), weight[rows])
 
 
+def test_gradient_of_one_weight_that_lies_apart(device):
+    """One row of one weight is contiguous however far its neighbours are, which PyTorch trusts."""
+    weight = torch.zeros(3, 1, device=device, requires_grad=True)
+    out = lookup(weight, torch.tensor([1], device=device), impl="triton")
+    out.backward(torch.tensor([[5.0, 7.0]], device=device)[:, ::2])
+    assert weight.grad._values().stride() == (1, 1)
+    assert weight.grad.to_dense().tolist() == [[0], [5], [0]]
+
+
 def exact_bags(weight, starts, ids, offsets, scale, mode):
     """The pooled bags by ``nn.functional`` in float64, ``[B, F, D]``."""
     batch = (len(offsets) - 1) // len(starts)

@@ -96,6 +96,19 @@ def test_gradients_add_up_after_a_batch_of_none(operation, device):
     assert found == [[1, 1, 0, 0, 1], [1, 1, 0, 1]]
 
 
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_gradients_of_one_lookup_have_rows_of_their_own_length(impl, device):
+    """PyTorch takes the stride of their values for it, and adds so much to a row of the table."""
+    quotient, remainder = (torch.randn(3, n, device=device, requires_grad=True) for n in (17, 16))
+    starts = (torch.zeros(1, dtype=torch.int64, device=device),) * 2
+    ids = torch.tensor([[2]], device=device)
+    lookup_quotient(
+        quotient, remainder, starts, ids, 3, operation="concat", impl=impl
+    ).sum().backward()
+    assert quotient.grad._values().stride() == (17, 1)
+    assert remainder.grad._values().stride() == (16, 1)
+
+
 def test_no_samples(device):
     weights, starts = make("multiply", device)
     ids = torch.empty(len(SIZES), 0, dtype=torch.int64, device=device)
