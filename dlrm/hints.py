@@ -8,6 +8,7 @@ import math
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -81,9 +82,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """As in the base class."""
-        for token in sys.argv[1:] if args is None else args:
+        tokens = sys.argv[1:] if args is None else args
+        for token in takewhile(lambda token: token != "--", tokens):  # behind it are no options
             name = token.partition("=")[0]
-            if name.startswith("--") and name != "--" and name not in self._option_string_actions:
+            if name.startswith("--") and name not in self._option_string_actions:
                 options = [option for option in self._option_string_actions if len(option) > 2]
                 self.error(f"unknown option {name}{nearest(name, options)}")
         return super().parse_args(args, namespace)

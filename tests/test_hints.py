@@ -22,6 +22,14 @@ def test_an_unknown_option_is_named_before_a_missing_one(capsys):
     assert "required: --output" in capsys.readouterr().err
 
 
+def test_what_stands_behind_two_dashes_is_taken_as_it_is():
+    parser = Parser("What it does.")
+    parser.add_argument("--data")
+    parser.add_argument("train", nargs="*")
+    given = parser.parse_args(["--data", "d", "--", "--tt.rank", "3"])
+    assert (given.data, given.train) == ("d", ["--tt.rank", "3"])
+
+
 def test_help_gives_defaults_once(capsys):
     parser = Parser("What it does.")
     parser.add_argument("--rows", type=int, default=3, help="how many")
