@@ -20,7 +20,7 @@ from tqdm import tqdm
 from dlrm.data import synthetic
 from dlrm.data.schema import Meta
 from dlrm.data.synthesis.law import profiles
-from dlrm.hints import Parser, exit_status, nearest
+from dlrm.hints import Parser, exit_status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +94,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="where the rows are made; auto: a GPU if there is one (default: %(default)s)",
     )
     add("--threads", type=int, help="files written at a time (default: the number of cores)")
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        valid = [option for action in parser._actions for option in action.option_strings]
-        parser.error(f"unknown option {unknown[0]}{nearest(unknown[0], valid)}")
-    return args
+    return parser.parse_args(argv)
 
 
 def make(args: argparse.Namespace) -> tuple[Meta, int]:
