@@ -92,8 +92,13 @@ class Pool:
 
     def _require_alike(self, name: str, arguments: list[str]) -> None:
         """Raise if the run of this name was of other options than these."""
-        with redirect_stderr(StringIO()):  # notes
-            options = yaml.safe_load(parse(arguments, available())[1])
+        told = StringIO()  # notes, or mistakes
+        try:
+            with redirect_stderr(told):
+                options = yaml.safe_load(parse(arguments, available())[1])
+        except SystemExit:
+            print(told.getvalue(), end="", file=sys.stderr)
+            raise
         had = json.loads((self.directory / name / RESULT).read_text())["options"]
         others = [o for o in options.keys() & had.keys() - HOUSEKEEPING if options[o] != had[o]]
         if others:

@@ -285,6 +285,17 @@ def test_a_process_that_is_killed_is_told_in_one_line(script, data, tmp_path, ca
     assert "Traceback" not in error
 
 
+def test_options_that_cannot_be_are_told_beside_a_run_that_has_finished_too(
+    script, tmp_path, capsys
+):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "result.json").write_text('{"options": {}}')
+    pool = script("pool").Pool(tmp_path, 1, ["--epoch=2"])
+    with pytest.raises(SystemExit):
+        pool.train([("a", [])], "data")
+    assert "unknown option --epoch, did you mean --epochs?" in capsys.readouterr().err
+
+
 def test_a_run_that_crashes_is_no_result(script, tmp_path, monkeypatch):
     pool = script("pool")
     monkeypatch.setitem(sys.modules, "train", type("Train", (), {"main": lambda arguments: 1 / 0}))
