@@ -80,11 +80,12 @@ def parse(argv: Sequence[str], kinds: Mapping[str, type]) -> tuple[RunConfig, st
 
 def resumed(arguments: Sequence[str]) -> str | None:
     """The value of ``--resume``, whose run has the options that all others are to fit."""
+    found = None  # of several the last counts, as of any option
     for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         name, equals, value = argument.partition("=")
         if name == "--resume":
-            return value if equals else following if not following.startswith("--") else None
-    return None
+            found = value if equals else following if not following.startswith("--") else None
+    return found
 
 
 def require_own(arguments: Sequence[str]) -> None:

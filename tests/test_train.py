@@ -337,6 +337,15 @@ def test_options_of_a_resumed_run_are_to_fit_those_that_it_has(data, tmp_path):
     assert resolved["optim"]["dense"] == "adam"
 
 
+def test_of_two_runs_to_resume_the_last_goes_on_with_its_own_options(data, tmp_path):
+    for name, rate in (("first", "0.01"), ("last", "0.02")):
+        train(data, tmp_path, name, "--max_steps", "2", "--optim.lr", rate)
+    both = [f"--resume={tmp_path / name}" for name in ("first", "last")]
+    run("train.py", *both, "--max_steps", "4")
+    resolved = yaml.safe_load((tmp_path / "last" / "config.yaml").read_text())
+    assert resolved["optim"]["lr"] == 0.02
+
+
 def test_a_run_without_a_checkpoint_is_started_anew(data, tmp_path):
     train(data, tmp_path, "run", "--max_steps", "1", "--checkpoint", "false")
     done = train(data, tmp_path, "run", status=2)
