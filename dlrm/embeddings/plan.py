@@ -18,6 +18,7 @@ Plan = list[tuple[str, dict[str, Any]]]  # kind and options of each table
 
 AUTO = "auto"  # as a kind: each table has the kind and the size that the planner chooses
 THRESHOLD = 2000  # rows of a table from which on it is compressed
+MOST = 2**62  # bytes of a budget
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -25,15 +26,15 @@ def parse_bytes(text: str, dense_bytes: int) -> int:
     """``"20MB"``, ``"512KiB"``, ``"4000000"`` or, relative to dense tables, ``"100x"`` in bytes.
 
     Raises:
-        ValueError: it is none of these, or not positive.
+        ValueError: it is none of these, not positive, or more than any machine has.
     """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
     number = float(match[1]) if match else 0.0
     unit = match[2].upper() if match else ""
-    if number > 0 and unit == "X":
-        return int(dense_bytes / number)
-    if number > 0 and (unit or "B") in _UNITS:
-        return int(number * _UNITS[unit or "B"])
+    if number > 0 and (unit or "B") in (*_UNITS, "X"):
+        amount = dense_bytes / number if unit == "X" else number * _UNITS[unit or "B"]
+        if amount < MOST:
+            return int(amount)
     raise ValueError(f"{text!r} is no amount of memory: write 20MB, 512KiB, 4000000 or 100x")
 
 
