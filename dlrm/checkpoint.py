@@ -93,7 +93,7 @@ class Parts:
         for name in self._values:
             self._values[name] = self.tensors[f"model.{name}"]
         self._model.load_state_dict(self._values)
-        saved = zip(self._optimizers, self._states, groups or [], strict=True)
+        saved = zip(self._optimizers, self._states, groups or self.groups(), strict=True)
         for optimizer, state, options in saved:
             for group, old in zip(state["param_groups"], options, strict=True):
                 # The other options are those that the run now has.
@@ -335,7 +335,7 @@ def load(
     Args:
         path: as for :func:`find`.
         model, optimizers: what to restore.
-        groups: options of the optimizers, as :func:`about` has them.
+        groups: options of the optimizers, as :func:`about` has them; None: those that they have.
         world: the processes; one if None.
 
     Raises:

@@ -198,3 +198,19 @@ def test_options_of_the_rule_are_those_that_the_resumed_run_gives(tmp_path):
     (group,) = others[0].param_groups
     assert group["weight_decay"] == 0.25
     torch.testing.assert_close(group["lr"], torch.tensor(0.3))
+
+
+def test_optimizers_are_restored_with_the_options_that_they_have(tmp_path):
+    recipe, model, optimizers = make("dense")
+    train(model, optimizers, 1)
+    save(tmp_path / "checkpoints" / "step_1", recipe, model, optimizers)
+    _, again, others = make("dense", seed=5)
+    others[0].param_groups[0]["lr"] = 0.3
+    checkpoint.load(tmp_path, again, others)
+    pairs = zip(model.parameters(), again.parameters(), strict=True)
+    states = [optimizer.state for optimizer in (*optimizers, *others)]
+    for expected, found in pairs:
+        assert torch.equal(found, expected)
+        before, after = [state[p] for p in (expected, found) for state in states if p in state]
+        assert all(torch.equal(after[name], before[name]) for name in before)
+    assert float(others[0].param_groups[0]["lr"]) == pytest.approx(0.3)
