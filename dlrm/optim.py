@@ -362,7 +362,7 @@ class Schedule:
         """Give every optimizer its rate for ``step``."""
         factor = self.factor(step)
         for group, peak in zip(self._groups, self._peaks, strict=True):
-            group["lr"].fill_(peak * factor)
+            _rate(group).fill_(peak * factor)
 
 
 @torch.no_grad()

@@ -212,6 +212,19 @@ def test_schedule_warms_up_holds_and_decays():
     assert rates == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("make", [RowOptimizer, torch.optim.SGD, torch.optim.Adam])
+def test_schedule_takes_rates_that_are_numbers(make):
+    """As optimizers of torch have them, and whoever sets a rate by hand."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = make([weight], lr=1.0)
+    optimizer.param_groups[0]["lr"] = 0.5
+    Schedule([optimizer], warmup=4).set(1)
+    assert float(optimizer.param_groups[0]["lr"]) == 0.25
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    assert weight.item() == pytest.approx(0.75)
+
+
 def test_gradient_norm_merges_duplicates():
     table, weight = torch.nn.Parameter(torch.zeros(3, 1)), torch.nn.Parameter(torch.zeros(1))
     sparse(table, [1, 1], torch.tensor([[1.0], [2.0]]))
