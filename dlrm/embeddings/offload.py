@@ -80,7 +80,7 @@ class Offload(Embedding):
         rows = ids + self._offsets[tables]
         if not self.cached.active:
             return lookup(self.weight, rows, sparse=self.sparse)
-        return self._lookup(rows.view(1, -1), None).view(*rows.shape, self.embedding_dim)
+        return self._lookup(rows.reshape(1, -1), None).view(*rows.shape, self.embedding_dim)
 
     def lookup(self, ids: Tensor) -> Tensor:
         if not self.cached.active:
@@ -121,7 +121,7 @@ class Offload(Embedding):
             if offsets is not None:
                 batch = max((offsets.numel() - 1) // self.num_tables, 1)
                 tables = bag_of_each(offsets, ids.numel()) // batch
-            rows.append((ids + self._offsets[tables]).view(-1))
+            rows.append((ids + self._offsets[tables]).reshape(-1))
         return torch.cat(rows)[None], None
 
     @torch.no_grad()

@@ -176,6 +176,15 @@ def test_evaluation_reads_the_present_rows_and_moves_none():
     assert torch.equal(before[1], offload.cached.index.traffic)
 
 
+def test_ids_may_lie_in_memory_in_any_order():
+    (dense, offload), _ = pair()
+    turned = torch.arange(6).view(2, 3).t()
+    assert torch.equal(offload.rows(1, turned), dense.rows(1, turned))
+    one_hot, bags = (draw(2).t().contiguous().t(), None), (torch.tensor([1, 2, 0]), torch.arange(4))
+    offload.begin_round([one_hot, bags], [])
+    assert offload.rows_ready
+
+
 def test_bags_are_fetched_ahead_too():
     groups, optimizers = pair("adagrad", 9)
     bags = []
