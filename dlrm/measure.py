@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -32,9 +33,6 @@ def environment() -> dict[str, Any]:
 
     ``$DLRM_COMMIT`` names the commit where the project is a copy without its git history.
     """
-    git = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    )
     versions: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
     versions |= {"numpy": np.__version__, "pyarrow": pa.__version__}
     on_gpu = torch.cuda.is_available()
@@ -46,9 +44,17 @@ def environment() -> dict[str, Any]:
         "cores": cores(),
         "load_before": LOAD_BEFORE,
         "versions": versions,
-        "commit": os.environ.get("DLRM_COMMIT") or git.stdout.strip() or None,
+        "commit": os.environ.get("DLRM_COMMIT") or _commit(),
         "date": datetime.now(UTC).date().isoformat(),
     }
+
+
+def _commit() -> str | None:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    with suppress(FileNotFoundError):  # of git, which a container may lack
+        git = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        return git.stdout.strip() or None
+    return None
 
 
 def _cpu_name() -> str:

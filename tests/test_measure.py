@@ -55,3 +55,10 @@ def test_a_result_is_written_with_where_it_was_measured(tmp_path):
     assert record["results"] == [1]
     assert record["environment"]["versions"]["torch"] == torch.__version__
     assert record["environment"]["cores"] >= 1
+
+
+def test_a_result_is_written_where_there_is_no_git(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("DLRM_COMMIT", raising=False)
+    measure.write(tmp_path / "result.json", {})
+    assert json.loads((tmp_path / "result.json").read_text())["environment"]["commit"] is None
