@@ -205,7 +205,7 @@ def lookup_bags(
             f"per_sample_weights have shape {tuple(per_sample_weights.shape)}, they must have the "
             f"shape of ids, {tuple(ids.shape)}"
         )
-    if (offsets.numel() - 1) % len(starts):
+    if not offsets.numel() or (offsets.numel() - 1) % len(starts):
         raise ValueError(
             f"{offsets.numel()} offsets for {len(starts)} tables: there must be one more than "
             "tables times samples"

@@ -300,6 +300,8 @@ def test_messages():
         )
     with pytest.raises(ValueError, match="12 offsets for 4 tables"):
         lookup_bags(weight, starts, ids, offsets[:-1])
+    with pytest.raises(ValueError, match="0 offsets for 1 tables"):
+        lookup_bags(weight, starts[:1], ids[:0], offsets[:0])
     with pytest.raises(ValueError, match=r"per_sample_weights have shape \(1,\), they must have"):
         lookup_bags(weight, starts, ids, offsets, per_sample_weights=torch.ones(1))
 

@@ -506,6 +506,9 @@ def test_errors_name_the_remedy(device):
     tables = len(group.arguments[1])
     with pytest.raises(ValueError, match=rf"offsets are {tables + 2}, they must be {tables} \* B"):
         tt_bags(*group.arguments, ids[0], torch.zeros(tables + 2, dtype=torch.long, device=device))
+    alone = Group("d2-tall", device)
+    with pytest.raises(ValueError, match=r"offsets are 0, they must be 1 \* B"):
+        tt_bags(*alone.arguments, ids[0, :0], ids[0, :0])
     huge = torch.tensor([[1 << 16, 1 << 16, 1]], device=device)
     with pytest.raises(ValueError, match=r"4294967296 pairs .* more balanced factors p"):
         tt_vectors(

@@ -209,7 +209,7 @@ def tt_bags(
             f"{tuple(ids.shape)}"
         )
     bags, tables = offsets.numel() - 1, p.shape[0]
-    if bags % tables:
+    if bags < 0 or bags % tables:
         raise ValueError(f"offsets are {offsets.numel()}, they must be {tables} * B + 1")
     batch = bags // tables
     if not _runs_triton(cores, impl) or not ids.numel() or not bags:
