@@ -190,7 +190,7 @@ class BasisLinear(nn.Module):
         self.register_buffer("codes", codes)
         self.codes: Tensor  # [V, bytes]
         self._members: Members | None = None
-        self._members_of: tuple[int, int] | None = None  # address and version of the codes
+        self._members_of: tuple[Tensor, int] | None = None  # the codes and their version
         self.reset_parameters()
 
     @torch.no_grad()
@@ -245,10 +245,10 @@ class BasisLinear(nn.Module):
 
     def _index(self) -> Members:
         """The outputs that have each centroid, found once for given codes."""
-        present = self.codes.data_ptr(), self.codes._version
-        if self._members is None or self._members_of != present:
+        codes, version = self._members_of or (None, -1)
+        if self._members is None or codes is not self.codes or version != self.codes._version:
             self._members = members(self.codes, self.parts, self.bits, self.clusters)
-            self._members_of = present
+            self._members_of = self.codes, self.codes._version
         return self._members
 
     @torch.no_grad()

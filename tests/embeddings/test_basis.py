@@ -161,6 +161,20 @@ def test_a_fresh_layer_loads_a_converted_one():
     assert torch.equal(fresh._index().order, layer._index().order), "of the codes that were loaded"
 
 
+def test_the_index_is_of_the_codes_that_there_are_and_not_of_their_address():
+    """A layer that has been on the CPU meanwhile often finds the memory of its codes again."""
+    layer = BasisLinear(8, 12, parts=2, clusters=4)
+    memory = layer.codes.numpy().copy()
+    layer.codes = torch.from_numpy(memory)
+    before = layer._index()
+    memory[:] = memory[::-1].copy()
+    layer.codes = torch.from_numpy(memory)
+    assert layer.codes._version == 0
+    found = layer._index()
+    assert not torch.equal(found.order, before.order)
+    assert layer._index() is found
+
+
 def test_a_layer_of_few_outputs_is_exact():
     linear = nn.Linear(8, 20, bias=False, dtype=torch.bfloat16)
     layer = BasisLinear.from_linear(linear, parts=2, clusters=384)
