@@ -12,7 +12,7 @@ from dlrm.rules import OPTIONS, make_rule
 
 HOUSEKEEPING = {
     *("name", "output", "resume", "checkpoint", "profile", "log_every", "eval_every"),
-    *("device", "deterministic", "loader", "eval_batch_size"),
+    *("device", "deterministic", "loader.readers", "loader.prefetch", "eval_batch_size"),
 }
 """Options that make no difference to a run's results."""
 

@@ -137,8 +137,8 @@ class Tracker:
         They go to ``result.json`` with all ``more`` and, without the ``hidden`` options, which do
         not tell runs apart, to TensorBoard's hparams page.
         """
-        told = {name: value for name, value in options.items() if name not in hidden}
-        flat = pd.json_normalize(told).astype(object).iloc[0].items()  # not NumPy's numbers
+        told = pd.json_normalize(without(options, hidden))
+        flat = told.astype(object).iloc[0].items()  # not NumPy's numbers
         plain = {
             # hparams would make a number of a bool
             str(name): value if type(value) in (int, float, str) else str(value)
@@ -166,6 +166,15 @@ class Tracker:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def without(options: Mapping[str, Any], hidden: Collection[str], group: str = "") -> dict[str, Any]:
+    """Nested options but for the ``hidden`` ones, which are named as on the command line."""
+    return {
+        name: without(value, hidden, f"{group}{name}.") if isinstance(value, Mapping) else value
+        for name, value in options.items()
+        if f"{group}{name}" not in hidden
+    }
 
 
 def told_by_the_next_call(failure: threading.ExceptHookArgs) -> None:

@@ -27,7 +27,7 @@ from dlrm.config import HOUSEKEEPING
 from dlrm.embeddings import available
 from dlrm.files import whole
 from dlrm.hints import Parser, exit_status, picture
-from dlrm.tracking import RESULT, log_figures
+from dlrm.tracking import RESULT, log_figures, without
 
 METRICS = {
     "test/auc": "AUC",
@@ -90,7 +90,7 @@ def read(runs: list[Path]) -> pd.DataFrame:
         try:
             result = json.loads(path.read_text())
             given = result["options"]
-            options = {k: v for k, v in given.items() if k not in {"seed", *HOUSEKEEPING}}
+            options = without(given, {"seed", *HOUSEKEEPING})
             values = {label: result["metrics"].get(name) for name, label in METRICS.items()}
             kind = _kind(options)
         except (ValueError, KeyError, TypeError, AttributeError) as error:

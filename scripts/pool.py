@@ -32,7 +32,7 @@ from dlrm.data.schema import Meta
 from dlrm.distributed import World
 from dlrm.embeddings import available
 from dlrm.machine import cores
-from dlrm.tracking import RESULT
+from dlrm.tracking import RESULT, without
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # where train.py is
@@ -100,7 +100,8 @@ class Pool:
             print(told.getvalue(), end="", file=sys.stderr)
             raise
         had = json.loads((self.directory / name / RESULT).read_text())["options"]
-        others = [o for o in options.keys() & had.keys() - HOUSEKEEPING if options[o] != had[o]]
+        options, had = (without(own, HOUSEKEEPING) for own in (options, had))
+        others = [o for o in options.keys() & had.keys() if options[o] != had[o]]
         if others:
             raise ValueError(
                 f"{self.directory / name} has finished with another {', '.join(sorted(others))}: "

@@ -206,6 +206,28 @@ def test_what_makes_two_runs_different(script, tmp_path, capsys):
     }
 
 
+def test_the_order_of_the_rows_makes_two_runs_different_and_threads_do_not(
+    script, tmp_path, monkeypatch
+):
+    def finish(name, seed, **loader):
+        options = {"emb": "dense", "seed": seed, "loader": loader}
+        (tmp_path / name).mkdir()
+        result = {"options": options, "metrics": {"test/auc": 0.5}}
+        (tmp_path / name / "result.json").write_text(json.dumps(result))
+        return options
+
+    finish("a", 0, shuffle=True, readers=1, prefetch=4)
+    finish("b", 1, shuffle=True, readers=8, prefetch=2)
+    ordered = finish("ordered", 0, shuffle=False, readers=1, prefetch=4)
+    compare, pool = script("compare"), script("pool")
+    summary = compare.summarize(compare.read(sorted(tmp_path.iterdir()))).set_index("run")
+    assert summary["seeds"].to_dict() == {"a": 2, "ordered": 1}
+    assert summary["options"]["ordered"] == "loader.shuffle=False"
+    monkeypatch.setattr(pool, "parse", lambda *_: (None, json.dumps(ordered)))
+    with pytest.raises(ValueError, match="a has finished with another loader: give another --runs"):
+        pool.Pool(tmp_path, 1, []).train([("a", [])], "data")
+
+
 @pytest.mark.parametrize(
     ("ending", "begin"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")]
 )
