@@ -267,7 +267,7 @@ class RunConfig:
     """Of the matrix products in the MLPs and the interaction: fp32, tf32 (on GPUs) or bfloat16."""
     step: Literal["auto", "eager", "compile", "graph"] = "auto"
     """How a step runs: eager, with compiled MLPs, or compiled and captured as a CUDA graph; auto
-    is graph on a GPU and eager elsewhere."""
+    is graph on a GPU, compile where tables lie on other devices as well, and eager on a CPU."""
     deterministic: bool = False
     """Equal seeds give equal bits on a GPU too, where sums otherwise depend on which of many
     threads comes first; costs some speed."""
