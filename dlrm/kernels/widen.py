@@ -188,4 +188,5 @@ def lookup_widened(
 
 def widen(short: Tensor, projection: Tensor) -> Tensor:
     """``[B, F, E]`` to ``[B, F, D]``, each table by its own matrix, in PyTorch."""
-    return torch.bmm(short.transpose(0, 1), projection).transpose(0, 1)
+    with torch.autocast(short.device.type, enabled=False):  # it would cast rows and gradients too
+        return torch.bmm(short.transpose(0, 1), projection).transpose(0, 1)

@@ -129,6 +129,22 @@ def test_rows_keep_the_shape_of_their_ids(kind, options):
 
 
 @every_case
+@every_mode
+def test_autocast_leaves_rows_and_gradients_in_full_precision(kind, options, mode):
+    group = make(kind, options, mode=mode).float()
+    ids, offsets = torch.zeros(24, dtype=torch.int64), torch.arange(0, 25, 2)
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled):
+            rows, pooled = group(ids.view(4, 6)), group(ids, offsets)
+        grads = torch.autograd.grad(rows.sum() + pooled.sum(), list(group.parameters()))
+        found.append([rows, pooled, *(grad.to_dense() for grad in grads)])
+    for cast, expected in zip(found[1], found[0], strict=True):
+        assert cast.dtype == torch.float32
+        assert torch.equal(cast, expected)
+
+
+@every_case
 def test_to_dense_gives_every_row(kind, options):
     group = make(kind, options).float()
     for table, rows in enumerate(SIZES):
