@@ -25,7 +25,7 @@ from dlrm.config import RunConfig
 from dlrm.data.counts import read_counts
 from dlrm.data.schema import Meta
 from dlrm.distributed import pick_device
-from dlrm.embeddings.plan import AUTO, Plan, parse_bytes, plan
+from dlrm.embeddings.plan import AUTO, Plan, options_of, parse_bytes, plan
 from dlrm.hints import nearest
 from dlrm.model import DTYPES
 from dlrm.shortage import out_of_memory
@@ -352,16 +352,26 @@ def _methods(
         if kind not in kinds or value == kinds[kind].options()[name].default:  # type: ignore[attr-defined]
             continue  # so that a resolved configuration, which has them all, means the same
         methods[kind][name] = value
-        for single in value.values() if isinstance(value, dict) else [value]:
-            try:
-                kinds[kind]([1000], dim, **{name: single})
-            except ValueError as error:
-                problems.append(f"--{full} {single}: {error}")
-            except (RuntimeError, MemoryError, TypeError) as error:
-                if not out_of_memory(error):
-                    raise
-                problems.append(f"--{full} {single}: memory has no room for that; lower it")
+    for kind, options in methods.items():
+        for name, value in options.items():
+            for table, single in (value if isinstance(value, dict) else {"default": value}).items():
+                why = _refusal(kinds[kind], dim, {name: single})
+                if why and _refusal(kinds[kind], dim, options_of(table, options)):  # as d and q
+                    problems.append(f"--{kind}.{name} {single}: {why}")
     return methods
+
+
+def _refusal(kind: type, dim: int, options: Mapping[str, Any]) -> str:
+    """Why a kind does not take these options; nothing if it does."""
+    try:
+        kind([1], dim, **options)
+    except ValueError as error:
+        return str(error)
+    except (RuntimeError, MemoryError, TypeError) as error:
+        if not out_of_memory(error):
+            raise
+        return "memory has no room for that; lower it"
+    return ""
 
 
 def _resolved(schema: Mapping[str, Option], given: Mapping[str, Any]) -> str:

@@ -183,6 +183,26 @@ def test_lists_and_options_by_table():
     assert config.model.top_mlp == (8,)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--tt.d", "4", "--tt.q", "2", "2", "2", "2"],
+        ["--tt.q", "4", "4", "--tt.p", "4", "5", "--tt.d", "2"],
+        ["--tt.d", "{C3: 4, default: 3}", "--tt.q", "{C3: [2, 2, 2, 2]}"],
+        ["--tt.p", "2", "2", "3"],
+    ],
+)
+def test_options_that_need_each_other_or_small_tables_are_taken(options):
+    assert parse(options, KINDS)[0].methods["tt"]
+
+
+def test_options_that_do_not_fit_each_other_are_refused(capsys):
+    text = mistakes(capsys, "--tt.d", "4", "--tt.q", "2", "2", "2", "--tt.rank", "0")
+    assert "--tt.rank 0: rank must be at least 1" in text
+    text = mistakes(capsys, "--tt.d", "{C3: 4}", "--tt.q", "2", "2", "2", "2")
+    assert "--tt.q [2, 2, 2, 2]: q is [2, 2, 2, 2], it must have d = 3 factors" in text
+
+
 def test_help_explains_every_option_with_its_default(capsys):
     with pytest.raises(SystemExit) as stop:
         parse(["--help"], KINDS)

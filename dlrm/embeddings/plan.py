@@ -101,7 +101,7 @@ def plan(
     for table, name in enumerate(names):
         if table in chosen or name in kinds:
             table_kind = kinds.get(name, kind)
-            result[table] = (table_kind, _options_of(name, (options or {}).get(table_kind, {})))
+            result[table] = (table_kind, options_of(name, (options or {}).get(table_kind, {})))
     if budget is not None:
         if kinds:
             raise ValueError(
@@ -183,7 +183,7 @@ def _check_table_names(names: Sequence[str], options: Mapping[str, Mapping[str, 
                     )
 
 
-def _options_of(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """One table's options: mappings by table name are resolved, what is unset is left out."""
     own = {}
     for key, value in options.items():
