@@ -22,11 +22,12 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """Skip what needs a GPU where there is none, and run slow tests last.
 
-    Where there is one, the tests of the kernels run natively and count as tests of the GPU.
+    Where there is one, the tests of the kernels run natively, and they and all that use the device
+    under test count as tests of the GPU.
     """
     for item in items:
         if torch.cuda.is_available():
-            if item.path.parent.name == "kernels":
+            if item.path.parent.name == "kernels" or "device" in item.fixturenames:
                 item.add_marker(pytest.mark.gpu)
         elif "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

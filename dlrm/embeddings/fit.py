@@ -1,4 +1,7 @@
-"""Fit memory that many rows share to the rows of dense tables."""
+"""Fit memory that many rows share to the rows of dense tables.
+
+To the same bits every time: every process fits its replica by itself.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,14 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 18  # rows at a time
+
+
+def add_rows(to: Tensor, rows: Tensor, values: Tensor) -> None:
+    """``to.index_add_(0, rows, values)``, which on a GPU adds in no order, in one."""
+    if to.is_cuda:
+        to.index_put_((rows,), values, accumulate=True)  # sorts them
+    else:
+        to.index_add_(0, rows, values)
 
 
 @torch.no_grad()
@@ -42,6 +53,6 @@ def fit_shared(
             if without is not None:
                 out = without[table] - start
                 mass[out[(out >= 0) & (out < len(part))]] = 0
-            total.index_add_(0, rows.flatten(), (part * mass).view(rows.numel(), -1))
-            count.index_add_(0, rows.flatten(), mass.repeat_interleave(rows.shape[1], 0))
+            add_rows(total, rows.flatten(), (part * mass).view(rows.numel(), -1))
+            add_rows(count, rows.flatten(), mass.repeat_interleave(rows.shape[1], 0))
     shared.copy_(torch.where(count > 0, total / count, shared))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dlrm.embeddings.fit import add_rows
+
 ITERATIONS = 12
 SAMPLE = 100  # rows per cluster that it learns from
 CHUNK = 1 << 22  # distances computed at a time
@@ -63,6 +65,7 @@ def _nearest(points: Tensor, centroids: Tensor) -> Tensor:
 
 def _means(points: Tensor, codes: Tensor, centroids: Tensor) -> Tensor:
     """The mean of the points of each code; a centroid without points stays."""
-    total = torch.zeros_like(centroids).index_add_(0, codes, points)
+    total = torch.zeros_like(centroids)
+    add_rows(total, codes, points)
     count = codes.bincount(minlength=len(centroids))[:, None]
     return torch.where(count > 0, total / count, centroids)

@@ -144,7 +144,10 @@ def fit_rows(
 
     def look_up(core: Tensor, part: slice) -> Tensor:
         trial = [*cores[:k], core, *cores[k + 1 :]]
-        return tt_vectors(trial, p, core_offsets, q, ranks, tables[part], ids[part])
+        # Every process fits its replica by itself: they stay equal.
+        return tt_vectors(
+            trial, p, core_offsets, q, ranks, tables[part], ids[part], deterministic=True
+        )
 
     def pull(core: Tensor, target: Tensor) -> Tensor:
         """``J^T (target - J core)``, where ``J`` takes core ``k`` to the rows."""

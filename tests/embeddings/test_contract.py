@@ -371,6 +371,19 @@ def test_tables_in_fp16_are_fitted_as_well_as_in_fp32(kind, options, scale):
 
 
 @every_case
+def test_fits_are_equal_to_the_bit(kind, options, device):
+    """Of several processes each fits its replica."""
+    weights = [torch.randn(rows, 8, device=device) for rows in (20_000, 700)]
+    fits = []
+    for _ in range(4):
+        torch.manual_seed(1)
+        group = available()[kind].from_dense(weights, **options)
+        fits.append([group.to_dense(table) for table in range(2)])
+    for fit in fits[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(fits[0], fit, strict=True))
+
+
+@every_case
 def test_from_dense_of_its_own_tables_reproduces(kind, options):
     sizes = [1, 8, 60, 125]  # products of three equal factors or nearly so, as tt likes them
     made = build(kind, sizes, 8, **options)

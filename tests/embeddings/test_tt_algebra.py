@@ -114,6 +114,22 @@ def test_fit_meets_rows_of_several_tables_and_leaves_the_others(d, chunk, monkey
         assert change.square().mean().sqrt() < 0.25 * moved
 
 
+def test_fits_of_rows_are_equal_to_the_bit(device):
+    """Of several processes each fits its replica."""
+    group = TT([30_000, 5000], 8, rank=16).to(device)
+    tables = torch.tensor([0, 1], device=device).repeat_interleave(400)
+    ids = torch.cat([torch.randperm(rows)[:400] for rows in (30_000, 5000)]).to(device)
+    wanted = group.vectors(tables, ids).detach() + 0.01 * torch.randn(800, 8, device=device)
+    fits = []
+    for _ in range(4):
+        cores = [core.detach().clone() for core in group.cores]
+        shape = (group._p, group._core_offsets, group.q, group.ranks)
+        tt_algebra.fit_rows(cores, *shape, tables, ids, wanted)
+        fits.append(cores)
+    for fit in fits[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(fits[0], fit, strict=True))
+
+
 def test_drift_penalty_is_the_mean_squared_change_of_the_table():
     group = TT([60], 8, rank=3, p=[3, 4, 5]).double()
     tables = torch.zeros(7, dtype=torch.int64)
