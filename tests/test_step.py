@@ -82,7 +82,7 @@ def test_unknown_modes_name_the_nearest():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("plan", sorted(PLANS))
+@pytest.mark.parametrize("plan", ["mixed", "tt"])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_gpu_trains_as_a_cpu_does(plan, rule):
     """fp32, to 1e-4; layers so wide that several warps update a row of theirs."""
