@@ -13,12 +13,14 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
@@ -75,7 +77,7 @@ class Pool:
                 tasks.append((self.directory / name, arguments))
         with _threads(max(1, cores() // self.jobs)):
             spawn = multiprocessing.get_context("spawn")  # a fork can't use the GPU
-            with ProcessPoolExecutor(self.jobs, spawn) as workers:
+            with ProcessPoolExecutor(self.jobs, spawn, initializer=_end_with_parent) as workers:
                 results = workers.map(train_one, *zip(*tasks, strict=True)) if tasks else iter(())
                 try:
                     return [why for why in tqdm(results, total=len(tasks), unit=" runs") if why]
@@ -115,6 +117,18 @@ class Pool:
     def metrics(self, name: str) -> dict[str, float]:
         """The final metrics of a run."""
         return json.loads((self.directory / name / RESULT).read_text())["metrics"]
+
+
+def _end_with_parent() -> None:
+    """In a worker: end when the program is killed, or it would train on beside the next start."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+
+        def end() -> None:
+            wait([parent.sentinel])
+            os._exit(1)
+
+        threading.Thread(target=end, daemon=True).start()
 
 
 def train_one(directory: Path, arguments: list[str]) -> str | None:

@@ -1,5 +1,6 @@
 """The scripts that compare kinds, from data to table, plot and JSON."""
 
+import contextlib
 import importlib
 import json
 import multiprocessing
@@ -243,10 +244,9 @@ def test_a_plot_has_the_format_of_its_name(script, tmp_path, ending, begin):
     assert plot.read_bytes().startswith(begin)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["frontier", "reproduce_tt_rec"])
-def test_interrupted_it_ends_at_once_and_says_how_to_go_on(data, tmp_path, name):
-    command = [sys.executable, f"scripts/{name}.py", "--data", str(data), "--runs", str(tmp_path)]
+def start(name, data, runs):
+    """A comparison in a process of its own, whose first run trains already."""
+    command = [sys.executable, f"scripts/{name}.py", "--data", str(data), "--runs", str(runs)]
     command += ["--options", "epochs=1000", "device=cpu", "batch_size=64"]
     process = subprocess.Popen(
         command,
@@ -257,8 +257,26 @@ def test_interrupted_it_ends_at_once_and_says_how_to_go_on(data, tmp_path, name)
         start_new_session=True,
     )
     until = time.monotonic() + 60
-    while not (tmp_path / "dense-0" / "config.yaml").exists() and time.monotonic() < until:
+    while not (runs / "dense-0" / "config.yaml").exists() and time.monotonic() < until:
         time.sleep(0.1)
+    return process
+
+
+@pytest.mark.slow
+def test_no_run_goes_on_when_the_program_is_killed(data, tmp_path):
+    process = start("frontier", data, tmp_path)
+    process.kill()
+    try:
+        process.communicate(timeout=20)  # until the workers, which share its stderr, have ended
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["frontier", "reproduce_tt_rec"])
+def test_interrupted_it_ends_at_once_and_says_how_to_go_on(data, tmp_path, name):
+    process = start(name, data, tmp_path)
     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does, to all of its processes
     error = process.communicate(timeout=30)[1]
     assert process.returncode == 130
