@@ -45,8 +45,10 @@ def arguments() -> Parser:
     ratios = [2, 10, 30, 100, 300, 1000]
     parser.add_argument("--ratios", nargs="+", type=positive, default=ratios, help="of compression")
     parser.add_argument("--seeds", type=count, default=3, help="runs per point (default: 3)")
-    parser.add_argument("--rates", nargs="+", type=float, help="learning rates to choose from")
-    parser.add_argument("--rates-at", type=float, default=10, help="ratio of the runs that choose")
+    parser.add_argument("--rates", nargs="+", type=positive, help="learning rates to choose from")
+    parser.add_argument(
+        "--rates-at", type=positive, default=10, help="ratio of the runs that choose"
+    )
     parser.add_argument("--validation", help="prepared directory with a validation split")
     parser.add_argument(
         "--lr",
@@ -74,8 +76,8 @@ def known_rate(text: str) -> tuple[str, float]:
     """``tt=0.002`` as kind and rate."""
     kind, _, rate = text.partition("=")
     try:
-        return kind, float(rate)
-    except ValueError:
+        return kind, positive(rate)
+    except argparse.ArgumentTypeError:
         message = f"is {text!r}, it must be a kind and a rate, as tt=0.002"
         raise argparse.ArgumentTypeError(message) from None
 
@@ -90,8 +92,9 @@ def point(kind: str, ratio: float, seed: int, rate: float | None, rows: int) -> 
     return f"{kind}-{ratio:g}x-{seed}", [*options, f"--budget={ratio:g}x"]
 
 
-def choose_rates(options: argparse.Namespace, pool: Pool) -> dict[str, float]:
-    """The rate of each kind with the best AUC on validation, at one ratio, two seeds."""
+def choose_rates(options: argparse.Namespace, pool: Pool) -> tuple[dict[str, float], list[str]]:
+    """The rate of each kind with the best AUC on validation, at one ratio, two seeds; and why some
+    of these runs could not be done."""
     rows = sum(Meta.read(options.validation).cardinalities)
     tried: dict[tuple[str, float], list[Run]] = {}
     for kind in ("dense", *options.kinds):
@@ -100,13 +103,13 @@ def choose_rates(options: argparse.Namespace, pool: Pool) -> dict[str, float]:
         for rate in options.rates:
             runs = [point(kind, options.rates_at, seed, rate, rows) for seed in range(2)]
             tried[kind, rate] = [(f"rate-{rate:g}-{name}", given) for name, given in runs]
-    pool.train([run for runs in tried.values() for run in runs], options.validation)
+    impossible = pool.train([run for runs in tried.values() for run in runs], options.validation)
     chosen: dict[str, tuple[float, float]] = {}
     for (kind, rate), runs in tried.items():
         found = [pool.metrics(name)["val/auc"] for name, _ in runs if pool.done(name)]
         if found:
             chosen[kind] = max(chosen.get(kind, (0.0, 0.0)), (sum(found) / len(found), rate))
-    return {kind: rate for kind, (_, rate) in chosen.items()}
+    return {kind: rate for kind, (_, rate) in chosen.items()}, impossible
 
 
 def publish(summary: pd.DataFrame, options: argparse.Namespace, report: dict[str, object]) -> None:
@@ -136,14 +139,15 @@ def compare_kinds(options: argparse.Namespace) -> None:
     if options.config:
         common.insert(0, f"--config={Path(options.config).resolve()}")
     pool = Pool(options.runs, options.jobs, common)
-    rates = (choose_rates(options, pool) if options.rates else {}) | dict(options.lr)
+    rates, impossible = choose_rates(options, pool) if options.rates else ({}, [])
+    rates |= dict(options.lr)
     rows = sum(meta.cardinalities)
     todo = [point("dense", 1, seed, rates.get("dense"), rows) for seed in range(options.seeds)]
     for seed, ratio, kind in product(range(options.seeds), options.ratios, options.kinds):
         todo.append(point(kind, ratio, seed, rates.get(kind), rows))
-    impossible = pool.train(todo, options.data)
+    impossible += pool.train(todo, options.data)
     print(*impossible, sep="\n")
-    done = [options.runs / name for name, _ in todo if pool.done(name)]
+    done = [options.runs / name for name in dict(todo) if pool.done(name)]
     if not done:
         raise ValueError("none of the runs could be done, for the reasons above")
     summary = compare.summarize(compare.read(done))

@@ -69,7 +69,7 @@ class Pool:
         """
         common = [f"--data={Path(data).resolve()}", f"--output={self.directory.resolve()}"]
         tasks = []
-        for name, options in runs:
+        for name, options in dict(runs).items():  # once each, what was asked for twice
             arguments = [*common, f"--name={name}", *self.common, *options]
             if self.done(name):
                 self._require_alike(name, arguments)

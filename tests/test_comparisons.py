@@ -111,6 +111,27 @@ def test_a_frontier_with_chosen_rates(script, data, tmp_path, capsys):
     assert {path.name for path in tmp_path.glob("*.png")} == {"plot.png", "plot_speed.png"}
 
 
+@pytest.mark.slow
+def test_a_rate_that_could_not_be_tried_is_told_and_no_run_is_made_twice(
+    script, data, tmp_path, capsys
+):
+    given = ["--data", str(data), "--validation", str(data), "--rates", "0.01", "--rates-at", "100"]
+    given += ["--kinds", "block", "dense", "block", "--ratios", "4", "4.0", "--seeds", "1"]
+    given += ["--runs", str(tmp_path / "runs"), "--plot", str(tmp_path / "plot.png"), "--jobs", "2"]
+    given += ["--json", str(tmp_path / "result.json"), "--no-timing", "--options", *SMALL]
+    assert script("frontier").main(given) == 0
+    printed = capsys.readouterr()
+    assert "rate-0.01-block-100x-0: error: a budget of" in printed.out
+    assert "repeats the seed" not in printed.err
+    report = json.loads((tmp_path / "result.json").read_text())
+    assert report["embeddings_lr"] == {"dense": 0.01}
+    assert [why.partition(":")[0] for why in report["impossible"]] == [
+        "rate-0.01-block-100x-0",
+        "rate-0.01-block-100x-1",
+    ]
+    assert sorted(row["run"] for row in report["results"]) == ["block-4x-0", "dense-0"]
+
+
 def test_mistakes_are_named(script, data, tmp_path, capsys):
     synthetic.write(tmp_path / "no_test", rows=50, cardinalities=[5] * 26, fractions=[1, 0, 0])
     bare = str(tmp_path / "no_test")
@@ -153,6 +174,9 @@ def test_every_option_is_explained(script, name):
         ("frontier", ["--data", "d", "--jobs", "0"], "--jobs: is '0', it must be a whole number"),
         ("frontier", ["--data", "d", "--seeds", "two"], "1 or more"),
         ("frontier", ["--data", "d", "--lr", "tt"], "is 'tt', it must be a kind and a rate"),
+        ("frontier", ["--data", "d", "--lr", "tt=nan"], "is 'tt=nan', it must be a kind and a"),
+        ("frontier", ["--data", "d", "--rates", "-1"], "--rates: is '-1', it must be a number"),
+        ("frontier", ["--data", "d", "--rates-at", "0"], "--rates-at: is '0', it must be a number"),
         ("evaluate", ["run", "data", "--batch-size", "0"], "--batch-size: is '0', it must be"),
         ("frontier", ["--data", "d", "--plot", "a.jpg"], "its name must end in .png, .svg or .pdf"),
     ],
