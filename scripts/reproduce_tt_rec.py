@@ -38,7 +38,7 @@ from dlrm.data.schema import KAGGLE_CARDINALITIES, Meta
 from dlrm.embeddings.factorize import factorize_dim, factorize_rows
 from dlrm.embeddings.tt import clip_ranks, tt_weights
 from dlrm.files import whole
-from dlrm.hints import Parser, count, exit_status, picture
+from dlrm.hints import Parser, count, exit_status, picture, positive
 
 # Rows of the tables of Criteo Terabyte with ids modulo 10,000,000, as in the paper.
 TERABYTE_10M = (
@@ -70,15 +70,15 @@ def arguments() -> Parser:
     parser.add_argument("--tables", nargs="+", type=count, default=[3, 5, 7], help="largest tables")
     parser.add_argument("--ranks", nargs="+", type=count, default=[8, 16, 32, 64], help="of TT")
     parser.add_argument(
-        "--caches", nargs="*", type=float, default=[1e-4, 1e-3, 1e-2], help="shares of the rows"
+        "--caches", nargs="*", type=share, default=[1e-4, 1e-3, 1e-2], help="shares of the rows"
     )
     parser.add_argument("--cache-at", nargs=2, type=count, default=[7, 32], help="tables and rank")
     parser.add_argument("--seeds", type=count, default=3, help="runs per cell (default: 3)")
-    parser.add_argument("--tt-lr", type=float, help="learning rate of TT, if not the config's")
+    parser.add_argument("--tt-lr", type=positive, help="learning rate of TT, if not the config's")
     parser.add_argument(
-        "--fine-tune", type=int, default=0, metavar="STEPS", help="of the compressed dense model"
+        "--fine-tune", type=count, default=0, metavar="STEPS", help="of the compressed dense model"
     )
-    parser.add_argument("--fine-tune-lr", type=float, default=5e-4, help="their learning rate")
+    parser.add_argument("--fine-tune-lr", type=positive, default=5e-4, help="their learning rate")
     parser.add_argument("--runs", type=Path, default=Path("runs/tt_rec"), help="where runs go")
     parser.add_argument("--jobs", type=count, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--no-timing", action="store_true", help="leave out the step times")
@@ -88,6 +88,14 @@ def arguments() -> Parser:
     parser.add_argument("--json", type=Path, help="where the result is written as JSON")
     parser.add_argument("--options", nargs="*", default=[], help="more options, as epochs=2")
     return parser
+
+
+def share(text: str) -> float:
+    """A number above 0, at most 1: the ``type`` of an option."""
+    value = positive(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"is {text!r}, it must be a share, at most 1")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,14 +179,21 @@ def fine_tuning(cell: Cell, options: argparse.Namespace, meta: Meta) -> Run:
     ]
 
 
+def seed_of(name: str, cell: str) -> str:
+    """The seed in the name of a run of a cell; that of the dense run that was compressed."""
+    return "0" if name == cell else name.removeprefix(f"{cell}-")
+
+
 def summarize(names: dict[str, list[str]], pool: Pool) -> pd.DataFrame:
     """One line per cell: means, deviations over seeds, and the loss of accuracy against dense.
 
     Args:
-        names: the runs of each cell, in order of the seeds; those of "dense" are the baseline.
+        names: the runs of each cell; those of "dense" are the baseline.
         pool: where they are.
     """
-    baseline = [pool.metrics(name)["test/accuracy"] for name in names["dense"]]
+    baseline = {
+        seed_of(name, "dense"): pool.metrics(name)["test/accuracy"] for name in names["dense"]
+    }
     rows = []
     for cell, runs in names.items():
         metrics = [pool.metrics(name) for name in runs]
@@ -186,8 +201,12 @@ def summarize(names: dict[str, list[str]], pool: Pool) -> pd.DataFrame:
         for name, label in METRICS.items():
             values = pd.Series([found[name] for found in metrics])
             row |= {label: values.mean(), f"{label} std": values.std()}
-        pairs = zip(baseline, metrics, strict=False)
-        lost = pd.Series([100 * (best - found["test/accuracy"]) for best, found in pairs])
+        pairs = [  # of one seed, for a run of either may have failed
+            (baseline[seed_of(name, cell)], found["test/accuracy"])
+            for name, found in zip(runs, metrics, strict=True)
+            if seed_of(name, cell) in baseline
+        ]
+        lost = pd.Series([100 * (best - own) for best, own in pairs], dtype=float)
         row |= {"loss, %": lost.mean(), "loss, % std": lost.std()}
         row |= {"MB": metrics[0]["embeddings/bytes"] / 1e6}
         row |= {"ratio": metrics[0]["embeddings/compression"]}

@@ -83,6 +83,27 @@ def test_tt_rec_from_data_to_table_plot_and_json(script, data, tmp_path, capsys)
     assert "dense-0 has no checkpoint, which --fine-tune begins with" in capsys.readouterr().err
 
 
+def test_a_run_is_compared_with_the_dense_one_of_its_seed(script, tmp_path):
+    def finish(name, accuracy):
+        names = ("auc", "log_loss", "normalized_entropy")
+        metrics = dict.fromkeys((f"test/{other}" for other in names), 0.5)
+        metrics |= {"embeddings/bytes": 1.0, "embeddings/compression": 1.0}
+        (tmp_path / name).mkdir()
+        result = {"metrics": {"test/accuracy": accuracy, **metrics}}
+        (tmp_path / name / "result.json").write_text(json.dumps(result))
+
+    runs = {"dense-0": 0.7, "dense-1": 0.8, "tt3-r8-1": 0.78, "tt3-r8-2": 0.1, "fitted-tt3-r8": 0.6}
+    for name, accuracy in runs.items():
+        finish(name, accuracy)
+    names = {"dense": ["dense-0", "dense-1"], "tt3-r8": ["tt3-r8-1", "tt3-r8-2"]}
+    names |= {"fitted-tt3-r8": ["fitted-tt3-r8"]}
+    pool = script("pool").Pool(tmp_path, 1, [])
+    summary = script("reproduce_tt_rec").summarize(names, pool).set_index("cell")
+    assert summary["loss, %"].to_dict() == pytest.approx(
+        {"dense": 0.0, "tt3-r8": 2.0, "fitted-tt3-r8": 10.0}
+    )
+
+
 @pytest.mark.slow
 def test_a_frontier_with_chosen_rates(script, data, tmp_path, capsys):
     given = ["--data", str(data), "--validation", str(data), "--rates", "0.01", "0.02"]
@@ -171,6 +192,10 @@ def test_every_option_is_explained(script, name):
     [
         ("reproduce_tt_rec", ["--ratios-only", "--tables", "0"], "--tables: is '0', it must be a"),
         ("reproduce_tt_rec", ["--ratios-only", "--ranks", "-3"], "--ranks: is '-3', it must be"),
+        ("reproduce_tt_rec", ["--caches", "inf"], "--caches: is 'inf', it must be a number above"),
+        ("reproduce_tt_rec", ["--caches", "7"], "--caches: is '7', it must be a share, at most 1"),
+        ("reproduce_tt_rec", ["--tt-lr", "0"], "--tt-lr: is '0', it must be a number above 0"),
+        ("reproduce_tt_rec", ["--fine-tune", "-3"], "--fine-tune: is '-3', it must be a whole"),
         ("frontier", ["--data", "d", "--jobs", "0"], "--jobs: is '0', it must be a whole number"),
         ("frontier", ["--data", "d", "--seeds", "two"], "1 or more"),
         ("frontier", ["--data", "d", "--lr", "tt"], "is 'tt', it must be a kind and a rate"),
