@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import json
 import sys
+import zlib
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from dlrm.data.schema import (
 from dlrm.data.synthesis.law import PROFILE_FILE, Profile, profiles
 from dlrm.data.synthesis.rows import Generator
 from dlrm.files import whole
-from dlrm.hints import Parser
+from dlrm.hints import Parser, exit_status, picture
 
 # Rows of the full files, over which the cardinalities were counted.
 FULL = {
@@ -40,16 +42,38 @@ HEAD_STEP, TAIL_STEP = 1.2, 1.5  # ratio of neighbouring knots
 
 
 def read_sample(path: str | Path) -> pd.DataFrame:
-    """The raw rows of a Criteo TSV file; missing integers NaN, missing tokens ''."""
-    return pd.read_csv(
-        path,
-        sep="\t",
-        header=None,
-        names=["label", *CRITEO_DENSE, *CRITEO_CATEGORICAL],
-        dtype=dict.fromkeys(CRITEO_CATEGORICAL, str),
-        keep_default_na=False,
-        na_values={name: [""] for name in CRITEO_DENSE},
-    )
+    """The raw rows of a Criteo TSV file; missing integers NaN, missing tokens ''.
+
+    Raises:
+        ValueError: it holds others.
+    """
+    names = ["label", *CRITEO_DENSE, *CRITEO_CATEGORICAL]
+    try:
+        return pd.read_csv(
+            path,
+            sep="\t",
+            header=None,
+            names=names,
+            index_col=False,
+            dtype=dict.fromkeys(CRITEO_DENSE, float) | dict.fromkeys(CRITEO_CATEGORICAL, str),
+            keep_default_na=False,
+            na_values={name: [""] for name in CRITEO_DENSE},
+        )
+    except (ValueError, EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"{path} holds no raw rows of Criteo's: {error}") from None
+
+
+def require_enough(path: str | Path, sample: pd.DataFrame) -> None:
+    """Raise unless each column has something to be fitted to."""
+    for name in CRITEO_DENSE:
+        if not sample[name].notna().any():
+            raise ValueError(f"{path} holds no raw rows of Criteo's: {name} has no values")
+    for name in CRITEO_CATEGORICAL:
+        counts = sample.loc[sample[name] != "", name].value_counts()
+        if counts.empty or counts.iloc[0] < WELL_COUNTED:
+            raise ValueError(
+                f"{path}: no value of {name} is in {WELL_COUNTED} rows: give more rows"
+            )
 
 
 def knots_between(first: int, last: int, step: float) -> np.ndarray:
@@ -221,7 +245,24 @@ def plot(path: str | Path, sample: pd.DataFrame, profile: Profile) -> None:
         f"{len(sample):,} rows, real (solid) and synthetic (dashed): share of the rows covered by "
         "the most frequent values (C, by rank) or by the values up to x (I)"
     )
-    figure.savefig(path, dpi=60)
+    with whole(Path(path)) as temporary:
+        figure.savefig(temporary, dpi=60, format=Path(path).suffix[1:])
+
+
+def calibrate(options: Namespace) -> None:
+    """Fit each sample, write the profiles and draw the plot."""
+    samples = {}
+    for argument in options.samples:
+        name, _, path = argument.partition("=")
+        if name not in FULL or not Path(path).is_file():
+            raise ValueError(f"{argument!r} must be kaggle=FILE or terabyte=FILE")
+        samples[name] = read_sample(path)
+        require_enough(path, samples[name])
+    made = {name: profile_of(sample, *FULL[name]) for name, sample in samples.items()}
+    write_profiles(options.output, made)
+    if options.plot:
+        name = next(iter(samples))
+        plot(options.plot, samples[name], profiles(options.output)[name])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -233,21 +274,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--output", type=Path, default=PROFILE_FILE, help="profile to write (default: %(default)s)"
     )
-    parser.add_argument("--plot", metavar="PNG", help="draw the fit of the first sample")
-    args = parser.parse_args(argv)
-    samples = {}
-    for argument in args.samples:
-        name, _, path = argument.partition("=")
-        if name not in FULL or not Path(path).is_file():
-            print(f"error: {argument!r} must be kaggle=FILE or terabyte=FILE", file=sys.stderr)
-            return 2
-        samples[name] = read_sample(path)
-    made = {name: profile_of(sample, *FULL[name]) for name, sample in samples.items()}
-    write_profiles(args.output, made)
-    if args.plot:
-        name = next(iter(samples))
-        plot(args.plot, samples[name], profiles(args.output)[name])
-    return 0
+    parser.add_argument(
+        "--plot", type=picture, metavar="PNG", help="draw the fit of the first sample"
+    )
+    options = parser.parse_args(argv)
+    return exit_status(lambda: calibrate(options))
 
 
 if __name__ == "__main__":

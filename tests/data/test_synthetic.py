@@ -612,9 +612,24 @@ def test_calibration_draws_the_fit(tmp_path):
     assert image.stat().st_size > 50_000
 
 
-def test_calibration_names_a_bad_sample(capsys):
-    assert script("calibrate_synthetic").main(["kagle=nowhere"]) == 2
+def test_calibration_names_a_bad_sample(tmp_path, capsys):
+    calibrate, path, output = script("calibrate_synthetic"), tmp_path / "raw.tsv", tmp_path / "out"
+    assert calibrate.main(["kagle=nowhere"]) == 2
     assert "must be kaggle=FILE or terabyte=FILE" in capsys.readouterr().err
+    row = b"\t".join([b"0", *[b"1"] * 13, *[b"a"] * 26]) + b"\n"
+    for content, message in (
+        (b"", "I1 has no values"),
+        (b"\xff\x00", "holds no raw rows of Criteo's"),
+        (row.replace(b"\t", b","), "I1 has no values"),
+        (row.replace(b"1", b"x"), "could not convert string to float: 'x'"),
+        (19 * row, "no value of C1 is in 20 rows: give more rows"),
+    ):
+        path.write_bytes(content)
+        assert calibrate.main([f"kaggle={path}", "--output", str(output)]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith(f"error: {path}")
+        assert message in told
+    assert not output.exists()
 
 
 def test_interrupted_it_leaves_nothing(tmp_path):
