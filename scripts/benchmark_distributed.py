@@ -315,8 +315,9 @@ def main(argv: list[str] | None = None) -> int:
     """Measure; returns the exit status."""
     parser = Parser(__doc__)
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--models", nargs="+", default=["kaggle", "terabyte"])
-    parser.add_argument("--kinds", nargs="+", default=["dense", "tt"])
+    models, kinds = (list(dict.fromkeys(names)) for names in zip(*SHAPES, strict=True))
+    parser.add_argument("--models", nargs="+", choices=models, default=models)
+    parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--batches", nargs="+", type=int, default=[65536], help="of each process")
     parser.add_argument("--wires", nargs="+", default=["fp32", "bf16"], help="see ShardingConfig")
     parser.add_argument("--precision", default="bf16")
@@ -327,7 +328,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--exchanges", nargs="+", default=["peers", "collective"], help="see ShardingConfig"
     )
-    parser.add_argument("--check", nargs="*", default=["kaggle", "terabyte"], help="models")
+    parser.add_argument("--check", nargs="*", choices=models, default=models, help="models")
     parser.add_argument("--traces", help="directory for a trace of each case")
     parser.add_argument("--cap", type=int, default=40_000_000, help="rows of a table at most")
     parser.add_argument("--output", default="benchmarks/distributed.json")

@@ -29,7 +29,8 @@ from dlrm.data import synthetic
 from dlrm.data.criteo import CriteoLoader
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import Meta
-from dlrm.hints import Parser, exit_status
+from dlrm.distributed import pick_device
+from dlrm.hints import Parser, count, exit_status
 from dlrm.measure import write
 
 
@@ -79,6 +80,7 @@ def consume(loader: CriteoLoader) -> None:
 
 def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     """All rates on the training split of a prepared directory."""
+    device = pick_device(options.device)
     meta = Meta.read(directory)
     rows = meta.splits["train"].rows
     first = pq.read_metadata(directory / meta.splits["train"].files[0]).row_group(0)
@@ -101,7 +103,7 @@ def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
                 batch_size=size,
                 shuffle=shuffle,
                 readers=options.readers,
-                device=options.device,
+                device=device,
             )
             rate = rates(rows, partial(consume, loader), repeats)
             result["loader"].append(
@@ -127,10 +129,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and write the JSON file; returns the exit status."""
     parser = Parser(__doc__)
     parser.add_argument("--data", type=Path, help="prepared directory; made if not given")
-    parser.add_argument("--rows", type=int, default=4_000_000, help="rows to make without --data")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[4096, 65536], help="per run")
-    parser.add_argument("--readers", type=int, default=2, help="reader threads, of the floors too")
-    parser.add_argument("--repeats", type=int, default=5, help="epochs per figure")
+    parser.add_argument("--rows", type=count, default=4_000_000, help="rows to make without --data")
+    parser.add_argument(
+        "--batch-sizes", type=count, nargs="+", default=[4096, 65536], help="per run"
+    )
+    parser.add_argument(
+        "--readers", type=count, default=2, help="reader threads, of the floors too"
+    )
+    parser.add_argument("--repeats", type=count, default=5, help="epochs per figure")
     parser.add_argument("--device", default="cpu", help="where batches go: cpu or cuda")
     parser.add_argument("--output", type=Path, help="JSON file to write (default: print only)")
     options = parser.parse_args(argv)

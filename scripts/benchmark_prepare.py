@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.raw and not options.raw.is_file():
         parser.error(f"--raw {options.raw} is not a file")
+    if options.raw and (lines := _lines(options.raw, max(options.rows))) < max(options.rows):
+        parser.error(f"--raw {options.raw} has {lines} rows, fewer than --rows: lower that")
     with tempfile.TemporaryDirectory(dir=options.directory) as work:
         raw = options.raw
         if raw is None:
@@ -101,6 +103,11 @@ def _make(directory: Path, rows: int) -> Path:
     options = ["--format", "tsv", "--rows", str(rows), "--output", str(directory)]
     subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
     return directory / "train.txt"
+
+
+def _lines(raw: Path, most: int) -> int:
+    with raw.open("rb") as source:
+        return sum(1 for _ in islice(source, most))
 
 
 def _head(raw: Path, rows: int, path: Path) -> Path:

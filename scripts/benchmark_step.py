@@ -27,7 +27,7 @@ from dlrm.data.batch import Batch
 from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings import available
 from dlrm.embeddings.plan import plan
-from dlrm.hints import Parser, count
+from dlrm.hints import Parser, count, exit_status
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
 from dlrm.rules import OPTIONS
@@ -161,6 +161,11 @@ def main(argv: list[str] | None = None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("error: there is no CUDA GPU; measure the CPU with --device cpu", file=sys.stderr)
         return 2
+    return exit_status(lambda: measure_all(options))
+
+
+def measure_all(options: argparse.Namespace) -> None:
+    """Measure every case, write after each, and print a table."""
     results = []
     for case in cases(options):
         results.append(measure_one(*case))
@@ -168,7 +173,6 @@ def main(argv: list[str] | None = None) -> int:
         print(results[-1], flush=True)
         measure.write(options.output, {"results": results})
     print(pd.DataFrame(results).to_string(index=False))
-    return 0
 
 
 if __name__ == "__main__":

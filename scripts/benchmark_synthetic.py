@@ -33,7 +33,8 @@ def time_run(output: Path, device: str, format: str, rows: int) -> dict[str, Any
     """Make ``rows`` rows like Kaggle's in a process of its own; what it took."""
     options = ["--like", "kaggle", "--rows", str(rows), "--format", format, "--device", device]
     start, cpu_before = time.perf_counter(), os.times()
-    subprocess.run([sys.executable, str(SCRIPT), *options, "--output", str(output)], check=True)
+    if subprocess.run([sys.executable, str(SCRIPT), *options, "--output", str(output)]).returncode:
+        raise SystemExit(2)  # it has told why
     seconds, cpu = time.perf_counter() - start, os.times()
     cpu_seconds = sum(cpu[2:4]) - sum(cpu_before[2:4])  # of child processes, user and system
     files = sorted(path for path in output.iterdir() if path.name != "meta.json")
@@ -80,7 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--devices", nargs="+", choices=("cpu", "cuda"), default=["cpu"])
     parser.add_argument("--rows", type=count, default=45_840_617, help="(default: %(default)s)")
     parser.add_argument(
-        "--tsv-rows", type=int, default=4_000_000, help="rows of the TSV run (default: %(default)s)"
+        "--tsv-rows",
+        type=count,
+        default=4_000_000,
+        help="rows of the TSV run (default: %(default)s)",
     )
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     args = parser.parse_args(argv)
