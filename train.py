@@ -170,13 +170,13 @@ class Run:
         val = {f"val/{k}": v for k, v in self._validate().items()}  # logged there
         final = {f"test/{k}": v for k, v in self._evaluate("test").items()}
         final |= self.fitted | self._embedding_sizes() | speed | tracking.memory(self.device)
-        planted = self.meta.planted.get("test", {})
-        final |= {f"test/best_possible_{name}": value for name, value in planted.items()}
+        best, rows = self.meta.planted.get("test", {}), self.meta.counts
+        final |= {f"test/best_possible_{name}": value for name, value in best.items()}
         self.tracker.log(self.steps, final)
         final = val | final
         tables = by_table(self.meta.tables, self.meta.cardinalities, self.recipe["plan"])
         hidden = HOUSEKEEPING | available().keys() - {kind for kind, _ in self.recipe["plan"]}
-        self.tracker.finish(yaml.safe_load(self.resolved), final, hidden, tables=tables)
+        self.tracker.finish(yaml.safe_load(self.resolved), final, hidden, tables=tables, rows=rows)
         if self.world.first:
             print(pd.Series(final).map("{:,.6g}".format).to_string())
             print(f"results in {self.directory}; tensorboard --logdir {self.directory.parent}")

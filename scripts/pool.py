@@ -65,14 +65,14 @@ class Pool:
 
         Raises:
             ChildProcessError: a run was killed, or ended neither well nor in a clear message.
-            ValueError: one that has finished was of other options.
+            ValueError: one that has finished was of other options, or of other rows.
         """
         common = [f"--data={Path(data).resolve()}", f"--output={self.directory.resolve()}"]
         tasks = []
         for name, options in dict(runs).items():  # once each, what was asked for twice
             arguments = [*common, f"--name={name}", *self.common, *options]
             if self.done(name):
-                self._require_alike(name, arguments)
+                self._require_alike(name, arguments, data)
             else:
                 tasks.append((self.directory / name, arguments))
         with _threads(max(1, cores() // self.jobs)):
@@ -92,8 +92,8 @@ class Pool:
                         "on where it was; fewer --jobs need less memory"
                     ) from None
 
-    def _require_alike(self, name: str, arguments: list[str]) -> None:
-        """Raise if the run of this name was of other options than these."""
+    def _require_alike(self, name: str, arguments: list[str], data: str | Path) -> None:
+        """Raise if the run of this name was of other options than these, or of other rows."""
         told = StringIO()  # notes, or mistakes
         try:
             with redirect_stderr(told):
@@ -101,13 +101,18 @@ class Pool:
         except SystemExit:
             print(told.getvalue(), end="", file=sys.stderr)
             raise
-        had = json.loads((self.directory / name / RESULT).read_text())["options"]
-        options, had = (without(own, HOUSEKEEPING) for own in (options, had))
+        result = json.loads((self.directory / name / RESULT).read_text())
+        options, had = (without(own, HOUSEKEEPING) for own in (options, result["options"]))
         others = [o for o in options.keys() & had.keys() if options[o] != had[o]]
         if others:
             raise ValueError(
                 f"{self.directory / name} has finished with another {', '.join(sorted(others))}: "
                 "give another --runs, or remove it"
+            )
+        if "rows" in result and result["rows"] != Meta.read(data).counts:
+            raise ValueError(
+                f"{self.directory / name} has finished on other rows than {data} has now: give "
+                "another --runs, or remove it"
             )
 
     def done(self, name: str) -> bool:

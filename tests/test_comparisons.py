@@ -51,7 +51,7 @@ def test_the_ratios_of_the_paper_at_once(script, capsys):
 
 
 @pytest.mark.slow
-def test_tt_rec_from_data_to_table_plot_and_json(script, data, tmp_path, capsys):
+def test_tt_rec_from_data_to_table_plot_and_json(script, data, tmp_path, capsys, monkeypatch):
     given = ["--data", str(data), "--config", "configs/demo.yaml", "--tables", "3", "--ranks", "4"]
     given += ["--caches", "0.01", "--cache-at", "3", "4", "--seeds", "1", "--fine-tune", "2"]
     given += ["--runs", str(tmp_path / "runs"), "--plot", str(tmp_path / "plot.png")]
@@ -78,6 +78,13 @@ def test_tt_rec_from_data_to_table_plot_and_json(script, data, tmp_path, capsys)
     assert (
         "tt3-r4-0 has finished with another optim: give another --runs" in capsys.readouterr().err
     )
+    # Nor for one of data that were made anew in the same place.
+    rows = json.loads((tmp_path / "runs" / "dense-0" / "result.json").read_text())["rows"]
+    assert rows == {n: [s.rows, s.positives] for n, s in Meta.read(data).splits.items()}
+    with monkeypatch.context() as changed:
+        changed.setattr(Meta, "counts", {**rows, "test": [1, 0]})
+        assert main([*given, "--no-timing"]) == 2
+    assert f"dense-0 has finished on other rows than {data} has now" in capsys.readouterr().err
     (tmp_path / "runs" / "dense-0" / "checkpoints").rename(tmp_path / "elsewhere")
     assert main([*given, "--no-timing"]) == 2
     assert "dense-0 has no checkpoint, which --fine-tune begins with" in capsys.readouterr().err

@@ -130,6 +130,11 @@ class Meta:
         """Whether any categorical column is a list column."""
         return any(column.multi_hot for column in self.categorical)
 
+    @property
+    def counts(self) -> dict[str, list[int]]:
+        """Rows and positives of each split, by which data that were made anew are told."""
+        return {name: [split.rows, split.positives] for name, split in self.splits.items()}
+
     def has_rows(self, split: str) -> bool:
         """Whether there is such a split, and not an empty one."""
         return split in self.splits and self.splits[split].rows > 0
