@@ -140,8 +140,11 @@ def _differing(summary: pd.DataFrame) -> pd.Series:
     told = {}
     several = len({str(json.loads(group).get("data")) for group in summary.index}) > 1
     for kind, groups in summary.groupby("emb"):
-        flat = pd.json_normalize([json.loads(group) for group in groups.index]).astype(str)
-        others = [f"{other}." for other in kinds - {str(kind).partition("+")[0]}]
+        given = [json.loads(group) for group in groups.index]
+        flat = pd.json_normalize(given).astype(str)
+        used = {str(kind).partition("+")[0]}  # and those of single tables
+        used.update(*((own.get("tables", {}).get("kinds") or {}).values() for own in given))
+        others = [f"{other}." for other in kinds - used]
         names = [
             name
             for name in flat.columns

@@ -267,16 +267,21 @@ def test_what_makes_two_runs_different(script, tmp_path, capsys):
     finish("bf16", 0.6, tables={"dtype": "bf16"}, tt={"rank": 5})
     finish("tt", 0.5, emb="tt", tt={"rank": 5})
     finish("more", 0.4, emb="tt", tt={"rank": 6}, data="e")
+    for rank in (2, 3):
+        finish(f"mixed{rank}", 0.3, emb="qr", tables={"kinds": {"C3": "tt"}}, tt={"rank": rank})
     compare = script("compare")
     summary = compare.summarize(compare.read(sorted(tmp_path.iterdir()))).set_index("run")
     assert f"left out: {tmp_path / 'a_again'} repeats the seed of a run" in capsys.readouterr().err
-    assert summary["seeds"].to_dict() == {"a": 2, "bf16": 1, "tt": 1, "more": 1}
+    seeds = {"a": 2, "bf16": 1, "tt": 1, "more": 1, "mixed2": 1, "mixed3": 1}
+    assert summary["seeds"].to_dict() == seeds
     assert summary["AUC"]["a"] == pytest.approx(0.75)
     assert summary["options"].to_dict() == {
         "a": "data=d tables.dtype=fp32",
         "bf16": "data=d tables.dtype=bf16",
         "tt": "data=d tt.rank=5",
         "more": "data=e tt.rank=6",
+        "mixed2": "data=d tt.rank=2",
+        "mixed3": "data=d tt.rank=3",
     }
 
 
