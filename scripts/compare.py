@@ -174,13 +174,16 @@ def render(summary: pd.DataFrame) -> str:
 def draw(summary: pd.DataFrame, metric: str, path: Path) -> Figure:
     """Quality or speed against bytes, one line per kind, with error bars over seeds."""
     figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
-    for kind, points in summary.dropna(subset=metric).sort_values("MB").groupby("emb"):
+    shown = summary.dropna(subset=metric).sort_values("MB")
+    others = [kind for kind in sorted(set(shown["emb"])) if kind != "dense"]
+    for kind, points in shown.groupby("emb"):
         dense = kind == "dense"
+        again = not dense and others.index(kind) >= 10  # there are ten colors
         axes.errorbar(
             points["MB"],
             points[metric],
             yerr=points[f"{metric} std"].fillna(0.0),
-            fmt="k*" if dense else "o-",
+            fmt="k*" if dense else "s--" if again else "o-",
             markersize=11 if dense else 5,
             zorder=3 if dense else 2,
             capsize=3,

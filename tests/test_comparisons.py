@@ -17,6 +17,7 @@ import pytest
 
 from dlrm.data import synthetic
 from dlrm.data.schema import Meta
+from dlrm.embeddings import available
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["batch_size=256", "model.bottom_mlp=[8]", "model.top_mlp=[8]", "device=cpu"]
@@ -244,6 +245,15 @@ def test_the_line_is_that_of_the_best_dense_model(script, tmp_path, metric, best
     figure = script("compare").draw(summary, metric, tmp_path / "plot.png")
     lines = [line for line in figure.axes[0].lines if line.get_linestyle() == "--"]
     assert [line.get_ydata()[0] for line in lines] == [best]
+
+
+def test_no_two_kinds_are_drawn_alike(script, tmp_path):
+    kinds = ["dense", "auto", "tt+cache", *sorted(set(available()) - {"dense"})]
+    assert len(kinds) > 11
+    summary = pd.DataFrame({"emb": kinds, "MB": 1.0, "AUC": 0.7, "AUC std": None})
+    figure = script("compare").draw(summary, "AUC", tmp_path / "plot.png")
+    lines = [container[0] for container in figure.axes[0].containers]
+    assert len({(line.get_color(), line.get_marker()) for line in lines}) == len(kinds)
 
 
 def test_what_makes_two_runs_different(script, tmp_path, capsys):
