@@ -186,8 +186,13 @@ def copy_bandwidth() -> float:
 
 
 def write(path: str | Path, result: Mapping[str, Any]) -> None:
-    """Write a result and its environment as JSON, whole or not at all."""
+    """Write a result and its environment as JSON, whole or not at all.
+
+    What is not a number becomes null: JSON has no word for it.
+    """
     path = Path(path)
+    text = json.dumps({"environment": environment(), **result})
+    plain = json.loads(text, parse_constant=lambda _: None)
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as temporary:
-        temporary.write_text(json.dumps({"environment": environment(), **result}, indent=1) + "\n")
+        temporary.write_text(json.dumps(plain, indent=1) + "\n")

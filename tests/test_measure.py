@@ -2,7 +2,7 @@
 
 import json
 import time
-from math import log
+from math import inf, log, nan
 
 import pytest
 import torch
@@ -62,3 +62,10 @@ def test_a_result_is_written_where_there_is_no_git(tmp_path, monkeypatch):
     monkeypatch.delenv("DLRM_COMMIT", raising=False)
     measure.write(tmp_path / "result.json", {})
     assert json.loads((tmp_path / "result.json").read_text())["environment"]["commit"] is None
+
+
+def test_what_is_not_a_number_is_null(tmp_path):
+    measure.write(tmp_path / "r.json", {"auc": nan, "rows": [{"ratio": inf, "ms": 0.1}]})
+    written = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)
+    assert written["auc"] is None
+    assert written["rows"] == [{"ratio": None, "ms": 0.1}]
