@@ -107,6 +107,11 @@ def choose_rates(options: argparse.Namespace, pool: Pool) -> tuple[dict[str, flo
     chosen: dict[str, tuple[float, float]] = {}
     for (kind, rate), runs in tried.items():
         found = [pool.metrics(name)["val/auc"] for name, _ in runs if pool.done(name)]
+        if None in found:
+            raise ValueError(
+                f"{options.validation} has rows of one label alone in its val split, which no rate "
+                "can be chosen by: prepare it with more"
+            )
         if found:
             chosen[kind] = max(chosen.get(kind, (0.0, 0.0)), (sum(found) / len(found), rate))
     return {kind: rate for kind, (_, rate) in chosen.items()}, impossible

@@ -161,6 +161,18 @@ def test_a_rate_that_could_not_be_tried_is_told_and_no_run_is_made_twice(
     assert sorted(row["run"] for row in report["results"]) == ["block-4x-0", "dense-0"]
 
 
+def test_a_rate_is_not_chosen_by_rows_of_one_label(script, data, tmp_path, capsys):
+    for name in ("rate-0.1-dense-0", "rate-0.1-dense-1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "result.json").write_text('{"metrics": {"val/auc": null}}')
+    frontier, pool = script("frontier"), script("pool").Pool(tmp_path, 1, [])
+    pool.train = lambda *_: []
+    given = ["--data", str(data), "--validation", str(data), "--rates", "0.1"]
+    options = frontier.arguments().parse_args([*given, "--kinds", "dense"])
+    with pytest.raises(ValueError, match="has rows of one label alone in its val split"):
+        frontier.choose_rates(options, pool)
+
+
 def test_mistakes_are_named(script, data, tmp_path, capsys):
     synthetic.write(tmp_path / "no_test", rows=50, cardinalities=[5] * 26, fractions=[1, 0, 0])
     bare = str(tmp_path / "no_test")
