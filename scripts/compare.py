@@ -141,7 +141,8 @@ def _differing(summary: pd.DataFrame) -> pd.Series:
     several = len({str(json.loads(group).get("data")) for group in summary.index}) > 1
     for kind, groups in summary.groupby("emb"):
         given = [json.loads(group) for group in groups.index]
-        flat = pd.json_normalize(given).astype(str)
+        flats = [pd.json_normalize(own).astype(object) for own in given]  # 7 beside None is no 7.0
+        flat = pd.concat(flats).map(str)
         used = {str(kind).partition("+")[0]}  # and those of single tables
         used.update(*((own.get("tables", {}).get("kinds") or {}).values() for own in given))
         others = [f"{other}." for other in kinds - used]

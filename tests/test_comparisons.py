@@ -291,11 +291,13 @@ def test_what_makes_two_runs_different(script, tmp_path, capsys):
     finish("more", 0.4, emb="tt", tt={"rank": 6}, data="e")
     for rank in (2, 3):
         finish(f"mixed{rank}", 0.3, emb="qr", tables={"kinds": {"C3": "tt"}}, tt={"rank": rank})
+    for largest in (None, 7):
+        finish(f"largest{largest}", 0.2, emb="robe", tables={"largest": largest})
     compare = script("compare")
     summary = compare.summarize(compare.read(sorted(tmp_path.iterdir()))).set_index("run")
     assert f"left out: {tmp_path / 'a_again'} repeats the seed of a run" in capsys.readouterr().err
-    seeds = {"a": 2, "bf16": 1, "tt": 1, "more": 1, "mixed2": 1, "mixed3": 1}
-    assert summary["seeds"].to_dict() == seeds
+    alone = ("bf16", "tt", "more", "mixed2", "mixed3", "largestNone", "largest7")
+    assert summary["seeds"].to_dict() == {"a": 2, **dict.fromkeys(alone, 1)}
     assert summary["AUC"]["a"] == pytest.approx(0.75)
     assert summary["options"].to_dict() == {
         "a": "data=d tables.dtype=fp32",
@@ -304,6 +306,8 @@ def test_what_makes_two_runs_different(script, tmp_path, capsys):
         "more": "data=e tt.rank=6",
         "mixed2": "data=d tt.rank=2",
         "mixed3": "data=d tt.rank=3",
+        "largestNone": "data=d tables.largest=None",
+        "largest7": "data=d tables.largest=7",
     }
 
 
