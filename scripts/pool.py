@@ -22,6 +22,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -101,7 +102,7 @@ class Pool:
         except SystemExit:
             print(told.getvalue(), end="", file=sys.stderr)
             raise
-        result = json.loads((self.directory / name / RESULT).read_text())
+        result = self._result(name, "options")
         options, had = (without(own, HOUSEKEEPING) for own in (options, result["options"]))
         others = [o for o in options.keys() & had.keys() if options[o] != had[o]]
         if others:
@@ -121,7 +122,17 @@ class Pool:
 
     def metrics(self, name: str) -> dict[str, float]:
         """The final metrics of a run."""
-        return json.loads((self.directory / name / RESULT).read_text())["metrics"]
+        return self._result(name, "metrics")["metrics"]
+
+    def _result(self, name: str, part: str) -> dict[str, Any]:
+        """What a finished run left, with this part."""
+        path = self.directory / name / RESULT
+        try:
+            result = json.loads(path.read_text())
+            result[part].keys()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is no result of train.py: {error!r}; remove it") from None
+        return result
 
 
 def _end_with_parent() -> None:

@@ -410,6 +410,10 @@ def test_what_is_no_result_is_named(script, tmp_path, capsys, content):
     (tmp_path / "result.json").write_text(content)
     assert script("compare").main([str(tmp_path), "--plot", str(tmp_path / "plot.png")]) == 2
     assert f"{tmp_path / 'result.json'} is no result of train.py" in capsys.readouterr().err
+    pool = script("pool").Pool(tmp_path.parent, 1, [])
+    if content != '{"options": {}, "metrics": {}}':
+        with pytest.raises(ValueError, match=r"is no result of train.py: .*; remove it"):
+            pool.train([(tmp_path.name, [])], "data")
 
 
 @pytest.mark.slow
