@@ -131,7 +131,7 @@ class World:
             dist.init_process_group(
                 backend, store=group, rank=self.rank, world_size=self.size, timeout=TIMEOUT
             )
-            sys.excepthook = partial(_tell, sys.excepthook)
+            sys.excepthook = partial(_tell, self, sys.excepthook)
         return device
 
     def before_leaving(self, act: Callable[[], object]) -> None:
@@ -269,14 +269,17 @@ class World:
 
 
 def _tell(
+    world: World,
     otherwise: Callable[..., object],
     kind: type[BaseException],
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """Say in one line that an exchange broke off since another process is gone."""
+    """Say in one line that an exchange broke off since another process is gone, unless that one
+    has told why.
+    """
     if issubclass(kind, RuntimeError) and "by peer" in str(error):
-        print("error: another process has ended, see what was said of it", file=sys.stderr)
+        world.say_once("error: another process has ended, see what was said of it")
     else:
         otherwise(kind, error, trace)
 

@@ -163,6 +163,14 @@ def test_an_error_is_told_once(data, tmp_path):
         assert len(re.findall("exitcode *: 2", done.stderr)) >= 1
 
 
+def test_what_one_process_has_told_the_others_leave_at_that(data, tmp_path):
+    (tmp_path / "run").mkdir()
+    done = torchrun(2, "train.py", *OPTIONS, "--data", data, "--output", tmp_path, "--name", "run")
+    assert done.returncode == 1
+    assert "run exists: choose another --name, or remove it" in done.stderr
+    assert done.stderr.count("error: ") == 1, done.stderr
+
+
 def test_a_full_disk_of_one_process_is_told(data, tmp_path):
     """An archive of PyTorch's that can't be written says what is amiss to its own process only."""
     program = tmp_path / "full.py"
