@@ -8,7 +8,7 @@ from argparse import Namespace
 
 from dlrm import checkpoint, metrics
 from dlrm.data.criteo import CriteoLoader
-from dlrm.distributed import pick_device
+from dlrm.distributed import World, pick_device
 from dlrm.hints import Parser, count, exit_status
 from dlrm.model import DLRM
 
@@ -65,6 +65,8 @@ def evaluate(options: Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program; returns the exit status."""
+    if not World.of_environment().first:  # under torchrun each would print the same
+        return 0
     options = arguments().parse_args(argv)
     return exit_status(lambda: evaluate(options))
 

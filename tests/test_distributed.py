@@ -202,6 +202,17 @@ def test_scores_are_written_by_one_process(data, tmp_path):
     assert not (tmp_path / "scores.parquet").exists()
 
 
+def test_metrics_are_printed_by_one_process(data, tmp_path):
+    alone("train.py", *OPTIONS, "--data", data, "--output", tmp_path, "--name", "run",
+          "--max_steps", "1")  # fmt: skip
+    done = torchrun(2, "scripts/evaluate.py", tmp_path / "run", data, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["auc"] == result(tmp_path / "run")["test/auc"]
+    done = torchrun(2, "scripts/evaluate.py", tmp_path, data)
+    assert done.returncode == 1
+    assert done.stderr.count("error: ") == 1, done.stderr
+
+
 def test_a_mistake_is_told_though_the_first_process_comes_last(tmp_path):
     program = tmp_path / "late.py"
     program.write_text(
