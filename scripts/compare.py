@@ -91,6 +91,8 @@ def read(runs: list[Path]) -> pd.DataFrame:
             result = json.loads(path.read_text())
             given = result["options"]
             options = without(given, {"seed", *HOUSEKEEPING})
+            if "rows" in result:  # data may have been made anew in one place
+                options["rows"] = result["rows"]
             values = {label: result["metrics"].get(name) for name, label in METRICS.items()}
             kind = _kind(options)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -138,7 +140,9 @@ def _differing(summary: pd.DataFrame) -> pd.Series:
     where any two groups differ, for on other data no kind is better or worse than another."""
     kinds = available().keys()
     told = {}
-    several = len({str(json.loads(group).get("data")) for group in summary.index}) > 1
+    every = pd.json_normalize([json.loads(group) for group in summary.index]).astype(str)
+    of_data = every.columns[every.columns.str.match(r"data$|rows\.")]
+    several = {name for name in of_data if every[name].nunique() > 1}
     for kind, groups in summary.groupby("emb"):
         given = [json.loads(group) for group in groups.index]
         flats = [pd.json_normalize(own).astype(object) for own in given]  # 7 beside None is no 7.0
@@ -149,7 +153,7 @@ def _differing(summary: pd.DataFrame) -> pd.Series:
         names = [
             name
             for name in flat.columns
-            if (flat[name].nunique() > 1 or (several and name == "data"))
+            if (flat[name].nunique() > 1 or name in several)
             and name != "budget"
             and not name.startswith(tuple(others))
         ]

@@ -271,7 +271,7 @@ def test_no_two_kinds_are_drawn_alike(script, tmp_path):
 def test_what_makes_two_runs_different(script, tmp_path, capsys):
     """A seed counts once, what makes no difference is no group, what does is shown."""
 
-    def finish(name, auc, **options):
+    def finish(name, auc, rows=None, **options):
         given = {
             "emb": "dense",
             "seed": 0,
@@ -281,6 +281,7 @@ def test_what_makes_two_runs_different(script, tmp_path, capsys):
         }
         (tmp_path / name).mkdir()
         result = {"options": {**given, **options}, "metrics": {"test/auc": auc}}
+        result |= {"rows": rows} if rows else {}
         (tmp_path / name / "result.json").write_text(json.dumps(result))
 
     finish("a", 0.7)
@@ -293,10 +294,13 @@ def test_what_makes_two_runs_different(script, tmp_path, capsys):
         finish(f"mixed{rank}", 0.3, emb="qr", tables={"kinds": {"C3": "tt"}}, tt={"rank": rank})
     for largest in (None, 7):
         finish(f"largest{largest}", 0.2, emb="robe", tables={"largest": largest})
+    for size in (100, 200):  # data that were made anew in the same place
+        finish(f"anew{size}", 0.1, {"test": [size, 9]}, emb="hash", data="d")
     compare = script("compare")
     summary = compare.summarize(compare.read(sorted(tmp_path.iterdir()))).set_index("run")
     assert f"left out: {tmp_path / 'a_again'} repeats the seed of a run" in capsys.readouterr().err
     alone = ("bf16", "tt", "more", "mixed2", "mixed3", "largestNone", "largest7")
+    alone += "anew100", "anew200"
     assert summary["seeds"].to_dict() == {"a": 2, **dict.fromkeys(alone, 1)}
     assert summary["AUC"]["a"] == pytest.approx(0.75)
     assert summary["options"].to_dict() == {
@@ -308,6 +312,8 @@ def test_what_makes_two_runs_different(script, tmp_path, capsys):
         "mixed3": "data=d tt.rank=3",
         "largestNone": "data=d tables.largest=None",
         "largest7": "data=d tables.largest=7",
+        "anew100": "data=d rows.test=[100, 9]",
+        "anew200": "data=d rows.test=[200, 9]",
     }
 
 
