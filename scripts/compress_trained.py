@@ -49,18 +49,14 @@ class Trained:
 
     Args:
         run: run directory or checkpoint.
-        data: prepared directory.
-        split: of the data, to measure on.
-        batch_size: of the measurement.
-        device: where all happens.
+        options: the data, and how it is measured: see :func:`evaluate.loaded`.
     """
 
-    def __init__(self, run: str, data: str, *, split: str, batch_size: int, device: str) -> None:
-        self.model, self.loader, self.bf16 = loaded(
-            run, data, split=split, batch_size=batch_size, device=device
-        )
+    def __init__(self, run: str, options: Namespace) -> None:
+        self.model, self.loader, self.bf16 = loaded(run, options)
         self.recipe = checkpoint.about(run)["recipe"]
-        self.data, self.meta, self.device = data, self.loader.meta, self.loader.device
+        self.data, self.meta = options.data, self.loader.meta
+        self.device = self.loader.device
 
     def measure(self, model: DLRM) -> dict[str, float]:
         """Quality and size of a model."""
@@ -105,16 +101,7 @@ def compress(options: Namespace) -> None:
     for kind in kinds:
         if kind not in valid:
             raise ValueError(f"unknown embedding kind {kind!r}{nearest(kind, valid)}")
-    trained = [
-        Trained(
-            run,
-            options.data,
-            split=options.split,
-            batch_size=options.batch_size,
-            device=options.device,
-        )
-        for run in options.runs
-    ]
+    trained = [Trained(run, options) for run in options.runs]
     rows = [_mean("trained", None, [model.measure(model.model) for model in trained])]
     for kind in kinds:
         for ratio in options.ratios:

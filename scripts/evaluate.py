@@ -26,23 +26,26 @@ def arguments() -> Parser:
     return parser
 
 
-def loaded(
-    run: str, data: str, *, split: str, batch_size: int | None, device: str
-) -> tuple[DLRM, CriteoLoader, bool]:
-    """The model, the rows to score, by default in batches as in the run, and whether in bf16."""
-    place = pick_device(device)
-    model, config = checkpoint.load_model(run, place)
+def loaded(run: str, options: Namespace) -> tuple[DLRM, CriteoLoader, bool]:
+    """The model, the rows to score, by default in batches as in the run, and whether in bf16.
+
+    Args:
+        run: where the model is.
+        options: with ``data``, ``split``, ``batch_size`` and ``device``.
+    """
+    device = pick_device(options.device)
+    model, config = checkpoint.load_model(run, device)
     loader = CriteoLoader(
-        data,
-        split,
-        batch_size=batch_size or config["eval_batch_size"],
-        device=place,
+        options.data,
+        options.split,
+        batch_size=options.batch_size or config["eval_batch_size"],
+        device=device,
         num_embeddings=model.sparse_arch.num_embeddings,
     )
     columns = len(loader.meta.dense)
     if columns != model.num_dense:
         raise ValueError(
-            f"{data} has {columns} dense columns, the model {model.num_dense}: name data "
+            f"{options.data} has {columns} dense columns, the model {model.num_dense}: name data "
             "prepared as that which it was trained on"
         )
     checkpoint.note_other_tables(model, loader.meta)
@@ -51,13 +54,7 @@ def loaded(
 
 def evaluate(options: Namespace) -> None:
     """Print the metrics as JSON."""
-    model, loader, bf16 = loaded(
-        options.checkpoint,
-        options.data,
-        split=options.split,
-        batch_size=options.batch_size,
-        device=options.device,
-    )
+    model, loader, bf16 = loaded(options.checkpoint, options)
     values = metrics.classification(*metrics.predict(model, loader, bf16=bf16))
     found = {"split": options.split, "rows": loader.rows, **metrics.finite(values)}
     print(json.dumps(found, indent=2))

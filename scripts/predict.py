@@ -38,13 +38,7 @@ def predict(options: Namespace) -> None:
     output = Path(options.output)
     if output.is_dir():
         raise ValueError(f"{output} is a directory; name the Parquet file to write")
-    model, loader, bf16 = loaded(
-        options.checkpoint,
-        options.data,
-        split=options.split,
-        batch_size=options.batch_size,
-        device=options.device,
-    )
+    model, loader, bf16 = loaded(options.checkpoint, options)
     schema = pa.schema({"probability": pa.float32(), "label": pa.float32()})
     output.parent.mkdir(parents=True, exist_ok=True)
     with whole(output) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
