@@ -138,27 +138,26 @@ def summarize(table: pd.DataFrame) -> pd.DataFrame:
 def _differing(summary: pd.DataFrame) -> pd.Series:
     """The options of each group in which those of its kind differ, the budget aside; and the data
     where any two groups differ, for on other data no kind is better or worse than another."""
-    kinds = available().keys()
+    flats = [pd.json_normalize(json.loads(group)).astype(object) for group in summary.index]
+    flat = pd.concat(flats).set_axis(summary.index)  # of objects: 7 beside None is no 7.0
+    of_data = flat.filter(regex=r"^(data$|rows\.)")
+    several = {name for name in of_data if of_data[name].dropna().map(str).nunique() > 1}
     told = {}
-    every = pd.json_normalize([json.loads(group) for group in summary.index]).astype(str)
-    of_data = every.columns[every.columns.str.match(r"data$|rows\.")]
-    several = {name for name in of_data if every[name].nunique() > 1}
     for kind, groups in summary.groupby("emb"):
-        given = [json.loads(group) for group in groups.index]
-        flats = [pd.json_normalize(own).astype(object) for own in given]  # 7 beside None is no 7.0
-        flat = pd.concat(flats).map(str)
-        used = {str(kind).partition("+")[0]}  # and those of single tables
-        used.update(*((own.get("tables", {}).get("kinds") or {}).values() for own in given))
-        others = [f"{other}." for other in kinds - used]
+        own = flat.loc[groups.index].dropna(axis=1, how="all")
+        of_tables = own.filter(regex=r"^tables\.kinds\.").to_numpy().ravel()
+        used = {str(kind).partition("+")[0], *of_tables}
+        others = [f"{other}." for other in available().keys() - used]
+        own = own.map(str)
         names = [
             name
-            for name in flat.columns
-            if (flat[name].nunique() > 1 or name in several)
+            for name in own.columns
+            if (own[name].nunique() > 1 or name in several)
             and name != "budget"
             and not name.startswith(tuple(others))
         ]
-        for group, (_, own) in zip(groups.index, flat[names].iterrows(), strict=True):
-            told[group] = " ".join(f"{name}={value}" for name, value in own.items())
+        for group, options in own[names].iterrows():
+            told[group] = " ".join(f"{name}={value}" for name, value in options.items())
     return pd.Series(told)
 
 
