@@ -6,6 +6,10 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -29,6 +33,12 @@ def whole(path: Path) -> Iterator[Path]:
         with suppress(OSError):  # the first error is the one to tell
             temporary.unlink()
         raise
+
+
+def save_figure(figure: Figure, path: Path, *, dpi: int) -> None:
+    """Draw a figure to a file, whole, in the format of its ending, which a temporary name hides."""
+    with whole(path) as temporary:
+        figure.savefig(temporary, dpi=dpi, format=path.suffix[1:])
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from dlrm.data.schema import (
 )
 from dlrm.data.synthesis.law import PROFILE_FILE, Profile, profiles
 from dlrm.data.synthesis.rows import Generator
-from dlrm.files import whole
+from dlrm.files import save_figure, whole
 from dlrm.hints import Parser, exit_status, picture
 
 # Rows of the full files, over which the cardinalities were counted.
@@ -245,8 +245,7 @@ def plot(path: str | Path, sample: pd.DataFrame, profile: Profile) -> None:
         f"{len(sample):,} rows, real (solid) and synthetic (dashed): share of the rows covered by "
         "the most frequent values (C, by rank) or by the values up to x (I)"
     )
-    with whole(Path(path)) as temporary:
-        figure.savefig(temporary, dpi=60, format=Path(path).suffix[1:])
+    save_figure(figure, Path(path), dpi=60)
 
 
 def calibrate(options: Namespace) -> None:

@@ -25,7 +25,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from dlrm.config import HOUSEKEEPING
 from dlrm.embeddings import available
-from dlrm.files import whole
+from dlrm.files import save_figure, whole
 from dlrm.hints import Parser, exit_status, picture
 from dlrm.tracking import RESULT, log_figures, without
 
@@ -207,8 +207,7 @@ def draw(summary: pd.DataFrame, metric: str, path: Path) -> Figure:
     axes.grid(alpha=0.3)
     figure.legend(*axes.get_legend_handles_labels(), title="--emb", loc="outside right center")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole(path) as temporary:
-        figure.savefig(temporary, dpi=150, format=path.suffix[1:])
+    save_figure(figure, path, dpi=150)
     plt.close(figure)
     return figure
 

@@ -37,7 +37,7 @@ from dlrm import checkpoint, measure
 from dlrm.data.schema import KAGGLE_CARDINALITIES, Meta
 from dlrm.embeddings.factorize import factorize_dim, factorize_rows
 from dlrm.embeddings.tt import clip_ranks, tt_weights
-from dlrm.files import whole
+from dlrm.files import save_figure
 from dlrm.hints import Parser, count, exit_status, picture, positive
 
 # Rows of the tables of Criteo Terabyte with ids modulo 10,000,000, as in the paper.
@@ -253,8 +253,7 @@ def draw(summary: pd.DataFrame, path: Path) -> None:
         ncols=6,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole(path) as temporary:
-        figure.savefig(temporary, dpi=150, format=path.suffix[1:])
+    save_figure(figure, path, dpi=150)
     plt.close(figure)
 
 
