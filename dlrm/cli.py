@@ -14,7 +14,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from datetime import date
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from docstring_parser import parse as parse_docstring
@@ -152,8 +152,12 @@ def _schema(kinds: Mapping[str, type]) -> dict[str, Option]:
         docs = parse_docstring(inspect.getdoc(cls) or "").params
         texts = {p.arg_name: p.description or "" for p in docs}
         for name, option in options.items():
+            own = hints[name]
+            if name in cls.per_table:  # type: ignore[attr-defined]
+                # A list, one for each table of a group, is for code: here tables have names.
+                own = Union[tuple(a for a in get_args(own) if get_origin(a) is not list)]  # noqa: UP007
             schema[f"{kind}.{name}"] = Option(
-                hints[name] | dict[str, hints[name]],  # type: ignore[valid-type]
+                own | dict[str, own],  # type: ignore[valid-type]
                 option.default,
                 texts.get(name, ""),
             )

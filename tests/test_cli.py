@@ -230,3 +230,11 @@ def test_options_of_kinds_that_no_table_has_are_noted(capsys, tmp_path):
     parse(["--emb", "qr", "--tables.kinds", "{C3: tt}", "--tt.rank", "4"], KINDS)
     parse(["--resume", "runs/one", "--tt.rank", "4"], KINDS)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kind", ["block", "drop"])
+def test_a_list_of_one_for_each_table_is_for_code_alone(capsys, kind):
+    text = mistakes(capsys, "--emb", kind, f"--{kind}.keep", "5", "6")
+    assert f"--{kind}.keep is '[5, 6]', it must be a whole number or a mapping of tables" in text
+    config, _ = parse([f"--{kind}.keep={{C3: 5, default: 7}}"], KINDS)
+    assert config.methods[kind] == {"keep": {"C3": 5, "default": 7}}

@@ -31,8 +31,8 @@ class Block(Embedding):
 
     Args:
         dim: the block dim, the length of the rows that are kept.
-        keep: how many ids of a table have a row of their own, a number or one per table; by
-            default all.
+        keep: how many ids of a table have a row of their own, one number or, in code, a list of
+            one for each table; by default all.
 
     Reference:
         Ginart et al., "Mixed Dimension Embeddings with Application to Memory-Efficient

@@ -19,7 +19,8 @@ class Drop(KeptRows):
     Ids stand in order of falling frequency, so this is the frequency threshold of common practice.
 
     Args:
-        keep: how many ids of a table have a row of their own, a number or one per table.
+        keep: how many ids of a table have a row of their own, one number or, in code, a list of
+            one for each table.
     """
 
     per_table = frozenset({"keep"})

@@ -108,7 +108,7 @@ def kept_rows(
     valid = all(isinstance(own, int) and own >= 0 for own in each)
     if not valid or len(each) != len(num_embeddings):
         raise ValueError(
-            f"{kind} keep is {keep}: set --{kind}.keep to a number of ids, 0 or more, or to one "
-            f"for each of the {len(num_embeddings)} tables"
+            f"{kind} keep is {keep}: set --{kind}.keep to a number of ids, 0 or more; in code it "
+            f"may be a list of one for each of the {len(num_embeddings)} tables"
         )
     return tuple(min(table, own + 1) for table, own in zip(num_embeddings, each, strict=True))
