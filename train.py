@@ -75,6 +75,7 @@ class Run:
         )
         self.train_data.look_ahead = self.step.look_ahead(config.batch_size)
         self.steps, self.epoch, self.best = 0, 0, float("-inf")
+        self.last_step = min(config.max_steps or float("inf"), config.epochs * len(self.train_data))
         self.fitted: dict[str, float] = {}  # metrics after --init_from, before any step
         self.validated: tuple[int, dict[str, float]] = (-1, {})  # step and metrics of the last
         self.loss: torch.Tensor | None = None  # of the last step
@@ -88,7 +89,6 @@ class Run:
         config = self.config
         self._announce()
         eval_every = config.eval_every or max(len(self.train_data) // 4, 1)
-        last_step = config.max_steps or float("inf")
         data, rows = self.train_data, self.train_data.rows
         if config.init_from and not self.steps:
             self.fitted = {f"fitted/{k}": v for k, v in self._evaluate("test").items()}
@@ -98,10 +98,10 @@ class Run:
         clock = tracking.Clock(self.train_data)
         self.model.train()
         done = self.epoch * rows + self.train_data.state_dict()["position"]
-        whole = min(config.epochs * rows, last_step * config.batch_size)
+        whole = min(config.epochs * rows, self.last_step * config.batch_size)
         with tracking.progress_bar(whole, done, silent=not self.world.first) as progress:
             for epoch in range(self.epoch, config.epochs):
-                if self.steps >= last_step:
+                if self.steps >= self.last_step:
                     break
                 self.epoch = epoch
                 self.train_data.set_epoch(epoch)
@@ -126,7 +126,7 @@ class Run:
                     if self.steps % eval_every == 0:
                         with clock.paused():
                             self._validate()
-                    if self.steps >= last_step:
+                    if self.steps >= self.last_step:
                         break
         if profiler:
             self.tracker.text("profile", profiler.close())
@@ -134,7 +134,9 @@ class Run:
 
     def _log(self, out: dict[str, torch.Tensor], clock: tracking.Clock, progress: tqdm) -> None:
         values = {f"train/{name}": float(value) for name, value in out.items()}
-        values |= clock.lap() | self.model.sparse_arch.cache_stats() | tracking.memory(self.device)
+        values |= self.model.sparse_arch.cache_stats()
+        if self.steps < self.last_step:  # else in the final metrics, of this step too
+            values |= clock.lap() | tracking.memory(self.device)
         for name, optimizer in zip(("dense", "embeddings"), self.optimizers, strict=True):
             values[f"lr/{name}"] = float(optimizer.param_groups[0]["lr"])
         self.tracker.log(self.steps, values)
@@ -158,9 +160,8 @@ class Run:
         return values
 
     def _evaluate(self, split: str) -> dict[str, float]:
-        if split not in self.held_out:
+        if (batches := self.held_out.get(split)) is None:
             return {}
-        batches = self.held_out[split]
         found = metrics.predict(self.model, batches, bf16=self.config.precision == "bf16")
         in_order = self.world.in_order(*found, batches.rows, batches.batch_size)
         return metrics.classification(*in_order)
@@ -249,9 +250,8 @@ class Run:
         checkpoint.save(path, parts, about, links=links, world=self.world)
 
     def _restore(self, path: str, state: dict[str, Any]) -> None:
-        order = state["loader"]["order"]
-        here, there = self.config.batch_size, order["batch_size"]
-        if here != there:
+        order, here = state["loader"]["order"], self.config.batch_size
+        if here != (there := order["batch_size"]):
             unequal = f"batch_size is {here} here and {there} in the state"
             raise ValueError(f"{unequal}: resume with the same --batch_size")
         order["batch_size"] = self.train_data.batch_size
