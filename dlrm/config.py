@@ -298,6 +298,8 @@ class RunConfig:
                 for name, value in values.items()
             },
             seed=(0 <= self.seed < 2**63, f"is {self.seed}, it must be 0 .. 2**63 - 1"),
+            data=(self.data != "", "is empty, it must name a directory"),
+            output=(self.output != "", "is empty, it must name a directory"),
             resume=(self.resume != "", "is empty, it must name a run or a checkpoint"),
             init_from=(self.init_from != "", "is empty, it must name a run or a checkpoint"),
             name=(

@@ -38,6 +38,15 @@ def positive(text: str) -> float:
     return value
 
 
+def place(text: str) -> Path:
+    """A file or directory; an empty name, as of a shell variable that is not set, would be the
+    directory that the program runs in: the ``type`` of an option.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("is empty, it must be a path")
+    return Path(text)
+
+
 def picture(text: str) -> Path:
     """A file that a plot is drawn to, in the format of its ending: the ``type`` of an option."""
     if Path(text).suffix not in (".png", ".svg", ".pdf"):

@@ -19,7 +19,7 @@ from sklearn.ensemble import HistGradientBoostingClassifier
 
 from dlrm import measure
 from dlrm.data.schema import Meta
-from dlrm.hints import Parser, count, exit_status
+from dlrm.hints import Parser, count, exit_status, place
 from dlrm.metrics import classification
 
 FOLDS = 5
@@ -67,9 +67,9 @@ def features(
 def arguments() -> Parser:
     """The command line."""
     parser = Parser(__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="prepared directory")
+    parser.add_argument("--data", type=place, required=True, help="prepared directory")
     parser.add_argument("--seeds", type=count, default=3, help="of the folds and of the trees")
-    parser.add_argument("--json", type=Path, help="where the result is written as JSON")
+    parser.add_argument("--json", type=place, help="where the result is written as JSON")
     return parser
 
 

@@ -30,7 +30,7 @@ from dlrm.data.schema import (
 from dlrm.data.synthesis.law import PROFILE_FILE, Profile, profiles
 from dlrm.data.synthesis.rows import Generator
 from dlrm.files import save_figure, whole
-from dlrm.hints import Parser, exit_status, picture
+from dlrm.hints import Parser, exit_status, picture, place
 
 # Rows of the full files, over which the cardinalities were counted.
 FULL = {
@@ -271,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "samples", nargs="+", metavar="NAME=FILE", help="kaggle or terabyte, and a raw TSV file"
     )
     parser.add_argument(
-        "--output", type=Path, default=PROFILE_FILE, help="profile to write (default: %(default)s)"
+        "--output", type=place, default=PROFILE_FILE, help="profile to write (default: %(default)s)"
     )
     parser.add_argument(
         "--plot", type=picture, metavar="PNG", help="draw the fit of the first sample"

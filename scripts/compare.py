@@ -26,7 +26,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from dlrm.config import HOUSEKEEPING
 from dlrm.embeddings import available
 from dlrm.files import save_figure, whole
-from dlrm.hints import Parser, exit_status, picture
+from dlrm.hints import Parser, exit_status, picture, place
 from dlrm.tracking import RESULT, log_figures, without
 
 METRICS = {
@@ -55,15 +55,15 @@ LOSSES = ("log loss", "NE")  # the lower the better
 def arguments() -> Parser:
     """The command line."""
     parser = Parser(__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, help="run directories")
+    parser.add_argument("runs", nargs="+", type=place, help="run directories")
     parser.add_argument(
         "--plot", type=picture, default=Path("compare.png"), help="PNG, SVG or PDF to draw"
     )
     parser.add_argument("--metric", choices=QUALITY, default="AUC", help="what the plot shows")
-    parser.add_argument("--json", type=Path, help="also write the table as JSON")
+    parser.add_argument("--json", type=place, help="also write the table as JSON")
     parser.add_argument(
         "--tensorboard",
-        type=Path,
+        type=place,
         metavar="DIR",
         help="also show the plot in TensorBoard, as a run of this name, such as runs/comparison",
     )

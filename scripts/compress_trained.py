@@ -22,7 +22,7 @@ from dlrm import checkpoint, measure, metrics
 from dlrm.data.counts import read_counts
 from dlrm.embeddings import available
 from dlrm.embeddings.plan import plan
-from dlrm.hints import Parser, count, exit_status, nearest, positive
+from dlrm.hints import Parser, count, exit_status, nearest, place, positive
 from dlrm.model import DLRM, DTYPES
 
 
@@ -40,7 +40,7 @@ def arguments() -> Parser:
     parser.add_argument("--batch-size", type=count, default=16384, help="samples per batch")
     parser.add_argument("--seed", type=int, default=0, help="of fits that draw (default: 0)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    parser.add_argument("--json", type=Path, help="where the result is written as JSON")
+    parser.add_argument("--json", type=place, help="where the result is written as JSON")
     return parser
 
 

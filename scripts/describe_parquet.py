@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import DESCRIBED, META_FILE, SPLITS, Categorical, Meta, Split
-from dlrm.hints import Parser, exit_status
+from dlrm.hints import Parser, exit_status, place
 
 SPARSE = 10  # rows of a table per value of its column, from which on the ids look hashed
 
@@ -163,7 +163,7 @@ def _found(directory: Path, patterns: Sequence[str]) -> tuple[str, ...]:
 def parser() -> Parser:
     """The command line."""
     made = Parser(__doc__)
-    made.add_argument("directory", type=Path, help="where the files lie and meta.json goes")
+    made.add_argument("directory", type=place, help="where the files lie and meta.json goes")
     for split in SPLITS:
         made.add_argument(
             f"--{split}",

@@ -30,7 +30,7 @@ from pool import Pool, Run, require_rows, step_speed
 from dlrm import measure
 from dlrm.data.schema import Meta
 from dlrm.embeddings import available
-from dlrm.hints import Parser, count, exit_status, nearest, picture, positive
+from dlrm.hints import Parser, count, exit_status, nearest, picture, place, positive
 
 CACHED = "tt+cache"
 KINDS = ("auto", "tt", CACHED, "qr", "block", "hash", "drop", "robe", "cafe")
@@ -58,7 +58,7 @@ def arguments() -> Parser:
         type=known_rate,
         help="learning rates of the embeddings that are known",
     )
-    parser.add_argument("--runs", type=Path, default=Path("runs/frontier"), help="where runs go")
+    parser.add_argument("--runs", type=place, default=Path("runs/frontier"), help="where runs go")
     parser.add_argument("--jobs", type=count, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--no-timing", action="store_true", help="leave out the step times")
     parser.add_argument(
@@ -67,7 +67,7 @@ def arguments() -> Parser:
         default=Path("frontier.png"),
         help="PNG, SVG or PDF to draw; that of the speed lies beside it",
     )
-    parser.add_argument("--json", type=Path, help="where the result is written as JSON")
+    parser.add_argument("--json", type=place, help="where the result is written as JSON")
     parser.add_argument("--options", nargs="*", default=[], help="more options, as epochs=2")
     return parser
 

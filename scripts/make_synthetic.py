@@ -20,7 +20,7 @@ from tqdm import tqdm
 from dlrm.data import synthetic
 from dlrm.data.schema import Meta
 from dlrm.data.synthesis.law import profiles
-from dlrm.hints import Parser, exit_status
+from dlrm.hints import Parser, exit_status, place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options; ends the program with status 2 for one that does not exist."""
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--output", required=True, metavar="DIR", help="directory to make; must not hold anything")
+    add(
+        "--output",
+        type=place,
+        required=True,
+        metavar="DIR",
+        help="directory to make; must not hold anything",
+    )
     add(
         "--like",
         choices=PRESETS,

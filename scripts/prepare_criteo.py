@@ -12,7 +12,7 @@ from typing import Any
 
 from dlrm.data.preparation.workspace import BAD_ROWS_FILE
 from dlrm.data.prepare import Options, prepare
-from dlrm.hints import Parser, exit_status
+from dlrm.hints import Parser, exit_status, place
 
 EPILOG = """\
 Input: lines of label, I1..I13 (numbers, may be empty), C1..C26 (up to 8 hex digits, may be empty),
@@ -64,8 +64,8 @@ def _prepare(inputs: list[Path], output: Path, workers: int | None, **given: Any
 def _parser() -> Parser:
     parser = Parser(__doc__, epilog=EPILOG)
     add, default = parser.add_argument, Options()
-    add("inputs", nargs="+", metavar="INPUT", type=Path, help="raw files, in the order of time")
-    add("--output", metavar="DIR", type=Path, required=True, help="directory to write to")
+    add("inputs", nargs="+", metavar="INPUT", type=place, help="raw files, in the order of time")
+    add("--output", metavar="DIR", type=place, required=True, help="directory to write to")
     add(
         "--split",
         nargs="+",

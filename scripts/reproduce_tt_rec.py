@@ -38,7 +38,7 @@ from dlrm.data.schema import KAGGLE_CARDINALITIES, Meta
 from dlrm.embeddings.factorize import factorize_dim, factorize_rows
 from dlrm.embeddings.tt import clip_ranks, tt_weights
 from dlrm.files import save_figure
-from dlrm.hints import Parser, count, exit_status, picture, positive
+from dlrm.hints import Parser, count, exit_status, picture, place, positive
 
 # Rows of the tables of Criteo Terabyte with ids modulo 10,000,000, as in the paper.
 TERABYTE_10M = (
@@ -79,13 +79,13 @@ def arguments() -> Parser:
         "--fine-tune", type=count, default=0, metavar="STEPS", help="of the compressed dense model"
     )
     parser.add_argument("--fine-tune-lr", type=positive, default=5e-4, help="their learning rate")
-    parser.add_argument("--runs", type=Path, default=Path("runs/tt_rec"), help="where runs go")
+    parser.add_argument("--runs", type=place, default=Path("runs/tt_rec"), help="where runs go")
     parser.add_argument("--jobs", type=count, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--no-timing", action="store_true", help="leave out the step times")
     parser.add_argument(
         "--plot", type=picture, default=Path("tt_rec.png"), help="PNG, SVG or PDF to draw"
     )
-    parser.add_argument("--json", type=Path, help="where the result is written as JSON")
+    parser.add_argument("--json", type=place, help="where the result is written as JSON")
     parser.add_argument("--options", nargs="*", default=[], help="more options, as epochs=2")
     return parser
 

@@ -80,6 +80,8 @@ def test_option_without_value(capsys):
         ("--optim.decay_start", "-5", "decay_start is -5"),
         ("--optim.decay_steps", "9", "must be at least 1, and 1 without decay_start"),
         ("--budget", "heaps", "--budget: 'heaps' is no amount of memory"),
+        ("--data", "", "--data is empty, it must name a directory"),
+        ("--output", "", "--output is empty, it must name a directory"),
         ("--resume", "", "--resume is empty, it must name a run or a checkpoint"),
         ("--init_from", "", "--init_from is empty, it must name a run or a checkpoint"),
         ("--device", "gpu", "--device is 'gpu'"),

@@ -1,6 +1,6 @@
 import pytest
 
-from dlrm.hints import Parser, exit_status, nearest, positive
+from dlrm.hints import Parser, exit_status, nearest, place, positive
 
 
 def test_nearest_name_and_all_of_them():
@@ -54,6 +54,15 @@ def test_help_gives_the_defaults_of_lists_and_without_a_text_too(capsys):
     assert "of a step (default: fast 'not ahead')" in text
     assert "more options --thresholds" in text
     assert text.endswith("rows of tables")
+
+
+def test_an_empty_path_is_not_taken_for_the_current_directory(capsys):
+    parser = Parser("What it does.")
+    parser.add_argument("--output", type=place)
+    assert str(parser.parse_args(["--output= runs"]).output) == " runs"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--output="])
+    assert capsys.readouterr().err == "error: argument --output: is empty, it must be a path\n"
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "nan", "inf", "ten"])
