@@ -21,7 +21,7 @@ from evaluate import loaded
 from dlrm import checkpoint, measure, metrics
 from dlrm.data.counts import read_counts
 from dlrm.embeddings import available
-from dlrm.embeddings.plan import plan
+from dlrm.embeddings.plan import plan, times
 from dlrm.hints import Parser, count, exit_status, nearest, place, positive
 from dlrm.model import DLRM, DTYPES
 
@@ -80,7 +80,7 @@ class Trained:
             self.recipe["num_embeddings"],
             self.recipe["embedding_dim"],
             kind,
-            budget=f"{ratio:g}x",
+            budget=times(ratio),
             counts=lambda: read_counts(self.data, self.meta),
             weight_bytes=DTYPES[self.recipe.get("tables_dtype", "fp32")],
         )
@@ -108,7 +108,7 @@ def compress(options: Namespace) -> None:
             try:
                 found = [model.compressed(kind, ratio) for model in trained]
             except ValueError as error:
-                print(f"{kind} at {ratio:g}x: {error}")
+                print(f"{kind} at {times(ratio)}: {error}")
                 continue
             rows.append(_mean(kind, ratio, found, rows[0]["auc"]))
     if options.json:

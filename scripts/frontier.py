@@ -30,6 +30,7 @@ from pool import Pool, Run, require_rows, step_speed
 from dlrm import measure
 from dlrm.data.schema import Meta
 from dlrm.embeddings import available
+from dlrm.embeddings.plan import times
 from dlrm.hints import Parser, count, exit_status, nearest, picture, place, positive
 
 CACHED = "tt+cache"
@@ -89,7 +90,7 @@ def point(kind: str, ratio: float, seed: int, rate: float | None, rows: int) -> 
     options += [] if rate is None else [f"--optim.embeddings_lr={rate:g}"]
     if kind == "dense":
         return f"dense-{seed}", options
-    return f"{kind}-{ratio:g}x-{seed}", [*options, f"--budget={ratio:g}x"]
+    return f"{kind}-{times(ratio)}-{seed}", [*options, f"--budget={times(ratio)}"]
 
 
 def choose_rates(options: argparse.Namespace, pool: Pool) -> tuple[dict[str, float], list[str]]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from dlrm.cli import parse
 from dlrm.data import synthetic
 from dlrm.data.schema import Meta
 from dlrm.embeddings import available
@@ -456,3 +457,9 @@ def test_a_run_that_crashes_is_no_result(script, tmp_path, monkeypatch):
     with pytest.raises(ChildProcessError, match=r"run a failed; see .*a\.log"):
         pool.train_one(tmp_path / "a", [])
     assert "ZeroDivisionError" in (tmp_path / "a.log").read_text()
+
+
+def test_a_ratio_of_a_million_is_a_budget_that_train_reads(script):
+    name, options = script("frontier").point("robe", 1e6, 0, None, 10**7)
+    assert name == "robe-1000000x-0"
+    assert parse(options, available())[0].budget == "1000000x"

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from torch import Tensor
 
@@ -36,6 +37,11 @@ def parse_bytes(text: str, dense_bytes: int) -> int:
         if amount < MOST:
             return int(amount)
     raise ValueError(f"{text!r} is no amount of memory: write 20MB, 512KiB, 4000000 or 100x")
+
+
+def times(ratio: float) -> str:
+    """``"100x"``: a ratio to dense tables as :func:`parse_bytes` reads it, in digits alone."""
+    return f"{np.format_float_positional(ratio, trim='-')}x"
 
 
 def plan(

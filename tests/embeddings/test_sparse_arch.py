@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from dlrm.embeddings.plan import parse_bytes, plan
+from dlrm.embeddings.plan import parse_bytes, plan, times
 from dlrm.embeddings.sparse_arch import SparseArch, grouped
 from dlrm.optim import RowOptimizer
 
@@ -146,6 +146,10 @@ def test_amounts_of_memory():
     assert parse_bytes("1.5 KiB", 0) == 1536
     assert parse_bytes("4000", 0) == 4000
     assert parse_bytes("100x", 1000) == 10
+    for ratio, text in {2.5: "2.5x", 10.0: "10x", 1e6: "1000000x", 1234567: "1234567x"}.items():
+        assert times(ratio) == text
+        assert parse_bytes(text, 10**12) == int(10**12 / ratio)
+    assert times(1e-5) == "0.00001x"
     too_much = ("99999999999GB", "9" * 400, "0." + "0" * 30 + "1x")
     for text in ("much", "-3MB", "0", "5 parsecs", "", *too_much):
         with pytest.raises(ValueError, match="no amount of memory"):
