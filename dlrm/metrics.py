@@ -32,11 +32,7 @@ def classification(logits: Tensor | np.ndarray, labels: Tensor | np.ndarray) -> 
     logits, labels = torch.as_tensor(logits).double(), torch.as_tensor(labels).double()
     if len(logits) == 0:
         raise ValueError("there are no samples to measure")
-    if not logits.isfinite().all():
-        raise ValueError(
-            "the model's outputs are not finite: training diverged; lower --optim.lr or set "
-            "--optim.warmup_steps or --optim.clip_norm"
-        )
+    require_outputs(logits)
     # log(1 + exp(-|x|)) + max(x, 0) - x y: exact where the probability rounds to 0 or 1
     zero = logits.new_zeros(())
     loss = float((torch.logaddexp(zero, logits) - logits * labels).mean())
@@ -85,6 +81,19 @@ def require_finite(loss: float, step: int) -> None:
         raise ValueError(
             f"the loss is {loss} at step {step}: lower --optim.lr, or set --optim.warmup_steps or "
             "--optim.clip_norm"
+        )
+
+
+def require_outputs(logits: Tensor) -> None:
+    """Raise where a model gives none: not for every sample a finite number.
+
+    Raises:
+        ValueError: a logit is not finite.
+    """
+    if not logits.isfinite().all():
+        raise ValueError(
+            "the model's outputs are not finite: training diverged; lower --optim.lr or set "
+            "--optim.warmup_steps or --optim.clip_norm"
         )
 
 

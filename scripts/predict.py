@@ -44,6 +44,7 @@ def predict(options: Namespace) -> None:
     with whole(output) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
         for batch in loader:
             logits, labels = metrics.predict(model, [batch], bf16=bf16)
+            metrics.require_outputs(logits)
             probabilities = metrics.sigmoid(logits).float().cpu().numpy()
             columns = [probabilities, labels.cpu().numpy()]
             writer.write_table(pa.table(columns, schema=schema))

@@ -18,6 +18,7 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dlrm import checkpoint
 from dlrm.checkpoint import way_on
 from dlrm.data import synthetic
 from dlrm.embeddings import available
@@ -422,6 +423,21 @@ def test_files_where_directories_are_wanted(data, tmp_path):
     done = run("scripts/predict.py", tmp_path / "run", data, tmp_path, status=2)
     assert f"error: {tmp_path} is a directory; name the Parquet file" in done.stderr
     run("scripts/compare.py", tmp_path / "run", "--plot", file / "x.png", status=2)
+
+
+def test_the_scores_of_a_diverged_model_are_refused_as_its_metrics_are(data, tmp_path):
+    train(data, tmp_path, "run", "--max_steps", "1")
+    model, _ = checkpoint.load_model(tmp_path / "run")
+    torch.nn.init.constant_(list(model.dense_parameters())[-1], float("nan"))
+    diverged, scores = tmp_path / "diverged", tmp_path / "scores.parquet"
+    (diverged / "checkpoints").mkdir(parents=True)
+    path = diverged / "checkpoints" / "step_1"
+    checkpoint.save(path, checkpoint.Parts(model), checkpoint.about(tmp_path / "run"))
+    measured = run("scripts/evaluate.py", diverged, data, status=2)
+    done = run("scripts/predict.py", diverged, data, scores, status=2)
+    assert done.stderr == measured.stderr
+    assert done.stderr.startswith("error: the model's outputs are not finite")
+    assert not scores.exists()
 
 
 def test_a_run_is_not_overwritten(data, tmp_path):
