@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _prepare(inputs: list[Path], output: Path, workers: int | None, **given: Any) -> None:
     """Prepare and print a summary."""
     start = time.perf_counter()
+    _note_order(inputs)
     options = Options(**given | {"split": tuple(given["split"])})
     meta = prepare(inputs, output, options, workers=workers)
     seconds = time.perf_counter() - start
@@ -59,6 +62,19 @@ def _prepare(inputs: list[Path], output: Path, workers: int | None, **given: Any
         print(f"left out {bad['skipped']:,} ({kinds}); the first are in {output / BAD_ROWS_FILE}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     print(f"{seconds:.1f} s, {rows / seconds:,.0f} rows/s, peak memory {peak:.2f} GB: {output}")
+
+
+def _note_order(inputs: Sequence[Path]) -> None:
+    """Say that files go back in number: a shell's ``day_*`` has day_10 before day_2."""
+    for one, other in pairwise(inputs):
+        parts, others = (re.split(r"(\d+)", str(path)) for path in (one, other))
+        if parts[::2] == others[::2] and [*map(int, parts[1::2])] > [*map(int, others[1::2])]:
+            print(
+                f"note: {one} stands before {other}, and inputs are taken to be in the order of "
+                "time: a shell counts in day_{0..23}, not in day_*",
+                file=sys.stderr,
+            )
+            return
 
 
 def _parser() -> Parser:

@@ -556,6 +556,15 @@ def test_errors_of_the_script_are_one_line(arguments, message, capsys, tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("days", [(0, 2, 9, 10, 11), (0, 10, 11, 2, 9)])
+def test_days_in_the_order_of_letters_are_noted(days, capsys, tmp_path):
+    paths = [str(write_raw(tmp_path / f"day_{day}.tsv", raw_rows(9, seed=day))) for day in days]
+    assert prepare_criteo.main([*paths, "--output", str(tmp_path / "out")]) == 0
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note")]
+    known = f"note: {paths[2]} stands before {paths[3]}, and inputs are taken to be in the order"
+    assert [note.startswith(known) for note in notes] == [True] * (days[-1] == 9)
+
+
 @pytest.mark.skipif(not KAGGLE.exists(), reason="the real rows are not here")
 def test_real_rows_with_the_vocabulary_of_all(tmp_path):
     options = Options(vocabulary="all", split=("0.85", "0", "0.15"))
