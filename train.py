@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class Run:
     def __init__(self, config: RunConfig, resolved: str, world: World) -> None:
         self.config, self.resolved, self.world = config, resolved, world
         self.device = world.join(pick_device(config.device))
-        name = config.name or f"{config.emb}-{time.strftime('%Y%m%d-%H%M%S')}"
+        name = config.name or f"{config.emb}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         new = Path(config.output) / name
         self.directory = world.from_first(lambda: checkpoint.directory(new, config.resume))
         if config.data == RunConfig.data and world.first:

@@ -89,6 +89,9 @@ class Tracker:
         directory: of the run; made if it is not there.
         step: where a resumed run goes on; entries beyond it, of steps that were lost when the
             run was interrupted, are dropped from both files.
+
+    Raises:
+        ValueError: a new run, where another has begun.
     """
 
     def __init__(self, directory: Path, *, step: int | None = None) -> None:
@@ -98,6 +101,10 @@ class Tracker:
             kept = [json.dumps(e) + "\n" for e in _entries(self.path) if e["step"] <= step]
             with whole(self.path) as temporary:
                 temporary.write_text("".join(kept))
+        try:
+            self._lines = self.path.open("x" if step is None else "a", buffering=1)
+        except FileExistsError:  # by a run that was started at the same time
+            raise ValueError(f"{directory} is that of another run: choose another --name") from None
         (directory / RESULT).unlink(missing_ok=True)  # until this run has finished
         self._writer = SummaryWriter(str(directory), purge_step=None if step is None else step + 1)
         if step is None:
@@ -110,7 +117,6 @@ class Tracker:
                     for category, charts in OVERVIEW.items()
                 }
             )
-        self._lines = self.path.open("a", buffering=1)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record numbers under names like ``train/loss``; the part before the slash groups them."""

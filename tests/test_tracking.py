@@ -85,6 +85,15 @@ def test_what_is_not_a_number_is_null_in_json(tmp_path):
         assert "NaN" not in text
 
 
+def test_of_two_new_runs_in_one_place_the_second_is_refused(tmp_path):
+    with Tracker(tmp_path) as first:
+        first.log(1, {"train/loss": 1.0})
+        with pytest.raises(ValueError, match="is that of another run: choose another --name"):
+            Tracker(tmp_path)
+    assert len(list(tmp_path.glob("events*"))) == 1
+    assert [e.value for e in events(tmp_path).Scalars("train/loss")] == [1.0]
+
+
 def test_a_resumed_run_drops_what_was_logged_after_its_checkpoint(tmp_path):
     with Tracker(tmp_path) as tracker:
         for step in range(1, 6):

@@ -440,6 +440,19 @@ def test_the_scores_of_a_diverged_model_are_refused_as_its_metrics_are(data, tmp
     assert not scores.exists()
 
 
+def test_runs_that_are_started_in_one_second_have_names_of_their_own(data, tmp_path):
+    options = ["--data", data, "--output", tmp_path, "--max_steps", "1", "--device", "cpu", *SMALL]
+    started = [
+        subprocess.Popen(
+            command("train.py", *options, "--seed", seed), cwd=ROOT, stdout=subprocess.DEVNULL
+        )
+        for seed in range(2)
+    ]
+    assert [process.wait() for process in started] == [0, 0]
+    found = [json.loads(path.read_text()) for path in tmp_path.glob("dense-*/result.json")]
+    assert sorted(run["options"]["seed"] for run in found) == [0, 1]
+
+
 def test_a_run_is_not_overwritten(data, tmp_path):
     train(data, tmp_path, "run", "--max_steps", "2")
     done = train(data, tmp_path, "run", "--max_steps", "2", status=2)
