@@ -151,10 +151,16 @@ def _found(directory: Path, patterns: Sequence[str]) -> tuple[str, ...]:
     """The files that the patterns match, relative to the directory, each pattern's in order."""
     names: list[str] = []
     for pattern in patterns:
-        matches = sorted(glob.glob(pattern, root_dir=directory))
+        named = (directory / pattern).is_file()  # as in part[1].parquet, which is a pattern too
+        matches = [pattern] if named else sorted(glob.glob(pattern, root_dir=directory))
         if not matches:
             raise FileNotFoundError(
                 f"no file {pattern!r} in {directory}; names are relative to that directory"
+            )
+        if folders := [name for name in matches if (directory / name).is_dir()]:
+            raise ValueError(
+                f"{directory / folders[0]} is a directory; name the files in it, as "
+                f"'{folders[0].rstrip('/')}/*.parquet'"
             )
         names += matches
     return tuple(names)

@@ -71,6 +71,19 @@ def test_described_files_are_read(shop):
     np.testing.assert_array_equal(batch.ids[400:], np.concatenate(expected["tags"]))
 
 
+def test_names_with_brackets_and_directories_of_files(shop):
+    (shop / "train-0.parquet").rename(shop / "train[0].parquet")
+    (shop / "rest").mkdir()
+    (shop / "train-1.parquet").rename(shop / "rest" / "1.parquet")
+    run = describe(shop, "--train", "train[0].parquet", "rest/", "--label", "clicked")
+    assert run.stderr == (
+        f"error: {shop / 'rest'} is a directory; name the files in it, as 'rest/*.parquet'\n"
+    )
+    run = describe(shop, "--train", "train[0].parquet", "rest/*.parquet", "--label", "clicked")
+    assert run.returncode == 0, run.stderr
+    assert Meta.read(shop).splits["train"].files == ("train[0].parquet", "rest/1.parquet")
+
+
 def test_columns_are_told_apart_by_type(shop):
     assert describe(shop, *ARGUMENTS).returncode == 0
     meta = Meta.read(shop)
