@@ -257,9 +257,11 @@ def _typed(parser: ArgumentParser, schema: Mapping[str, Option], name: str, valu
     except (TypeError, ValueError) as error:  # names that are no text, values inside themselves
         raise ArgumentError(None, str(error)) from None
     try:
-        return parser.parse_args([f"--{name}={text}"])[name]
+        typed = parser.parse_args([f"--{name}={text}"])[name]
     except ArgumentError:
-        return parser.parse_args([f"--{name}=[{text}]"])[name]
+        typed = parser.parse_args([f"--{name}=[{text}]"])[name]
+    # Tables may be named 0, 1, 2, which YAML takes for numbers.
+    return {str(table): own for table, own in typed.items()} if isinstance(typed, dict) else typed
 
 
 def _type_name(annotation: Any) -> str:

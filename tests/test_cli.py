@@ -127,6 +127,17 @@ def test_yaml_sets_and_the_command_line_overrides(tmp_path):
     assert config.methods["tt"] == {"rank": 8}
 
 
+def test_tables_whose_names_are_numbers(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("tables: {kinds: {3: tt}}\ntt: {rank: {3: 8, default: 4}}\n")
+    given = ["--tables.kinds", "{3: tt}", "--tt.rank", "{3: 8, default: 4}"]
+    for argv in (given, ["--config", str(path)]):
+        config, resolved = parse(argv, KINDS)
+        assert config.tables.kinds == {"3": "tt"}
+        assert config.methods["tt"] == {"rank": {"3": 8, "default": 4}}
+        assert yaml.safe_load(resolved)["tables"]["kinds"] == {"3": "tt"}
+
+
 def test_mistakes_in_yaml_name_the_file(capsys, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("batch_sise: 3\nepochs: often\nmodel: {embeding_dim: 4}\n")
