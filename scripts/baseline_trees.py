@@ -81,6 +81,11 @@ def boost(options: Namespace) -> None:
     if meta.multi_hot:
         raise ValueError(f"{options.data} has lists of ids; trees take one id per row and column")
     train, test = (read(options.data, meta, split) for split in ("train", "test"))
+    if {*train[meta.label]} != {0, 1}:
+        raise ValueError(
+            f"{options.data}: labels of the train rows must be 0 and 1, some of each, for trees "
+            "to tell them apart"
+        )
     results = []
     for seed in range(options.seeds):
         inputs, others = features(meta, train, test, seed)
@@ -89,7 +94,7 @@ def boost(options: Namespace) -> None:
         )
         model.fit(inputs, train[meta.label])
         logits = model.decision_function(others)
-        labels = test[meta.label].to_numpy(np.float64)
+        labels = test[meta.label].to_numpy(np.float64, copy=True)
         results.append({"seed": seed, **classification(logits, labels)})
     table = pd.DataFrame(results).set_index("seed")
     print(pd.concat([table, table.agg(["mean", "std"])]).to_string())

@@ -181,6 +181,9 @@ def test_mistakes_are_named(script, data, tmp_path, capsys):
     described = json.loads((tmp_path / "lists" / "meta.json").read_text())
     described["categorical"][0]["multi_hot"] = True
     (tmp_path / "lists" / "meta.json").write_text(json.dumps(described))
+    synthetic.write(tmp_path / "ones", rows=50, cardinalities=[5] * 26, fractions=[0.5, 0, 0.5])
+    for path in (tmp_path / "ones").glob("train*.parquet"):
+        pd.read_parquet(path).assign(label=1).to_parquet(path)
     names = ("reproduce_tt_rec", "frontier", "baseline_trees")
     tt_rec, frontier, trees = (script(name).main for name in names)
     for main, given, message in (
@@ -192,6 +195,11 @@ def test_mistakes_are_named(script, data, tmp_path, capsys):
         (frontier, ["--data", str(data), "--validation", bare], "no_test has no val rows"),
         (trees, ["--data", bare], "no_test has no test rows, which are compared"),
         (trees, ["--data", str(tmp_path / "lists")], "lists has lists of ids; trees take one id"),
+        (
+            trees,
+            ["--data", str(tmp_path / "ones")],
+            "labels of the train rows must be 0 and 1, some",
+        ),
         (frontier, ["--data", str(data), "--kinds", "ttt"], "kind 'ttt', did you mean 'tt'"),
         (frontier, ["--data", str(data), "--lr", "robr=0.1"], "kind 'robr', did you mean 'robe'"),
     ):
