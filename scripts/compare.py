@@ -91,6 +91,8 @@ def read(runs: list[Path]) -> pd.DataFrame:
             result = json.loads(path.read_text())
             given = result["options"]
             options = without(given, {"seed", *HOUSEKEEPING})
+            if "data" in options:
+                options["data"] = str(Path(options["data"]))  # without a slash behind it
             if "rows" in result:  # data may have been made anew in one place
                 options["rows"] = result["rows"]
             values = {label: result["metrics"].get(name) for name, label in METRICS.items()}

@@ -295,7 +295,7 @@ def test_what_makes_two_runs_different(script, tmp_path, capsys):
 
     finish("a", 0.7)
     finish("a_again", 0.9)
-    finish("b", 0.8, seed=1, log_every=10, device="cuda")
+    finish("b", 0.8, seed=1, log_every=10, device="cuda", data="./d/")
     finish("bf16", 0.6, tables={"dtype": "bf16"}, tt={"rank": 5})
     finish("tt", 0.5, emb="tt", tt={"rank": 5})
     finish("more", 0.4, emb="tt", tt={"rank": 6}, data="e")
