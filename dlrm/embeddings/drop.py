@@ -64,7 +64,9 @@ class Drop(KeptRows):
         rows = even_rows(num_embeddings, row, budget, cls.kind())
         kept = [rows - 1] * len(num_embeddings)
         if counts is not None:
-            kept = most_frequent(counts, budget // row - len(num_embeddings))
+            # Where all others are kept, the shared row is the last id's own: it costs no other.
+            others = [count[:-1] for count in counts]
+            kept = most_frequent(others, budget // row - len(num_embeddings))
         return [
             None if table <= keep + 1 else {"keep": keep}
             for table, keep in zip(num_embeddings, kept, strict=True)

@@ -55,6 +55,15 @@ def test_a_budget_keeps_the_most_frequent_ids_of_all_tables():
         Drop.for_budget([6, 4], 8, 2 * row - 1, counts=counts)
 
 
+def test_a_table_that_is_kept_whole_has_no_shared_row_to_pay():
+    counts = [torch.tensor([9, 8, 7]), torch.tensor([6, 5]), torch.tensor([4, 3, 2, 1, 1])]
+    row = 8 * 4
+    for rows, keep in ((6, 0), (7, 1), (8, 2), (9, 3)):  # of the last table, the others are whole
+        found = Drop.for_budget([3, 2, 5], 8, rows * row, counts=counts)
+        assert found == [None, None, {"keep": keep}]
+    assert Drop.for_budget([3, 2, 5], 8, 10 * row, counts=counts) == [None] * 3
+
+
 @pytest.mark.parametrize(("compression", "known"), [(4, False), (1000, False), (30, True)])
 def test_the_budget_is_used_up_at_kaggle_size(compression, known):
     budget = sum(KAGGLE_CARDINALITIES) * 16 * 4 // compression
