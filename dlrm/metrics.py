@@ -27,11 +27,19 @@ def classification(logits: Tensor | np.ndarray, labels: Tensor | np.ndarray) -> 
         positives; He et al., ADKDD 2014) and ``calibration`` (mean prediction over that share).
 
     Raises:
-        ValueError: no samples, or logits that are not finite.
+        ValueError: no samples, shapes that do not fit, labels outside of [0, 1], or logits that are
+            not finite.
     """
     logits, labels = torch.as_tensor(logits).double(), torch.as_tensor(labels).double()
+    if logits.dim() != 1 or labels.shape != logits.shape:
+        raise ValueError(
+            f"logits have shape {tuple(logits.shape)} and labels {tuple(labels.shape)}, both must "
+            "be [n]: flatten a column of logits, [n, 1]"
+        )
     if len(logits) == 0:
         raise ValueError("there are no samples to measure")
+    if not ((labels >= 0) & (labels <= 1)).all():
+        raise ValueError("labels must lie in [0, 1]: write -1 and 1 as 0 and 1")
     require_outputs(logits)
     # log(1 + exp(-|x|)) + max(x, 0) - x y: exact where the probability rounds to 0 or 1
     zero = logits.new_zeros(())

@@ -62,6 +62,19 @@ def test_what_cannot_be_measured_is_an_error():
         classification(np.array([np.nan]), np.array([1.0]))
 
 
+@pytest.mark.parametrize("shapes", [((4, 1), (4,)), ((4,), (4, 1)), ((4,), (1,)), ((), ())])
+def test_logits_and_labels_of_other_shapes_are_refused(shapes):
+    logits, labels = (torch.zeros(shape) for shape in shapes)
+    with pytest.raises(ValueError, match=r"logits have shape \(.* labels \(.*, both must be \[n\]"):
+        classification(logits, labels)
+
+
+@pytest.mark.parametrize("label", [-1.0, 2.0, np.nan])
+def test_labels_that_are_no_probabilities_are_refused(label):
+    with pytest.raises(ValueError, match=r"labels must lie in \[0, 1\]"):
+        classification(np.zeros(3), np.array([1.0, 0.0, label]))
+
+
 def test_predict_keeps_order_and_restores_the_mode():
     class Sum(torch.nn.Module):
         def forward(self, dense, ids, offsets):
