@@ -190,8 +190,8 @@ class RowOptimizer(torch.optim.Optimizer):
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
             raise ValueError("the saved optimizer is of other parameters than this one")
         for group, old in zip(self.param_groups, saved, strict=True):
-            if old["rule"] != group["rule"]:
-                raise ValueError(f"the saved optimizer is {old['rule']}, this is {group['rule']}")
+            if (rule := old.get("rule", "one of torch.optim")) != group["rule"]:
+                raise ValueError(f"the saved optimizer is {rule}, this is {group['rule']}")
             _rate(group).fill_(float(old["lr"]))
             if "seed" in group and "seed" in old:
                 group["seed"].copy_(old["seed"])

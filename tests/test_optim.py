@@ -162,6 +162,9 @@ def test_foreign_state_is_refused():
         RowOptimizer([table, torch.nn.Parameter(torch.ones(1))], "sgd").load_state_dict(state)
     with pytest.raises(ValueError, match="the saved sgd keeps nothing, this one momentum"):
         RowOptimizer([table], "sgd", momentum=0.9).load_state_dict(state)
+    state = torch.optim.Adam([table]).state_dict()
+    with pytest.raises(ValueError, match=r"the saved optimizer is one of torch\.optim, this is"):
+        RowOptimizer([table], "adam").load_state_dict(state)
 
 
 def test_a_state_of_another_shape_is_refused():
