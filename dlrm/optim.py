@@ -62,16 +62,17 @@ class RowOptimizer(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         make_rule(rule, **options)
-        self._stochastic = stochastic
+        self._stochastic, self._given = stochastic, options
         super().__init__(params, {"rule": rule, "lr": lr, **OPTIONS[rule], **options})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take on further parameters, with options of their own where the group has them."""
+        rule = param_group.get("rule", self.defaults["rule"])
+        make_rule(rule)
+        for name, value in {**OPTIONS[rule], **self._given}.items():
+            param_group.setdefault(name, value)  # another rule than that of the others has its own
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        make_rule(group["rule"])
-        for name, value in OPTIONS[group["rule"]].items():
-            group.setdefault(name, value)  # the rule may be another than that of the others
         lr = float(group["lr"])
         if not 0 <= lr < float("inf"):
             raise ValueError(f"the learning rate is {lr}, it must be finite, 0 or more")
@@ -225,7 +226,8 @@ class RowOptimizer(torch.optim.Optimizer):
         """What a copy has: the base class names its own attributes alone."""
         for _, cached in _caches(self):
             cached.flush()
-        return {**super().__getstate__(), "_stochastic": self._stochastic}
+        own = {"_stochastic": self._stochastic, "_given": self._given}
+        return {**super().__getstate__(), **own}
 
 
 def fused(optimizers: Iterable[RowOptimizer]) -> AbstractContextManager[None]:

@@ -404,6 +404,18 @@ def test_a_group_may_have_a_rule_of_its_own():
         RowOptimizer([{"params": ours[0], "rule": "adma"}], "sgd")
 
 
+@pytest.mark.parametrize("again", [lambda optimizer: optimizer, copy.deepcopy])
+def test_a_group_with_a_rule_of_its_own_has_the_defaults_of_that(again):
+    first, *others = (torch.nn.Parameter(torch.ones(2)) for _ in range(4))
+    optimizer = again(RowOptimizer([first], "rmsprop", eps=0.1))
+    for parameter, own in zip(
+        others, ({}, {"rule": "adamw"}, {"rule": "adadelta", "eps": 1}), strict=True
+    ):
+        optimizer.add_param_group({"params": [parameter], **own})
+    found = [(group["weight_decay"], group["eps"]) for group in optimizer.param_groups]
+    assert found == [(0, 0.1), (0, 0.1), (0.01, 0.1), (0, 1)]
+
+
 def test_a_schedule_of_torch_resumes():
     """What it keeps in the groups, and options that it moves, are saved and loaded."""
 
