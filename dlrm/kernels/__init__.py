@@ -36,3 +36,17 @@ def require_integers(weight: Tensor, **named: Tensor) -> None:
                 f"{name} are on {tensor.device} and the weights on {weight.device}, they must be "
                 "on one device"
             )
+
+
+def require_contiguous(**named: Tensor | None) -> None:
+    """Raise unless all of ``named`` are contiguous.
+
+    Raises:
+        ValueError: one is not; a kernel would read other elements.
+    """
+    for name, tensor in named.items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, it must be "
+                f"contiguous: give {name}.contiguous()"
+            )

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from dlrm.hints import nearest
-from dlrm.kernels import require_integers, use_triton
+from dlrm.kernels import require_contiguous, require_integers, use_triton
 from dlrm.kernels.lookup import row_gradient, row_of, tiling
 from dlrm.kernels.plan import announce
 
@@ -193,7 +193,8 @@ def lookup_bags(
 
     Raises:
         ValueError: unknown mode, weights with another mode than sum or not one for each id,
-            offsets of a wrong length, ids or offsets that are no integers or on another device.
+            offsets of a wrong length, ids or offsets that are no integers or on another device, or
+            what a kernel reads is not contiguous.
     """
     require_integers(weight, ids=ids, offsets=offsets)
     if mode not in MODES:
@@ -214,6 +215,7 @@ def lookup_bags(
         return lookup_bags_torch(
             weight, starts, ids, offsets, per_sample_weights, mode, modulo, last, sparse
         )
+    require_contiguous(weight=weight, starts=starts, modulo=modulo, last=last)
     if per_sample_weights is not None:
         per_sample_weights = per_sample_weights.contiguous()
     ids, offsets = ids.contiguous(), offsets.contiguous()

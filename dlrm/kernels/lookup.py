@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from dlrm.kernels import require_integers, use_triton
+from dlrm.kernels import require_contiguous, require_integers, use_triton
 from dlrm.kernels.plan import announce
 
 TILE = 4096  # elements of a tile: 32 a thread
@@ -161,11 +161,13 @@ def lookup(weight: Tensor, rows: Tensor, *, sparse: bool = True, impl: str | Non
         ``[*rows.shape, D]``.
 
     Raises:
-        ValueError: ``rows`` are no integers, or on another device.
+        ValueError: ``rows`` are no integers, or on another device, or what a kernel reads is not
+            contiguous.
     """
     require_integers(weight, rows=rows)
     if not use_triton(weight, impl):
         return functional.embedding(rows, weight, sparse=sparse)
+    require_contiguous(weight=weight)
     flat = rows.reshape(1, -1).contiguous()
     out = _LookupTables.apply(weight, None, flat, None, None, sparse)
     return out.view(*rows.shape, weight.shape[1])
@@ -198,7 +200,8 @@ def lookup_tables(
         ``[B, F, D]``, contiguous.
 
     Raises:
-        ValueError: ``ids`` are not ``[F, B]``, no integers, or on another device.
+        ValueError: ``ids`` are not ``[F, B]``, no integers, or on another device, or what a kernel
+            reads is not contiguous.
     """
     require_integers(weight, ids=ids)
     if ids.dim() != 2 or len(ids) != len(starts):
@@ -207,6 +210,7 @@ def lookup_tables(
         )
     if not use_triton(weight, impl):
         return lookup_tables_torch(weight, starts, ids, modulo, last, sparse)
+    require_contiguous(weight=weight, starts=starts, modulo=modulo, last=last)
     return _LookupTables.apply(weight, starts, ids.contiguous(), modulo, last, sparse)
 
 

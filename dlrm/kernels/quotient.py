@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from dlrm.kernels import require_integers, use_triton
+from dlrm.kernels import require_contiguous, require_integers, use_triton
 from dlrm.kernels.lookup import row_gradient, tiling
 from dlrm.kernels.plan import announce
 
@@ -159,13 +159,16 @@ def lookup_quotient(
         ``[B, F, D]``, contiguous.
 
     Raises:
-        ValueError: ``ids`` are no integers, or on another device.
+        ValueError: ``ids`` are no integers, or on another device, or what a kernel reads is not
+            contiguous.
     """
     require_integers(quotient, ids=ids)
     if not use_triton(quotient, impl):
         return lookup_quotient_torch(
             quotient, remainder, starts, ids, collisions, operation=operation, sparse=sparse
         )
+    starts_q, starts_r = starts
+    require_contiguous(quotient=quotient, remainder=remainder, starts_q=starts_q, starts_r=starts_r)
     return _LookupQuotient.apply(
         quotient, remainder, starts, ids.contiguous(), collisions, operation, sparse
     )

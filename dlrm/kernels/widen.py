@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dlrm.kernels import require_integers, use_triton
+from dlrm.kernels import require_contiguous, require_integers, use_triton
 from dlrm.kernels.lookup import lookup_tables, row_gradient, row_of
 from dlrm.kernels.plan import announce
 
@@ -177,12 +177,14 @@ def lookup_widened(
         ``[B, F, D]``.
 
     Raises:
-        ValueError: ``ids`` are no integers, or on another device.
+        ValueError: ``ids`` are no integers, or on another device, or what a kernel reads is not
+            contiguous.
     """
     require_integers(weight, ids=ids)
     if not use_triton(weight, impl) or max(projection.shape[1:]) > WIDEST:
         short = lookup_tables(weight, starts, ids, last=last, sparse=sparse, impl=impl)
         return widen(short, projection)
+    require_contiguous(weight=weight, projection=projection, starts=starts, last=last)
     return _LookupWidened.apply(weight, projection, starts, ids.contiguous(), last, sparse)
 
 

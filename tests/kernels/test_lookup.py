@@ -277,6 +277,32 @@ def test_inputs_may_be_views(device):
         )
 
 
+def test_what_kernels_read_in_order_must_lie_so(device):
+    """Weights cut from wider ones, or turned: other elements were read, silently."""
+    weight, starts = tables(4, device)
+    ids, (bags, offsets) = ids_of(3, device), bags_of(3, device)
+    turned = weight.t().contiguous().t()
+    second = torch.stack([starts, starts], dim=1)[:, 1]
+    matrices = torch.zeros(4, 4, 16, device=device)
+    both = (starts, starts)
+    for name, call in (
+        ("weight", lambda **use: lookup(turned, ids, **use)),
+        ("weight", lambda **use: lookup_tables(turned, starts, ids, **use)),
+        ("starts", lambda **use: lookup_tables(weight, second, ids, **use)),
+        ("last", lambda **use: lookup_tables(weight, starts, ids, last=second, **use)),
+        ("last", lambda **use: lookup_bags(weight, starts, bags, offsets, last=second, **use)),
+        ("quotient", lambda **use: lookup_quotient(turned, weight, both, ids, 1, **use)),
+        (
+            "starts_r",
+            lambda **use: lookup_quotient(weight, weight, (starts, second), ids, 1, **use),
+        ),
+        ("projection", lambda **use: lookup_widened(weight, matrices[..., :8], starts, ids, **use)),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name} has .* strides .* contiguous: give"):
+            call(impl="triton")
+        call(impl="torch")
+
+
 def test_all_bags_empty(device):
     weight, starts = tables(4, device)
     ids = torch.empty(0, dtype=torch.int64, device=device)
