@@ -503,6 +503,13 @@ def test_errors_name_the_remedy(device):
         tt_bags(*group.arguments, ids[0], offsets.float())
     with pytest.raises(ValueError, match=r"skip is torch\.int64 .*, it must be bool"):
         tt_vectors(*group.arguments, group.index(), ids, skip=ids.long())
+    cores, p, first, *rest = group.arguments
+    for name, places in (
+        ("p", (torch.stack([p, p], 2)[..., 0], first)),
+        ("core_offsets", (p, torch.stack([first, first], 2)[..., 0])),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name} has .* strides .* contiguous: give {name}"):
+            tt_vectors(cores, *places, *rest, group.index(), ids, impl="triton")
     tables = len(group.arguments[1])
     with pytest.raises(ValueError, match=rf"offsets are {tables + 2}, they must be {tables} \* B"):
         tt_bags(*group.arguments, ids[0], torch.zeros(tables + 2, dtype=torch.long, device=device))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dlrm.hints import nearest
-from dlrm.kernels import require_integers, use_triton
+from dlrm.kernels import require_contiguous, require_integers, use_triton
 from dlrm.kernels.tt.chain import Chain, chain_of
 from dlrm.kernels.tt.known import Call
 from dlrm.kernels.tt.lookup import Lookup
@@ -118,7 +118,8 @@ def tt_vectors(
         them out as ``[B, F, D]``.
 
     Raises:
-        ValueError: ``ids`` are no integers, or on another device; ``skip`` has another shape.
+        ValueError: ``ids`` are no integers, or on another device; ``skip`` has another shape; ``p``
+            or ``core_offsets`` are not contiguous.
     """
     require_integers(cores[0], ids=ids)
     if skip is not None and (skip.shape, skip.dtype) != (ids.shape, torch.bool):
@@ -160,6 +161,7 @@ def tt_vectors(
 def _look_up(
     call: Call, weights: Tensor | None, cores: Sequence[Tensor], precision: str | None
 ) -> Tensor:
+    require_contiguous(p=call.p, core_offsets=call.starts)
     trains = torch.is_grad_enabled() and any(core.requires_grad for core in cores)
     contiguous = (core.contiguous() for core in cores)
     precision = _precision(precision, cores[0].device.type)
@@ -196,7 +198,8 @@ def tt_bags(
 
     Raises:
         ValueError: another mode, weights with mean or not one for each id, offsets of a wrong
-            length, ids or offsets that are no integers or on another device.
+            length, ids or offsets that are no integers or on another device, ``p`` or
+            ``core_offsets`` that are not contiguous.
     """
     require_integers(cores[0], ids=ids, offsets=offsets)
     if mode not in ("sum", "mean"):
