@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from dlrm.kernels import use_triton
+from dlrm.kernels import require_contiguous, use_triton
 
 BLOCK_V, BLOCK_N = 64, 64  # entries and tokens of a tile of the output
 STRETCH = 512  # entries of a centroid that one program adds up
@@ -252,9 +252,14 @@ def codebook_sum(
     Returns:
         ``[N, V]``. The sums are taken in fp32, and the gradient of the products is the same on
         every run: no atomic additions.
+
+    Raises:
+        ValueError: ``codes`` are not contiguous, where a kernel reads them.
     """
     if not use_triton(products, impl):
         return codebook_sum_torch(products, codes, bias, bits)
+    require_contiguous(codes=codes)
+    bias = None if bias is None else bias.contiguous()
     return _CodebookSum.apply(products, codes, bias, bits, index)
 
 

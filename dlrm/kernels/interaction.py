@@ -232,6 +232,7 @@ def dot_interaction(
     if not use_triton(bottom, impl):
         return dot_interaction_torch(bottom, parts, order=order, multiple=multiple)
     bottom, *parts = (x if x.stride(-1) == 1 else x.contiguous() for x in (bottom, *parts))
+    order = None if order is None else order.contiguous()
     return _DotInteraction.apply(bottom, order, multiple, *parts)
 
 

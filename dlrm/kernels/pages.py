@@ -301,5 +301,5 @@ def lookup_pages(
     Raises:
         ValueError: Triton is asked for and a page has no address.
     """
-    out = _LookupPages.apply(pages, rows.reshape(-1), sparse, impl, *pages.blocks)
+    out = _LookupPages.apply(pages, rows.reshape(-1).contiguous(), sparse, impl, *pages.blocks)
     return out.view(*rows.shape, pages.dim)

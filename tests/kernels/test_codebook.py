@@ -109,6 +109,16 @@ def test_codes_of_any_length_are_read(parts, clusters, device):
     assert relative(out, exact) < TOLERANCE[torch.float16]
 
 
+def test_the_bias_may_be_a_view_and_the_codes_must_not(device):
+    packed = pack(torch.randint(5, (7, 3), device=device), 3)
+    products, bias = torch.randn(3, 5, 2, device=device), torch.randn(14, device=device)[::2]
+    out = codebook_sum(products, packed, bias, 3, None, impl="triton")
+    torch.testing.assert_close(out, codebook_sum_torch(products, packed, bias, 3))
+    cut = torch.cat([packed, packed], 1)[:, : packed.shape[1]]
+    with pytest.raises(ValueError, match=r"^codes has shape \(7, 2\) and strides .* codes.contig"):
+        codebook_sum(products, cut, bias, 3, None, impl="triton")
+
+
 def test_no_tokens(device):
     packed = pack(torch.randint(4, (10, 2), device=device), 2)
     products = torch.randn(2, 4, 0, device=device, requires_grad=True)

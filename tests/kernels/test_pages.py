@@ -84,6 +84,13 @@ def test_rows_of_any_shape(device, impl, shape):
 
 
 @IMPLS
+def test_rows_may_be_a_view(device, impl):
+    table, pages = scattered(20, 4, 6, device)
+    rows = torch.arange(20, device=device)
+    assert torch.equal(lookup_pages(pages, rows[::3], impl=impl), table[::3])
+
+
+@IMPLS
 @pytest.mark.parametrize("sparse", [True, False])
 def test_the_gradient_reaches_every_block_and_replica(device, impl, sparse):
     table, pages = scattered(53, 4, 6, device)
