@@ -53,6 +53,6 @@ def fit_shared(
             if without is not None:
                 out = without[table] - start
                 mass[out[(out >= 0) & (out < len(part))]] = 0
-            add_rows(total, rows.flatten(), (part * mass).view(rows.numel(), -1))
+            add_rows(total, rows.flatten(), (part * mass).reshape(rows.numel(), -1))
             add_rows(count, rows.flatten(), mass.repeat_interleave(rows.shape[1], 0))
     shared.copy_(torch.where(count > 0, total / count, shared))

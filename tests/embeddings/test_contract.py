@@ -357,6 +357,17 @@ def test_tables_of_another_type_are_fitted(kind, options, dtypes):
     assert group.to_dense(1).isfinite().all()
 
 
+@every_case
+def test_tables_that_lie_transposed_are_fitted(kind, options):
+    fits = []
+    weights = [torch.randn(rows, 8) for rows in (20, 30)]
+    for given in (weights, [weight.t().contiguous().t() for weight in weights]):
+        torch.manual_seed(1)  # basis draws
+        group = available()[kind].from_dense(given, **options)
+        fits.append(torch.cat([group.to_dense(table) for table in range(2)]))
+    torch.testing.assert_close(*fits, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
 @every_case
 def test_tables_in_fp16_are_fitted_as_well_as_in_fp32(kind, options, scale):
