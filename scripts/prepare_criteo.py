@@ -33,6 +33,7 @@ Examples:
   prepare_criteo.py train.txt --output data/kaggle_ref --vocabulary all
   prepare_criteo.py sample.tsv.gz --output data/sample --split 0.85 0 0.15 --min-count 2
   prepare_criteo.py day_{0..23}.gz --output data/terabyte --cap 40000000 --vocabulary all
+  prepare_criteo.py new.txt --output data/new --ids-of data/kaggle --split 0 0 1
 """
 
 
@@ -44,11 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def _prepare(inputs: list[Path], output: Path, workers: int | None, **given: Any) -> None:
+def _prepare(
+    inputs: list[Path], output: Path, workers: int | None, ids_of: Path | None, **given: Any
+) -> None:
     """Prepare and print a summary."""
     start = time.perf_counter()
     _note_order(inputs)
-    options = Options(**given | {"split": tuple(given["split"])})
+    options = Options(
+        **given
+        | {"split": tuple(given["split"]), "ids_of": None if ids_of is None else str(ids_of)}
+    )
     meta = prepare(inputs, output, options, workers=workers)
     seconds = time.perf_counter() - start
     rows = sum(split.rows for split in meta.splits.values())
@@ -99,6 +105,14 @@ def _parser() -> Parser:
         default=default.vocabulary,
         help="rows whose values get ids of their own: those of the train split, all other values "
         "then sharing an out-of-vocabulary id; or all rows, as the reference does. Default: train",
+    )
+    add(
+        "--ids-of",
+        metavar="DIR",
+        type=place,
+        help="data prepared before, whose vocabularies are taken, with its --cap, --min-count and "
+        "--dense-transform: a model that was trained on it can score these rows, or be trained on "
+        "with them. Values that it does not list get its out-of-vocabulary id",
     )
     add(
         "--min-count",

@@ -18,16 +18,16 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from dlrm.data.preparation.passes import Pool, number_columns, parse_files, write_splits
 from dlrm.data.preparation.raw import BLOCK_BYTES
 from dlrm.data.preparation.spill import BAD_ROWS_KEPT, Spilled
 from dlrm.data.preparation.workspace import BAD_ROWS_FILE, Workspace
-from dlrm.data.schema import CRITEO_DENSE, Meta
+from dlrm.data.schema import CRITEO_DENSE, META_FILE, Meta
 from dlrm.files import whole
 from dlrm.hints import nearest
 from dlrm.machine import cores
@@ -52,6 +52,9 @@ class Options:
     limit: int | None = None
     """Read that many lines of the input at most."""
     bad_rows: Literal["stop", "skip"] = "stop"
+    ids_of: str | None = None
+    """A directory prepared before, whose ids the values have: with what made these, see
+    :func:`inherited`."""
 
     def __post_init__(self) -> None:
         if self.split != ("days",):
@@ -104,8 +107,15 @@ def prepare(
             raise FileNotFoundError(f"{path} is not a file; give raw Criteo logs as input")
         if resolved.count(own) > 1:
             raise ValueError(f"{path} is given more than once; give each input once")
+    known = None
+    if options.ids_of is not None:
+        known = Path(options.ids_of)
+        if known.resolve() == Path(output).resolve():
+            raise ValueError(f"--ids-of {known} is the output as well; give another --output")
+        options = inherited(options)
     key = {
         "format": [FORMAT, block_bytes],
+        "ids_of": known and [str(known.resolve()), (known / META_FILE).stat().st_mtime_ns],
         "options": asdict(options) | {"bad_rows": None},  # does not change what is spilled
         "inputs": [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in paths],
     }
@@ -114,6 +124,29 @@ def prepare(
             _make(paths, options, work, workers or cores(), block_bytes, progress)
         work.publish()
     return Meta.read(output)
+
+
+def inherited(options: Options) -> Options:
+    """The options with those that make ids and numbers taken from the data of ``ids_of``.
+
+    Raises:
+        FileNotFoundError: there is no such data.
+        ValueError: no preparation made it, or one of these options is given and differs.
+    """
+    assert options.ids_of is not None
+    made = Meta.read(options.ids_of).options
+    own: dict[str, Any] = {}
+    for name in ("vocabulary", "min_count", "cap", "dense_transform"):
+        flag = f"--{name.replace('_', '-')}"
+        if name not in made:
+            raise ValueError(f"--ids-of {options.ids_of}: it was not made by prepare_criteo.py")
+        own[name], given = made[name], getattr(options, name)
+        if given not in (getattr(Options(), name), own[name]):
+            raise ValueError(
+                f"{flag} is {given}, and {options.ids_of} was prepared with {own[name]}: leave it "
+                "out, the data of --ids-of decide"
+            )
+    return replace(options, **own)
 
 
 def split_rows(split: tuple[str, ...], rows: Sequence[int]) -> dict[str, range]:
@@ -183,7 +216,7 @@ def _make(
             rows[block.source] += block.rows
         parts = split_rows(options.split, list(rows.values()))
         counted = len(parts["train"]) if options.vocabulary == "train" else sum(rows.values())
-        if not counted:
+        if not counted and not options.ids_of:
             raise ValueError(
                 f"no rows to make the vocabulary of: {sum(rows.values())} good rows were read and "
                 f"--split {' '.join(options.split)} leaves none for training; give more rows, "
@@ -198,6 +231,7 @@ def _make(
             cap=options.cap,
             min_count=options.min_count,
             oov=options.vocabulary == "train" or options.min_count > 1,
+            known=Path(options.ids_of) if options.ids_of else None,
             progress=progress,
         )
         splits = write_splits(blocks, categorical, parts, work, pool, progress=progress)

@@ -149,6 +149,55 @@ def test_vocabularies_merged_in_chunks(raw, tmp_path, monkeypatch):
     check_against_plain_python(raw_rows(1500), ranges, tmp_path / "out", options)
 
 
+@pytest.mark.parametrize(
+    "options", [Options(), Options(min_count=3, cap=50, dense_transform="log3"), Options(cap=1)]
+)
+def test_later_rows_get_the_ids_of_those_prepared_before(raw, tmp_path, options):
+    before, after = tmp_path / "before", tmp_path / "after"
+    later = write_raw(tmp_path / "later.txt", rows := raw_rows(400, seed=1))
+    old = quiet(raw, before, options)
+    new = quiet(later, after, Options(split=("0", "0.5", "0.5"), ids_of=str(before)))
+    assert new.categorical == old.categorical
+    low, shift = (0, 1) if options.dense_transform == "log1p" else (-2, 3)
+    val, test = (pq.read_table(after / f"{split}.parquet") for split in ("val", "test"))
+    table = pa.concat_tables([val, test])
+    assert table["label"].to_pylist() == [int(row[0]) for row in rows]
+    numbers = [math.log(max(float(row[1] or 0), low) + shift) for row in rows]
+    assert table["I1"].to_pylist() == pytest.approx(numbers, rel=1e-6)
+    unlisted = 0
+    for column, described in enumerate(old.categorical, 14):
+        listed, copied = (
+            pq.read_table(directory / old.vocabulary_file(described.name))
+            for directory in (before, after)
+        )
+        assert copied.equals(listed)  # a planner reads the counts
+        ids = {value: i for i, value in enumerate(listed["value"].to_pylist())}
+        values = [row[column] for row in rows]
+        if options.cap:
+            values = [v and f"{int(v, 16) % options.cap:08x}" for v in values]
+        assert table[described.name].to_pylist() == [ids.get(v, described.oov_id) for v in values]
+        unlisted += sum(v not in ids for v in values)
+    assert unlisted or options.cap == 1
+
+
+def test_ids_that_cannot_be_taken_over(raw, tmp_path):
+    known, others = tmp_path / "known", tmp_path / "others"
+    quiet(raw, known, Options(vocabulary="all", cap=1000))
+    later = write_raw(tmp_path / "later.txt", raw_rows(40, seed=1))
+    with pytest.raises(
+        ValueError, match=r"C\d+: \d+ values, such as '.{8}', have no id in .*known"
+    ):
+        quiet(later, others, Options(ids_of=str(known)))
+    with pytest.raises(ValueError, match=r"--cap is 7, and .*known was prepared with 1000: leave"):
+        quiet(later, others, Options(ids_of=str(known), cap=7))
+    with pytest.raises(ValueError, match="is the output as well"):
+        quiet(later, known, Options(ids_of=str(known)))
+    meta = json.loads((known / "meta.json").read_text())
+    (known / "meta.json").write_text(json.dumps(meta | {"options": {}}))
+    with pytest.raises(ValueError, match="it was not made by prepare_criteo"):
+        quiet(later, others, Options(ids_of=str(known)))
+
+
 def test_columns_and_meta(raw, tmp_path):
     meta = quiet(raw, tmp_path / "out", block_bytes=BLOCK)
     schema = pq.read_schema(tmp_path / "out" / "train.parquet")

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from dlrm.data.preparation.raw import Block, RawFile
-from dlrm.data.preparation.rows import MISSING
+from dlrm.data.preparation.rows import MISSING, hex_strings
 from dlrm.data.preparation.spill import Spilled
-from dlrm.data.preparation.vocabulary import group, look_up, number
+from dlrm.data.preparation.vocabulary import group, ids_in, look_up, number
 from dlrm.data.preparation.workspace import Workspace
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, Categorical, Split
 from dlrm.files import whole
@@ -121,6 +121,7 @@ def number_columns(
     cap: int | None,
     min_count: int,
     oov: bool,
+    known: Path | None,
     progress: bool,
 ) -> tuple[Categorical, ...]:
     """Pass 2: the vocabulary of each column, and the id of each code of each block.
@@ -134,29 +135,40 @@ def number_columns(
             value stays one of its own.
         min_count: see :func:`dlrm.data.preparation.vocabulary.number`.
         oov: see there.
+        known: a prepared directory whose vocabularies are taken instead.
         progress: show a bar.
+
+    Raises:
+        ValueError: a value is not in a known vocabulary, which has no id for such.
     """
 
     def column(name: str) -> Categorical:
         done = work / "ids" / f"{name}.json"
         if not done.exists():
             keys, counts = _count(blocks, name, cap, counted)
-            vocabulary, ids = number(keys, counts, min_count=min_count, oov=oov)
+            if known is None:
+                vocabulary, ids = number(keys, counts, min_count=min_count, oov=oov)
+                table = vocabulary.table()
+            else:
+                table, ids = _of_known(known, name, keys)
+            unlisted = pc.index(table["value"].is_null(), True).as_py()
+            described = Categorical(
+                name=name, cardinality=len(table), oov_id=None if unlisted < 0 else unlisted
+            )
             with whole(work / "vocabulary" / f"{name}.parquet") as temporary:
                 pq.write_table(
-                    vocabulary.table(),
+                    table,
                     temporary,
                     use_dictionary=["count"],
                     column_encoding={"value": "PLAIN", "id": "DELTA_BINARY_PACKED"},
                     **ZSTD,
                 )
+            del table  # of hundreds of millions of values, in Terabyte
             with whole(work / "ids" / name) as temporary, temporary.open("wb") as file:
                 for chunk in _chunks(blocks, name):
                     # Not by tofile, which drops the last bytes silently where the disk is full.
                     file.write(look_up(keys, ids, _keys(chunk, name, cap)).data)
-            size, oov_id = len(vocabulary.keys), vocabulary.oov_id
             with whole(done) as temporary:
-                described = Categorical(name=name, cardinality=size, oov_id=oov_id)
                 temporary.write_text(json.dumps(asdict(described)))
         return Categorical(**json.loads(done.read_text()))
 
@@ -168,6 +180,22 @@ def number_columns(
             described.append(categorical)
             bar.update()
     return tuple(described)
+
+
+def _of_known(
+    known: Path, name: str, keys: NDArray[np.int64]
+) -> tuple[pa.Table, NDArray[np.int32]]:
+    """The vocabulary of a column of data prepared before, and the id of each key in it."""
+    table = pq.read_table(known / "vocabulary" / f"{name}.parquet")
+    ids = ids_in(table, keys)
+    if (ids < 0).any():
+        value = hex_strings(keys[ids < 0][:1])[0].as_py()
+        raise ValueError(
+            f"{name}: {sum(ids < 0)} values, such as {value!r}, have no id in {known}, "
+            "which was prepared with --vocabulary all and has none for others: prepare it with "
+            "--vocabulary train"
+        )
+    return table, ids
 
 
 def write_splits(

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dlrm.data.preparation.rows import MISSING, hex_strings
+from dlrm.data.preparation.rows import MISSING, hex_keys, hex_strings
 
 POSITION_BITS = 31
 
@@ -78,6 +78,29 @@ def number(
     id_of_key[kept] = ids
     vocabulary = Vocabulary(keys=vocabulary_keys, counts=vocabulary_counts, oov_id=oov_id)
     return vocabulary, id_of_key
+
+
+def ids_in(listed: pa.Table, keys: NDArray[np.int64]) -> NDArray[np.int32]:
+    """The ids that a vocabulary has for keys.
+
+    Args:
+        listed: the vocabulary, as :meth:`Vocabulary.table` gives it.
+        keys: ``[n]`` in rising order.
+
+    Returns:
+        ``[n]``, the id of all values not listed for those; -1 where there is none.
+    """
+    value = listed["value"].combine_chunks()
+    rest = np.flatnonzero(value.is_null())
+    own = np.delete(np.arange(len(value), dtype=np.int32), rest)
+    known = hex_keys(value.drop_null().cast(pa.binary()))
+    ids = np.full(len(keys), rest[0] if len(rest) else -1, np.int32)
+    if len(known):
+        order = np.argsort(known)
+        at = order[np.searchsorted(known, keys, sorter=order).clip(max=len(known) - 1)]
+        found = known[at] == keys
+        ids[found] = own[at[found]]
+    return ids
 
 
 def look_up(
