@@ -377,7 +377,7 @@ def note_other_tables(model: DLRM, meta: Meta) -> None:
         told = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
         print(
             f"note: {len(others)} tables of the data have other rows than the model's ({told}): is "
-            "it of the same preparation?",
+            "it of the same preparation? prepare_criteo.py --ids-of gives rows the ids of others",
             file=sys.stderr,
         )
 
