@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -174,6 +175,15 @@ def captured_milliseconds(works: Sequence[Callable[[], object]], *, repeats: int
             work()
     times = gpu_milliseconds(lambda _: graph.replay(), warm_up=1, steps=repeats)
     return times / len(works)
+
+
+def release() -> None:
+    """Give the memory of dropped models and graphs back; forget what was compiled for them."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def copy_bandwidth() -> float:

@@ -12,7 +12,6 @@ result; so are replicas that differ in a bit.
 from __future__ import annotations
 
 import argparse
-import gc
 import re
 import statistics
 import sys
@@ -135,7 +134,7 @@ def check(case: Case, world: World, device: torch.device, options: argparse.Name
     begin = {name: value.clone() for name, value in one.state_dict().items()}
     expected = [float(step(whole[i % 4])["loss"]) for i in range(8)]
     del one, step
-    release()
+    measure.release()
     many, step, _ = make_step(case, world, device, options, "fp32")
     many.load_state_dict(begin)
     del begin
@@ -166,8 +165,8 @@ def repeat(
 def time_steps(step: TrainStep, batches: list[Batch], total: int, device: torch.device) -> float:
     """Median milliseconds of a step on this process."""
     warm_up, steps = (12, 40) if device.type == "cuda" else (2, 3)
-    timed = measure.gpu_milliseconds if device.type == "cuda" else measure.cpu_milliseconds
-    return timed(partial(repeat, step, batches, total), warm_up=warm_up, steps=steps)
+    run = partial(repeat, step, batches, total)
+    return measure.milliseconds(run, device, warm_up=warm_up, steps=steps)
 
 
 def profiled(
@@ -241,14 +240,6 @@ def measure_case(
     }
 
 
-def release() -> None:
-    """Give the memory of dropped models and graphs back."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
 SHAPES = [("kaggle", "dense"), ("kaggle", "tt"), ("terabyte", "dense")]
 
 
@@ -275,13 +266,13 @@ def run(options: argparse.Namespace, world: World) -> None:
         if world.first:
             print({k: v for k, v in result.items() if k not in ("kernels", "plan")}, flush=True)
             measure.write(options.output, {"results": results})
-        release()
+        measure.release()
 
     cases = cases_of(options)
     for case in cases:
         if case.model in options.check:
             check(case, world, device, options)
-            release()
+            measure.release()
     on_gpu = device.type == "cuda"
     memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else 0
     alone: dict[tuple[str, str, int], float] = {}

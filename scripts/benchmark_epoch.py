@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("train", nargs="*", help="further options of train.py, after --")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        parser.exit(2, "error: this benchmark needs a CUDA GPU\n")
+        parser.error("this benchmark needs a CUDA GPU")
     results = []
     for batch in options.batches:
         for kind in options.kinds:

@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="where to write the results as JSON")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        parser.exit(2, "error: this benchmark needs a CUDA GPU\n")
+        parser.error("this benchmark needs a CUDA GPU")
     torch.manual_seed(0)
     bandwidth = measure.copy_bandwidth()
     results: list[dict[str, Any]] = []

@@ -11,7 +11,6 @@ differ from those of dense tables are an error, not a result. With --large the T
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import statistics
 import sys
@@ -143,13 +142,6 @@ def measure_one(
     }, found
 
 
-def release() -> None:
-    """Give the memory of dropped models and graphs back."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def main(argv: list[str] | None = None) -> int:
     """Measure every variant; returns the exit status."""
     parser = Parser(__doc__)
@@ -187,7 +179,7 @@ def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
         expected = None
         for variant in options.variants:
             result, found = measure_one(variant, options, rows, rule, size)
-            release()
+            measure.release()
             if expected and expected["found"] != found:
                 worst = max(abs(a - b) for a, b in zip(expected["found"], found, strict=True))
                 result["losses_differ_by"] = worst

@@ -12,7 +12,6 @@ is told: the driver schedules the branches of every CUDA graph anew.
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import statistics
 import sys
@@ -84,11 +83,9 @@ def measure_one(
     """Check a configuration against eager steps, then time it."""
     batches = make_batches(device, size, 8, skewed)
     expected = losses(make_step(device, kind, rule, precision, "eager")[1], batches)
-    release()
+    measure.release()
     on_gpu = device != "cpu"
     held = torch.cuda.memory_allocated() if on_gpu else 0
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
     model, step = make_step(device, kind, rule, precision, mode)
     found = losses(step, batches)
     worst = max(abs(a - b) for a, b in zip(expected, found, strict=True))
@@ -120,14 +117,6 @@ def measure_one(
         "embedding_MB": round(footprint / 1e6, 2),
         **memory,
     }
-
-
-def release() -> None:
-    """Give the memory of dropped models and graphs back; forget what was compiled for them."""
-    torch.compiler.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def cases(options: argparse.Namespace) -> Iterator[tuple[str, str, str, str, str, int, bool]]:
@@ -169,7 +158,7 @@ def measure_all(options: argparse.Namespace) -> None:
     results = []
     for case in cases(options):
         results.append(measure_one(*case))
-        release()
+        measure.release()
         print(results[-1], flush=True)
         measure.write(options.output, {"results": results})
     print(pd.DataFrame(results).to_string(index=False))

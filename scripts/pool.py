@@ -6,7 +6,6 @@ once per process. What has finished is not repeated: an interrupted comparison g
 
 from __future__ import annotations
 
-import gc
 import json
 import multiprocessing
 import os
@@ -24,7 +23,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from tqdm import tqdm
 
@@ -161,7 +159,7 @@ def train_one(directory: Path, arguments: list[str]) -> str | None:
         except Exception:
             traceback.print_exc()
             done = False
-    _release()
+    measure.release()
     if done:
         return None
     errors = [line for line in log.read_text().splitlines() if line.startswith("error")]
@@ -181,7 +179,7 @@ def step_speed(arguments: list[str], *, batches: int = 64) -> dict[str, float]:
         ``step, ms``, the median, and the ``samples/s`` that follow from it.
     """
     speed = _time_steps(arguments, batches)
-    _release()
+    measure.release()
     return speed
 
 
@@ -198,15 +196,6 @@ def _time_steps(arguments: list[str], batches: int) -> dict[str, float]:
         run.model.sparse_arch.renew_caches(run.optimizers[1])
         took = measure.milliseconds(lambda i: run.step(held[i % len(held)]), run.device)
     return {"step, ms": took, "samples/s": 1e3 * config.batch_size / took}
-
-
-def _release() -> None:
-    """Give back what the last run had compiled and allocated."""
-    torch.compiler.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
 
 
 @contextmanager
