@@ -323,13 +323,15 @@ class Profiler:
             profile_memory=True,
             acc_events=True,
         )
-        self._table = "the run was too short to be profiled: 13 steps are needed"
+        self._table: str | None = None
         self._profile.start()
 
     def _write(self, trace: profile) -> None:
-        trace.export_chrome_trace(str(self.trace))
         self._table = trace.key_averages().table(sort_by=self._sort, row_limit=25)
-        (self._directory / "operations.txt").write_text(self._table)
+        with whole(self.trace) as temporary:
+            trace.export_chrome_trace(str(temporary))
+        with whole(self._directory / "operations.txt") as temporary:
+            temporary.write_text(self._table)
 
     def step(self) -> None:
         """A training step has ended."""
@@ -338,8 +340,8 @@ class Profiler:
     def close(self) -> str:
         """End profiling; returns the costliest operations and how to see the trace."""
         self._profile.stop()
-        if not self.trace.exists():
-            return self._table
+        if self._table is None:  # a trace that is there is one from before the run was resumed
+            return "the run was too short to be profiled: 13 steps are needed"
         return (
             f"{self.trace}: open it at https://ui.perfetto.dev or chrome://tracing\n{self._table}"
         )

@@ -158,6 +158,9 @@ def test_profiler_writes_a_trace_and_a_table(tmp_path, device, steps):
         assert (products["ms"] > 0).all()
         assert trace["start"].is_monotonic_increasing
         assert trace["start"].iloc[0] == 0
+        resumed = Profiler(tmp_path, device)  # and soon over
+        resumed.step()
+        assert "trace.json" not in resumed.close()
         assert set(trace["kind"]) >= {"cpu_op"} | ({"kernel"} if device.type == "cuda" else set())
 
 
