@@ -201,8 +201,10 @@ class RowCache(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or convert; counts stay in fp32: bf16 would not count beyond 256."""
+        counts = self._counts
         super()._apply(fn, recurse)
-        self._counts = self._counts.float()
+        if self._counts.dtype != counts.dtype:
+            self._counts = counts.to(self._counts.device)
         return self
 
     def nbytes(self) -> int:

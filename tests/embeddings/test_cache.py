@@ -197,6 +197,15 @@ def test_a_row_is_not_replaced_by_one_used_as_often():
     assert list(owners(group).values()) == [(0, 4)]
 
 
+def test_a_conversion_leaves_the_counts_alone():
+    group = make(cache_rows=1, cache_window=10)
+    group.cache._counts.fill_(70_001.0)  # float16 ends at 65,504, bf16 has no 70,001
+    for convert in (group.half, group.bfloat16, group.float):
+        convert()
+        assert group.cache._counts.unique().tolist() == [70_001.0]
+        assert group.cache._counts.dtype == torch.float32
+
+
 def test_counts_decay():
     group = make(cache_rows=1, cache_decay=0.5)
     use(group, [9] * 40, [])
