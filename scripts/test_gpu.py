@@ -20,13 +20,17 @@ from dlrm.measure import ROOT
 NO_TESTS = 5  # pytest's exit status where none was chosen
 
 
-def run(tests: Sequence[str], part: str) -> tuple[bool, str]:
+def run(tests: Sequence[str], part: str, threads: int = 1) -> tuple[bool, str]:
     """Whether a part of the GPU tests passed, and what to show of its output."""
     pytest = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--disable-warnings"]
     done = subprocess.run(
         [*pytest, "--part", part, "--durations", "3", *tests],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+        env={
+            "OMP_NUM_THREADS": str(threads),
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        },
         capture_output=True,
         text=True,
     )
@@ -42,9 +46,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("tests", nargs="*", default=["tests"], help="as for pytest")
     options = parser.parse_args(argv)
     parts = [f"{index}/{options.jobs}" for index in range(options.jobs)]
+    threads = max(1, cores() // options.jobs)  # each would else take all cores
     failed = 0
     with ThreadPoolExecutor(options.jobs) as pool:
-        for done in as_completed([pool.submit(run, options.tests, part) for part in parts]):
+        running = [pool.submit(run, options.tests, part, threads) for part in parts]
+        for done in as_completed(running):
             passed, output = done.result()
             failed += not passed
             print(output, flush=True)
