@@ -23,7 +23,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from dlrm.data.preparation.passes import Pool, number_columns, parse_files, write_splits
+from dlrm.data.preparation.passes import (
+    Pool,
+    number_columns,
+    parse_files,
+    require_known,
+    write_splits,
+)
 from dlrm.data.preparation.raw import BLOCK_BYTES
 from dlrm.data.preparation.spill import BAD_ROWS_KEPT, Spilled
 from dlrm.data.preparation.workspace import BAD_ROWS_FILE, Workspace
@@ -131,10 +137,12 @@ def inherited(options: Options) -> Options:
 
     Raises:
         FileNotFoundError: there is no such data.
-        ValueError: no preparation made it, or one of these options is given and differs.
+        ValueError: no preparation made it, one of these options is given and differs, or a
+            vocabulary is damaged.
     """
     assert options.ids_of is not None
-    made = Meta.read(options.ids_of).options
+    meta = Meta.read(options.ids_of)
+    made = meta.options
     own: dict[str, Any] = {}
     for name in ("vocabulary", "min_count", "cap", "dense_transform"):
         flag = f"--{name.replace('_', '-')}"
@@ -146,6 +154,7 @@ def inherited(options: Options) -> Options:
                 f"{flag} is {given}, and {options.ids_of} was prepared with {own[name]}: leave it "
                 "out, the data of --ids-of decide"
             )
+    require_known(Path(options.ids_of), meta.categorical)
     return replace(options, **own)
 
 

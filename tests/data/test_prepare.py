@@ -198,6 +198,30 @@ def test_ids_that_cannot_be_taken_over(raw, tmp_path):
         quiet(later, others, Options(ids_of=str(known)))
 
 
+def test_a_vocabulary_that_is_damaged_or_of_other_data_gives_no_ids(raw, tmp_path):
+    known, other, out = tmp_path / "known", tmp_path / "other", tmp_path / "out"
+    quiet(raw, known)
+    quiet(raw, other, Options(min_count=5))
+    path = known / "vocabulary" / "C3.parquet"
+    kept = path.read_bytes()
+    values = pq.ParquetFile(path).metadata.row_group(0).column(0)
+    middle = values.data_page_offset + values.total_compressed_size // 2
+    flipped = bytes(255 - byte for byte in kept[middle : middle + 4])
+    for content, reason in (
+        (kept[:middle] + flipped + kept[middle + 4 :], "could not verify page integrity"),
+        (kept[:-9], "Parquet magic bytes not found"),
+        (
+            (other / "vocabulary" / "C3.parquet").read_bytes(),
+            r"it has \d+ rows, meta.json tells of",
+        ),
+        (None, "No such file"),
+    ):
+        path.unlink() if content is None else path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"C3.parquet can't be .*{reason}.* prepare .*known"):
+            quiet(raw, out, Options(ids_of=str(known)))
+        assert not (out / "meta.json").exists()
+
+
 def test_columns_and_meta(raw, tmp_path):
     meta = quiet(raw, tmp_path / "out", block_bytes=BLOCK)
     schema = pq.read_schema(tmp_path / "out" / "train.parquet")

@@ -7,6 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from itertools import accumulate
@@ -25,7 +26,7 @@ from dlrm.data.preparation.rows import MISSING, hex_strings
 from dlrm.data.preparation.spill import Spilled
 from dlrm.data.preparation.vocabulary import group, ids_in, look_up, number
 from dlrm.data.preparation.workspace import Workspace
-from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, Categorical, Split
+from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, META_FILE, Categorical, Split
 from dlrm.files import whole
 
 ROW_GROUP_ROWS = 1 << 17
@@ -44,6 +45,7 @@ SCHEMA = pa.schema(
     + [(name, pa.float32()) for name in CRITEO_DENSE]
     + [(name, pa.int32()) for name in CRITEO_CATEGORICAL]
 )
+VOCABULARY = pa.schema([("value", pa.string()), ("id", pa.int32()), ("count", pa.int64())])
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -139,7 +141,8 @@ def number_columns(
         progress: show a bar.
 
     Raises:
-        ValueError: a value is not in a known vocabulary, which has no id for such.
+        ValueError: a value is not in a known vocabulary, which has no id for such, or that is
+            damaged.
     """
 
     def column(name: str) -> Categorical:
@@ -182,12 +185,38 @@ def number_columns(
     return tuple(described)
 
 
+def require_known(known: Path, columns: Sequence[Categorical]) -> None:
+    """See that data prepared before has the vocabularies that it tells of.
+
+    Raises:
+        ValueError: one can't be opened, or is of another preparation.
+    """
+    for column in columns:
+        with _vocabulary(known, column.name) as file:
+            if (rows := file.metadata.num_rows) != column.cardinality:
+                raise ValueError(f"it has {rows} rows, {META_FILE} tells of {column.cardinality}")
+
+
+@contextmanager
+def _vocabulary(known: Path, name: str) -> Iterator[pq.ParquetFile]:
+    """A vocabulary of data prepared before; what is wrong with it is told with its path."""
+    path = known / "vocabulary" / f"{name}.parquet"
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            yield file
+    except (pa.ArrowException, ValueError, OSError) as error:
+        raise ValueError(
+            f"{path} can't be read as a vocabulary ({error}); prepare {known} again"
+        ) from None
+
+
 def _of_known(
     known: Path, name: str, keys: NDArray[np.int64]
 ) -> tuple[pa.Table, NDArray[np.int32]]:
     """The vocabulary of a column of data prepared before, and the id of each key in it."""
-    table = pq.read_table(known / "vocabulary" / f"{name}.parquet")
-    ids = ids_in(table, keys)
+    with _vocabulary(known, name) as file:
+        table = file.read().cast(VOCABULARY)
+        ids = ids_in(table, keys)
     if (ids < 0).any():
         value = hex_strings(keys[ids < 0][:1])[0].as_py()
         raise ValueError(
