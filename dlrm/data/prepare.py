@@ -225,6 +225,8 @@ def _make(
             rows[block.source] += block.rows
         parts = split_rows(options.split, list(rows.values()))
         counted = len(parts["train"]) if options.vocabulary == "train" else sum(rows.values())
+        if options.ids_of and not sum(rows.values()):
+            raise ValueError("no rows to give ids to: 0 good rows were read; give more rows")
         if not counted and not options.ids_of:
             raise ValueError(
                 f"no rows to make the vocabulary of: {sum(rows.values())} good rows were read and "

@@ -192,6 +192,9 @@ def test_ids_that_cannot_be_taken_over(raw, tmp_path):
         quiet(later, others, Options(ids_of=str(known), cap=7))
     with pytest.raises(ValueError, match="is the output as well"):
         quiet(later, known, Options(ids_of=str(known)))
+    bad = write_raw(tmp_path / "bad.txt", [["2"]])
+    with pytest.raises(ValueError, match="no rows to give ids to: 0 good rows were read; give"):
+        quiet(bad, others, Options(ids_of=str(known), bad_rows="skip"))
     meta = json.loads((known / "meta.json").read_text())
     (known / "meta.json").write_text(json.dumps(meta | {"options": {}}))
     with pytest.raises(ValueError, match="it was not made by prepare_criteo"):
