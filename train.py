@@ -75,7 +75,8 @@ class Run:
         )
         self.train_data.look_ahead = self.step.look_ahead(config.batch_size)
         self.steps, self.epoch, self.best = 0, 0, float("-inf")
-        self.last_step = min(config.max_steps or float("inf"), config.epochs * len(self.train_data))
+        steps = config.epochs * len(self.train_data)
+        self.last_step = min(config.max_steps or steps, steps)
         self.fitted: dict[str, float] = {}  # metrics after --init_from, before any step
         self.validated: tuple[int, dict[str, float]] = (-1, {})  # step and metrics of the last
         self.loss: torch.Tensor | None = None  # of the last step
@@ -97,8 +98,7 @@ class Run:
         profiler = tracking.Profiler(self.directory, self.device) if profiling else None
         clock = tracking.Clock(self.train_data)
         self.model.train()
-        done = self.epoch * rows + self.train_data.state_dict()["position"]
-        whole = min(config.epochs * rows, self.last_step * config.batch_size)
+        done, whole = data.samples(self.steps), data.samples(self.last_step)
         with tracking.progress_bar(whole, done, silent=not self.world.first) as progress:
             for epoch in range(self.epoch, config.epochs):
                 if self.steps >= self.last_step:

@@ -121,8 +121,9 @@ def test_a_trained_model_is_compressed_and_trained_on(data, tmp_path):
 
 
 def test_everything_that_is_reported_is_there(data, tmp_path):
-    logged_last = ["--log_every=10", "--epochs=2", "--max_steps=20"]
-    train(data, tmp_path, "run", "--emb", "tt", *KIND_OPTIONS["tt"], *logged_last)
+    logged_last = ["--log_every=10", "--epochs=2", "--max_steps=40"]
+    done = train(data, tmp_path, "run", "--emb", "tt", *KIND_OPTIONS["tt"], *logged_last)
+    assert "100%" in done.stderr  # of 37 batches of 256, one of 128, and two more of 256
     directory = tmp_path / "run"
     events = EventAccumulator(str(directory))
     events.Reload()
@@ -143,7 +144,7 @@ def test_everything_that_is_reported_is_there(data, tmp_path):
     assert {e.step: pytest.approx(e.value) for e in events.Scalars("train/loss")} == logged
     validated = [line["step"] for line in lines if "val/auc" in line]
     assert validated == [e.step for e in events.Scalars("val/auc")] == sorted({*validated})
-    assert validated[-1] == lines[-1]["step"] == 20
+    assert validated[-1] == lines[-1]["step"] == 40
     for name in scalars:  # one value at a step, the last of which is the result
         found = events.Scalars(name)
         assert len({e.step for e in found}) == len(found), name

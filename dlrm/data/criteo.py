@@ -137,6 +137,14 @@ class CriteoLoader:
         whole, rest = divmod(self.rows, self.world_size * self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
+    def samples(self, batches: int) -> int:
+        """How many samples so many batches have, from the first of the first epoch on, over all
+        ranks.
+        """
+        epochs, rest = divmod(batches, len(self))
+        whole = self.world_size * self.batch_size
+        return epochs * min(self.rows, len(self) * whole) + rest * whole
+
     def __iter__(self) -> Iterator[Batch]:
         self.close()
         start, self._start = self._start, 0

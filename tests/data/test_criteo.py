@@ -168,6 +168,9 @@ def test_ranks_share_every_global_batch(data, world_size, batch_size, drop_last)
         sizes = [part.size for part in share]
         assert max(sizes) - min(sizes) <= 1
         assert drop_last is False or sizes == [batch_size] * world_size
+    sizes = [batch.size for batch in whole]
+    for batches in range(3 * len(sizes)):
+        assert ranks[0].samples(batches) == sum((3 * sizes)[:batches])
 
 
 def test_rank_without_rows_gets_an_empty_batch(tmp_path):
