@@ -100,8 +100,8 @@ class OptimConfig:
     momentum: float | None = None
     """Momentum of sgd and rmsprop; 0 if not set."""
     weight_decay: float | None = None
-    """Share of a weight that is taken off, times the learning rate, where it is updated; 0 if not
-    set, 0.01 for AdamW."""
+    """Share of a weight that is added to its gradient where it is updated; with AdamW taken off the
+    weight itself, times the learning rate. 0 if not set, 0.01 for AdamW."""
     alpha: float | None = None
     """Decay of rmsprop's squared gradients; 0.99 if not set."""
     rho: float | None = None
