@@ -243,7 +243,8 @@ class RunConfig:
     name: str | None = None
     """Name of the run's directory in output; by default the kind and the time."""
     resume: str | None = None
-    """Run directory or checkpoint to go on from; the run's own configuration is used."""
+    """Run directory or checkpoint to go on from, with the run's own configuration, but for options
+    that are given here, as --epochs 2."""
     init_from: str | None = None
     """Run directory or checkpoint of a trained model, as a rule a dense one, to compress: its MLPs
     are taken over, and the embeddings of the kinds chosen here are fitted to its tables."""
