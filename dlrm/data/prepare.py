@@ -150,9 +150,10 @@ def inherited(options: Options) -> Options:
             raise ValueError(f"--ids-of {options.ids_of}: it was not made by prepare_criteo.py")
         own[name], given = made[name], getattr(options, name)
         if given not in (getattr(Options(), name), own[name]):
+            way = "without one" if own[name] is None else f"with {own[name]}"
             raise ValueError(
-                f"{flag} is {given}, and {options.ids_of} was prepared with {own[name]}: leave it "
-                "out, the data of --ids-of decide"
+                f"{flag} is {given}, and {options.ids_of} was prepared {way}: leave it out, the "
+                "data of --ids-of decide"
             )
     require_known(Path(options.ids_of), meta.categorical)
     return replace(options, **own)

@@ -196,6 +196,11 @@ def test_ids_that_cannot_be_taken_over(raw, tmp_path):
     with pytest.raises(ValueError, match="no rows to give ids to: 0 good rows were read; give"):
         quiet(bad, others, Options(ids_of=str(known), bad_rows="skip"))
     meta = json.loads((known / "meta.json").read_text())
+    (known / "meta.json").write_text(
+        json.dumps(meta | {"options": meta["options"] | {"cap": None}})
+    )
+    with pytest.raises(ValueError, match=r"--cap is 7, and .*known was prepared without one"):
+        quiet(later, others, Options(ids_of=str(known), cap=7))
     (known / "meta.json").write_text(json.dumps(meta | {"options": {}}))
     with pytest.raises(ValueError, match="it was not made by prepare_criteo"):
         quiet(later, others, Options(ids_of=str(known)))
