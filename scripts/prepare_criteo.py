@@ -26,7 +26,7 @@ stands for all values without an id of their own), DIR/bad_rows.json and, last, 
 Ids count from 0 in order of falling frequency in the rows of the vocabulary.
 
 Killed and started again with the same options, it goes on where it was and ends with the same
-bytes. On disk it needs some 130 bytes a row in DIR/.prepare while it works.
+bytes. While it works DIR/.prepare takes up to some 180 bytes a row, the result included.
 
 Examples:
   prepare_criteo.py train.txt --output data/kaggle
