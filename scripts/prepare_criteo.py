@@ -45,16 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def _prepare(
-    inputs: list[Path], output: Path, workers: int | None, ids_of: Path | None, **given: Any
-) -> None:
+def _prepare(inputs: list[Path], output: Path, workers: int | None, **given: Any) -> None:
     """Prepare and print a summary."""
     start = time.perf_counter()
     _note_order(inputs)
-    options = Options(
-        **given
-        | {"split": tuple(given["split"]), "ids_of": None if ids_of is None else str(ids_of)}
-    )
+    ids_of = given["ids_of"] and str(given["ids_of"])
+    options = Options(**given | {"split": tuple(given["split"]), "ids_of": ids_of})
     meta = prepare(inputs, output, options, workers=workers)
     seconds = time.perf_counter() - start
     rows = sum(split.rows for split in meta.splits.values())

@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from pyarrow import parquet
 from torch import Tensor
 
 from dlrm.data.parquet import RowGroupReader
+from dlrm.data.preparation.vocabulary import opened
 from dlrm.data.schema import DESCRIBED, META_FILE, Categorical, Meta
 from dlrm.machine import cores
 
@@ -40,13 +40,8 @@ def read_counts(directory: str | os.PathLike[str], meta: Meta) -> list[Tensor]:
 
 def _of(path: Path, column: Categorical) -> Tensor:
     """The counts of a vocabulary."""
-    try:
-        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
-            ids, seen = file.read(columns=list(_COUNTED.names)).cast(_COUNTED).columns
-    except (pa.ArrowException, ValueError, OSError) as error:
-        raise ValueError(
-            f"{path} can't be read as a vocabulary ({error}); prepare the data again"
-        ) from None
+    with opened(path) as file:
+        ids, seen = file.read(columns=list(_COUNTED.names)).cast(_COUNTED).columns
     rows = column.cardinality
     first, last = (limit or 0 for limit in pc.min_max(ids).as_py().values())
     if first < 0 or last >= rows:

@@ -139,7 +139,8 @@ class Meta:
         """Whether there is such a split, and not an empty one."""
         return split in self.splits and self.splits[split].rows > 0
 
-    def vocabulary_file(self, name: str) -> str:
+    @staticmethod
+    def vocabulary_file(name: str) -> str:
         """Where the vocabulary (value, id, count) of column ``name`` lies, if it was written."""
         return f"vocabulary/{name}.parquet"
 

@@ -7,7 +7,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from itertools import accumulate
@@ -24,9 +23,9 @@ from tqdm import tqdm
 from dlrm.data.preparation.raw import Block, RawFile
 from dlrm.data.preparation.rows import MISSING, hex_strings
 from dlrm.data.preparation.spill import Spilled
-from dlrm.data.preparation.vocabulary import group, ids_in, look_up, number
+from dlrm.data.preparation.vocabulary import group, ids_in, look_up, number, opened
 from dlrm.data.preparation.workspace import Workspace
-from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, META_FILE, Categorical, Split
+from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, META_FILE, Categorical, Meta, Split
 from dlrm.files import whole
 
 ROW_GROUP_ROWS = 1 << 17
@@ -158,7 +157,7 @@ def number_columns(
             described = Categorical(
                 name=name, cardinality=len(table), oov_id=None if unlisted < 0 else unlisted
             )
-            with whole(work / "vocabulary" / f"{name}.parquet") as temporary:
+            with whole(work / Meta.vocabulary_file(name)) as temporary:
                 pq.write_table(
                     table,
                     temporary,
@@ -192,29 +191,16 @@ def require_known(known: Path, columns: Sequence[Categorical]) -> None:
         ValueError: one can't be opened, or is of another preparation.
     """
     for column in columns:
-        with _vocabulary(known, column.name) as file:
+        with opened(known / Meta.vocabulary_file(column.name), known) as file:
             if (rows := file.metadata.num_rows) != column.cardinality:
                 raise ValueError(f"it has {rows} rows, {META_FILE} tells of {column.cardinality}")
-
-
-@contextmanager
-def _vocabulary(known: Path, name: str) -> Iterator[pq.ParquetFile]:
-    """A vocabulary of data prepared before; what is wrong with it is told with its path."""
-    path = known / "vocabulary" / f"{name}.parquet"
-    try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            yield file
-    except (pa.ArrowException, ValueError, OSError) as error:
-        raise ValueError(
-            f"{path} can't be read as a vocabulary ({error}); prepare {known} again"
-        ) from None
 
 
 def _of_known(
     known: Path, name: str, keys: NDArray[np.int64]
 ) -> tuple[pa.Table, NDArray[np.int32]]:
     """The vocabulary of a column of data prepared before, and the id of each key in it."""
-    with _vocabulary(known, name) as file:
+    with opened(known / Meta.vocabulary_file(name), known) as file:
         table = file.read().cast(VOCABULARY)
         ids = ids_in(table, keys)
     if (ids < 0).any():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dlrm.data.preparation.rows import MISSING, hex_keys, hex_strings
@@ -80,6 +84,26 @@ def number(
     return vocabulary, id_of_key
 
 
+@contextmanager
+def opened(path: Path, data: object = "the data") -> Iterator[pq.ParquetFile]:
+    """A vocabulary's file, and what is wrong with it told with its path.
+
+    Args:
+        path: of the file.
+        data: what to prepare again if it is damaged.
+
+    Raises:
+        ValueError: it can't be read, or the block says what else is wrong with it.
+    """
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            yield file
+    except (pa.ArrowException, ValueError, OSError) as error:
+        raise ValueError(
+            f"{path} can't be read as a vocabulary ({error}); prepare {data} again"
+        ) from None
+
+
 def ids_in(listed: pa.Table, keys: NDArray[np.int64]) -> NDArray[np.int32]:
     """The ids that a vocabulary has for keys.
 
@@ -93,13 +117,12 @@ def ids_in(listed: pa.Table, keys: NDArray[np.int64]) -> NDArray[np.int32]:
     value = listed["value"].combine_chunks()
     rest = np.flatnonzero(value.is_null())
     own = np.delete(np.arange(len(value), dtype=np.int32), rest)
-    known = hex_keys(value.drop_null().cast(pa.binary()))
+    known, position = _sort(hex_keys(value.drop_null().cast(pa.binary())))
     ids = np.full(len(keys), rest[0] if len(rest) else -1, np.int32)
     if len(known):
-        order = np.argsort(known)
-        at = order[np.searchsorted(known, keys, sorter=order).clip(max=len(known) - 1)]
+        at = np.searchsorted(known, keys).clip(max=len(known) - 1)
         found = known[at] == keys
-        ids[found] = own[at[found]]
+        ids[found] = own[position[at[found]]]
     return ids
 
 
