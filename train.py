@@ -15,22 +15,23 @@ import torch
 import yaml
 from tqdm import tqdm
 
-from dlrm import checkpoint, metrics, tracking
-from dlrm.cli import note_budgeted, parse, recipe, require_own, resumed
-from dlrm.config import HOUSEKEEPING, RunConfig
+from dlrm.config.cli import note_budgeted, parse, require_own, resumed
+from dlrm.config.model_spec import recipe
+from dlrm.config.schema import HOUSEKEEPING, RunConfig
 from dlrm.data import synthetic
-from dlrm.data.counts import read_counts
 from dlrm.data.criteo import CriteoLoader
-from dlrm.distributed import World, pick_device
+from dlrm.data.frequencies import read_counts
+from dlrm.distributed.sharding_plan import spread
+from dlrm.distributed.world import World
 from dlrm.embeddings import available
-from dlrm.embeddings.plan import AUTO, by_table, describe
-from dlrm.embeddings.sharding import spread
-from dlrm.files import whole
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, Schedule
-from dlrm.reduce import Reducer, state_bytes
-from dlrm.shortage import advice, out_of_memory
-from dlrm.step import TrainStep
+from dlrm.sparse_arch.table_plan import AUTO, by_table, describe
+from dlrm.training import checkpoint, metrics, profiling, run_directory, tracking
+from dlrm.training.data_parallel import Reducer, state_bytes
+from dlrm.training.step import TrainStep
+from dlrm.utils.atomic import whole
+from dlrm.utils.device import out_of_memory, pick_device
 
 
 class Run:
@@ -41,7 +42,7 @@ class Run:
         self.device = world.join(pick_device(config.device))
         name = config.name or f"{config.emb}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         new = Path(config.output) / name
-        self.directory = world.from_first(lambda: checkpoint.directory(new, config.resume))
+        self.directory = world.from_first(lambda: run_directory.directory(new, config.resume))
         if config.data == RunConfig.data and world.first:
             synthetic.write_demo(config.data)
         world.wait()
@@ -94,12 +95,12 @@ class Run:
         if config.init_from and not self.steps:
             self.fitted = {f"fitted/{k}": v for k, v in self._evaluate("test").items()}
             self.tracker.log(0, self.fitted)
-        profiling = config.profile and self.world.first
-        profiler = tracking.Profiler(self.directory, self.device) if profiling else None
-        clock = tracking.Clock(self.train_data)
+        traced = config.profile and self.world.first
+        profiler = profiling.Profiler(self.directory, self.device) if traced else None
+        clock = profiling.Clock(self.train_data)
         self.model.train()
         done, whole = data.samples(self.steps), data.samples(self.last_step)
-        with tracking.progress_bar(whole, done, silent=not self.world.first) as progress:
+        with profiling.progress_bar(whole, done, silent=not self.world.first) as progress:
             for epoch in range(self.epoch, config.epochs):
                 if self.steps >= self.last_step:
                     break
@@ -132,11 +133,11 @@ class Run:
             self.tracker.text("profile", profiler.close())
         return self._finish(clock)
 
-    def _log(self, out: dict[str, torch.Tensor], clock: tracking.Clock, progress: tqdm) -> None:
+    def _log(self, out: dict[str, torch.Tensor], clock: profiling.Clock, progress: tqdm) -> None:
         values = {f"train/{name}": float(value) for name, value in out.items()}
         values |= self.model.sparse_arch.cache_stats()
         if self.steps < self.last_step:  # else in the final metrics, of this step too
-            values |= clock.lap() | tracking.memory(self.device)
+            values |= clock.lap() | profiling.memory(self.device)
         for name, optimizer in zip(("dense", "embeddings"), self.optimizers, strict=True):
             values[f"lr/{name}"] = float(optimizer.param_groups[0]["lr"])
         self.tracker.log(self.steps, values)
@@ -156,7 +157,7 @@ class Run:
                 metrics.require_finite(float(self.loss), self.steps)
             better = values.get("auc", float("-inf")) > self.best
             self.best = values["auc"] if better else self.best
-            self._save([checkpoint.LATEST] + [checkpoint.BEST] * better)
+            self._save([run_directory.LATEST] + [run_directory.BEST] * better)
         return values
 
     def _evaluate(self, split: str) -> dict[str, float]:
@@ -166,11 +167,11 @@ class Run:
         in_order = self.world.in_order(*found, batches.rows, batches.batch_size)
         return metrics.classification(*in_order)
 
-    def _finish(self, clock: tracking.Clock) -> dict[str, float]:
+    def _finish(self, clock: profiling.Clock) -> dict[str, float]:
         speed = clock.total() if clock.samples else {}
         val = {f"val/{k}": v for k, v in self._validate().items()}  # logged there
         final = {f"test/{k}": v for k, v in self._evaluate("test").items()}
-        final |= self.fitted | self._embedding_sizes() | speed | tracking.memory(self.device)
+        final |= self.fitted | self._embedding_sizes() | speed | profiling.memory(self.device)
         best, rows = self.meta.planted.get("test", {}), self.meta.counts
         final |= {f"test/best_possible_{name}": value for name, value in best.items()}
         self.tracker.log(self.steps, final)
@@ -205,7 +206,7 @@ class Run:
     def _announce(self) -> None:
         if not self.world.first:
             return
-        with whole(self.directory / checkpoint.CONFIG) as temporary:
+        with whole(self.directory / run_directory.CONFIG) as temporary:
             temporary.write_text(self.resolved)
         if self.sharding:
             self.tracker.text("sharding", self.sharding.text)
@@ -271,8 +272,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         world.meet()
         if going_on := resumed(arguments):
-            directory = checkpoint.run_of(going_on)
-            saved = [f"--config={directory / checkpoint.CONFIG}"]
+            directory = run_directory.run_of(going_on)
+            saved = [f"--config={directory / run_directory.CONFIG}"]
         with world.saying_once():
             config, resolved = parse([*arguments, *saved], kinds)
         if config.resume:
@@ -283,12 +284,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         world.say_once(f"error: {error}")
         return 2
     except KeyboardInterrupt:
-        world.say_once(f"interrupted; {checkpoint.way_on(run.directory if run else directory)}")
+        world.say_once(f"interrupted; {run_directory.way_on(run.directory if run else directory)}")
         return 130
     except (RuntimeError, MemoryError, TypeError) as error:
         if not out_of_memory(error):
             raise
-        world.say_once(f"error: {advice(config.data, config.model.embedding_dim)}")
+        world.say_once(f"error: {profiling.advice(config.data, config.model.embedding_dim)}")
         return 2
     finally:
         world.leave()

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dlrm.embeddings.plan import Plan
-from dlrm.embeddings.sharding import Sharding
-from dlrm.embeddings.sparse_arch import SparseArch
-from dlrm.hints import nearest
-from dlrm.kernels.branch import branch_of
+from dlrm.distributed.sharding_plan import Sharding
 from dlrm.kernels.interaction import dot_interaction
+from dlrm.kernels.streams import branch_of
+from dlrm.sparse_arch.arch import SparseArch
+from dlrm.sparse_arch.table_plan import Plan
+from dlrm.utils.messages import nearest
 
 INTERACTIONS = ("dot", "dcn")
 DTYPES = {"fp32": 4, "bf16": 2}  # of tables, and the bytes of a weight
@@ -125,7 +125,7 @@ class DLRM(nn.Module):
         num_dense: number of dense features N.
         num_embeddings: rows of each table.
         embedding_dim: length D of a row.
-        plan: kind and options of each table (``dlrm.embeddings.plan.plan``).
+        plan: kind and options of each table (``dlrm.sparse_arch.table_plan.plan``).
         bottom_mlp: hidden sizes of the bottom MLP; a last layer of D outputs follows them.
         top_mlp: hidden sizes of the top MLP; a last layer of one output follows them.
         interaction: ``dot`` or ``dcn``.

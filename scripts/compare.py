@@ -23,11 +23,11 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
-from dlrm.config import HOUSEKEEPING
+from dlrm.config.schema import HOUSEKEEPING
 from dlrm.embeddings import available
-from dlrm.files import save_figure, whole
-from dlrm.hints import Parser, exit_status, picture, place
-from dlrm.tracking import RESULT, log_figures, without
+from dlrm.training.tracking import RESULT, log_figures, without
+from dlrm.utils.atomic import save_figure, whole
+from dlrm.utils.program import Parser, exit_status, picture, place
 
 METRICS = {
     "test/auc": "AUC",

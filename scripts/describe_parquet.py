@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import DESCRIBED, META_FILE, SPLITS, Categorical, Meta, Split
-from dlrm.hints import Parser, exit_status, place
+from dlrm.utils.program import Parser, exit_status, place
 
 SPARSE = 10  # rows of a table per value of its column, from which on the ids look hashed
 

@@ -6,11 +6,12 @@ import json
 import sys
 from argparse import Namespace
 
-from dlrm import checkpoint, metrics
 from dlrm.data.criteo import CriteoLoader
-from dlrm.distributed import World, pick_device
-from dlrm.hints import Parser, count, exit_status
+from dlrm.distributed.world import World
 from dlrm.model import DLRM
+from dlrm.training import checkpoint, metrics
+from dlrm.utils.device import pick_device
+from dlrm.utils.program import Parser, count, exit_status
 
 
 def arguments() -> Parser:

@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from dlrm.data import synthetic
 from dlrm.data.schema import Meta
-from dlrm.data.synthesis.law import profiles
-from dlrm.hints import Parser, exit_status, place
+from dlrm.data.synthetic.distributions import profiles
+from dlrm.utils.program import Parser, exit_status, place
 
 
 @dataclass(frozen=True, kw_only=True)

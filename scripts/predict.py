@@ -7,13 +7,15 @@ from argparse import Namespace
 from pathlib import Path
 
 import pyarrow as pa
-from evaluate import loaded
 from pyarrow import parquet
 
-from dlrm import metrics
-from dlrm.distributed import World
-from dlrm.files import whole
-from dlrm.hints import Parser, count, exit_status
+from dlrm.distributed.world import World
+from dlrm.training import metrics
+from dlrm.utils.atomic import whole
+from dlrm.utils.program import Parser, count, exit_status
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for the other scripts
+from scripts.evaluate import loaded
 
 
 def arguments() -> Parser:

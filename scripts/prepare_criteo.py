@@ -12,9 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dlrm.data.preparation.workspace import BAD_ROWS_FILE
-from dlrm.data.prepare import Options, prepare
-from dlrm.hints import Parser, exit_status, place
+from dlrm.data.preprocess.pipeline import Options, prepare
+from dlrm.data.preprocess.workspace import BAD_ROWS_FILE
+from dlrm.utils.program import Parser, exit_status, place
 
 EPILOG = """\
 Input: lines of label, I1..I13 (numbers, may be empty), C1..C26 (up to 8 hex digits, may be empty),

@@ -31,14 +31,17 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter
-from pool import Pool, Run, require_rows, step_speed
 
-from dlrm import checkpoint, measure
 from dlrm.data.schema import KAGGLE_CARDINALITIES, Meta
-from dlrm.embeddings.factorize import factorize_dim, factorize_rows
+from dlrm.embeddings.common.factorization import factorize_dim, factorize_rows
 from dlrm.embeddings.tt import clip_ranks, tt_weights
-from dlrm.files import save_figure
-from dlrm.hints import Parser, count, exit_status, picture, place, positive
+from dlrm.training import benchmark as measure
+from dlrm.training import run_directory
+from dlrm.utils.atomic import save_figure
+from dlrm.utils.program import Parser, count, exit_status, picture, place, positive
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for train.py and the other scripts
+from scripts.experiments.runner import Pool, Run, require_rows, step_speed
 
 # Rows of the tables of Criteo Terabyte with ids modulo 10,000,000, as in the paper.
 TERABYTE_10M = (
@@ -311,7 +314,7 @@ def reproduce(options: argparse.Namespace) -> None:
     impossible = pool.train([run for seed in seeds for run in seed], options.data)
     if options.fine_tune:
         dense = options.runs / "dense-0"
-        if not checkpoint.has_one(dense):
+        if not run_directory.has_one(dense):
             raise ValueError(
                 f"{dense} has no checkpoint, which --fine-tune begins with: remove it, to be "
                 "trained again"

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
-from dlrm.hints import Parser, count
-from dlrm.machine import cores
-from dlrm.measure import ROOT
+from dlrm.training.benchmark import ROOT
+from dlrm.utils.device import cores
+from dlrm.utils.program import Parser, count
 
 NO_TESTS = 5  # pytest's exit status where none was chosen
 

@@ -1,8 +1,10 @@
 """What every test needs to know: is there a GPU, and if not, Triton interprets its kernels."""
 
+import importlib
 import os
 import signal
 import zlib
+from pathlib import Path
 
 import torch
 
@@ -27,7 +29,7 @@ def pytest_collection_modifyitems(config, items):
     """
     for item in items:
         if torch.cuda.is_available():
-            if item.path.parent.name == "kernels" or "device" in item.fixturenames:
+            if "kernels" in item.path.parts or "device" in item.fixturenames:
                 item.add_marker(pytest.mark.gpu)
         elif "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
@@ -40,6 +42,20 @@ def pytest_collection_modifyitems(config, items):
 def device():
     """The device under test: the GPU where there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Imports a program of ``scripts/`` by its name."""
+    root = Path(__file__).parents[1]
+    monkeypatch.syspath_prepend(str(root))
+    monkeypatch.chdir(root)
+
+    def load(name):
+        (path,) = (root / "scripts").rglob(f"{name}.py")
+        return importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
+
+    return load
 
 
 @pytest.fixture(autouse=True)

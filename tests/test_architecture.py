@@ -8,18 +8,30 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "dlrm").rglob("*.py"))
 
-LOW = (
-    *("dlrm.config", "dlrm.distributed", "dlrm.files", "dlrm.hints", "dlrm.machine"),
-    *("dlrm.measure", "dlrm.metrics", "dlrm.optim", "dlrm.peers", "dlrm.rules", "dlrm.shards"),
-    "dlrm.shortage",
-    "dlrm.tracking",
-)
-"""What knows nothing of embeddings."""
-HIGH = (
-    *("dlrm.checkpoint", "dlrm.data", "dlrm.metrics", "dlrm.model", "dlrm.optim", "dlrm.reduce"),
-    *("dlrm.step", "dlrm.tracking"),
-)
-"""What embeddings and kernels know nothing of."""
+BELOW = {
+    "utils": (),
+    "kernels": ("utils",),
+    "data": ("utils",),
+    "embeddings": ("utils", "kernels"),
+    "optim": ("utils", "kernels"),
+    "distributed": ("utils", "kernels", "data", "embeddings", "optim"),
+}
+BELOW["sparse_arch"] = (*BELOW["distributed"], "distributed")
+BELOW["model"] = (*BELOW["sparse_arch"], "sparse_arch")
+BELOW["config"] = BELOW["training"] = (*BELOW["model"], "model")
+"""What each room of ``dlrm`` may import, next to itself: imports go one way."""
+
+KERNELS_BELOW = {
+    "": (),
+    "streams": ("",),
+    "update": ("", "streams"),
+    "multi_copy": ("", "streams"),
+    "interaction": ("", "streams"),
+    "lookup": ("", "streams", "update"),
+    "tt": ("", "streams", "update"),
+    "offload": ("", "streams", "update", "lookup", "tt"),
+}
+"""The same for the rooms of ``dlrm.kernels``; "" is the package itself."""
 
 
 def imports(path):
@@ -28,28 +40,35 @@ def imports(path):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room_of(module, package="dlrm"):
+    """The part of a module's name below a package; None outside of it."""
+    if module == package:
+        return ""
+    return (
+        module.removeprefix(f"{package}.").partition(".")[0]
+        if module.startswith(f"{package}.")
+        else None
+    )
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_go_one_way(path):
-    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     found = set(imports(path))
-
-    def uses(*modules):
-        return {f for f in found if any(f == m or f.startswith(f"{m}.") for m in modules)}
-
-    assert not uses("train", "scripts", "tests")
-    if not name.startswith("dlrm.kernels"):
-        assert not uses("triton"), "only kernels import Triton"
-    else:
-        assert not uses("dlrm.embeddings")
-    if name not in ("dlrm.cli", "dlrm.config"):
-        assert not uses("dlrm.config", "dlrm.cli"), "modules take plain arguments"
-    if name.startswith("dlrm.data") or name in LOW:
-        assert not uses("dlrm.embeddings", "dlrm.model")
-    if name.startswith(("dlrm.embeddings", "dlrm.kernels")):
-        assert not uses(*HIGH), "a method knows nothing of who trains it"
+    assert not {module.partition(".")[0] for module in found} & {"train", "scripts", "tests"}
+    if room := room_of(name):
+        rooms = {other for module in found if (other := room_of(module))}
+        assert rooms <= {room, *BELOW[room]}
+        assert room == "kernels" or not any(module.startswith("triton") for module in found)
+    if room == "kernels":
+        package = "dlrm.kernels"
+        own = room_of(name, package) or ""
+        rooms = {room_of(module, package) for module in found if module.startswith(package)}
+        assert rooms <= {own, *KERNELS_BELOW[own]}
+    if name == "dlrm.config.schema":
+        assert not any(module.startswith("dlrm") for module in found)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

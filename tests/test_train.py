@@ -18,10 +18,10 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dlrm import checkpoint
-from dlrm.checkpoint import way_on
 from dlrm.data import synthetic
 from dlrm.embeddings import available
+from dlrm.training import checkpoint
+from dlrm.training.run_directory import way_on
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--model.bottom_mlp", "[16]", "--model.top_mlp", "[16]", "--batch_size", "256"]

@@ -14,7 +14,7 @@ from torch.compiler import set_stance
 from dlrm.data.batch import Batch
 from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
-from dlrm.step import TrainStep
+from dlrm.training.step import TrainStep
 
 SEEDS = range(*map(int, os.environ.get("DLRM_TRIALS", "0:8").split(":")))
 DENSE = 5  # features

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from dlrm.data.batch import Batch, joined
-from dlrm.data.gathered import GatheredWindow
+from dlrm.data.device_shuffle import GatheredWindow
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import Meta
-from dlrm.data.window import Block, Part, Span, Window, fill, fill_multi_hot
-from dlrm.machine import cores
+from dlrm.data.shuffle import Block, Part, Span, Window, fill, fill_multi_hot
+from dlrm.utils.device import cores
 
 AnyWindow = TypeVar("AnyWindow", Window, GatheredWindow)
 QUEUED = 8  # batches whose work may wait on a GPU

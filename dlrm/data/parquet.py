@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dlrm.data.schema import META_FILE, Categorical, Meta
-from dlrm.hints import nearest
+from dlrm.utils.messages import nearest
 
 
 @dataclass(frozen=True, kw_only=True)

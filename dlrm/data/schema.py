@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dlrm.files import whole
+from dlrm.utils.atomic import whole
 
 SCHEMA_VERSION = 1
 META_FILE = "meta.json"

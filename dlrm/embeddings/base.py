@@ -5,17 +5,15 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Self, TypedDict
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from dlrm.embeddings.cache import PopulateReport
+from dlrm.embeddings.common.bags import MODES, _check_offsets, bag_of_each, pool
+from dlrm.embeddings.common.hot_rows import PopulateReport
 from dlrm.kernels import require_integers
 
-MODES = ("sum", "mean", "max")
 Announced = tuple[Tensor, Tensor | None]  # ids and offsets of a batch
 
 
@@ -352,48 +350,3 @@ class Embedding(nn.Module, ABC):
         return (
             f"tables={self.num_tables}, rows={sum(self.num_embeddings)}, dim={self.embedding_dim}"
         )
-
-
-def _check_offsets(offsets: Tensor, count: int) -> None:
-    """Raise unless offsets rise from 0 to the number of ids; on a GPU the check is asynchronous."""
-    good = (offsets[0] == 0) & (offsets[-1] == count) & (offsets.diff() >= 0).all()
-    if good.is_cuda:
-        torch._assert_async(good)
-    elif not good:
-        raise ValueError(
-            f"offsets must rise from 0 to at most the number of ids, {count}; "
-            f"got {offsets.tolist()[:8]} ..."
-        )
-
-
-def bag_of_each(offsets: Tensor, count: int) -> Tensor:
-    """The bag of each of ``count`` ids, ascending, ``[count]``."""
-    index = torch.arange(offsets.numel() - 1, device=offsets.device)
-    return torch.repeat_interleave(index, offsets.diff(), output_size=count)
-
-
-def pool(vectors: Tensor, offsets: Tensor, mode: str, weights: Tensor | None) -> Tensor:
-    """Reduce bags of ``vectors [nnz, D]`` to ``[bags, D]``; an empty bag gives zeros.
-
-    Args:
-        vectors: of all bags, behind one another.
-        offsets: where each bag begins, and the end, ``[bags + 1]``.
-        mode: sum, mean or max; the gradient of max goes to the first of equal entries.
-        weights: a factor per vector, ``[nnz]``, in mode sum only.
-    """
-    index = torch.arange(len(vectors), device=vectors.device)
-    return functional.embedding_bag(
-        index, vectors, offsets, mode=mode, per_sample_weights=weights, include_last_offset=True
-    )
-
-
-def row_offsets(rows: Sequence[int]) -> Tensor:
-    """Where each table begins when their rows stand behind one another, ``[F]``."""
-    return torch.tensor([0, *accumulate(rows)][:-1])
-
-
-def shares(amount: int, tables: Sequence[int]) -> list[int]:
-    """An amount of bytes shared out by the tables' rows, to the byte."""
-    ends = list(accumulate(tables, initial=0))
-    bounds = [end * amount // ends[-1] for end in ends]
-    return [end - begin for begin, end in pairwise(bounds)]

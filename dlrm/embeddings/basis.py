@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from typing import Any, Self, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from dlrm.embeddings.base import Common, Embedding, row_offsets
-from dlrm.embeddings.budget import share_out
-from dlrm.embeddings.kmeans import kmeans
-from dlrm.kernels.codebook import Members, code_bits, codebook_sum, members, pack, unpack
-from dlrm.kernels.lookup import lookup
+from dlrm.embeddings.base import Common, Embedding
+from dlrm.embeddings.common.bags import row_offsets
+from dlrm.embeddings.common.budget import share_out
+from dlrm.embeddings.common.fitting import kmeans
+from dlrm.kernels.lookup.codebook import code_bits, pack, unpack
+from dlrm.kernels.lookup.tables import lookup
 
 CHUNK = 1 << 18  # rows whose codes are drawn at a time
 MOST_BITS = 16  # of a code
@@ -143,135 +144,6 @@ class Basis(Embedding):
             None if option is None else {"parts": option[0], "clusters": option[1]}
             for option in share_out(num_embeddings, longest, size, budget, cls.kind())
         ]
-
-
-class BasisLinear(nn.Module):
-    """A drop-in for an ``nn.Linear`` with many outputs whose weight is a basis embedding.
-
-    ``logits[n, v] = sum_p <x_p[n], centroid[p, code[v, p]]> + bias[v]``: the products of the input
-    with all centroids are few, and each output adds up the ``parts`` of them that its codes name.
-
-    Args:
-        in_features: length of the input, and of the vectors.
-        out_features: outputs V, the vocabulary.
-        bias: add a bias.
-        parts: parts of a vector, a divisor of ``in_features``.
-        clusters: centroids to choose from for each part.
-        device, dtype: where and as what the parameters are made.
-
-    Reference:
-        As :class:`Basis`.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        parts: int = 8,
-        clusters: int = 384,
-    ) -> None:
-        super().__init__()
-        clusters = min(clusters, out_features)
-        _check(parts, clusters, in_features, "in_features")
-        self.in_features, self.out_features = in_features, out_features
-        self.parts, self.clusters, self.bits = parts, clusters, code_bits(clusters)
-        shape = (parts, clusters, in_features // parts)
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.bias = (
-            nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
-        )
-        codes = torch.empty(
-            out_features, code_bytes(parts, self.bits), dtype=torch.uint8, device=device
-        )
-        self.register_buffer("codes", codes)
-        self.codes: Tensor  # [V, bytes]
-        self._members: Members | None = None
-        self._members_of: tuple[Tensor, int] | None = None  # the codes and their version
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw random codes, and centroids and bias as ``nn.Linear`` draws its weights."""
-        bound = self.in_features**-0.5
-        nn.init.uniform_(self.weight, -bound, bound)
-        if self.bias is not None:
-            nn.init.uniform_(self.bias, -bound, bound)
-        shape = (self.out_features, self.parts)
-        drawn = torch.randint(self.clusters, shape, device=self.codes.device)
-        self.codes.copy_(pack(drawn, self.bits))
-
-    @classmethod
-    @torch.no_grad()
-    def from_linear(cls, linear: nn.Linear, *, parts: int = 8, clusters: int = 384) -> Self:
-        """Compress a trained layer, on its device and in its type; nothing of it is kept."""
-        weight, bias = linear.weight, linear.bias
-        made = cls(
-            linear.in_features,
-            linear.out_features,
-            bias is not None,
-            weight.device,
-            weight.dtype,
-            parts=parts,
-            clusters=clusters,
-        )
-        made.codes.copy_(pack(_fit(weight, made.weight), made.bits))
-        if made.bias is not None:
-            made.bias.copy_(bias)
-        return made
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Logits of the vocabulary: ``[..., in_features]`` to ``[..., out_features]``.
-
-        Raises:
-            ValueError: the input is of another length.
-        """
-        if input.shape[-1] != self.in_features:
-            raise ValueError(
-                f"input has shape {tuple(input.shape)}, it must be [..., {self.in_features}]"
-            )
-        tokens = input.reshape(-1, self.parts, self.in_features // self.parts)
-        products = torch.bmm(self.weight, tokens.permute(1, 2, 0))  # [parts, clusters, N]
-        index = self._index() if torch.is_grad_enabled() and products.is_cuda else None
-        out = codebook_sum(products, self.codes, self.bias, self.bits, index)
-        return out.view(*input.shape[:-1], self.out_features)
-
-    def codes_of_outputs(self) -> Tensor:
-        """The codes, int64 ``[V, parts]``."""
-        return unpack(self.codes, self.parts, self.bits)
-
-    def _index(self) -> Members:
-        """The outputs that have each centroid, found once for given codes."""
-        codes, version = self._members_of or (None, -1)
-        if self._members is None or codes is not self.codes or version != self.codes._version:
-            self._members = members(self.codes, self.parts, self.bits, self.clusters)
-            self._members_of = self.codes, self.codes._version
-        return self._members
-
-    @torch.no_grad()
-    def to_dense(self) -> Tensor:
-        """The weight that an ``nn.Linear`` with the same outputs has, ``[V, in_features]``."""
-        codes = unpack(self.codes, self.parts, self.bits)
-        vectors = [
-            centroids[names] for centroids, names in zip(self.weight, codes.t(), strict=True)
-        ]
-        return torch.cat(vectors, 1)
-
-    def footprint(self) -> dict[str, int]:
-        """Bytes by part; only training on a GPU keeps the index, which follows from the codes."""
-        bias = 0 if self.bias is None else self.bias.nbytes
-        index = self._index().nbytes if self.training and self.codes.is_cuda else 0
-        return {"weights": self.weight.nbytes + bias, "codes": self.codes.nbytes, "index": index}
-
-    def extra_repr(self) -> str:
-        """Sizes for ``print(model)``."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, parts={self.parts}, clusters={self.clusters}"
-        )
 
 
 def code_bytes(parts: int, bits: int) -> int:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dlrm.embeddings.base import Common, Embedding, row_offsets
-from dlrm.embeddings.budget import share_out
-from dlrm.embeddings.kept import kept_rows
-from dlrm.kernels.bags import lookup_bags
-from dlrm.kernels.lookup import lookup, lookup_tables
-from dlrm.kernels.widen import lookup_widened, widen
+from dlrm.embeddings.base import Common, Embedding
+from dlrm.embeddings.common.bags import row_offsets
+from dlrm.embeddings.common.budget import share_out
+from dlrm.embeddings.shared_rows import kept_rows
+from dlrm.kernels.lookup.bags import lookup_bags
+from dlrm.kernels.lookup.projected import lookup_widened, widen
+from dlrm.kernels.lookup.tables import lookup, lookup_tables
 
 CHUNK = 1 << 20  # rows at a time when fitting to a dense table
 

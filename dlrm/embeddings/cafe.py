@@ -9,12 +9,13 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from dlrm.embeddings.base import Common, Embedding, row_offsets, shares
-from dlrm.embeddings.budget import water_level
-from dlrm.embeddings.cache import PopulateReport
-from dlrm.embeddings.fit import fit_shared
-from dlrm.kernels.hashing import scatter, scramble
-from dlrm.kernels.lookup import lookup
+from dlrm.embeddings.base import Common, Embedding
+from dlrm.embeddings.common.bags import row_offsets, shares
+from dlrm.embeddings.common.budget import water_level
+from dlrm.embeddings.common.fitting import fit_shared
+from dlrm.embeddings.common.hot_rows import PopulateReport
+from dlrm.kernels.lookup.hashing import scatter, scramble
+from dlrm.kernels.lookup.tables import lookup
 
 HOT, RIVALS = 8, 4  # slots of a bucket: with a row, and waiting to get one
 SLOTS = HOT + RIVALS

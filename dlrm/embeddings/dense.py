@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlrm.embeddings.base import Common
-from dlrm.embeddings.kept import KeptRows
+from dlrm.embeddings.shared_rows import KeptRows
 
 
 class Dense(KeptRows):

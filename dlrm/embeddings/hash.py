@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dlrm.embeddings.base import Common
-from dlrm.embeddings.budget import even_rows
-from dlrm.embeddings.kept import KeptRows
+from dlrm.embeddings.common.budget import even_rows
+from dlrm.embeddings.shared_rows import KeptRows
 
 
 class Hash(KeptRows):

@@ -9,10 +9,11 @@ from typing import Any, Self, Unpack
 import torch
 from torch import Tensor, nn
 
-from dlrm.embeddings.base import Announced, Common, Embedding, bag_of_each, row_offsets, shares
-from dlrm.kernels.cached_rows import CachedRows
-from dlrm.kernels.host import in_host_memory, mapped
-from dlrm.kernels.lookup import lookup, lookup_tables
+from dlrm.embeddings.base import Announced, Common, Embedding
+from dlrm.embeddings.common.bags import bag_of_each, row_offsets, shares
+from dlrm.kernels.lookup.tables import lookup, lookup_tables
+from dlrm.kernels.offload.pinned_memory import in_host_memory, mapped
+from dlrm.kernels.offload.row_cache import CachedRows
 
 ROUND = 16  # batches whose rows are fetched together, at most
 ENOUGH = 1 << 21  # look-ups of a round: more would gain little and take more memory on their way
@@ -24,9 +25,9 @@ class Offload(Embedding):
     Nothing but speed depends on the cache: what is computed and what is saved are those of
     ``dense``, and so are the initial rows. The ids of the coming batches are known, so their rows
     are fetched, and others written back, while those before are computed, in rounds of several
-    (:mod:`dlrm.kernels.carrier`); in several processes, each of which has all of the tables, only
-    once they are looked up, since each updates what the others use. ``.to(device)`` leaves the rows
-    in host memory and lets the device see them there.
+    (:mod:`dlrm.kernels.offload.prefetch`); in several processes, each of which has all of the
+    tables, only once they are looked up, since each updates what the others use. ``.to(device)``
+    leaves the rows in host memory and lets the device see them there.
 
     Once there is an optimizer, what is written to the weight in place, but for ``load_state_dict``
     and :meth:`load_dense`, is lost where a row is in the cache: ``cached.release()`` before.

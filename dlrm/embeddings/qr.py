@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dlrm.embeddings.base import Common, Embedding, row_offsets
-from dlrm.embeddings.budget import share_out
-from dlrm.kernels.lookup import lookup
-from dlrm.kernels.quotient import compose, lookup_quotient
+from dlrm.embeddings.base import Common, Embedding
+from dlrm.embeddings.common.bags import row_offsets
+from dlrm.embeddings.common.budget import share_out
+from dlrm.kernels.lookup.quotient_remainder import compose, lookup_quotient
+from dlrm.kernels.lookup.tables import lookup
 
 Operation = Literal["multiply", "add", "concat"]
 ITERATIONS = 30  # of the alternating fits

@@ -10,7 +10,7 @@ from typing import Any
 
 import dlrm.embeddings
 from dlrm.embeddings.base import Embedding
-from dlrm.hints import nearest
+from dlrm.utils.messages import nearest
 
 
 def available() -> dict[str, type[Embedding]]:

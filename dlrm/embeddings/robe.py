@@ -9,11 +9,12 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from dlrm.embeddings.base import Common, Embedding, row_offsets, shares
-from dlrm.embeddings.budget import even_rows
-from dlrm.embeddings.fit import fit_shared
-from dlrm.kernels.hashing import scatter
-from dlrm.kernels.lookup import lookup
+from dlrm.embeddings.base import Common, Embedding
+from dlrm.embeddings.common.bags import row_offsets, shares
+from dlrm.embeddings.common.budget import even_rows
+from dlrm.embeddings.common.fitting import fit_shared
+from dlrm.kernels.lookup.hashing import scatter
+from dlrm.kernels.lookup.tables import lookup
 
 
 class Robe(Embedding):

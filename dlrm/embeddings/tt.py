@@ -11,11 +11,12 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from dlrm.embeddings.base import Common, Embedding, row_offsets, shares
-from dlrm.embeddings.budget import water_level
-from dlrm.embeddings.cache import PopulateReport, RowCache
-from dlrm.embeddings.factorize import factorize_dim, factorize_rows
-from dlrm.embeddings.tt_algebra import fit_rows, mean_square, tt_svd
+from dlrm.embeddings.base import Common, Embedding
+from dlrm.embeddings.common.bags import row_offsets, shares
+from dlrm.embeddings.common.budget import water_level
+from dlrm.embeddings.common.factorization import factorize_dim, factorize_rows
+from dlrm.embeddings.common.hot_rows import PopulateReport, RowCache
+from dlrm.embeddings.common.tt_svd import fit_rows, mean_square, tt_svd
 from dlrm.kernels.tt import tt_bags, tt_vectors
 
 DEFAULT_RANK = 32

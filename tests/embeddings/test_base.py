@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from dlrm.embeddings import Embedding, EmbeddingBag, available, build
-from dlrm.embeddings.base import pool, row_offsets, shares
+from dlrm.embeddings.common.bags import pool, row_offsets, shares
 
 
 def test_a_kind_is_named_after_its_file():

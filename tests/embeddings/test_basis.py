@@ -10,11 +10,12 @@ from torch import nn
 from torch.nn import functional
 
 from dlrm.data.schema import KAGGLE_CARDINALITIES
-from dlrm.embeddings.basis import Basis, BasisLinear
-from dlrm.embeddings.kmeans import kmeans
-from dlrm.kernels.codebook import unpack
+from dlrm.embeddings.basis import Basis
+from dlrm.embeddings.basis_linear import BasisLinear
+from dlrm.embeddings.common.fitting import kmeans
+from dlrm.kernels.lookup.codebook import unpack
 
-BENCHMARK = Path(__file__).parents[2] / "scripts" / "benchmark_basis.py"
+BENCHMARK = Path(__file__).parents[2] / "scripts" / "benchmarks" / "benchmark_basis.py"
 
 
 def clustered(rows, dim, clusters=6, noise=0.01):

@@ -13,11 +13,11 @@ import torch
 
 from dlrm.data.batch import Batch
 from dlrm.embeddings import build
-from dlrm.kernels import row_moves
-from dlrm.kernels.host import in_host_memory
+from dlrm.kernels.offload import admission as row_moves
+from dlrm.kernels.offload.pinned_memory import in_host_memory
 from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
-from dlrm.step import TrainStep
+from dlrm.training.step import TrainStep
 
 SIZES = [7, 40, 3]
 DIM = 4
@@ -407,7 +407,7 @@ def test_a_captured_step_fetches_ahead_and_equals_dense(device):
 
 
 def test_the_benchmark_compares_with_dense_tables(monkeypatch, tmp_path):
-    script = Path(__file__).parents[2] / "scripts" / "benchmark_offload.py"
+    script = Path(__file__).parents[2] / "scripts" / "benchmarks" / "benchmark_offload.py"
     main = runpy.run_path(str(script))["main"]
     for name in ("WARM_UP", "STEPS", "CHECKED"):
         monkeypatch.setitem(main.__globals__, name, 6)

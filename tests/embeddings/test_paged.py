@@ -6,15 +6,15 @@ import re
 import pytest
 import torch
 
-from dlrm import checkpoint
 from dlrm.data.batch import Batch
 from dlrm.embeddings import EmbeddingBag, build
-from dlrm.embeddings.placement import balanced, cyclic, places_of
-from dlrm.kernels import page_table
-from dlrm.kernels.host import in_host_memory
+from dlrm.embeddings.paged import balanced, cyclic, places_of
+from dlrm.kernels.lookup import paged as page_table
+from dlrm.kernels.offload.pinned_memory import in_host_memory
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, gradient_norm
-from dlrm.step import TrainStep
+from dlrm.training import checkpoint
+from dlrm.training.step import TrainStep
 
 SIZES = [1, 7, 40, 131]
 GPU = torch.cuda.is_available()

@@ -12,13 +12,15 @@ has more rows to multiply than its neighbour core has slices. The backward pass 
 of equal factors first and then takes the same GEMMs the other way round. All sizes depend on shapes
 alone and nothing comes back to the host, so a CUDA graph can hold it all. Additions to one place
 wait for one another, so what the first ids of a table add to has several. A middle core of which an
-update is on offer (:mod:`dlrm.kernels.fused`) moves where its gradient forms, and has none.
+update is on offer (:mod:`dlrm.kernels.update.in_backward`) moves where its gradient forms, and has
+none.
 
 Reference:
     Yin, Acun, Liu, Wu, "TT-Rec: Tensor Train Compression for Deep Learning Recommendation Models",
     MLSys 2021, arXiv 2101.11714.
 """
 
-from dlrm.kernels.tt.op import tt_bags, tt_vectors, tt_vectors_torch
+from dlrm.kernels.tt.op import tt_bags, tt_vectors
+from dlrm.kernels.tt.reference import tt_vectors_torch
 
 __all__ = ["tt_bags", "tt_vectors", "tt_vectors_torch"]

@@ -1,6 +1,6 @@
 """The two factors of rows in tensor-train format: products of cores, and the way back to these.
 
-See :mod:`dlrm.kernels.tt` for what a factor is, :mod:`dlrm.kernels.tt.pairs` for pairs and slots.
+See :mod:`dlrm.kernels.tt` for what a factor is, :mod:`dlrm.kernels.tt._pairs` for pairs and slots.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 import triton
 from torch import Tensor
 
-from dlrm.kernels.fused import Update, take
-from dlrm.kernels.rules import hyper
-from dlrm.kernels.tt import pairs as kernels
-from dlrm.kernels.tt.chain import power
-from dlrm.kernels.tt.known import Used
+from dlrm.kernels.tt import _pairs as kernels
+from dlrm.kernels.tt.indexing import Used
+from dlrm.kernels.tt.layout import power
+from dlrm.kernels.update.in_backward import Update, take
+from dlrm.kernels.update.rules import hyper
 
 # Rows and columns of the tile that a program multiplies, by kernel; measured on an H100.
 _TILES = {"pair_products": (16, 64), "big_gradient": (64, 64), "small_gradient": (64, 32)}

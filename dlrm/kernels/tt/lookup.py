@@ -17,11 +17,11 @@ import torch
 import triton
 from torch import Tensor
 
-from dlrm.kernels.tt import distinct as distinct_kernels
-from dlrm.kernels.tt import rows as row_kernels
-from dlrm.kernels.tt.chain import power
+from dlrm.kernels.tt import _rows as row_kernels
+from dlrm.kernels.tt import _unique as distinct_kernels
 from dlrm.kernels.tt.factors import Factor
-from dlrm.kernels.tt.known import COPIES, Call, Known
+from dlrm.kernels.tt.indexing import COPIES, Call, Known
+from dlrm.kernels.tt.layout import power
 
 _STEPS = 8  # look-ups that one chunk of the ordered backward pass walks over
 _TILE = 2048  # numbers that a program of 4 warps holds

@@ -1,0 +1,1 @@
+"""Raw click logs to Parquet, streamed in bounded memory and restartable."""

@@ -1,0 +1,210 @@
+"""Lines of a raw log to columns, and what is wrong with the lines that are none."""
+
+from __future__ import annotations
+
+import codecs
+import math
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+from numpy.typing import NDArray
+
+from dlrm.data.preprocess.reader import BadRow, Block
+from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
+
+MISSING = -1
+"""Key of a missing category; the key of any other value is the value itself, 0 .. 2**32 - 1."""
+
+COLUMNS = ("label", *CRITEO_DENSE, *CRITEO_CATEGORICAL)
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+# One way only to match each number: 13 of them in a bad line would be tried in every combination.
+_NUMBER = rb" *[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)? *"
+_HEX = rb"[0-9a-fA-F]{1,8}"
+_LINE = re.compile(
+    rb"[01]"
+    + rb"\t(?:%b)?" % _NUMBER * len(CRITEO_DENSE)
+    + rb"\t(?:%b)?" % _HEX * len(CRITEO_CATEGORICAL)
+)
+
+
+def parse(block: Block, transform: str = "log1p") -> tuple[pa.RecordBatch, list[BadRow]]:
+    """Turn the lines of a block into columns; bad lines are left out and reported.
+
+    Args:
+        block: lines of 40 fields: label, 13 numbers, 26 values of up to 8 hex digits. All but
+            the label may be empty.
+        transform: ``log1p`` for log(x + 1), ``log3`` for log(x + 3); see :func:`dense`.
+
+    Returns:
+        The good rows and the reports on the bad ones. A categorical column is a dictionary array:
+        its dictionary holds ``int64`` keys (the value of the hex digits, or ``MISSING``), each at
+        least once.
+    """
+    try:
+        return _parse(block.data, block.lines, transform), []
+    except ValueError:  # of pyarrow's reader, too
+        good, bad = _check(block)
+        return _parse(b"\n".join(good), len(good), transform), bad
+
+
+def dense(column: pa.ChunkedArray, transform: str) -> pa.Array:
+    """Transform a column of numbers: a missing one counts as 0.
+
+    ``log1p`` is log(max(x, 0) + 1), as in the reference; ``log3`` is log(max(x, -2) + 3), which
+    tells negative numbers apart and takes everything below -2 as -2 to stay finite.
+
+    Returns:
+        float32, no nulls.
+
+    Raises:
+        ValueError: a number is infinite or not a number.
+    """
+    x = column.combine_chunks().fill_null(0).to_numpy()
+    if not np.isfinite(x).all():
+        raise ValueError("infinite or not a number")
+    low, shift = (0.0, 1.0) if transform == "log1p" else (-2.0, 3.0)
+    return pa.array(np.log(np.clip(x, low, FLOAT32_MAX) + shift).astype(np.float32))
+
+
+def hex_keys(values: pa.Array) -> NDArray[np.int64]:
+    """Keys of hex strings: their value, or ``MISSING`` for the empty string.
+
+    Args:
+        values: binary, each of 0 to 8 hex digits of either case.
+
+    Raises:
+        ValueError: a value is not hex, or longer.
+    """
+    lengths = pc.binary_length(values).to_numpy()
+    present = lengths > 0
+    if not (lengths[present] == 8).all():
+        values = pc.utf8_lpad(values.filter(pa.array(present)).cast(pa.string()), 8, "0")
+        lengths = pc.binary_length(values).to_numpy()
+        if (lengths > 8).any():
+            raise ValueError("more than 8 hex digits")
+    _, offsets, data = values.buffers()
+    first, last = np.frombuffer(offsets, np.int32)[[values.offset, values.offset + len(values)]]
+    text = np.frombuffer(data or b"", np.uint8)[first:last].view(np.uint64)
+    keys = np.full(len(present), MISSING, np.int64)
+    keys[present] = _from_hex(text)
+    return keys
+
+
+def hex_strings(keys: NDArray[np.int64]) -> pa.Array:
+    """Values as strings of 8 lower-case hex digits; ``MISSING`` gives the empty string."""
+    assert len(keys) < 1 << 28  # 32-bit offsets; the largest column of Terabyte has 228 M values
+    present = keys != MISSING
+    data = keys[present].astype(">u4").tobytes().hex().encode()
+    offsets = np.zeros(len(keys) + 1, np.int32)
+    np.cumsum(np.where(present, 8, 0), out=offsets[1:])
+    return pa.StringArray.from_buffers(len(keys), pa.py_buffer(offsets), pa.py_buffer(data))
+
+
+def _from_hex(text: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Eight ASCII digits per element, the first in the lowest byte, to their value.
+
+    All bytes of an element are handled at once: the digits are joined by twos, fours, eights.
+    """
+    letter = text >> np.uint64(6) & _bytes(0x01)
+    digit = (text & _bytes(0x0F)) + letter * np.uint64(9)
+    above_9 = (digit + _bytes(6)) >> np.uint64(4) & _bytes(0x01)
+    lower_case = digit + _bytes(0x30) + above_9 * np.uint64(39)
+    if (lower_case != text | letter << np.uint64(5)).any() or (digit & _bytes(0xF0)).any():
+        raise ValueError("not hex digits")
+    pairs = (digit << np.uint64(4) | digit >> np.uint64(8)) & np.uint64(0x00FF00FF00FF00FF)
+    fours = (pairs << np.uint64(8) | pairs >> np.uint64(16)) & np.uint64(0x0000FFFF0000FFFF)
+    return (fours << np.uint64(16) | fours >> np.uint64(32)) & np.uint64(0xFFFFFFFF)
+
+
+def _bytes(value: int) -> np.uint64:
+    """``value`` in each of the 8 bytes."""
+    return np.uint64(value * 0x0101010101010101)
+
+
+def _parse(data: bytes, lines: int, transform: str) -> pa.RecordBatch:
+    raw = _read_csv(data)
+    if raw.num_rows != lines:  # a carriage return within a line ends a row for the reader
+        raise ValueError(f"{raw.num_rows} rows in {lines} lines")
+    columns = {"label": _label(raw["label"].combine_chunks())}
+    columns |= {name: dense(raw[name], transform) for name in CRITEO_DENSE}
+    columns |= {name: _keyed(raw[name].combine_chunks()) for name in CRITEO_CATEGORICAL}
+    return pa.RecordBatch.from_pydict(columns)
+
+
+def _read_csv(data: bytes) -> pa.Table:
+    text = pa.dictionary(pa.int32(), pa.binary())  # hashed while read: most values are repeats
+    types = dict.fromkeys(COLUMNS, text) | dict.fromkeys(CRITEO_DENSE, pa.float64())
+    if not data:
+        return pa.schema(list(types.items())).empty_table()
+    return pyarrow.csv.read_csv(
+        pa.BufferReader(data),
+        pyarrow.csv.ReadOptions(column_names=COLUMNS, use_threads=False, block_size=len(data) + 1),
+        pyarrow.csv.ParseOptions(delimiter="\t", quote_char=False, ignore_empty_lines=False),
+        pyarrow.csv.ConvertOptions(column_types=types, null_values=[""], check_utf8=False),
+    )
+
+
+def _label(column: pa.DictionaryArray) -> pa.Array:
+    values = column.dictionary.to_pylist()
+    if not set(values) <= {b"0", b"1"}:
+        raise ValueError("label not 0 or 1")
+    return pa.array([int(value) for value in values], pa.uint8()).take(column.indices)
+
+
+def _keyed(column: pa.DictionaryArray) -> pa.DictionaryArray:
+    keys = hex_keys(column.dictionary)
+    narrow = pa.from_numpy_dtype(np.min_scalar_type(len(keys)))  # halves what is spilled
+    return pa.DictionaryArray.from_arrays(column.indices.cast(narrow), pa.array(keys))
+
+
+def _check(block: Block) -> tuple[list[bytes], list[BadRow]]:
+    """Sort the lines of a block into good ones and reports on bad ones."""
+    # pyarrow's reader leaves out a byte order mark, too.
+    lines = block.data.removeprefix(codecs.BOM_UTF8).split(b"\n")
+    if lines[-1] == b"":
+        lines.pop()
+    good, bad = [], []
+    for number, line in enumerate(lines, block.first_line):
+        line = line.removesuffix(b"\r")
+        if _LINE.fullmatch(line) and _all_finite(line.split(b"\t", 14)[1:14]):
+            good.append(line)
+        else:
+            kind, message = _diagnose(line)
+            bad.append(BadRow(file=str(block.path), line=number, kind=kind, message=message))
+    return good, bad
+
+
+def _diagnose(line: bytes) -> tuple[str, str]:
+    """The kind of a bad line, and what is wrong with it in words."""
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        return "invalid UTF-8", f"byte {error.start + 1} ({line[error.start]:#04x}) is not UTF-8"
+    fields = text.split("\t")
+    if len(fields) != len(COLUMNS):
+        kind = "too few columns" if len(fields) < len(COLUMNS) else "too many columns"
+        return kind, f"{len(fields)} columns, a row has {len(COLUMNS)}: {_shown(text)}"
+    for name, field in zip(COLUMNS, fields, strict=True):
+        value = field.encode()
+        if name == "label" and value not in (b"0", b"1"):
+            return "label not 0 or 1", f"label is {_shown(field)}, must be 0 or 1"
+        if name in CRITEO_DENSE and value and not re.fullmatch(_NUMBER, value):
+            return "not a number", f"{name} is {_shown(field)}, must be a number or empty"
+        if name in CRITEO_DENSE and not _all_finite([value]):
+            return "not a number", f"{name} is {_shown(field)}, beyond the range of float64"
+        if name in CRITEO_CATEGORICAL and value and not re.fullmatch(_HEX, value):
+            return "not hex", f"{name} is {_shown(field)}, must be 1 to 8 hex digits or empty"
+    raise AssertionError(f"a good line: {line!r}")
+
+
+def _all_finite(numbers: Sequence[bytes]) -> bool:
+    return all(math.isfinite(float(number)) for number in numbers if number)
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:40] + "...")

@@ -1,0 +1,69 @@
+"""Parsed blocks on disk: written once, then read column by column and block by block."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from dlrm.data.preprocess.parser import COLUMNS, parse
+from dlrm.data.preprocess.reader import BadRow, Block
+from dlrm.data.schema import CRITEO_CATEGORICAL
+from dlrm.utils.atomic import whole
+
+BAD_ROWS_KEPT = 20
+_SUMMARY = b"summary"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spilled:
+    """A parsed block on disk, and what is known of it without reading it again."""
+
+    path: Path
+    source: str
+    """The raw file."""
+    rows: int
+    distinct: Mapping[str, int]
+    """Codes per categorical column."""
+    bad: Mapping[str, int]
+    """Bad rows by kind."""
+    first_bad: Sequence[BadRow]
+
+    @classmethod
+    def of(cls, block: Block, path: Path, transform: str) -> Spilled:
+        """Parse ``block`` into the file ``path``, unless an earlier run already did."""
+        if not path.exists():
+            _write(block, path, transform)
+        with pa.memory_map(str(path)) as file:
+            summary = json.loads(pa.ipc.open_file(file).schema.metadata[_SUMMARY])
+        summary["first_bad"] = [BadRow(**bad) for bad in summary["first_bad"]]
+        return cls(path=path, source=str(block.path), **summary)
+
+    def read(self) -> pa.RecordBatch:
+        """All columns of the rows, mapped from disk."""
+        return pa.ipc.open_file(pa.memory_map(str(self.path))).get_batch(0)
+
+    def read_column(self, name: str) -> pa.DictionaryArray:
+        """A categorical column alone."""
+        options = pa.ipc.IpcReadOptions(included_fields=[COLUMNS.index(name)])
+        file = pa.ipc.open_file(pa.memory_map(str(self.path)), options=options)
+        return file.get_batch(0).column(0)
+
+
+def _write(block: Block, path: Path, transform: str) -> None:
+    batch, bad = parse(block, transform)
+    if block.problem:
+        bad.append(block.problem)
+    summary = {
+        "rows": batch.num_rows,
+        "distinct": {name: len(batch[name].dictionary) for name in CRITEO_CATEGORICAL},
+        "bad": Counter(row.kind for row in bad),
+        "first_bad": [asdict(row) for row in bad[:BAD_ROWS_KEPT]],
+    }
+    batch = batch.replace_schema_metadata({_SUMMARY: json.dumps(summary)})
+    with whole(path) as temporary, pa.ipc.new_file(str(temporary), batch.schema) as writer:
+        writer.write_batch(batch)

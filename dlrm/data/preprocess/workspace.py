@@ -1,0 +1,114 @@
+"""The working directory of a preparation: what a restart finds again, and how results come out."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dlrm.data.schema import META_FILE, SPLITS
+from dlrm.utils.atomic import whole
+
+DIRECTORY = ".prepare"
+KEY_FILE = "key.json"
+BAD_ROWS_FILE = "bad_rows.json"
+RESULTS = (*(f"{split}.parquet" for split in SPLITS), "vocabulary", BAD_ROWS_FILE)
+
+
+class Workspace:
+    """``OUTPUT/.prepare``, held by one process at a time.
+
+    Args:
+        output: the directory that is to hold the results; made if need be.
+        key: all that the results depend on. Work done under another key is thrown away.
+
+    Raises:
+        ValueError: on entering: ``output`` is no directory, or holds data that no preparation made,
+            or another process is at work there.
+    """
+
+    def __init__(self, output: Path, key: Mapping[str, Any]) -> None:
+        self.output = output
+        self.directory = output / DIRECTORY
+        self._key = json.dumps(key, indent=2, sort_keys=True)
+
+    def __enter__(self) -> Workspace:
+        self._require_no_others()
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise ValueError(f"{self.output} is not a directory; give another --output") from None
+        self._lock = os.open(self.directory, os.O_RDONLY)  # let go when the process ends
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._clear_unless_of_this_key()
+        except BlockingIOError:
+            os.close(self._lock)
+            raise ValueError(
+                f"another process is preparing {self.output}; wait for it or give another --output"
+            ) from None
+        except BaseException:
+            os.close(self._lock)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._lock)
+
+    def _require_no_others(self) -> None:
+        """Raise if results would replace what is not from an earlier preparation."""
+        if self.directory.exists() or (self.output / BAD_ROWS_FILE).exists():
+            return
+        others = [n for n in (*RESULTS, META_FILE) if (self.output / n).exists()]
+        if others:
+            raise ValueError(
+                f"{self.output} holds {', '.join(others)}, not made by a preparation, which would "
+                "replace them; give another --output"
+            )
+
+    def _clear_unless_of_this_key(self) -> None:
+        kept = self / KEY_FILE
+        if not kept.is_file() or kept.read_text() != self._key:
+            for path in self.directory.iterdir():
+                _remove(path)
+            with whole(kept) as temporary:
+                temporary.write_text(self._key)
+        if not self.finished:  # else an empty directory would replace one moved out before
+            for name in ("blocks", "ids", "vocabulary"):
+                (self / name).mkdir(exist_ok=True)
+
+    def __truediv__(self, name: str) -> Path:
+        return self.directory / name
+
+    @property
+    def finished(self) -> bool:
+        """Whether all results are made: ``meta.json`` is written last."""
+        return (self / META_FILE).exists()
+
+    def publish(self) -> None:
+        """Move the results and then ``meta.json`` to the output; remove everything else.
+
+        The output has no ``meta.json`` until all files belong together. When killed in between,
+        the rest is moved by the next call.
+        """
+        (self.output / META_FILE).unlink(missing_ok=True)
+        for name in RESULTS:
+            if (self / name).exists():
+                _remove(self.output / name)
+                (self / name).replace(self.output / name)
+        for path in self.directory.iterdir():
+            if path.name not in (META_FILE, KEY_FILE):
+                _remove(path)
+        (self / META_FILE).replace(self.output / META_FILE)
+        shutil.rmtree(self.directory)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

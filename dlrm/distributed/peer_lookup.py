@@ -1,0 +1,191 @@
+"""Rows that processes of one host read where they lie, and gradients that they write there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dlrm.distributed.peer_memory import PeerMemory
+from dlrm.distributed.world import World
+from dlrm.kernels.lookup.peer import read_rows, send_rows
+from dlrm.kernels.lookup.tables import row_gradient
+from dlrm.kernels.streams import Branch, branch_of
+from dlrm.kernels.update.row_sort import Plan, announce, prepare
+
+ARRIVAL = 2  # the branch on which a process learns which of its rows have gradients
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """Look-ups at peers, sorted by holder and row."""
+
+    plan: Plan
+    shift: Tensor
+    """By holder, how far their slots in its inbox are from their sorted places, ``[n]``."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that there is to copy."""
+        return [self.plan.rows, self.plan.order, self.shift]
+
+    def like(self) -> Sorted:
+        """Room for as many look-ups."""
+        rows, order, shift = map(torch.empty_like, self.tensors)
+        return Sorted(Plan(rows, order), shift)
+
+
+class Direct:
+    """Look-ups of rows that lie with peers, without collectives (:mod:`dlrm.kernels.lookup.peer`).
+
+    A look-up is asked for by its key: row r of the weight of number p of ``World.ring`` has the key
+    ``p * height + r``. Gradients arrive in memory that batches of a size share, so those of a
+    look-up must be applied before the next one. Every process has memory for as many rows and
+    gradients as the one that needs the most.
+
+    Args:
+        world: the processes, all on one host.
+        height: rows of the largest weight of all processes.
+        width: length of a row.
+        asked: look-ups of a sample that each rank may have to serve.
+        wire: type in which gradients arrive; if None fp32, or that of the rows where it is wider.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        height: int,
+        width: int,
+        asked: Sequence[int],
+        wire: torch.dtype | None = None,
+    ) -> None:
+        self.world, self.height, self.width, self.asked = world, height, width, asked
+        self.wire = wire
+        self._rows: PeerMemory | None = None
+        self._inboxes: dict[int, _Inbox] = {}  # by batch size; captured graphs know their addresses
+
+    def key_of(self, rank: int, row: int) -> int:
+        """The key of a row of the weight of a rank."""
+        return self.world.ring.index(rank) * self.height + row
+
+    @property
+    def key_type(self) -> torch.dtype:
+        """Of keys: int32, if it holds them."""
+        return torch.int32 if self.world.size * self.height < 2**31 else torch.int64
+
+    def new_weight(self, rows: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Zeros ``[rows, width]``: where peers can read them, if it is the device of the run.
+
+        All processes must call it at once.
+        """
+        self._rows = None
+        self._inboxes.clear()
+        if device.type != self.world.device.type:
+            return torch.zeros(rows, self.width, device=device, dtype=dtype)
+        self._rows = PeerMemory(self.world, (self.height, self.width), dtype, device)
+        bounds = [step * self.height for step in range(self.world.size)]
+        self._bounds = torch.tensor(bounds, device=device, dtype=self.key_type)
+        shares = [self.world.rank * self.asked[rank] for rank in self.world.ring]
+        self._shares = torch.tensor(shares, device=device)
+        return self._rows.local[:rows]
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a weight that peers can read."""
+        return self._rows is not None
+
+    def serves(self, weight: Tensor) -> bool:
+        """Whether peers can read this weight, and all have as many samples as this process."""
+        rows = self._rows
+        return self.world.even and rows is not None and rows.local.data_ptr() == weight.data_ptr()
+
+    def sort(self, keys: Tensor) -> Sorted:
+        """Sort the look-ups ``keys [B, S]``; it needs nothing of the rows, and no other process."""
+        plan = prepare(keys.view(-1), self.world.size * self.height)
+        places = torch.searchsorted(plan.rows, self._bounds)
+        return Sorted(plan, self._shares * len(keys) - places)
+
+    def __call__(self, weight: Tensor, lookups: Sorted, batch: int) -> Tensor:
+        """The rows ``[B, S, width]`` of sorted look-ups; all processes must ask at once."""
+        found: Tensor = _LookupDirect.apply(weight, lookups, batch, self)
+        return found.view(batch, -1, self.width)
+
+    def inbox(self, batch: int, like: Tensor) -> _Inbox:
+        """Where the keys and gradients of a batch of this size arrive."""
+        if batch not in self._inboxes:
+            self._inboxes[batch] = _Inbox(self, batch, like)
+        return self._inboxes[batch]
+
+    @property
+    def rows(self) -> PeerMemory:
+        """The memory of the weight."""
+        assert self._rows is not None
+        return self._rows
+
+
+class _Inbox:
+    """Where peers write the rows and gradients of their look-ups: a section for each of them."""
+
+    def __init__(self, direct: Direct, batch: int, like: Tensor) -> None:
+        world, asked = direct.world, direct.asked
+        slots = world.size * batch * max(asked)
+        self.used = world.size * batch * asked[world.rank]
+        self.keys = PeerMemory(world, (slots,), torch.int32, like.device, fill=-1)
+        wire = direct.wire or torch.promote_types(like.dtype, torch.float32)
+        self.gradients = PeerMemory(world, (slots, direct.width), wire, like.device)
+
+    def take(self) -> Tensor:
+        """Row of every slot, -1 where there is none, ``[used]``; the slots are free again."""
+        rows = self.keys.local[: self.used].long()
+        self.keys.local.fill_(-1)
+        return rows
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What the backward pass of a look-up needs to know of it."""
+
+    lookups: Sorted
+    inbox: _Inbox
+    rows: Tensor
+    arrival: Branch
+
+
+class _LookupDirect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, lookups: Sorted, batch: int, direct: Direct) -> Tensor:
+        plan, shift = lookups.plan, lookups.shift
+        out = weight.new_empty(len(plan.rows), direct.width)
+        direct.rows.barrier()  # all have updated their rows
+        if not ctx.needs_input_grad[0]:
+            read_rows(direct.rows.block, plan, out)
+            return out
+        inbox = direct.inbox(batch, weight)
+        read_rows(direct.rows.block, plan, out, inbox=inbox.keys.block, shift=shift)
+        arrival = branch_of(weight.device, ARRIVAL)
+        with arrival.fork():
+            inbox.keys.barrier()  # all have said which rows they look up
+            rows = inbox.take()
+            announce(rows, len(weight))
+        ctx.save_for_backward(weight)
+        ctx.direct = direct
+        ctx.sent = _Sent(lookups, inbox, rows, arrival)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        sent, direct = ctx.sent, ctx.direct
+        (weight,) = ctx.saved_tensors
+        grads = grad.reshape(-1, direct.width)
+        arrived = sent.inbox.gradients
+        plan, shift = sent.lookups.plan, sent.lookups.shift
+        send_rows(grads, direct.height, plan, arrived.block, shift)
+        sent.arrival.join()
+        arrived.barrier()  # all gradients are here
+        values = arrived.local[: sent.inbox.used]
+        return row_gradient(weight, sent.rows, values, True), None, None, None

@@ -1,0 +1,254 @@
+"""Dense tables over many processes: ids go to the holders of rows, vectors come back.
+
+Every process holds some pieces of the tables (:mod:`dlrm.distributed.planner`), small tables in
+full. A look-up sends the ids of the local samples to the holders, which look them up for the global
+batch, and send every process the vectors of its samples; the backward pass sends the gradients the
+same way back, so that a holder has the gradient rows of the global batch, which its optimizer
+applies locally. GPUs of one host do without these collectives: they read distinct rows where they
+lie, and write merged gradients there (:mod:`dlrm.distributed.peer_lookup`). One-hot batches are
+exchanged in shapes that depend on the plan alone: nothing waits for the host, and a CUDA graph can
+hold all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from dlrm.distributed.planner import Piece
+from dlrm.distributed.sharding_plan import Sharding
+from dlrm.distributed.shardings import ColumnCut, Cut, RowCut, WholeTables
+from dlrm.distributed.world import exchange
+from dlrm.embeddings.base import Common, Embedding
+from dlrm.embeddings.common.bags import row_offsets
+from dlrm.kernels.lookup.tables import lookup, lookup_tables
+from dlrm.kernels.streams import branch_of
+from dlrm.utils.local_shards import Shards, whole_weight
+
+CHUNK = 1 << 20  # rows drawn at a time
+EXCHANGE = 1  # the branch beside which small tables are looked up, and their gradients reduced
+
+
+class Sharded(Embedding):
+    """Dense tables held in pieces by many processes; equal to a dense group of the same seed.
+
+    The state dict has the tables as one ``weight [sum(V), D]`` whose parts lie on many processes
+    (:class:`~dlrm.utils.local_shards.Shards`), and takes a plain one as well.
+
+    Args:
+        sharding: the processes, and the pieces of this group's tables, numbered as here. Tables
+            without a piece are replicated.
+    """
+
+    is_kind = False
+
+    def __init__(
+        self,
+        num_embeddings: Sequence[int],
+        embedding_dim: int,
+        sharding: Sharding,
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, **common)
+        pieces = sharding.pieces
+        self.world, self.wire = sharding.world, sharding.wire
+        cut = {piece.table for piece in pieces}
+        self.copied = [table for table in range(self.num_tables) if table not in cut]
+        by_table = {table: [p for p in pieces if p.table == table] for table in sorted(cut)}
+        kinds: dict[type[Cut], list[Piece]] = {WholeTables: [], RowCut: [], ColumnCut: []}
+        for own in by_table.values():
+            narrow = any(piece.width < embedding_dim for piece in own)
+            kind = ColumnCut if narrow else RowCut if len(own) > 1 else WholeTables
+            kinds[kind] += own
+        self.cuts = nn.ModuleList(
+            kind(own, self.num_tables, sharding.world, sharding.wire, sharding.peers)
+            for kind, own in kinds.items()
+            if own
+        )
+        rows = [self.num_embeddings[table] for table in self.copied]
+        self.replicated = nn.Parameter(torch.empty(sum(rows), embedding_dim)) if rows else None
+        for cut_, weight in zip(self._cuts(), self._new_weights(), strict=True):
+            self.register_parameter(cut_.name, weight)
+        self.order = [*self.copied, *(table for cut_ in self._cuts() for table in cut_.order)]
+        self.register_buffer("_starts", row_offsets(rows or [0]), persistent=False)
+        self.register_buffer("_copied", torch.tensor(self.copied).long(), persistent=False)
+        self.register_buffer("_order", torch.tensor(self.order), persistent=False)
+        self.register_buffer("_back", self._order.argsort(), persistent=False)
+        self._starts: Tensor  # [replicated tables], where each begins
+        self._copied: Tensor  # [replicated tables]
+        self._order: Tensor  # [F]
+        self._back: Tensor  # [F], place of each table among the parts
+        self._tables_at = row_offsets(self.num_embeddings).tolist()
+        self.reset_parameters()
+
+    def _cuts(self) -> list[Cut]:
+        return list(self.cuts)  # type: ignore[arg-type]
+
+    def _new_weights(self) -> list[nn.Parameter]:
+        """A weight per cut."""
+        where = torch.get_default_device(), torch.get_default_dtype()
+        weights = [nn.Parameter(cut.new_weight(*where)) for cut in self._cuts()]
+        for weight in weights:
+            weight.grad_dtype = None  # that of the wire
+        return weights
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What ``.to`` and its kind do: weights move to where peers can read them."""
+        cuts = [cut for cut in self._cuts() if cut.direct is not None]
+        held = {cut.name: self._parameters.pop(cut.name) for cut in cuts}
+        super()._apply(fn, recurse)
+        for cut in cuts:
+            weight = held[cut.name]
+            assert weight is not None
+            like = fn(weight.data[:0])
+            if (like.device, like.dtype) != (weight.device, weight.dtype):
+                weight.data = cut.new_weight(like.device, like.dtype).copy_(weight.data)
+        self._parameters.update(held)
+        return self
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the rows anew, as a dense group would: every process draws all and keeps its own."""
+        like = next(self.parameters())
+        for table, rows in enumerate(self.num_embeddings):
+            for start in range(0, rows, CHUNK):
+                drawn = like.new_empty(min(CHUNK, rows - start), self.embedding_dim)
+                nn.init.uniform_(drawn, -(rows**-0.5), rows**-0.5)
+                for name, chunk in self.chunks(table):
+                    chunk.take(self.get_parameter(name), drawn, start)
+
+    def direct_cuts(self) -> list[Cut]:
+        """Those whose rows peers read where they lie."""
+        return [cut for cut in self._cuts() if cut.direct is not None and cut.direct.ready]
+
+    def local_parameters(self) -> list[nn.Parameter]:
+        """Those of which every process has others."""
+        return [self.get_parameter(cut.name) for cut in self._cuts()]
+
+    def chunks(self, table: int) -> Iterator[tuple[str, Chunk]]:
+        """Name of a parameter and where it holds a part of the table, for each local part."""
+        if table in self.copied:
+            at = int(self._starts[self.copied.index(table)])
+            rows = (0, self.num_embeddings[table])
+            yield "replicated", Chunk(at=at, rows=rows, columns=(0, self.embedding_dim))
+        for cut in self._cuts():
+            for piece, at in cut.held():
+                if piece.table == table:
+                    yield cut.name, Chunk(at=at, rows=piece.rows, columns=piece.columns)
+
+    def parts(
+        self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
+    ) -> list[Tensor]:
+        """As :meth:`forward`, the vectors where they arrive: ``[B, F_i, D]``, tables in ``order``.
+
+        Every process must call it at once.
+        """
+        if offsets is not None or weights is not None or self.padding_idx is not None:
+            return [self(ids, offsets, weights).index_select(1, self._order)]
+        if self.check_ids:
+            self._check(self._tables[:, None], ids)
+        side = branch_of(ids.device, EXCHANGE)
+        with side.fork():
+            arriving = [cut.start(self.get_parameter(cut.name), ids) for cut in self._cuts()]
+        found = []
+        if self.replicated is not None:
+            own = ids.index_select(0, self._copied)
+            found.append(lookup_tables(self.replicated, self._starts, own, sparse=self.sparse))
+        side.join()
+        for vectors in arriving:
+            found += vectors()
+        return found
+
+    def lookup(self, ids: Tensor) -> Tensor:
+        found = self.parts(ids)
+        like = torch.promote_types(found[0].dtype, next(self.parameters()).dtype)
+        return torch.cat([part.to(like) for part in found], 1).index_select(1, self._back)
+
+    def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
+        """As every kind does, for other ids on every process; all must call it at once."""
+        flat, own = ids.reshape(-1), tables.expand_as(ids).reshape(-1)
+        sizes = self.world.sizes(len(flat), flat.device)
+        pairs = torch.stack([own, flat.long()], 1)
+        asked = torch.cat(self.world.gather(pairs, sizes))
+        out = next(self.parameters()).new_zeros(len(asked), self.embedding_dim)
+        for cut in self._cuts():
+            weight = self.get_parameter(cut.name)
+            first = cut.first_column
+            found = cut.answer(weight, asked[:, 0], asked[:, 1])
+            out = out + nn.functional.pad(found, (first, self.embedding_dim - first - cut.width))
+        give = [size * self.embedding_dim for size in sizes]
+        got = exchange(out.view(-1), give, [flat.numel() * self.embedding_dim] * len(sizes))
+        result = got.view(len(sizes), len(flat), self.embedding_dim).sum(0)
+        if self.replicated is not None:
+            places = torch.full_like(self._tables, -1)
+            places[self._copied] = self._starts
+            at = places[own]
+            mine = (at >= 0).nonzero()[:, 0]
+            local = lookup(self.replicated, (at + flat)[mine], sparse=self.sparse)
+            result = result.index_copy(0, mine, local)
+        return result.view(*ids.shape, self.embedding_dim)
+
+    @torch.no_grad()
+    def load_dense(self, weights: Sequence[Tensor]) -> None:
+        """Take over the local parts of dense tables, each ``[V, D]``."""
+        self._check_dense(weights)
+        for table, weight in enumerate(weights):
+            for name, chunk in self.chunks(table):
+                chunk.take(self.get_parameter(name), weight, 0)
+
+    def footprint(self) -> list[dict[str, int]]:
+        """Bytes of each table, over all processes; replicas are counted once."""
+        row = self.embedding_dim * next(self.parameters()).element_size()
+        return [{"weights": rows * row} for rows in self.num_embeddings]
+
+    # State dicts ------------------------------------------------------------------------------
+
+    def shards(self, tensors: Mapping[str, Tensor], *, per_row: bool = False) -> Shards:
+        """Tensors laid out like the parameters of these names as one over all processes.
+
+        They are the parameters, or states of an optimizer with an entry per weight or per row.
+        """
+        found = []
+        width = 1 if per_row else self.embedding_dim
+        for table in range(self.num_tables):
+            for name, chunk in self.chunks(table):
+                first = 0 if per_row else chunk.columns[0]
+                offset = (self._tables_at[table] + chunk.rows[0], first)
+                height = chunk.rows[1] - chunk.rows[0]
+                found.append((offset, tensors[name].detach()[chunk.at : chunk.at + height]))
+        like = next(iter(tensors.values()))
+        return Shards((sum(self.num_embeddings), width), found, like.dtype)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = self.shards(dict(self.named_parameters()))
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool,
+        missing: list[str], unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        shape = sum(self.num_embeddings), self.embedding_dim
+        weight = whole_weight(state_dict, prefix, shape, strict, missing, unexpected, errors)
+        if isinstance(weight, Tensor):
+            self.load_dense(weight.split(self.num_embeddings))
+        elif weight is not None:
+            weight.copy_to(self.shards(dict(self.named_parameters())))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A part of a table in a parameter, beginning there at row ``at``."""
+
+    at: int
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+
+    def take(self, parameter: Tensor, rows: Tensor, start: int) -> None:
+        """Copy what belongs here from ``rows [n, D]``, which are the table's from ``start`` on."""
+        low, high = max(self.rows[0], start), min(self.rows[1], start + len(rows))
+        if low < high:
+            to = parameter[self.at + low - self.rows[0] : self.at + high - self.rows[0]]
+            to.copy_(rows[low - start : high - start, slice(*self.columns)])

@@ -1,0 +1,247 @@
+"""The pieces of tables that are cut in one way, and the exchange of their rows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from dlrm.distributed.peer_lookup import Direct, Sorted
+from dlrm.distributed.planner import Piece
+from dlrm.distributed.world import World, exchange
+from dlrm.kernels.lookup.tables import lookup, lookup_tables
+
+
+class Cut(nn.Module, ABC):
+    """The pieces of tables that are cut in one way, and the exchange with their holders.
+
+    Args:
+        pieces: of all ranks.
+        num_tables: tables of the group.
+        world: the processes.
+        wire: type in which vectors and gradients travel; rows that peers read are read as they are.
+        peers: processes read rows where they lie and write gradients there, where they can.
+    """
+
+    name = ""
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        num_tables: int,
+        world: World,
+        wire: torch.dtype | None,
+        peers: bool,
+    ) -> None:
+        super().__init__()
+        self.world, self.wire = world, wire
+        self.by_rank = [[p for p in pieces if p.rank == rank] for rank in range(world.size)]
+        self.mine = self.by_rank[world.rank]
+        self.width = self.mine[0].width if self.mine else max(piece.width for piece in pieces)
+        self.first_column = self.mine[0].columns[0] if self.mine else 0
+        self.tables = sorted({piece.table for piece in pieces})
+        self.complete = len({(p.table, p.rows) for p in pieces}) == len(self.tables)
+        at = [0]
+        for piece in self.mine:
+            at.append(at[-1] + piece.height)
+        self.height = at.pop()
+        held: Mapping[str, list[int]] = {
+            "_ask": [piece.table for own in self.by_rank for piece in own],
+            "_mine": [piece.table for piece in self.mine],
+            "_first": [0] * num_tables,
+            "_count": [0] * num_tables,
+            "_place": [0] * num_tables,
+        }
+        for piece, begin in zip(self.mine, at, strict=True):
+            held["_first"][piece.table] = piece.rows[0]
+            held["_count"][piece.table] = piece.height
+            held["_place"][piece.table] = begin
+        for name, values in held.items():
+            self.register_buffer(name, torch.tensor(values).long(), persistent=False)
+        self._ask: Tensor  # tables that each rank holds a piece of, rank after rank
+        self._mine: Tensor  # tables that this rank holds a piece of
+        self._first: Tensor  # [F], first row of the local piece of each table
+        self._count: Tensor  # [F], its rows; 0 where there is none
+        self._place: Tensor  # [F], where it begins in the weight
+        self.direct: Direct | None = None
+        self.lookups: Sorted | None = None
+        """Those of the batch under way, where they were sorted before it."""
+        if peers and len({piece.width for piece in pieces}) == 1:
+            self._reach()
+
+    def _reach(self) -> None:
+        """Give every row the key by which peers look it up."""
+        heights = [sum(piece.height for piece in own) for own in self.by_rank]
+        asked = [len(own) for own in self.by_rank]
+        self.direct = Direct(self.world, max(heights) + 1, self.width, asked, self.wire)
+        keys: dict[Piece, int] = {}  # of the first row of a piece
+        for rank, own in enumerate(self.by_rank):
+            begins = accumulate((piece.height for piece in own[:-1]), initial=0)
+            keys |= {p: self.direct.key_of(rank, at) for p, at in zip(own, begins, strict=False)}
+        for name, values in self._slots_of(keys).items():
+            tensor = torch.tensor(values, dtype=self.direct.key_type)
+            self.register_buffer(name, tensor, persistent=False)
+        self._slot_tables: Tensor  # [S], table of each look-up of a sample
+        self._slot_keys: Tensor  # [S], key of its row 0
+
+    def _slots_of(self, keys: Mapping[Piece, int]) -> dict[str, list[int]]:
+        """What :meth:`keys` needs, from the key of each piece's first row."""
+        place = {table: index for index, table in enumerate(self.order)}
+        slots = sorted(keys, key=lambda piece: (place[piece.table], piece.columns))
+        return {
+            "_slot_tables": [piece.table for piece in slots],
+            "_slot_keys": [keys[piece] for piece in slots],
+        }
+
+    def sort(self, ids: Tensor) -> Sorted:
+        """The look-ups of ``ids [F, B]`` at peers, sorted."""
+        assert self.direct is not None
+        return self.direct.sort(self.keys(ids))
+
+    def keys(self, ids: Tensor) -> Tensor:
+        """By which peers look up ``ids [F, B]``: ``[B, S]``, S a multiple of the tables."""
+        keys = ids.index_select(0, self._slot_tables) + self._slot_keys[:, None]
+        return keys.t().contiguous()
+
+    @property
+    def order(self) -> list[int]:
+        """The tables in the order in which their vectors are given."""
+        return self.tables
+
+    def held(self) -> Iterator[tuple[Piece, int]]:
+        """The local pieces and where each begins in the weight."""
+        for piece in self.mine:
+            yield piece, int(self._place[piece.table])
+
+    def answer(self, weight: Tensor, tables: Tensor, ids: Tensor) -> Tensor:
+        """Rows of ``ids`` of ``tables``, ``[..., width]``; zeros for those that others hold."""
+        rows = ids - self._first[tables]
+        inside = (rows >= 0) & (rows < self._count[tables])
+        rows = torch.where(inside, rows + self._place[tables], self.height)
+        return lookup(weight, rows, sparse=True) * inside[..., None]
+
+    def new_weight(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Zeros for the local rows, and one row more, for ids that others hold."""
+        if self.direct is not None:
+            return self.direct.new_weight(self.height + 1, device, dtype)
+        return torch.zeros(self.height + 1, self.width, device=device, dtype=dtype)
+
+    def start(self, weight: Tensor, ids: Tensor) -> Callable[[], list[Tensor]]:
+        """Look up ``ids [F, B]`` at their holders.
+
+        Returns:
+            What gives the full vectors ``[B, F_i, D]``, tables in ``order``, to be called where
+            they are wanted.
+        """
+        if self.direct is not None and self.direct.serves(weight):
+            found = self.direct(weight, self.lookups or self.sort(ids), ids.shape[1])
+            return lambda: [found.view(len(found), len(self.order), -1)]
+        return partial(self.finish, self._exchange(weight, ids))
+
+    def _exchange(self, weight: Tensor, ids: Tensor) -> list[Tensor]:
+        """Ids to their holders, and vectors back: from every rank ``[B, pieces, width]``."""
+        batch = ids.shape[1]
+        sizes = self.world.sizes(batch, ids.device)
+        asked = exchange(
+            ids.index_select(0, self._ask).view(-1),
+            [len(own) * batch for own in self.by_rank],
+            [len(self.mine) * size for size in sizes],
+        )
+        asked = torch.cat(
+            [
+                part.view(len(self.mine), size)
+                for part, size in zip(
+                    asked.split([len(self.mine) * size for size in sizes]), sizes, strict=True
+                )
+            ],
+            dim=1,
+        )  # [pieces, global batch]
+        if self.complete:
+            found = lookup_tables(weight, self._place[self._mine], asked)
+        else:
+            found = self.answer(weight, self._mine[:, None], asked).transpose(0, 1)
+        widths = [own[0].width if own else 0 for own in self.by_rank]
+        get = [batch * len(own) * w for own, w in zip(self.by_rank, widths, strict=True)]
+        give = [size * len(self.mine) * self.width for size in sizes]
+        got = exchange(found.reshape(-1), give, get, self.wire)
+        return [
+            part.view(batch, len(own), width)
+            for part, own, width in zip(got.split(get), self.by_rank, widths, strict=True)
+            if own
+        ]
+
+    @abstractmethod
+    def finish(self, chunks: list[Tensor]) -> list[Tensor]:
+        """Full vectors ``[B, F_i, D]`` from what every rank that holds a piece has sent."""
+
+
+class WholeTables(Cut):
+    """Tables that lie whole on one rank each: what arrives is what is wanted."""
+
+    name = "whole"
+
+    @property
+    def order(self) -> list[int]:
+        return [piece.table for own in self.by_rank for piece in own]
+
+    def finish(self, chunks: list[Tensor]) -> list[Tensor]:
+        return chunks
+
+
+class RowCut(Cut):
+    """Tables cut by rows: of every sample one holder sends the row, the others zeros."""
+
+    name = "by_rows"
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        num_tables: int,
+        world: World,
+        wire: torch.dtype | None,
+        peers: bool,
+    ) -> None:
+        super().__init__(pieces, num_tables, world, wire, peers)
+        place = {table: slot for slot, table in enumerate(self.tables)}
+        slots = [place[piece.table] for own in self.by_rank for piece in own]
+        self.register_buffer("_slots", torch.tensor(slots), persistent=False)
+        self._slots: Tensor  # place in the output of all that arrives
+        self._firsts: Tensor  # [pieces], first row of each, tables behind one another
+        self._moves: Tensor  # [pieces], how far the keys of its rows are from there
+
+    def _slots_of(self, keys: Mapping[Piece, int]) -> dict[str, list[int]]:
+        starts = [0]
+        for table in self.tables:
+            starts.append(starts[-1] + max(p.rows[1] for p in keys if p.table == table))
+        first = {p: starts[self.tables.index(p.table)] + p.rows[0] for p in keys}
+        ordered = sorted(first, key=first.__getitem__)
+        return {
+            "_slot_tables": self.tables,
+            "_slot_keys": starts[:-1],
+            "_firsts": [first[piece] for piece in ordered],
+            "_moves": [keys[piece] - first[piece] for piece in ordered],
+        }
+
+    def keys(self, ids: Tensor) -> Tensor:
+        rows = super().keys(ids)
+        piece = torch.searchsorted(self._firsts, rows, right=True) - 1
+        return rows + self._moves[piece]
+
+    def finish(self, chunks: list[Tensor]) -> list[Tensor]:
+        arrived = torch.cat(chunks, dim=1)
+        arrived = arrived.to(torch.promote_types(arrived.dtype, torch.float32))
+        out = arrived.new_zeros(len(arrived), len(self.tables), self.width)
+        return [out.index_add(1, self._slots, arrived)]
+
+
+class ColumnCut(Cut):
+    """Tables cut by columns: every holder sends a part of every vector."""
+
+    name = "by_columns"
+
+    def finish(self, chunks: list[Tensor]) -> list[Tensor]:
+        return [torch.cat(chunks, dim=2)]

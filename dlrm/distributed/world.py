@@ -1,0 +1,270 @@
+"""Many processes: where each computes, and how they exchange values."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from io import StringIO
+from types import TracebackType
+from typing import Any, TypeVar
+from weakref import WeakMethod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+T = TypeVar("T")
+TIMEOUT = timedelta(minutes=30)  # of a collective: others wait while one evaluates or writes
+
+
+@dataclass
+class World:
+    """The processes of a run, and this one among them.
+
+    A process alone needs no process group: every exchange is then the identity.
+
+    Args:
+        rank: of this process.
+        size: number of processes.
+    """
+
+    rank: int = 0
+    size: int = 1
+    even: bool = False
+    """In the present step every rank has as many samples."""
+    static: bool = False
+    """The present step has equal shapes on every rank, so that no sizes need be exchanged."""
+    device: torch.device = field(default_factory=partial(torch.device, "cpu"))
+    """Where this process computes."""
+    _endings: list[WeakMethod[Callable[[], object]]] = field(default_factory=list, repr=False)
+    _store: dist.Store | None = field(default=None, repr=False)
+
+    @classmethod
+    def of_environment(cls) -> World:
+        """The world that torchrun describes; one process without it."""
+        return cls(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+
+    @property
+    def first(self) -> bool:
+        """Whether this process speaks for all: it prints, logs and writes."""
+        return self.rank == 0
+
+    @property
+    def ring(self) -> list[int]:
+        """All ranks, from this one on."""
+        return [(self.rank + step) % self.size for step in range(self.size)]
+
+    def meet(self) -> None:
+        """Find the other processes, so that one can speak for all; needs no device."""
+        if self.size > 1 and self._store is None:
+            store, _, _ = next(rendezvous("env://", timeout=TIMEOUT))
+            self._store = dist.PrefixStore("dlrm", store)
+
+    def join(self, device: torch.device) -> torch.device:
+        """Join the process group, NCCL on GPUs, gloo on CPUs; returns the device."""
+        self.device = device
+        if self.size > 1:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            # Its functions keep the group of when it is imported, which torch else does to compile;
+            # a group that is kept has threads that may abort the process at its end.
+            import_module("torch.distributed.nn.functional")
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            self.meet()
+            assert self._store is not None
+            group = dist.PrefixStore("group", self._store)
+            dist.init_process_group(
+                backend, store=group, rank=self.rank, world_size=self.size, timeout=TIMEOUT
+            )
+            sys.excepthook = partial(_tell, self, sys.excepthook)
+        return device
+
+    def before_leaving(self, act: Callable[[], object]) -> None:
+        """Have a method called before the process group is left, if its object is still there:
+        captured graphs that exchange values must be gone by then.
+        """
+        self._endings.append(WeakMethod(act))
+
+    def leave(self) -> None:
+        """Leave the process group; nothing is waited for."""
+        for ending in self._endings:
+            if (act := ending()) is not None:
+                act()
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def share(self, batch_size: int, *, even: bool = True) -> int:
+        """Samples of each process in a batch of all.
+
+        Args:
+            batch_size: of all.
+            even: it must be shared out evenly; else it is rounded up.
+
+        Raises:
+            ValueError: it can't be.
+        """
+        share, rest = divmod(batch_size, self.size)
+        if not even:
+            return share + bool(rest)
+        if rest:
+            raise ValueError(
+                f"--batch_size {batch_size} can't be shared evenly by {self.size} processes: use "
+                f"{max(share, 1) * self.size} or {(max(share, 1) + 1) * self.size}, or, to go on "
+                "with a run, a number of processes that divides it"
+            )
+        return share
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What the first process makes, on every process."""
+        if self.size == 1:
+            return make()
+        box: list[Any] = [make() if self.first else None]
+        dist.broadcast_object_list(box, 0)
+        return box[0]
+
+    def say_once(self, text: str) -> None:
+        """Print on stderr what several processes may come to say: the first to come does."""
+        if self._is_first_to("say"):
+            print(text, file=sys.stderr)
+
+    @contextmanager
+    def saying_once(self) -> Iterator[None]:
+        """What every process prints alike here, the first to come to the end prints: torchrun ends
+        the others when one ends with an error.
+        """
+        if self.size == 1:
+            yield
+            return
+        out, error = StringIO(), StringIO()
+        try:
+            with redirect_stdout(out), redirect_stderr(error):
+                yield
+        finally:
+            if self._is_first_to("say alike"):
+                print(out.getvalue(), end="", flush=True)
+                print(error.getvalue(), end="", file=sys.stderr, flush=True)
+
+    def _is_first_to(self, act: str) -> bool:
+        if self._store is not None:
+            with suppress(dist.DistError):  # of torchrun, which may be gone
+                return self._store.add(act, 1) == 1
+        return self.first
+
+    def wait(self) -> None:
+        """Wait for all processes."""
+        if self.size > 1:
+            dist.barrier()
+
+    def sizes(self, count: int, device: torch.device) -> list[int]:
+        """``count`` of every rank. Where the step is static they are equal, and nothing waits."""
+        if self.static or self.size == 1:
+            return [count] * self.size
+        mine = torch.tensor([count], device=device)
+        counts = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(counts, mine)
+        return torch.cat(counts).tolist()
+
+    def gather(self, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """``tensor [n, ...]`` of every rank, ``n`` being ``sizes`` by rank."""
+        if self.size == 1:
+            return [tensor]
+        longest = max(sizes)
+        padded = tensor.new_zeros(longest, *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded)
+        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+
+    def gather_ids(self, tables: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Tables and ids of a batch over all processes, in its order: ``[F, 1]`` and ``[F, B]``, or
+        both ``[nnz]``, table by table.
+        """
+        samples = ids.shape[-1]
+        sizes = self.sizes(samples, ids.device)
+        if ids.dim() == 2:
+            return tables, torch.cat(self.gather(ids.t().contiguous(), sizes)).t().contiguous()
+        both = torch.cat(self.gather(torch.stack([tables, ids.to(tables)], 1), sizes))
+        both = both[both[:, 0].argsort(stable=True)]
+        return both[:, 0], both[:, 1]
+
+    def in_order(
+        self, logits: Tensor, labels: Tensor, rows: int, share: int
+    ) -> tuple[Tensor, Tensor]:
+        """Logits and labels of all rows of a split, on every rank, in the order of the rows.
+
+        Args:
+            logits, labels: of this rank's share of every batch, as ``CriteoLoader`` deals them out.
+            rows: of the split.
+            share: samples of each rank in a batch.
+        """
+        if self.size == 1:
+            return logits, labels
+        both = torch.stack([logits, labels], 1)
+        parts = self.gather(both, self.sizes(len(both), both.device))
+        taken = [0] * self.size
+        ordered = []
+        for first in range(0, rows, share * self.size):
+            each, extra = divmod(min(share * self.size, rows - first), self.size)
+            for rank, part in enumerate(parts):
+                count = each + (rank < extra)
+                ordered.append(part[taken[rank] : taken[rank] + count])
+                taken[rank] += count
+        logits, labels = torch.cat(ordered).t()
+        return logits, labels
+
+
+def _tell(
+    world: World,
+    otherwise: Callable[..., object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """Say in one line that an exchange broke off since another process is gone, unless that one
+    has told why.
+    """
+    if issubclass(kind, RuntimeError) and "by peer" in str(error):
+        world.say_once("error: another process has ended, see what was said of it")
+    else:
+        otherwise(kind, error, trace)
+
+
+def exchange(
+    x: Tensor, give: Sequence[int], get: Sequence[int], wire: torch.dtype | None = None
+) -> Tensor:
+    """Send a part of ``x`` to every rank, and receive one from each; its gradient goes back.
+
+    Args:
+        x: ``[n]``, the parts behind one another.
+        give: elements for each rank, summing to n.
+        get: elements from each rank.
+        wire: type in which values and gradients travel; their own if None.
+
+    Returns:
+        ``[sum(get)]``, of the type of the wire.
+    """
+    return _Exchange.apply(x if wire is None else x.to(wire), list(give), list(get))
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, give: list[int], get: list[int]) -> Tensor:
+        ctx.give, ctx.get = give, get
+        return _all_to_all(x, give, get)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _all_to_all(grad, ctx.get, ctx.give), None, None
+
+
+def _all_to_all(x: Tensor, give: list[int], get: list[int]) -> Tensor:
+    out = x.new_empty(sum(get))
+    dist.all_to_all_single(out, x.contiguous(), get, give)
+    return out

@@ -1,0 +1,1 @@
+"""What embedding methods share: bags, budgets, caches of rows, factorizations, fits."""

@@ -1,0 +1,194 @@
+"""Look up short rows and widen them by a matrix per table, in one launch.
+
+:func:`lookup_widened` multiplies the rows ``[E]`` of a table by its matrix ``[E, D]`` where they
+are in registers. The backward is one launch as well: it reads the short rows again and makes both
+gradients, that of a matrix as partial sums over tiles of samples, which are then added in a fixed
+order.
+
+Bytes a look-up must move: the short row and the id in, the wide row out; backward the wide and the
+short row in, a short one out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dlrm.kernels import require_contiguous, require_integers, use_triton
+from dlrm.kernels.lookup.tables import lookup_tables, row_gradient, row_of
+from dlrm.kernels.update.row_sort import announce
+
+BLOCK = 64  # samples of a tile
+TILES = 128  # partial sums of a matrix's gradient, at most
+WIDEST = 128  # rows up to this length are held in registers whole
+
+
+@triton.jit
+def _load_matrix(
+    projection, table, E: tl.constexpr, D: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    at_e, at_d = tl.arange(0, BLOCK_E)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    at = table * E * D + at_e * D + at_d
+    return tl.load(projection + at, mask=(at_e < E) & (at_d < D), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _forward(
+    ids, starts, last, weight, projection, out, flat, batch,
+    F: tl.constexpr, E: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of samples of one table; ``flat`` gets the rows, table after table."""
+    table = tl.program_id(1).to(tl.int64)
+    sample = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = sample < batch
+    k = table * batch + sample
+    row = row_of(tl.load(ids + k, mask=inside, other=0), table, starts, None, last)
+    if flat is not None:
+        tl.store(flat + k, row, mask=inside)
+    at_e, at_d = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_D)[None, :]
+    mask = inside[:, None] & (at_e < E)
+    short = tl.load(weight + row[:, None] * E + at_e, mask=mask, other=0.0).to(tl.float32)
+    matrix = _load_matrix(projection, table, E, D, BLOCK_E, BLOCK_D)
+    wide = tl.dot(short, matrix, input_precision=PRECISION)
+    at = (sample.to(tl.int64) * F + table)[:, None] * D + at_d
+    tl.store(out + at, wide.to(out.dtype.element_ty), mask=inside[:, None] & (at_d < D))
+
+
+@triton.jit
+def _backward(
+    grad, flat, weight, projection, values, partials, batch, stride_b, stride_f, parts,
+    F: tl.constexpr, E: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``parts`` tiles of one table: gradients of their rows, and a sum for the matrix."""
+    table = tl.program_id(1).to(tl.int64)
+    at_e, at_d = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_D)[None, :]
+    matrix = tl.trans(_load_matrix(projection, table, E, D, BLOCK_E, BLOCK_D))
+    total = tl.zeros((BLOCK_E, BLOCK_D), tl.float32)
+    for part in range(parts):
+        sample = (tl.program_id(0) * parts + part) * BLOCK + tl.arange(0, BLOCK)
+        inside = sample < batch
+        k = table * batch + sample
+        row = tl.load(flat + k, mask=inside, other=0)
+        mask = inside[:, None] & (at_e < E)
+        short = tl.load(weight + row[:, None] * E + at_e, mask=mask, other=0.0).to(tl.float32)
+        at = (sample.to(tl.int64) * stride_b + table * stride_f)[:, None] + at_d
+        arrived = tl.load(grad + at, mask=inside[:, None] & (at_d < D), other=0.0)
+        arrived = arrived.to(tl.float32)
+        value = tl.dot(arrived, matrix, input_precision=PRECISION)
+        tl.store(values + k[:, None] * E + at_e, value.to(values.dtype.element_ty), mask=mask)
+        total = tl.dot(tl.trans(short), arrived, total, input_precision=PRECISION)
+    slot = (tl.program_id(0) * F + table) * E * D
+    at_e = tl.arange(0, BLOCK_E)[:, None]
+    tl.store(partials + slot + at_e * D + at_d, total, mask=(at_e < E) & (at_d < D))
+
+
+def _sizes(weight: Tensor, projection: Tensor) -> dict[str, Any]:
+    """Arguments of the kernels that are fixed when they are compiled."""
+    tables, short, wide = projection.shape
+    exact = weight.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    return {
+        "F": tables,
+        "E": short,
+        "D": wide,
+        "BLOCK": BLOCK,
+        "BLOCK_E": max(16, triton.next_power_of_2(short)),
+        "BLOCK_D": max(16, triton.next_power_of_2(wide)),
+        "PRECISION": "tf32x3" if exact else "tf32",
+    }
+
+
+class _LookupWidened(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        projection: Tensor,
+        starts: Tensor,
+        ids: Tensor,
+        last: Tensor | None,
+        sparse: bool,
+    ) -> Tensor:
+        tables, batch = ids.shape
+        out = weight.new_empty(batch, tables, projection.shape[2])
+        flat = None
+        if any(ctx.needs_input_grad[:2]):
+            flat = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
+        if batch:
+            _forward[triton.cdiv(batch, BLOCK), tables](
+                ids, starts, last, weight, projection, out, flat, batch,
+                **_sizes(weight, projection),
+            )  # fmt: skip
+        if flat is not None and ctx.needs_input_grad[0]:
+            announce(flat.view(tables, batch).t(), len(weight))
+        ctx.save_for_backward(weight, projection, flat)
+        ctx.sparse = sparse
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, projection, flat = ctx.saved_tensors
+        grad = grad if grad.stride(2) == 1 else grad.contiguous()
+        batch, tables, _ = grad.shape
+        blocks = triton.cdiv(batch, BLOCK)
+        parts = max(1, triton.cdiv(blocks, TILES))
+        tiles = triton.cdiv(blocks, parts)
+        values = grad.new_empty(len(flat), weight.shape[1])
+        partials = torch.empty(tiles, *projection.shape, device=grad.device)
+        if batch:
+            _backward[tiles, tables](
+                grad, flat, weight, projection, values, partials, batch, *grad.stride()[:2], parts,
+                **_sizes(weight, projection),
+            )  # fmt: skip
+        grad_weight = row_gradient(weight, flat, values, ctx.sparse)
+        return grad_weight, partials.sum(0).to(projection.dtype), None, None, None, None
+
+
+def lookup_widened(
+    weight: Tensor,
+    projection: Tensor,
+    starts: Tensor,
+    ids: Tensor,
+    *,
+    last: Tensor | None = None,
+    sparse: bool = True,
+    impl: str | None = None,
+) -> Tensor:
+    """Fetch one short row per table and sample and multiply it by the table's matrix.
+
+    Args:
+        weight: the tables behind one another, ``[sum(V), E]``, contiguous; fp32 or bf16.
+        projection: the matrix of each table, ``[F, E, D]``, contiguous; of the same type.
+        starts: first row of each table, ``[F]`` int64.
+        ids: ``[F, B]``, int32 or int64, each inside its table (not checked).
+        last: see :func:`~dlrm.kernels.lookup.tables.lookup_tables`.
+        sparse: give the weight an uncoalesced COO gradient; else a dense one.
+        impl: see :mod:`dlrm.kernels`. Rows longer than :data:`WIDEST` are multiplied by PyTorch.
+
+    Returns:
+        ``[B, F, D]``.
+
+    Raises:
+        ValueError: ``ids`` are no integers, or on another device, or what a kernel reads is not
+            contiguous.
+    """
+    require_integers(weight, ids=ids)
+    if not use_triton(weight, impl) or max(projection.shape[1:]) > WIDEST:
+        short = lookup_tables(weight, starts, ids, last=last, sparse=sparse, impl=impl)
+        return widen(short, projection)
+    require_contiguous(weight=weight, projection=projection, starts=starts, last=last)
+    return _LookupWidened.apply(weight, projection, starts, ids.contiguous(), last, sparse)
+
+
+def widen(short: Tensor, projection: Tensor) -> Tensor:
+    """``[B, F, E]`` to ``[B, F, D]``, each table by its own matrix, in PyTorch."""
+    with torch.autocast(short.device.type, enabled=False):  # it would cast rows and gradients too
+        return torch.bmm(short.transpose(0, 1), projection).transpose(0, 1)

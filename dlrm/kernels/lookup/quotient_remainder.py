@@ -1,0 +1,200 @@
+"""Compose the rows of two tables, by the quotient and the remainder of an id, in one launch.
+
+:func:`lookup_quotient` fetches both rows of an id and writes their product, sum or concatenation;
+nothing between is written. Both weights have row gradients as in :mod:`dlrm.kernels.lookup.tables`;
+to multiply, one launch makes the values of both, reading the rows again.
+
+Bytes a look-up must move: both rows and the id in, one row out; backward one row in, and to
+multiply both rows in and two out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from dlrm.kernels import require_contiguous, require_integers, use_triton
+from dlrm.kernels.lookup.tables import row_gradient, tiling
+from dlrm.kernels.update.row_sort import announce
+
+TILE = 4096  # elements of a tile
+
+
+@triton.jit
+def _compose(
+    ids, starts_q, starts_r, quotient, remainder, out, flat_q, flat_r, n, batch, collisions,
+    F: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr, MULTIPLY: tl.constexpr,
+):  # fmt: skip
+    """Compose one row per table and sample; the first SPLIT columns are the quotient row's."""
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = k < n
+    sample, table = (k // F).to(tl.int64), k % F
+    id = tl.load(ids + table * batch + sample, mask=inside, other=0)
+    row_q = tl.load(starts_q + table) + id // collisions
+    row_r = tl.load(starts_r + table) + id % collisions
+    if flat_q is not None:
+        tl.store(flat_q + k, row_q, mask=inside)
+        tl.store(flat_r + k, row_r, mask=inside)
+    column = tl.arange(0, BLOCK_D)[None, :]
+    mask = inside[:, None] & (column < D)
+    if SPLIT < D:
+        at_r = row_r[:, None] * (D - SPLIT) + column - SPLIT
+        q = tl.load(quotient + row_q[:, None] * SPLIT + column, mask & (column < SPLIT), 0.0)
+        r = tl.load(remainder + at_r, mask & (column >= SPLIT), 0.0)
+    else:
+        q = tl.load(quotient + row_q[:, None] * D + column, mask, 0.0)
+        r = tl.load(remainder + row_r[:, None] * D + column, mask, 0.0)
+    q, r = q.to(tl.float32), r.to(tl.float32)
+    value = (q * r if MULTIPLY else q + r).to(out.dtype.element_ty)
+    tl.store(out + k.to(tl.int64)[:, None] * D + column, value, mask=mask)
+
+
+@triton.jit
+def _product_backward(
+    grad, quotient, remainder, flat_q, flat_r, values_q, values_r, n,
+    D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The gradient of each factor: what arrives, times the other factor."""
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = k < n
+    row_q = tl.load(flat_q + k, mask=inside, other=0)
+    row_r = tl.load(flat_r + k, mask=inside, other=0)
+    column = tl.arange(0, BLOCK_D)[None, :]
+    mask = inside[:, None] & (column < D)
+    at = k.to(tl.int64)[:, None] * D + column
+    arrived = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
+    q = tl.load(quotient + row_q[:, None] * D + column, mask=mask, other=0.0).to(tl.float32)
+    r = tl.load(remainder + row_r[:, None] * D + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(values_q + at, (arrived * r).to(values_q.dtype.element_ty), mask=mask)
+    tl.store(values_r + at, (arrived * q).to(values_r.dtype.element_ty), mask=mask)
+
+
+class _LookupQuotient(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        quotient: Tensor,
+        remainder: Tensor,
+        starts: tuple[Tensor, Tensor],
+        ids: Tensor,
+        collisions: int,
+        operation: str,
+        sparse: bool,
+    ) -> Tensor:
+        tables, batch = ids.shape
+        dim = quotient.shape[1] + (remainder.shape[1] if operation == "concat" else 0)
+        out = quotient.new_empty(batch, tables, dim)
+        flat: tuple[Tensor | None, Tensor | None] = None, None
+        if any(ctx.needs_input_grad[:2]):
+            flat = tuple(torch.empty(2, ids.numel(), dtype=torch.int64, device=ids.device))
+        grid, sizes = tiling(ids.numel(), dim, TILE)
+        if ids.numel():
+            _compose[grid](
+                ids, *starts, quotient, remainder, out, *flat, ids.numel(), batch, collisions,
+                F=tables, SPLIT=quotient.shape[1], MULTIPLY=operation == "multiply", **sizes,
+            )  # fmt: skip
+        for rows, weight in zip(flat, (quotient, remainder), strict=True):
+            if rows is not None and weight.requires_grad:
+                announce(rows.view(batch, tables), len(weight))
+        ctx.save_for_backward(quotient, remainder, *flat)
+        ctx.operation, ctx.sparse = operation, sparse
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        quotient, remainder, *flat = ctx.saved_tensors
+        grad = grad.reshape(-1, grad.shape[2]).contiguous()
+        if ctx.operation == "concat":
+            values = list(grad.split([quotient.shape[1], remainder.shape[1]], dim=1))
+        elif ctx.operation == "add":
+            values = [grad, grad.clone()]  # of its own: gradients are scaled in place
+        else:
+            values = [torch.empty_like(grad), torch.empty_like(grad)]
+            grid, sizes = tiling(len(grad), grad.shape[1], TILE)
+            if len(grad):
+                _product_backward[grid](
+                    grad, quotient, remainder, *flat, *values, len(grad), **sizes
+                )
+        grads = [
+            row_gradient(weight, rows, value, ctx.sparse) if needed else None
+            for weight, rows, value, needed in zip(
+                (quotient, remainder), flat, values, ctx.needs_input_grad[:2], strict=True
+            )
+        ]
+        return *grads, *[None] * 5
+
+
+def lookup_quotient(
+    quotient: Tensor,
+    remainder: Tensor,
+    starts: tuple[Tensor, Tensor],
+    ids: Tensor,
+    collisions: int,
+    *,
+    operation: str = "multiply",
+    sparse: bool = True,
+    impl: str | None = None,
+) -> Tensor:
+    """Compose ``quotient[id // collisions]`` and ``remainder[id % collisions]`` of each id.
+
+    Args:
+        quotient, remainder: the tables behind one another, ``[sum(V_q), D_q]`` and
+            ``[sum(V_r), D_r]``, contiguous; of the same type, fp32 or bf16.
+        starts: first row of each table in the two, ``[F]`` int64 each.
+        ids: ``[F, B]``, int32 or int64, each inside its table (not checked).
+        collisions: the divisor of the ids, the same for all tables.
+        operation: multiply, add, or concat, for which the two lengths make up D.
+        sparse: give the weights uncoalesced COO gradients; else dense ones.
+        impl: see :mod:`dlrm.kernels`.
+
+    Returns:
+        ``[B, F, D]``, contiguous.
+
+    Raises:
+        ValueError: ``ids`` are no integers, or on another device, or what a kernel reads is not
+            contiguous.
+    """
+    require_integers(quotient, ids=ids)
+    if not use_triton(quotient, impl):
+        return lookup_quotient_torch(
+            quotient, remainder, starts, ids, collisions, operation=operation, sparse=sparse
+        )
+    starts_q, starts_r = starts
+    require_contiguous(quotient=quotient, remainder=remainder, starts_q=starts_q, starts_r=starts_r)
+    return _LookupQuotient.apply(
+        quotient, remainder, starts, ids.contiguous(), collisions, operation, sparse
+    )
+
+
+def lookup_quotient_torch(
+    quotient: Tensor,
+    remainder: Tensor,
+    starts: tuple[Tensor, Tensor],
+    ids: Tensor,
+    collisions: int,
+    *,
+    operation: str = "multiply",
+    sparse: bool = True,
+) -> Tensor:
+    """:func:`lookup_quotient` in PyTorch."""
+    ids = ids.t()
+    q = functional.embedding(ids // collisions + starts[0], quotient, sparse=sparse)
+    r = functional.embedding(ids % collisions + starts[1], remainder, sparse=sparse)
+    return compose(q, r, operation)
+
+
+def compose(q: Tensor, r: Tensor, operation: str) -> Tensor:
+    """The product, sum or concatenation (``multiply``, ``add``, ``concat``) of two sets of rows."""
+    if operation == "multiply":
+        return q * r
+    if operation == "add":
+        return q + 1 * r  # so that r has a gradient of its own: gradients are scaled in place
+    return torch.cat([q, r], -1)

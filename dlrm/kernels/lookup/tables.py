@@ -1,0 +1,229 @@
+"""Look up rows of tables that stand behind one another in one weight, all in one launch.
+
+:func:`lookup` fetches rows by their index in the weight, :func:`lookup_tables` one row per table
+and sample. The gradient of the weight is an uncoalesced sparse COO tensor with one entry per
+look-up, whose values are the gradient that arrives, not a copy of it:
+:func:`dlrm.kernels.update.sparse.update_rows` merges equal rows and updates the weight in one pass.
+
+Tables may have fewer rows than ids: ``modulo`` lets ids share rows by their remainder, ``last``
+lets all ids from some on share one row. The kernels do that arithmetic on the ids they have read.
+
+Bytes a look-up of one row must move: 2 rows, the one read and the one written, and its id.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from dlrm.kernels import require_contiguous, require_integers, use_triton
+from dlrm.kernels.update.row_sort import announce
+
+TILE = 4096  # elements of a tile: 32 a thread
+
+
+@triton.jit
+def row_of(id, table, starts, modulo, last):
+    """The row in the weight of an id of each ``table``."""
+    if modulo is not None:
+        id %= tl.load(modulo + table).to(id.dtype)
+    if last is not None:
+        id = tl.minimum(id, tl.load(last + table).to(id.dtype))
+    row = id.to(tl.int64)
+    if starts is not None:
+        row += tl.load(starts + table)
+    return row
+
+
+@triton.jit
+def _gather(
+    ids, starts, modulo, last, weight, out, flat, n, batch, stride_b, stride_f,
+    F: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Fetch one row per table and sample, sample after sample; ``flat`` gets their indices."""
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = k < n
+    sample, table = (k // F).to(tl.int64), (k % F).to(tl.int64)
+    id = tl.load(ids + table * batch + sample, mask=inside, other=0)
+    row = row_of(id, table, starts, modulo, last)
+    if flat is not None:
+        tl.store(flat + k, row, mask=inside)
+    column = tl.arange(0, BLOCK_D)[None, :]
+    mask = inside[:, None] & (column < D)
+    value = tl.load(weight + row[:, None] * D + column, mask=mask, other=0.0)
+    to = sample * stride_b + table * stride_f
+    tl.store(out + to[:, None] + column, value, mask=mask)
+
+
+def tiling(n: int, dim: int, tile: int) -> tuple[tuple[int], dict[str, int]]:
+    """Grid and sizes for ``n`` rows of ``dim`` in tiles of ``tile`` elements."""
+    block_d = triton.next_power_of_2(dim)
+    block = max(4, min(256, tile // block_d))
+    return (triton.cdiv(n, block),), {"D": dim, "BLOCK": block, "BLOCK_D": block_d}
+
+
+def gather_rows(
+    weight: Tensor,
+    starts: Tensor | None,
+    ids: Tensor,
+    out: Tensor,
+    flat: Tensor | None = None,
+    *,
+    modulo: Tensor | None = None,
+    last: Tensor | None = None,
+) -> None:
+    """Launch the look-up of one row per table and sample, outside of autograd.
+
+    Args:
+        weight: ``[sum(V), D]``, contiguous.
+        starts: first row of each table, ``[F]``; None for zeros.
+        ids: ``[F, B]``, contiguous.
+        out: where to write, ``[B, F, D]``; only its last dimension must be contiguous, so that it
+            may be a part of a larger buffer.
+        flat: gets the row in ``weight`` of every look-up, int64 ``[B, F]``.
+        modulo, last: see :func:`lookup_tables`.
+    """
+    tables, batch = ids.shape
+    grid, sizes = tiling(ids.numel(), weight.shape[1], TILE)
+    if ids.numel():
+        strides = out.stride()[:2]
+        _gather[grid](
+            ids, starts, modulo, last, weight, out, flat, ids.numel(), batch, *strides,
+            F=tables, **sizes,
+        )  # fmt: skip
+
+
+def row_gradient(weight: Tensor, flat: Tensor, values: Tensor, sparse: bool) -> Tensor:
+    """The gradient of ``weight [V, D]`` from rows ``flat [n]`` and their ``values [n, D]``."""
+    if not sparse:
+        return torch.zeros_like(weight).index_add_(0, flat, values)
+    if not len(flat):  # accumulation writes to the memory of an empty gradient: it has its own
+        flat, values = torch.empty_like(flat), torch.empty_like(values)
+    with torch.sparse.check_sparse_tensor_invariants(False):  # they hold, and it would synchronise
+        # Autograd would copy what is not contiguous, and with it the rows that a planner knows.
+        # A single row cut from a longer one counts as contiguous, but keeps the stride that PyTorch
+        # takes for its length where it sums the rows, past the end of their memory.
+        values = values.contiguous().as_strided(values.shape, (values.shape[1], 1))
+        return torch.sparse_coo_tensor(flat[None], values, weight.shape)
+
+
+class _LookupTables(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        starts: Tensor | None,
+        ids: Tensor,
+        modulo: Tensor | None,
+        last: Tensor | None,
+        sparse: bool,
+    ) -> Tensor:
+        tables, batch = ids.shape
+        out = weight.new_empty(batch, tables, weight.shape[1])
+        flat = None
+        if ctx.needs_input_grad[0] and starts is None:
+            flat = ids.long()
+        elif ctx.needs_input_grad[0]:
+            flat = torch.empty(batch, tables, dtype=torch.int64, device=ids.device)
+        to = None if starts is None else flat
+        gather_rows(weight, starts, ids, out, to, modulo=modulo, last=last)
+        if flat is not None:
+            announce(flat.view(-1) if starts is None else flat, len(weight))
+        ctx.save_for_backward(weight, flat)
+        ctx.sparse = sparse
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, flat = ctx.saved_tensors
+        values = grad.reshape(-1, weight.shape[1])
+        grad_weight = row_gradient(weight, flat.view(-1), values, ctx.sparse)
+        return grad_weight, None, None, None, None, None
+
+
+def lookup(weight: Tensor, rows: Tensor, *, sparse: bool = True, impl: str | None = None) -> Tensor:
+    """Fetch rows by index.
+
+    Args:
+        weight: ``[V, D]``, contiguous; fp32 or bf16.
+        rows: any shape, int32 or int64, each in ``[0, V)`` (not checked).
+        sparse: give the weight an uncoalesced COO gradient; else a dense one.
+        impl: see :mod:`dlrm.kernels`.
+
+    Returns:
+        ``[*rows.shape, D]``.
+
+    Raises:
+        ValueError: ``rows`` are no integers, or on another device, or what a kernel reads is not
+            contiguous.
+    """
+    require_integers(weight, rows=rows)
+    if not use_triton(weight, impl):
+        return functional.embedding(rows, weight, sparse=sparse)
+    require_contiguous(weight=weight)
+    flat = rows.reshape(1, -1).contiguous()
+    out = _LookupTables.apply(weight, None, flat, None, None, sparse)
+    return out.view(*rows.shape, weight.shape[1])
+
+
+def lookup_tables(
+    weight: Tensor,
+    starts: Tensor,
+    ids: Tensor,
+    *,
+    modulo: Tensor | None = None,
+    last: Tensor | None = None,
+    sparse: bool = True,
+    impl: str | None = None,
+) -> Tensor:
+    """Fetch one row per table and sample.
+
+    Args:
+        weight: the tables behind one another, ``[sum(V), D]``, contiguous; fp32 or bf16.
+        starts: first row of each table, ``[F]`` int64.
+        ids: ``[F, B]``, int32 or int64, each inside its table (not checked).
+        modulo: ids of a table share the row of their remainder by this, ``[F]`` int64; None: each
+            has its own.
+        last: ids of a table from this on share its row, ``[F]`` int64; None: each has its own.
+        sparse: give the weight an uncoalesced COO gradient, its entries sample after sample; else
+            a dense one.
+        impl: see :mod:`dlrm.kernels`.
+
+    Returns:
+        ``[B, F, D]``, contiguous.
+
+    Raises:
+        ValueError: ``ids`` are not ``[F, B]``, no integers, or on another device, or what a kernel
+            reads is not contiguous.
+    """
+    require_integers(weight, ids=ids)
+    if ids.dim() != 2 or len(ids) != len(starts):
+        raise ValueError(
+            f"ids have shape {tuple(ids.shape)}, they must be [{len(starts)}, B]: a row per table"
+        )
+    if not use_triton(weight, impl):
+        return lookup_tables_torch(weight, starts, ids, modulo, last, sparse)
+    require_contiguous(weight=weight, starts=starts, modulo=modulo, last=last)
+    return _LookupTables.apply(weight, starts, ids.contiguous(), modulo, last, sparse)
+
+
+def lookup_tables_torch(
+    weight: Tensor,
+    starts: Tensor,
+    ids: Tensor,
+    modulo: Tensor | None = None,
+    last: Tensor | None = None,
+    sparse: bool = True,
+) -> Tensor:
+    """:func:`lookup_tables` in PyTorch."""
+    ids = ids if modulo is None else ids % modulo[:, None]
+    ids = ids if last is None else ids.minimum(last[:, None])
+    rows = (ids + starts[:, None]).t().contiguous()  # [B, F]
+    return functional.embedding(rows, weight, sparse=sparse)

@@ -1,0 +1,1 @@
+"""Rows in pinned host memory behind a cache on the GPU."""

@@ -1,0 +1,1 @@
+"""Optimizer updates of rows and of whole tensors."""

@@ -1,0 +1,354 @@
+"""Optimizers that update only the rows a batch touched, and the learning-rate schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from dlrm.kernels.offload.pinned_memory import zeros_beside
+from dlrm.kernels.offload.row_cache import CachedRows, cached_rows
+from dlrm.kernels.update.dense import update_whole
+from dlrm.kernels.update.in_backward import Update, offer
+from dlrm.kernels.update.row_sort import announced
+from dlrm.kernels.update.rules import OPTIONS, Rule, make_rule
+from dlrm.kernels.update.sparse import update_rows
+
+
+class RowOptimizer(torch.optim.Optimizer):
+    """The rules of ``torch.optim`` for parameters with dense or sparse gradients.
+
+    A sparse gradient (COO, one entry per look-up, as the embeddings give) updates the rows it
+    names and no others; equal ids are merged first, so a row used twice with gradients 1 and 10
+    moves by -11 under SGD with learning rate 1. Momentum, decay and all else a rule does happens
+    to a row when it is touched; touched in every step it moves as under ``torch.optim``, bias
+    corrections included: steps are counted per row. A parameter with a dense gradient is updated
+    in full. The learning rate is a tensor, so that a captured CUDA graph sees it change.
+
+    Row-wise Adagrad keeps one accumulator per row, the running sum of the mean of the squared
+    gradient over the row.
+
+    The state of bf16 parameters is fp32 (bf16 has no number next to 256 that is one larger), and
+    they are rounded up or down by chance, so that steps too small for bf16 count on average.
+
+    Args:
+        params: parameters or parameter groups.
+        rule: one of :data:`RULES`.
+        lr: learning rate.
+        stochastic: round bf16 parameters by chance; else to nearest.
+        options: those of the rule, named as in ``torch.optim``; see
+        ``dlrm.kernels.update.rules.OPTIONS``.
+
+    Raises:
+        ValueError: an unknown rule, an option it has no use for, or a value out of range.
+
+    Reference: Duchi et al., JMLR 2011 (Adagrad); Kingma and Ba, ICLR 2015 (Adam, Adamax);
+    Loshchilov and Hutter, ICLR 2019 (AdamW); Zeiler, arXiv 1212.5701 (Adadelta).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        rule: str = "adagrad",
+        *,
+        lr: float = 0.01,
+        stochastic: bool = True,
+        **options: Any,
+    ) -> None:
+        make_rule(rule, **options)
+        self._stochastic, self._given = stochastic, options
+        super().__init__(params, {"rule": rule, "lr": lr, **OPTIONS[rule], **options})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take on further parameters, with options of their own where the group has them."""
+        rule = param_group.get("rule", self.defaults["rule"])
+        make_rule(rule)
+        for name, value in {**OPTIONS[rule], **self._given}.items():
+            param_group.setdefault(name, value)  # another rule than that of the others has its own
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        lr = float(group["lr"])
+        if not 0 <= lr < float("inf"):
+            raise ValueError(f"the learning rate is {lr}, it must be finite, 0 or more")
+        device = _device(group)
+        group["lr"] = torch.tensor(lr, device=device)
+        if any(map(self._rounds, group["params"])):
+            group["seed"] = torch.zeros((), dtype=torch.int64, device=device)
+        for parameter in group["params"]:
+            self.state[parameter] = _new_state(parameter, _rule_of(group))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Apply the gradients, those of a ``closure`` if there is one, whose loss is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            rule, dense = _rule_of(group), []
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    self._update_rows(parameter, rule, group)
+                elif parameter.grad is not None:
+                    dense.append(parameter)
+            for device in {parameter.device for parameter in dense}:
+                here = [parameter for parameter in dense if parameter.device == device]
+                self._update_whole(here, rule, group)
+        return loss
+
+    def _update_rows(self, parameter: Tensor, rule: Rule, group: dict[str, Any]) -> None:
+        """Update the rows that a sparse gradient names."""
+        assert parameter.grad is not None
+        rows, cached = parameter.grad._indices()[0], cached_rows(parameter)
+        states, device = self._states(parameter, rule), parameter.device
+        if cached is not None and not cached.keeps(states):
+            cached.stop()  # it was that of a later optimizer, or none
+            cached = None
+        with torch.cuda.device_of(parameter):  # kernels start on the current GPU
+            update_rows(
+                rule,
+                parameter,
+                rows,
+                parameter.grad._values(),
+                states,
+                lr=_rate(group).to(device),
+                plan=announced(rows),
+                cached=cached,
+                seed=self._seed(group, [parameter]),
+            )
+
+    def _update_whole(self, parameters: list[Tensor], rule: Rule, group: dict[str, Any]) -> None:
+        """Update parameters with dense gradients, few launches for all of them."""
+        for parameter in parameters:
+            if (cached := cached_rows(parameter)) is not None:
+                cached.release()
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        states = [self._states(parameter, rule) for parameter in parameters]
+        with torch.cuda.device_of(parameters[0]):
+            update_whole(
+                rule,
+                parameters,
+                grads,
+                states,
+                lr=_rate(group).to(parameters[0].device),
+                seed=self._seed(group, parameters),
+            )
+
+    def _states(self, parameter: Tensor, rule: Rule) -> list[Tensor]:
+        """What the rule keeps for a parameter."""
+        states = self.state[parameter]
+        if states.keys() != rule.states.keys():
+            raise ValueError(
+                f"momentum became {rule.momentum} after the optimizer was made with another: keep "
+                "it at 0, or above 0, from the start; OneCycleLR does with cycle_momentum=False"
+            )
+        return list(states.values())
+
+    def _seed(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> Tensor | None:
+        """The seed of an update on one device, which moves it on; None if it rounds nothing."""
+        if not any(map(self._rounds, parameters)):
+            return None
+        if "seed" not in group:
+            raise ValueError(
+                "parameters became bf16 after their optimizer was made: cast them first"
+            )
+        seed: Tensor = group["seed"]
+        here = seed.to(parameters[0].device)
+        if here is not seed:
+            seed.add_(1)  # the update moves the copy on
+        return here
+
+    def _rounds(self, parameter: Tensor) -> bool:
+        """Whether a parameter is rounded by chance."""
+        return self._stochastic and parameter.dtype == torch.bfloat16
+
+    @torch.no_grad()
+    def reset_rows(self, parameter: Tensor, rows: Tensor, sources: Tensor | None = None) -> None:
+        """Forget the state of some rows, whose meaning has changed (a cache slot's new owner).
+
+        They get that of the rows ``sources``, of which they are copies, or none.
+        """
+        for state in self.state[parameter].values():
+            state[rows] = 0 if sources is None else state[sources]
+
+    def state_bytes(self, parameters: Iterable[Tensor]) -> int:
+        """Bytes of optimizer state kept for ``parameters``."""
+        states = (self.state[parameter] for parameter in parameters if parameter in self.state)
+        return sum(tensor.nbytes for state in states for tensor in state.values())
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore states and rates in place, so that a captured graph keeps seeing them, and all
+        else that the groups held, such as options and what a schedule of torch keeps there.
+        """
+        saved = state_dict["param_groups"]
+        if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
+            raise ValueError("the saved optimizer is of other parameters than this one")
+        for group, old in zip(self.param_groups, saved, strict=True):
+            if (rule := old.get("rule", "one of torch.optim")) != group["rule"]:
+                raise ValueError(f"the saved optimizer is {rule}, this is {group['rule']}")
+            _rate(group).fill_(float(old["lr"]))
+            if "seed" in group and "seed" in old:
+                group["seed"].copy_(old["seed"])
+            for parameter, index in zip(group["params"], old["params"], strict=True):
+                kept, given = self.state[parameter], state_dict["state"].get(index, {})
+                if given.keys() != kept.keys():
+                    raise ValueError(
+                        f"the saved {old['rule']} keeps {', '.join(given) or 'nothing'}, this one "
+                        f"{', '.join(kept) or 'nothing'}: resume with the same --optim.momentum"
+                    )
+                for name, tensor in kept.items():
+                    if given[name].shape != tensor.shape:
+                        raise ValueError(
+                            f"the saved {name} has shape {tuple(given[name].shape)}, this "
+                            f"optimizer's has {tuple(tensor.shape)}: it is of other parameters"
+                        )
+                if (cached := cached_rows(parameter)) is not None:
+                    cached.release()
+                for name, tensor in kept.items():
+                    tensor.copy_(given[name])
+            in_place = {"params", "lr", "seed"}
+            group.update({name: deepcopy(old[name]) for name in old.keys() - in_place})
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in the base class; of rows in host memory it is the state of all, cached ones too."""
+        for _, cached in _caches(self):
+            cached.release()
+        return super().state_dict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has: the base class names its own attributes alone."""
+        for _, cached in _caches(self):
+            cached.flush()
+        own = {"_stochastic": self._stochastic, "_given": self._given}
+        return {**super().__getstate__(), **own}
+
+
+def fused(optimizers: Iterable[RowOptimizer]) -> AbstractContextManager[None]:
+    """Let a backward pass update parameters itself, where that spares it their gradients.
+
+    ::
+
+        with fused([optimizer]):
+            loss(model(batch)).backward()
+        optimizer.step()  # whatever has a gradient
+        optimizer.zero_grad()
+
+    Middle cores of tensor trains in fp32 that Triton kernels look up, once in the block, are
+    updated so: by SGD, Adagrad, and row-wise Adagrad up to 64 columns of a slice, ``q_k r_k`` (with
+    four cores ``r_{k-1} q_k`` for the third), all without momentum and decay. The others have
+    their gradients as ever.
+
+    For a step in which nobody asks for the gradients: no clipping, no norms, no sum over processes
+    or over several backward passes, no other use of the cores than their look-up.
+
+    Args:
+        optimizers: those of the model's parameters.
+
+    Raises:
+        ValueError: on a look-up after the backward pass of the block.
+    """
+    parameters: list[Tensor] = []
+    updates = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            rule = _rule_of(group)
+            for parameter in group["params"]:
+                if parameter.grad is None:  # else it is a sum
+                    lr, states = _rate(group).to(parameter.device), optimizer.state[parameter]
+                    parameters.append(parameter)
+                    updates.append(Update(rule=rule, lr=lr, states=list(states.values())))
+    return offer(parameters, updates)
+
+
+def _caches(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, CachedRows]]:
+    """The parameters with a cache of rows before them, and that."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (cached := cached_rows(parameter)) is not None:
+                yield parameter, cached
+
+
+def _write_back(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before a step of another optimizer, which knows no caches: end those of its parameters."""
+    if isinstance(optimizer, RowOptimizer):
+        return
+    for parameter, cached in _caches(optimizer):
+        if cached.active and parameter.grad is not None:
+            cached.stop()
+
+
+register_optimizer_step_pre_hook(_write_back)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """The type of a parameter's state, or of a sum over a gradient: fp32 at least."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _rule_of(group: dict[str, Any]) -> Rule:
+    """The rule of a group, with the options that the group has now."""
+    return make_rule(group["rule"], **{name: group[name] for name in OPTIONS[group["rule"]]})
+
+
+def _device(group: dict[str, Any]) -> torch.device | None:
+    """Where the rate and the seed of a group are: beside its first parameter, if it has one."""
+    return next((parameter.device for parameter in group["params"]), None)
+
+
+def _rate(group: dict[str, Any]) -> Tensor:
+    """The learning rate of a group; a number that was set by hand becomes a tensor."""
+    if not isinstance(group["lr"], Tensor):
+        group["lr"] = torch.tensor(float(group["lr"]), device=_device(group))
+    rate: Tensor = group["lr"]
+    return rate
+
+
+def _new_state(parameter: Tensor, rule: Rule) -> dict[str, Tensor]:
+    """Zeros for what the rule keeps; of rows in host memory they lie there too, and move along."""
+    wide, row = _wide(parameter), (*parameter.shape[:1], *[1] * (parameter.dim() - 1))
+    cached = cached_rows(parameter)
+    if cached is not None:
+        cached.start()
+        return {
+            name: cached.new_rows(1 if per_row else parameter.shape[1], wide)
+            for name, per_row in rule.states.items()
+        }
+    return {
+        name: zeros_beside(parameter, row if per_row else parameter.shape, wide)
+        for name, per_row in rule.states.items()
+    }
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The 2-norm of all gradients together, equal ids merged first; 0-d, on their first device.
+
+    Parameters with an attribute ``replica`` that is true repeat another's gradient and don't count.
+    """
+    norms: list[Tensor] = []
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is not None and not getattr(parameter, "replica", False):
+            wide = _wide(grad)  # a norm in bf16 would be rounded to 8 bits
+            norm = torch.linalg.vector_norm(_merged(grad) if grad.is_sparse else grad, dtype=wide)
+            norms.append(norm.to(norms[0].device) if norms else norm)
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def _merged(grad: Tensor) -> Tensor:
+    """The rows of a sparse gradient with equal ids summed, padded with zeros to its entries.
+
+    Unlike ``coalesce`` it has a shape that does not depend on the ids, so that a CUDA graph can
+    hold it.
+    """
+    rows, order = grad._indices()[0].sort()
+    segment = torch.cat([rows.new_zeros(1), (rows.diff() != 0).cumsum(0)])[: len(rows)]
+    values = grad._values()[order].to(_wide(grad))
+    values = values.where((rows >= 0)[:, None], 0.0)  # the others are left out
+    return torch.zeros_like(values).index_add_(0, segment, values)

@@ -1,0 +1,50 @@
+"""The learning-rate schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dlrm.optim.row_optimizer import _rate
+
+
+class Schedule:
+    """Linear warm-up, a plateau, then polynomial decay of the learning rates.
+
+    Args:
+        optimizers: their present rates are the peak rates.
+        warmup: steps over which the rate rises linearly.
+        decay_start: step at which the decay begins; None for never.
+        decay_steps: steps over which the rate falls to zero.
+        power: of the decay (2 in the reference recipe for large batches).
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        warmup: int = 0,
+        decay_start: int | None = None,
+        decay_steps: int = 1,
+        power: float = 2.0,
+    ) -> None:
+        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._peaks = [float(group["lr"]) for group in self._groups]
+        self._warmup, self._power = warmup, power
+        self._decay_start, self._decay_steps = decay_start, decay_steps
+
+    def factor(self, step: int) -> float:
+        """The share of the peak rate at ``step``, counted from 0."""
+        if step < self._warmup:
+            return (step + 1) / self._warmup
+        if self._decay_start is None or step < self._decay_start:
+            return 1.0
+        left = 1 - (step - self._decay_start) / self._decay_steps
+        return max(left, 0.0) ** self._power
+
+    def set(self, step: int) -> None:
+        """Give every optimizer its rate for ``step``."""
+        factor = self.factor(step)
+        for group, peak in zip(self._groups, self._peaks, strict=True):
+            _rate(group).fill_(peak * factor)

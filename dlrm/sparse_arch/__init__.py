@@ -1,0 +1,1 @@
+"""All tables of a model: the kind of each, and their joint look-up."""

@@ -1,0 +1,1 @@
+"""The training step and what surrounds it: prefetch, metrics, checkpoints, reports."""

@@ -1,0 +1,162 @@
+"""How fast a run is, how much memory it takes, and where its time goes."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch.profiler import profile, schedule
+from tqdm import tqdm
+
+from dlrm.data.schema import Meta
+from dlrm.distributed.peer_memory import bytes_held
+from dlrm.utils.atomic import whole
+
+
+def progress_bar(total: float, done: int, *, silent: bool) -> tqdm:
+    """A bar that counts samples; off a terminal it says little."""
+    return tqdm(
+        total=total,
+        initial=done,
+        unit=" samples",
+        unit_scale=True,
+        dynamic_ncols=True,
+        mininterval=0.2 if sys.stderr.isatty() else 15,
+        disable=silent,
+    )
+
+
+class Clock:
+    """Training time, without evaluations: samples per second and the share spent on waiting.
+
+    Args:
+        data: a loader, whose ``wait_seconds`` say how long its consumer waited.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self.samples = 0
+        self._data = data
+        self._start = self._mark = time.perf_counter()
+        self._lap_samples, self._lap_wait = 0, data.wait_seconds
+        self._first_wait = data.wait_seconds
+
+    def lap(self) -> dict[str, float]:
+        """Figures since the last lap."""
+        now, wait = time.perf_counter(), self._data.wait_seconds
+        values = self._figures(
+            self.samples - self._lap_samples, now - self._mark, wait - self._lap_wait
+        )
+        self._mark, self._lap_samples, self._lap_wait = now, self.samples, wait
+        return values
+
+    def total(self) -> dict[str, float]:
+        """Figures since the beginning."""
+        seconds = time.perf_counter() - self._start
+        wait = self._data.wait_seconds - self._first_wait
+        return self._figures(self.samples, seconds, wait) | {"speed/train_seconds": seconds}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what happens inside."""
+        began = time.perf_counter()
+        yield
+        pause = time.perf_counter() - began
+        self._start += pause
+        self._mark += pause
+
+    @staticmethod
+    def _figures(samples: int, seconds: float, wait: float) -> dict[str, float]:
+        seconds = max(seconds, 1e-9)
+        return {
+            "speed/samples_per_second": samples / seconds,
+            "speed/data_wait_share": wait / seconds,
+        }
+
+
+def read_trace(path: Path) -> pd.DataFrame:
+    """What ran when, from a trace that torch.profiler exported.
+
+    Returns:
+        A row per operation of the CPU and per kernel and copy of a GPU: ``name``, ``kind``
+        (``cpu_op``, ``kernel``, ``gpu_memcpy``, ``gpu_memset``), ``lane`` (the thread or stream),
+        ``start`` and ``ms``, both in milliseconds, the first start being 0.
+    """
+    kinds = ("cpu_op", "kernel", "gpu_memcpy", "gpu_memset")
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") in kinds]
+    trace = pd.DataFrame(events, columns=["name", "cat", "tid", "ts", "dur"])
+    trace = trace.rename(columns={"cat": "kind", "tid": "lane", "ts": "start", "dur": "ms"})
+    trace["start"] = (trace["start"] - trace["start"].min()) / 1e3  # from microseconds
+    trace["ms"] /= 1e3
+    return trace.sort_values("start", ignore_index=True)
+
+
+class Profiler:
+    """A torch.profiler trace of a few steps, after some that warm up.
+
+    Writes ``profile/trace.json`` (open it in Perfetto or chrome://tracing) and
+    ``profile/operations.txt``, the costliest operations, into the run's directory.
+    """
+
+    def __init__(self, directory: Path, device: torch.device) -> None:
+        self._directory = directory / "profile"
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self.trace = self._directory / "trace.json"
+        self._sort = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
+        self._profile = profile(
+            schedule=schedule(wait=5, warmup=3, active=5, repeat=1),
+            on_trace_ready=self._write,
+            record_shapes=True,
+            profile_memory=True,
+            acc_events=True,
+        )
+        self._table: str | None = None
+        self._profile.start()
+
+    def _write(self, trace: profile) -> None:
+        self._table = trace.key_averages().table(sort_by=self._sort, row_limit=25)
+        with whole(self.trace) as temporary:
+            trace.export_chrome_trace(str(temporary))
+        with whole(self._directory / "operations.txt") as temporary:
+            temporary.write_text(self._table)
+
+    def step(self) -> None:
+        """A training step has ended."""
+        self._profile.step()
+
+    def close(self) -> str:
+        """End profiling; returns the costliest operations and how to see the trace."""
+        self._profile.stop()
+        if self._table is None:  # a trace that is there is one from before the run was resumed
+            return "the run was too short to be profiled: 13 steps are needed"
+        return (
+            f"{self.trace}: open it at https://ui.perfetto.dev or chrome://tracing\n{self._table}"
+        )
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """Peak memory of the process and of the GPU, in bytes."""
+    peaks = {"memory/process_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0}
+    if device.type == "cuda":
+        peaks["memory/gpu_peak"] = float(torch.cuda.max_memory_allocated(device))
+        peaks["memory/gpu_peak"] += bytes_held(device)
+    return peaks
+
+
+def advice(data: str, embedding_dim: int) -> str:
+    """What takes the most of it for the tables of a prepared directory, and what to do."""
+    meta = Meta.read(data)
+    rows, table = max(zip(meta.cardinalities, meta.tables, strict=True))
+    size = 4e-6 * embedding_dim * rows
+    return (
+        f"out of memory: the largest table, {table}, has {rows:,} rows, {size:,.0f} MB if dense, "
+        "beside the state of the optimizer; compress it with --emb and --budget, keep it in host "
+        "memory with --emb offload, or lower --batch_size"
+    )

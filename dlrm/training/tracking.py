@@ -1,0 +1,220 @@
+"""What a run reports: TensorBoard, JSON lines, and the directory that holds them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import pandas as pd
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
+
+from dlrm.training.metrics import finite
+from dlrm.utils.atomic import naming, whole
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+RESULT = "result.json"  # what a finished run leaves
+
+HPARAM_METRICS = (
+    *("test/auc", "test/log_loss", "test/accuracy", "test/normalized_entropy"),
+    *("embeddings/compression", "embeddings/bytes", "speed/samples_per_second"),
+)
+"""Columns of TensorBoard's hparams page, which shows the first of them at once."""
+
+OVERVIEW: dict[str, dict[str, tuple[str, ...]]] = {
+    "quality": {
+        "loss": ("train/loss", "val/log_loss"),
+        "validation AUC": ("val/auc",),
+        "validation calibration": ("val/calibration",),
+    },
+    "speed": {
+        "samples per second": ("speed/samples_per_second",),
+        "share of time waiting for data": ("speed/data_wait_share",),
+    },
+    "memory": {
+        "bytes of the embeddings": ("embeddings/bytes",),
+        "compression": ("embeddings/compression",),
+        "peak bytes": ("memory/",),
+    },
+    "training": {
+        "gradient norms": ("train/gradient_norm/",),
+        "learning rates": ("lr/",),
+    },
+    "caches of rows": {
+        "hit rate": ("cache/hit_rate",),
+        "rows in and out": ("cache/admitted", "cache/evicted"),
+    },
+}
+"""TensorBoard's page of custom scalars, which puts first what matters most: by category the
+charts, each with the names, or beginnings of names, that it shows."""
+
+
+def _entries(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file of JSON, but for a last one that was cut off when the process ended.
+
+    Raises:
+        ValueError: another one is broken.
+    """
+    whole_lines = path.read_bytes().split(b"\n")[:-1]
+    for number, line in enumerate(whole_lines, 1):
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number} is no JSON: {error}; remove the line, or the file"
+            ) from None
+        if not isinstance(entry, dict) or "step" not in entry:
+            raise ValueError(f"{path}, line {number} tells no step; remove the line, or the file")
+        yield entry
+
+
+class Tracker:
+    """Writes every number twice: to TensorBoard and, the same, to ``metrics.jsonl``.
+
+    Args:
+        directory: of the run; made if it is not there.
+        step: where a resumed run goes on; entries beyond it, of steps that were lost when the
+            run was interrupted, are dropped from both files.
+
+    Raises:
+        ValueError: a new run, where another has begun.
+    """
+
+    def __init__(self, directory: Path, *, step: int | None = None) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.path = directory / "metrics.jsonl"
+        if step is not None and self.path.exists():
+            kept = [json.dumps(e) + "\n" for e in _entries(self.path) if e["step"] <= step]
+            with whole(self.path) as temporary:
+                temporary.write_text("".join(kept))
+        try:
+            self._lines = self.path.open("x" if step is None else "a", buffering=1)
+        except FileExistsError:  # by a run that was started at the same time
+            raise ValueError(f"{directory} is that of another run: choose another --name") from None
+        (directory / RESULT).unlink(missing_ok=True)  # until this run has finished
+        self._writer = SummaryWriter(str(directory), purge_step=None if step is None else step + 1)
+        if step is None:
+            self._writer.add_custom_scalars(
+                {
+                    category: {
+                        title: ["Multiline", [f"^{name}" for name in names]]
+                        for title, names in charts.items()
+                    }
+                    for category, charts in OVERVIEW.items()
+                }
+            )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record numbers under names like ``train/loss``; the part before the slash groups them."""
+        entry = {"step": step, "time": round(time.time(), 3), **finite(values)}
+        with naming(self.path.parent):
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+            self._lines.write(json.dumps(entry) + "\n")
+
+    def text(self, name: str, text: str) -> None:
+        """Record a text, shown as preformatted."""
+        with naming(self.path.parent):
+            self._writer.add_text(name, "\n".join("    " + line for line in text.splitlines()))
+
+    def finish(
+        self,
+        options: Mapping[str, Any],
+        final: Mapping[str, float],
+        hidden: Collection[str] = (),
+        **more: Any,
+    ) -> None:
+        """Record the run's options and final metrics for comparisons, and close the files.
+
+        They go to ``result.json`` with all ``more`` and, without the ``hidden`` options, which do
+        not tell runs apart, to TensorBoard's hparams page.
+        """
+        told = pd.json_normalize(without(options, hidden))
+        flat = told.astype(object).iloc[0].items()  # not NumPy's numbers
+        plain = {
+            # hparams would make a number of a bool
+            str(name): value if type(value) in (int, float, str) else str(value)
+            for name, value in flat
+        }
+        shown = {name: final[name] for name in HPARAM_METRICS if name in final}
+        writer = self._writer._get_file_writer()
+        with naming(self.path.parent):
+            for summary in hparams(plain, shown):
+                writer.add_summary(summary)
+        name = self.path.parent.name
+        result = {"run": name, "options": dict(options), **more, "metrics": finite(final)}
+        with whole(self.path.with_name(RESULT)) as temporary:
+            temporary.write_text(json.dumps(result, indent=2) + "\n")
+        self.close()
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        with naming(self.path.parent):
+            self._writer.close()
+            self._lines.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def without(options: Mapping[str, Any], hidden: Collection[str], group: str = "") -> dict[str, Any]:
+    """Nested options but for the ``hidden`` ones, which are named as on the command line."""
+    return {
+        name: without(value, hidden, f"{group}{name}.") if isinstance(value, Mapping) else value
+        for name, value in options.items()
+        if f"{group}{name}" not in hidden
+    }
+
+
+def told_by_the_next_call(failure: threading.ExceptHookArgs) -> None:
+    """A ``threading.excepthook`` without the traceback of TensorBoard's thread, which hands what
+    keeps it from writing to the next call of a tracker."""
+    if not isinstance(failure.exc_value, OSError):
+        threading.__excepthook__(failure)
+
+
+class NoTracker(Tracker):
+    """Records nothing: what all processes but the first have."""
+
+    def __init__(self, directory: Path | None = None, *, step: int | None = None) -> None:
+        pass
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Do nothing."""
+
+    def text(self, name: str, text: str) -> None:
+        """Do nothing."""
+
+    def finish(
+        self,
+        options: Mapping[str, Any],
+        final: Mapping[str, float],
+        hidden: Collection[str] = (),
+        **more: Any,
+    ) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def log_figures(directory: Path, figures: Mapping[str, Figure]) -> None:
+    """Show figures on TensorBoard's page of images, as a run of the name of ``directory``.
+
+    Args:
+        directory: made if it is not there; below the directory that TensorBoard looks at.
+        figures: by name, such as ``comparison/auc``; the part before the slash groups them.
+    """
+    with SummaryWriter(str(directory)) as writer:
+        for name, figure in figures.items():
+            writer.add_figure(name, figure, close=False)

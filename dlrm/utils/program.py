@@ -1,0 +1,116 @@
+"""Messages that lead on: the nearest valid name, a command line that gives it, a last line."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dlrm.utils.messages import nearest
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1: the ``type`` of an option."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"is {text!r}, it must be a whole number, 1 or more")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """A finite number above 0: the ``type`` of an option."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"is {text!r}, it must be a number above 0")
+    return value
+
+
+def place(text: str) -> Path:
+    """A file or directory; an empty name, as of a shell variable that is not set, would be the
+    directory that the program runs in: the ``type`` of an option.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("is empty, it must be a path")
+    return Path(text)
+
+
+def picture(text: str) -> Path:
+    """A file that a plot is drawn to, in the format of its ending: the ``type`` of an option."""
+    if Path(text).suffix not in (".png", ".svg", ".pdf"):
+        message = f"is {text!r}, its name must end in .png, .svg or .pdf"
+        raise argparse.ArgumentTypeError(message)
+    return Path(text)
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the layout of the description, and adds each default that its help leaves out."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text, default = action.help or "", action.default
+        if isinstance(default, list | tuple):  # as it would be typed
+            default = shlex.join(str(value) for value in default if value is not None)
+        silent = default in (None, False, "", argparse.SUPPRESS) or "default" in text.lower()
+        if silent or not action.option_strings:
+            return text
+        return f"{text} (default: {str(default).replace('%', '%%')})".lstrip()
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of arguments that reports a mistake in one line, with status 2.
+
+    An unknown option is named before one that is missing, with the nearest that exists.
+    """
+
+    def __init__(self, description: str | None = None, **options: Any) -> None:
+        super().__init__(
+            description=description,
+            formatter_class=_Formatter,
+            allow_abbrev=False,
+            **options,
+        )
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        """As in the base class, which without a text does not show the default either."""
+        action = super().add_argument(*names, **options)
+        if action.help is None and action.option_strings:
+            action.help = _Formatter("")._get_help_string(action)
+        return action
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """As in the base class."""
+        tokens = sys.argv[1:] if args is None else args
+        for token in takewhile(lambda token: token != "--", tokens):  # behind it are no options
+            name = token.partition("=")[0]
+            if name.startswith("--") and name not in self._option_string_actions:
+                options = [option for option in self._option_string_actions if len(option) > 2]
+                self.error(f"unknown option {name}{nearest(name, options)}")
+        return super().parse_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with status 2."""
+        print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def exit_status(work: Callable[[], object], interrupted: str = "interrupted") -> int:
+    """Do the work of a program; a mistake in what it was given, or Ctrl-C, is told in one line.
+
+    Returns:
+        The exit status: 0, 2 for a mistake, 130 for Ctrl-C.
+    """
+    try:
+        work()
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return 130
+    return 0

@@ -1,0 +1,197 @@
+"""Samples per second with tables in host memory, beside the same tables on the GPU.
+
+    python scripts/benchmarks/benchmark_offload.py --output benchmarks/offload_h100.json
+    python scripts/benchmarks/benchmark_offload.py --large --output FILE
+
+The Kaggle model with log-uniform ids, no batch twice; the GPU caches 1.5% of the rows. Losses that
+differ from those of dense tables are an error, not a result. With --large the Terabyte model
+(tables cut off at 40 million rows, dim 128: 104.5 GB), which no GPU of 80 GB holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from dlrm.data.batch import Batch
+from dlrm.data.schema import KAGGLE_CARDINALITIES, TERABYTE_CARDINALITIES
+from dlrm.embeddings.offload import ROUND
+from dlrm.model import DLRM
+from dlrm.optim import RULES, RowOptimizer
+from dlrm.sparse_arch.arch import LINK
+from dlrm.sparse_arch.table_plan import plan
+from dlrm.training import benchmark as measure
+from dlrm.training.step import TrainStep
+from dlrm.utils.program import Parser, exit_status
+
+NAMES = [f"C{i}" for i in range(1, 27)]
+WARM_UP, CHECKED = 150, 30
+SPAN, SPANS = 3 * ROUND, 5  # steps of whole rounds that are timed together, and how often
+VARIANTS: dict[str, tuple[str, dict[str, Any], bool]] = {  # kind, options, rows fetched ahead
+    "dense": ("dense", {}, False),
+    "offload": ("offload", {}, True),
+    "offload, not ahead": ("offload", {}, False),
+    "offload, no cache": ("offload", {"cache_rows": 0}, False),
+}
+
+
+def draw(rows: Sequence[int], size: int, seed: int, device: str) -> Batch:
+    """A batch with log-uniform ids."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return measure.draw_batch(rows, size, device, generator=generator)
+
+
+def make_step(
+    variant: str, options: argparse.Namespace, rows: Sequence[int], rule: str
+) -> tuple[DLRM, TrainStep]:
+    """A model on the device whose tables from ``threshold`` rows on are of a kind."""
+    kind, own, _ = VARIANTS[variant]
+    large: dict[str, Any] = {}
+    if options.large:
+        large = {"bottom_mlp": (512, 256), "top_mlp": (1024, 1024, 512, 256)}
+    dim = options.dim or (128 if options.large else 16)
+    table_plan = plan(
+        NAMES, rows, dim, kind, threshold=options.threshold, options={kind: own} if own else {}
+    )
+    torch.manual_seed(0)
+    with torch.device(options.device):
+        model = DLRM(13, rows, dim, table_plan, **large, tables_dtype=options.dtype)
+    optimizers = [
+        RowOptimizer(model.dense_parameters(), "sgd", lr=0.01),
+        RowOptimizer(model.sparse_arch.parameters(), rule, lr=0.01),
+    ]
+    return model, TrainStep(model, optimizers, precision=options.precision, mode=options.mode)
+
+
+def coming(batches: Sequence[Batch], index: int) -> Sequence[Batch]:
+    """The batches behind one, as many as embeddings have a use for."""
+    return batches[index + 1 : index + 2 * ROUND]
+
+
+def train(step: TrainStep, batches: Sequence[Batch], ahead: bool) -> list[Tensor]:
+    """The losses of a step on each batch, left on the device."""
+    losses = []
+    for index, batch in enumerate(batches):
+        out = step(batch, upcoming=coming(batches, index) if ahead else None)
+        losses.append(out["loss"].clone())
+    return losses
+
+
+def mean_milliseconds(run: Callable[[int], object], device: str) -> float:
+    """Milliseconds of a step over whole rounds, the median of all such times but the first."""
+    times = []
+    for start in range(0, SPANS * SPAN, SPAN):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        for index in range(start, start + SPAN):
+            run(index)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - began) / SPAN)
+    return statistics.median(times[1:])
+
+
+def measure_one(
+    variant: str, options: argparse.Namespace, rows: Sequence[int], rule: str, size: int
+) -> tuple[dict[str, Any], list[float]]:
+    """Train with one variant; its figures and its first losses."""
+    began = time.perf_counter()
+    model, step = make_step(variant, options, rows, rule)
+    made = time.perf_counter() - began
+    ahead = VARIANTS[variant][2]
+    drawn = range(CHECKED + WARM_UP)
+    first = [draw(rows, size, seed, options.device) for seed in drawn]
+    found = [loss.item() for loss in train(step, first, ahead)]
+    seeds = range(len(drawn), len(drawn) + SPANS * SPAN)
+    batches = [draw(rows, size, seed, options.device) for seed in seeds]
+    train(step, batches[:2], ahead)
+    model.sparse_arch.cache_stats()  # rates from here on
+
+    def run(index: int) -> None:
+        step(batches[index], upcoming=coming(batches, index) if ahead else None)
+
+    ms = mean_milliseconds(run, options.device)
+    stats = model.sparse_arch.cache_stats()
+    moved = {name: stats.get(f"cache/MB_{name}_per_step") for name in ("in", "out")}
+    busier = max(moved["in"] or 0.0, moved["out"] or 0.0)
+    parts = model.sparse_arch.sizes()
+    return {
+        "model": "Terabyte" if options.large else "Kaggle",
+        "variant": variant,
+        "rule": rule,
+        "batch": size,
+        "ms": round(ms, 4),
+        "Msamples/s": round(size / ms / 1e3, 3),
+        "hit_rate": stats.get("cache/hit_rate"),
+        "MB_in": moved["in"],
+        "MB_out": moved["out"],
+        "link_share": busier * 1e6 / (ms / 1e3) / LINK,
+        **{name: round(parts[name] / 1e6, 1) for name in parts if name.endswith("_bytes")},
+        "loss": round(statistics.mean(found[-10:]), 4),
+        "seconds_to_make": round(made, 1),
+    }, found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure every variant; returns the exit status."""
+    parser = Parser(__doc__)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=["sgd", "adagrad"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[2048, 16384, 65536])
+    parser.add_argument("--threshold", type=int, default=0, help="smaller tables stay on the GPU")
+    parser.add_argument("--precision", choices=["fp32", "tf32", "bf16"], default="bf16")
+    parser.add_argument("--mode", choices=["auto", "eager", "graph"], default="auto")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="of the rows")
+    parser.add_argument("--dim", type=int, help="16, or 128 with --large")
+    parser.add_argument("--cap", type=int, default=2**31, help="rows of a table at most")
+    parser.add_argument("--large", action="store_true", help="the Terabyte model, offloaded")
+    parser.add_argument("--output", default="benchmarks/offload.json")
+    options = parser.parse_args(argv)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("error: there is no CUDA GPU; try the script with --device cpu", file=sys.stderr)
+        return 2
+    if options.large:
+        options.variants = [name for name in options.variants if name != "dense"]
+    return exit_status(lambda: print(pd.DataFrame(measure_all(options)).to_string(index=False)))
+
+
+def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure and write the figures of every variant, rule and batch size.
+
+    Raises:
+        ValueError: the losses of a variant are not those of the first.
+    """
+    cardinalities = TERABYTE_CARDINALITIES if options.large else KAGGLE_CARDINALITIES
+    rows = [min(count, options.cap) for count in cardinalities]
+    results: list[dict[str, Any]] = []
+    for rule, size in itertools.product(options.rules, options.batches):
+        expected = None
+        for variant in options.variants:
+            result, found = measure_one(variant, options, rows, rule, size)
+            measure.release()
+            if expected and expected["found"] != found:
+                worst = max(abs(a - b) for a, b in zip(expected["found"], found, strict=True))
+                result["losses_differ_by"] = worst
+                if not worst <= 1e-3:
+                    raise ValueError(f"{variant} {rule} {size}: losses differ by {worst}")
+            expected = expected or {"found": found, "ms": result["ms"], "of": variant}
+            result[f"speed of {expected['of']}"] = round(expected["ms"] / result["ms"], 3)
+            results.append(result)
+            print(result, flush=True)
+            measure.write(options.output, {"results": results})
+    return results
+
+
+if __name__ == "__main__":
+    sys.exit(main())

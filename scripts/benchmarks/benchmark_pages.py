@@ -1,0 +1,229 @@
+"""Time rows in pages: host memory through the link, peers' memory, and whole paged tables.
+
+    python scripts/benchmarks/benchmark_pages.py --output benchmarks/pages_h100.json
+
+On one GPU: rows gathered from pinned host memory and scattered back by kernels that follow page
+addresses, beside ``index_select`` and a copy through pinned tensors and beside plain copies, the
+link's ceiling. With two GPUs also: look-ups across both by address, by the portable path, and of a
+local table. On either: look-up, backward and update of all 26 Kaggle tables, dense and paged.
+Reports nothing if a result differs from plain indexing or from the dense tables.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlrm.data.schema import KAGGLE_CARDINALITIES
+from dlrm.embeddings import Embedding, build
+from dlrm.kernels.lookup.paged import Pages, gather_rows, lookup_pages, scatter_rows, stacked_pages
+from dlrm.kernels.offload.pinned_memory import mapped
+from dlrm.optim import RowOptimizer
+from dlrm.training import benchmark as measure
+from dlrm.utils.program import Parser
+
+ROWS, DIM = 131_072, 128  # of a transfer, fp32
+BYTES = ROWS * DIM * 4
+INPUTS = 4  # different ids in rotation
+PAGE = 65_536
+TOLERANCE = 1e-5  # relative RMS of what a step moves
+
+
+def refuse(right: bool, what: str) -> None:
+    """End the program where a result is wrong."""
+    if not right:
+        raise SystemExit(f"{what} differs from the reference: nothing is reported")
+
+
+def rate(milliseconds: float) -> float:
+    """GB/s of a transfer."""
+    return round(BYTES / milliseconds / 1e6, 1)
+
+
+def gpu_rate(run: Callable[[int], object], steps: int = 20) -> float:
+    """GB/s of a transfer by events, launches included."""
+    return rate(measure.gpu_milliseconds(run, warm_up=4, steps=steps))
+
+
+def wall_rate(run: Callable[[int], object]) -> float:
+    """GB/s of a transfer that the CPU has a part in."""
+
+    def waited(index: int) -> None:
+        run(index)
+        torch.cuda.synchronize()
+
+    return rate(measure.cpu_milliseconds(waited, warm_up=2, steps=6))
+
+
+def host_transfer(size: int, order: str, buffer: Tensor) -> dict[str, Any]:
+    """Gather and scatter of distinct rows of a table of ``size`` rows in host memory."""
+    host, table = mapped((size, DIM), device="cuda")
+    table.normal_()
+    pages = stacked_pages([table], PAGE, "cuda")
+    ids = [torch.randperm(size, device="cuda")[:ROWS] for _ in range(INPUTS)]
+    if order == "ascending":
+        ids = [rows.sort()[0] for rows in ids]
+    gather_rows(pages, ids[0], buffer)
+    torch.cuda.synchronize()
+    refuse(torch.equal(buffer.cpu(), host[ids[0].cpu()]), "the gather")
+    buffer.normal_()
+    scatter_rows(pages, ids[0], buffer)
+    torch.cuda.synchronize()
+    refuse(torch.equal(buffer.cpu(), host[ids[0].cpu()]), "the scatter")
+    result = {
+        "table_rows": size,
+        "order": order,
+        "gather": gpu_rate(lambda i: gather_rows(pages, ids[i % INPUTS], buffer)),
+        "scatter": gpu_rate(lambda i: scatter_rows(pages, ids[i % INPUTS], buffer)),
+    }
+    staging = torch.empty(ROWS, DIM, pin_memory=True)
+    on_cpu = [rows.cpu() for rows in ids]
+
+    def select(index: int) -> None:
+        torch.index_select(host, 0, on_cpu[index % INPUTS], out=staging)
+        buffer.copy_(staging, non_blocking=True)
+
+    def put_back(index: int) -> None:
+        staging.copy_(buffer)
+        host.index_copy_(0, on_cpu[index % INPUTS], staging)
+
+    return result | {
+        "index_select_and_copy": wall_rate(select),
+        "copy_and_index_copy": wall_rate(put_back),
+    }
+
+
+def link(buffer: Tensor) -> dict[str, float]:
+    """GB/s of plain copies between pinned memory and the GPU."""
+    staging = torch.empty(ROWS, DIM, pin_memory=True)
+    return {
+        "to_gpu": gpu_rate(lambda _: buffer.copy_(staging, non_blocking=True)),
+        "to_host": gpu_rate(lambda _: staging.copy_(buffer, non_blocking=True)),
+    }
+
+
+def peer_lookups(size: int = 2**21) -> dict[str, Any]:
+    """GB/s of look-ups of rows that lie on this GPU, half of them on a peer, and all of them."""
+    devices = [torch.device("cuda:0"), torch.device("cuda:1")]
+    half = size // 2
+    blocks = [torch.randn(half, DIM, device=device) for device in devices]
+    both = stacked_pages(blocks, PAGE, devices[0])
+    refuse(both.addresses is not None, "GPUs without access to each other")
+    away = stacked_pages(blocks[1:], PAGE, devices[0])
+    home = stacked_pages([torch.cat([b.to(devices[0]) for b in blocks])], PAGE, devices[0])
+    ids = [torch.randint(size, (ROWS,), device="cuda") for _ in range(INPUTS)]
+    inner = [rows % half for rows in ids]
+    expected = home.blocks[0][ids[0]]
+    for impl in ("triton", "torch"):
+        refuse(torch.equal(lookup_pages(both, ids[0], impl=impl), expected), f"impl {impl}")
+    buffers = [torch.empty(ROWS, DIM, device=device) for device in devices]
+
+    def by_address(pages: Pages, rows: Sequence[Tensor]) -> float:
+        return gpu_rate(lambda i: gather_rows(pages, rows[i % INPUTS], buffers[0]))
+
+    return {
+        "copy_from_peer": gpu_rate(lambda _: buffers[0].copy_(buffers[1], non_blocking=True)),
+        "all_local": by_address(home, ids),
+        "half_on_peer": by_address(both, ids),
+        "all_on_peer": by_address(away, inner),
+        "half_on_peer_portable": wall_rate(
+            lambda i: lookup_pages(both, ids[i % INPUTS], impl="torch")
+        ),
+        "half_on_peer_by_wall_clock": wall_rate(lambda i: lookup_pages(both, ids[i % INPUTS])),
+    }
+
+
+class Step:
+    """Look-up, backward and SGD of all tables, for one kind and placement."""
+
+    def __init__(self, tables: Sequence[Tensor], kind: str, options: dict[str, Any]) -> None:
+        with torch.device("cuda"):
+            self.group: Embedding = build(
+                kind, [len(t) for t in tables], tables[0].shape[1], check_ids=False, **options
+            )
+        self.group.load_dense(tables)
+        self.optimizer = RowOptimizer(self.group.parameters(), "sgd", lr=0.01)
+
+    def __call__(self, ids: Tensor, grad: Tensor) -> None:
+        """One step."""
+        self.group(ids).backward(grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def steps(options: dict[str, dict[str, Any]], batch: int, cap: int | None) -> dict[str, Any]:
+    """Milliseconds of a step of the Kaggle tables, dense and paged in several ways."""
+    rows = [min(rows, cap or rows) for rows in KAGGLE_CARDINALITIES]
+    tables = [torch.randn(size, 16, device="cuda") for size in rows]
+    ids = torch.stack([measure.draw_ids(rows, batch, "cuda") for _ in range(INPUTS)])
+    grads = torch.randn(INPUTS, batch, len(rows), 16, device="cuda")
+    probe = ids[0]
+    before = torch.stack([table[probe[i]] for i, table in enumerate(tables)], 1)
+    expected, results = torch.empty(0), {}
+    for name, given in {"dense": {}, **options}.items():
+        step = Step(tables, "paged" if given else "dense", given)
+        step(ids[0], grads[0])
+        moved = step.group(probe).detach() - before
+        if name == "dense":
+            expected = moved
+        error = float((moved - expected).norm() / expected.norm())
+        refuse(error < TOLERANCE, f"{name} (by {error:.1e})")
+
+        def run(index: int, step: Step = step) -> None:
+            step(ids[index % INPUTS], grads[index % INPUTS])
+
+        result = {"eager": measure.gpu_milliseconds(run, steps=20), "error": error}
+        if "cuda:1" not in str(given):  # a graph is of one GPU
+            works = [lambda i=i, run=run: run(i) for i in range(INPUTS)]
+            result["captured"] = measure.captured_milliseconds(works)
+        results[name] = {key: float(f"{value:.3g}") for key, value in result.items()} | given
+        print(name, json.dumps(results[name]), flush=True)
+        del step, run
+        gc.collect()
+    return results
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and write the results."""
+    parser = Parser(__doc__)
+    parser.add_argument("--table-rows", type=int, nargs="+", default=[ROWS, 2**20, 2**23])
+    parser.add_argument("--batch", type=int, default=16_384, help="samples of a step")
+    parser.add_argument("--max-rows", type=int, help="cap the rows of a Kaggle table (small GPUs)")
+    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("this benchmark needs a CUDA GPU")
+    if min(options.table_rows) < ROWS:
+        parser.error(f"--table-rows must be at least {ROWS}: so many rows are moved")
+    torch.manual_seed(0)
+    buffer = torch.empty(ROWS, DIM, device="cuda")
+    record: dict[str, Any] = {"unit": "GB/s, ms", "rows": ROWS, "dim": DIM, "link": link(buffer)}
+    print(json.dumps(record["link"]), flush=True)
+    record["host"] = []
+    for size in options.table_rows:
+        for order in ("random", "ascending"):
+            record["host"].append(host_transfer(size, order, buffer))
+            print(json.dumps(record["host"][-1]), flush=True)
+    ways: dict[str, dict[str, Any]] = {
+        "one GPU": {"devices": ["cuda:0"]},
+        "GPU and host 1:1": {"devices": ["cuda:0", "host"]},
+        "host": {"devices": ["host"]},
+    }
+    if torch.cuda.device_count() > 1:
+        record["peers"] = peer_lookups()
+        print(json.dumps(record["peers"]), flush=True)
+        ways["two GPUs"] = {"devices": ["cuda:0", "cuda:1"]}
+        ways["a replica on each"] = {"devices": ["cuda:0+cuda:1"]}
+    record["steps"] = {"batch": options.batch, **steps(ways, options.batch, options.max_rows)}
+    if options.output:
+        measure.write(options.output, record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Rows per second and peak memory from raw logs to Parquet, beside a bare parse of the same rows.
+
+    python scripts/benchmarks/benchmark_prepare.py --output benchmarks/prepare_criteo.json
+
+The raw rows are synthetic, with the 26 cardinalities of the whole Kaggle file; each size is the
+head of one file. What is timed is the whole program, from its start to its end. The bare parse is
+``pyarrow.csv.read_csv`` with all threads, into numbers and strings that are dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from dlrm.data.schema import Meta
+from dlrm.training.benchmark import write
+from dlrm.utils.program import Parser, count
+
+SCRIPTS = Path(__file__).parents[1]
+BARE_ROWS = 1_000_000
+BARE_PARSE = """
+import sys, time, pyarrow.csv
+began = time.perf_counter()
+reading = pyarrow.csv.ReadOptions(autogenerate_column_names=True)
+table = pyarrow.csv.read_csv(sys.argv[1], reading, pyarrow.csv.ParseOptions(delimiter="\t"))
+print(table.num_rows / (time.perf_counter() - began))
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print, and write the JSON file."""
+    parser = Parser(__doc__)
+    parser.add_argument(
+        "--rows",
+        type=count,
+        nargs="+",
+        default=[1_000_000, 5_000_000, 20_000_000, 45_840_617],
+        help="sizes to measure (default: 1, 5, 20 million and the rows of Kaggle)",
+    )
+    parser.add_argument("--raw", type=Path, help="raw file to take the rows of; made if not given")
+    parser.add_argument(
+        "--directory", type=Path, help="where to work, 600 bytes a row (default: a temporary one)"
+    )
+    parser.add_argument("--output", type=Path, help="JSON file to write (default: print only)")
+    options = parser.parse_args(argv)
+    if options.raw and not options.raw.is_file():
+        parser.error(f"--raw {options.raw} is not a file")
+    if options.raw and (lines := _lines(options.raw, max(options.rows))) < max(options.rows):
+        parser.error(f"--raw {options.raw} has {lines} rows, fewer than --rows: lower that")
+    with tempfile.TemporaryDirectory(dir=options.directory) as work:
+        raw = options.raw
+        if raw is None:
+            raw = _make(Path(work) / "raw", max(options.rows))
+        runs = [measure(raw, rows, Path(work)) for rows in sorted(options.rows)]
+    for run in runs:
+        print(json.dumps(run))
+    if options.output:
+        write(options.output, {"runs": runs})
+
+
+def measure(raw: Path, rows: int, work: Path) -> dict[str, Any]:
+    """Prepare the first ``rows`` rows of ``raw``, with a bare parse before and after."""
+    head = _head(raw, rows, work / f"{rows}.tsv")
+    bare_head = _head(raw, min(rows, BARE_ROWS), work / "bare.tsv")
+    output = work / "prepared"
+    bare = [_bare_parse(bare_head)]
+    seconds, usage = _prepare(head, output)
+    bare.append(_bare_parse(bare_head))
+    meta = Meta.read(output)
+    assert sum(split.rows for split in meta.splits.values()) == rows
+    result = {
+        "rows": rows,
+        "bytes_per_row": round(head.stat().st_size / rows, 1),
+        "ids": sum(meta.cardinalities),
+        "seconds": round(seconds, 2),
+        "rows_per_second": round(rows / seconds),
+        "core_seconds_per_million_rows": round((usage.ru_utime + usage.ru_stime) / rows * 1e6, 2),
+        "peak_memory_gb": round(usage.ru_maxrss / 1e6, 2),
+        "bare_parse_rows_per_second": round(sum(bare) / len(bare)),
+        "parquet_bytes_per_row": round(
+            sum(path.stat().st_size for path in output.glob("*.parquet")) / rows, 1
+        ),
+    }
+    head.unlink()
+    shutil.rmtree(output)
+    return result
+
+
+# Each in a process of its own: the peak memory of a process counts what its parent held.
+
+
+def _make(directory: Path, rows: int) -> Path:
+    command = [sys.executable, str(SCRIPTS / "make_synthetic.py"), "--like", "kaggle"]
+    options = ["--format", "tsv", "--rows", str(rows), "--output", str(directory)]
+    subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
+    return directory / "train.txt"
+
+
+def _lines(raw: Path, most: int) -> int:
+    with raw.open("rb") as source:
+        return sum(1 for _ in islice(source, most))
+
+
+def _head(raw: Path, rows: int, path: Path) -> Path:
+    with raw.open("rb") as source, path.open("wb") as target:
+        target.writelines(islice(source, rows))
+    return path
+
+
+def _prepare(raw: Path, output: Path) -> tuple[float, Any]:
+    """Seconds that the program takes, and what it used."""
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, SCRIPTS / "prepare_criteo.py", raw, "--output", output],
+        stdout=subprocess.DEVNULL,
+    )
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"error: prepare_criteo.py: {os.waitstatus_to_exitcode(status)}")
+    return time.perf_counter() - began, usage
+
+
+def _bare_parse(raw: Path) -> float:
+    """Rows per second."""
+    command = [sys.executable, "-c", BARE_PARSE, str(raw)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+if __name__ == "__main__":
+    main()

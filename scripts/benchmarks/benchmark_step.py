@@ -1,0 +1,168 @@
+"""Samples per second of whole training steps, batches already on the device.
+
+    python scripts/benchmarks/benchmark_step.py --output benchmarks/step_h100.json
+    python scripts/benchmarks/benchmark_step.py --device cpu --output benchmarks/step_cpu.json
+
+The Kaggle model, on a GPU with its 26 tables at full size, on a CPU with tables of at most 20,000
+rows; ids with log-uniform skew, as in the figures of the peers. A mode whose losses differ from
+the eager ones is an error, not a result. A step that is captured is so five times, and the median
+is told: the driver schedules the branches of every CUDA graph anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+import torch
+
+from dlrm.data.batch import Batch
+from dlrm.data.schema import KAGGLE_CARDINALITIES
+from dlrm.embeddings import available
+from dlrm.kernels.update.rules import OPTIONS
+from dlrm.model import DLRM
+from dlrm.optim import RowOptimizer
+from dlrm.sparse_arch.table_plan import plan
+from dlrm.training import benchmark as measure
+from dlrm.training.step import TrainStep
+from dlrm.utils.program import Parser, count, exit_status
+
+DIM = 16
+NAMES = [f"C{i}" for i in range(1, 27)]
+TOLERANCE = {"fp32": 1e-4, "tf32": 2e-3, "bf16": 1e-2}
+# Milliseconds of a step of TorchRec 1.6, the fastest peer: on an H100 whichever precision is the
+# faster one, on 2 CPU cores by precision.
+PEER_H100 = {2048: 2048 / 520, 16384: 16384 / 3550, 65536: 65536 / 6000}
+PEER_CPU = {("fp32", 2048): 68.0, ("bf16", 2048): 35.0}
+CPU_CAP = 20_000  # rows of a table on a CPU
+CAPTURES = 5  # of a step
+
+
+def cardinalities(device: str) -> list[int]:
+    """Rows of the tables."""
+    cap = CPU_CAP if device == "cpu" else max(KAGGLE_CARDINALITIES)
+    return [min(rows, cap) for rows in KAGGLE_CARDINALITIES]
+
+
+def make_batches(device: str, size: int, count: int, skewed: bool) -> list[Batch]:
+    """Random batches on the device."""
+    rows = cardinalities(device)
+    return [measure.draw_batch(rows, size, device, skewed=skewed) for _ in range(count)]
+
+
+def make_step(
+    device: str, kind: str, rule: str, precision: str, mode: str
+) -> tuple[DLRM, TrainStep]:
+    """The Kaggle model, its 7 largest tables of the kind (tt at rank 32)."""
+    torch.manual_seed(0)
+    rows = cardinalities(device)
+    options = {"hash": {"rows": 200_000}, "qr": {"collisions": 100}, "block": {"dim": 4}}
+    table_plan = plan(NAMES, rows, DIM, kind, largest=7, options={kind: options.get(kind, {})})
+    with torch.device(device):
+        model = DLRM(13, rows, DIM, table_plan)
+    optimizers = [
+        RowOptimizer(model.dense_parameters(), "sgd", lr=0.01),
+        RowOptimizer(model.sparse_arch.parameters(), rule, lr=0.01),
+    ]
+    return model, TrainStep(model, optimizers, precision=precision, mode=mode)
+
+
+def losses(step: TrainStep, batches: list[Batch]) -> list[float]:
+    """The losses of a step on each batch in turn."""
+    return [step(batch)["loss"].item() for batch in batches]
+
+
+def measure_one(
+    device: str, kind: str, rule: str, precision: str, mode: str, size: int, skewed: bool
+) -> dict[str, Any]:
+    """Check a configuration against eager steps, then time it."""
+    batches = make_batches(device, size, 8, skewed)
+    expected = losses(make_step(device, kind, rule, precision, "eager")[1], batches)
+    measure.release()
+    on_gpu = device != "cpu"
+    held = torch.cuda.memory_allocated() if on_gpu else 0
+    model, step = make_step(device, kind, rule, precision, mode)
+    found = losses(step, batches)
+    worst = max(abs(a - b) for a, b in zip(expected, found, strict=True))
+    if not worst <= TOLERANCE[precision]:
+        raise ValueError(f"{kind} {rule} {precision} {mode} {size}: losses differ by {worst}")
+    peer, memory = PEER_CPU.get((precision, size)), {}
+    if on_gpu:
+        peer = PEER_H100.get(size)
+        memory = {"peak_gpu_MB": round((torch.cuda.max_memory_allocated() - held) / 1e6, 1)}
+    times = []
+    for _ in range(CAPTURES if on_gpu else 1):
+        step.close()
+        counts = {"warm_up": 20, "steps": 60} if on_gpu else {}
+        times.append(measure.milliseconds(lambda i: step(batches[i % 8]), device, **counts))
+    ms = statistics.median(times)
+    footprint = sum(sum(parts.values()) for parts in model.sparse_arch.footprint())
+    return {
+        "kind": kind,
+        "rule": rule,
+        "precision": precision,
+        "mode": mode,
+        "batch": size,
+        "ids": "skewed" if skewed else "uniform",
+        "ms": round(ms, 4),
+        "ms_range": [round(min(times), 4), round(max(times), 4)],
+        "Msamples/s": round(size / ms / 1e3, 3),
+        "times best peer": round(peer / ms, 2) if peer else None,
+        "loss_error": worst,
+        "embedding_MB": round(footprint / 1e6, 2),
+        **memory,
+    }
+
+
+def cases(options: argparse.Namespace) -> Iterator[tuple[str, str, str, str, str, int, bool]]:
+    """All combinations that were asked for."""
+    return itertools.product(
+        [options.device],
+        options.kinds,
+        options.rules,
+        options.precisions,
+        options.modes,
+        options.batches,
+        [name == "skewed" for name in options.ids],
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure every case; returns the exit status."""
+    parser = Parser(__doc__)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    kinds = sorted(available())
+    parser.add_argument("--kinds", nargs="+", default=["dense", "tt"], choices=kinds)
+    rules, modes = sorted(OPTIONS), ("auto", "eager", "compile", "graph")
+    precisions = ("fp32", "tf32", "bf16")
+    parser.add_argument("--rules", nargs="+", default=["sgd", "rowwise_adagrad"], choices=rules)
+    parser.add_argument("--precisions", nargs="+", default=precisions, choices=precisions)
+    parser.add_argument("--modes", nargs="+", default=["auto"], choices=modes)
+    parser.add_argument("--batches", nargs="+", type=count, default=[2048, 16384, 65536])
+    parser.add_argument("--ids", nargs="+", default=["skewed"], choices=["skewed", "uniform"])
+    parser.add_argument("--output", default="benchmarks/step.json")
+    options = parser.parse_args(argv)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("error: there is no CUDA GPU; measure the CPU with --device cpu", file=sys.stderr)
+        return 2
+    return exit_status(lambda: measure_all(options))
+
+
+def measure_all(options: argparse.Namespace) -> None:
+    """Measure every case, write after each, and print a table."""
+    results = []
+    for case in cases(options):
+        results.append(measure_one(*case))
+        measure.release()
+        print(results[-1], flush=True)
+        measure.write(options.output, {"results": results})
+    print(pd.DataFrame(results).to_string(index=False))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,290 @@
+"""Time the tensor-train look-up on a GPU: forward, and forward + backward + fused SGD.
+
+    python scripts/benchmarks/benchmark_tt.py --output benchmarks/tt_h100.json
+
+Captured as a CUDA graph and eager, uniform and skewed ids, in each precision, beside plain PyTorch
+with the same cores, a dense ``nn.EmbeddingBag`` with sparse SGD of as many rows, published figures
+of the reference kernel, and two floors: the arithmetic and the bytes that cannot be spared. Reports
+nothing of a case whose rows or gradients differ from PyTorch's in float64.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dlrm.data.schema import KAGGLE_CARDINALITIES
+from dlrm.embeddings.common.factorization import factorize_rows
+from dlrm.kernels.tt import tt_bags, tt_vectors, tt_vectors_torch
+from dlrm.optim import RowOptimizer, fused
+from dlrm.training.benchmark import copy_bandwidth, draw_ids, gpu_milliseconds, write
+from dlrm.utils.program import Parser
+
+INPUTS = 8  # different batches in rotation
+RATE = 1e-6
+TOLERANCE = {"ieee": 1e-4, "tf32": 5e-3, "bf16": 5e-2}  # relative RMS of rows and gradients
+VARIANTS = ("tf32", "tf32 deterministic", "ieee", "bf16")
+TENSOR_CORES = {"ieee": 67e12, "tf32": 495e12, "bf16": 990e12}  # FLOP/s of an H100 SXM, dense
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Tables and the size of a batch."""
+
+    name: str
+    rows: tuple[int, ...]
+    """Rows of each table."""
+    q: tuple[int, ...]
+    rank: int
+    lookups: int
+    """Of each table."""
+    bag: int = 1
+    """Look-ups of a bag."""
+    reference_ms: float | None = None
+    """Forward + backward + fused SGD of the TT-Rec authors' CUDA kernel on an H100, uniform ids."""
+
+
+LARGEST = tuple(sorted(KAGGLE_CARDINALITIES)[:-8:-1])  # 99.6% of the rows of the 26 tables
+ONE = (11_000_000,)  # p = 200, 220, 250
+CASES = (
+    Case(name="bags", rows=ONE, q=(4, 4, 4), rank=32, lookups=10240, bag=20, reference_ms=1.97),
+    Case(name="dim16", rows=ONE, q=(2, 2, 4), rank=32, lookups=65536, reference_ms=9.5),
+    Case(name="dim64", rows=ONE, q=(4, 4, 4), rank=32, lookups=65536, reference_ms=10.1),
+    Case(name="dim128-rank64", rows=ONE, q=(4, 4, 8), rank=64, lookups=65536, reference_ms=17.1),
+    Case(name="4-cores", rows=ONE, q=(2, 2, 2, 2), rank=32, lookups=65536),
+    Case(name="7x2048", rows=LARGEST, q=(2, 2, 4), rank=32, lookups=2048),
+    Case(name="7x16384", rows=LARGEST, q=(2, 2, 4), rank=32, lookups=16384),
+    Case(name="7x65536", rows=LARGEST, q=(2, 2, 4), rank=32, lookups=65536),
+)
+
+
+class Setup:
+    """Cores, and batches of one case and skew."""
+
+    def __init__(self, case: Case, skew: str, variant: str) -> None:
+        self.case = case
+        self.precision = precision = variant.split()[0]
+        self.options: dict[str, Any] = {"deterministic": "deterministic" in variant}
+        if precision != "bf16":
+            self.options["precision"] = precision
+        d, tables = len(case.q), len(case.rows)
+        self.ranks = (1, *[case.rank] * (d - 1), 1)
+        self.p = torch.tensor([factorize_rows(rows, d) for rows in case.rows], device="cuda")
+        self.starts = self.p.cumsum(0) - self.p
+        self.tables = torch.arange(tables, device="cuda")[:, None]
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        self.cores = []
+        for k, q in enumerate(case.q):
+            shape = int(self.p[:, k].sum()), self.ranks[k] * q * self.ranks[k + 1]
+            core = torch.randn(shape, device="cuda") / self.ranks[k + 1] ** 0.5
+            self.cores.append(core.to(dtype).requires_grad_())
+        self.optimizer = RowOptimizer(self.cores, "sgd", lr=RATE)
+        self.lr = self.optimizer.param_groups[0]["lr"]
+        self.dim = prod(case.q)
+        skewed = skew == "skewed"
+        self.ids = [
+            draw_ids(case.rows, case.lookups, "cuda", skewed=skewed).long() for _ in range(INPUTS)
+        ]
+        self.offsets = torch.arange(0, tables * case.lookups + 1, case.bag, device="cuda")
+        batch = case.lookups // case.bag
+        self.grads = [
+            torch.randn(batch, tables, self.dim, device="cuda", dtype=dtype).transpose(0, 1)
+            for _ in range(INPUTS)
+        ]
+
+    def forward(self, index: int) -> Tensor:
+        """The pooled rows of a batch, ``[F, bags, D]``."""
+        shared = (self.cores, self.p, self.starts, self.case.q, self.ranks)
+        ids = self.ids[index % INPUTS]
+        if self.case.bag == 1:
+            return tt_vectors(*shared, self.tables, ids, **self.options)
+        return tt_bags(*shared, ids.view(-1), self.offsets, **self.options)
+
+    def step(self, index: int) -> None:
+        """Forward, backward and SGD, of the middle cores inside the backward pass."""
+        with fused([self.optimizer]):
+            self.forward(index).backward(self.grads[index % INPUTS])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def exact(self, cores: Sequence[Tensor], index: int = 0) -> Tensor:
+        """The pooled rows in plain PyTorch."""
+        arguments = (self.p, self.starts, self.case.q, self.ranks, self.tables)
+        rows = tt_vectors_torch(cores, *arguments, self.ids[index % INPUTS])
+        return rows.unflatten(1, (-1, self.case.bag)).sum(2)
+
+    def exact_step(self, index: int) -> None:
+        """Forward, backward and SGD in plain PyTorch."""
+        grads = torch.autograd.grad(
+            self.exact(self.cores, index), self.cores, self.grads[index % INPUTS]
+        )
+        with torch.no_grad():
+            for core, grad in zip(self.cores, grads, strict=True):
+                core.sub_(self.lr * grad)
+
+    def check(self) -> float:
+        """Largest relative RMS error of the rows, and of what a step at rate 1 takes off a core."""
+        before = [core.detach().clone() for core in self.cores]
+        exact_cores = [core.double().requires_grad_() for core in before]
+        exact = self.exact(exact_cores)
+        exact_grads = torch.autograd.grad(exact, exact_cores, self.grads[0].double())
+        pairs = [(self.forward(0).detach(), exact.detach())]
+        self.lr.fill_(1.0)
+        self.step(0)
+        self.lr.fill_(RATE)
+        with torch.no_grad():
+            for core, old, grad in zip(self.cores, before, exact_grads, strict=True):
+                pairs.append((old.double() - core, grad))
+                core.copy_(old)
+        return max(float((got - want).norm() / want.norm()) for got, want in pairs)
+
+    def floors(self, bandwidth: float) -> dict[str, float]:
+        """Least microseconds of the parts of a step by arithmetic and by bytes, averaged.
+
+        Arithmetic: every pair of leading slices in use is multiplied once forward and twice
+        backward, and so is every distinct id by its last slice. Bytes: forward ids, cores and rows
+        once; backward ids, gradients of rows, cores, and in fp32 the gradients of those that are
+        not updated there; the update reads these and reads and writes the cores. Both count what
+        three cores need, so four cores, which share more, may lie below.
+        """
+        case = self.case
+        left = case.q[0] * case.rank * case.q[1] * case.rank
+        right = case.q[0] * case.q[1] * case.rank * prod(case.q[2:])
+        distinct = pairs = 0
+        last = self.p[:, 2:].prod(1)
+        for ids in self.ids:
+            for table, row in enumerate(ids):
+                distinct += row.unique().numel() / INPUTS
+                pairs += (row // last[table]).unique().numel() / INPUTS
+        once = 2 * (pairs * left + distinct * right) / TENSOR_CORES[self.precision]
+        lookups, size = self.ids[0].numel(), self.cores[0].element_size()
+        weights = sum(core.numel() for core in self.cores)
+        moved = 8 * lookups + size * (self.grads[0].numel() + weights)
+        waiting = self.cores if self.precision == "bf16" else (self.cores[0], self.cores[-1])
+        gradients = 4 * sum(core.numel() for core in waiting)
+        backward = moved + gradients
+        update = gradients + 2 * size * weights
+        return {
+            "distinct": distinct / lookups,
+            "floor_forward_arithmetic_us": once * 1e6,
+            "floor_forward_bytes_us": moved / bandwidth * 1e6,
+            "floor_step_arithmetic_us": 3 * once * 1e6,
+            "floor_step_bytes_us": (moved + backward + update) / bandwidth * 1e6,
+        }
+
+
+def dense_milliseconds(case: Case, skew: str) -> float:
+    """A dense ``nn.EmbeddingBag`` of one table with sparse SGD, eager."""
+    rows, dim = case.rows[0], prod(case.q)
+    bag = nn.EmbeddingBag(rows, dim, mode="sum", sparse=True, device="cuda")
+    optimizer = torch.optim.SGD(bag.parameters(), lr=1e-6)
+    setup = Setup(case, skew, "ieee")
+
+    def step(index: int) -> None:
+        ids = setup.ids[index % INPUTS].view(-1, case.bag)
+        bag(ids).backward(setup.grads[index % INPUTS][0])
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return gpu_milliseconds(step)
+
+
+def replayed_milliseconds(run: Callable[[int], object]) -> float:
+    """Median milliseconds of ``run`` as a replayed CUDA graph, one graph for each input.
+
+    Captured on the current stream: a backward pass runs where the forward pass before it ran.
+    """
+    for index in range(INPUTS):
+        run(index)
+    graphs = []
+    for index in range(INPUTS):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            run(index)
+        graphs.append(graph)
+
+    def replay_all(_: int) -> None:
+        for graph in graphs:
+            graph.replay()
+
+    return gpu_milliseconds(replay_all, warm_up=3, steps=20) / INPUTS
+
+
+def peers(setup: Setup, skew: str) -> dict[str, float]:
+    """Milliseconds of a step in plain PyTorch, and of a dense table of as many rows; eager."""
+    times = {"torch_eager_ms": gpu_milliseconds(setup.exact_step, warm_up=1, steps=4)}
+    if len(setup.case.rows) == 1:
+        times["dense_eager_ms"] = dense_milliseconds(setup.case, skew)
+    return times
+
+
+def measure(case: Case, skew: str, variant: str, bandwidth: float) -> dict[str, Any]:
+    """The times of one case, or what failed."""
+    torch.manual_seed(0)
+    setup = Setup(case, skew, variant)
+    result: dict[str, Any] = {"case": case.name, "ids": skew, "variant": variant}
+    error = setup.check()
+    if not error < TOLERANCE[setup.precision]:
+        return {**result, "failed": f"differs from PyTorch by {error:.1e}"}
+    result |= {
+        "error": error,
+        "forward_ms": replayed_milliseconds(setup.forward),
+        "step_ms": replayed_milliseconds(setup.step),
+        "step_eager_ms": gpu_milliseconds(setup.step),
+        **setup.floors(bandwidth),
+    }
+    if case.reference_ms and skew == "uniform":
+        result["reference_ms"] = case.reference_ms
+        result["times_reference"] = case.reference_ms / result["step_ms"]
+    if variant == "tf32":
+        result |= peers(setup, skew)
+    return {name: _round(value) for name, value in result.items()}
+
+
+def _round(value: Any) -> Any:
+    return float(f"{value:.3g}") if isinstance(value, float) else value
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and write the results."""
+    parser = Parser(__doc__)
+    names = [case.name for case in CASES]
+    parser.add_argument("--cases", nargs="+", choices=names, default=names, metavar="CASE",
+                        help=f"any of: {', '.join(names)} (default: all)")  # fmt: skip
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS),
+                        help="precision of products, or of all that is kept (bf16)")  # fmt: skip
+    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("this benchmark needs a CUDA GPU")
+    torch.cuda.set_stream(torch.cuda.Stream())  # autograd and capture on one stream
+    bandwidth = copy_bandwidth()
+    results = []
+    for case in CASES:
+        for skew in ("uniform", "skewed"):
+            for variant in options.variants if case.name in options.cases else ():
+                results.append(measure(case, skew, variant, bandwidth))
+                print(json.dumps(results[-1]), flush=True)
+    if any("failed" in result for result in results):
+        parser.exit(1, "a check failed: nothing is written\n")
+    if options.output:
+        write(
+            options.output,
+            {
+                "what": "TT look-up, forward + backward + fused SGD; step_ms and forward_ms are "
+                "replays of a CUDA graph",
+                "copy_bytes_per_second": round(bandwidth),
+                "results": results,
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()

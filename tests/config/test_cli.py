@@ -1,0 +1,253 @@
+import pytest
+import yaml
+
+from dlrm.config.cli import parse
+from dlrm.embeddings import available
+
+KINDS = available()
+
+
+def mistakes(capsys, *argv):
+    with pytest.raises(SystemExit) as stop:
+        parse(argv, KINDS)
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_defaults_need_no_arguments():
+    config, resolved = parse([], KINDS)
+    assert config.emb == "dense"
+    assert yaml.safe_load(resolved)["model"]["embedding_dim"] == 16
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_kind_is_one_flag(kind):
+    config, _ = parse(["--emb", kind], KINDS)
+    assert config.emb == kind
+
+
+def test_all_mistakes_are_reported_at_once(capsys):
+    text = mistakes(
+        capsys,
+        *("--bach_size", "3", "--batch_size", "many", "--optim.dense", "sgdd"),
+        *("--emb", "dens", "--epochs", "0", "--tt.rank", "0", "--optim.lr", "-1"),
+    )
+    assert "did you mean --batch_size" in text
+    assert "--batch_size is 'many', it must be a whole number" in text
+    assert "it must be one of sgd, adagrad, rowwise_adagrad, adam" in text
+    assert "--emb is 'dens', did you mean 'dense'" in text
+    assert "--epochs is 0" in text
+    assert "rank" in text
+    assert "lr is -1.0" in text
+    assert "unexpected 'stray'" in mistakes(capsys, "stray")
+
+
+def test_leaf_name_leads_to_the_full_option(capsys):
+    assert "did you mean --optim.lr" in mistakes(capsys, "--lr", "0.1")
+
+
+def test_option_without_value(capsys):
+    assert "--batch_size needs a value: a whole number" in mistakes(capsys, "--batch_size")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "rule"),
+    [
+        ("--model.embedding_dim", "0", "embedding_dim is 0, at least 1 needed"),
+        ("--model.bottom_mlp", "[0]", "bottom_mlp has a size below 1"),
+        ("--tables.threshold", "-1", "threshold is -1"),
+        ("--tables.largest", "-1", "largest is -1"),
+        ("--sharding.tables", "{C3: rows}", "each must be one of auto, replicate, table, row"),
+        ("--tables.kinds", "{C1: ttt}", "did you mean 'tt'"),
+        ("--optim.betas", "[0.9, 1.0]", "betas is set, but neither adagrad nor adagrad has a use"),
+        ("--optim.alpha", "0.9", "alpha is set, but neither adagrad nor adagrad has a use for it"),
+        ("--optim.clip_norm", "0", "clip_norm must be above 0"),
+        ("--loader.window", "0", "window is 0"),
+        ("--max_steps", "0", "max_steps is 0"),
+        ("--config", "nowhere.yaml", "can't be read"),
+        ("--config", "", "--config needs a value: a YAML file"),
+        ("--seed", "-1", "seed is -1"),
+        ("--seed", "99999999999999999999", "it must be 0 .. 2**63 - 1"),
+        ("--batch_size", "99999999999999999999", "it must be 1 .. 2**31 - 1"),
+        ("--name", "", "name is '', it must name a directory in output"),
+        ("--name", "../other", "name is '../other', it must name a directory in output"),
+        ("--emb", "TT", "did you mean 'tt'"),
+        ("--emb", "Auto", "did you mean 'auto'"),
+        ("--emb", "auto", "--emb auto needs a budget: set --budget 20MB or --budget 100x"),
+        ("--tables.kinds", "{C1: auto}", "--tables.kinds C1 is 'auto'"),
+        ("--optim.lr", ".nan", "lr is nan, it must be finite, 0 or more"),
+        ("--optim.eps", ".inf", "eps is inf, it must be finite"),
+        ("--optim.decay_start", "-5", "decay_start is -5"),
+        ("--optim.decay_steps", "9", "must be at least 1, and 1 without decay_start"),
+        ("--budget", "heaps", "--budget: 'heaps' is no amount of memory"),
+        ("--data", "", "--data is empty, it must name a directory"),
+        ("--output", "", "--output is empty, it must name a directory"),
+        ("--resume", "", "--resume is empty, it must name a run or a checkpoint"),
+        ("--init_from", "", "--init_from is empty, it must name a run or a checkpoint"),
+        ("--device", "gpu", "--device is 'gpu'"),
+        ("--tables.kinds", "{C3:tt}", "as in {C3: ..., C12: ...}"),
+    ],
+)
+def test_bad_values_name_option_and_rule(capsys, option, value, rule):
+    assert rule in mistakes(capsys, option, value)
+
+
+@pytest.mark.parametrize("rows", [10**14, 10**18, 10**20])
+def test_an_option_of_a_kind_that_memory_has_no_room_for(capsys, rows):
+    text = mistakes(capsys, "--emb", "cafe", "--cafe.rows", f"{{C3: {rows}}}")
+    assert f"error: --cafe.rows {rows}: memory has no room for that; lower it\n" in text
+
+
+def test_text_is_one_value(capsys):
+    text = mistakes(capsys, "--name", "my", "run", "--epochs", "2")
+    assert "error: --name takes one value, here are 2: write 'my run'\n" in text
+
+
+def test_the_threshold_and_the_number_of_the_largest_tables_exclude_each_other(capsys):
+    text = mistakes(capsys, "--tables.threshold", "5", "--tables.largest", "3")
+    assert "threshold is 5, it can't be negative, and must be null if largest is set" in text
+    assert parse(["--tables.largest=3", "--tables.threshold=null"], KINDS)[0].tables.largest == 3
+
+
+def test_options_of_the_rules_are_checked_by_the_rules(capsys):
+    text = mistakes(capsys, "--optim.dense", "adam", "--optim.betas", "[0.9, 1.0]")
+    assert "betas[1] is 1.0, it must be in [0, 1)" in text
+    config, _ = parse(["--optim.dense=adamw", "--optim.weight-decay=0.1", "--optim.rho=0.8",
+                       "--optim.embeddings=adadelta", "--optim.betas", "0.8", "0.9"],
+                      KINDS)  # fmt: skip
+    assert config.optim.options_of("adamw") == {"betas": (0.8, 0.9), "weight_decay": 0.1}
+    assert config.optim.options_of("adadelta") == {"weight_decay": 0.1, "rho": 0.8}
+
+
+def test_yaml_sets_and_the_command_line_overrides(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("emb: tt\nbatch_size: 64\ntt:\n  rank: 8\noptim: {lr: 0.5}\n")
+    config, _ = parse(["--batch-size", "32", "--config", str(path)], KINDS)
+    assert (config.emb, config.batch_size, config.optim.lr) == ("tt", 32, 0.5)
+    assert config.methods["tt"] == {"rank": 8}
+
+
+def test_tables_whose_names_are_numbers(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("tables: {kinds: {3: tt}}\ntt: {rank: {3: 8, default: 4}}\n")
+    given = ["--tables.kinds", "{3: tt}", "--tt.rank", "{3: 8, default: 4}"]
+    for argv in (given, ["--config", str(path)]):
+        config, resolved = parse(argv, KINDS)
+        assert config.tables.kinds == {"3": "tt"}
+        assert config.methods["tt"] == {"rank": {"3": 8, "default": 4}}
+        assert yaml.safe_load(resolved)["tables"]["kinds"] == {"3": "tt"}
+
+
+def test_mistakes_in_yaml_name_the_file(capsys, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("batch_sise: 3\nepochs: often\nmodel: {embeding_dim: 4}\n")
+    text = mistakes(capsys, f"--config={path}")
+    assert f"{path}: unknown option batch_sise, did you mean --batch_size" in text
+    assert f"{path}: epochs is 'often'" in text
+    assert "did you mean --model.embedding_dim" in text
+    path.write_text("optim: 3\ntt:\nepochs: 2026-01-01\n")
+    text = mistakes(capsys, f"--config={path}")
+    assert f"{path}: optim is 3, it must hold options" in text
+    assert f"{path}: tt is None, it must hold options" in text
+    assert "epochs is datetime.date(2026, 1, 1), it must be a whole number" in text
+    path.write_text("- a list\n")
+    assert "must hold options as name: value" in mistakes(capsys, f"--config={path}")
+
+
+def test_a_name_in_yaml_may_look_like_a_date(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("name: 2024-01-01\n")
+    assert parse([f"--config={path}"], KINDS)[0].name == "2024-01-01"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("name: 2024-02-30", "can't be read: day is out of range for month"),
+        ("tt: {rank: {2024-01-01: 5}}", "tt.rank is {datetime"),
+        ("tables: {kinds: &a {x: *a}}", "tables.kinds is {'x': {...}}"),
+    ],
+)
+def test_yaml_that_says_what_no_option_can_be(capsys, tmp_path, text, told):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    assert told in mistakes(capsys, f"--config={path}")
+
+
+def test_resolved_configuration_reads_back(tmp_path):
+    argv = ["--emb", "qr", "--model.top_mlp", "8", "4", "--tables.kinds", "{C3: tt}", "--profile"]
+    config, resolved = parse(argv, KINDS)
+    assert config.model.top_mlp == (8, 4)
+    assert config.profile
+    path = tmp_path / "resolved.yaml"
+    path.write_text(resolved)
+    again, _ = parse(["--config", str(path)], KINDS)
+    assert again.model == config.model
+    assert again.tables == config.tables
+    assert again.methods == config.methods
+
+
+def test_lists_and_options_by_table():
+    config, _ = parse(
+        ["--tt.q", "2", "2", "4", "--tt.rank", "{C3: 64, default: 16}", "--model.top_mlp", "8"],
+        KINDS,
+    )
+    assert config.methods["tt"] == {"q": [2, 2, 4], "rank": {"C3": 64, "default": 16}}
+    assert config.model.top_mlp == (8,)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--tt.d", "4", "--tt.q", "2", "2", "2", "2"],
+        ["--tt.q", "4", "4", "--tt.p", "4", "5", "--tt.d", "2"],
+        ["--tt.d", "{C3: 4, default: 3}", "--tt.q", "{C3: [2, 2, 2, 2]}"],
+        ["--tt.p", "2", "2", "3"],
+    ],
+)
+def test_options_that_need_each_other_or_small_tables_are_taken(options):
+    assert parse(options, KINDS)[0].methods["tt"]
+
+
+def test_options_that_do_not_fit_each_other_are_refused(capsys):
+    text = mistakes(capsys, "--tt.d", "4", "--tt.q", "2", "2", "2", "--tt.rank", "0")
+    assert "--tt.rank 0: rank must be at least 1" in text
+    text = mistakes(capsys, "--tt.d", "{C3: 4}", "--tt.q", "2", "2", "2", "2")
+    assert "--tt.q [2, 2, 2, 2]: q is [2, 2, 2, 2], it must have d = 3 factors" in text
+
+
+def test_help_explains_every_option_with_its_default(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(["--help"], KINDS)
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: train.py [--config FILE] [--emb KIND] [--OPTION VALUE ...]\n\n")
+    entries = text[text.index("\noptions:") :].split("\n  --")[1:]
+    assert len(entries) > 40
+    assert "`" not in text
+    assert "--tt.q Q " in text
+    assert "--tt.q+" not in text  # jsonargparse's way to append, which --config and we don't have
+    for entry in entries:
+        name, _, rest = entry.partition(" ")
+        explanation = " ".join(rest.split())
+        assert "default:" in explanation or "required" in explanation, name
+        assert len(explanation.split("(type:")[0].split()) > 3, f"{name} is not explained"
+
+
+def test_options_of_kinds_that_no_table_has_are_noted(capsys, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("tt:\n  rank: 8\n")  # a file may serve several kinds
+    parse(["--config", str(file), "--emb", "qr", "--tt.rank=4", "--qr.collisions", "8"], KINDS)
+    note = "note: --tt.rank changes nothing, no table is of kind tt\n"
+    assert capsys.readouterr().err == note
+    parse(["--emb", "qr", "--tables.kinds", "{C3: tt}", "--tt.rank", "4"], KINDS)
+    parse(["--resume", "runs/one", "--tt.rank", "4"], KINDS)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kind", ["block", "drop"])
+def test_a_list_of_one_for_each_table_is_for_code_alone(capsys, kind):
+    text = mistakes(capsys, "--emb", kind, f"--{kind}.keep", "5", "6")
+    assert f"--{kind}.keep is '[5, 6]', it must be a whole number or a mapping of tables" in text
+    config, _ = parse([f"--{kind}.keep={{C3: 5, default: 7}}"], KINDS)
+    assert config.methods[kind] == {"keep": {"C3": 5, "default": 7}}

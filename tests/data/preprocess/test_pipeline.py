@@ -1,0 +1,673 @@
+"""The whole preparation against a plain one in Python, through restarts, errors and the script."""
+
+import gzip
+import hashlib
+import importlib.util
+import json
+import math
+import multiprocessing
+import random
+import resource
+import subprocess
+import sys
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+from unittest.mock import Mock
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dlrm.data.criteo import CriteoLoader
+from dlrm.data.preprocess import passes
+from dlrm.data.preprocess import pipeline as prepare_module
+from dlrm.data.preprocess.passes import ROW_GROUP_ROWS
+from dlrm.data.preprocess.pipeline import Options, prepare, split_rows
+from dlrm.data.preprocess.workspace import Workspace
+from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, SPLITS, Meta
+
+ROOT = Path(__file__).parents[3]
+SHARED = ROOT.parent / "shared" / "data"
+KAGGLE = SHARED / "criteo_kaggle_137k.tsv.gz"
+TERABYTE = SHARED / "criteo_terabyte_day0_10k.tsv.gz"
+BLOCK = 20_000  # bytes, some 90 rows: many blocks of few rows
+
+
+spec = importlib.util.spec_from_file_location("prepare_criteo", ROOT / "scripts/prepare_criteo.py")
+prepare_criteo = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(prepare_criteo)
+
+
+def raw_rows(count: int, seed: int = 0) -> list[list[str]]:
+    """Rows of fields in Criteo's format: skewed, with missing and negative values."""
+    rng = random.Random(seed)
+
+    def category(column: int) -> str:
+        if rng.random() < 0.1:
+            return ""
+        value = int(rng.paretovariate(0.7)) % 10 ** (1 + column % 5)
+        return f"{value * 0x9E3779B1 % 2**32:08x}"
+
+    def number() -> str:
+        return "" if rng.random() < 0.2 else str(int(rng.paretovariate(0.5)) - 4)
+
+    return [
+        [str(int(rng.random() < 0.3)), *(number() for _ in range(13)), *map(category, range(26))]
+        for _ in range(count)
+    ]
+
+
+def write_raw(path: Path, rows: list[list[str]]) -> Path:
+    path.write_text("".join("\t".join(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def raw(tmp_path):
+    return write_raw(tmp_path / "train.txt", raw_rows(1500))
+
+
+def contents(directory: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def quiet(inputs, output, options: Options | None = None, **kwargs) -> Meta:
+    inputs = inputs if isinstance(inputs, list) else [inputs]
+    return prepare(inputs, output, options or Options(), progress=False, **kwargs)
+
+
+def check_against_plain_python(rows: list[list[str]], ranges: dict, output: Path, options: Options):
+    """Every label, number, id and vocabulary entry of ``output``."""
+    meta = Meta.read(output)
+    counted = ranges["train"] if options.vocabulary == "train" else range(len(rows))
+    tables = {name: pq.read_table(output / f"{name}.parquet") for name in SPLITS}
+    for name, table in tables.items():
+        labels = [int(rows[i][0]) for i in ranges[name]]
+        assert table["label"].to_pylist() == labels
+        assert (meta.splits[name].rows, meta.splits[name].positives) == (len(labels), sum(labels))
+    low, shift = (0, 1) if options.dense_transform == "log1p" else (-2, 3)
+    for column, name in enumerate(CRITEO_DENSE, 1):
+        x = [math.log(max(float(row[column] or 0), low) + shift) for row in rows]
+        for split, table in tables.items():
+            expected = np.array([x[i] for i in ranges[split]], np.float32)
+            assert table[name].to_numpy() == pytest.approx(expected, rel=1e-6)
+    for column, described in enumerate(meta.categorical, 14):
+        keys = [int(row[column], 16) if row[column] else -1 for row in rows]
+        if options.cap:
+            keys = [key % options.cap if key >= 0 else key for key in keys]
+        counts = Counter(keys[i] for i in counted)
+        kept = [key for key in counts if counts[key] >= options.min_count]
+        kept.sort(key=lambda key: (-counts[key], key))
+        entries = [("" if key < 0 else f"{key:08x}", counts[key]) for key in kept]
+        if options.vocabulary == "train" or options.min_count > 1:
+            rare = len(counted) - sum(count for _, count in entries)
+            assert described.oov_id == sum(count >= rare for _, count in entries)
+            entries.insert(described.oov_id, (None, rare))
+            kept.insert(described.oov_id, None)
+        else:
+            assert described.oov_id is None
+        vocabulary = pq.read_table(output / "vocabulary" / f"{described.name}.parquet")
+        assert vocabulary.select(["value", "count"]).to_pylist() == [
+            {"value": value, "count": count} for value, count in entries
+        ]
+        assert vocabulary["id"].to_pylist() == list(range(described.cardinality))
+        ids = {key: i for i, key in enumerate(kept)}
+        for split, table in tables.items():
+            expected = [ids.get(keys[i], described.oov_id) for i in ranges[split]]
+            assert table[described.name].to_pylist() == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(),
+        Options(vocabulary="all"),
+        Options(split=("0.85", "0", "0.15"), min_count=3),
+        Options(split=("0.5", "0.25", "0.25"), vocabulary="all", min_count=2, cap=50),
+        Options(cap=7, dense_transform="log3"),
+    ],
+)
+@pytest.mark.parametrize("block_bytes", [BLOCK, 1 << 24])
+def test_every_value(raw, tmp_path, options, block_bytes):
+    rows = raw_rows(1500)
+    quiet(raw, tmp_path / "out", options, block_bytes=block_bytes)
+    ranges = split_rows(options.split, [1500])
+    check_against_plain_python(rows, ranges, tmp_path / "out", options)
+
+
+def test_vocabularies_merged_in_chunks(raw, tmp_path, monkeypatch):
+    monkeypatch.setattr(passes, "CHUNK_KEYS", 200)
+    options = Options(min_count=2)
+    quiet(raw, tmp_path / "out", options, block_bytes=BLOCK)
+    ranges = split_rows(options.split, [1500])
+    check_against_plain_python(raw_rows(1500), ranges, tmp_path / "out", options)
+
+
+@pytest.mark.parametrize(
+    "options", [Options(), Options(min_count=3, cap=50, dense_transform="log3"), Options(cap=1)]
+)
+def test_later_rows_get_the_ids_of_those_prepared_before(raw, tmp_path, options):
+    before, after = tmp_path / "before", tmp_path / "after"
+    later = write_raw(tmp_path / "later.txt", rows := raw_rows(400, seed=1))
+    old = quiet(raw, before, options)
+    new = quiet(later, after, Options(split=("0", "0.5", "0.5"), ids_of=str(before)))
+    assert new.categorical == old.categorical
+    low, shift = (0, 1) if options.dense_transform == "log1p" else (-2, 3)
+    val, test = (pq.read_table(after / f"{split}.parquet") for split in ("val", "test"))
+    table = pa.concat_tables([val, test])
+    assert table["label"].to_pylist() == [int(row[0]) for row in rows]
+    numbers = [math.log(max(float(row[1] or 0), low) + shift) for row in rows]
+    assert table["I1"].to_pylist() == pytest.approx(numbers, rel=1e-6)
+    unlisted = 0
+    for column, described in enumerate(old.categorical, 14):
+        listed, copied = (
+            pq.read_table(directory / old.vocabulary_file(described.name))
+            for directory in (before, after)
+        )
+        assert copied.equals(listed)  # a planner reads the counts
+        ids = {value: i for i, value in enumerate(listed["value"].to_pylist())}
+        values = [row[column] for row in rows]
+        if options.cap:
+            values = [v and f"{int(v, 16) % options.cap:08x}" for v in values]
+        assert table[described.name].to_pylist() == [ids.get(v, described.oov_id) for v in values]
+        unlisted += sum(v not in ids for v in values)
+    assert unlisted or options.cap == 1
+
+
+def test_ids_that_cannot_be_taken_over(raw, tmp_path):
+    known, others = tmp_path / "known", tmp_path / "others"
+    quiet(raw, known, Options(vocabulary="all", cap=1000))
+    later = write_raw(tmp_path / "later.txt", raw_rows(40, seed=1))
+    with pytest.raises(
+        ValueError, match=r"C\d+: \d+ values, such as '.{8}', have no id in .*known"
+    ):
+        quiet(later, others, Options(ids_of=str(known)))
+    with pytest.raises(ValueError, match=r"--cap is 7, and .*known was prepared with 1000: leave"):
+        quiet(later, others, Options(ids_of=str(known), cap=7))
+    with pytest.raises(ValueError, match="is the output as well"):
+        quiet(later, known, Options(ids_of=str(known)))
+    bad = write_raw(tmp_path / "bad.txt", [["2"]])
+    with pytest.raises(ValueError, match="no rows to give ids to: 0 good rows were read; give"):
+        quiet(bad, others, Options(ids_of=str(known), bad_rows="skip"))
+    meta = json.loads((known / "meta.json").read_text())
+    (known / "meta.json").write_text(
+        json.dumps(meta | {"options": meta["options"] | {"cap": None}})
+    )
+    with pytest.raises(ValueError, match=r"--cap is 7, and .*known was prepared without one"):
+        quiet(later, others, Options(ids_of=str(known), cap=7))
+    (known / "meta.json").write_text(json.dumps(meta | {"options": {}}))
+    with pytest.raises(ValueError, match="it was not made by prepare_criteo"):
+        quiet(later, others, Options(ids_of=str(known)))
+
+
+def test_a_vocabulary_that_is_damaged_or_of_other_data_gives_no_ids(raw, tmp_path):
+    known, other, out = tmp_path / "known", tmp_path / "other", tmp_path / "out"
+    quiet(raw, known)
+    quiet(raw, other, Options(min_count=5))
+    path = known / "vocabulary" / "C3.parquet"
+    kept = path.read_bytes()
+    values = pq.ParquetFile(path).metadata.row_group(0).column(0)
+    middle = values.data_page_offset + values.total_compressed_size // 2
+    flipped = bytes(255 - byte for byte in kept[middle : middle + 4])
+    for content, reason in (
+        (kept[:middle] + flipped + kept[middle + 4 :], "could not verify page integrity"),
+        (kept[:-9], "Parquet magic bytes not found"),
+        (
+            (other / "vocabulary" / "C3.parquet").read_bytes(),
+            r"it has \d+ rows, meta.json tells of",
+        ),
+        (None, "No such file"),
+    ):
+        path.unlink() if content is None else path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"C3.parquet can't be .*{reason}.* prepare .*known"):
+            quiet(raw, out, Options(ids_of=str(known)))
+        assert not (out / "meta.json").exists()
+
+
+def test_columns_and_meta(raw, tmp_path):
+    meta = quiet(raw, tmp_path / "out", block_bytes=BLOCK)
+    schema = pq.read_schema(tmp_path / "out" / "train.parquet")
+    assert schema.names == ["label", *CRITEO_DENSE, *CRITEO_CATEGORICAL]
+    assert schema.types == [pa.uint8()] + [pa.float32()] * 13 + [pa.int32()] * 26
+    data = raw.read_bytes()
+    assert meta.inputs == (
+        {"name": "train.txt", "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()},
+    )
+    assert meta.options["vocabulary"] == "train"
+    assert json.loads((tmp_path / "out" / "bad_rows.json").read_text())["skipped"] == 0
+    assert not (tmp_path / "out" / ".prepare").exists()
+
+
+def test_a_flipped_bit_in_the_results_is_found(raw, tmp_path):
+    quiet(raw, tmp_path)
+    path = tmp_path / "train.parquet"
+    whole, group = path.read_bytes(), pq.read_metadata(path).row_group(0)
+    for index in range(group.num_columns):
+        column = group.column(index)
+        start = column.dictionary_page_offset or column.data_page_offset
+        damaged = bytearray(whole)
+        damaged[start + column.total_compressed_size - 1] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"column '{column.path_in_schema}' cannot be read"):
+            list(CriteoLoader(tmp_path, "train", batch_size=100))
+
+
+def test_row_groups_are_of_one_size(tmp_path):
+    row = "\t".join(raw_rows(1)[0]) + "\n"
+    raw = tmp_path / "raw"
+    raw.write_text(row * (ROW_GROUP_ROWS + 5))
+    meta = quiet(raw, tmp_path / "out", Options(split=("1", "0", "0")), block_bytes=1 << 22)
+    file = pq.ParquetFile(tmp_path / "out" / "train.parquet").metadata
+    assert [file.row_group(i).num_rows for i in range(2)] == [ROW_GROUP_ROWS, 5]
+    assert pq.read_metadata(tmp_path / "out" / "test.parquet").num_rows == 0
+    assert meta.splits["test"].rows == 0
+
+
+def test_days_of_the_reference():
+    parts = split_rows(("days",), [45_840_617])
+    assert parts == {
+        "train": range(39_291_958),
+        "test": range(39_291_958, 39_291_958 + 3_274_330),
+        "val": range(39_291_958 + 3_274_330, 45_840_617),
+    }
+
+
+def test_a_day_a_file():
+    parts = split_rows(("days",), [10, 20, 5])
+    assert parts == {"train": range(30), "test": range(30, 33), "val": range(33, 35)}
+    assert split_rows(("days",), [10, 20, 5, 0]) == parts  # of the last file no row was read
+    assert split_rows(("days",), [70, 0]) == split_rows(("days",), [70])
+
+
+@pytest.mark.parametrize("rows", [0, 1, 6, 7, 1000, 137_139])
+@pytest.mark.parametrize("split", [("days",), ("0.8", "0.1", "0.1"), ("1/3", "1/3", "1/3")])
+def test_splits_cover_all_rows_once(split, rows):
+    parts = split_rows(split, [rows])
+    assert sorted(i for part in parts.values() for i in part) == list(range(rows))
+    if split != ("days",):
+        assert len(parts["train"]) == math.floor(Fraction(split[0]) * rows)
+
+
+def test_several_compressed_inputs_and_a_limit(tmp_path):
+    rows = raw_rows(900)
+    days = []
+    for day, part in enumerate((rows[:400], rows[400:800], rows[800:])):
+        plain = write_raw(tmp_path / "plain", part).read_bytes()
+        compressed = [gzip.compress(plain), pa.compress(plain, "zstd", asbytes=True), plain][day]
+        days.append(tmp_path / f"day_{day}")
+        days[-1].write_bytes(compressed)
+    meta = quiet(days, tmp_path / "all", block_bytes=BLOCK)
+    check_against_plain_python(
+        rows, split_rows(("days",), [400, 400, 100]), tmp_path / "all", Options()
+    )
+    assert [record["name"] for record in meta.inputs] == ["day_0", "day_1", "day_2"]
+
+    options = Options(limit=500, split=("0.6", "0.2", "0.2"))
+    meta = quiet(days, tmp_path / "some", options, block_bytes=BLOCK)
+    ranges = split_rows(options.split, [500])
+    check_against_plain_python(rows[:500], ranges, tmp_path / "some", options)
+    assert [record["name"] for record in meta.inputs] == ["day_0", "day_1"]
+
+
+class Killed(BaseException):
+    """Not caught by anything, like a signal."""
+
+
+def test_stopped_at_any_step_and_restarted_it_ends_with_the_same_bytes(tmp_path, monkeypatch):
+    raw = write_raw(tmp_path / "raw", raw_rows(300))
+    replace = Path.replace  # by which all that is whole gets its name
+    done, allowed = 0, math.inf
+
+    def counted(path, target):
+        nonlocal done
+        done += 1
+        if done > allowed:
+            raise Killed
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", counted)
+    quiet(raw, tmp_path / "whole", Options(min_count=2), block_bytes=BLOCK)
+    expected, steps = contents(tmp_path / "whole"), done
+    assert steps > 35
+    for step in (0, 1, 3, 5, 20, *range(steps - 8, steps)):
+        out = tmp_path / f"out{step}"
+        done, allowed = 0, step
+        with pytest.raises(Killed):
+            quiet(raw, out, Options(min_count=2), block_bytes=BLOCK)
+        assert not (out / "meta.json").exists()
+        allowed = math.inf
+        quiet(raw, out, Options(min_count=2), block_bytes=BLOCK)
+        assert contents(out) == expected, step
+
+
+@pytest.mark.parametrize("room", [1000, 2050, 4000])
+def test_where_there_is_no_room_the_file_is_named_and_a_restart_goes_on(tmp_path, room):
+    raw = write_raw(tmp_path / "raw", raw_rows(2000))
+    quiet(raw, tmp_path / "whole", block_bytes=BLOCK)
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(prepare_module, "number_columns", Mock(side_effect=Killed))
+        with pytest.raises(Killed):
+            quiet(raw, out, block_bytes=BLOCK)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        with pytest.raises(OSError, match=r"(C\d+|parquet) can't be written: .*File too large"):
+            quiet(raw, out, block_bytes=BLOCK)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    quiet(raw, out, block_bytes=BLOCK)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_killed_again_and_again(raw, tmp_path):
+    quiet(raw, tmp_path / "whole", block_bytes=BLOCK)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([prepare_module.__name__])
+    out, kills, patience = tmp_path / "out", 0, 0.05
+    while not (out / "meta.json").exists():
+        process = context.Process(
+            target=prepare,
+            args=([raw], out, Options()),
+            kwargs={"block_bytes": BLOCK, "progress": False},
+        )
+        process.start()
+        process.join(patience)
+        process.kill()
+        process.join()
+        kills += process.exitcode == -9
+        patience += 0.05
+    quiet(raw, out, block_bytes=BLOCK)  # whatever the last kill left undone
+    assert kills > 0
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_blocks_of_an_earlier_run_are_used_but_not_those_of_other_options(raw, tmp_path):
+    bad = raw_rows(400)
+    bad[350][5] = "x"
+    write_raw(raw, bad)
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match="line 351"):
+        quiet(raw, out, block_bytes=BLOCK)
+    spilled = {p: p.stat().st_mtime_ns for p in (out / ".prepare" / "blocks").iterdir()}
+    assert len(spilled) > 2
+    times = []
+
+    def watch(*args):
+        times.append({p: p.stat().st_mtime_ns for p in spilled if p.exists()})
+        return number_columns(*args[:2], **args[2])
+
+    number_columns = prepare_module.number_columns
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_module, "number_columns", lambda *a, **k: watch(*a, k))
+        quiet(raw, out, Options(bad_rows="skip"), block_bytes=BLOCK)
+    assert times == [spilled]
+
+    with pytest.raises(ValueError, match="line 351"):
+        quiet(raw, out, block_bytes=BLOCK)
+    kept = next((out / ".prepare" / "blocks").iterdir())
+    kept.write_bytes(b"left by another version")
+    meta = quiet(raw, out, Options(bad_rows="skip", min_count=2), block_bytes=BLOCK)
+    good = bad[:350] + bad[351:]
+    options = Options(bad_rows="skip", min_count=2)
+    check_against_plain_python(good, split_rows(("days",), [399]), out, options)
+    assert meta.options["min_count"] == 2
+
+
+def test_a_changed_input_is_read_again(raw, tmp_path):
+    write_raw(raw, [*raw_rows(200), ["broken"]])
+    with pytest.raises(ValueError, match="line 201"):
+        quiet(raw, tmp_path / "out", block_bytes=BLOCK)
+    rows = raw_rows(200, seed=1)
+    quiet(write_raw(raw, rows), tmp_path / "out", block_bytes=BLOCK)
+    ranges = split_rows(("days",), [200])
+    check_against_plain_python(rows, ranges, tmp_path / "out", Options())
+
+
+def test_an_earlier_result_is_replaced_as_a_whole(raw, tmp_path):
+    quiet(raw, tmp_path / "out", Options(vocabulary="all"), block_bytes=BLOCK)
+    (tmp_path / "out" / "mine.txt").write_text("not touched")
+    quiet(raw, tmp_path / "out", Options(cap=7), block_bytes=BLOCK)
+    quiet(raw, tmp_path / "fresh", Options(cap=7), block_bytes=BLOCK)
+    found = contents(tmp_path / "out")
+    assert found.pop("mine.txt")
+    assert found == contents(tmp_path / "fresh")
+
+
+def test_a_cap_above_all_values_changes_nothing(raw, tmp_path):
+    quiet(raw, tmp_path / "capped", Options(cap=10**20), block_bytes=BLOCK)
+    quiet(raw, tmp_path / "free", Options(), block_bytes=BLOCK)
+    capped, free = contents(tmp_path / "capped"), contents(tmp_path / "free")
+    assert capped.keys() == free.keys()
+    assert all(capped[name] == free[name] for name in free if name.endswith(".parquet"))
+
+
+@pytest.mark.parametrize("name", ["train.parquet", "meta.json", "vocabulary/notes.txt"])
+def test_data_that_no_preparation_made_is_left_alone(raw, tmp_path, name):
+    mine = tmp_path / "own" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(
+        ValueError, match=rf"own holds {name.partition('/')[0]}, not made by a prep"
+    ):
+        quiet(raw, tmp_path / "own")
+    assert contents(tmp_path / "own").keys() == {name}
+    assert mine.read_text() == "mine"
+
+
+def test_two_at_once_are_refused(raw, tmp_path):
+    message = r"another process is preparing .*out; wait for it"
+    with Workspace(tmp_path / "out", {}), pytest.raises(ValueError, match=message):
+        quiet(raw, tmp_path / "out")
+    quiet(raw, tmp_path / "out")
+
+
+def spoiled(rows: list[list[str]]) -> tuple[list[list[str]], dict[str, int]]:
+    """Rows with bad ones among them, and how many of each kind."""
+    rows = [list(row) for row in rows]
+    rows[3] = rows[3][:-1]
+    rows[100] = [*rows[100], ""]
+    rows[101][0] = "2"
+    rows[250][13] = "thirteen"
+    rows[251][14] = "0x12"
+    rows[300][39] = "123456789"
+    return rows, {
+        "label not 0 or 1": 1,
+        "not a number": 1,
+        "not hex": 2,
+        "too few columns": 1,
+        "too many columns": 1,
+    }
+
+
+def test_bad_rows_are_skipped_counted_and_reported(tmp_path):
+    rows = raw_rows(400)
+    bad, kinds = spoiled(rows)
+    raw = write_raw(tmp_path / "raw", bad)
+    options = Options(bad_rows="skip")
+    quiet(raw, tmp_path / "out", options, block_bytes=BLOCK)
+    good = [row for row, other in zip(rows, bad, strict=True) if row == other]
+    check_against_plain_python(good, split_rows(("days",), [394]), tmp_path / "out", options)
+    report = json.loads((tmp_path / "out" / "bad_rows.json").read_text())
+    assert (report["skipped"], report["kinds"]) == (6, kinds)
+    assert [row["line"] for row in report["first"]] == [4, 101, 102, 251, 252, 301]
+    assert report["first"][2] == {
+        "file": str(raw),
+        "line": 102,
+        "kind": "label not 0 or 1",
+        "message": "label is '2', must be 0 or 1",
+    }
+
+
+def test_only_the_first_bad_rows_are_kept(tmp_path):
+    rows = [[*row, "more"] if i % 2 else row for i, row in enumerate(raw_rows(400))]
+    raw = write_raw(tmp_path / "raw", rows)
+    quiet(raw, tmp_path / "out", Options(bad_rows="skip"), block_bytes=BLOCK)
+    report = json.loads((tmp_path / "out" / "bad_rows.json").read_text())
+    assert report["kinds"] == {"too many columns": 200}
+    assert [row["line"] for row in report["first"]] == list(range(2, 42, 2))
+
+
+def test_first_bad_row_of_several_files_stops(tmp_path):
+    days = [write_raw(tmp_path / f"day_{day}", raw_rows(200, day)) for day in range(3)]
+    write_raw(days[1], spoiled(raw_rows(400))[0])
+    message = r"day_1, line 4: 39 columns, a row has 40: .*; correct .* --bad-rows skip"
+    with pytest.raises(ValueError, match=message):
+        quiet(days, tmp_path / "out", block_bytes=BLOCK)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".prepare"]
+
+
+@pytest.mark.parametrize("cut", [0, 1 / 2])
+def test_truncated_and_empty_files(raw, tmp_path, cut):
+    data = gzip.compress(raw.read_bytes())
+    other = tmp_path / "broken.gz"
+    other.write_bytes(data[: int(len(data) * cut)])
+    kind = "truncated file" if cut else "empty file"
+    message = r"broken.gz: the file is " + kind.split()[0]
+    with pytest.raises(ValueError, match=message):
+        quiet([raw, other], tmp_path / "out", block_bytes=BLOCK)
+    quiet([raw, other], tmp_path / "out", Options(bad_rows="skip"), block_bytes=BLOCK)
+    report = json.loads((tmp_path / "out" / "bad_rows.json").read_text())
+    assert report["kinds"] == {kind: 1}
+    rows = sum(split.rows for split in Meta.read(tmp_path / "out").splits.values())
+    assert 1500 <= rows < 3000
+    assert (rows > 2000) == bool(cut)
+
+
+def test_of_a_damaged_file_the_lines_before_the_damage_are_kept(tmp_path):
+    rows = raw_rows(9000)
+    whole = gzip.compress(write_raw(tmp_path / "plain", rows).read_bytes())
+    (tmp_path / "broken.gz").write_bytes(whole[:-8] + bytes(8))  # another checksum
+    quiet(tmp_path / "broken.gz", tmp_path / "out", Options(bad_rows="skip"))
+    kept = sum(split.rows for split in Meta.read(tmp_path / "out").splits.values())
+    assert 8800 < kept < 9000
+
+
+def test_one_input_under_two_names(raw, tmp_path):
+    (tmp_path / "link.txt").symlink_to(raw)
+    with pytest.raises(ValueError, match="is given more than once"):
+        quiet([raw, tmp_path / "link.txt"], tmp_path / "out")
+
+
+def test_nothing_to_train_on(raw, tmp_path):
+    with pytest.raises(ValueError, match="1500 good rows were read and --split 0 0 1 leaves none"):
+        quiet(raw, tmp_path / "out", Options(split=("0", "0", "1")))
+    quiet(raw, tmp_path / "out", Options(split=("0", "0", "1"), vocabulary="all"))
+    raw.write_text("bad\n")
+    with pytest.raises(ValueError, match="0 good rows"):
+        quiet(raw, tmp_path / "out", Options(bad_rows="skip"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split": ("0.5", "0.4")}, "--split is 0.5 0.4; it must be days, or the shares"),
+        ({"split": ("0.5", "0.4", "0.2")}, "--split is 0.5 0.4 0.2"),
+        ({"split": ("-0.5", "1", "0.5")}, "--split is -0.5 1 0.5"),
+        ({"split": ("week",)}, "--split is week"),
+        ({"min_count": 0}, "--min-count is 0; it must be at least 1"),
+        ({"cap": -1}, "--cap is -1; it must be at least 1"),
+        ({"limit": 0}, "--limit is 0; it must be at least 1"),
+        ({"vocabulary": "tain"}, "--vocabulary is 'tain', did you mean 'train'"),
+        ({"dense_transform": "log"}, "--dense-transform is 'log', did you mean 'log"),
+        ({"bad_rows": "keep"}, "--bad-rows is 'keep'; valid: skip, stop"),
+    ],
+)
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        Options(**options)
+
+
+def test_wrong_paths(raw, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no is not a file"):
+        quiet(tmp_path / "no", tmp_path / "out")
+    with pytest.raises(ValueError, match=r"train.txt is given more than once"):
+        quiet([raw, raw], tmp_path / "out")
+    with pytest.raises(ValueError, match="--workers is 0; it must be at least 1"):
+        quiet(raw, tmp_path / "out", workers=0)
+    with pytest.raises(ValueError, match=r"train.txt is not a directory; give another --output"):
+        quiet(raw, raw)
+    with pytest.raises(ValueError, match=r"train.txt/out is not a directory"):
+        quiet(raw, raw / "out")
+
+
+def script(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, ROOT / "scripts" / "prepare_criteo.py", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_script(raw, tmp_path):
+    out = tmp_path / "out"
+    result = script(raw, "--output", out, "--split", "0.5", "0", "0.5", "--cap", 30)
+    assert result.returncode == 0, result.stderr
+    assert "train           750 rows" in result.stdout
+    assert "rows/s, peak memory" in result.stdout
+    assert all(phase in result.stderr for phase in ("parse: 100%", "number: 100%", "write: 100%"))
+    options = Options(split=("0.5", "0", "0.5"), cap=30)
+    check_against_plain_python(raw_rows(1500), split_rows(options.split, [1500]), out, options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["raw", "--output", "out", "--min-cuont", "2"], "unknown option --min-cuont, did you"),
+        (["raw"], "required: --output"),
+        (["raw", "--output", "out", "--vocabulary", "some"], "invalid choice: 'some'"),
+        (["no-such-file", "--output", "out"], "no-such-file is not a file"),
+    ],
+)
+def test_errors_of_the_script_are_one_line(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        sys.exit(prepare_criteo.main(arguments))
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("days", [(0, 2, 9, 10, 11), (0, 10, 11, 2, 9)])
+def test_days_in_the_order_of_letters_are_noted(days, capsys, tmp_path):
+    paths = [str(write_raw(tmp_path / f"day_{day}.tsv", raw_rows(9, seed=day))) for day in days]
+    assert prepare_criteo.main([*paths, "--output", str(tmp_path / "out")]) == 0
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note")]
+    known = f"note: {paths[2]} stands before {paths[3]}, and inputs are taken to be in the order"
+    assert [note.startswith(known) for note in notes] == [True] * (days[-1] == 9)
+
+
+@pytest.mark.skipif(not KAGGLE.exists(), reason="the real rows are not here")
+def test_real_rows_with_the_vocabulary_of_all(tmp_path):
+    options = Options(vocabulary="all", split=("0.85", "0", "0.15"))
+    meta = quiet(KAGGLE, tmp_path / "out", options)
+    assert [meta.splits[name].rows for name in SPLITS] == [116_568, 0, 20_571]
+    stats = json.loads((SHARED / "criteo_kaggle_137k.stats.json").read_text())
+    for column in meta.categorical:
+        counted = stats[column.name]
+        assert column.cardinality == counted["distinct"] + (counted["missing"] > 0)
+    lines = gzip.decompress(KAGGLE.read_bytes()).decode().splitlines()
+    for name in ("C1", "C3", "C22"):
+        vocabulary = pq.read_table(tmp_path / "out" / "vocabulary" / f"{name}.parquet")["value"]
+        tables = [pq.read_table(tmp_path / "out" / f"{split}.parquet") for split in SPLITS]
+        values = vocabulary.take(pa.concat_tables(tables)[name])
+        column = 13 + int(name[1:])
+        assert values.to_pylist() == [line.split("\t")[column] for line in lines]
+
+
+@pytest.mark.skipif(not TERABYTE.exists(), reason="the real rows are not here")
+def test_real_rows_of_terabyte(tmp_path):
+    options = Options(cap=1000, min_count=2, dense_transform="log3")
+    quiet(TERABYTE, tmp_path / "out", options)
+    lines = gzip.decompress(TERABYTE.read_bytes()).decode().splitlines()
+    rows = [line.split("\t") for line in lines]
+    check_against_plain_python(rows, split_rows(("days",), [10_000]), tmp_path / "out", options)

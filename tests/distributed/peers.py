@@ -1,0 +1,186 @@
+"""Run by ``torchrun`` in test_distributed.py: tables that peers hold, against whole ones.
+
+On GPUs the steps are captured too; several processes may share one. On CPUs rows are exchanged by
+PyTorch, with the argument ``triton`` by the kernels, through Triton's interpreter.
+"""
+
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from tempfile import gettempdir
+
+import torch
+
+from dlrm.data.batch import Batch
+from dlrm.distributed.peer_lookup import Direct
+from dlrm.distributed.peer_memory import PeerMemory, bytes_held
+from dlrm.distributed.planner import place
+from dlrm.distributed.sharding_plan import Sharding
+from dlrm.distributed.world import World
+from dlrm.embeddings.dense import Dense
+from dlrm.kernels.lookup import peer as peer_rows
+from dlrm.kernels.update.row_sort import Planner
+from dlrm.optim import RowOptimizer
+from dlrm.sparse_arch.arch import SparseArch
+from dlrm.training.prefetch import Sorts
+
+SIZES = [500, 7_000, 30_000, 90_000]
+BATCHES = {"cuda": 4096, "cpu": 128}  # of each process
+STEPS = 4
+TOLERANCE = {None: 1e-5, torch.bfloat16: 1e-2}  # sums in another order, or of rounded values
+
+
+class Run:
+    """The same steps on whole tables, with all samples, and on pieces, with this process's."""
+
+    def __init__(self, world, ways, wire=None):
+        self.world, self.wire, device = world, wire, world.device
+        dim = 16 * world.size
+        pieces = place(SIZES, dim, world.size, ways=ways)
+        with device:
+            torch.manual_seed(3)
+            self.whole = Dense(SIZES, dim)
+            torch.manual_seed(3)
+            sharding = Sharding(world=world, pieces=pieces, wire=wire, peers=True)
+            self.held = SparseArch(SIZES, dim, [("dense", {})] * len(SIZES), sharding=sharding)
+        cuts = self.held.groups[0]._cuts()
+        assert all(map(Direct.serves, (c.direct for c in cuts), self.held.local_parameters()))
+        assert len(self.held.at_peers()) == len(cuts)
+        rule = {"rule": "adagrad", "lr": 0.1}
+        if wire is not None:
+            rule = {"rule": "sgd", "lr": 0.01}
+        self.rules = [RowOptimizer(m.parameters(), **rule) for m in (self.whole, self.held)]
+        for state in (state for rule in self.rules for state in rule.state.values()):
+            for kept in state.values():  # else a first gradient that cancels, but for rounding,
+                kept.fill_(1.0)  # moves a row as far as any other
+        batch = BATCHES[device.type]
+        self.mine = slice(batch * world.rank, batch * (world.rank + 1))
+        rows = torch.tensor(SIZES, device=device, dtype=torch.float64)[:, None]
+        seed = torch.Generator(device).manual_seed(5)
+        shape = (len(SIZES), batch * world.size)
+        random = torch.rand(STEPS, *shape, device=device, generator=seed, dtype=torch.float64)
+        self.ids = (rows**random - 1).floor().minimum(rows - 1).int()
+        self.up = torch.randn(*shape[::-1], dim, device=device, generator=seed)
+        dense, labels = torch.empty(1, batch, device=device), torch.empty(batch, device=device)
+        self.batches = [Batch(dense, ids[:, self.mine].contiguous(), labels) for ids in self.ids]
+        self.planner = Planner(device) if device.type == "cuda" else nullcontext()
+
+    def step_whole(self, index):
+        out = self.whole(self.ids[index])
+        out.backward(self.up)
+        self.rules[0].step()
+        self.rules[0].zero_grad()
+        return out[self.mine].detach()
+
+    def step_held(self, batch):
+        with self.planner:
+            out = self.held.in_order(self.held(batch.ids))
+            out.backward(self.up[self.mine])
+            self.rules[1].step()
+            self.rules[1].zero_grad()
+        return out.detach()
+
+    def compare(self, step):
+        """Steps equal those on whole tables, in whatever order the batches come."""
+        for index, batch in enumerate(self.batches):
+            found = step(batch, self.batches[index + 1 :])
+            worst = float((found - self.step_whole(index)).abs().max())
+            assert worst < TOLERANCE[self.wire], worst
+        if self.wire is not None:
+            assert worst > TOLERANCE[None], "nothing was rounded"
+
+    def at_once(self, batch, upcoming):
+        return self.step_held(batch)
+
+    def sorted_ahead(self):
+        """Steps whose look-ups are sorted before them, some of them beside the last step."""
+        sorts = Sorts(self.held, self.world.device)
+
+        def step(batch, upcoming):
+            told = {3: upcoming, 2: [], 1: [batch], 0: []}  # the next, nothing, another one
+            with sorts.step(batch, told[len(upcoming)]):
+                return self.step_held(batch)
+
+        return step
+
+    def captured(self, sorts=None):
+        """A step as a CUDA graph, warmed up by one."""
+        batch = self.batches[0].clone()
+        sorting = sorts.step(batch, []) if sorts else nullcontext()
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with sorting:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self.step_held(batch)
+            torch.cuda.current_stream().wait_stream(side)
+            self.step_whole(0)
+            with torch.cuda.graph(graph):
+                out = self.step_held(batch)
+
+        def replay(given, upcoming):
+            for name in ("dense", "ids", "labels"):
+                getattr(batch, name).copy_(getattr(given, name))
+            with sorts.step(given, upcoming) if sorts else nullcontext():
+                graph.replay()
+            return out
+
+        return replay
+
+
+def check_memory(world):
+    """What one process writes another reads; nothing is left behind."""
+    before = set(Path(gettempdir()).glob("dlrm-*"))
+    memory = PeerMemory(world, (3, 2), torch.float32, world.device, fill=7)
+    assert (memory.local == 7).all()
+    memory.barrier()
+    if world.device.type == "cpu":
+        memory.block.tensors[1][0] = world.rank  # of the next process
+    memory.barrier()
+    if world.device.type == "cpu":
+        assert (memory.local[0] == (world.rank - 1) % world.size).all()
+    assert (memory.local[1:] == 7).all()
+    assert set(Path(gettempdir()).glob("dlrm-*")) <= before
+    assert bytes_held(memory.local.device) == 3 * 2 * 4
+    world.wait()  # before anybody makes more
+    del memory
+    assert not bytes_held(world.device)
+
+
+def check_wire(world):
+    """Sums of gradients arrive in fp32, whatever the rows are of, if nothing else is asked for."""
+    fp32, bf16 = torch.float32, torch.bfloat16
+    for rows, wire, arriving in ((fp32, None, fp32), (bf16, None, fp32), (fp32, bf16, bf16)):
+        direct = Direct(world, 10, 4, [1] * world.size, wire)
+        weight = direct.new_weight(5, world.device, rows)
+        assert direct.inbox(3, weight).gradients.local.dtype is arriving
+
+
+def main():
+    """Check every way to cut tables."""
+    world = World.of_environment()
+    on_gpu = torch.cuda.is_available()
+    gpu = int(os.environ["LOCAL_RANK"]) % max(torch.cuda.device_count(), 1)
+    world.join(torch.device("cuda", gpu) if on_gpu else torch.device("cpu"))
+    world.even = True
+    check_memory(world)
+    check_wire(world)
+    if sys.argv[1:] == ["triton"] and not on_gpu:
+        BATCHES["cpu"], peer_rows.TILE = 14, 64
+        peer_rows.use_triton = lambda *_: True
+    for ways in (["table"] * 4, ["column"] * 4, ["row"] * 4, ["row", "column", "row", "table"]):
+        run = Run(world, ways)
+        run.compare(run.at_once)
+        run.compare(run.sorted_ahead())
+        if on_gpu:
+            run.compare(run.captured())
+            run.compare(run.captured(Sorts(run.held, world.device)))
+    run = Run(world, ["table"] * 4, torch.bfloat16)
+    run.compare(run.at_once)
+    world.leave()
+    if world.first:
+        print("all is equal")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

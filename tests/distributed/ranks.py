@@ -1,0 +1,206 @@
+"""Run by ``torchrun`` in test_distributed.py: one process of several, checked against one alone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dlrm.data.batch import Batch
+from dlrm.distributed.planner import cut_rows, place
+from dlrm.distributed.sharded_tables import Sharded
+from dlrm.distributed.sharding_plan import Sharding, spread
+from dlrm.distributed.world import World
+from dlrm.embeddings import available
+from dlrm.embeddings.dense import Dense
+from dlrm.model import DLRM
+from dlrm.optim import RULES, RowOptimizer
+from dlrm.training.data_parallel import Reducer
+from dlrm.training.step import TrainStep
+
+SIZES = [50, 1200, 7, 900, 333]
+NAMES = ["a", "b", "c", "d", "e"]
+OPTIONS = {
+    "tt": {"rank": 4, "cache_rows": 30},
+    "hash": {"rows": 8},
+    "drop": {"keep": 40},
+    "block": {"dim": 2},
+    "qr": {"collisions": 9},
+    "paged": {"page_size": 100},
+    "robe": {"rows": 64},
+    "cafe": {"rows": 64},
+}
+TOTALS = [64, 64, 61, 64, 3, 64]  # uneven ones too, and fewer samples than ranks
+TOLERANCE = 2e-6  # of losses: sums in another order
+
+
+def batches(seed=1, multi_hot=False):
+    """Whole batches, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    for total in TOTALS:
+        ids = torch.stack(
+            [(torch.rand(total, generator=generator) ** 3 * rows).long() for rows in SIZES]
+        )
+        labels = (torch.rand(total, generator=generator) < 0.3).float()
+        dense = torch.randn(4, total, generator=generator)
+        if not multi_hot:
+            yield Batch(dense, ids.int(), labels)
+            continue
+        lengths = torch.randint(0, 4, (len(SIZES) * total,), generator=generator)
+        if total < 4:
+            lengths[total : 4 * total] = 0  # nobody looks up anything in the tables of a kind
+        offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+        rows = torch.tensor(SIZES).repeat_interleave(lengths.view(len(SIZES), total).sum(1))
+        flat = (torch.rand(len(rows), generator=generator) * rows).long()
+        yield Batch(dense, flat, labels, offsets)
+
+
+def share_of(batch, world):
+    """What the loader gives a rank."""
+    share, extra = divmod(batch.size, world.size)
+    first = world.rank * share + min(world.rank, extra)
+    mine = slice(first, first + share + (world.rank < extra))
+    if batch.offsets is None:
+        return Batch(batch.dense[:, mine], batch.ids[:, mine], batch.labels[mine])
+    bags = [
+        batch.ids[batch.offsets[f * batch.size + b] : batch.offsets[f * batch.size + b + 1]]
+        for f in range(len(SIZES))
+        for b in range(batch.size)[mine]
+    ]
+    lengths = torch.tensor([0, *(len(bag) for bag in bags)])
+    ids = torch.cat([batch.ids[:0], *bags])
+    return Batch(batch.dense[:, mine], ids, batch.labels[mine], lengths.cumsum(0))
+
+
+def train(world, kind, *, rule="adagrad", multi_hot=False, clip_norm=None, **sharding):
+    """Losses and gradient norms of a few steps, and the model."""
+    plan = [("dense", {})] + [(kind, OPTIONS.get(kind, {}))] * 3 + [("dense", {})]
+    recipe = {"num_dense": 4, "num_embeddings": SIZES, "embedding_dim": 8, "plan": plan}
+    torch.manual_seed(0)
+    spreading = spread(world, NAMES, recipe, rule=rule, **sharding)
+    model = DLRM(**recipe, bottom_mlp=[8], top_mlp=[8], sharding=spreading)
+    optimizers = [
+        RowOptimizer(model.dense_parameters(), rule, lr=0.05),
+        RowOptimizer(model.sparse_arch.parameters(), rule, lr=0.05),
+    ]
+    reducer = Reducer.of(model, optimizers[1], world)
+    step = TrainStep(model, optimizers, clip_norm=clip_norm, reducer=reducer)
+    if world.size > 1:
+        assert step.look_ahead(8) == (spreading is not None and spreading.peers)
+    values = []
+    shares = [(share_of(b, world), b.size) for b in batches(multi_hot=multi_hot)]
+    for index, (mine, total) in enumerate(shares):
+        upcoming = [share for share, _ in shares[index + 1 :]] if index % 3 else None
+        values += [
+            float(v) for v in step(mine, norms=True, total=total, upcoming=upcoming).values()
+        ]
+        if index == 2:
+            model.sparse_arch.renew_caches(optimizers[1])
+    return values, model
+
+
+def check_training(world, name, kind, **options):
+    """The losses of one process, and equal replicas."""
+    one, whole = train(World(), kind, **{k: v for k, v in options.items() if k in COMMON})
+    many, model = train(world, kind, **options)
+    exact = options.get("wire") != "bf16"
+    if not exact:
+        one, many = one[::3], many[::3]  # losses alone
+    worst = max(abs(a - b) for a, b in zip(one, many, strict=True))
+    assert worst <= (TOLERANCE if exact else 1e-2), f"{name}: off by {worst}: {one} {many}"
+    tables = model.sparse_arch.to_dense()
+    for tensor in (*model.dense_parameters(), *tables):
+        copies = [torch.empty_like(tensor) for _ in range(world.size)]
+        dist.all_gather(copies, tensor.detach().contiguous())
+        assert all(torch.equal(copies[0], copy) for copy in copies), f"{name}: replicas differ"
+    if exact and "rule" not in options:  # Adam magnifies what rounding leaves of a gradient
+        for found, expected in zip(tables, whole.sparse_arch.to_dense(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+COMMON = {"rule", "multi_hot", "clip_norm"}
+
+
+def check_pages(world):
+    """Bags of ids at every page boundary, equal to the last bit but for the order of sums."""
+    sizes, page = [23, 10, 5], 4
+    ways = {
+        "row": [
+            piece for t, v in enumerate(sizes) for piece in cut_rows(t, v, 8, world.size, page)
+        ],
+        "column": place(sizes, 8, world.size, ways=["column"] * 3),
+        "table": place(sizes, 8, world.size, ways=["table"] * 3),
+        "mixed": place(sizes, 8, world.size, ways=["row", "column", "replicate"], page=page),
+    }
+    edges = [[i for p in range(0, v, page) for i in (p, min(p + page, v) - 1)] for v in sizes]
+    nested = [bag for own in edges for bag in (own, own[:1], [], own[::-1] * 2)]
+    ids = torch.tensor([i for bag in nested for i in bag])
+    offsets = torch.tensor([0, *(len(bag) for bag in nested)]).cumsum(0)
+    for name, pieces in ways.items():
+        for mode in ("sum", "mean", "max"):
+            torch.manual_seed(3)
+            dense = Dense(sizes, 8, mode=mode)
+            torch.manual_seed(3)
+            group = Sharded(sizes, 8, Sharding(world=world, pieces=pieces), mode=mode)
+            expected, found = dense(ids, offsets), group(ids, offsets)
+            assert torch.equal(found, expected), (name, mode)
+            for table, rows in enumerate(sizes):
+                assert torch.equal(
+                    group.rows(table, torch.arange(rows)), dense.rows(table, torch.arange(rows))
+                )
+            up = torch.randn(found.shape) * (1 + world.rank)
+            found.backward(up)
+            dense(ids, offsets).backward(up / (1 + world.rank) * sum(range(1, world.size + 1)))
+            full = torch.zeros(sum(sizes), 8)
+            named = dict(group.named_parameters())
+            if "replicated" in named:  # no entry for other tables' ids: Adam would move its row
+                own = len(ids) - offsets[len(offsets) // 3 * 2]
+                assert named["replicated"].grad._nnz() == own, (name, mode)
+            for table in range(len(sizes)):
+                for parameter, chunk in group.chunks(table):
+                    grad = named[parameter].grad.to_dense()
+                    height = chunk.rows[1] - chunk.rows[0]
+                    at = sum(sizes[:table]) + chunk.rows[0]
+                    to = full[at : at + height, slice(*chunk.columns)]
+                    to += grad[chunk.at : chunk.at + height]
+            dist.all_reduce(full)
+            torch.testing.assert_close(full, dense.weight.grad.to_dense(), rtol=1e-5, atol=1e-5)
+
+
+def main():
+    """Check all that there is, or what the arguments name."""
+    world = World.of_environment()
+    world.join(torch.device("cpu"))
+    check_pages(world)
+    for kind in sorted(available()):
+        check_training(world, kind, kind, threshold=300)
+    for by in ("table", "row", "column"):
+        check_training(world, by, "paged" if by == "row" else "dense", by=by)
+        check_training(world, f"{by}, peers", "dense", by=by, exchange="peers")
+    check_training(world, "multi-hot", "dense", multi_hot=True, by="row")
+    check_training(world, "multi-hot cache", "tt", multi_hot=True)
+    check_training(world, "no ids", "hash", multi_hot=True, rule="adam")
+    check_training(world, "clip", "dense", clip_norm=0.05)
+    check_training(world, "replicas", "dense", by="replicate")
+    for exchange in ("peers", "collective"):
+        options = {"wire": "bf16", "exchange": exchange, "clip_norm": 0.05}
+        check_training(world, f"bf16, {exchange}", "dense", **options)
+    ways = {"a": "row", "b": "column", "d": "row", "e": "table"}
+    for exchange in ("peers", "collective"):
+        check_training(world, f"mixed, {exchange}", "dense", tables=ways, exchange=exchange)
+        for rule in RULES:
+            by = "row" if rule == "rowwise_adagrad" else "column"
+            options = {"rule": rule, "by": by, "exchange": exchange, "clip_norm": 0.05}
+            check_training(world, f"{rule}, {exchange}", "dense", **options)
+    world.wait()
+    world.leave()
+    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    assert not [name for name in threads if "gloo" in name], threads
+    if world.first:
+        print("all is equal")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

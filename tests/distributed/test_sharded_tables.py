@@ -1,0 +1,168 @@
+"""What needs no other process; test_distributed.py has the rest."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dlrm.distributed.sharded_tables import Sharded
+from dlrm.distributed.sharding_plan import LARGE, spread
+from dlrm.distributed.world import World
+from dlrm.embeddings.dense import Dense
+from dlrm.model import DLRM
+from dlrm.optim import RowOptimizer
+from dlrm.training.data_parallel import Reducer
+
+NAMES = ["a", "b", "c"]
+SIZES = [300, 20, 150]
+PLAN = [("dense", {}), ("dense", {}), ("tt", {"rank": 2})]
+RECIPE = {"num_dense": 2, "num_embeddings": SIZES, "embedding_dim": 8, "plan": PLAN}
+
+
+def test_which_tables_are_held_in_pieces():
+    world = World(rank=0, size=2)
+    assert spread(World(), NAMES, RECIPE) is None
+    assert spread(world, NAMES, RECIPE, by="replicate") is None
+    assert {p.table for p in spread(world, NAMES, RECIPE, threshold=100).pieces} == {0}
+    assert {p.table for p in spread(world, NAMES, RECIPE, threshold=10).pieces} == {0, 1}
+    assert spread(world, NAMES, RECIPE, threshold=None) is None
+    large = {**RECIPE, "num_embeddings": [LARGE // 8, LARGE // 8 - 1, 150]}
+    assert {p.table for p in spread(world, NAMES, large, threshold=None).pieces} == {0}
+    paged = {**RECIPE, "plan": [("paged", {"page_size": 64})] * 3}
+    found = spread(world, NAMES, paged, by="row", tables={"b": "replicate"}, wire="bf16")
+    assert [(p.table, p.rows) for p in found.pieces] == [
+        *((0, (0, 128)), (0, (128, 300)), (2, (0, 64)), (2, (64, 150))),
+    ]
+    assert found.wire is torch.bfloat16
+    assert "a rows 0-128" in found.text
+
+
+def test_tables_are_placed_by_their_counted_load():
+    recipe = {**RECIPE, "num_embeddings": [100] * 4, "plan": [("dense", {})] * 4}
+    counts = [torch.tensor([load - 1, 1]) for load in (90, 10, 50, 50)]
+    world = World(rank=0, size=2)
+    found = spread(world, [*"abcd"], recipe, lambda: counts, by="table")
+    held = {frozenset(p.table for p in found.pieces if p.rank == rank) for rank in (0, 1)}
+    assert held == {frozenset({0, 1}), frozenset({2, 3})}
+    assert "50% of the look-ups" in found.text
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"z": "row"}, "sharding.tables names table 'z'; the data has a, b, c"),
+        ({"c": "row"}, "has c by row, but it is of kind tt, which is replicated: drop it there"),
+        ({"a": "rows"}, "unknown sharding 'rows', did you mean 'row'"),
+    ],
+)
+def test_wishes_that_cannot_be_met_say_why(tables, message):
+    with pytest.raises(ValueError, match=message):
+        spread(World(rank=0, size=2), NAMES, RECIPE, tables=tables)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exchange": "peer"}, "unknown exchange 'peer', did you mean 'peers'"),
+        ({"exchange": "peers"}, "needs all processes on one host.*use --sharding.exchange coll"),
+    ],
+)
+def test_exchanges_that_cannot_be_say_why(options, message):
+    with pytest.raises(ValueError, match=message):
+        spread(World(rank=0, size=2), NAMES, RECIPE, threshold=100, **options)
+
+
+@pytest.mark.parametrize("options", [{"by": "column"}, {"by": "row", "tables": {"a": "column"}}])
+def test_one_sum_for_a_row_needs_all_its_columns(options):
+    options = {"threshold": 100, **options}
+    message = r"cuts a by column, but --optim.embeddings rowwise_adagrad keeps one sum for a whole"
+    with pytest.raises(ValueError, match=message):
+        spread(World(rank=0, size=2), NAMES, RECIPE, rule="rowwise_adagrad", **options)
+    assert spread(World(), NAMES, RECIPE, rule="rowwise_adagrad", **options) is None
+    assert spread(World(rank=0, size=2), NAMES, RECIPE, rule="adagrad", **options)
+
+
+def test_auto_cuts_no_columns_that_a_rule_needs_together():
+    recipe = {**RECIPE, "embedding_dim": 32}
+    for rule, columns in (("adagrad", {(0, 16), (16, 32)}), ("rowwise_adagrad", {(0, 32)})):
+        found = spread(World(rank=0, size=2), NAMES, recipe, rule=rule, threshold=100)
+        assert {piece.columns for piece in found.pieces} == columns
+
+
+def test_peers_are_for_processes_of_one_host(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    world = World(rank=1, size=2)
+    found = spread(world, NAMES, RECIPE, threshold=100, exchange="peers")
+    assert found.peers
+    assert found.text.endswith("exchange by peers")
+    if not torch.cuda.is_available():  # auto: where GPUs reach each other
+        assert not spread(world, NAMES, RECIPE, threshold=100).peers
+    assert not spread(world, NAMES, RECIPE, threshold=100, exchange="collective").peers
+
+
+@pytest.mark.parametrize("reach", [True, False])
+def test_peers_are_gpus_that_reach_each_other(monkeypatch, reach):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda here, there: reach)
+    memory = SimpleNamespace(total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: memory)
+    world = World(rank=0, size=2, device=torch.device("cuda", 0))
+    assert spread(world, NAMES, RECIPE, threshold=100).peers == reach
+    if reach:
+        assert spread(world, NAMES, RECIPE, threshold=100, exchange="peers").peers
+    else:
+        with pytest.raises(ValueError, match="memory, these can't: use"):
+            spread(world, NAMES, RECIPE, threshold=100, exchange="peers")
+
+
+def test_pages_have_no_devices_of_their_own_under_torchrun():
+    recipe = {**RECIPE, "plan": [("paged", {"devices": ["cpu", "cpu"]})] * 3}
+    assert spread(World(), NAMES, recipe) is None
+    for by in ("row", "replicate"):
+        with pytest.raises(ValueError, match="under torchrun every process holds its share"):
+            spread(World(rank=0, size=2), NAMES, recipe, by=by)
+
+
+@pytest.mark.parametrize("by", ["table", "row", "column"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_parts_of_all_ranks_are_the_dense_tables(by, size):
+    torch.manual_seed(0)
+    dense = Dense(SIZES, 8)
+    recipe = {**RECIPE, "plan": [("dense", {})] * 3}
+    seen = torch.zeros_like(dense.weight)
+    for rank in range(size):
+        world = World(rank=rank, size=size)
+        sharding = spread(world, NAMES, recipe, by=by, threshold=100)
+        torch.manual_seed(0)
+        group = Sharded(SIZES, 8, sharding)
+        shards = group.state_dict()["weight"]
+        assert shards.size() == dense.weight.shape
+        for (row, column), values in shards.parts.items():
+            height, width = values.shape
+            expected = dense.weight[row : row + height, column : column + width]
+            assert torch.equal(values, expected)
+            seen[row : row + height, column : column + width] += 1
+        assert group.footprint() == dense.footprint()
+        group.load_state_dict({"weight": dense.weight * 2})
+        for (row, column), values in group.state_dict()["weight"].parts.items():
+            height, width = values.shape
+            expected = 2 * dense.weight[row : row + height, column : column + width]
+            assert torch.equal(values, expected)
+        with pytest.raises(RuntimeError, match=r"weight has shape \(3, 8\), it must be \("):
+            group.load_state_dict({"weight": torch.zeros(3, 8)})
+        with pytest.raises(RuntimeError, match="Unexpected key"):
+            group.load_state_dict({"weight": dense.weight, "more": torch.zeros(1)})
+    assert (seen[300:320] == size).all()  # replicated
+    assert (seen[:300] == 1).all()
+    assert (seen[320:] == 1).all()
+
+
+def test_rows_rounded_by_chance_need_gpus():
+    world = World(rank=0, size=2)
+    recipe = {**RECIPE, "tables_dtype": "bf16"}
+    model = DLRM(**recipe, bottom_mlp=[4], top_mlp=[4], sharding=spread(world, NAMES, recipe))
+    optimizer = RowOptimizer(model.sparse_arch.parameters(), "sgd")
+    with pytest.raises(ValueError, match=r"rounded by chance.*use --sharding\.by replicate"):
+        Reducer.of(model, optimizer, world)

@@ -1,0 +1,64 @@
+"""Factors of rows and dims."""
+
+from math import prod
+
+import pytest
+
+from dlrm.embeddings.common.factorization import factorize_dim, factorize_rows
+
+PAPER = {
+    10131227: (200, 220, 250),
+    8351593: (200, 200, 209),
+    7046547: (200, 200, 200),
+    5461306: (166, 175, 188),
+    2202608: (125, 130, 136),
+    286181: (53, 72, 75),
+    142572: (50, 52, 55),
+    11000000: (200, 220, 250),
+}
+
+
+@pytest.mark.parametrize("rows", PAPER)
+def test_rows_of_the_paper(rows):
+    assert factorize_rows(rows, 3) == PAPER[rows]
+
+
+@pytest.mark.parametrize("d", [2, 3, 4])
+@pytest.mark.parametrize("rows", [*range(1, 200), 997, 7919, 99999989, 10**8, 40000000, 2**31])
+def test_rows_are_covered_by_balanced_factors(rows, d):
+    p = factorize_rows(rows, d)
+    assert len(p) == d
+    assert list(p) == sorted(p)
+    assert prod(p) >= rows
+    assert p[-1] <= 2 * p[0]
+    if rows >= 10**d:
+        assert prod(p) <= 1.25 * rows
+
+
+def test_one_factor_is_the_rows_or_few_more():
+    assert factorize_rows(1, 1) == (1,)
+    assert 997 <= factorize_rows(997, 1)[0] <= 1000
+
+
+@pytest.mark.parametrize(
+    ("dim", "q"),
+    [
+        (16, (2, 2, 4)),
+        (64, (4, 4, 4)),
+        (128, (4, 4, 8)),
+        (7, (1, 1, 7)),
+        (1, (1, 1, 1)),
+        (12, (2, 2, 3)),
+        (10, (1, 2, 5)),
+        (16, (4, 4)),
+        (64, (2, 2, 4, 4)),
+    ],
+)
+def test_dims_are_factorised_exactly(dim, q):
+    assert factorize_dim(dim, len(q)) == q
+
+
+@pytest.mark.parametrize(("rows", "d"), [(0, 3), (10, 0)])
+def test_nothing_to_factorise(rows, d):
+    with pytest.raises(ValueError, match=f"must be at least 1, got {rows} and {d}"):
+        factorize_rows(rows, d)

@@ -1,0 +1,152 @@
+"""The codebook kernel, its packed codes, and its gradients."""
+
+import pytest
+import torch
+
+from dlrm.kernels.lookup import codebook
+from dlrm.kernels.lookup.codebook import (
+    code_bits,
+    codebook_sum,
+    codebook_sum_torch,
+    members,
+    pack,
+    unpack,
+)
+
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+
+
+def relative(found, expected):
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("clusters", [1, 2, 3, 16, 17, 256, 257, 384, 512, 65_536])
+def test_bits_tell_all_codes_apart(clusters):
+    bits = code_bits(clusters)
+    assert 2**bits >= clusters
+    assert bits == 1 or 2 ** (bits - 1) < clusters
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+@pytest.mark.parametrize("bits", [1, 3, 7, 8, 9, 12, 13, 16])
+def test_packed_codes_come_back(parts, bits):
+    codes = torch.randint(1 << bits, (57, parts))
+    codes[0], codes[1] = 0, (1 << bits) - 1
+    packed = pack(codes, bits)
+    assert packed.shape == (57, -(-parts * bits // 8))
+    assert torch.equal(unpack(packed, parts, bits), codes)
+    assert torch.equal(unpack(packed.view(3, 19, -1), parts, bits), codes.view(3, 19, parts))
+    assert torch.equal(unpack(packed[4], parts, bits), codes[4])
+
+
+def test_nine_bits_for_384_clusters():
+    assert pack(torch.randint(384, (10, 8)), code_bits(384)).shape == (10, 9)
+
+
+@pytest.mark.parametrize("stretch", [1, 16, 512])
+def test_members_are_all_entries_by_centroid(stretch, monkeypatch):
+    monkeypatch.setattr(codebook, "STRETCH", stretch)
+    codes = torch.randint(7, (100, 3))
+    codes[:, 1] = 4  # one centroid has all
+    found = members(pack(codes, 3), 3, 3, 7)
+    spans = found.stretches.tolist()
+    assert all(end <= begin + stretch for begin, end in spans)
+    for part in range(3):
+        for name in range(7):
+            begin, end = found.first[7 * part + name : 7 * part + name + 2].tolist()
+            own = torch.cat(
+                [found.order[slice(*span)] for span in spans[begin:end]] + [found.order[:0]]
+            )
+            assert torch.equal(own.long(), (codes[:, part] == name).nonzero()[:, 0])
+    assert all(begin >= end for begin, end in spans[found.first[-1] :])
+
+
+def test_gradients_of_centroids_that_many_entries_share(device, monkeypatch):
+    monkeypatch.setattr(codebook, "STRETCH", 16)
+    codes = torch.zeros(300, 2, dtype=torch.int64, device=device)
+    codes[:40] = torch.randint(9, (40, 2), device=device)
+    packed, up = pack(codes, 4), torch.randn(5, 300, device=device)
+    products = torch.randn(2, 9, 5, device=device, requires_grad=True)
+    out = codebook_sum(products, packed, None, 4, members(packed, 2, 4, 9), impl="triton")
+    (found,) = torch.autograd.grad(out, products, up)
+    exact = codebook_sum_torch(products, packed, None, 4)
+    torch.testing.assert_close(found, torch.autograd.grad(exact, products, up)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("tokens", "entries", "parts", "clusters"),
+    [(1, 1, 1, 1), (5, 70, 3, 9), (67, 130, 8, 20), (64, 64, 2, 40), (3, 201, 4, 5)],
+)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_sums_and_gradients_agree_with_pytorch(
+    tokens, entries, parts, clusters, dtype, with_bias, device
+):
+    codes = torch.randint(clusters, (entries, parts), device=device)
+    bits = code_bits(clusters)
+    packed = pack(codes, bits)
+    products = torch.randn(parts, clusters, tokens, device=device, dtype=dtype)
+    bias = torch.randn(entries, device=device, dtype=dtype) if with_bias else None
+    up = torch.randn(tokens, entries, device=device, dtype=dtype)
+    inputs = [x.clone().requires_grad_() for x in (products, bias) if x is not None]
+    out = codebook_sum(
+        inputs[0], packed, inputs[1] if with_bias else None, bits,
+        members(packed, parts, bits, clusters), impl="triton",
+    )  # fmt: skip
+    assert out.dtype == dtype
+    exact_inputs = [x.detach().double().requires_grad_() for x in inputs]
+    exact = codebook_sum_torch(
+        exact_inputs[0], packed, exact_inputs[1] if with_bias else None, bits
+    )
+    assert relative(out, exact) < TOLERANCE[dtype]
+    found = torch.autograd.grad(out, inputs, up)
+    expected = torch.autograd.grad(exact, exact_inputs, up.double())
+    for name, ours, theirs in zip(("products", "bias"), found, expected, strict=False):
+        assert relative(ours, theirs) < TOLERANCE[dtype], name
+
+
+@pytest.mark.parametrize(("parts", "clusters"), [(8, 384), (2, 256), (6, 1500), (3, 40_000)])
+def test_codes_of_any_length_are_read(parts, clusters, device):
+    codes, bits = torch.randint(clusters, (70, parts), device=device), code_bits(clusters)
+    packed = pack(codes, bits)
+    products = torch.randn(parts, clusters, 9, device=device, dtype=torch.float16)
+    index = members(packed, parts, bits, clusters)
+    out = codebook_sum(products, packed, None, bits, index, impl="triton")
+    exact = codebook_sum_torch(products.double(), packed, None, bits)
+    assert relative(out, exact) < TOLERANCE[torch.float16]
+
+
+def test_the_bias_may_be_a_view_and_the_codes_must_not(device):
+    packed = pack(torch.randint(5, (7, 3), device=device), 3)
+    products, bias = torch.randn(3, 5, 2, device=device), torch.randn(14, device=device)[::2]
+    out = codebook_sum(products, packed, bias, 3, None, impl="triton")
+    torch.testing.assert_close(out, codebook_sum_torch(products, packed, bias, 3))
+    cut = torch.cat([packed, packed], 1)[:, : packed.shape[1]]
+    with pytest.raises(ValueError, match=r"^codes has shape \(7, 2\) and strides .* codes.contig"):
+        codebook_sum(products, cut, bias, 3, None, impl="triton")
+
+
+def test_no_tokens(device):
+    packed = pack(torch.randint(4, (10, 2), device=device), 2)
+    products = torch.randn(2, 4, 0, device=device, requires_grad=True)
+    out = codebook_sum(products, packed, None, 2, members(packed, 2, 2, 4), impl="triton")
+    assert out.shape == (0, 10)
+    out.sum().backward()
+    assert products.grad.shape == (2, 4, 0)
+
+
+def test_without_an_index_there_is_no_backward_pass(device):
+    packed = pack(torch.randint(4, (10, 2), device=device), 2)
+    products = torch.randn(2, 4, 3, device=device, requires_grad=True)
+    out = codebook_sum(products, packed, None, 2, None, impl="triton")
+    with pytest.raises(ValueError, match="without an index has no backward pass"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_half_precision_is_summed_in_single(impl, device):
+    products = torch.ones(300, 2, 3, dtype=torch.bfloat16, device=device)
+    codes = torch.zeros(5, 38, dtype=torch.uint8, device=device)
+    out = codebook_sum(products, codes, torch.zeros(5, device=device), 1, None, impl=impl)
+    assert out.dtype == torch.bfloat16
+    assert (out == 300).all()  # bf16 has no number between 256 and 258, sums would end at 256

@@ -1,0 +1,47 @@
+"""The hash of pieces: well spread, and the same in Triton and PyTorch."""
+
+import pytest
+import torch
+
+from dlrm.kernels.lookup.hashing import scatter, scatter_torch, scramble
+
+
+def test_different_keys_stay_different():
+    assert len(scramble(torch.arange(1_000_000)).unique()) == 1_000_000
+    assert scramble(torch.tensor(0)) == 0
+    assert scramble(torch.arange(-5, 5)).min() >= 0
+    assert scramble(torch.tensor([2**40 + 3, 2**62])).max() < 2**32
+
+
+def test_every_bit_of_a_key_turns_half_of_the_bits():
+    keys = torch.randint(2**32, (2000,))
+    for bit in range(32):
+        turned = scramble(keys) ^ scramble(keys ^ (1 << bit))
+        share = sum(((turned >> place) & 1).double().mean() for place in range(32)) / 32
+        assert share == pytest.approx(0.5, abs=0.03), bit
+
+
+def test_neighbours_are_spread_evenly():
+    counts = (scramble(torch.arange(100_000)) % 97).bincount(minlength=97).double()
+    assert ((counts - counts.mean()).square() / counts.mean()).sum() < 97 + 4 * (2 * 97) ** 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("pieces", "block"), [(1, 1), (4, 1), (3, 1), (1, 64), (1, 10**12)])
+@pytest.mark.parametrize(
+    ("first", "ids"), [((3, 1), (3, 700)), ((50,), (50,)), ((), (2, 3)), ((), ()), ((2, 1), (2, 0))]
+)
+def test_places_are_those_of_pytorch(first, ids, pieces, block, dtype, device):
+    first = torch.randint(5000, first, device=device)
+    ids = torch.randint(2**31 - 1, ids, device=device).to(dtype)
+    expected = scatter_torch(first, ids, pieces, 5000, block=block)
+    found = scatter(first, ids, pieces, 5000, block=block, impl="triton")
+    assert found.shape == (*ids.shape, pieces)
+    assert torch.equal(found, expected)
+    assert ((found >= 0) & (found < 5000)).all()
+
+
+def test_shapes_that_only_broadcast_work_too(device):
+    first, ids = torch.tensor([[5], [9]], device=device), torch.arange(7, device=device)
+    found = scatter(first, ids, 2, 100, impl="triton")
+    assert torch.equal(found, scatter_torch(first, ids, 2, 100))

@@ -1,0 +1,365 @@
+"""Look-ups against ``torch.nn.functional`` in float64, outputs and gradients."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from dlrm.kernels.lookup import bags
+from dlrm.kernels.lookup import tables as kernel
+from dlrm.kernels.lookup.bags import MODES, lookup_bags
+from dlrm.kernels.lookup.projected import lookup_widened
+from dlrm.kernels.lookup.quotient_remainder import lookup_quotient
+from dlrm.kernels.lookup.tables import gather_rows, lookup, lookup_tables
+
+GPU = torch.cuda.is_available()
+SCALE = 400 if GPU else 1
+SIZES = [3, 1, 20 * SCALE, 7 * SCALE]
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}  # relative RMS
+
+
+def rms(value, reference):
+    value, reference = value.double(), reference.double()
+    return ((value - reference).norm() / reference.norm().clamp(min=1e-30)).item()
+
+
+def summed(grad):
+    """The gradient of a table as a dense tensor, sparse entries summed in float64."""
+    if not grad.is_sparse:
+        return grad
+    dense = torch.zeros(grad.shape, dtype=torch.float64, device=grad.device)
+    return dense.index_add_(0, grad._indices()[0], grad._values().double())
+
+
+def tables(dim, device, dtype=torch.float32):
+    weight = torch.randn(sum(SIZES), dim, device=device, dtype=dtype).requires_grad_()
+    starts = torch.tensor([0, *SIZES[:-1]], device=device).cumsum(0)
+    return weight, starts
+
+
+def ids_of(batch, device):
+    """Uniform ids, with the first and the last row of every table among them."""
+    ids = torch.stack([torch.randint(size, (batch,), device=device) for size in SIZES])
+    ids[:, 0] = 0
+    ids[:, -1] = torch.tensor(SIZES, device=device) - 1
+    return ids
+
+
+def bags_of(batch, device):
+    """Ids of bags of 0 to 4 ids, the first bag and the last empty, and their offsets."""
+    lengths = torch.randint(5, (len(SIZES), batch), device=device)
+    lengths[0, 0] = lengths[-1, -1] = 0
+    offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=device)
+    offsets[1:] = lengths.flatten().cumsum(0)
+    counts = lengths.sum(1).tolist()
+    ids = [torch.randint(s, (n,), device=device) for s, n in zip(SIZES, counts, strict=True)]
+    return torch.cat(ids), offsets
+
+
+@pytest.fixture(autouse=True)
+def _nan_in_new_memory():
+    torch.use_deterministic_algorithms(True, warn_only=True)  # also fills torch.empty with NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch):
+    if not GPU:
+        monkeypatch.setattr(kernel, "TILE", 64)
+        monkeypatch.setattr(bags, "TILE", 16)
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("batch", "dim", "index", "sparse"),
+    [
+        (9, 16, torch.int32, True),
+        (1, 4, torch.int64, True),
+        (11, 5, torch.int64, False),
+        (2, 100, torch.int32, True),
+    ],
+)
+def test_one_id_per_table(device, impl, dtype, batch, dim, index, sparse):
+    weight, starts = tables(dim, device, dtype)
+    ids = ids_of(batch * (SCALE if batch > 1 else 1), device)
+    out = lookup_tables(weight, starts, ids.to(index), sparse=sparse, impl=impl)
+    assert torch.equal(out, weight[(ids + starts[:, None]).t()])
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    assert weight.grad.is_sparse == sparse
+    exact = weight.detach().double().requires_grad_()
+    exact[(ids + starts[:, None]).t()].backward(grad.double())
+    assert rms(summed(weight.grad), exact.grad) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("share", ["modulo", "last"])
+def test_ids_that_share_rows(device, impl, index, share):
+    weight, starts = tables(8, device)
+    ids = 3 * ids_of(9 * SCALE, device)
+    sizes = torch.tensor(SIZES, device=device)
+    local = ids % sizes[:, None] if share == "modulo" else ids.minimum(sizes[:, None] - 1)
+    number = {share: sizes if share == "modulo" else sizes - 1}
+    out = lookup_tables(weight, starts, ids.to(index), impl=impl, **number)
+    assert torch.equal(out, lookup_tables(weight, starts, local, impl="torch"))
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    exact = weight.detach().double().requires_grad_()
+    lookup_tables(exact, starts, local, sparse=False, impl="torch").backward(grad.double())
+    assert rms(summed(weight.grad), exact.grad) < TOLERANCE[torch.float32]
+
+
+def test_gradient_is_one_entry_per_lookup_and_no_copy(device):
+    weight, starts = tables(16, device)
+    ids = ids_of(6, device)
+    out = lookup_tables(weight, starts, ids, impl="triton")
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    assert not weight.grad.is_coalesced()
+    assert weight.grad._nnz() == ids.numel()
+    assert weight.grad._indices().tolist() == [(ids + starts[:, None]).t().flatten().tolist()]
+    assert weight.grad._values().data_ptr() == grad.data_ptr()
+
+
+def test_gradient_of_a_slice_of_a_larger_buffer(device):
+    weight, starts = tables(8, device)
+    ids = ids_of(6, device)
+    out = lookup_tables(weight, starts, ids, impl="triton")
+    joint = torch.cat([out.new_zeros(6, 2, 8), out], dim=1)
+    grad = torch.randn_like(joint)
+    joint.backward(grad)
+    exact = torch.zeros_like(weight)
+    exact.index_add_(0, (ids + starts[:, None]).t().flatten(), grad[:, 2:].reshape(-1, 8))
+    assert rms(weight.grad.to_dense(), exact) < 1e-6
+
+
+def test_writes_into_a_part_of_a_larger_buffer(device):
+    weight, starts = tables(12, device)
+    ids = ids_of(7, device)
+    buffer = torch.zeros(7, len(SIZES) + 3, 14, device=device)
+    gather_rows(weight, starts, ids, buffer[:, 2:-1, :12])
+    assert torch.equal(buffer[:, 2:-1, :12], weight[(ids + starts[:, None]).t()])
+    buffer[:, 2:-1, :12] = 0
+    assert not buffer.any()
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("shape", [(7,), (2, 3, 2), (0,)])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_rows_of_any_shape(device, impl, shape, index):
+    weight = torch.randn(13, 6, device=device).requires_grad_()
+    rows = torch.randint(13, shape, device=device, dtype=index)
+    out = lookup(weight, rows, impl=impl)
+    assert torch.equal(out, weight[rows.long()])
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    exact = torch.zeros_like(weight).index_add_(0, rows.flatten().long(), grad.view(-1, 6))
+    torch.testing.assert_close(weight.grad.to_dense(), exact)
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_rows_that_lie_apart(device, impl):
+    weight = torch.randn(20, 6, device=device)
+    for rows in (torch.arange(20, device=device)[::2], torch.tensor([7], device=device).expand(5)):
+        assert torch.equal(lookup(weight, rows, impl=impl), weight[rows])
+
+
+def test_gradient_of_one_weight_that_lies_apart(device):
+    """One row of one weight is contiguous however far its neighbours are, which PyTorch trusts."""
+    weight = torch.zeros(3, 1, device=device, requires_grad=True)
+    out = lookup(weight, torch.tensor([1], device=device), impl="triton")
+    out.backward(torch.tensor([[5.0, 7.0]], device=device)[:, ::2])
+    assert weight.grad._values().stride() == (1, 1)
+    assert weight.grad.to_dense().tolist() == [[0], [5], [0]]
+
+
+def exact_bags(weight, starts, ids, offsets, scale, mode):
+    """The pooled bags by ``nn.functional`` in float64, ``[B, F, D]``."""
+    batch = (len(offsets) - 1) // len(starts)
+    out = []
+    for table, start in enumerate(starts.tolist()):
+        bounds = offsets[table * batch : (table + 1) * batch + 1]
+        span = slice(int(bounds[0]), int(bounds[-1]))
+        out.append(
+            functional.embedding_bag(
+                ids[span].long() + start, weight, bounds - bounds[0], mode=mode,
+                per_sample_weights=None if scale is None else scale[span],
+                include_last_offset=True,
+            )
+        )  # fmt: skip
+    return torch.stack(out, dim=1)
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("mode", [*MODES, "weighted"])
+@pytest.mark.parametrize(("batch", "dim", "index"), [(6, 16, torch.int64), (5, 7, torch.int32)])
+def test_bags(device, impl, mode, batch, dim, index):
+    weight, starts = tables(dim, device)
+    ids, offsets = bags_of(batch * SCALE, device)
+    exact = weight.detach().double().requires_grad_()
+    scale = exact_scale = None
+    if mode == "weighted":
+        mode, scale = "sum", torch.randn(ids.shape, device=device).requires_grad_()
+        exact_scale = scale.detach().double().requires_grad_()
+    out = lookup_bags(
+        weight, starts, ids.to(index), offsets, per_sample_weights=scale, mode=mode, impl=impl
+    )
+    reference = exact_bags(exact, starts, ids, offsets, exact_scale, mode)
+    assert rms(out, reference) < 1e-6
+    assert not out[0, 0].any()
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    reference.backward(grad.double())
+    assert rms(summed(weight.grad), exact.grad) < 1e-5
+    if scale is not None:
+        assert rms(scale.grad, exact_scale.grad) < 1e-6
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("share", ["modulo", "last"])
+def test_bags_of_ids_that_share_rows(device, impl, share):
+    weight, starts = tables(8, device)
+    ids, offsets = bags_of(6 * SCALE, device)
+    sizes = torch.tensor(SIZES, device=device)
+    counts = offsets[:: 6 * SCALE].diff()
+    size = sizes.repeat_interleave(counts)
+    local = (3 * ids) % size if share == "modulo" else (3 * ids).minimum(size - 1)
+    number = {share: sizes if share == "modulo" else sizes - 1}
+    out = lookup_bags(weight, starts, 3 * ids, offsets, impl=impl, **number)
+    exact = weight.detach().double().requires_grad_()
+    reference = exact_bags(exact, starts, local, offsets, None, "sum")
+    assert rms(out, reference) < TOLERANCE[torch.float32]
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    reference.backward(grad.double())
+    assert rms(summed(weight.grad), exact.grad) < 1e-5
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bags_of_bfloat16_rows(device, mode):
+    weight, starts = tables(16, device, torch.bfloat16)
+    ids, offsets = bags_of(4, device)
+    out = lookup_bags(weight, starts, ids, offsets, mode=mode, impl="triton")
+    exact = weight.detach().double().requires_grad_()
+    reference = exact_bags(exact, starts, ids, offsets, None, mode)
+    assert rms(out, reference) < TOLERANCE[torch.bfloat16]
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    reference.backward(grad.double())
+    assert rms(summed(weight.grad), exact.grad) < TOLERANCE[torch.bfloat16]
+
+
+def test_max_gives_the_gradient_to_the_first_of_equal_entries(device):
+    weight = torch.tensor([[1.0], [1.0], [0.0]], device=device).requires_grad_()
+    ids, offsets = torch.tensor([2, 1, 0], device=device), torch.tensor([0, 3], device=device)
+    starts = torch.tensor([0], device=device)
+    lookup_bags(weight, starts, ids, offsets, mode="max", impl="triton").sum().backward()
+    assert weight.grad.to_dense().flatten().tolist() == [0, 1, 0]
+
+
+def test_inputs_may_be_views(device):
+    weight, starts = tables(4, device)
+    ids = ids_of(6, device)
+    assert torch.equal(
+        lookup_tables(weight, starts, ids.t().contiguous().t(), impl="triton"),
+        lookup_tables(weight, starts, ids, impl="triton"),
+    )
+    ids, offsets = bags_of(5, device)
+    scale = torch.randn(len(ids), device=device)
+    views = [torch.stack([x, x], dim=1)[:, 1] for x in (ids, offsets, scale)]
+    for mode, few in (("sum", {"per_sample_weights": views[2]}), ("mean", {})):
+        out = lookup_bags(weight, starts, *views[:2], mode=mode, impl="triton", **few)
+        full = {"per_sample_weights": scale} if few else {}
+        assert torch.equal(
+            out, lookup_bags(weight, starts, ids, offsets, mode=mode, impl="triton", **full)
+        )
+
+
+def test_what_kernels_read_in_order_must_lie_so(device):
+    """Weights cut from wider ones, or turned: other elements were read, silently."""
+    weight, starts = tables(4, device)
+    ids, (bags, offsets) = ids_of(3, device), bags_of(3, device)
+    turned = weight.t().contiguous().t()
+    second = torch.stack([starts, starts], dim=1)[:, 1]
+    matrices = torch.zeros(4, 4, 16, device=device)
+    both = (starts, starts)
+    for name, call in (
+        ("weight", lambda **use: lookup(turned, ids, **use)),
+        ("weight", lambda **use: lookup_tables(turned, starts, ids, **use)),
+        ("starts", lambda **use: lookup_tables(weight, second, ids, **use)),
+        ("last", lambda **use: lookup_tables(weight, starts, ids, last=second, **use)),
+        ("last", lambda **use: lookup_bags(weight, starts, bags, offsets, last=second, **use)),
+        ("quotient", lambda **use: lookup_quotient(turned, weight, both, ids, 1, **use)),
+        (
+            "starts_r",
+            lambda **use: lookup_quotient(weight, weight, (starts, second), ids, 1, **use),
+        ),
+        ("projection", lambda **use: lookup_widened(weight, matrices[..., :8], starts, ids, **use)),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name} has .* strides .* contiguous: give"):
+            call(impl="triton")
+        call(impl="torch")
+
+
+def test_all_bags_empty(device):
+    weight, starts = tables(4, device)
+    ids = torch.empty(0, dtype=torch.int64, device=device)
+    offsets = torch.zeros(2 * len(SIZES) + 1, dtype=torch.int64, device=device)
+    for mode in MODES:
+        out = lookup_bags(weight, starts, ids, offsets, mode=mode, impl="triton")
+        assert out.shape == (2, len(SIZES), 4)
+        assert not out.any()
+
+
+def test_messages():
+    weight, starts = tables(4, "cpu")
+    ids, offsets = bags_of(3, "cpu")
+    with pytest.raises(ValueError, match=r"ids have shape \(3, 2\), they must be \[4, B\]"):
+        lookup_tables(weight, starts, torch.zeros(3, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="unknown mode 'maen', did you mean 'mean'"):
+        lookup_bags(weight, starts, ids, offsets, mode="maen")
+    with pytest.raises(ValueError, match="per_sample_weights need mode sum, the mode is max"):
+        lookup_bags(
+            weight, starts, ids, offsets, mode="max", per_sample_weights=torch.ones(len(ids))
+        )
+    with pytest.raises(ValueError, match="12 offsets for 4 tables"):
+        lookup_bags(weight, starts, ids, offsets[:-1])
+    with pytest.raises(ValueError, match="0 offsets for 1 tables"):
+        lookup_bags(weight, starts[:1], ids[:0], offsets[:0])
+    with pytest.raises(ValueError, match=r"per_sample_weights have shape \(1,\), they must have"):
+        lookup_bags(weight, starts, ids, offsets, per_sample_weights=torch.ones(1))
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_indices_are_integers_beside_the_weights(impl):
+    weight, starts = tables(4, "cpu")
+    one_each = torch.zeros(4, 2, dtype=torch.int64)
+    bags, offsets = bags_of(3, "cpu")
+    both = (starts, starts)
+    projection = torch.zeros(4, 4, 8)
+    for bad, message in (
+        (lambda ids: ids.float(), "must be integers, got torch.float32"),
+        (lambda ids: ids.bool(), "must be integers, got torch.bool"),
+        (lambda ids: ids.to("meta"), "are on meta and the weights on cpu"),
+    ):
+        for call in (
+            lambda bad=bad: lookup(weight, bad(one_each), impl=impl),
+            lambda bad=bad: lookup_tables(weight, starts, bad(one_each), impl=impl),
+            lambda bad=bad: lookup_bags(weight, starts, bad(bags), offsets, impl=impl),
+            lambda bad=bad: lookup_bags(weight, starts, bags, bad(offsets), impl=impl),
+            lambda bad=bad: lookup_quotient(weight, weight, both, bad(one_each), 2, impl=impl),
+            lambda bad=bad: lookup_widened(weight, projection, starts, bad(one_each), impl=impl),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call()
+
+
+@pytest.mark.gpu
+def test_flat_index_beyond_two_to_the_31():
+    weight = torch.zeros(2**27 + 5, 16, device="cuda", dtype=torch.bfloat16)
+    weight[-1] = 7
+    ids = torch.tensor([[2, 2], [4, 0]], dtype=torch.int32, device="cuda")
+    out = lookup_tables(weight, torch.tensor([0, 2**27], device="cuda"), ids)
+    assert out.sum(2).tolist() == [[0, 16 * 7], [0, 0]]

@@ -1,0 +1,156 @@
+"""Row updates and look-ups through a cache, by the kernels: the bits of those without one."""
+
+import itertools
+import time
+
+import pytest
+import torch
+
+from dlrm.kernels.offload import prefetch as carrier
+from dlrm.kernels.offload.pinned_memory import mapped, on_host
+from dlrm.kernels.offload.row_cache import CachedRows, cached_rows
+from dlrm.kernels.update.rules import RULES, make_rule
+from dlrm.kernels.update.sparse import update_rows
+
+ROWS, DIM = 60, 5
+
+
+def in_host_memory(value, device):
+    """The same values in host memory, as a tensor of the device."""
+    if device.type == "cpu":
+        return value.clone()
+    return mapped(value.shape, value.dtype, device)[1].copy_(value)
+
+
+def make(device, capacity, rule, dtype=torch.float32):
+    """Rows, and the same rows behind a cache, each with its states."""
+    rule = make_rule(rule)
+    value = torch.randn(ROWS, DIM, device=device).to(dtype)
+    cached = CachedRows(in_host_memory(value, device), capacity, half_life=3, impl="triton")
+    cached.start()
+    widths = [1 if per_row else DIM for per_row in rule.states.values()]
+    states = [torch.zeros(ROWS, width, device=device) for width in widths]
+    return rule, value, states, cached, [cached.new_rows(width, torch.float32) for width in widths]
+
+
+@pytest.mark.parametrize(
+    ("rule", "capacity"), [*((rule, 7) for rule in RULES), ("adam", 0), ("adam", ROWS)]
+)
+def test_updates_equal_those_without_a_cache(device, rule, capacity):
+    rule, value, states, cached, host_states = make(device, capacity, rule)
+    weight, lr = cached.tensors[0][0], torch.tensor(0.1, device=device)
+    for index in range(4):
+        rows = (torch.rand(20, device=device) ** 2 * ROWS).long()
+        grads = torch.randn(20, DIM, device=device)
+        found = cached.lookup(rows[None], sparse=True, training=True)
+        assert torch.equal(found[:, 0], value[rows]), index
+        update_rows(rule, value, rows, grads, states, lr=lr, impl="triton")
+        update_rows(rule, weight, rows, grads, host_states, lr=lr, cached=cached, impl="triton")
+    assert cached.index.owners.ge(0).sum() >= min(capacity, 20)
+    cached.flush()
+    for mine, other in zip([weight, *host_states], [value, *states], strict=True):
+        assert torch.equal(mine, other)
+
+
+def delay(monkeypatch, name, seconds=0.003):
+    """Have a thread that moves rows begin its work late."""
+    work = getattr(carrier, name)
+
+    def late(*arguments):
+        time.sleep(seconds)
+        return work(*arguments)
+
+    monkeypatch.setattr(carrier, name, late)
+
+
+@pytest.mark.parametrize("capacity", [20, 60])
+@pytest.mark.parametrize(
+    ("rule", "dtype"),
+    [("adagrad", torch.float32), ("rowwise_adagrad", torch.float32), ("adam", torch.bfloat16)],
+)
+@pytest.mark.parametrize("late", [None, "_gather", "_store"])
+def test_moves_beside_the_step_change_nothing(device, monkeypatch, rule, dtype, capacity, late):
+    if late:
+        delay(monkeypatch, late)
+    rule, value, states, cached, host_states = make(device, capacity, rule, dtype)
+    weight, lr = cached.tensors[0][0], torch.tensor(0.1, device=device)
+    seeds = [None, None]  # in PyTorch, chance rounds each table in its own way
+    if device.type == "cuda":
+        seeds = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
+    rounds = 301 if device.type == "cuda" and not late else 21
+    batches = [(torch.rand(50, device=device) ** 2 * ROWS).long() for _ in range(rounds)]
+    for index, (rows, coming) in enumerate(itertools.pairwise(batches)):
+        announced = index % 7 not in (0, 5)
+        if not announced:
+            rows = (torch.rand(50, device=device) ** 2 * ROWS).long()
+        grads = torch.randn(50, DIM, device=device)
+        cached.begin_round(None if announced else (rows[None], None), (coming[None], None))
+        found = cached.lookup(rows[None], sparse=True, training=True, in_round=True)
+        assert torch.equal(found[:, 0], value[rows])
+        update_rows(rule, value, rows, grads, states, lr=lr, seed=seeds[0])
+        update_rows(rule, weight, rows, grads, host_states, lr=lr, cached=cached, seed=seeds[1])
+        if index % 7 == 3:
+            every = torch.arange(ROWS, device=device)[None]
+            found = cached.lookup(every, sparse=True, training=False)
+            assert torch.equal(found[:, 0], value)
+    moved = cached.index.traffic[2:4].tolist()
+    assert moved[0] > moved[1] if capacity == ROWS else moved[1] > len(batches)
+    cached.flush()
+    for mine, other in zip([weight, *host_states], [value, *states], strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("then", ["flush", "release", "stop", "look up", "train"])
+@pytest.mark.parametrize("late", ["_gather", "_store"])
+def test_whoever_wants_the_table_waits_for_rows_on_their_way(device, monkeypatch, then, late):
+    delay(monkeypatch, late, 0.1)
+    rule, value, _, cached, _ = make(device, 20, "sgd")
+    weight, lr = cached.tensors[0][0], torch.tensor(0.1, device=device)
+    rows = torch.arange(40, device=device).view(4, 10)
+    for index, used in enumerate(rows[:3]):
+        cached.begin_round(None if index else (used[None], None), (rows[index + 1][None], None))
+        grads = torch.ones(10, DIM, device=device)
+        update_rows(rule, value, used, grads, [], lr=lr)
+        update_rows(rule, weight, used, grads, [], lr=lr, cached=cached)
+    if then == "look up":
+        found = cached.lookup(rows, sparse=True, training=False)
+        assert torch.equal(found, value[rows.t()])
+    elif then == "train":  # with rows that just left, and were not announced
+        cached.begin_round((rows[1:2], None), None)
+        found = cached.lookup(rows[1:2], sparse=True, training=True, in_round=True)
+        assert torch.equal(found[:, 0], value[rows[1]])
+    else:
+        getattr(cached, then)()
+        assert torch.equal(weight, value)
+
+
+@pytest.mark.parametrize("name", ["_gather", "_store"])
+def test_what_goes_wrong_beside_the_step_is_raised_until_the_end(device, monkeypatch, name):
+    def fail(*_):
+        raise RuntimeError("no such memory")
+
+    monkeypatch.setattr(carrier, name, fail)
+    _, _, _, cached, _ = make(device, 20, "sgd")
+    rows = torch.arange(20, device=device).view(2, 10)
+    cached.begin_round((rows[:1], None), (rows[1:], None))
+    if name == "_store":  # the next round is not touched, but that after it
+        cached.begin_round(None, (rows[:1], None))
+    for use in (lambda: cached.begin_round(None, None), cached.flush, cached.stop):
+        with pytest.raises(RuntimeError, match="no such memory"):
+            use()
+
+
+def test_memory_of_the_host_is_seen_from_both_sides(device):
+    there = in_host_memory(torch.arange(12.0).view(3, 4), device)
+    here = on_host(there[1:])
+    assert not here.is_cuda
+    assert here.tolist() == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    here[1, 2] = -1
+    assert there.tolist()[2] == [8, 9, -1, 11]
+
+
+def test_the_cache_is_found_at_its_parameter():
+    weight = torch.nn.Parameter(torch.zeros(3, 2))
+    assert cached_rows(weight) is None
+    weight.cached_rows = CachedRows(weight, 1)
+    assert cached_rows(weight) is weight.cached_rows

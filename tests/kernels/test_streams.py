@@ -1,0 +1,98 @@
+"""Work on a second stream: ordered behind what it needs, before what needs it."""
+
+import pytest
+import torch
+
+from dlrm.kernels.streams import branch_of, stream_of
+
+
+def slow_sum(x):
+    """A chain of matrix products that keeps a GPU busy; its result is the sum of ``x``."""
+    eye = torch.eye(len(x), device=x.device)
+    for _ in range(20):
+        x = eye @ x
+    return x.sum()
+
+
+def test_both_sides_see_what_came_before(device):
+    branch = branch_of(torch.ones(1, device=device).device)
+    for step in range(5):
+        x = torch.full((512, 512), float(step), device=device)
+        with branch.fork():
+            beside = slow_sum(x)
+        here = x.sum()
+        branch.join()
+        assert (beside - here).item() == 0
+
+
+def test_backward_passes_of_both_sides_meet(device):
+    branch = branch_of(torch.ones(1, device=device).device)
+    x = torch.randn(256, 256, device=device, requires_grad=True)
+    with branch.fork():
+        beside = slow_sum(x * x)
+    here = (3 * x).sum()
+    branch.join()
+    (beside + here).backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach() + 3, rtol=1e-3, atol=1e-3)
+
+
+def test_without_waiting_the_branch_goes_on_behind_its_own_work(device):
+    branch = branch_of(torch.ones(1, device=device).device)
+    x = torch.ones(512, 512, device=device)
+    with branch.fork():
+        total = slow_sum(x)
+    with branch.fork(wait=False):
+        doubled = 2 * total
+    branch.join()
+    assert doubled.item() == 2 * 512 * 512
+
+
+def test_behind_a_mark_the_branch_sees_what_came_before_it(device):
+    branch = branch_of(torch.ones(1, device=device).device)
+    for step in range(5):
+        x = slow_sum(torch.full((512, 512), float(step), device=device))
+        begin = branch.mark()
+        here = slow_sum(torch.ones(512, 512, device=device))
+        with branch.fork(behind=begin):
+            beside = 2 * x
+        branch.join()
+        assert (beside + here).item() == (2 * step + 1) * 512 * 512
+
+
+def test_there_is_one_branch_per_device(device):
+    own = torch.ones(1, device=device).device
+    assert branch_of(own) is branch_of(torch.zeros(1, device=device).device)
+
+
+@pytest.mark.gpu
+def test_streams_for_two_purposes_are_never_the_same():
+    device = torch.device("cuda")
+    steps, sorts = stream_of(device, "steps"), stream_of(device, "sorts")
+    for _ in range(40):  # PyTorch has 32, and begins again
+        torch.cuda.Stream()
+        assert stream_of(device, "steps") is steps
+        assert stream_of(torch.device("cuda", torch.cuda.current_device()), "sorts") is sorts
+    assert steps.cuda_stream != sorts.cuda_stream
+
+
+@pytest.mark.gpu
+def test_a_graph_keeps_the_fork(device):
+    branch = branch_of(torch.ones(1, device=device).device)
+    x = torch.ones(512, 512, device=device)
+
+    def work():
+        begin = branch.mark()
+        here = x.sum()
+        with branch.fork(behind=begin):
+            beside = slow_sum(x)
+        branch.join()
+        return beside, here
+
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        beside, here = work()
+    for value in (2.0, 3.0):
+        x.fill_(value)
+        graph.replay()
+        assert beside.item() == here.item() == value * 512 * 512

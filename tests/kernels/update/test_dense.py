@@ -1,0 +1,143 @@
+"""The update of many parameters at once against plain PyTorch and torch.optim."""
+
+import pytest
+import torch
+
+from dlrm.kernels.update import dense as whole
+from dlrm.kernels.update.dense import update_whole
+from dlrm.kernels.update.rules import RULES, make_rule
+from dlrm.optim import RowOptimizer
+
+OPTIONS = {
+    **{rule: {} for rule in RULES},
+    "sgd": {"momentum": 0.9, "weight_decay": 0.1},
+    "adagrad": {"eps": 1e-3, "weight_decay": 0.1},
+    "rowwise_adagrad": {"eps": 1e-3, "weight_decay": 0.1},
+    "adamw": {"weight_decay": 0.1},
+    "rmsprop": {"momentum": 0.9},
+}
+CASES = [*((rule, {}) for rule in RULES), *((rule, own) for rule, own in OPTIONS.items() if own)]
+SHAPES = [(5, 3), (7,), (1, 2500), (), (3, 2, 4), (0, 4), (30,)]
+
+
+def make(rule, device, shapes=SHAPES, dtype=torch.float32, **options):
+    parameters = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+    optimizer = RowOptimizer([p.requires_grad_() for p in parameters], rule, lr=0.1, **options)
+    return parameters, [list(optimizer.state[p].values()) for p in parameters]
+
+
+def run(rule, parameters, states, grads, impl):
+    parameters = [parameter.detach().clone() for parameter in parameters]
+    states = [[tensor.clone() for tensor in state] for state in states]
+    lr = torch.tensor(0.1, device=parameters[0].device)
+    for grad in grads:
+        update_whole(rule, parameters, grad, states, lr=lr, impl=impl)
+    return [*parameters, *(tensor for state in states for tensor in state)]
+
+
+@pytest.mark.parametrize(("rule", "options"), CASES)
+def test_every_parameter_and_state_equal_pytorch(rule, options, device):
+    parameters, states = make(rule, device, **options)
+    rule = make_rule(rule, **options)
+    grads = [[torch.randn_like(p) for p in parameters] for _ in range(3)]
+    got = run(rule, parameters, states, grads, "triton")
+    want = run(rule, parameters, states, grads, "torch")
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+    assert not any(torch.equal(a, p) for a, p in zip(got, parameters, strict=False) if p.numel())
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_runs_are_equal(rule, device):
+    """Also where several warps have a part each of a row, of which the rule keeps one number."""
+    many = 20 if device.type == "cuda" else 1
+    shapes = [(12 * many, 384), (40,), (4 * many, 300), (6 * many, 7), (), (3 * many, 512)]
+    parameters, states = make(rule, device, shapes)
+    grads = [[torch.randn_like(p) for p in parameters] for _ in range(2)]
+    first, *others = (
+        run(make_rule(rule), parameters, states, grads, "triton") for _ in range(1 + 2 * many)
+    )
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam"])
+def test_more_parameters_than_one_launch_takes(rule, device, monkeypatch):
+    monkeypatch.setattr(whole, "TENSORS", 2)
+    parameters, states = make(rule, device, [(2, 3)] * 5)
+    grads = [[torch.randn_like(p) for p in parameters]]
+    got = run(rule, parameters, states, grads, "triton")
+    for a, b in zip(got, run(rule, parameters, states, grads, "torch"), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_adagrad_follows_torch(device):
+    parameters, states = make("adagrad", device, [(4, 6)])
+    theirs = parameters[0].detach().clone().requires_grad_()
+    optimizer = torch.optim.Adagrad([theirs], lr=0.1, eps=1e-8)
+    grads = [[torch.randn_like(theirs)] for _ in range(3)]
+    for (grad,) in grads:
+        theirs.grad = grad
+        optimizer.step()
+    torch.testing.assert_close(run("adagrad", parameters, states, grads, "triton")[0], theirs.data)
+
+
+def test_a_gradient_may_lie_transposed(device):
+    parameters, states = make("sgd", device, [(4, 6)])
+    grads = [[torch.randn(6, 4, device=device).t()]]
+    got = run("sgd", parameters, states, grads, "triton")
+    torch.testing.assert_close(got, run("sgd", parameters, states, grads, "torch"))
+
+
+@pytest.mark.parametrize("rule", ["sgd", "rowwise_adagrad", "adam"])
+def test_a_parameter_may_lie_transposed(rule, device):
+    _, states = make(rule, device, [(4, 6)])
+    parameters = [torch.randn(6, 4, device=device).t()]
+    contiguous = [parameters[0].clone(memory_format=torch.contiguous_format)]
+    grads, lr = [torch.randn(4, 6, device=device)], torch.tensor(0.1, device=device)
+    want = run(rule, contiguous, states, [grads], "torch")[0]
+    update_whole(rule, parameters, grads, states, lr=lr, impl="triton")
+    torch.testing.assert_close(parameters[0], want)
+
+
+@pytest.mark.gpu  # the interpreter knows no bfloat16
+def test_bf16_is_rounded_by_chance(device):
+    parameters, states = make("sgd", device, [(300, 300)], torch.bfloat16)
+    before = parameters[0].detach().float()
+    seed, lr = torch.zeros((), dtype=torch.int64, device=device), torch.tensor(1.0, device=device)
+    grads = [torch.full_like(parameters[0], 1e-3)]
+    for _ in range(20):
+        update_whole("sgd", parameters, grads, states, lr=lr, seed=seed, impl="triton")
+    assert seed == 20
+    # To nearest, most would not move at all.
+    torch.testing.assert_close(
+        (before - parameters[0].float()).mean().item(), 0.02, atol=2e-4, rtol=0
+    )
+
+
+@pytest.mark.gpu  # the interpreter multiplies the bits of bfloat16 as integers
+@pytest.mark.parametrize("rule", RULES)
+def test_bf16_beside_fp32(rule, device):
+    parameters, states = make(rule, device, [(5, 300)])
+    narrow, narrow_states = make(rule, device, [(40, 8)], torch.bfloat16)
+    parameters, states = parameters + narrow, states + narrow_states
+    grads = [[torch.randn_like(p) for p in parameters] for _ in range(3)]
+    got = run(rule, parameters, states, grads, "triton")
+    for a, b in zip(got, run(rule, parameters, states, grads, "torch"), strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b)
+
+
+def test_errors_name_what_is_missing(device):
+    parameters, states = make("adagrad", device, [(2, 2), (3,)])
+    lr = torch.tensor(0.1, device=device)
+    with pytest.raises(ValueError, match="did you mean 'adagrad'"):
+        update_whole("adagrat", parameters, parameters, states, lr=lr)
+    with pytest.raises(ValueError, match="2 parameters, 1 gradients, 2 states: give one"):
+        update_whole("adagrad", parameters, parameters[:1], states, lr=lr)
+    with pytest.raises(
+        ValueError, match=r"has a gradient \(1,\) and 1 states; adagrad needs one of"
+    ):
+        update_whole("adagrad", parameters, [torch.zeros(1)] * 2, states, lr=lr)
+    with pytest.raises(ValueError, match=r"and 0 states; adagrad needs one of its shape and 1"):
+        update_whole("adagrad", parameters, parameters, [[], []], lr=lr)

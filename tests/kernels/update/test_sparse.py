@@ -1,0 +1,365 @@
+"""Row updates against the same rules in float64, and the order that they merge entries in."""
+
+import pytest
+import torch
+
+from dlrm.kernels.update import row_sort as plans
+from dlrm.kernels.update import sparse as kernel
+from dlrm.kernels.update.row_sort import Planner, prepare, prepare_together
+from dlrm.kernels.update.rules import RULES, make_rule
+from dlrm.kernels.update.sparse import update_rows, update_rows_torch
+
+GPU = torch.cuda.is_available()
+TOLERANCE = 1e-5  # relative RMS of what a step moves
+
+
+VARIANTS = {rule: make_rule(rule) for rule in RULES} | {
+    "momentum": make_rule("sgd", momentum=0.9, weight_decay=0.1),
+    "rmsprop_momentum": make_rule("rmsprop", momentum=0.5),
+    "adam_decay": make_rule("adam", weight_decay=0.1),
+    "adamw_decay": make_rule("adamw", weight_decay=0.3),
+}
+every_rule = pytest.mark.parametrize("rule", VARIANTS.values(), ids=VARIANTS)
+
+
+def states_of(rule, rows, dim, device):
+    """Zeros in the shapes that the rule keeps its state in; steps as integers."""
+    return [
+        torch.zeros(rows, 1 if per_row else dim, device=device).to(
+            torch.int32 if name == "steps" else torch.float32
+        )
+        for name, per_row in rule.states.items()
+    ]
+
+
+def double(tensors):
+    return [t.double() if t.is_floating_point() else t.clone() for t in tensors]
+
+
+def rms(value, reference):
+    value, reference = value.double(), reference.double()
+    return ((value - reference).norm() / reference.norm().clamp(min=1e-30)).item()
+
+
+def draw(pattern, rows, entries, device):
+    if pattern == "skewed":
+        return (torch.rand(entries, device=device) ** 8 * rows).long()
+    if pattern == "one row":
+        return torch.full((entries,), rows - 1, device=device)
+    if pattern == "distinct":
+        return torch.randperm(max(rows, entries), device=device)[:entries] % rows
+    if pattern == "left out":  # more than a tile of them
+        return (torch.randint(4 * rows, (entries,), device=device) - 3 * rows).clamp(min=-1)
+    return torch.randint(rows, (entries,), device=device)
+
+
+@pytest.fixture
+def _nan_in_new_memory():
+    torch.use_deterministic_algorithms(True, warn_only=True)  # also fills torch.empty with NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=[1, 4000] if GPU else [1])
+def scale(request, monkeypatch):
+    """Small sizes cut into the smallest tiles, large ones (on a GPU) into those of the kernel."""
+    if request.param == 1:
+        monkeypatch.setattr(kernel, "TILE", 1)
+        monkeypatch.setattr(kernel, "MANY", 2)  # so that tiles have several parts
+    return request.param
+
+
+PATTERNS = [
+    ("skewed", 83, 16),
+    ("one row", 70, 5),
+    ("distinct", 33, 4),
+    ("uniform", 1, 20),
+    ("uniform", 64, 33),
+    ("left out", 97, 12),
+]
+CASES = [  # the merging, which no rule has a part in, on the first rules alone
+    (name, *pattern)
+    for index, name in enumerate(VARIANTS)
+    for pattern in (PATTERNS if index < 3 else PATTERNS[-1:])
+]
+
+
+@pytest.mark.usefixtures("_nan_in_new_memory")
+@pytest.mark.parametrize(("name", "pattern", "entries", "dim"), CASES)
+def test_steps_match_float64(device, scale, name, pattern, entries, dim):
+    rule = VARIANTS[name]
+    rows, entries = 50 * scale, entries * scale
+    weight = torch.randn(rows, dim, device=device)
+    value, states = weight.clone(), states_of(rule, rows, dim, device)
+    exact, exact_states = weight.double(), double(states)
+    lr = torch.tensor(
+        10.0 if name == "adadelta" else 0.1, device=device
+    )  # its first steps are tiny
+    for _ in range(3):
+        ids = draw(pattern, rows, entries, device)
+        grads = torch.randn(entries, dim, device=device)
+        update_rows(rule, value, ids, grads, states, lr=lr, impl="triton")
+        update_rows_torch(rule, exact, ids, grads.double(), exact_states, lr=lr.double())
+    assert rms(value - weight, exact - weight) < TOLERANCE
+    for state, exact_state in zip(states, exact_states, strict=True):
+        assert rms(state, exact_state) < TOLERANCE
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_equal_rows_are_summed_before_the_rule(device, impl):
+    weight = torch.zeros(3, 4, device=device)
+    ids = torch.tensor([1, 0, 1], device=device)
+    grads = torch.tensor([[1.0], [5.0], [10.0]], device=device).expand(3, 4).contiguous()
+    update_rows("sgd", weight, ids, grads, lr=torch.tensor(1.0, device=device), impl=impl)
+    assert weight[:, 0].tolist() == [-5, -11, 0]
+    sums = torch.zeros(3, device=device)
+    one = torch.tensor(1.0, device=device)
+    update_rows("rowwise_adagrad", weight, ids, grads, [sums], lr=one, impl=impl)
+    assert sums.tolist() == [25, 121, 0]
+
+
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+    "adagrad": (torch.optim.Adagrad, {"eps": 1e-8}),
+    "adam": (torch.optim.Adam, {}),
+    "adam_decay": (torch.optim.Adam, {"weight_decay": 0.1}),
+    "adamw": (torch.optim.AdamW, {}),
+    "adamw_decay": (torch.optim.AdamW, {"weight_decay": 0.3}),
+    "rmsprop": (torch.optim.RMSprop, {}),
+    "rmsprop_momentum": (torch.optim.RMSprop, {"momentum": 0.5}),
+    "adamax": (torch.optim.Adamax, {}),
+    "adadelta": (torch.optim.Adadelta, {}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_agrees_with_torch_optimizers(device, name, impl):
+    weight, rule = torch.randn(7, 4, device=device), VARIANTS[name]
+    parameter = torch.nn.Parameter(weight.clone())
+    make, options = OPTIMIZERS[name]
+    other = make([parameter], lr=0.1, **options)
+    states, lr = states_of(rule, 7, 4, device), torch.tensor(0.1, device=device)
+    every = torch.arange(7, device=device)
+    for _ in range(4):
+        parameter.grad = torch.randn(7, 4, device=device)
+        update_rows(rule, weight, every, parameter.grad, states, lr=lr, impl=impl)
+        other.step()
+    torch.testing.assert_close(weight, parameter.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_entries_below_zero_are_left_out_whatever_their_gradient(device):
+    ids = torch.tensor([-1, 2, -1, 0], device=device)
+    lr = torch.tensor(1.0, device=device)
+    grads = torch.ones(4, 4, device=device)
+    grads[ids < 0] = torch.nan
+    for impl in ("triton", "torch"):
+        weight = torch.zeros(3, 4, device=device)
+        update_rows("sgd", weight, ids, grads, lr=lr, impl=impl)
+        assert weight[:, 0].tolist() == [-1, 0, -1]
+
+
+@pytest.mark.parametrize("dim", [6, 300])  # of a wide row, several warps have a part each
+@every_rule
+def test_other_rows_keep_every_bit_and_runs_are_equal(device, scale, rule, dim):
+    rows, entries = 40 * scale, 60 * scale
+    weight = torch.randn(rows, dim, device=device)
+    ids = draw("skewed", rows // 2, entries, device)
+    grads = torch.randn(entries, dim, device=device)
+    results = []
+    for _ in range(4):
+        value, states = weight.clone(), states_of(rule, rows, dim, device)
+        lr = torch.tensor(0.1, device=device)
+        update_rows(rule, value, ids, grads, states, lr=lr, impl="triton")
+        results.append((value, *states))
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))
+    untouched = torch.ones(rows, dtype=torch.bool, device=device)
+    untouched[ids] = False
+    assert torch.equal(results[0][0][untouched], weight[untouched])
+    assert not any(state[untouched].any() for state in results[0][1:])
+
+
+def test_no_drift_over_many_steps(device):
+    steps, rows, dim = (3000, 500, 16) if GPU else (30, 12, 4)
+    weight = torch.randn(rows, dim, device=device)
+    value, states = weight.clone(), states_of(make_rule("adagrad"), rows, dim, device)
+    exact, exact_states = weight.double(), double(states)
+    lr = torch.tensor(0.01, device=device)
+    for _ in range(steps):
+        ids = draw("skewed", rows, rows, device)
+        grads = torch.randn(rows, dim, device=device)
+        update_rows("adagrad", value, ids, grads, states, lr=lr, impl="triton")
+        update_rows_torch("adagrad", exact, ids, grads.double(), exact_states, lr=lr.double())
+    assert rms(value - weight, exact - weight) < 1e-4
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_bfloat16_rounds_without_bias(device, impl):
+    rows = 4096 if GPU else 256
+    ids, step = torch.arange(rows, device=device), 1 / 1024  # an eighth of bf16's spacing above 1
+    grads = torch.full((rows, 4), -step, device=device)
+    lr = torch.tensor(1.0, device=device)
+    nearest = torch.ones(rows, 4, device=device, dtype=torch.bfloat16)
+    update_rows("sgd", nearest, ids, grads, lr=lr, impl=impl)
+    assert (nearest == 1).all()
+    seed = torch.zeros((), dtype=torch.int64, device=device)
+    value = torch.ones_like(nearest)
+    update_rows("sgd", value, ids, grads, lr=lr, seed=seed, impl=impl)
+    again = torch.ones_like(nearest)
+    update_rows("sgd", again, ids, grads, lr=lr, seed=seed, impl=impl)
+    assert set(value.unique().tolist()) == {1.0, 1.0078125}
+    share = (value > 1).double().mean().item()
+    assert abs(share - 1 / 8) < 5 * (1 / 8 * 7 / 8 / value.numel()) ** 0.5
+    assert not torch.equal(value, again)
+
+
+def test_a_seed_moves_on_without_entries_too(device):
+    seed = torch.zeros((), dtype=torch.int64, device=device)
+    weight = torch.ones(3, 4, device=device, dtype=torch.bfloat16)
+    nothing, lr = torch.empty(0, dtype=torch.int64, device=device), torch.ones((), device=device)
+    update_rows("sgd", weight, nothing, weight[:0], lr=lr, seed=seed, impl="triton")
+    assert (weight == 1).all()
+    assert seed == 1
+
+
+def test_plan_is_used_and_equal_rows_keep_their_order(device):
+    ids = torch.tensor([3, 1, 3, 0, 1], device=device)
+    plan = prepare(ids, 5)
+    assert plan.rows.tolist() == [0, 1, 1, 3, 3]
+    assert plan.order.tolist() == [3, 1, 4, 0, 2]
+    assert plan.rows.dtype == torch.int32
+    assert prepare(ids, 2**31).rows.dtype == torch.int64
+    weight, grads = torch.zeros(5, 4, device=device), torch.ones(5, 4, device=device)
+    lr = torch.tensor(1.0, device=device)
+    update_rows("sgd", weight, ids, grads, lr=lr, plan=plan, impl="triton")
+    assert weight[:, 0].tolist() == [-1, -2, 0, -2, 0]
+
+
+def test_no_entries(device):
+    weight = torch.ones(3, 4, device=device)
+    empty = torch.empty(0, dtype=torch.int64, device=device)
+    lr = torch.tensor(1.0, device=device)
+    for impl in ("triton", "torch"):
+        update_rows("sgd", weight, empty, torch.empty(0, 4, device=device), lr=lr, impl=impl)
+    assert (weight == 1).all()
+
+
+@pytest.mark.parametrize("rows", [[7, 1, 40], [7, 2**31 - 9, 40]], ids=["int32", "int64"])
+def test_tables_whose_rows_are_sorted_together(device, rows):
+    """Each as by itself; entries that are left out stay with their table."""
+    drawn = [
+        torch.randint(-1, 5 if number > 40 else number, (900,), device=device) for number in rows
+    ]
+    drawn[1] = drawn[1].int()
+    drawn[1][0] = rows[1] - 1  # beyond 32 bits with the rows of the table in front
+    plans = prepare_together(list(zip(drawn, rows, strict=True)))
+    for entries, number, plan in zip(drawn, rows, plans, strict=True):
+        alone = prepare(entries, number)
+        assert torch.equal(plan.rows - plan.base, alone.rows)
+        assert torch.equal(plan.order - plan.first, alone.order)
+        if number > 40:  # no room for so many
+            continue
+        weight, grads = torch.zeros(40, 3, device=device), torch.randn(900, 3, device=device)
+        expected, lr = weight.clone(), torch.tensor(1.0, device=device)
+        update_rows("sgd", weight, entries, grads, lr=lr, plan=plan, impl="triton")
+        update_rows("sgd", expected, entries, grads, lr=lr, plan=alone, impl="triton")
+        assert torch.equal(weight, expected)
+        assert weight.any()
+
+
+@pytest.mark.parametrize("batch", [1, 40, 64])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_short_lists_are_sorted_table_by_table(device, batch, dtype, transposed):
+    """As the whole list by itself: the tables stand behind one another."""
+    tables, height = 3, 2**30 if dtype == torch.int64 else 9
+    ids = torch.randint(9, (batch, tables), device=device) + (height - 9)
+    rows = (ids + height * torch.arange(tables, device=device)).to(dtype)
+    rows = rows.t().contiguous().t() if transposed else rows
+    left_out = torch.tensor([2, -1, 2, 0], device=device)
+    both = [(rows, tables * height), (left_out, 3)]
+    found, other = prepare_together(both, impl="triton")
+    alone = prepare(rows.t().flatten() if transposed else rows.flatten(), tables * height)
+    assert torch.equal(found.rows, alone.rows)
+    assert torch.equal(found.order, alone.order)
+    assert found.rows.dtype == alone.rows.dtype
+    assert other.rows.tolist() == [-1, 0, 2, 2]
+    assert other.order.tolist() == [1, 3, 0, 2]
+    same = prepare_together(both, impl="torch")[0]
+    assert torch.equal(same.rows - same.base, alone.rows)
+    assert torch.equal(same.order - same.first, alone.order)
+
+
+def test_announcing_without_a_planner_does_nothing(device):
+    plans.announce(torch.arange(3, device=device), 3)
+
+
+def test_messages():
+    weight, grads, lr = torch.zeros(3, 4), torch.zeros(2, 4), torch.tensor(0.1)
+    ids = torch.tensor([0, 1])
+    with pytest.raises(ValueError, match="unknown optimizer 'adagard', did you mean 'adagrad'"):
+        update_rows("adagard", weight, ids, grads, lr=lr)
+    with pytest.raises(ValueError, match=r"adam on a table \(3, 4\) needs states of \[12, 12, 3\]"):
+        update_rows("adam", weight, ids, grads, lr=lr)
+    with pytest.raises(ValueError, match=r"grads have shape \(2, 5\), they must be \[n, 4\]"):
+        update_rows("sgd", weight, ids, torch.zeros(2, 5), lr=lr)
+    for impl in ("triton", "torch"):
+        with pytest.raises(ValueError, match=r"rows have shape \(1,\), they must be \[2\]"):
+            update_rows("sgd", weight, ids[:1], grads, lr=lr, impl=impl)
+        with pytest.raises(ValueError, match=r"rows must be integers, got torch\.float32"):
+            update_rows("sgd", weight, ids.float(), grads, lr=lr, impl=impl)
+    with pytest.raises(ValueError, match="weight and states must be contiguous"):
+        update_rows("sgd", torch.zeros(4, 3).t(), ids, grads, lr=lr)
+    with pytest.raises(ValueError, match="impl is 'cuda'"):
+        update_rows("sgd", weight, ids, grads, lr=lr, impl="cuda")
+
+
+@pytest.mark.gpu
+def test_flat_index_beyond_two_to_the_31():
+    rows = 2**27 + 5
+    weight = torch.zeros(rows, 16, device="cuda", dtype=torch.bfloat16)
+    ids = torch.tensor([0, rows - 1, 3, rows - 1, 2**26 + 1], device="cuda")
+    grads = torch.ones(5, 16, device="cuda")
+    update_rows("sgd", weight, ids, grads, lr=torch.tensor(1.0, device="cuda"))
+    assert weight[ids.unique()].float()[:, 15].tolist() == [-1, -1, -1, -2]
+    assert weight.sum(dtype=torch.float64).item() == -80
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1500, 3000])  # sorted table by table, and by passes
+def test_planner_inside_a_graph(batch):
+    from dlrm.kernels.lookup.tables import lookup_tables
+
+    weight = torch.randn(1000, 16, device="cuda").requires_grad_()
+    start, lr = weight.detach().clone(), torch.tensor(0.1, device="cuda")
+    ids = torch.randint(500, (2, batch), device="cuda")
+    starts = torch.tensor([0, 500], device="cuda")
+    planner = Planner()
+
+    def step():
+        with planner:
+            lookup_tables(weight, starts, ids).square().sum().backward()
+            rows, values = weight.grad._indices()[0], weight.grad._values()
+            plan = planner.take(rows)
+            assert plan is not None
+            update_rows("sgd", weight.data, rows, values, lr=lr, plan=plan)
+            assert planner.take(rows.clone()) is None
+            weight.grad = None
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    weight.data.copy_(start)
+    exact = start.double()
+    for _ in range(3):
+        ids.copy_(torch.randint(500, (2, batch), device="cuda"))
+        graph.replay()
+        flat = (ids + starts[:, None]).view(-1)
+        update_rows_torch("sgd", exact, flat, 2 * exact[flat], lr=lr.double())
+    assert rms(weight.detach() - start, exact - start) < TOLERANCE

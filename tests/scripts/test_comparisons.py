@@ -1,0 +1,466 @@
+"""The scripts that compare kinds, from data to table, plot and JSON."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from dlrm.config.cli import parse
+from dlrm.data import synthetic
+from dlrm.data.schema import Meta
+from dlrm.embeddings import available
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["batch_size=256", "model.bottom_mlp=[8]", "model.top_mlp=[8]", "device=cpu"]
+SMALL += ["max_steps=4", "optim.warmup_steps=0", "loader.readers=1"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("data") / "synthetic"
+    cardinalities = [3000 if column % 5 == 0 else 20 + column for column in range(26)]
+    synthetic.write(directory, rows=3000, cardinalities=cardinalities, fractions=[0.8, 0.1, 0.1])
+    return directory
+
+
+def test_the_ratios_of_the_paper_at_once(script, capsys):
+    assert script("reproduce_tt_rec").main(["--ratios-only"]) == 0
+    printed = capsys.readouterr().out
+    for line in (
+        "3 largest tables    4.1x    4.1x    4.1x    3.9x",
+        "5 largest tables   58.3x   55.8x   48.3x   31.7x",
+        "7 largest tables  221.9x  187.0x  117.4x   48.0x",
+        "Criteo Terabyte, ids modulo 10 M, dim 64, 7 largest, rank 8: 112.6x",
+    ):
+        assert line in printed
+
+
+@pytest.mark.slow
+def test_tt_rec_from_data_to_table_plot_and_json(script, data, tmp_path, capsys, monkeypatch):
+    given = ["--data", str(data), "--config", "configs/demo.yaml", "--tables", "3", "--ranks", "4"]
+    given += ["--caches", "0.01", "--cache-at", "3", "4", "--seeds", "1", "--fine-tune", "2"]
+    given += ["--runs", str(tmp_path / "runs"), "--plot", str(tmp_path / "plot.png")]
+    given += ["--json", str(tmp_path / "result.json"), "--options", f"data={data}", *SMALL]
+    main = script("reproduce_tt_rec").main
+    assert main(given) == 0
+    report = json.loads((tmp_path / "result.json").read_text())
+    rows = {row["cell"]: row for row in report["results"]}
+    assert list(rows) == ["dense", "tt3-r4", "tt3-r4-c0.01", "fitted-tt3-r4"]
+    assert rows["dense"]["loss, %"] == 0
+    assert rows["tt3-r4"]["ratio"] > rows["tt3-r4-c0.01"]["ratio"] > rows["dense"]["ratio"] == 1
+    assert all((row["step, ms"] or 0) > 0 for cell, row in rows.items() if "fitted" not in cell)
+    assert rows["fitted-tt3-r4"]["fitted AUC"] != rows["fitted-tt3-r4"]["AUC"]
+    assert report["best_possible"]["auc"] > 0.7
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+    # What has finished is not repeated.
+    marks = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/result.json")}
+    assert len(marks) == 4
+    assert main([*given, "--no-timing"]) == 0
+    assert marks == {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/result.json")}
+    # Nor is it taken for a run of other options.
+    capsys.readouterr()
+    assert main([*given, "--no-timing", "--tt-lr", "0.7"]) == 2
+    assert (
+        "tt3-r4-0 has finished with another optim: give another --runs" in capsys.readouterr().err
+    )
+    # Nor for one of data that were made anew in the same place.
+    rows = json.loads((tmp_path / "runs" / "dense-0" / "result.json").read_text())["rows"]
+    assert rows == {n: [s.rows, s.positives] for n, s in Meta.read(data).splits.items()}
+    with monkeypatch.context() as changed:
+        changed.setattr(Meta, "counts", {**rows, "test": [1, 0]})
+        assert main([*given, "--no-timing"]) == 2
+    assert f"dense-0 has finished on other rows than {data} has now" in capsys.readouterr().err
+    (tmp_path / "runs" / "dense-0" / "checkpoints").rename(tmp_path / "elsewhere")
+    assert main([*given, "--no-timing"]) == 2
+    assert "dense-0 has no checkpoint, which --fine-tune begins with" in capsys.readouterr().err
+
+
+def test_a_run_is_compared_with_the_dense_one_of_its_seed(script, tmp_path):
+    def finish(name, accuracy):
+        names = ("auc", "log_loss", "normalized_entropy")
+        metrics = dict.fromkeys((f"test/{other}" for other in names), 0.5)
+        metrics |= {"embeddings/bytes": 1.0, "embeddings/compression": 1.0}
+        (tmp_path / name).mkdir()
+        result = {"metrics": {"test/accuracy": accuracy, **metrics}}
+        (tmp_path / name / "result.json").write_text(json.dumps(result))
+
+    runs = {"dense-0": 0.7, "dense-1": 0.8, "tt3-r8-1": 0.78, "tt3-r8-2": 0.1, "fitted-tt3-r8": 0.6}
+    for name, accuracy in runs.items():
+        finish(name, accuracy)
+    names = {"dense": ["dense-0", "dense-1"], "tt3-r8": ["tt3-r8-1", "tt3-r8-2"]}
+    names |= {"fitted-tt3-r8": ["fitted-tt3-r8"]}
+    pool = script("runner").Pool(tmp_path, 1, [])
+    summary = script("reproduce_tt_rec").summarize(names, pool).set_index("cell")
+    assert summary["loss, %"].to_dict() == pytest.approx(
+        {"dense": 0.0, "tt3-r8": 2.0, "fitted-tt3-r8": 10.0}
+    )
+
+
+@pytest.mark.slow
+def test_a_frontier_with_chosen_rates(script, data, tmp_path, capsys):
+    given = ["--data", str(data), "--validation", str(data), "--rates", "0.01", "0.02"]
+    given += ["--kinds", "block", "auto", "tt+cache", "--ratios", "4", "100", "--rates-at", "4"]
+    given += ["--seeds", "1", "--lr", "auto=0.03", "tt+cache=0.02", "dense=0.01"]
+    given += ["--runs", str(tmp_path / "runs"), "--plot", str(tmp_path / "plot.png")]
+    given += ["--json", str(tmp_path / "result.json"), "--options", *SMALL]
+    assert script("frontier").main(given) == 0
+    report = json.loads((tmp_path / "result.json").read_text())
+    assert report["embeddings_lr"].pop("block") in (0.01, 0.02)
+    assert report["embeddings_lr"] == {"auto": 0.03, "tt+cache": 0.02, "dense": 0.01}
+    (impossible,) = report["impossible"]
+    assert impossible.startswith("block-100x-0: error: a budget of")
+    found = {(row["emb"], row["budget"]) for row in report["results"]}
+    both = {(kind, budget) for kind in ("auto", "tt+cache") for budget in ("4x", "100x")}
+    assert found == {("dense", ""), ("block", "4x"), *both}
+    result = json.loads((tmp_path / "runs" / "tt+cache-4x-0" / "result.json").read_text())
+    meta = Meta.read(data)
+    assert result["options"]["tt"]["cache_rows"] == round(sum(meta.cardinalities) / 4 / 10)
+    tables = result["tables"]  # as the budget made them
+    assert {name: table["rows"] for name, table in tables.items()} == dict(
+        zip(meta.tables, meta.cardinalities, strict=True)
+    )
+    assert {table["rank"] for table in tables.values() if table["kind"] == "tt"}
+    assert all(row["samples/s"] > 0 for row in report["results"])
+    assert {path.name for path in tmp_path.glob("*.png")} == {"plot.png", "plot_speed.png"}
+
+
+@pytest.mark.slow
+def test_a_rate_that_could_not_be_tried_is_told_and_no_run_is_made_twice(
+    script, data, tmp_path, capsys
+):
+    given = ["--data", str(data), "--validation", str(data), "--rates", "0.01", "--rates-at", "100"]
+    given += ["--kinds", "block", "dense", "block", "--ratios", "4", "4.0", "--seeds", "1"]
+    given += ["--runs", str(tmp_path / "runs"), "--plot", str(tmp_path / "plot.png"), "--jobs", "2"]
+    given += ["--json", str(tmp_path / "result.json"), "--no-timing", "--options", *SMALL]
+    assert script("frontier").main(given) == 0
+    printed = capsys.readouterr()
+    assert "rate-0.01-block-100x-0: error: a budget of" in printed.out
+    assert "repeats the seed" not in printed.err
+    report = json.loads((tmp_path / "result.json").read_text())
+    assert report["embeddings_lr"] == {"dense": 0.01}
+    assert [why.partition(":")[0] for why in report["impossible"]] == [
+        "rate-0.01-block-100x-0",
+        "rate-0.01-block-100x-1",
+    ]
+    assert sorted(row["run"] for row in report["results"]) == ["block-4x-0", "dense-0"]
+
+
+def test_a_rate_is_not_chosen_by_rows_of_one_label(script, data, tmp_path, capsys):
+    for name in ("rate-0.1-dense-0", "rate-0.1-dense-1"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "result.json").write_text('{"metrics": {"val/auc": null}}')
+    frontier, pool = script("frontier"), script("runner").Pool(tmp_path, 1, [])
+    pool.train = lambda *_: []
+    given = ["--data", str(data), "--validation", str(data), "--rates", "0.1"]
+    options = frontier.arguments().parse_args([*given, "--kinds", "dense"])
+    with pytest.raises(ValueError, match="has rows of one label alone in its val split"):
+        frontier.choose_rates(options, pool)
+
+
+def test_mistakes_are_named(script, data, tmp_path, capsys):
+    synthetic.write(tmp_path / "no_test", rows=50, cardinalities=[5] * 26, fractions=[1, 0, 0])
+    bare = str(tmp_path / "no_test")
+    synthetic.write(tmp_path / "lists", rows=50, cardinalities=[5] * 26, fractions=[0.5, 0, 0.5])
+    described = json.loads((tmp_path / "lists" / "meta.json").read_text())
+    described["categorical"][0]["multi_hot"] = True
+    (tmp_path / "lists" / "meta.json").write_text(json.dumps(described))
+    synthetic.write(tmp_path / "ones", rows=50, cardinalities=[5] * 26, fractions=[0.5, 0, 0.5])
+    for path in (tmp_path / "ones").glob("train*.parquet"):
+        pd.read_parquet(path).assign(label=1).to_parquet(path)
+    names = ("reproduce_tt_rec", "frontier", "baseline_trees")
+    tt_rec, frontier, trees = (script(name).main for name in names)
+    for main, given, message in (
+        (tt_rec, [], "error: --data is needed, or --ratios-only"),
+        (tt_rec, ["--data", "nowhere"], "nowhere/meta.json does not exist"),
+        (frontier, ["--data", str(data), "--rates", "0.1"], "--rates and --validation go together"),
+        (frontier, ["--data", bare], "no_test has no test rows, which are compared"),
+        (tt_rec, ["--data", bare], "no_test has no test rows, which are compared"),
+        (frontier, ["--data", str(data), "--validation", bare], "no_test has no val rows"),
+        (trees, ["--data", bare], "no_test has no test rows, which are compared"),
+        (trees, ["--data", str(tmp_path / "lists")], "lists has lists of ids; trees take one id"),
+        (
+            trees,
+            ["--data", str(tmp_path / "ones")],
+            "labels of the train rows must be 0 and 1, some",
+        ),
+        (frontier, ["--data", str(data), "--kinds", "ttt"], "kind 'ttt', did you mean 'tt'"),
+        (frontier, ["--data", str(data), "--lr", "robr=0.1"], "kind 'robr', did you mean 'robe'"),
+    ):
+        assert main(given) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", ["compare", "frontier", "reproduce_tt_rec", "compress_trained", "baseline_trees"]
+)
+def test_every_option_is_explained(script, name):
+    for action in script(name).arguments()._actions:
+        text = (action.help or "").partition("(default")[0]
+        assert text.strip(), f"{action.dest} is not explained"
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("reproduce_tt_rec", ["--ratios-only", "--tables", "0"], "--tables: is '0', it must be a"),
+        ("reproduce_tt_rec", ["--ratios-only", "--ranks", "-3"], "--ranks: is '-3', it must be"),
+        ("reproduce_tt_rec", ["--caches", "inf"], "--caches: is 'inf', it must be a number above"),
+        ("reproduce_tt_rec", ["--caches", "7"], "--caches: is '7', it must be a share, at most 1"),
+        ("reproduce_tt_rec", ["--tt-lr", "0"], "--tt-lr: is '0', it must be a number above 0"),
+        ("reproduce_tt_rec", ["--fine-tune", "-3"], "--fine-tune: is '-3', it must be a whole"),
+        ("frontier", ["--data", "d", "--jobs", "0"], "--jobs: is '0', it must be a whole number"),
+        ("frontier", ["--data", "d", "--seeds", "two"], "1 or more"),
+        ("frontier", ["--data", "d", "--lr", "tt"], "is 'tt', it must be a kind and a rate"),
+        ("frontier", ["--data", "d", "--lr", "tt=nan"], "is 'tt=nan', it must be a kind and a"),
+        ("frontier", ["--data", "d", "--rates", "-1"], "--rates: is '-1', it must be a number"),
+        ("frontier", ["--data", "d", "--rates-at", "0"], "--rates-at: is '0', it must be a number"),
+        ("benchmark_loader", ["--repeats", "0"], "--repeats: is '0', it must be a whole number"),
+        ("benchmark_prepare", ["--raw", __file__], "rows, fewer than --rows: lower that"),
+        ("benchmark_distributed", ["--models", "kagle"], "invalid choice: 'kagle'"),
+        ("evaluate", ["run", "data", "--batch-size", "0"], "--batch-size: is '0', it must be"),
+        ("frontier", ["--data", "d", "--plot", "a.jpg"], "its name must end in .png, .svg or .pdf"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(script, capsys, name, given, message):
+    with pytest.raises(SystemExit) as stop:
+        script(name).main(given)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_device_or_a_place_that_is_not_there_is_told(script, tmp_path, capsys, monkeypatch):
+    given = ["--rows", "9", "--batch-sizes", "8", "--repeats", "1", "--device", "gpu"]
+    assert script("benchmark_loader").main(given) == 2
+    assert (
+        capsys.readouterr().err
+        == "error: --device is 'gpu', it must be auto, cpu, cuda or cuda:1\n"
+    )
+    (tmp_path / "file").touch()
+    step = script("benchmark_step")
+    monkeypatch.setattr(step, "measure_one", lambda *_: {})
+    assert step.main(["--device", "cpu", "--output", str(tmp_path / "file" / "out.json")]) == 2
+    assert f"{tmp_path / 'file'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("metric", "best"), [("AUC", 0.8), ("log loss", 0.4)])
+def test_the_line_is_that_of_the_best_dense_model(script, tmp_path, metric, best):
+    values = {metric: [0.4, 0.8], f"{metric} std": [0.0, 0.0]}
+    summary = pd.DataFrame({"emb": "dense", "MB": [1.0, 2.0], **values})
+    figure = script("compare").draw(summary, metric, tmp_path / "plot.png")
+    lines = [line for line in figure.axes[0].lines if line.get_linestyle() == "--"]
+    assert [line.get_ydata()[0] for line in lines] == [best]
+
+
+def test_no_two_kinds_are_drawn_alike(script, tmp_path):
+    kinds = ["dense", "auto", "tt+cache", *sorted(set(available()) - {"dense"})]
+    assert len(kinds) > 11
+    summary = pd.DataFrame({"emb": kinds, "MB": 1.0, "AUC": 0.7, "AUC std": None})
+    figure = script("compare").draw(summary, "AUC", tmp_path / "plot.png")
+    lines = [container[0] for container in figure.axes[0].containers]
+    assert len({(line.get_color(), line.get_marker()) for line in lines}) == len(kinds)
+
+
+def test_what_makes_two_runs_different(script, tmp_path, capsys):
+    """A seed counts once, what makes no difference is no group, what does is shown."""
+
+    def finish(name, auc, rows=None, **options):
+        given = {
+            "emb": "dense",
+            "seed": 0,
+            "data": "d",
+            "log_every": 9,
+            "tables": {"dtype": "fp32"},
+        }
+        (tmp_path / name).mkdir()
+        result = {"options": {**given, **options}, "metrics": {"test/auc": auc}}
+        result |= {"rows": rows} if rows else {}
+        (tmp_path / name / "result.json").write_text(json.dumps(result))
+
+    finish("a", 0.7)
+    finish("a_again", 0.9)
+    finish("b", 0.8, seed=1, log_every=10, device="cuda", data="./d/")
+    finish("bf16", 0.6, tables={"dtype": "bf16"}, tt={"rank": 5})
+    finish("tt", 0.5, emb="tt", tt={"rank": 5})
+    finish("more", 0.4, emb="tt", tt={"rank": 6}, data="e")
+    for rank in (2, 3):
+        finish(f"mixed{rank}", 0.3, emb="qr", tables={"kinds": {"C3": "tt"}}, tt={"rank": rank})
+    for largest in (None, 7):
+        finish(f"largest{largest}", 0.2, emb="robe", tables={"largest": largest})
+    for size in (100, 200):  # data that were made anew in the same place
+        finish(f"anew{size}", 0.1, {"test": [size, 9]}, emb="hash", data="d")
+    compare = script("compare")
+    summary = compare.summarize(compare.read(sorted(tmp_path.iterdir()))).set_index("run")
+    assert f"left out: {tmp_path / 'a_again'} repeats the seed of a run" in capsys.readouterr().err
+    alone = ("bf16", "tt", "more", "mixed2", "mixed3", "largestNone", "largest7")
+    alone += "anew100", "anew200"
+    assert summary["seeds"].to_dict() == {"a": 2, **dict.fromkeys(alone, 1)}
+    assert summary["AUC"]["a"] == pytest.approx(0.75)
+    assert summary["options"].to_dict() == {
+        "a": "data=d tables.dtype=fp32",
+        "bf16": "data=d tables.dtype=bf16",
+        "tt": "data=d tt.rank=5",
+        "more": "data=e tt.rank=6",
+        "mixed2": "data=d tt.rank=2",
+        "mixed3": "data=d tt.rank=3",
+        "largestNone": "data=d tables.largest=None",
+        "largest7": "data=d tables.largest=7",
+        "anew100": "data=d rows.test=[100, 9]",
+        "anew200": "data=d rows.test=[200, 9]",
+    }
+
+
+def test_the_order_of_the_rows_makes_two_runs_different_and_threads_do_not(
+    script, tmp_path, monkeypatch
+):
+    def finish(name, seed, **loader):
+        options = {"emb": "dense", "seed": seed, "loader": loader}
+        (tmp_path / name).mkdir()
+        result = {"options": options, "metrics": {"test/auc": 0.5}}
+        (tmp_path / name / "result.json").write_text(json.dumps(result))
+        return options
+
+    finish("a", 0, shuffle=True, readers=1, prefetch=4)
+    finish("b", 1, shuffle=True, readers=8, prefetch=2)
+    ordered = finish("ordered", 0, shuffle=False, readers=1, prefetch=4)
+    compare, pool = script("compare"), script("runner")
+    summary = compare.summarize(compare.read(sorted(tmp_path.iterdir()))).set_index("run")
+    assert summary["seeds"].to_dict() == {"a": 2, "ordered": 1}
+    assert summary["options"]["ordered"] == "loader.shuffle=False"
+    monkeypatch.setattr(pool, "parse", lambda *_: (None, json.dumps(ordered)))
+    with pytest.raises(ValueError, match="a has finished with another loader: give another --runs"):
+        pool.Pool(tmp_path, 1, []).train([("a", [])], "data")
+
+
+@pytest.mark.parametrize(
+    ("ending", "begin"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")]
+)
+def test_a_plot_has_the_format_of_its_name(script, tmp_path, ending, begin):
+    metrics = {"test/auc": 0.7, "embeddings/bytes": 100}
+    result = {"options": {"emb": "dense"}, "metrics": metrics}
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    plot = tmp_path / f"plot.{ending}"
+    assert script("compare").main([str(tmp_path), "--plot", str(plot)]) == 0
+    assert plot.read_bytes().startswith(begin)
+    summary = pd.DataFrame({"cell": ["dense"], "ratio": [1.0], "loss, %": [0.0]})
+    script("reproduce_tt_rec").draw(summary, plot)
+    assert plot.read_bytes().startswith(begin)
+
+
+def start(name, data, runs):
+    """A comparison in a process of its own, whose first run trains already."""
+    (program,) = (ROOT / "scripts").rglob(f"{name}.py")
+    command = [sys.executable, str(program), "--data", str(data), "--runs", str(runs)]
+    command += ["--options", "epochs=1000", "device=cpu", "batch_size=64"]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    until = time.monotonic() + 60
+    while not (runs / "dense-0" / "config.yaml").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    return process
+
+
+@pytest.mark.slow
+def test_no_run_goes_on_when_the_program_is_killed(data, tmp_path):
+    process = start("frontier", data, tmp_path)
+    process.kill()
+    try:
+        process.communicate(timeout=20)  # until the workers, which share its stderr, have ended
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["frontier", "reproduce_tt_rec"])
+def test_interrupted_it_ends_at_once_and_says_how_to_go_on(data, tmp_path, name):
+    process = start(name, data, tmp_path)
+    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does, to all of its processes
+    error = process.communicate(timeout=30)[1]
+    assert process.returncode == 130
+    assert "interrupted; the same command goes on where it was" in error
+    assert "Traceback" not in error
+    assert {path.name for path in tmp_path.iterdir()} == {"dense-0", "dense-0.log"}
+
+
+@pytest.mark.slow
+def test_no_run_at_all_is_an_error(script, data, tmp_path, capsys):
+    given = ["--data", str(data), "--seeds", "1", "--runs", str(tmp_path), "--options", "epoch=1"]
+    for name, choice, message in (
+        ("frontier", ["--kinds", "tt", "--ratios", "2"], "none of the runs could be done"),
+        ("reproduce_tt_rec", ["--tables", "3", "--ranks", "4"], "the dense model could not"),
+    ):
+        assert script(name).main([*given, *choice]) == 2
+        printed = capsys.readouterr()
+        assert "unknown option --epoch, did you mean --epochs?" in printed.out
+        assert message in printed.err
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"x":', "{}", "[]", '{"options": [], "metrics": {}}', '{"options": {}, "metrics": {}}'],
+)
+def test_what_is_no_result_is_named(script, tmp_path, capsys, content):
+    (tmp_path / "result.json").write_text(content)
+    assert script("compare").main([str(tmp_path), "--plot", str(tmp_path / "plot.png")]) == 2
+    assert f"{tmp_path / 'result.json'} is no result of train.py" in capsys.readouterr().err
+    pool = script("runner").Pool(tmp_path.parent, 1, [])
+    if content != '{"options": {}, "metrics": {}}':
+        with pytest.raises(ValueError, match=r"is no result of train.py: .*; remove it"):
+            pool.train([(tmp_path.name, [])], "data")
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_is_told_in_one_line(script, data, tmp_path, capfd):
+    def kill():
+        until = time.monotonic() + 60
+        while not (tmp_path / "dense-0.log").exists() and time.monotonic() < until:
+            time.sleep(0.1)
+        for worker in multiprocessing.active_children():
+            worker.kill()
+
+    threading.Thread(target=kill).start()
+    given = ["--data", str(data), "--runs", str(tmp_path), "--kinds", "drop", "--ratios", "4"]
+    assert script("frontier").main([*given, "--options", "epochs=1000", "device=cpu"]) == 2
+    error = capfd.readouterr().err
+    assert "error: a process that trains was killed" in error
+    assert "Traceback" not in error
+
+
+def test_options_that_cannot_be_are_told_beside_a_run_that_has_finished_too(
+    script, tmp_path, capsys
+):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "result.json").write_text('{"options": {}}')
+    pool = script("runner").Pool(tmp_path, 1, ["--epoch=2"])
+    with pytest.raises(SystemExit):
+        pool.train([("a", [])], "data")
+    assert "unknown option --epoch, did you mean --epochs?" in capsys.readouterr().err
+
+
+def test_a_run_that_crashes_is_no_result(script, tmp_path, monkeypatch):
+    pool = script("runner")
+    monkeypatch.setitem(sys.modules, "train", type("Train", (), {"main": lambda arguments: 1 / 0}))
+    with pytest.raises(ChildProcessError, match=r"run a failed; see .*a\.log"):
+        pool.train_one(tmp_path / "a", [])
+    assert "ZeroDivisionError" in (tmp_path / "a.log").read_text()
+
+
+def test_a_ratio_of_a_million_is_a_budget_that_train_reads(script):
+    name, options = script("frontier").point("robe", 1e6, 0, None, 10**7)
+    assert name == "robe-1000000x-0"
+    assert parse(options, available())[0].budget == "1000000x"

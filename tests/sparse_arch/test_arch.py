@@ -1,0 +1,228 @@
+import itertools
+
+import pytest
+import torch
+
+from dlrm.optim import RowOptimizer
+from dlrm.sparse_arch.arch import SparseArch, grouped
+from dlrm.sparse_arch.table_plan import parse_bytes, plan, times
+
+NAMES = ["a", "b", "c", "d"]
+SIZES = [50, 4000, 7, 900]
+
+
+def test_mixed_kinds_fill_their_own_slots():
+    table_plan = [("hash", {"rows": 16}), ("dense", {}), ("hash", {"rows": 16}), ("dense", {})]
+    arch = SparseArch(SIZES, 8, table_plan)
+    assert arch.slots == [[0, 2], [1, 3]]
+    ids = torch.stack([torch.randint(0, rows, (5,)) for rows in SIZES])
+    out = arch.in_order(arch(ids))
+    assert out.shape == (5, 4, 8)
+    for group, slots in arch.embeddings():
+        for table, slot in enumerate(slots):
+            torch.testing.assert_close(out[:, slot], group.rows(table, ids[slot]))
+    assert arch.features.tolist() == [0, 2, 1, 3]
+    same = arch(ids[arch.features], grouped=True)
+    assert torch.equal(arch.in_order(same), out)
+
+
+@pytest.mark.parametrize("rows", [3, 5])
+def test_a_row_of_ids_for_each_table(rows):
+    arch = SparseArch(SIZES, 8, [("hash", {}), *[("dense", {})] * 3])
+    with pytest.raises(ValueError, match=r"ids have shape \(\d, 2\), they must be \[4, B\]: a row"):
+        arch(torch.zeros(rows, 2, dtype=torch.long))
+
+
+def test_mixed_kinds_with_a_weight_for_each_id():
+    table_plan = [("dense", {}), ("hash", {"rows": 3}), ("qr", {}), ("hash", {"rows": 3})]
+    arch = SparseArch(SIZES, 4, table_plan)
+    ids = torch.stack([torch.randint(0, rows, (5,)) for rows in SIZES]).int()
+    weights = torch.rand(4, 5, requires_grad=True)
+    out = arch.in_order(arch(ids, None, weights))
+    bags = arch.in_order(arch(ids.view(-1), torch.arange(4 * 5 + 1), weights.view(-1)))
+    torch.testing.assert_close(out, bags)
+    grad = torch.randn_like(out)
+    (got,), (want,) = (torch.autograd.grad(each, weights, grad) for each in (out, bags))
+    torch.testing.assert_close(got, want)
+
+
+def test_tables_that_differ_in_an_option_per_table_make_one_group():
+    table_plan = [("drop", {"keep": 3}), ("block", {"dim": 2, "keep": 9})]
+    table_plan += [("drop", {"keep": 5}), ("block", {"dim": 3, "keep": 9})]
+    assert grouped(table_plan) == [
+        ([0, 2], "drop", {"keep": [3, 5]}),
+        ([1], "block", {"dim": 2, "keep": [9]}),
+        ([3], "block", {"dim": 3, "keep": [9]}),
+    ]
+    arch = SparseArch(SIZES, 8, table_plan)
+    assert [group.kept_rows for group in arch.groups] == [(4, 6), (10,), (10,)]
+
+
+def test_tables_of_equal_options_make_one_group_in_whatever_order_they_come():
+    options = {"tt": {"rank": {"b": 2}, "cache_rows": 100}}
+    found = plan(NAMES, [4000, 4000, 7, 4000], 8, "tt", options=options, budget="10x")
+    assert [slots for slots, kind, _ in grouped(found) if kind == "tt"] == [[0, 1, 3]]
+
+
+def test_mixed_kinds_with_bags():
+    table_plan = [("dense", {}), ("hash", {"rows": 3}), ("dense", {}), ("hash", {"rows": 3})]
+    arch = SparseArch(SIZES, 4, table_plan)
+    lengths = torch.tensor([2, 0, 1, 3, 0, 4, 1, 1])  # 4 tables, 2 samples
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    ids = torch.randint(0, 7, (int(lengths.sum()),))
+    weights = torch.rand(len(ids))
+    out = arch.in_order(arch(ids, offsets, weights))
+    homes = {slot: (g, t) for g, slots in arch.embeddings() for t, slot in enumerate(slots)}
+    for slot, (group, table) in homes.items():
+        for sample in range(2):
+            bag = slice(offsets[slot * 2 + sample], offsets[slot * 2 + sample + 1])
+            expected = (group.rows(table, ids[bag]) * weights[bag, None]).sum(0)
+            torch.testing.assert_close(out[sample, slot], expected)
+
+
+@pytest.mark.parametrize(("bounds", "reads"), [(None, 1), ((0, 2, 4, 6, 8), 0)])
+def test_bags_are_read_on_the_host_once_a_batch_or_never(monkeypatch, bounds, reads):
+    read = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: read.append(1) or tolist(self))
+    table_plan = [("dense", {}), ("hash", {"rows": 3}), ("qr", {}), ("hash", {"rows": 4})]
+    offsets = torch.arange(4 * 2 + 1)
+    SparseArch(SIZES, 4, table_plan)(torch.zeros(8, dtype=torch.long), offsets, bounds=bounds)
+    assert len(read) == reads  # on a GPU the host waits for each
+
+
+def kinds_of(*args, **kwargs):
+    return [kind for kind, _ in plan(NAMES, SIZES, 8, *args, **kwargs)]
+
+
+def test_which_tables_are_compressed():
+    assert kinds_of("tt", threshold=900) == ["dense", "tt", "dense", "tt"]
+    assert kinds_of("tt", largest=1) == ["dense", "tt", "dense", "dense"]
+    assert kinds_of("tt", threshold=900, kinds={"c": "hash", "b": "dense"}) == [
+        *("dense", "dense", "hash", "tt")
+    ]
+
+
+def test_options_per_table():
+    found = plan(
+        NAMES, SIZES, 8, "tt", threshold=900, options={"tt": {"rank": {"b": 4, "default": 2}}}
+    )
+    assert found == [("dense", {}), ("tt", {"rank": 4}), ("dense", {}), ("tt", {"rank": 2})]
+
+
+@pytest.mark.parametrize("kind", ["hash", "qr", "tt", "auto"])
+@pytest.mark.parametrize("ratio", [3, 10])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_budget_is_kept_and_used(kind, ratio, dtype):
+    sizes = [50, 40000, 7, 9000]
+    dense = 4 * 8 * sum(sizes)
+    counts = [torch.arange(rows, 0, -1) for rows in sizes]
+    wishes = {"counts": lambda: counts, "weight_bytes": dtype.itemsize}
+    found = plan(NAMES, sizes, 8, kind, budget=f"{ratio}x", **wishes)
+    arch = SparseArch(sizes, 8, found).to(dtype)
+    total = sum(sum(parts.values()) for parts in arch.footprint())
+    assert 0.6 * dense / ratio < total <= dense / ratio
+
+
+def test_a_budget_that_all_dense_tables_fit_into_is_no_error():
+    assert plan(NAMES, SIZES, 8, "hash", largest=0, budget="1x") == [("dense", {})] * len(NAMES)
+
+
+def test_impossible_wishes_say_why():
+    with pytest.raises(ValueError, match="names table 'z'"):
+        kinds_of("tt", kinds={"z": "tt"})
+    with pytest.raises(ValueError, match="used up by the dense tables"):
+        kinds_of("hash", threshold=1000, budget="100B")
+    with pytest.raises(ValueError, match=r"unknown embedding kind 'hsh', did you mean 'hash'"):
+        kinds_of("hsh", budget="10KB")
+    with pytest.raises(ValueError, match=r"unknown embedding kind 'hsh', did you mean 'hash'"):
+        kinds_of("tt", kinds={"a": "hsh"})
+    with pytest.raises(ValueError, match=r"drop tables\.kinds or budget"):
+        kinds_of("hash", budget="10KB", kinds={"a": "hash"})
+
+
+def test_amounts_of_memory():
+    assert parse_bytes("20MB", 0) == 20_000_000
+    assert parse_bytes("1.5 KiB", 0) == 1536
+    assert parse_bytes("4000", 0) == 4000
+    assert parse_bytes("100x", 1000) == 10
+    for ratio, text in {2.5: "2.5x", 10.0: "10x", 1e6: "1000000x", 1234567: "1234567x"}.items():
+        assert times(ratio) == text
+        assert parse_bytes(text, 10**12) == int(10**12 / ratio)
+    assert times(1e-5) == "0.00001x"
+    too_much = ("99999999999GB", "9" * 400, "0." + "0" * 30 + "1x")
+    for text in ("much", "-3MB", "0", "5 parsecs", "", *too_much):
+        with pytest.raises(ValueError, match="no amount of memory"):
+            parse_bytes(text, 1000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"largest": -1}, r"tables.largest is -1, it must not be negative"),
+        ({"options": {"tt": {"rank": {"z": 4}}}}, r"tt.rank names table 'z'; the data has a, b"),
+        (
+            {"options": {"tt": {"d": {"b": 2}}}, "budget": "3x"},
+            r"with a budget all tables have one tt.d",
+        ),
+        (
+            {"options": {"tt": {"cache_decay": {"b": 0.5}, "cache_rows": 20}}, "budget": "3x"},
+            r"with a budget all tables have one tt.cache_decay",  # and one cache
+        ),
+        (
+            {"options": {"tt": {"cache_rows": 4000}}, "budget": "30x"},
+            r"used up by the cache of 4000 rows",
+        ),
+    ],
+)
+def test_options_that_cannot_be_met_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        plan(NAMES, SIZES, 8, "tt", **arguments)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"d": 2},
+        {"d": 4},
+        {"q": [1, 1, 8]},
+        {"p": [40, 40, 40]},
+        {"cache_rows": 100},
+        {"cache_rows": 50, "cache_window": 5000},
+    ],
+)
+@pytest.mark.parametrize("ratio", [3, 15])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_budget_counts_the_options_of_tt(options, ratio, dtype):
+    sizes = [50, 40000, 7, 9000]
+    wishes = {"options": {"tt": options}, "weight_bytes": dtype.itemsize}
+    found = plan(NAMES, sizes, 8, "tt", **wishes, budget=f"{ratio}x")
+    arch = SparseArch(sizes, 8, found).to(dtype)
+    assert ("tt", {**options, "rank": found[1][1]["rank"]}) == found[1]
+    assert 0.5 / ratio <= arch.sizes()["bytes"] / (32 * sum(sizes)) <= 1 / ratio
+
+
+@pytest.mark.parametrize("plan", [["dense", "offload"] * 2, ["offload"] * 4])
+def test_groups_that_fetch_ahead_hear_of_the_coming_batches(plan):
+    arch = SparseArch(SIZES, 4, [(kind, {}) for kind in plan])
+    optimizer = RowOptimizer(arch.parameters(), "sgd")
+    assert arch.look_ahead(5) == 2 * arch.round_of(5 * 4) - 1
+    assert arch.round_of(5 * 4) >= 1
+    batches = [torch.stack([torch.randint(0, rows, (5,)) for rows in SIZES]) for _ in range(4)]
+    arch.cache_stats()
+    assert not arch.rows_ready
+    for ids, upcoming in itertools.pairwise(batches):
+        arch.begin_round([(ids, None, None)], [(upcoming, None, None)])
+        assert arch.rows_ready
+        arch.in_round(True)
+        sum(vectors.sum() for vectors in arch(ids)).backward()
+        offload = next(group for group, _ in arch.embeddings() if group.kind() == "offload")
+        slots = [slot for slot, kind in enumerate(plan) if kind == "offload"]
+        rows = upcoming[slots] + offload._offsets[:, None]
+        assert (offload.cached.slots[rows] >= 0).all()
+        optimizer.step()
+        optimizer.zero_grad()
+    stats = arch.cache_stats()
+    assert stats["cache/MB_in_per_step"] > 0
+    dense = SparseArch(SIZES, 4, [("dense", {})] * 4)
+    assert (dense.look_ahead(1), dense.round_of(1), dense.rows_ready) == (0, 0, True)

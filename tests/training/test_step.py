@@ -1,0 +1,174 @@
+import copy
+
+import pytest
+import torch
+
+from dlrm.data.batch import Batch
+from dlrm.model import DLRM
+from dlrm.optim import RULES, RowOptimizer
+from dlrm.training.step import TrainStep
+
+SIZES = [50, 3000, 400]
+PLANS = {
+    "dense": [("dense", {})] * 3,
+    "tt": [("dense", {}), ("tt", {"rank": 4}), ("dense", {})],
+    "tt alone": [("tt", {"rank": 4})] * 3,  # no row gradient to be sorted
+    "mixed": [("hash", {"rows": 20}), ("qr", {"collisions": 9}), ("block", {"dim": 2})],
+}
+
+
+def batches(count, size, device, dense=4):
+    for _ in range(count):
+        ids = torch.stack([torch.randint(0, rows, (size,)) for rows in SIZES])
+        batch = Batch(torch.randn(dense, size), ids, (torch.rand(size) < 0.3).float())
+        yield batch.to(device)
+
+
+def make(plan, rule="adagrad", device="cpu", width=16, **options):
+    torch.manual_seed(0)
+    model = DLRM(4, SIZES, 8, PLANS[plan], bottom_mlp=[width, 16], top_mlp=[width]).to(device)
+    # The first steps of RMSprop are as long where the gradient is next to nothing, and noise.
+    lr = 0.002 if rule == "rmsprop" else 0.05
+    optimizers = [
+        RowOptimizer(model.dense_parameters(), rule, lr=lr),
+        RowOptimizer(model.sparse_arch.parameters(), rule, lr=lr),
+    ]
+    return model, TrainStep(model, optimizers, **options)
+
+
+@pytest.mark.parametrize("plan", sorted(PLANS))
+def test_the_loss_falls(plan):
+    _, step = make(plan)
+    batch = next(batches(1, 64, "cpu"))
+    losses = [step(batch)["loss"].item() for _ in range(30)]
+    assert losses[-1] < losses[0] - 0.1
+
+
+@pytest.mark.parametrize("plan", sorted(PLANS))
+def test_clipping_limits_the_update_and_keeps_its_direction(plan):
+    def moves(clip_norm):
+        model, step = make(plan, "sgd", clip_norm=clip_norm)
+        before = copy.deepcopy(model)
+        torch.manual_seed(1)
+        out = step(next(batches(1, 32, "cpu")))
+        pairs = zip(model.parameters(), before.parameters(), strict=True)
+        return torch.cat([(a - b).flatten() for a, b in pairs]), out
+
+    free, out = moves(1e9)
+    norm = torch.hypot(out["gradient_norm/dense"], out["gradient_norm/embeddings"])
+    torch.testing.assert_close(free.norm(), 0.05 * norm)
+    limited, _ = moves(0.01)
+    torch.testing.assert_close(limited, free * (0.01 / norm), rtol=1e-3, atol=1e-7)
+
+
+def test_bf16_autocast_stays_near_fp32():
+    results = []
+    for precision in ("fp32", "bf16"):
+        _, step = make("dense", precision=precision)
+        torch.manual_seed(1)
+        results.append([step(batch)["loss"].item() for batch in batches(10, 64, "cpu")])
+    assert results[0] != results[1]
+    assert results[0] == pytest.approx(results[1], abs=0.02)
+
+
+def test_unknown_modes_name_the_nearest():
+    with pytest.raises(ValueError, match="did you mean 'compile'"):
+        make("dense", mode="compiled")
+    with pytest.raises(ValueError, match="did you mean 'bf16'"):
+        make("dense", precision="b16")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="needs a GPU"):
+            make("dense", mode="graph")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", ["mixed", "tt"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_gpu_trains_as_a_cpu_does(plan, rule):
+    """fp32, to 1e-4; layers so wide that several warps update a row of theirs."""
+    losses = {}
+    for device in ("cpu", "cuda"):
+        _, step = make(plan, rule, device, width=400, mode="eager")
+        torch.manual_seed(1)
+        losses[device] = [step(b)["loss"].item() for b in batches(6, 256, device)]
+    assert losses["cuda"] == pytest.approx(losses["cpu"], abs=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", sorted(PLANS))
+@pytest.mark.parametrize("rule", RULES)
+def test_captured_and_compiled_losses_equal_eager(plan, rule):
+    """fp32, 40 steps with short batches between: equal to 1e-4, the rounding of fused sums."""
+    results = {}
+    for mode in ("eager", "compile", "graph"):
+        _, step = make(plan, rule, "cuda", mode=mode)
+        torch.manual_seed(1)
+        losses = []
+        for index in range(8):
+            norms = index % 2 == 1
+            losses += [step(b, norms=norms)["loss"].item() for b in batches(4, 256, "cuda")]
+            losses += [step(b)["loss"].item() for b in batches(1, 100 + index, "cuda")]
+        results[mode] = losses
+    assert results["compile"] == pytest.approx(results["eager"], abs=1e-4)
+    assert results["graph"] == pytest.approx(results["eager"], abs=1e-4)
+
+
+def test_many_models_of_a_process_are_compiled(device):
+    """PyTorch gives up where a function is compiled too often, and all MLPs are one."""
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        for width in (8, 9):
+            model = DLRM(4, SIZES, 8, PLANS["dense"], bottom_mlp=[width], top_mlp=[width])
+            optimizer = RowOptimizer(model.to(device).parameters(), "sgd")
+            TrainStep(model, [optimizer], mode="compile")(next(batches(1, 64, device)))
+
+
+@pytest.mark.gpu
+def test_a_closed_step_captures_anew():
+    given = list(batches(9, 64, "cuda"))
+    found = []
+    for closes in (False, True):
+        _, step = make("dense", "sgd", "cuda", mode="graph")
+        losses = [step(batch)["loss"].item() for batch in given[:5]]
+        if closes:
+            step.close()
+        found.append(losses + [step(batch)["loss"].item() for batch in given[5:]])
+    assert found[1] == pytest.approx(found[0], abs=1e-5)
+
+
+@pytest.fixture
+def _determinism_ends():
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.mark.usefixtures("_determinism_ends")
+@pytest.mark.parametrize("plan", sorted(PLANS))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_equal_seeds_give_equal_bits(plan, precision, device):
+    runs = []
+    for _ in range(2):
+        model, step = make(plan, device=device, precision=precision, deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+        torch.manual_seed(1)
+        size = 4096 if step.mode == "graph" else 64
+        losses = [step(batch)["loss"].item() for batch in batches(8, size, device)]
+        runs.append((losses, [parameter.detach().clone() for parameter in model.parameters()]))
+    (losses, parameters), (again, same) = runs
+    assert losses == again
+    assert all(torch.equal(a, b) for a, b in zip(parameters, same, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_captured_step_follows_the_learning_rate():
+    model, step = make("dense", "sgd", "cuda", mode="graph")
+    for batch in batches(6, 64, "cuda"):
+        step(batch)
+    for optimizer in step.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"].fill_(0.0)
+    before = copy.deepcopy(model.state_dict())
+    for batch in batches(2, 64, "cuda"):
+        step(batch)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
