@@ -16,22 +16,22 @@ import yaml
 from tqdm import tqdm
 
 from dlrm.config.cli import note_budgeted, parse, require_own, resumed
-from dlrm.config.model_spec import recipe
+from dlrm.config.model_spec import model_spec
 from dlrm.config.schema import HOUSEKEEPING, RunConfig
 from dlrm.data import synthetic
 from dlrm.data.criteo import CriteoLoader
 from dlrm.data.frequencies import read_counts
-from dlrm.distributed.sharding_plan import spread
+from dlrm.distributed.sharding_plan import make_sharding_plan
 from dlrm.distributed.world import World
 from dlrm.embeddings import available
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, Schedule
-from dlrm.sparse_arch.table_plan import AUTO, by_table, describe
+from dlrm.sparse_arch.table_plan import AUTO, by_table, describe_plan
 from dlrm.training import checkpoint, metrics, profiling, run_directory, tracking
-from dlrm.training.data_parallel import Reducer, state_bytes
+from dlrm.training.data_parallel import GradientReducer, state_bytes
 from dlrm.training.step import TrainStep
-from dlrm.utils.atomic import whole
-from dlrm.utils.device import out_of_memory, pick_device
+from dlrm.utils.atomic import atomic_write
+from dlrm.utils.device import is_out_of_memory, pick_device
 
 
 class Run:
@@ -42,7 +42,7 @@ class Run:
         self.device = world.join(pick_device(config.device))
         name = config.name or f"{config.emb}-{datetime.now():%Y%m%d-%H%M%S-%f}"
         new = Path(config.output) / name
-        self.directory = world.from_first(lambda: run_directory.directory(new, config.resume))
+        self.directory = world.from_first(lambda: run_directory.new_or_resumed(new, config.resume))
         if config.data == RunConfig.data and world.first:
             synthetic.write_demo(config.data)
         world.wait()
@@ -53,12 +53,14 @@ class Run:
         self.held_out = {split: self._loader(split, config.eval_batch_size) for split in splits}
         if not len(self.train_data):
             raise ValueError("--loader.drop_last leaves no batch at all: lower --batch_size")
-        self.recipe = recipe(config, self.meta)
+        self.recipe = model_spec(config, self.meta)
         restored = checkpoint.about(config.resume, recipe=self.recipe) if config.resume else None
         torch.manual_seed(config.seed)
         counts = (lambda: read_counts(config.data, self.meta)) if self.meta.multi_hot else None
         rule, tables = config.optim.embeddings, self.meta.tables
-        self.sharding = spread(world, tables, self.recipe, counts, rule, **asdict(config.sharding))
+        self.sharding = make_sharding_plan(
+            world, tables, self.recipe, counts, rule, **asdict(config.sharding)
+        )
         self.model = DLRM(**self.recipe, sharding=self.sharding).to(self.device)
         if config.init_from and not restored:
             self.model.load_trained(checkpoint.load_model(config.init_from, self.device)[0])
@@ -72,7 +74,7 @@ class Run:
             clip_norm=config.optim.clip_norm,
             mode=config.step,
             deterministic=config.deterministic,
-            reducer=Reducer.of(self.model, self.optimizers[1], world),
+            reducer=GradientReducer.of(self.model, self.optimizers[1], world),
         )
         self.train_data.look_ahead = self.step.look_ahead(config.batch_size)
         self.steps, self.epoch, self.best = 0, 0, float("-inf")
@@ -99,8 +101,8 @@ class Run:
         profiler = profiling.Profiler(self.directory, self.device) if traced else None
         clock = profiling.Clock(self.train_data)
         self.model.train()
-        done, whole = data.samples(self.steps), data.samples(self.last_step)
-        with profiling.progress_bar(whole, done, silent=not self.world.first) as progress:
+        done, atomic_write = data.samples(self.steps), data.samples(self.last_step)
+        with profiling.progress_bar(atomic_write, done, silent=not self.world.first) as progress:
             for epoch in range(self.epoch, config.epochs):
                 if self.steps >= self.last_step:
                     break
@@ -137,7 +139,7 @@ class Run:
         values = {f"train/{name}": float(value) for name, value in out.items()}
         values |= self.model.sparse_arch.cache_stats()
         if self.steps < self.last_step:  # else in the final metrics, of this step too
-            values |= clock.lap() | profiling.memory(self.device)
+            values |= clock.lap() | profiling.peak_memory(self.device)
         for name, optimizer in zip(("dense", "embeddings"), self.optimizers, strict=True):
             values[f"lr/{name}"] = float(optimizer.param_groups[0]["lr"])
         self.tracker.log(self.steps, values)
@@ -171,7 +173,7 @@ class Run:
         speed = clock.total() if clock.samples else {}
         val = {f"val/{k}": v for k, v in self._validate().items()}  # logged there
         final = {f"test/{k}": v for k, v in self._evaluate("test").items()}
-        final |= self.fitted | self._embedding_sizes() | speed | profiling.memory(self.device)
+        final |= self.fitted | self._embedding_sizes() | speed | profiling.peak_memory(self.device)
         best, rows = self.meta.planted.get("test", {}), self.meta.counts
         final |= {f"test/best_possible_{name}": value for name, value in best.items()}
         self.tracker.log(self.steps, final)
@@ -206,12 +208,12 @@ class Run:
     def _announce(self) -> None:
         if not self.world.first:
             return
-        with whole(self.directory / run_directory.CONFIG) as temporary:
+        with atomic_write(self.directory / run_directory.CONFIG) as temporary:
             temporary.write_text(self.resolved)
         if self.sharding:
             self.tracker.text("sharding", self.sharding.text)
             print(self.sharding.text)
-        tables = describe(self.meta.tables, self.meta.cardinalities, self.recipe["plan"])
+        tables = describe_plan(self.meta.tables, self.meta.cardinalities, self.recipe["plan"])
         self.tracker.text("tables", tables)
         if self.config.emb == AUTO:
             print(tables)
@@ -268,11 +270,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     kinds, world = available(), World.of_environment()
     run, directory, saved = None, None, []
-    threading.excepthook = tracking.told_by_the_next_call
+    threading.excepthook = tracking.quiet_tensorboard_thread
     try:
         world.meet()
         if going_on := resumed(arguments):
-            directory = run_directory.run_of(going_on)
+            directory = run_directory.run_directory(going_on)
             saved = [f"--config={directory / run_directory.CONFIG}"]
         with world.saying_once():
             config, resolved = parse([*arguments, *saved], kinds)
@@ -284,12 +286,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         world.say_once(f"error: {error}")
         return 2
     except KeyboardInterrupt:
-        world.say_once(f"interrupted; {run_directory.way_on(run.directory if run else directory)}")
+        world.say_once(
+            f"interrupted; {run_directory.resume_hint(run.directory if run else directory)}"
+        )
         return 130
     except (RuntimeError, MemoryError, TypeError) as error:
-        if not out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
-        world.say_once(f"error: {profiling.advice(config.data, config.model.embedding_dim)}")
+        world.say_once(
+            f"error: {profiling.out_of_memory_advice(config.data, config.model.embedding_dim)}"
+        )
         return 2
     finally:
         world.leave()

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dlrm.distributed.sharding_plan import Sharding
+from dlrm.distributed.sharding_plan import ShardingPlan
 from dlrm.kernels.interaction import dot_interaction
-from dlrm.kernels.streams import branch_of
+from dlrm.kernels.streams import side_stream_of
 from dlrm.sparse_arch.arch import SparseArch
 from dlrm.sparse_arch.table_plan import Plan
-from dlrm.utils.messages import nearest
+from dlrm.utils.messages import did_you_mean
 
 INTERACTIONS = ("dot", "dcn")
 DTYPES = {"fp32": 4, "bf16": 2}  # of tables, and the bytes of a weight
@@ -153,7 +153,7 @@ class DLRM(nn.Module):
         cross_layers: int = 3,
         cross_rank: int = 512,
         tables_dtype: str = "fp32",
-        sharding: Sharding | None = None,
+        sharding: ShardingPlan | None = None,
     ) -> None:
         super().__init__()
         tables = len(num_embeddings)
@@ -161,7 +161,7 @@ class DLRM(nn.Module):
             raise ValueError(f"the plan has {len(plan)} entries for {tables} tables")
         if tables_dtype not in DTYPES:
             raise ValueError(
-                f"unknown tables_dtype {tables_dtype!r}{nearest(tables_dtype, DTYPES)}"
+                f"unknown tables_dtype {tables_dtype!r}{did_you_mean(tables_dtype, DTYPES)}"
             )
         self.num_dense = num_dense
         self.interaction: DotInteraction | CrossInteraction
@@ -173,7 +173,7 @@ class DLRM(nn.Module):
             )
         else:
             raise ValueError(
-                f"unknown interaction {interaction!r}{nearest(interaction, INTERACTIONS)}"
+                f"unknown interaction {interaction!r}{did_you_mean(interaction, INTERACTIONS)}"
             )
         self.bottom_mlp = MLP([num_dense, *bottom_mlp, embedding_dim])
         self.top_mlp = MLP([self.interaction.out_features, *top_mlp, 1], final_relu=False)
@@ -209,7 +209,7 @@ class DLRM(nn.Module):
                 f"dense has shape {tuple(dense.shape)}, it must be [{self.num_dense}, B]: "
                 "one row per dense feature"
             )
-        branch = branch_of(ids.device)
+        branch = side_stream_of(ids.device)
         begin = branch.mark()
         bottom = self.bottom_mlp(dense.t())  # [B, D], the longer chain of a small batch
         with branch.fork(behind=begin):

@@ -26,8 +26,8 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from dlrm.config.schema import HOUSEKEEPING
 from dlrm.embeddings import available
 from dlrm.training.tracking import RESULT, log_figures, without
-from dlrm.utils.atomic import save_figure, whole
-from dlrm.utils.program import Parser, exit_status, picture, place
+from dlrm.utils.atomic import atomic_write, save_figure
+from dlrm.utils.program import Parser, exit_status, figure_arg, path_arg
 
 METRICS = {
     "test/auc": "AUC",
@@ -55,15 +55,15 @@ LOSSES = ("log loss", "NE")  # the lower the better
 def arguments() -> Parser:
     """The command line."""
     parser = Parser(__doc__)
-    parser.add_argument("runs", nargs="+", type=place, help="run directories")
+    parser.add_argument("runs", nargs="+", type=path_arg, help="run directories")
     parser.add_argument(
-        "--plot", type=picture, default=Path("compare.png"), help="PNG, SVG or PDF to draw"
+        "--plot", type=figure_arg, default=Path("compare.png"), help="PNG, SVG or PDF to draw"
     )
     parser.add_argument("--metric", choices=QUALITY, default="AUC", help="what the plot shows")
-    parser.add_argument("--json", type=place, help="also write the table as JSON")
+    parser.add_argument("--json", type=path_arg, help="also write the table as JSON")
     parser.add_argument(
         "--tensorboard",
-        type=place,
+        type=path_arg,
         metavar="DIR",
         help="also show the plot in TensorBoard, as a run of this name, such as runs/comparison",
     )
@@ -222,7 +222,7 @@ def compare(options: Namespace) -> None:
     print(f"plot in {options.plot}")
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        with whole(options.json) as temporary:
+        with atomic_write(options.json) as temporary:
             summary.to_json(temporary, orient="records", indent=2)
     if options.tensorboard:
         log_figures(options.tensorboard, {f"comparison/{options.metric}": figure})

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import DESCRIBED, META_FILE, SPLITS, Categorical, Meta, Split
-from dlrm.utils.program import Parser, exit_status, place
+from dlrm.utils.program import Parser, exit_status, path_arg
 
 SPARSE = 10  # rows of a table per value of its column, from which on the ids look hashed
 
@@ -169,7 +169,7 @@ def _found(directory: Path, patterns: Sequence[str]) -> tuple[str, ...]:
 def parser() -> Parser:
     """The command line."""
     made = Parser(__doc__)
-    made.add_argument("directory", type=place, help="where the files lie and meta.json goes")
+    made.add_argument("directory", type=path_arg, help="where the files lie and meta.json goes")
     for split in SPLITS:
         made.add_argument(
             f"--{split}",

@@ -11,7 +11,7 @@ from dlrm.distributed.world import World
 from dlrm.model import DLRM
 from dlrm.training import checkpoint, metrics
 from dlrm.utils.device import pick_device
-from dlrm.utils.program import Parser, count, exit_status
+from dlrm.utils.program import Parser, count_arg, exit_status
 
 
 def arguments() -> Parser:
@@ -22,7 +22,9 @@ def arguments() -> Parser:
     parser.add_argument("--split", default="test", help="which split to measure")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument(
-        "--batch-size", type=count, help="samples per batch (default: as in the run's evaluations)"
+        "--batch-size",
+        type=count_arg,
+        help="samples per batch (default: as in the run's evaluations)",
     )
     return parser
 

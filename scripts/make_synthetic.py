@@ -20,7 +20,7 @@ from tqdm import tqdm
 from dlrm.data import synthetic
 from dlrm.data.schema import Meta
 from dlrm.data.synthetic.distributions import profiles
-from dlrm.utils.program import Parser, exit_status, place
+from dlrm.utils.program import Parser, exit_status, path_arg
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add(
         "--output",
-        type=place,
+        type=path_arg,
         required=True,
         metavar="DIR",
         help="directory to make; must not hold anything",

@@ -11,8 +11,8 @@ from pyarrow import parquet
 
 from dlrm.distributed.world import World
 from dlrm.training import metrics
-from dlrm.utils.atomic import whole
-from dlrm.utils.program import Parser, count, exit_status
+from dlrm.utils.atomic import atomic_write
+from dlrm.utils.program import Parser, count_arg, exit_status
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the other scripts
 from scripts.evaluate import loaded
@@ -26,7 +26,7 @@ def arguments() -> Parser:
     parser.add_argument("output", help="Parquet file to write: probability and label, in row order")
     parser.add_argument("--split", default="test", help="which split to score")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    parser.add_argument("--batch-size", type=count, default=16384, help="samples per batch")
+    parser.add_argument("--batch-size", type=count_arg, default=16384, help="samples per batch")
     return parser
 
 
@@ -43,7 +43,7 @@ def predict(options: Namespace) -> None:
     model, loader, bf16 = loaded(options.checkpoint, options)
     schema = pa.schema({"probability": pa.float32(), "label": pa.float32()})
     output.parent.mkdir(parents=True, exist_ok=True)
-    with whole(output) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
+    with atomic_write(output) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
         for batch in loader:
             logits, labels = metrics.predict(model, [batch], bf16=bf16)
             metrics.require_outputs(logits)

@@ -14,7 +14,7 @@ from typing import Any
 
 from dlrm.data.preprocess.pipeline import Options, prepare
 from dlrm.data.preprocess.workspace import BAD_ROWS_FILE
-from dlrm.utils.program import Parser, exit_status, place
+from dlrm.utils.program import Parser, exit_status, path_arg
 
 EPILOG = """\
 Input: lines of label, I1..I13 (numbers, may be empty), C1..C26 (up to 8 hex digits, may be empty),
@@ -82,8 +82,8 @@ def _note_order(inputs: Sequence[Path]) -> None:
 def _parser() -> Parser:
     parser = Parser(__doc__, epilog=EPILOG)
     add, default = parser.add_argument, Options()
-    add("inputs", nargs="+", metavar="INPUT", type=place, help="raw files, in the order of time")
-    add("--output", metavar="DIR", type=place, required=True, help="directory to write to")
+    add("inputs", nargs="+", metavar="INPUT", type=path_arg, help="raw files, in the order of time")
+    add("--output", metavar="DIR", type=path_arg, required=True, help="directory to write to")
     add(
         "--split",
         nargs="+",
@@ -105,7 +105,7 @@ def _parser() -> Parser:
     add(
         "--ids-of",
         metavar="DIR",
-        type=place,
+        type=path_arg,
         help="data prepared before, whose vocabularies are taken, with its --cap, --min-count and "
         "--dense-transform: a model that was trained on it can score these rows, or be trained on "
         "with them. Values that it does not list get its out-of-vocabulary id",

@@ -38,7 +38,7 @@ from dlrm.embeddings.tt import clip_ranks, tt_weights
 from dlrm.training import benchmark as measure
 from dlrm.training import run_directory
 from dlrm.utils.atomic import save_figure
-from dlrm.utils.program import Parser, count, exit_status, picture, place, positive
+from dlrm.utils.program import Parser, count_arg, exit_status, figure_arg, path_arg, positive_arg
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for train.py and the other scripts
 from scripts.experiments.runner import Pool, Run, require_rows, step_speed
@@ -70,32 +70,44 @@ def arguments() -> Parser:
     parser.add_argument("--ratios-only", action="store_true", help="the ratios alone, at once")
     config = "configs/criteo_kaggle_large_batch.yaml"
     parser.add_argument("--config", default=config, help="YAML of the runs, as for train.py")
-    parser.add_argument("--tables", nargs="+", type=count, default=[3, 5, 7], help="largest tables")
-    parser.add_argument("--ranks", nargs="+", type=count, default=[8, 16, 32, 64], help="of TT")
+    parser.add_argument(
+        "--tables", nargs="+", type=count_arg, default=[3, 5, 7], help="largest tables"
+    )
+    parser.add_argument("--ranks", nargs="+", type=count_arg, default=[8, 16, 32, 64], help="of TT")
     parser.add_argument(
         "--caches", nargs="*", type=share, default=[1e-4, 1e-3, 1e-2], help="shares of the rows"
     )
-    parser.add_argument("--cache-at", nargs=2, type=count, default=[7, 32], help="tables and rank")
-    parser.add_argument("--seeds", type=count, default=3, help="runs per cell (default: 3)")
-    parser.add_argument("--tt-lr", type=positive, help="learning rate of TT, if not the config's")
     parser.add_argument(
-        "--fine-tune", type=count, default=0, metavar="STEPS", help="of the compressed dense model"
+        "--cache-at", nargs=2, type=count_arg, default=[7, 32], help="tables and rank"
     )
-    parser.add_argument("--fine-tune-lr", type=positive, default=5e-4, help="their learning rate")
-    parser.add_argument("--runs", type=place, default=Path("runs/tt_rec"), help="where runs go")
-    parser.add_argument("--jobs", type=count, default=1, help="runs at a time (default: 1)")
+    parser.add_argument("--seeds", type=count_arg, default=3, help="runs per cell (default: 3)")
+    parser.add_argument(
+        "--tt-lr", type=positive_arg, help="learning rate of TT, if not the config's"
+    )
+    parser.add_argument(
+        "--fine-tune",
+        type=count_arg,
+        default=0,
+        metavar="STEPS",
+        help="of the compressed dense model",
+    )
+    parser.add_argument(
+        "--fine-tune-lr", type=positive_arg, default=5e-4, help="their learning rate"
+    )
+    parser.add_argument("--runs", type=path_arg, default=Path("runs/tt_rec"), help="where runs go")
+    parser.add_argument("--jobs", type=count_arg, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--no-timing", action="store_true", help="leave out the step times")
     parser.add_argument(
-        "--plot", type=picture, default=Path("tt_rec.png"), help="PNG, SVG or PDF to draw"
+        "--plot", type=figure_arg, default=Path("tt_rec.png"), help="PNG, SVG or PDF to draw"
     )
-    parser.add_argument("--json", type=place, help="where the result is written as JSON")
+    parser.add_argument("--json", type=path_arg, help="where the result is written as JSON")
     parser.add_argument("--options", nargs="*", default=[], help="more options, as epochs=2")
     return parser
 
 
 def share(text: str) -> float:
     """A number above 0, at most 1: the ``type`` of an option."""
-    value = positive(text)
+    value = positive_arg(text)
     if value > 1:
         raise argparse.ArgumentTypeError(f"is {text!r}, it must be a share, at most 1")
     return value
@@ -314,7 +326,7 @@ def reproduce(options: argparse.Namespace) -> None:
     impossible = pool.train([run for seed in seeds for run in seed], options.data)
     if options.fine_tune:
         dense = options.runs / "dense-0"
-        if not run_directory.has_one(dense):
+        if not run_directory.has_checkpoint(dense):
             raise ValueError(
                 f"{dense} has no checkpoint, which --fine-tune begins with: remove it, to be "
                 "trained again"

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from dlrm.training.benchmark import ROOT
-from dlrm.utils.device import cores
-from dlrm.utils.program import Parser, count
+from dlrm.utils.device import cpu_count
+from dlrm.utils.program import Parser, count_arg
 
 NO_TESTS = 5  # pytest's exit status where none was chosen
 
@@ -42,11 +42,11 @@ def run(tests: Sequence[str], part: str, threads: int = 1) -> tuple[bool, str]:
 def main(argv: list[str] | None = None) -> int:
     """Run all parts; returns 1 if a test failed."""
     parser = Parser(__doc__)
-    parser.add_argument("--jobs", type=count, default=min(12, cores()), help="processes")
+    parser.add_argument("--jobs", type=count_arg, default=min(12, cpu_count()), help="processes")
     parser.add_argument("tests", nargs="*", default=["tests"], help="as for pytest")
     options = parser.parse_args(argv)
     parts = [f"{index}/{options.jobs}" for index in range(options.jobs)]
-    threads = max(1, cores() // options.jobs)  # each would else take all cores
+    threads = max(1, cpu_count() // options.jobs)  # each would else take all cores
     failed = 0
     with ThreadPoolExecutor(options.jobs) as pool:
         running = [pool.submit(run, options.tests, part, threads) for part in parts]

@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dlrm.data import synthetic
 from dlrm.embeddings import available
 from dlrm.training import checkpoint
-from dlrm.training.run_directory import way_on
+from dlrm.training.run_directory import resume_hint
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--model.bottom_mlp", "[16]", "--model.top_mlp", "[16]", "--batch_size", "256"]
@@ -410,9 +410,9 @@ def test_an_epoch_of_one_batch_and_of_none(data, tmp_path):
     assert "100%" in done.stderr
     done = train(data, tmp_path, "y", "--batch_size", "9601", "--loader.drop_last", status=2)
     assert "leaves no batch at all" in done.stderr
-    assert way_on(None) == "there was no checkpoint yet"
-    assert way_on(tmp_path / "y") == f"there was no checkpoint yet in {tmp_path / 'y'}"
-    assert way_on(tmp_path / "x") == f"go on with --resume {tmp_path / 'x'}"
+    assert resume_hint(None) == "there was no checkpoint yet"
+    assert resume_hint(tmp_path / "y") == f"there was no checkpoint yet in {tmp_path / 'y'}"
+    assert resume_hint(tmp_path / "x") == f"go on with --resume {tmp_path / 'x'}"
 
 
 def test_files_where_directories_are_wanted(data, tmp_path):

@@ -23,8 +23,8 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from dlrm.config.schema import RunConfig
 from dlrm.sparse_arch.table_plan import AUTO, Plan, options_of, parse_bytes
-from dlrm.utils.device import out_of_memory, pick_device
-from dlrm.utils.messages import nearest
+from dlrm.utils.device import is_out_of_memory, pick_device
+from dlrm.utils.messages import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ def _build(
     for source, kind in named.items():
         valid = [*kinds, AUTO] if source == "--emb" else [*kinds]
         if kind not in valid:
-            problems.append(f"{source} is {kind!r}{nearest(kind.lower(), valid)}")
+            problems.append(f"{source} is {kind!r}{did_you_mean(kind.lower(), valid)}")
     if values["emb"] == AUTO and values["budget"] is None:
         problems.append("--emb auto needs a budget: set --budget 20MB or --budget 100x")
     for name, check in (("budget", _check_budget), ("device", pick_device)):
@@ -347,7 +347,7 @@ def _refusal(kind: type, dim: int, options: Mapping[str, Any]) -> str:
     except ValueError as error:
         return str(error)
     except (RuntimeError, MemoryError, TypeError) as error:
-        if not out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         return "memory has no room for that; lower it"
     return ""

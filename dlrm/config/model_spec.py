@@ -12,7 +12,7 @@ from dlrm.model import DTYPES
 from dlrm.sparse_arch.table_plan import plan
 
 
-def recipe(config: RunConfig, meta: Meta) -> dict[str, Any]:
+def model_spec(config: RunConfig, meta: Meta) -> dict[str, Any]:
     """The arguments of the model, as the checkpoint keeps them."""
     tables = asdict(config.tables)
     dtype = tables.pop("dtype")

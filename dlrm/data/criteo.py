@@ -20,13 +20,13 @@ import numpy as np
 import torch
 
 from dlrm.data.batch import Batch, joined
-from dlrm.data.device_shuffle import GatheredWindow
+from dlrm.data.device_shuffle import DeviceShuffleBuffer
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import Meta
-from dlrm.data.shuffle import Block, Part, Span, Window, fill, fill_multi_hot
-from dlrm.utils.device import cores
+from dlrm.data.shuffle import Part, RowBuffer, ShuffleBuffer, ShuffleGroup, fill, fill_multi_hot
+from dlrm.utils.device import cpu_count
 
-AnyWindow = TypeVar("AnyWindow", Window, GatheredWindow)
+AnyWindow = TypeVar("AnyWindow", ShuffleBuffer, DeviceShuffleBuffer)
 QUEUED = 8  # batches whose work may wait on a GPU
 
 
@@ -101,7 +101,7 @@ class CriteoLoader:
     ) -> None:
         on_gpu = torch.device(device).type == "cuda"
         if readers is None:
-            readers = min(12, cores() * 3 // 4) if on_gpu else min(8, cores() // 2)
+            readers = min(12, cpu_count() * 3 // 4) if on_gpu else min(8, cpu_count() // 2)
             readers = max(1, readers)
         counts = {"batch_size": batch_size, "world_size": world_size, "window": window}
         for name, value in {**counts, "readers": readers, "prefetch": prefetch}.items():
@@ -220,7 +220,7 @@ class CriteoLoader:
             "window": self.window,
         }
 
-    def _spans(self) -> list[Span]:
+    def _spans(self) -> list[ShuffleGroup]:
         """This epoch's row groups in order, by windows."""
         groups = self._groups
         if self.shuffle:
@@ -229,7 +229,9 @@ class CriteoLoader:
         spans, start = [], 0
         for first in range(0, len(groups), self._mixed):
             seed = (self.seed, self.epoch, 1 + first) if self.shuffle else None
-            span = Span(start=start, groups=tuple(groups[first : first + self._mixed]), seed=seed)
+            span = ShuffleGroup(
+                start=start, groups=tuple(groups[first : first + self._mixed]), seed=seed
+            )
             spans.append(span)
             start += span.rows
         return spans
@@ -275,7 +277,7 @@ class CriteoLoader:
 
     def _gathered(self, start: int, readers: ThreadPoolExecutor) -> Iterator[tuple[Batch, int]]:
         """Batches that the device gathers from windows, each with the position behind it."""
-        make = partial(GatheredWindow, reader=self._reader, pool=readers, device=self.device)
+        make = partial(DeviceShuffleBuffer, reader=self._reader, pool=readers, device=self.device)
         for windows, (first, last, position) in self._windowed(start, make):
             for window in windows:
                 window.copy_arrived()
@@ -292,7 +294,7 @@ class CriteoLoader:
     ) -> Iterator[tuple[Batch, int]]:
         """Batches assembled in host memory, on the device, each with the position behind it."""
         pending: deque[tuple[Future[Batch], int]] = deque()
-        make = partial(Window, reader=self._reader, pool=readers)
+        make = partial(ShuffleBuffer, reader=self._reader, pool=readers)
         for windows, (first, last, position) in self._windowed(start, make):
             parts = [window.part(first, last) for window in windows if window.start < last]
             pending.append((assembler.submit(self._fill, last - first, parts), position))
@@ -302,7 +304,7 @@ class CriteoLoader:
             yield self._wait_for(*pending.popleft())
 
     def _windowed(
-        self, start: int, make: Callable[[Span], AnyWindow]
+        self, start: int, make: Callable[[ShuffleGroup], AnyWindow]
     ) -> Iterator[tuple[Sequence[AnyWindow], tuple[int, int, int]]]:
         """Each of this rank's shares with the windows from its first row on, some read ahead."""
         spans = self._needed(start)
@@ -318,7 +320,7 @@ class CriteoLoader:
                 windows.append(make(span))
             yield windows, (first, last, position)
 
-    def _needed(self, start: int) -> Iterator[Span]:
+    def _needed(self, start: int) -> Iterator[ShuffleGroup]:
         """The windows that this rank's rows lie in, in order."""
         spans, done = self._spans(), 0
         starts = [span.start for span in spans]
@@ -328,7 +330,7 @@ class CriteoLoader:
             done = max(end, done)
 
     def _fill(self, size: int, parts: list[Part]) -> Batch:
-        block = Block(
+        block = RowBuffer(
             size,
             dense=len(self.meta.dense),
             one_hot=self._multi_hot.count(False),

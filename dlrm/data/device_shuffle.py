@@ -15,10 +15,10 @@ from torch import Tensor
 
 from dlrm.data.batch import Batch, joined
 from dlrm.data.parquet import RowGroup, RowGroupReader
-from dlrm.data.shuffle import Block, Deal, Span, deals
+from dlrm.data.shuffle import Interleave, RowBuffer, ShuffleGroup, interleave
 
 
-class GatheredWindow:
+class DeviceShuffleBuffer:
     """The rows of one span on a device, on their way from the reader threads.
 
     Row for row the same as :class:`~dlrm.data.shuffle.Window`, for one-hot features. Every call but
@@ -32,22 +32,26 @@ class GatheredWindow:
     """
 
     def __init__(
-        self, span: Span, reader: RowGroupReader, pool: ThreadPoolExecutor, device: torch.device
+        self,
+        span: ShuffleGroup,
+        reader: RowGroupReader,
+        pool: ThreadPoolExecutor,
+        device: torch.device,
     ) -> None:
         self.start, self.stop = span.start, span.start + span.rows
         self._reader, self._device = reader, device
         pinned, meta = device.type == "cuda", reader.meta
         self._order: Tensor | None = None
-        moves: list[Deal] | list[None] = [None] * len(span.groups)
+        moves: list[Interleave] | list[None] = [None] * len(span.groups)
         if span.seed is not None:
             self._order = torch.empty(span.rows, dtype=torch.int64, pin_memory=pinned)
-            moves = deals(span)
-        self._reads: deque[Future[Block]] = deque()
+            moves = interleave(span)
+        self._reads: deque[Future[RowBuffer]] = deque()
         self._arrived: list[Batch] = []
         first = 0
         for group, deal in zip(span.groups, moves, strict=True):
             # Pinned by this thread: calls to CUDA from others disturb the capture of a CUDA graph.
-            block = Block(
+            block = RowBuffer(
                 group.rows,
                 dense=len(meta.dense),
                 one_hot=len(meta.categorical),
@@ -57,7 +61,9 @@ class GatheredWindow:
             self._reads.append(pool.submit(self._read, group, block, deal, first))
             first += group.rows
 
-    def _read(self, group: RowGroup, block: Block, deal: Deal | None, first: int) -> Block:
+    def _read(
+        self, group: RowGroup, block: RowBuffer, deal: Interleave | None, first: int
+    ) -> RowBuffer:
         """Read one row group, whose first row is number ``first`` of the window."""
         rows = self._reader.read(group)
         outs = [block.labels, *block.dense, *block.ids]

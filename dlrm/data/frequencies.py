@@ -16,7 +16,7 @@ from torch import Tensor
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.preprocess.vocabulary import opened
 from dlrm.data.schema import DESCRIBED, META_FILE, Categorical, Meta
-from dlrm.utils.device import cores
+from dlrm.utils.device import cpu_count
 
 MOST_ROWS = 1 << 24  # training rows that are counted, of a larger split evenly spaced row groups
 _COUNTED = pa.schema([pa.field(name, pa.int64(), nullable=False) for name in ("id", "count")])
@@ -69,7 +69,7 @@ def count_ids(
     reader = RowGroupReader(directory, replace(meta, dense=()))
     groups = reader.row_groups("train")
     every = -(-sum(group.rows for group in groups) // most_rows)
-    groups, at_once = groups[::every], cores()
+    groups, at_once = groups[::every], cpu_count()
     counts = [torch.zeros(rows, dtype=torch.int64) for rows in meta.cardinalities]
     order = sorted(range(len(counts)), key=lambda index: meta.categorical[index].multi_hot)
     with ThreadPoolExecutor(at_once) as threads:

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dlrm.data.schema import META_FILE, Categorical, Meta
-from dlrm.utils.messages import nearest
+from dlrm.utils.messages import did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,9 @@ class RowGroupReader:
         """
         where = self.directory / META_FILE
         if split not in self.meta.splits:
-            raise ValueError(f"{where} has no split {split!r}{nearest(split, self.meta.splits)}")
+            raise ValueError(
+                f"{where} has no split {split!r}{did_you_mean(split, self.meta.splits)}"
+            )
         described = self.meta.splits[split]
         files = [self.directory / name for name in described.files]
         groups = [group for file in files for group in self.open(file)]

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dlrm.utils.atomic import whole
+from dlrm.utils.atomic import atomic_write
 
 SCHEMA_VERSION = 1
 META_FILE = "meta.json"
@@ -147,7 +147,7 @@ class Meta:
     def write(self, directory: str | os.PathLike[str]) -> Path:
         """Write ``meta.json`` into ``directory``, whole or not at all; returns its path."""
         path = Path(directory) / META_FILE
-        with whole(path) as temporary:
+        with atomic_write(path) as temporary:
             temporary.write_text(json.dumps(asdict(self), indent=2) + "\n")
         return path
 

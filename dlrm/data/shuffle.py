@@ -19,7 +19,7 @@ random places of a window instead takes 5 times as long on a server CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class ShuffleGroup:
     """The row groups that are mixed with one another, and their place in the epoch's order."""
 
     start: int
@@ -35,7 +35,7 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deal:
+class Interleave:
     """Where the rows of one row group go: permuted among themselves, then dealt in runs.
 
     Run ``i`` goes to the ``slots[i]``-th run of the window. Rows that fill no run go to ``rest``.
@@ -63,7 +63,7 @@ class Deal:
         out[self.rest] = values[dealt:]
 
 
-def deals(span: Span) -> list[Deal]:
+def interleave(span: ShuffleGroup) -> list[Interleave]:
     """How the row groups of ``span`` are mixed: the runs of all of them in random order."""
     assert span.seed is not None
     sizes = [group.rows for group in span.groups]
@@ -74,12 +74,12 @@ def deals(span: Span) -> list[Deal]:
     for i, size in enumerate(sizes):
         rest = slice(start, start + size % run)
         slots = np.flatnonzero(owners == i)
-        made.append(Deal(seed=(*span.seed, 1 + i), run=run, slots=slots, rest=rest))
+        made.append(Interleave(seed=(*span.seed, 1 + i), run=run, slots=slots, rest=rest))
         start = rest.stop
     return made
 
 
-class Window:
+class ShuffleBuffer:
     """The rows of one span in their final order, on their way from the reader threads.
 
     A row group is decoded by one thread, which writes each column to the places of its rows; a
@@ -91,7 +91,9 @@ class Window:
         pool: its threads do the reading.
     """
 
-    def __init__(self, span: Span, reader: RowGroupReader, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, span: ShuffleGroup, reader: RowGroupReader, pool: ThreadPoolExecutor
+    ) -> None:
         rows, meta = span.rows, reader.meta
         one_hot = sum(not column.multi_hot for column in meta.categorical)
         self.start, self.stop = span.start, span.start + rows
@@ -100,13 +102,17 @@ class Window:
         self.labels = np.empty(rows, np.float32)
         self._bags: list[Bags] | None = None
         self._reader = reader
-        places: Sequence[Deal | slice] = [slice(rows)] if span.seed is None else deals(span)
+        places: Sequence[Interleave | slice] = (
+            [slice(rows)] if span.seed is None else interleave(span)
+        )
         self._reads = [
             pool.submit(self._read, group, place)
             for group, place in zip(span.groups, places, strict=True)
         ]
 
-    def _read(self, group: RowGroup, place: Deal | slice) -> tuple[list[Bags], np.ndarray | None]:
+    def _read(
+        self, group: RowGroup, place: Interleave | slice
+    ) -> tuple[list[Bags], np.ndarray | None]:
         """Read one row group; its bags, and the place in the window of each of its rows."""
         rows = self._reader.read(group)
         pairs = zip(
@@ -147,7 +153,7 @@ class Window:
         return self._bags
 
 
-class Block:
+class RowBuffer:
     """A one-hot batch in one piece of memory, so that one copy brings it to a GPU.
 
     Its columns are NumPy arrays: :func:`fill` fills them, :meth:`to` makes tensors of them. Every
@@ -192,11 +198,11 @@ def _aligned(words: int) -> int:
     return -(-words // 64) * 64
 
 
-Part: TypeAlias = tuple[Window, slice]
+Part: TypeAlias = tuple[ShuffleBuffer, slice]
 """Consecutive rows of a window."""
 
 
-def fill(block: Block, parts: Sequence[Part]) -> Block:
+def fill(block: RowBuffer, parts: Sequence[Part]) -> RowBuffer:
     """Copy ``parts``, one behind the other, into the ``block`` that has room for them."""
     start = 0
     for window, rows in parts:
@@ -209,7 +215,7 @@ def fill(block: Block, parts: Sequence[Part]) -> Block:
     return block
 
 
-def fill_multi_hot(block: Block, parts: Sequence[Part], multi_hot: Sequence[bool]) -> Batch:
+def fill_multi_hot(block: RowBuffer, parts: Sequence[Part], multi_hot: Sequence[bool]) -> Batch:
     """As :func:`fill`, where some features are multi-hot: all of them become bags.
 
     Args:

@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dlrm.distributed.peer_memory import PeerMemory
+from dlrm.distributed.peer_memory import SymmetricTensor
 from dlrm.distributed.world import World
 from dlrm.kernels.lookup.peer import read_rows, send_rows
 from dlrm.kernels.lookup.tables import row_gradient
-from dlrm.kernels.streams import Branch, branch_of
-from dlrm.kernels.update.row_sort import Plan, announce, prepare
+from dlrm.kernels.streams import SideStream, side_stream_of
+from dlrm.kernels.update.row_sort import SortedRows, announce, sort_rows
 
 ARRIVAL = 2  # the branch on which a process learns which of its rows have gradients
 
 
 @dataclass(frozen=True)
-class Sorted:
+class SortedLookups:
     """Look-ups at peers, sorted by holder and row."""
 
-    plan: Plan
+    plan: SortedRows
     shift: Tensor
     """By holder, how far their slots in its inbox are from their sorted places, ``[n]``."""
 
@@ -33,13 +33,13 @@ class Sorted:
         """All that there is to copy."""
         return [self.plan.rows, self.plan.order, self.shift]
 
-    def like(self) -> Sorted:
+    def like(self) -> SortedLookups:
         """Room for as many look-ups."""
         rows, order, shift = map(torch.empty_like, self.tensors)
-        return Sorted(Plan(rows, order), shift)
+        return SortedLookups(SortedRows(rows, order), shift)
 
 
-class Direct:
+class PeerLookup:
     """Look-ups of rows that lie with peers, without collectives (:mod:`dlrm.kernels.lookup.peer`).
 
     A look-up is asked for by its key: row r of the weight of number p of ``World.ring`` has the key
@@ -65,7 +65,7 @@ class Direct:
     ) -> None:
         self.world, self.height, self.width, self.asked = world, height, width, asked
         self.wire = wire
-        self._rows: PeerMemory | None = None
+        self._rows: SymmetricTensor | None = None
         self._inboxes: dict[int, _Inbox] = {}  # by batch size; captured graphs know their addresses
 
     def key_of(self, rank: int, row: int) -> int:
@@ -86,7 +86,7 @@ class Direct:
         self._inboxes.clear()
         if device.type != self.world.device.type:
             return torch.zeros(rows, self.width, device=device, dtype=dtype)
-        self._rows = PeerMemory(self.world, (self.height, self.width), dtype, device)
+        self._rows = SymmetricTensor(self.world, (self.height, self.width), dtype, device)
         bounds = [step * self.height for step in range(self.world.size)]
         self._bounds = torch.tensor(bounds, device=device, dtype=self.key_type)
         shares = [self.world.rank * self.asked[rank] for rank in self.world.ring]
@@ -103,13 +103,13 @@ class Direct:
         rows = self._rows
         return self.world.even and rows is not None and rows.local.data_ptr() == weight.data_ptr()
 
-    def sort(self, keys: Tensor) -> Sorted:
+    def sort(self, keys: Tensor) -> SortedLookups:
         """Sort the look-ups ``keys [B, S]``; it needs nothing of the rows, and no other process."""
-        plan = prepare(keys.view(-1), self.world.size * self.height)
+        plan = sort_rows(keys.view(-1), self.world.size * self.height)
         places = torch.searchsorted(plan.rows, self._bounds)
-        return Sorted(plan, self._shares * len(keys) - places)
+        return SortedLookups(plan, self._shares * len(keys) - places)
 
-    def __call__(self, weight: Tensor, lookups: Sorted, batch: int) -> Tensor:
+    def __call__(self, weight: Tensor, lookups: SortedLookups, batch: int) -> Tensor:
         """The rows ``[B, S, width]`` of sorted look-ups; all processes must ask at once."""
         found: Tensor = _LookupDirect.apply(weight, lookups, batch, self)
         return found.view(batch, -1, self.width)
@@ -121,7 +121,7 @@ class Direct:
         return self._inboxes[batch]
 
     @property
-    def rows(self) -> PeerMemory:
+    def rows(self) -> SymmetricTensor:
         """The memory of the weight."""
         assert self._rows is not None
         return self._rows
@@ -130,13 +130,13 @@ class Direct:
 class _Inbox:
     """Where peers write the rows and gradients of their look-ups: a section for each of them."""
 
-    def __init__(self, direct: Direct, batch: int, like: Tensor) -> None:
+    def __init__(self, direct: PeerLookup, batch: int, like: Tensor) -> None:
         world, asked = direct.world, direct.asked
         slots = world.size * batch * max(asked)
         self.used = world.size * batch * asked[world.rank]
-        self.keys = PeerMemory(world, (slots,), torch.int32, like.device, fill=-1)
+        self.keys = SymmetricTensor(world, (slots,), torch.int32, like.device, fill=-1)
         wire = direct.wire or torch.promote_types(like.dtype, torch.float32)
-        self.gradients = PeerMemory(world, (slots, direct.width), wire, like.device)
+        self.gradients = SymmetricTensor(world, (slots, direct.width), wire, like.device)
 
     def take(self) -> Tensor:
         """Row of every slot, -1 where there is none, ``[used]``; the slots are free again."""
@@ -149,15 +149,17 @@ class _Inbox:
 class _Sent:
     """What the backward pass of a look-up needs to know of it."""
 
-    lookups: Sorted
+    lookups: SortedLookups
     inbox: _Inbox
     rows: Tensor
-    arrival: Branch
+    arrival: SideStream
 
 
 class _LookupDirect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, lookups: Sorted, batch: int, direct: Direct) -> Tensor:
+    def forward(
+        ctx: Any, weight: Tensor, lookups: SortedLookups, batch: int, direct: PeerLookup
+    ) -> Tensor:
         plan, shift = lookups.plan, lookups.shift
         out = weight.new_empty(len(plan.rows), direct.width)
         direct.rows.barrier()  # all have updated their rows
@@ -166,7 +168,7 @@ class _LookupDirect(torch.autograd.Function):
             return out
         inbox = direct.inbox(batch, weight)
         read_rows(direct.rows.block, plan, out, inbox=inbox.keys.block, shift=shift)
-        arrival = branch_of(weight.device, ARRIVAL)
+        arrival = side_stream_of(weight.device, ARRIVAL)
         with arrival.fork():
             inbox.keys.barrier()  # all have said which rows they look up
             rows = inbox.take()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from dlrm.distributed.world import World
-from dlrm.kernels.lookup.peer import Block
+from dlrm.kernels.lookup.peer import PeerTensor
 
 
 def one_host(world: World) -> bool:
@@ -41,7 +41,7 @@ def bytes_held(device: torch.device) -> int:
     return sum(memory.local.nbytes for memory in _held if memory.local.device == device)
 
 
-class PeerMemory:
+class SymmetricTensor:
     """A tensor of the same shape on every process of a host, which all of them can address.
 
     On GPUs it lies in ``torch.distributed``'s symmetric memory, on CPUs in shared files that have
@@ -86,7 +86,7 @@ class PeerMemory:
             self.local = tensors[0]
             places = [tensor.data_ptr() for tensor in tensors]
         addresses = torch.tensor(places, device=device)
-        self.block = Block(local=self.local, addresses=addresses, tensors=tensors)
+        self.block = PeerTensor(local=self.local, addresses=addresses, tensors=tensors)
         self.local.fill_(fill)
         self.barrier()  # nobody writes before it is filled
         _held.add(self)
@@ -99,7 +99,7 @@ class PeerMemory:
             dist.barrier()
 
 
-_held: WeakSet[PeerMemory] = WeakSet()
+_held: WeakSet[SymmetricTensor] = WeakSet()
 
 
 def _shared(world: World, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:

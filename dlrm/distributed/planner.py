@@ -11,15 +11,15 @@ from itertools import accumulate, pairwise
 
 from torch import Tensor, stack
 
-from dlrm.utils.messages import nearest
+from dlrm.utils.messages import did_you_mean
 
-WAYS = ("auto", "replicate", "table", "row", "column")
+SHARDING_TYPES = ("auto", "replicate", "table", "row", "column")
 NARROW = 16  # elements: a look-up of fewer costs as much, a memory transaction being 32 or 64 bytes
 EVEN = 1.25  # an imbalance below which no further table is cut: cuts cost copies
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class Shard:
     """A rectangle of a table, held by one process."""
 
     table: int
@@ -51,7 +51,7 @@ class FairCut:
     starts: list[list[int]]
     """Where the part of each of these tables begins among the rank's rows."""
 
-    def pieces(self, num_embeddings: Sequence[int], embedding_dim: int) -> list[Piece]:
+    def pieces(self, num_embeddings: Sequence[int], embedding_dim: int) -> list[Shard]:
         """The parts, table by table for each rank."""
         found = []
         for rank, group in enumerate(self.groups):
@@ -60,7 +60,7 @@ class FairCut:
                 holders = [r for r, tables in enumerate(self.groups) if table in tables]
                 part = holders.index(rank)
                 rows = (bounds[part], bounds[part + 1])
-                found.append(Piece(table=table, rank=rank, rows=rows, columns=(0, embedding_dim)))
+                found.append(Shard(table=table, rank=rank, rows=rows, columns=(0, embedding_dim)))
         return found
 
 
@@ -132,7 +132,7 @@ def greedy(
     return groups
 
 
-def imbalance(pieces: Sequence[Piece], loads: Sequence[float], ranks: int, room: int = 0) -> float:
+def imbalance(pieces: Sequence[Shard], loads: Sequence[float], ranks: int, room: int = 0) -> float:
     """How far the fullest or busiest rank is above the ideal, 1 being perfect.
 
     The ideal is that every byte is held and every look-up done once, shared out evenly. A table
@@ -155,32 +155,32 @@ def imbalance(pieces: Sequence[Piece], loads: Sequence[float], ranks: int, room:
     return max(max(held) / held_ideally, max(busy) / busy_ideally)
 
 
-def _work(piece: Piece, loads: Sequence[float]) -> float:
+def _work(piece: Shard, loads: Sequence[float]) -> float:
     return loads[piece.table] * max(piece.width, NARROW)
 
 
-def cut_rows(table: int, rows: int, dim: int, ranks: int, page: int = 1) -> list[Piece]:
+def shard_rows(table: int, rows: int, dim: int, ranks: int, page: int = 1) -> list[Shard]:
     """A table by rows: runs of whole pages as equal as can be, no empty ones."""
     pages = -(-rows // page)
     bounds = [min(pages * rank // ranks * page, rows) for rank in range(ranks + 1)]
     return [
-        Piece(table=table, rank=rank, rows=(low, high), columns=(0, dim))
+        Shard(table=table, rank=rank, rows=(low, high), columns=(0, dim))
         for rank, (low, high) in enumerate(pairwise(bounds))
         if low < high
     ]
 
 
-def cut_columns(table: int, rows: int, dim: int, ranks: int) -> list[Piece]:
+def shard_columns(table: int, rows: int, dim: int, ranks: int) -> list[Shard]:
     """A table by columns: as equal as can be, no empty ones."""
     bounds = [dim * rank // ranks for rank in range(ranks + 1)]
     return [
-        Piece(table=table, rank=rank, rows=(0, rows), columns=(low, high))
+        Shard(table=table, rank=rank, rows=(0, rows), columns=(low, high))
         for rank, (low, high) in enumerate(pairwise(bounds))
         if low < high
     ]
 
 
-def place(
+def plan_shards(
     num_embeddings: Sequence[int],
     embedding_dim: int,
     ranks: int,
@@ -190,7 +190,7 @@ def place(
     page: int = 1,
     room: int = 0,
     narrow: bool = True,
-) -> list[Piece]:
+) -> list[Shard]:
     """Place tables on ranks.
 
     ``auto`` tables stay whole, shared out greedily by bytes and load; the largest of them are cut
@@ -200,7 +200,7 @@ def place(
         num_embeddings: rows of each table.
         embedding_dim: length of a row.
         ranks: number of ranks.
-        ways: of each table one of ``WAYS``; replicated ones have no pieces.
+        ways: of each table one of ``SHARDING_TYPES``; replicated ones have no pieces.
         loads: look-ups of each table, in any unit; equal if not known.
         page: rows of a page; row cuts fall between pages.
         room: as of :func:`imbalance`; tables are cut no further than it asks for.
@@ -213,16 +213,16 @@ def place(
         ValueError: an unknown way.
     """
     for way in ways:
-        if way not in WAYS:
-            raise ValueError(f"unknown sharding {way!r}{nearest(way, WAYS)}")
+        if way not in SHARDING_TYPES:
+            raise ValueError(f"unknown sharding {way!r}{did_you_mean(way, SHARDING_TYPES)}")
     loads = [1.0] * len(ways) if loads is None else loads
     size = dict(enumerate(num_embeddings))
 
-    def cut(table: int, way: str) -> list[Piece]:
+    def cut(table: int, way: str) -> list[Shard]:
         wide = narrow and embedding_dim // ranks >= NARROW
         if way == "column" or (way == "auto" and wide):
-            return cut_columns(table, size[table], embedding_dim, ranks)
-        return cut_rows(table, size[table], embedding_dim, ranks, page)
+            return shard_columns(table, size[table], embedding_dim, ranks)
+        return shard_rows(table, size[table], embedding_dim, ranks, page)
 
     fixed = [p for t, way in enumerate(ways) if way in ("row", "column") for p in cut(t, way)]
     whole = [table for table, way in enumerate(ways) if way == "table"]
@@ -236,7 +236,7 @@ def place(
         for rank, group in enumerate(groups):
             columns = (0, embedding_dim)
             pieces += [
-                Piece(table=tables[i], rank=rank, rows=(0, size[tables[i]]), columns=columns)
+                Shard(table=tables[i], rank=rank, rows=(0, size[tables[i]]), columns=columns)
                 for i in group
             ]
         found = imbalance(pieces, loads, ranks, room)
@@ -247,7 +247,9 @@ def place(
     return sorted(best or [], key=lambda piece: (piece.table, piece.rows, piece.columns))
 
 
-def describe(pieces: Sequence[Piece], names: Mapping[int, str], loads: Sequence[float]) -> str:
+def describe_shards(
+    pieces: Sequence[Shard], names: Mapping[int, str], loads: Sequence[float]
+) -> str:
     """The plan as text, a line per rank: what it holds, its bytes in fp32 and its share of work."""
     ranks = 1 + max(piece.rank for piece in pieces)
     work = sum(_work(piece, loads) for piece in pieces) or 1.0

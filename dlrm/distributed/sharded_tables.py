@@ -19,25 +19,25 @@ from typing import Any, Self, Unpack
 import torch
 from torch import Tensor, nn
 
-from dlrm.distributed.planner import Piece
-from dlrm.distributed.sharding_plan import Sharding
-from dlrm.distributed.shardings import ColumnCut, Cut, RowCut, WholeTables
+from dlrm.distributed.planner import Shard
+from dlrm.distributed.sharding_plan import ShardingPlan
+from dlrm.distributed.shardings import ColumnWise, RowWise, Sharding, TableWise
 from dlrm.distributed.world import exchange
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.bags import row_offsets
 from dlrm.kernels.lookup.tables import lookup, lookup_tables
-from dlrm.kernels.streams import branch_of
-from dlrm.utils.local_shards import Shards, whole_weight
+from dlrm.kernels.streams import side_stream_of
+from dlrm.utils.local_shards import LocalShards, saved_weight
 
 CHUNK = 1 << 20  # rows drawn at a time
 EXCHANGE = 1  # the branch beside which small tables are looked up, and their gradients reduced
 
 
-class Sharded(Embedding):
+class ShardedTables(Embedding):
     """Dense tables held in pieces by many processes; equal to a dense group of the same seed.
 
     The state dict has the tables as one ``weight [sum(V), D]`` whose parts lie on many processes
-    (:class:`~dlrm.utils.local_shards.Shards`), and takes a plain one as well.
+    (:class:`~dlrm.utils.local_shards.LocalShards`), and takes a plain one as well.
 
     Args:
         sharding: the processes, and the pieces of this group's tables, numbered as here. Tables
@@ -50,7 +50,7 @@ class Sharded(Embedding):
         self,
         num_embeddings: Sequence[int],
         embedding_dim: int,
-        sharding: Sharding,
+        sharding: ShardingPlan,
         **common: Unpack[Common],
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, **common)
@@ -59,10 +59,10 @@ class Sharded(Embedding):
         cut = {piece.table for piece in pieces}
         self.copied = [table for table in range(self.num_tables) if table not in cut]
         by_table = {table: [p for p in pieces if p.table == table] for table in sorted(cut)}
-        kinds: dict[type[Cut], list[Piece]] = {WholeTables: [], RowCut: [], ColumnCut: []}
+        kinds: dict[type[Sharding], list[Shard]] = {TableWise: [], RowWise: [], ColumnWise: []}
         for own in by_table.values():
             narrow = any(piece.width < embedding_dim for piece in own)
-            kind = ColumnCut if narrow else RowCut if len(own) > 1 else WholeTables
+            kind = ColumnWise if narrow else RowWise if len(own) > 1 else TableWise
             kinds[kind] += own
         self.cuts = nn.ModuleList(
             kind(own, self.num_tables, sharding.world, sharding.wire, sharding.peers)
@@ -85,7 +85,7 @@ class Sharded(Embedding):
         self._tables_at = row_offsets(self.num_embeddings).tolist()
         self.reset_parameters()
 
-    def _cuts(self) -> list[Cut]:
+    def _cuts(self) -> list[Sharding]:
         return list(self.cuts)  # type: ignore[arg-type]
 
     def _new_weights(self) -> list[nn.Parameter]:
@@ -121,7 +121,7 @@ class Sharded(Embedding):
                 for name, chunk in self.chunks(table):
                     chunk.take(self.get_parameter(name), drawn, start)
 
-    def direct_cuts(self) -> list[Cut]:
+    def direct_cuts(self) -> list[Sharding]:
         """Those whose rows peers read where they lie."""
         return [cut for cut in self._cuts() if cut.direct is not None and cut.direct.ready]
 
@@ -151,7 +151,7 @@ class Sharded(Embedding):
             return [self(ids, offsets, weights).index_select(1, self._order)]
         if self.check_ids:
             self._check(self._tables[:, None], ids)
-        side = branch_of(ids.device, EXCHANGE)
+        side = side_stream_of(ids.device, EXCHANGE)
         with side.fork():
             arriving = [cut.start(self.get_parameter(cut.name), ids) for cut in self._cuts()]
         found = []
@@ -207,7 +207,7 @@ class Sharded(Embedding):
 
     # State dicts ------------------------------------------------------------------------------
 
-    def shards(self, tensors: Mapping[str, Tensor], *, per_row: bool = False) -> Shards:
+    def shards(self, tensors: Mapping[str, Tensor], *, per_row: bool = False) -> LocalShards:
         """Tensors laid out like the parameters of these names as one over all processes.
 
         They are the parameters, or states of an optimizer with an entry per weight or per row.
@@ -221,7 +221,7 @@ class Sharded(Embedding):
                 height = chunk.rows[1] - chunk.rows[0]
                 found.append((offset, tensors[name].detach()[chunk.at : chunk.at + height]))
         like = next(iter(tensors.values()))
-        return Shards((sum(self.num_embeddings), width), found, like.dtype)
+        return LocalShards((sum(self.num_embeddings), width), found, like.dtype)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}weight"] = self.shards(dict(self.named_parameters()))
@@ -231,7 +231,7 @@ class Sharded(Embedding):
         missing: list[str], unexpected: list[str], errors: list[str],
     ) -> None:  # fmt: skip
         shape = sum(self.num_embeddings), self.embedding_dim
-        weight = whole_weight(state_dict, prefix, shape, strict, missing, unexpected, errors)
+        weight = saved_weight(state_dict, prefix, shape, strict, missing, unexpected, errors)
         if isinstance(weight, Tensor):
             self.load_dense(weight.split(self.num_embeddings))
         elif weight is not None:

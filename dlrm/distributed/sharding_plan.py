@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from dlrm.distributed.peer_memory import in_reach, one_host
-from dlrm.distributed.planner import Piece, describe, place
+from dlrm.distributed.planner import Shard, describe_shards, plan_shards
 from dlrm.distributed.world import World
-from dlrm.utils.messages import nearest
+from dlrm.utils.messages import did_you_mean
 
 EXCHANGES = ("auto", "peers", "collective")
 # Numbers of a table from which sending rows to and fro pays, in place of summing the gradients of
@@ -26,11 +26,11 @@ LARGE = 1_536_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharding:
+class ShardingPlan:
     """How the tables of a model are spread over processes."""
 
     world: World
-    pieces: Sequence[Piece]
+    pieces: Sequence[Shard]
     """Of the tables of the model that are not replicated."""
     wire: torch.dtype | None = None
     """Type in which vectors and gradients travel, other than rows that peers read; None: theirs,
@@ -41,7 +41,7 @@ class Sharding:
     """The plan, to be read."""
 
 
-def spread(
+def make_sharding_plan(
     world: World,
     names: Sequence[str],
     recipe: Mapping[str, Any],
@@ -53,7 +53,7 @@ def spread(
     threshold: int | None = 0,
     wire: str = "fp32",
     exchange: str = "auto",
-) -> Sharding | None:
+) -> ShardingPlan | None:
     """Decide which tables are held in pieces, and by whom.
 
     Args:
@@ -68,7 +68,7 @@ def spread(
         tables: ways of tables by name.
         threshold: dense tables of fewer rows are replicated; None stands for as many rows as have
             ``LARGE`` numbers.
-        wire: fp32 or bf16, see :class:`Sharding`.
+        wire: fp32 or bf16, see :class:`ShardingPlan`.
         exchange: peers, collective, or auto: peers where GPUs of one host reach each other.
 
     Returns:
@@ -97,17 +97,17 @@ def spread(
     loads = [float(count.sum()) for count in counts()] if counts else [1.0] * len(names)
     narrow = torch.bfloat16 if wire == "bf16" else None
     peers = exchange == "peers" or (exchange == "auto" and in_reach(world))
-    pieces = place(
+    pieces = plan_shards(
         num_embeddings, dim, world.size, ways=ways, loads=loads,
         page=page, room=_room() if peers else 0, narrow=not whole_rows,
     )  # fmt: skip
-    text = describe(pieces, dict(enumerate(names)), loads)
+    text = describe_shards(pieces, dict(enumerate(names)), loads)
     text += f"\nexchange by {'peers' if peers else 'collectives'}"
-    return Sharding(world=world, pieces=pieces, wire=narrow, peers=peers, text=text)
+    return ShardingPlan(world=world, pieces=pieces, wire=narrow, peers=peers, text=text)
 
 
 def sharded_from(threshold: int | None, dim: int) -> int:
-    """Rows from which dense tables of ``dim`` columns are held in pieces; see :func:`spread`."""
+    """Rows from which dense tables are sharded; see :func:`make_sharding_plan`."""
     return LARGE // dim if threshold is None else threshold
 
 
@@ -118,7 +118,7 @@ def _ways(
     tables: Mapping[str, str],
     threshold: int,
 ) -> list[str]:
-    """How each table is held; arguments as of :func:`spread`."""
+    """How each table is held; arguments as of :func:`make_sharding_plan`."""
     for name in tables:
         if name not in names:
             raise ValueError(
@@ -155,7 +155,7 @@ def _room() -> int:
 
 def _check_exchange(world: World, exchange: str) -> None:
     if exchange not in EXCHANGES:
-        raise ValueError(f"unknown exchange {exchange!r}{nearest(exchange, EXCHANGES)}")
+        raise ValueError(f"unknown exchange {exchange!r}{did_you_mean(exchange, EXCHANGES)}")
     if exchange == "peers" and not one_host(world):
         raise ValueError(
             "--sharding.exchange peers needs all processes on one host, these are on several: use "

@@ -10,13 +10,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from dlrm.distributed.peer_lookup import Direct, Sorted
-from dlrm.distributed.planner import Piece
+from dlrm.distributed.peer_lookup import PeerLookup, SortedLookups
+from dlrm.distributed.planner import Shard
 from dlrm.distributed.world import World, exchange
 from dlrm.kernels.lookup.tables import lookup, lookup_tables
 
 
-class Cut(nn.Module, ABC):
+class Sharding(nn.Module, ABC):
     """The pieces of tables that are cut in one way, and the exchange with their holders.
 
     Args:
@@ -31,7 +31,7 @@ class Cut(nn.Module, ABC):
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[Shard],
         num_tables: int,
         world: World,
         wire: torch.dtype | None,
@@ -67,8 +67,8 @@ class Cut(nn.Module, ABC):
         self._first: Tensor  # [F], first row of the local piece of each table
         self._count: Tensor  # [F], its rows; 0 where there is none
         self._place: Tensor  # [F], where it begins in the weight
-        self.direct: Direct | None = None
-        self.lookups: Sorted | None = None
+        self.direct: PeerLookup | None = None
+        self.lookups: SortedLookups | None = None
         """Those of the batch under way, where they were sorted before it."""
         if peers and len({piece.width for piece in pieces}) == 1:
             self._reach()
@@ -77,8 +77,8 @@ class Cut(nn.Module, ABC):
         """Give every row the key by which peers look it up."""
         heights = [sum(piece.height for piece in own) for own in self.by_rank]
         asked = [len(own) for own in self.by_rank]
-        self.direct = Direct(self.world, max(heights) + 1, self.width, asked, self.wire)
-        keys: dict[Piece, int] = {}  # of the first row of a piece
+        self.direct = PeerLookup(self.world, max(heights) + 1, self.width, asked, self.wire)
+        keys: dict[Shard, int] = {}  # of the first row of a piece
         for rank, own in enumerate(self.by_rank):
             begins = accumulate((piece.height for piece in own[:-1]), initial=0)
             keys |= {p: self.direct.key_of(rank, at) for p, at in zip(own, begins, strict=False)}
@@ -88,7 +88,7 @@ class Cut(nn.Module, ABC):
         self._slot_tables: Tensor  # [S], table of each look-up of a sample
         self._slot_keys: Tensor  # [S], key of its row 0
 
-    def _slots_of(self, keys: Mapping[Piece, int]) -> dict[str, list[int]]:
+    def _slots_of(self, keys: Mapping[Shard, int]) -> dict[str, list[int]]:
         """What :meth:`keys` needs, from the key of each piece's first row."""
         place = {table: index for index, table in enumerate(self.order)}
         slots = sorted(keys, key=lambda piece: (place[piece.table], piece.columns))
@@ -97,7 +97,7 @@ class Cut(nn.Module, ABC):
             "_slot_keys": [keys[piece] for piece in slots],
         }
 
-    def sort(self, ids: Tensor) -> Sorted:
+    def sort(self, ids: Tensor) -> SortedLookups:
         """The look-ups of ``ids [F, B]`` at peers, sorted."""
         assert self.direct is not None
         return self.direct.sort(self.keys(ids))
@@ -112,7 +112,7 @@ class Cut(nn.Module, ABC):
         """The tables in the order in which their vectors are given."""
         return self.tables
 
-    def held(self) -> Iterator[tuple[Piece, int]]:
+    def held(self) -> Iterator[tuple[Shard, int]]:
         """The local pieces and where each begins in the weight."""
         for piece in self.mine:
             yield piece, int(self._place[piece.table])
@@ -179,7 +179,7 @@ class Cut(nn.Module, ABC):
         """Full vectors ``[B, F_i, D]`` from what every rank that holds a piece has sent."""
 
 
-class WholeTables(Cut):
+class TableWise(Sharding):
     """Tables that lie whole on one rank each: what arrives is what is wanted."""
 
     name = "whole"
@@ -192,14 +192,14 @@ class WholeTables(Cut):
         return chunks
 
 
-class RowCut(Cut):
+class RowWise(Sharding):
     """Tables cut by rows: of every sample one holder sends the row, the others zeros."""
 
     name = "by_rows"
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[Shard],
         num_tables: int,
         world: World,
         wire: torch.dtype | None,
@@ -213,7 +213,7 @@ class RowCut(Cut):
         self._firsts: Tensor  # [pieces], first row of each, tables behind one another
         self._moves: Tensor  # [pieces], how far the keys of its rows are from there
 
-    def _slots_of(self, keys: Mapping[Piece, int]) -> dict[str, list[int]]:
+    def _slots_of(self, keys: Mapping[Shard, int]) -> dict[str, list[int]]:
         starts = [0]
         for table in self.tables:
             starts.append(starts[-1] + max(p.rows[1] for p in keys if p.table == table))
@@ -238,7 +238,7 @@ class RowCut(Cut):
         return [out.index_add(1, self._slots, arrived)]
 
 
-class ColumnCut(Cut):
+class ColumnWise(Sharding):
     """Tables cut by columns: every holder sends a part of every vector."""
 
     name = "by_columns"

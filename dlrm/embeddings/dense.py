@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from dlrm.embeddings.base import Common
-from dlrm.embeddings.shared_rows import KeptRows
+from dlrm.embeddings.shared_rows import SharedRows
 
 
-class Dense(KeptRows):
+class Dense(SharedRows):
     """Every row in full, the tables behind one another in one weight ``[sum(V), D]``.
 
     Rows start as U(-1/sqrt(V), 1/sqrt(V)), as in Naumov et al., "Deep Learning Recommendation

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from dlrm.embeddings.base import Common
 from dlrm.embeddings.common.budget import even_rows
-from dlrm.embeddings.shared_rows import KeptRows, kept_rows
+from dlrm.embeddings.shared_rows import SharedRows, kept_rows
 
 
-class Drop(KeptRows):
+class Drop(SharedRows):
     """The first ``keep`` ids of a table have a row each, all later ones share one more row.
 
     Ids stand in order of falling frequency, so this is the frequency threshold of common practice.

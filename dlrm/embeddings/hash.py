@@ -10,10 +10,10 @@ from torch import Tensor
 
 from dlrm.embeddings.base import Common
 from dlrm.embeddings.common.budget import even_rows
-from dlrm.embeddings.shared_rows import KeptRows
+from dlrm.embeddings.shared_rows import SharedRows
 
 
-class Hash(KeptRows):
+class Hash(SharedRows):
     """``row = W[id % rows]``; a table of at most ``rows`` rows keeps a row per id.
 
     Since ids stand in order of falling frequency, the ``rows`` most frequent ids never share a row

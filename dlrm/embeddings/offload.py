@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dlrm.embeddings.base import Announced, Common, Embedding
 from dlrm.embeddings.common.bags import bag_of_each, row_offsets, shares
 from dlrm.kernels.lookup.tables import lookup, lookup_tables
-from dlrm.kernels.offload.pinned_memory import in_host_memory, mapped
+from dlrm.kernels.offload.pinned_memory import in_host_memory, mapped_tensor
 from dlrm.kernels.offload.row_cache import CachedRows
 
 ROUND = 16  # batches whose rows are fetched together, at most
@@ -218,5 +218,5 @@ class Offload(Embedding):
 def _rows(rows: int, dim: int, like: Tensor) -> Tensor:
     """New rows in host memory, as a tensor of the device and type of ``like``."""
     if like.is_cuda:
-        return mapped((rows, dim), like.dtype, like.device)[1]
+        return mapped_tensor((rows, dim), like.dtype, like.device)[1]
     return torch.empty(rows, dim, dtype=like.dtype, device=like.device)

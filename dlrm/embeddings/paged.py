@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.kernels.lookup.paged import Pages, lookup_pages, pages_of
-from dlrm.kernels.offload.pinned_memory import mapped
-from dlrm.utils.local_shards import Shards, whole_weight
-from dlrm.utils.messages import nearest
+from dlrm.kernels.offload.pinned_memory import mapped_tensor
+from dlrm.utils.local_shards import LocalShards, saved_weight
+from dlrm.utils.messages import did_you_mean
 
 PLACEMENTS = ("balanced", "cyclic")
 
@@ -53,7 +53,9 @@ class Paged(Embedding):
         if page_size < 1:
             raise ValueError(f"page_size is {page_size}; set --paged.page_size to 1 or more")
         if placement not in PLACEMENTS:
-            raise ValueError(f"unknown placement {placement!r}{nearest(placement, PLACEMENTS)}")
+            raise ValueError(
+                f"unknown placement {placement!r}{did_you_mean(placement, PLACEMENTS)}"
+            )
         # As long as the longest table at most, that a number of 64 bits can tell any row.
         self.page_size = page_size = min(page_size, max(self.num_embeddings))
         self.moves = not devices
@@ -184,7 +186,7 @@ class Paged(Embedding):
 
     # Where the pages lie is no part of the state ---------------------------------------------
 
-    def shards(self, tensors: Mapping[str, Tensor], *, per_row: bool = False) -> Shards:
+    def shards(self, tensors: Mapping[str, Tensor], *, per_row: bool = False) -> LocalShards:
         """Tensors laid out like the blocks of these names as one, in the order of the tables.
 
         They are the blocks, or states of an optimizer with an entry per weight or per row.
@@ -196,7 +198,7 @@ class Paged(Embedding):
             parts.append(((row, 0), tensors[self._names[owner][0]][first : first + length]))
             row += length
         copies = [(tensors[first], tensors[n]) for first, *rest in self._names for n in rest]
-        return Shards((row, 1 if per_row else self.embedding_dim), parts, like.dtype, copies)
+        return LocalShards((row, 1 if per_row else self.embedding_dim), parts, like.dtype, copies)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -223,7 +225,7 @@ class Paged(Embedding):
         error_msgs: list[str],
     ) -> None:
         shape = sum(self.num_embeddings), self.embedding_dim
-        weight = whole_weight(
+        weight = saved_weight(
             state_dict, prefix, shape, strict, missing_keys, unexpected_keys, error_msgs
         )
         if weight is not None:
@@ -259,7 +261,7 @@ def _block(shape: Sequence[int], dtype: torch.dtype, device: str | None) -> Tens
         return torch.empty(*shape, dtype=dtype, device=device)
     if not torch.cuda.is_available():
         return torch.empty(*shape, dtype=dtype)
-    return mapped(shape, dtype)[1]
+    return mapped_tensor(shape, dtype)[1]
 
 
 def _loads(tables: Sequence[int], page_size: int) -> list[float]:

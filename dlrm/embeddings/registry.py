@@ -10,7 +10,7 @@ from typing import Any
 
 import dlrm.embeddings
 from dlrm.embeddings.base import Embedding
-from dlrm.utils.messages import nearest
+from dlrm.utils.messages import did_you_mean
 
 
 def available() -> dict[str, type[Embedding]]:
@@ -46,9 +46,11 @@ def build(
     """
     kinds = available()
     if kind not in kinds:
-        raise ValueError(f"unknown embedding kind {kind!r}{nearest(kind, kinds)}")
+        raise ValueError(f"unknown embedding kind {kind!r}{did_you_mean(kind, kinds)}")
     valid = {*kinds[kind].options(), "mode", "padding_idx", "sparse", "check_ids"}
     for name in options:
         if name not in valid:
-            raise ValueError(f"embedding kind {kind} has no option {name!r}{nearest(name, valid)}")
+            raise ValueError(
+                f"embedding kind {kind} has no option {name!r}{did_you_mean(name, valid)}"
+            )
     return kinds[kind](num_embeddings, embedding_dim, **options)

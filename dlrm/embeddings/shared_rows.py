@@ -14,7 +14,7 @@ from dlrm.kernels.lookup.bags import lookup_bags
 from dlrm.kernels.lookup.tables import lookup, lookup_tables
 
 
-class KeptRows(Embedding):
+class SharedRows(Embedding):
     """The kept rows of all tables behind one another in one weight ``[sum(kept), D]``.
 
     A kind says how many rows a table keeps, which row an id has, and what becomes of a dense table.

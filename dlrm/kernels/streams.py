@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 
-class Branch:
+class SideStream:
     """Work beside the current stream; on a CPU, work in its place.
 
     ::
@@ -85,6 +85,6 @@ def stream_of(device: torch.device, purpose: str) -> torch.cuda.Stream:
 
 
 @cache
-def branch_of(device: torch.device, number: int = 0) -> Branch:
+def side_stream_of(device: torch.device, number: int = 0) -> SideStream:
     """A branch of a device, the same one whoever asks for this number."""
-    return Branch(device)
+    return SideStream(device)

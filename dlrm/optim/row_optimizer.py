@@ -13,8 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dlrm.kernels.offload.pinned_memory import zeros_beside
 from dlrm.kernels.offload.row_cache import CachedRows, cached_rows
-from dlrm.kernels.update.dense import update_whole
-from dlrm.kernels.update.in_backward import Update, offer
+from dlrm.kernels.update.dense import update_dense
+from dlrm.kernels.update.in_backward import FusedUpdate, offer
 from dlrm.kernels.update.row_sort import announced
 from dlrm.kernels.update.rules import OPTIONS, Rule, make_rule
 from dlrm.kernels.update.sparse import update_rows
@@ -130,7 +130,7 @@ class RowOptimizer(torch.optim.Optimizer):
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         states = [self._states(parameter, rule) for parameter in parameters]
         with torch.cuda.device_of(parameters[0]):
-            update_whole(
+            update_dense(
                 rule,
                 parameters,
                 grads,
@@ -262,7 +262,7 @@ def fused(optimizers: Iterable[RowOptimizer]) -> AbstractContextManager[None]:
                 if parameter.grad is None:  # else it is a sum
                     lr, states = _rate(group).to(parameter.device), optimizer.state[parameter]
                     parameters.append(parameter)
-                    updates.append(Update(rule=rule, lr=lr, states=list(states.values())))
+                    updates.append(FusedUpdate(rule=rule, lr=lr, states=list(states.values())))
     return offer(parameters, updates)
 
 

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from dlrm.distributed.peer_lookup import Sorted
-from dlrm.distributed.sharded_tables import Sharded
-from dlrm.distributed.sharding_plan import Sharding
-from dlrm.distributed.shardings import Cut
+from dlrm.distributed.peer_lookup import SortedLookups
+from dlrm.distributed.sharded_tables import ShardedTables
+from dlrm.distributed.sharding_plan import ShardingPlan
+from dlrm.distributed.shardings import Sharding
 from dlrm.embeddings.base import Embedding
 from dlrm.embeddings.registry import available, build
 from dlrm.kernels.update.row_sort import sort_announced
@@ -54,7 +54,7 @@ class SparseArch(nn.Module):
         plan: Plan,
         *,
         check_ids: bool = False,
-        sharding: Sharding | None = None,
+        sharding: ShardingPlan | None = None,
     ) -> None:
         super().__init__()
         self.num_embeddings = tuple(num_embeddings)
@@ -71,7 +71,7 @@ class SparseArch(nn.Module):
                 group = build(kind, rows, embedding_dim, check_ids=check_ids, **options)
                 order += slots
             else:
-                group = Sharded(rows, embedding_dim, own, check_ids=check_ids)
+                group = ShardedTables(rows, embedding_dim, own, check_ids=check_ids)
                 order += [slots[table] for table in group.order]
             self.groups.append(group)
         # Dense tables last: one launch, where the others are chains of several.
@@ -110,7 +110,9 @@ class SparseArch(nn.Module):
         )
         for index in self._turns:
             group, share = self.groups[index], shares[index]
-            found[index] = group.parts(*share) if isinstance(group, Sharded) else [group(*share)]
+            found[index] = (
+                group.parts(*share) if isinstance(group, ShardedTables) else [group(*share)]
+            )
         sort_announced()
         return [part for index in range(len(self.groups)) for part in found[index]]
 
@@ -147,12 +149,14 @@ class SparseArch(nn.Module):
         """Whether the rows of the round under way are still where :meth:`begin_round` put them."""
         return all(group.rows_ready for group, _ in self.embeddings())
 
-    def at_peers(self) -> list[tuple[int, Cut]]:
+    def at_peers(self) -> list[tuple[int, Sharding]]:
         """The parts of sharded groups whose rows peers read where they lie, and their groups."""
         found = enumerate(self.groups)
-        return [(i, cut) for i, g in found if isinstance(g, Sharded) for cut in g.direct_cuts()]
+        return [
+            (i, cut) for i, g in found if isinstance(g, ShardedTables) for cut in g.direct_cuts()
+        ]
 
-    def sort(self, ids: Tensor) -> list[Sorted]:
+    def sort(self, ids: Tensor) -> list[SortedLookups]:
         """Sort the look-ups of ``ids [F, B]`` at peers, part after part: needs no rows, and no
         other process.
         """
@@ -160,7 +164,7 @@ class SparseArch(nn.Module):
         shares = self._shares({index for index, _ in cuts}, ids, None, None, ())
         return [cut.sort(shares[index][0]) for index, cut in cuts]
 
-    def use(self, lookups: Sequence[Sorted | None]) -> None:
+    def use(self, lookups: Sequence[SortedLookups | None]) -> None:
         """Give the look-ups to come, until told otherwise, what :meth:`sort` has found for them.
 
         Args:
@@ -239,7 +243,7 @@ class SparseArch(nn.Module):
 
     def local_parameters(self) -> list[nn.Parameter]:
         """Parameters of which every process has others."""
-        sharded = [group for group in self.groups if isinstance(group, Sharded)]
+        sharded = [group for group in self.groups if isinstance(group, ShardedTables)]
         return [parameter for group in sharded for parameter in group.local_parameters()]
 
     def footprint(self) -> list[dict[str, int]]:
@@ -308,7 +312,7 @@ class SparseArch(nn.Module):
         return {**parts, "bytes": total, "compression": dense / total}
 
 
-def _own(sharding: Sharding | None, slots: Sequence[int]) -> Sharding | None:
+def _own(sharding: ShardingPlan | None, slots: Sequence[int]) -> ShardingPlan | None:
     """The pieces of a group's tables, numbered as there; None if it has none."""
     place = {slot: table for table, slot in enumerate(slots)}
     pieces = [

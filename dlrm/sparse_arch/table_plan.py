@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dlrm.embeddings.registry import available
 from dlrm.sparse_arch.auto import choose_tables
-from dlrm.utils.messages import nearest
+from dlrm.utils.messages import did_you_mean
 
 Plan = list[tuple[str, dict[str, Any]]]  # kind and options of each table
 
@@ -89,7 +89,7 @@ def plan(
         threshold = THRESHOLD if budget is None else 0
     for one in {kind, *kinds.values()} - {AUTO}:
         if one not in (valid := available()):
-            raise ValueError(f"unknown embedding kind {one!r}{nearest(one, valid)}")
+            raise ValueError(f"unknown embedding kind {one!r}{did_you_mean(one, valid)}")
     for name in kinds:
         if name not in names:
             raise ValueError(f"tables.kinds names table {name!r}; the data has {', '.join(names)}")
@@ -122,7 +122,7 @@ def plan(
     return result
 
 
-def here(plan: Plan) -> Plan:
+def plan_for_this_machine(plan: Plan) -> Plan:
     """The plan of a trained model as this machine can hold it; see :meth:`Embedding.here`."""
     kinds = available()
     return [(kind, kinds[kind].here(options)) for kind, options in plan]
@@ -200,7 +200,7 @@ def options_of(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
-def describe(names: Sequence[str], num_embeddings: Sequence[int], chosen: Plan) -> str:
+def describe_plan(names: Sequence[str], num_embeddings: Sequence[int], chosen: Plan) -> str:
     """The kind and the options of every table, a line each."""
     kinds, options = zip(*chosen, strict=True)
     told = [", ".join(f"{name} {value}" for name, value in own.items()) for own in options]

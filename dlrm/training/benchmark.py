@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from dlrm.data.batch import Batch
-from dlrm.utils.atomic import whole
-from dlrm.utils.device import cores
+from dlrm.utils.atomic import atomic_write
+from dlrm.utils.device import cpu_count
 
 ROOT = Path(__file__).parents[2]
 LOAD_BEFORE = round(os.getloadavg()[0], 1)  # at the start; above 0: other programs ran as well
@@ -42,7 +42,7 @@ def environment() -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "cpu": _cpu_name(),
-        "cores": cores(),
+        "cores": cpu_count(),
         "load_before": LOAD_BEFORE,
         "versions": versions,
         "commit": os.environ.get("DLRM_COMMIT") or _commit(),
@@ -204,5 +204,5 @@ def write(path: str | Path, result: Mapping[str, Any]) -> None:
     text = json.dumps({"environment": environment(), **result})
     plain = json.loads(text, parse_constant=lambda _: None)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(plain, indent=1) + "\n")

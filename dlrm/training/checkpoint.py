@@ -34,12 +34,12 @@ from dlrm.data.schema import Meta
 from dlrm.distributed.world import World
 from dlrm.kernels.update.rules import make_rule
 from dlrm.model import DLRM
-from dlrm.sparse_arch.table_plan import here
-from dlrm.training.run_directory import ABOUT, BEST, LATEST, find
-from dlrm.utils.atomic import whole
-from dlrm.utils.local_shards import Shards
+from dlrm.sparse_arch.table_plan import plan_for_this_machine
+from dlrm.training.run_directory import ABOUT, BEST, LATEST, find_checkpoint
+from dlrm.utils.atomic import atomic_write
+from dlrm.utils.local_shards import LocalShards
 
-Values = dict[str, Tensor | Shards]
+Values = dict[str, Tensor | LocalShards]
 
 
 class Parts:
@@ -85,7 +85,7 @@ class Parts:
     def restore(self, groups: list[list[dict[str, Any]]] | None = None) -> None:
         """Give :attr:`tensors`, which have been loaded, to the model and the optimizers."""
         for value in self.tensors.values():
-            if isinstance(value, Shards):
+            if isinstance(value, LocalShards):
                 value.loaded()
         for name in self._values:
             self._values[name] = self.tensors[f"model.{name}"]
@@ -185,7 +185,7 @@ def save(
     if world.first:
         temporary.replace(directory / name)
         for link in links:
-            with whole(directory / link) as new:
+            with atomic_write(directory / link) as new:
                 new.unlink(missing_ok=True)
                 new.symlink_to(name)
         kept = {(directory / link).resolve().name for link in (LATEST, BEST)}
@@ -238,14 +238,14 @@ def about(path: str | Path, *, recipe: Mapping[str, Any] | None = None) -> dict[
     """Read what a checkpoint says beside its tensors.
 
     Args:
-        path: as for :func:`find`.
+        path: as for :func:`find_checkpoint`.
         recipe: the model that it must be of; any if None.
 
     Raises:
         FileNotFoundError: there is none.
         ValueError: it is not a checkpoint of this program, or of another model.
     """
-    file = find(path) / ABOUT
+    file = find_checkpoint(path) / ABOUT
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -273,7 +273,7 @@ def load(
     """Give a model, and optimizers, the state of a checkpoint. Every process must call it.
 
     Args:
-        path: as for :func:`find`.
+        path: as for :func:`find_checkpoint`.
         model, optimizers: what to restore.
         groups: options of the optimizers, as :func:`about` has them; None: those that they have.
         world: the processes; one if None.
@@ -282,7 +282,7 @@ def load(
         FileNotFoundError: there is none.
         ValueError: it is damaged, or of another model or optimizer.
     """
-    directory, parts = find(path), Parts(model, optimizers)
+    directory, parts = find_checkpoint(path), Parts(model, optimizers)
     for own, old in zip(parts.groups(), groups or [], strict=bool(groups)):
         for group, saved in zip(own, old, strict=True):
             if group["rule"] != saved["rule"]:
@@ -332,6 +332,6 @@ def load_model(path: str | Path, device: torch.device | str = "cpu") -> tuple[DL
     """
     state = about(path)
     recipe = state["recipe"]
-    model = DLRM(**recipe | {"plan": here(recipe["plan"])}).to(device)
+    model = DLRM(**recipe | {"plan": plan_for_this_machine(recipe["plan"])}).to(device)
     load(path, model)
     return model.eval(), yaml.safe_load(state["config"])

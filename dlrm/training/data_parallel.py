@@ -15,7 +15,7 @@ from dlrm.distributed.sharded_tables import EXCHANGE
 from dlrm.distributed.world import World
 from dlrm.embeddings.base import Embedding
 from dlrm.kernels.lookup.tables import row_gradient
-from dlrm.kernels.streams import branch_of
+from dlrm.kernels.streams import side_stream_of
 from dlrm.kernels.update.row_sort import announced
 from dlrm.kernels.update.sparse import update_rows
 from dlrm.model import DLRM
@@ -24,7 +24,7 @@ from dlrm.optim import RowOptimizer, gradient_norm
 SMALL = 8  # rows for a sample of the global batch up to which a row gradient travels as a table
 
 
-class Reducer:
+class GradientReducer:
     """Sums gradients over processes, so that replicas stay equal to the last bit.
 
     The gradients of ``early`` parameters are sent as soon as the backward pass has them all, while
@@ -68,7 +68,7 @@ class Reducer:
             parameter.register_post_accumulate_grad_hook(arrived)
 
     @classmethod
-    def of(cls, model: DLRM, optimizer: RowOptimizer, world: World) -> Reducer | None:
+    def of(cls, model: DLRM, optimizer: RowOptimizer, world: World) -> GradientReducer | None:
         """For all parameters of a model; its caches count the ids of all processes.
 
         Args:
@@ -164,7 +164,7 @@ class Reducer:
         for parameter in large:
             self._collect(parameter)
         if self._local:
-            branch_of(self._late[0].device, EXCHANGE).join()
+            side_stream_of(self._late[0].device, EXCHANGE).join()
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """As :func:`dlrm.optim.gradient_norm`, over all processes."""

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import torch
 
 from dlrm.data.batch import Batch
-from dlrm.distributed.peer_lookup import Sorted
-from dlrm.kernels.streams import Branch
+from dlrm.distributed.peer_lookup import SortedLookups
+from dlrm.kernels.streams import SideStream
 from dlrm.sparse_arch.arch import Lookups, SparseArch
 
 
-class Rounds:
+class RowPrefetcher:
     """Cuts the batches of a training into rounds, and has the rows of each fetched during the last.
 
     Rows of several batches lie nearer to one another than those of one, so that fewer pages of host
@@ -65,7 +65,7 @@ def _lookups(batches: Sequence[Batch]) -> list[Lookups]:
     return [(batch.ids, batch.offsets, batch.bounds) for batch in batches]
 
 
-class Sorts:
+class SortPrefetcher:
     """Has the look-ups of a batch at peers sorted before its step, which begins with them.
 
     A sort needs the ids alone: those of the next batch, if it is known, are sorted beside the step
@@ -79,9 +79,9 @@ class Sorts:
 
     def __init__(self, arch: SparseArch, device: torch.device) -> None:
         self._arch = arch
-        self._beside = Branch(device, priority=0)  # nobody waits for it
-        self._places: dict[int, list[Sorted]] = {}  # by batch size
-        self._next: tuple[Batch, list[Sorted]] | None = None
+        self._beside = SideStream(device, priority=0)  # nobody waits for it
+        self._places: dict[int, list[SortedLookups]] = {}  # by batch size
+        self._next: tuple[Batch, list[SortedLookups]] | None = None
 
     def look_ahead(self, samples: int) -> int:
         """How many batches of so many samples behind the present one are of use."""
@@ -111,7 +111,7 @@ class Sorts:
             with self._beside.fork(behind=begin):
                 self._next = coming, self._arch.sort(coming.ids)
 
-    def _put(self, size: int, found: list[Sorted]) -> list[Sorted]:
+    def _put(self, size: int, found: list[SortedLookups]) -> list[SortedLookups]:
         """Copy look-ups to where steps of this batch size read them."""
         if size not in self._places:
             self._places[size] = [lookups.like() for lookups in found]

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from dlrm.data.schema import Meta
 from dlrm.distributed.peer_memory import bytes_held
-from dlrm.utils.atomic import whole
+from dlrm.utils.atomic import atomic_write
 
 
 def progress_bar(total: float, done: int, *, silent: bool) -> tqdm:
@@ -122,9 +122,9 @@ class Profiler:
 
     def _write(self, trace: profile) -> None:
         self._table = trace.key_averages().table(sort_by=self._sort, row_limit=25)
-        with whole(self.trace) as temporary:
+        with atomic_write(self.trace) as temporary:
             trace.export_chrome_trace(str(temporary))
-        with whole(self._directory / "operations.txt") as temporary:
+        with atomic_write(self._directory / "operations.txt") as temporary:
             temporary.write_text(self._table)
 
     def step(self) -> None:
@@ -141,7 +141,7 @@ class Profiler:
         )
 
 
-def memory(device: torch.device) -> dict[str, float]:
+def peak_memory(device: torch.device) -> dict[str, float]:
     """Peak memory of the process and of the GPU, in bytes."""
     peaks = {"memory/process_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0}
     if device.type == "cuda":
@@ -150,7 +150,7 @@ def memory(device: torch.device) -> dict[str, float]:
     return peaks
 
 
-def advice(data: str, embedding_dim: int) -> str:
+def out_of_memory_advice(data: str, embedding_dim: int) -> str:
     """What takes the most of it for the tables of a prepared directory, and what to do."""
     meta = Meta.read(data)
     rows, table = max(zip(meta.cardinalities, meta.tables, strict=True))

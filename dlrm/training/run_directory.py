@@ -13,7 +13,7 @@ ABOUT = "about.pt"
 CONFIG = "config.yaml"  # of a run
 
 
-def find(path: str | Path) -> Path:
+def find_checkpoint(path: str | Path) -> Path:
     """The checkpoint that ``path`` means: its directory, or a run directory's latest one.
 
     Raises:
@@ -30,13 +30,13 @@ def find(path: str | Path) -> Path:
     return found
 
 
-def run_of(path: str | Path) -> Path:
-    """The directory of the run of a checkpoint; see :func:`find`.
+def run_directory(path: str | Path) -> Path:
+    """The directory of the run of a checkpoint; see :func:`find_checkpoint`.
 
     Raises:
         FileNotFoundError: there is none, or it lies in no run.
     """
-    directory = find(path).parent
+    directory = find_checkpoint(path).parent
     if len(directory.parts) < 2:  # what it lies in is not part of the path
         directory = Path.cwd() / directory
     if directory.name != "checkpoints":
@@ -44,27 +44,27 @@ def run_of(path: str | Path) -> Path:
     return directory.parent
 
 
-def has_one(run: Path) -> bool:
+def has_checkpoint(run: Path) -> bool:
     """Whether a run has written a checkpoint."""
     return (run / "checkpoints" / LATEST).exists()
 
 
-def directory(new: Path, resume: str | None) -> Path:
+def new_or_resumed(new: Path, resume: str | None) -> Path:
     """Of a run: ``new``, or that of the checkpoint that it goes on from.
 
     Raises:
         ValueError: there is a run of this name.
     """
     if resume:
-        return run_of(resume)
+        return run_directory(resume)
     if new.exists():
-        rest = f"--resume {new}" if has_one(new) else "remove it"
+        rest = f"--resume {new}" if has_checkpoint(new) else "remove it"
         raise ValueError(f"{new} exists: choose another --name, or {rest}")
     return new
 
 
-def way_on(directory: Path | None) -> str:
+def resume_hint(directory: Path | None) -> str:
     """How to go on after an interruption of the run in ``directory``; None if it had none yet."""
-    if directory and has_one(directory):
+    if directory and has_checkpoint(directory):
         return f"go on with --resume {directory}"
     return "there was no checkpoint yet" + (f" in {directory}" if directory else "")

@@ -16,14 +16,14 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dlrm.data.batch import Batch
 from dlrm.kernels.multi_copy import copy_together
-from dlrm.kernels.streams import branch_of, stream_of
-from dlrm.kernels.update.row_sort import Planner
+from dlrm.kernels.streams import side_stream_of, stream_of
+from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, fused, gradient_norm
 from dlrm.sparse_arch.arch import SparseArch
-from dlrm.training.data_parallel import Reducer
-from dlrm.training.prefetch import Rounds, Sorts
-from dlrm.utils.messages import nearest
+from dlrm.training.data_parallel import GradientReducer
+from dlrm.training.prefetch import RowPrefetcher, SortPrefetcher
+from dlrm.utils.messages import did_you_mean
 
 MODES = ("auto", "eager", "compile", "graph")
 PRECISIONS = ("fp32", "tf32", "bf16")
@@ -54,11 +54,13 @@ def _parameters(optimizer: RowOptimizer) -> Iterator[Tensor]:
         yield from group["params"]
 
 
-def _ahead_of(arch: SparseArch, device: torch.device, *, alone: bool) -> Rounds | Sorts | None:
+def _ahead_of(
+    arch: SparseArch, device: torch.device, *, alone: bool
+) -> RowPrefetcher | SortPrefetcher | None:
     """What is done for the embeddings ahead of a step, by one process or by each of several."""
     if alone:  # what others update must not move
-        return Rounds(arch) if arch.round_of(1) else None
-    return Sorts(arch, device) if arch.at_peers() else None
+        return RowPrefetcher(arch) if arch.round_of(1) else None
+    return SortPrefetcher(arch, device) if arch.at_peers() else None
 
 
 class TrainStep:
@@ -98,12 +100,14 @@ class TrainStep:
         clip_norm: float | None = None,
         mode: str = "auto",
         deterministic: bool = False,
-        reducer: Reducer | None = None,
+        reducer: GradientReducer | None = None,
     ) -> None:
         if mode not in MODES:
-            raise ValueError(f"unknown step mode {mode!r}{nearest(mode, MODES)}")
+            raise ValueError(f"unknown step mode {mode!r}{did_you_mean(mode, MODES)}")
         if precision not in PRECISIONS:
-            raise ValueError(f"unknown precision {precision!r}{nearest(precision, PRECISIONS)}")
+            raise ValueError(
+                f"unknown precision {precision!r}{did_you_mean(precision, PRECISIONS)}"
+            )
         self.device = next(model.parameters()).device
         on_gpu = self.device.type == "cuda"
         one = all(parameter.device == self.device for parameter in model.parameters())
@@ -132,8 +136,8 @@ class TrainStep:
         self._loss = mean_loss if self.mode == "eager" else torch.compile(mean_loss, dynamic=False)
         embeddings = {id(parameter) for parameter in model.sparse_arch.parameters()}
         self._beside = [o for o in optimizers if embeddings.issuperset(map(id, _parameters(o)))]
-        self._branch = branch_of(self.device)
-        self._planner = Planner(self.device) if on_gpu else nullcontext()
+        self._branch = side_stream_of(self.device)
+        self._planner = RowSorter(self.device) if on_gpu else nullcontext()
         self._seen: Counter[Key] = Counter()
         self._captured: dict[Key, Captured] = {}
         self._ahead = _ahead_of(model.sparse_arch, self.device, alone=reducer is None)

@@ -14,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from dlrm.training.metrics import finite
-from dlrm.utils.atomic import naming, whole
+from dlrm.utils.atomic import atomic_write, disk_full_names
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -92,7 +92,7 @@ class Tracker:
         self.path = directory / "metrics.jsonl"
         if step is not None and self.path.exists():
             kept = [json.dumps(e) + "\n" for e in _entries(self.path) if e["step"] <= step]
-            with whole(self.path) as temporary:
+            with atomic_write(self.path) as temporary:
                 temporary.write_text("".join(kept))
         try:
             self._lines = self.path.open("x" if step is None else "a", buffering=1)
@@ -114,14 +114,14 @@ class Tracker:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record numbers under names like ``train/loss``; the part before the slash groups them."""
         entry = {"step": step, "time": round(time.time(), 3), **finite(values)}
-        with naming(self.path.parent):
+        with disk_full_names(self.path.parent):
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
             self._lines.write(json.dumps(entry) + "\n")
 
     def text(self, name: str, text: str) -> None:
         """Record a text, shown as preformatted."""
-        with naming(self.path.parent):
+        with disk_full_names(self.path.parent):
             self._writer.add_text(name, "\n".join("    " + line for line in text.splitlines()))
 
     def finish(
@@ -145,18 +145,18 @@ class Tracker:
         }
         shown = {name: final[name] for name in HPARAM_METRICS if name in final}
         writer = self._writer._get_file_writer()
-        with naming(self.path.parent):
+        with disk_full_names(self.path.parent):
             for summary in hparams(plain, shown):
                 writer.add_summary(summary)
         name = self.path.parent.name
         result = {"run": name, "options": dict(options), **more, "metrics": finite(final)}
-        with whole(self.path.with_name(RESULT)) as temporary:
+        with atomic_write(self.path.with_name(RESULT)) as temporary:
             temporary.write_text(json.dumps(result, indent=2) + "\n")
         self.close()
 
     def close(self) -> None:
         """Flush and close the files."""
-        with naming(self.path.parent):
+        with disk_full_names(self.path.parent):
             self._writer.close()
             self._lines.close()
 
@@ -176,7 +176,7 @@ def without(options: Mapping[str, Any], hidden: Collection[str], group: str = ""
     }
 
 
-def told_by_the_next_call(failure: threading.ExceptHookArgs) -> None:
+def quiet_tensorboard_thread(failure: threading.ExceptHookArgs) -> None:
     """A ``threading.excepthook`` without the traceback of TensorBoard's thread, which hands what
     keeps it from writing to the next call of a tracker."""
     if not isinstance(failure.exc_value, OSError):

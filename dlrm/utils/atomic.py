@@ -15,7 +15,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """A temporary name to write to; the file gets its name ``path`` when the block ends well.
 
     When it does not, what was written is removed. A process that is killed leaves at most the
@@ -26,7 +26,7 @@ def whole(path: Path) -> Iterator[Path]:
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with naming(path):
+        with disk_full_names(path):
             yield temporary
             temporary.replace(path)
     except BaseException:
@@ -37,12 +37,12 @@ def whole(path: Path) -> Iterator[Path]:
 
 def save_figure(figure: Figure, path: Path, *, dpi: int) -> None:
     """Draw a figure to a file, whole, in the format of its ending, which a temporary name hides."""
-    with whole(path) as temporary:
+    with atomic_write(path) as temporary:
         figure.savefig(temporary, dpi=dpi, format=path.suffix[1:])
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def disk_full_names(path: Path) -> Iterator[None]:
     """Where there is no room for what is written to ``path``, say so: the error names no file.
 
     Raises:

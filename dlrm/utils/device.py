@@ -7,7 +7,7 @@ import os
 import torch
 
 
-def cores() -> int:
+def cpu_count() -> int:
     """CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -62,7 +62,7 @@ def _use(device: torch.device) -> None:
     torch.cuda.set_device(device)
 
 
-def out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory has no room, on any device, or that none could have."""
     known = (MemoryError, torch.OutOfMemoryError)
     told = ("allocate memory", "Storage size calculation overflowed", "Overflow when unpacking")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Shards:
+class LocalShards:
     """The local parts of a tensor; other processes have others, or the same ones.
 
     The methods with underscores are what ``torch.distributed.checkpoint`` asks of objects that
@@ -45,7 +45,7 @@ class Shards:
             copy.copy_(values)
 
     @torch.no_grad()
-    def copy_to(self, other: Shards) -> None:
+    def copy_to(self, other: LocalShards) -> None:
         """Give the values to another of the same parts."""
         for offset, values in self.parts.items():
             other.parts[offset].copy_(values)
@@ -83,7 +83,7 @@ class Shards:
         return self.parts[index.offset]  # type: ignore[attr-defined]
 
 
-def whole_weight(
+def saved_weight(
     state_dict: Mapping[str, Any],
     prefix: str,
     shape: tuple[int, int],

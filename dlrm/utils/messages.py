@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """``", did you mean 'rank'? valid: q, rank"`` for an unknown ``name``."""
     valid = sorted(valid)
     match = difflib.get_close_matches(name, valid, n=1)

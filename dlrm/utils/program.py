@@ -11,17 +11,17 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dlrm.utils.messages import nearest
+from dlrm.utils.messages import did_you_mean
 
 
-def count(text: str) -> int:
+def count_arg(text: str) -> int:
     """A whole number of at least 1: the ``type`` of an option."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"is {text!r}, it must be a whole number, 1 or more")
     return int(text)
 
 
-def positive(text: str) -> float:
+def positive_arg(text: str) -> float:
     """A finite number above 0: the ``type`` of an option."""
     try:
         value = float(text)
@@ -32,7 +32,7 @@ def positive(text: str) -> float:
     return value
 
 
-def place(text: str) -> Path:
+def path_arg(text: str) -> Path:
     """A file or directory; an empty name, as of a shell variable that is not set, would be the
     directory that the program runs in: the ``type`` of an option.
     """
@@ -41,7 +41,7 @@ def place(text: str) -> Path:
     return Path(text)
 
 
-def picture(text: str) -> Path:
+def figure_arg(text: str) -> Path:
     """A file that a plot is drawn to, in the format of its ending: the ``type`` of an option."""
     if Path(text).suffix not in (".png", ".svg", ".pdf"):
         message = f"is {text!r}, its name must end in .png, .svg or .pdf"
@@ -90,7 +90,7 @@ class Parser(argparse.ArgumentParser):
             name = token.partition("=")[0]
             if name.startswith("--") and name not in self._option_string_actions:
                 options = [option for option in self._option_string_actions if len(option) > 2]
-                self.error(f"unknown option {name}{nearest(name, options)}")
+                self.error(f"unknown option {name}{did_you_mean(name, options)}")
         return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:

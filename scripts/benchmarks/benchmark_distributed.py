@@ -28,13 +28,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from dlrm.data.batch import Batch
 from dlrm.data.schema import KAGGLE_CARDINALITIES, TERABYTE_CARDINALITIES
-from dlrm.distributed.sharding_plan import sharded_from, spread
+from dlrm.distributed.sharding_plan import make_sharding_plan, sharded_from
 from dlrm.distributed.world import World
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.table_plan import plan
 from dlrm.training import benchmark as measure
-from dlrm.training.data_parallel import Reducer
+from dlrm.training.data_parallel import GradientReducer
 from dlrm.training.step import TrainStep
 from dlrm.utils.device import pick_device
 from dlrm.utils.program import Parser
@@ -100,7 +100,7 @@ def make_step(
 ) -> tuple[DLRM, TrainStep, str]:
     """A model on the device, its step, and the text of its plan."""
     recipe = case.recipe(options.cap)
-    spreading = spread(
+    spreading = make_sharding_plan(
         world, NAMES, recipe,
         by=case.by, threshold=case.threshold, wire=case.wire, exchange=case.exchange,
     )  # fmt: skip
@@ -111,7 +111,7 @@ def make_step(
         RowOptimizer(model.dense_parameters(), "sgd", lr=0.01),
         RowOptimizer(model.sparse_arch.parameters(), "sgd", lr=0.01),
     ]
-    reducer = Reducer.of(model, optimizers[1], world)
+    reducer = GradientReducer.of(model, optimizers[1], world)
     step = TrainStep(model, optimizers, precision=precision, mode=options.mode, reducer=reducer)
     return model, step, spreading.text if spreading else ""
 

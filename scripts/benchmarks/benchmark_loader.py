@@ -31,7 +31,7 @@ from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import Meta
 from dlrm.training.benchmark import write
 from dlrm.utils.device import pick_device
-from dlrm.utils.program import Parser, count, exit_status
+from dlrm.utils.program import Parser, count_arg, exit_status
 
 
 def rates(rows: int, run: Callable[[], object], repeats: int) -> dict[str, float]:
@@ -129,14 +129,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and write the JSON file; returns the exit status."""
     parser = Parser(__doc__)
     parser.add_argument("--data", type=Path, help="prepared directory; made if not given")
-    parser.add_argument("--rows", type=count, default=4_000_000, help="rows to make without --data")
     parser.add_argument(
-        "--batch-sizes", type=count, nargs="+", default=[4096, 65536], help="per run"
+        "--rows", type=count_arg, default=4_000_000, help="rows to make without --data"
     )
     parser.add_argument(
-        "--readers", type=count, default=2, help="reader threads, of the floors too"
+        "--batch-sizes", type=count_arg, nargs="+", default=[4096, 65536], help="per run"
     )
-    parser.add_argument("--repeats", type=count, default=5, help="epochs per figure")
+    parser.add_argument(
+        "--readers", type=count_arg, default=2, help="reader threads, of the floors too"
+    )
+    parser.add_argument("--repeats", type=count_arg, default=5, help="epochs per figure")
     parser.add_argument("--device", default="cpu", help="where batches go: cpu or cuda")
     parser.add_argument("--output", type=Path, help="JSON file to write (default: print only)")
     options = parser.parse_args(argv)

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.kernels.lookup.tables import gather_rows, lookup_tables
-from dlrm.kernels.update.row_sort import Plan, prepare
+from dlrm.kernels.update.row_sort import SortedRows, sort_rows
 from dlrm.kernels.update.rules import RULES
 from dlrm.kernels.update.sparse import update_rows, update_rows_torch
 from dlrm.training import benchmark as measure
@@ -124,12 +124,12 @@ def floors(setup: Setup, rule: str, bandwidth: float) -> dict[str, float]:
 def ours(setup: Setup, rule: str) -> dict[str, float]:
     """Times of the parts and of the whole, in ms."""
     states = states_of(rule, setup.weight)
-    plans = [prepare(flat, len(setup.weight)) for flat in setup.flat]
+    plans = [sort_rows(flat, len(setup.weight)) for flat in setup.flat]
     grads = [grad.view(-1, setup.dim) for grad in setup.grads]
     flat = torch.empty_like(setup.flat[0])
     weight = setup.weight.detach()
 
-    def update(plan: Plan, grad: Tensor) -> None:
+    def update(plan: SortedRows, grad: Tensor) -> None:
         update_rows(rule, weight, plan.rows, grad, states, lr=setup.lr, plan=plan)
 
     gather = partial(gather_rows, weight, setup.starts)
@@ -142,7 +142,7 @@ def ours(setup: Setup, rule: str) -> dict[str, float]:
             [partial(gather, ids, setup.out, flat) for ids in setup.ids]
         ),
         "sort": measure.captured_milliseconds(
-            [partial(prepare, rows, len(weight)) for rows in setup.flat]
+            [partial(sort_rows, rows, len(weight)) for rows in setup.flat]
         ),
         "update": measure.captured_milliseconds(
             [partial(update, plan, grad) for plan, grad in zip(plans, grads, strict=True)]

@@ -23,7 +23,7 @@ from torch import Tensor
 from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings import Embedding, build
 from dlrm.kernels.lookup.paged import Pages, gather_rows, lookup_pages, scatter_rows, stacked_pages
-from dlrm.kernels.offload.pinned_memory import mapped
+from dlrm.kernels.offload.pinned_memory import mapped_tensor
 from dlrm.optim import RowOptimizer
 from dlrm.training import benchmark as measure
 from dlrm.utils.program import Parser
@@ -63,7 +63,7 @@ def wall_rate(run: Callable[[int], object]) -> float:
 
 def host_transfer(size: int, order: str, buffer: Tensor) -> dict[str, Any]:
     """Gather and scatter of distinct rows of a table of ``size`` rows in host memory."""
-    host, table = mapped((size, DIM), device="cuda")
+    host, table = mapped_tensor((size, DIM), device="cuda")
     table.normal_()
     pages = stacked_pages([table], PAGE, "cuda")
     ids = [torch.randperm(size, device="cuda")[:ROWS] for _ in range(INPUTS)]

@@ -23,7 +23,7 @@ from typing import Any
 
 from dlrm.data.schema import Meta
 from dlrm.training.benchmark import write
-from dlrm.utils.program import Parser, count
+from dlrm.utils.program import Parser, count_arg
 
 SCRIPTS = Path(__file__).parents[1]
 BARE_ROWS = 1_000_000
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(__doc__)
     parser.add_argument(
         "--rows",
-        type=count,
+        type=count_arg,
         nargs="+",
         default=[1_000_000, 5_000_000, 20_000_000, 45_840_617],
         help="sizes to measure (default: 1, 5, 20 million and the rows of Kaggle)",

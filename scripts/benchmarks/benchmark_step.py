@@ -30,7 +30,7 @@ from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.table_plan import plan
 from dlrm.training import benchmark as measure
 from dlrm.training.step import TrainStep
-from dlrm.utils.program import Parser, count, exit_status
+from dlrm.utils.program import Parser, count_arg, exit_status
 
 DIM = 16
 NAMES = [f"C{i}" for i in range(1, 27)]
@@ -49,10 +49,10 @@ def cardinalities(device: str) -> list[int]:
     return [min(rows, cap) for rows in KAGGLE_CARDINALITIES]
 
 
-def make_batches(device: str, size: int, count: int, skewed: bool) -> list[Batch]:
+def make_batches(device: str, size: int, count_arg: int, skewed: bool) -> list[Batch]:
     """Random batches on the device."""
     rows = cardinalities(device)
-    return [measure.draw_batch(rows, size, device, skewed=skewed) for _ in range(count)]
+    return [measure.draw_batch(rows, size, device, skewed=skewed) for _ in range(count_arg)]
 
 
 def make_step(
@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rules", nargs="+", default=["sgd", "rowwise_adagrad"], choices=rules)
     parser.add_argument("--precisions", nargs="+", default=precisions, choices=precisions)
     parser.add_argument("--modes", nargs="+", default=["auto"], choices=modes)
-    parser.add_argument("--batches", nargs="+", type=count, default=[2048, 16384, 65536])
+    parser.add_argument("--batches", nargs="+", type=count_arg, default=[2048, 16384, 65536])
     parser.add_argument("--ids", nargs="+", default=["skewed"], choices=["skewed", "uniform"])
     parser.add_argument("--output", default="benchmarks/step.json")
     options = parser.parse_args(argv)

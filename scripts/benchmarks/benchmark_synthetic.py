@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from dlrm.data.schema import Meta
 from dlrm.training.benchmark import write
-from dlrm.utils.program import Parser, count
+from dlrm.utils.program import Parser, count_arg
 
 SCRIPT = Path(__file__).parents[1] / "make_synthetic.py"
 
@@ -79,10 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit status."""
     parser = Parser(__doc__)
     parser.add_argument("--devices", nargs="+", choices=("cpu", "cuda"), default=["cpu"])
-    parser.add_argument("--rows", type=count, default=45_840_617, help="(default: %(default)s)")
+    parser.add_argument("--rows", type=count_arg, default=45_840_617, help="(default: %(default)s)")
     parser.add_argument(
         "--tsv-rows",
-        type=count,
+        type=count_arg,
         default=4_000_000,
         help="rows of the TSV run (default: %(default)s)",
     )

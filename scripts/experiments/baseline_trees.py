@@ -19,7 +19,7 @@ from sklearn.ensemble import HistGradientBoostingClassifier
 from dlrm.data.schema import Meta
 from dlrm.training import benchmark as measure
 from dlrm.training.metrics import classification
-from dlrm.utils.program import Parser, count, exit_status, place
+from dlrm.utils.program import Parser, count_arg, exit_status, path_arg
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for train.py and the other scripts
 from scripts.experiments.runner import require_rows
@@ -69,9 +69,9 @@ def features(
 def arguments() -> Parser:
     """The command line."""
     parser = Parser(__doc__)
-    parser.add_argument("--data", type=place, required=True, help="prepared directory")
-    parser.add_argument("--seeds", type=count, default=3, help="of the folds and of the trees")
-    parser.add_argument("--json", type=place, help="where the result is written as JSON")
+    parser.add_argument("--data", type=path_arg, required=True, help="prepared directory")
+    parser.add_argument("--seeds", type=count_arg, default=3, help="of the folds and of the trees")
+    parser.add_argument("--json", type=path_arg, help="where the result is written as JSON")
     return parser
 
 

@@ -23,8 +23,8 @@ from dlrm.model import DLRM, DTYPES
 from dlrm.sparse_arch.table_plan import plan, times
 from dlrm.training import benchmark as measure
 from dlrm.training import checkpoint, metrics
-from dlrm.utils.messages import nearest
-from dlrm.utils.program import Parser, count, exit_status, place, positive
+from dlrm.utils.messages import did_you_mean
+from dlrm.utils.program import Parser, count_arg, exit_status, path_arg, positive_arg
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for train.py and the other scripts
 from scripts.evaluate import loaded
@@ -39,12 +39,14 @@ def arguments() -> Parser:
         "--kinds", nargs="+", help="embedding kinds, or auto (default: all that take a budget)"
     )
     ratios = [4, 10, 20, 40, 100]
-    parser.add_argument("--ratios", nargs="+", type=positive, default=ratios, help="of compression")
+    parser.add_argument(
+        "--ratios", nargs="+", type=positive_arg, default=ratios, help="of compression"
+    )
     parser.add_argument("--split", default="test", help="which split to measure")
-    parser.add_argument("--batch-size", type=count, default=16384, help="samples per batch")
+    parser.add_argument("--batch-size", type=count_arg, default=16384, help="samples per batch")
     parser.add_argument("--seed", type=int, default=0, help="of fits that draw (default: 0)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    parser.add_argument("--json", type=place, help="where the result is written as JSON")
+    parser.add_argument("--json", type=path_arg, help="where the result is written as JSON")
     return parser
 
 
@@ -104,7 +106,7 @@ def compress(options: Namespace) -> None:
     valid = ["auto", *available()]
     for kind in kinds:
         if kind not in valid:
-            raise ValueError(f"unknown embedding kind {kind!r}{nearest(kind, valid)}")
+            raise ValueError(f"unknown embedding kind {kind!r}{did_you_mean(kind, valid)}")
     trained = [Trained(run, options) for run in options.runs]
     rows = [_mean("trained", None, [model.measure(model.model) for model in trained])]
     for kind in kinds:

@@ -29,8 +29,8 @@ from dlrm.data.schema import Meta
 from dlrm.embeddings import available
 from dlrm.sparse_arch.table_plan import times
 from dlrm.training import benchmark as measure
-from dlrm.utils.messages import nearest
-from dlrm.utils.program import Parser, count, exit_status, picture, place, positive
+from dlrm.utils.messages import did_you_mean
+from dlrm.utils.program import Parser, count_arg, exit_status, figure_arg, path_arg, positive_arg
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for train.py and the other scripts
 from scripts import compare
@@ -47,11 +47,15 @@ def arguments() -> Parser:
     parser.add_argument("--config", help="YAML of the runs, as for train.py")
     parser.add_argument("--kinds", nargs="+", default=KINDS, help="beside dense")
     ratios = [2, 10, 30, 100, 300, 1000]
-    parser.add_argument("--ratios", nargs="+", type=positive, default=ratios, help="of compression")
-    parser.add_argument("--seeds", type=count, default=3, help="runs per point (default: 3)")
-    parser.add_argument("--rates", nargs="+", type=positive, help="learning rates to choose from")
     parser.add_argument(
-        "--rates-at", type=positive, default=10, help="ratio of the runs that choose"
+        "--ratios", nargs="+", type=positive_arg, default=ratios, help="of compression"
+    )
+    parser.add_argument("--seeds", type=count_arg, default=3, help="runs per point (default: 3)")
+    parser.add_argument(
+        "--rates", nargs="+", type=positive_arg, help="learning rates to choose from"
+    )
+    parser.add_argument(
+        "--rates-at", type=positive_arg, default=10, help="ratio of the runs that choose"
     )
     parser.add_argument("--validation", help="prepared directory with a validation split")
     parser.add_argument(
@@ -62,16 +66,18 @@ def arguments() -> Parser:
         type=known_rate,
         help="learning rates of the embeddings that are known",
     )
-    parser.add_argument("--runs", type=place, default=Path("runs/frontier"), help="where runs go")
-    parser.add_argument("--jobs", type=count, default=1, help="runs at a time (default: 1)")
+    parser.add_argument(
+        "--runs", type=path_arg, default=Path("runs/frontier"), help="where runs go"
+    )
+    parser.add_argument("--jobs", type=count_arg, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--no-timing", action="store_true", help="leave out the step times")
     parser.add_argument(
         "--plot",
-        type=picture,
+        type=figure_arg,
         default=Path("frontier.png"),
         help="PNG, SVG or PDF to draw; that of the speed lies beside it",
     )
-    parser.add_argument("--json", type=place, help="where the result is written as JSON")
+    parser.add_argument("--json", type=path_arg, help="where the result is written as JSON")
     parser.add_argument("--options", nargs="*", default=[], help="more options, as epochs=2")
     return parser
 
@@ -80,7 +86,7 @@ def known_rate(text: str) -> tuple[str, float]:
     """``tt=0.002`` as kind and rate."""
     kind, _, rate = text.partition("=")
     try:
-        return kind, positive(rate)
+        return kind, positive_arg(rate)
     except argparse.ArgumentTypeError:
         message = f"is {text!r}, it must be a kind and a rate, as tt=0.002"
         raise argparse.ArgumentTypeError(message) from None
@@ -141,7 +147,7 @@ def compare_kinds(options: argparse.Namespace) -> None:
     valid = ["auto", CACHED, *available()]
     for kind in (*options.kinds, *dict(options.lr)):
         if kind not in valid:
-            raise ValueError(f"unknown embedding kind {kind!r}{nearest(kind, valid)}")
+            raise ValueError(f"unknown embedding kind {kind!r}{did_you_mean(kind, valid)}")
     if bool(options.rates) != bool(options.validation):
         raise ValueError("--rates and --validation go together")
     common = ["--checkpoint=false", *(f"--{option}" for option in options.options)]

@@ -33,7 +33,7 @@ from dlrm.distributed.world import World
 from dlrm.embeddings import available
 from dlrm.training import benchmark as measure
 from dlrm.training.tracking import RESULT, without
-from dlrm.utils.device import cores
+from dlrm.utils.device import cpu_count
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # where train.py is
@@ -74,7 +74,7 @@ class Pool:
                 self._require_alike(name, arguments, data)
             else:
                 tasks.append((self.directory / name, arguments))
-        with _threads(max(1, cores() // self.jobs)):
+        with _threads(max(1, cpu_count() // self.jobs)):
             spawn = multiprocessing.get_context("spawn")  # a fork can't use the GPU
             with ProcessPoolExecutor(self.jobs, spawn, initializer=_end_with_parent) as workers:
                 results = workers.map(train_one, *zip(*tasks, strict=True)) if tasks else iter(())

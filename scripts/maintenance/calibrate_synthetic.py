@@ -29,8 +29,8 @@ from dlrm.data.schema import (
 )
 from dlrm.data.synthetic.distributions import PROFILE_FILE, Profile, profiles
 from dlrm.data.synthetic.generator import Generator
-from dlrm.utils.atomic import save_figure, whole
-from dlrm.utils.program import Parser, exit_status, picture, place
+from dlrm.utils.atomic import atomic_write, save_figure
+from dlrm.utils.program import Parser, exit_status, figure_arg, path_arg
 
 # Rows of the full files, over which the cardinalities were counted.
 FULL = {
@@ -193,7 +193,7 @@ def profile_of(sample: pd.DataFrame, full_rows: int, cardinalities: tuple[int, .
 def write_profiles(path: Path, made: dict[str, dict]) -> None:
     """Write the profiles, a column per line, those not made this time as they are."""
     old = json.loads(path.read_text()) if path.exists() else {}
-    with whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(old | made).replace('{"name"', '\n{"name"') + "\n")
 
 
@@ -271,10 +271,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "samples", nargs="+", metavar="NAME=FILE", help="kaggle or terabyte, and a raw TSV file"
     )
     parser.add_argument(
-        "--output", type=place, default=PROFILE_FILE, help="profile to write (default: %(default)s)"
+        "--output",
+        type=path_arg,
+        default=PROFILE_FILE,
+        help="profile to write (default: %(default)s)",
     )
     parser.add_argument(
-        "--plot", type=picture, metavar="PNG", help="draw the fit of the first sample"
+        "--plot", type=figure_arg, metavar="PNG", help="draw the fit of the first sample"
     )
     options = parser.parse_args(argv)
     return exit_status(lambda: calibrate(options))

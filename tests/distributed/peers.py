@@ -13,17 +13,17 @@ from tempfile import gettempdir
 import torch
 
 from dlrm.data.batch import Batch
-from dlrm.distributed.peer_lookup import Direct
-from dlrm.distributed.peer_memory import PeerMemory, bytes_held
-from dlrm.distributed.planner import place
-from dlrm.distributed.sharding_plan import Sharding
+from dlrm.distributed.peer_lookup import PeerLookup
+from dlrm.distributed.peer_memory import SymmetricTensor, bytes_held
+from dlrm.distributed.planner import plan_shards
+from dlrm.distributed.sharding_plan import ShardingPlan
 from dlrm.distributed.world import World
 from dlrm.embeddings.dense import Dense
 from dlrm.kernels.lookup import peer as peer_rows
-from dlrm.kernels.update.row_sort import Planner
+from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.arch import SparseArch
-from dlrm.training.prefetch import Sorts
+from dlrm.training.prefetch import SortPrefetcher
 
 SIZES = [500, 7_000, 30_000, 90_000]
 BATCHES = {"cuda": 4096, "cpu": 128}  # of each process
@@ -37,15 +37,15 @@ class Run:
     def __init__(self, world, ways, wire=None):
         self.world, self.wire, device = world, wire, world.device
         dim = 16 * world.size
-        pieces = place(SIZES, dim, world.size, ways=ways)
+        pieces = plan_shards(SIZES, dim, world.size, ways=ways)
         with device:
             torch.manual_seed(3)
             self.whole = Dense(SIZES, dim)
             torch.manual_seed(3)
-            sharding = Sharding(world=world, pieces=pieces, wire=wire, peers=True)
+            sharding = ShardingPlan(world=world, pieces=pieces, wire=wire, peers=True)
             self.held = SparseArch(SIZES, dim, [("dense", {})] * len(SIZES), sharding=sharding)
         cuts = self.held.groups[0]._cuts()
-        assert all(map(Direct.serves, (c.direct for c in cuts), self.held.local_parameters()))
+        assert all(map(PeerLookup.serves, (c.direct for c in cuts), self.held.local_parameters()))
         assert len(self.held.at_peers()) == len(cuts)
         rule = {"rule": "adagrad", "lr": 0.1}
         if wire is not None:
@@ -64,7 +64,7 @@ class Run:
         self.up = torch.randn(*shape[::-1], dim, device=device, generator=seed)
         dense, labels = torch.empty(1, batch, device=device), torch.empty(batch, device=device)
         self.batches = [Batch(dense, ids[:, self.mine].contiguous(), labels) for ids in self.ids]
-        self.planner = Planner(device) if device.type == "cuda" else nullcontext()
+        self.planner = RowSorter(device) if device.type == "cuda" else nullcontext()
 
     def step_whole(self, index):
         out = self.whole(self.ids[index])
@@ -95,7 +95,7 @@ class Run:
 
     def sorted_ahead(self):
         """Steps whose look-ups are sorted before them, some of them beside the last step."""
-        sorts = Sorts(self.held, self.world.device)
+        sorts = SortPrefetcher(self.held, self.world.device)
 
         def step(batch, upcoming):
             told = {3: upcoming, 2: [], 1: [batch], 0: []}  # the next, nothing, another one
@@ -131,7 +131,7 @@ class Run:
 def check_memory(world):
     """What one process writes another reads; nothing is left behind."""
     before = set(Path(gettempdir()).glob("dlrm-*"))
-    memory = PeerMemory(world, (3, 2), torch.float32, world.device, fill=7)
+    memory = SymmetricTensor(world, (3, 2), torch.float32, world.device, fill=7)
     assert (memory.local == 7).all()
     memory.barrier()
     if world.device.type == "cpu":
@@ -151,7 +151,7 @@ def check_wire(world):
     """Sums of gradients arrive in fp32, whatever the rows are of, if nothing else is asked for."""
     fp32, bf16 = torch.float32, torch.bfloat16
     for rows, wire, arriving in ((fp32, None, fp32), (bf16, None, fp32), (fp32, bf16, bf16)):
-        direct = Direct(world, 10, 4, [1] * world.size, wire)
+        direct = PeerLookup(world, 10, 4, [1] * world.size, wire)
         weight = direct.new_weight(5, world.device, rows)
         assert direct.inbox(3, weight).gradients.local.dtype is arriving
 
@@ -174,7 +174,7 @@ def main():
         run.compare(run.sorted_ahead())
         if on_gpu:
             run.compare(run.captured())
-            run.compare(run.captured(Sorts(run.held, world.device)))
+            run.compare(run.captured(SortPrefetcher(run.held, world.device)))
     run = Run(world, ["table"] * 4, torch.bfloat16)
     run.compare(run.at_once)
     world.leave()

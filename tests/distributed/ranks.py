@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 
 from dlrm.data.batch import Batch
-from dlrm.distributed.planner import cut_rows, place
-from dlrm.distributed.sharded_tables import Sharded
-from dlrm.distributed.sharding_plan import Sharding, spread
+from dlrm.distributed.planner import plan_shards, shard_rows
+from dlrm.distributed.sharded_tables import ShardedTables
+from dlrm.distributed.sharding_plan import ShardingPlan, make_sharding_plan
 from dlrm.distributed.world import World
 from dlrm.embeddings import available
 from dlrm.embeddings.dense import Dense
 from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
-from dlrm.training.data_parallel import Reducer
+from dlrm.training.data_parallel import GradientReducer
 from dlrm.training.step import TrainStep
 
 SIZES = [50, 1200, 7, 900, 333]
@@ -79,13 +79,13 @@ def train(world, kind, *, rule="adagrad", multi_hot=False, clip_norm=None, **sha
     plan = [("dense", {})] + [(kind, OPTIONS.get(kind, {}))] * 3 + [("dense", {})]
     recipe = {"num_dense": 4, "num_embeddings": SIZES, "embedding_dim": 8, "plan": plan}
     torch.manual_seed(0)
-    spreading = spread(world, NAMES, recipe, rule=rule, **sharding)
+    spreading = make_sharding_plan(world, NAMES, recipe, rule=rule, **sharding)
     model = DLRM(**recipe, bottom_mlp=[8], top_mlp=[8], sharding=spreading)
     optimizers = [
         RowOptimizer(model.dense_parameters(), rule, lr=0.05),
         RowOptimizer(model.sparse_arch.parameters(), rule, lr=0.05),
     ]
-    reducer = Reducer.of(model, optimizers[1], world)
+    reducer = GradientReducer.of(model, optimizers[1], world)
     step = TrainStep(model, optimizers, clip_norm=clip_norm, reducer=reducer)
     if world.size > 1:
         assert step.look_ahead(8) == (spreading is not None and spreading.peers)
@@ -128,11 +128,11 @@ def check_pages(world):
     sizes, page = [23, 10, 5], 4
     ways = {
         "row": [
-            piece for t, v in enumerate(sizes) for piece in cut_rows(t, v, 8, world.size, page)
+            piece for t, v in enumerate(sizes) for piece in shard_rows(t, v, 8, world.size, page)
         ],
-        "column": place(sizes, 8, world.size, ways=["column"] * 3),
-        "table": place(sizes, 8, world.size, ways=["table"] * 3),
-        "mixed": place(sizes, 8, world.size, ways=["row", "column", "replicate"], page=page),
+        "column": plan_shards(sizes, 8, world.size, ways=["column"] * 3),
+        "table": plan_shards(sizes, 8, world.size, ways=["table"] * 3),
+        "mixed": plan_shards(sizes, 8, world.size, ways=["row", "column", "replicate"], page=page),
     }
     edges = [[i for p in range(0, v, page) for i in (p, min(p + page, v) - 1)] for v in sizes]
     nested = [bag for own in edges for bag in (own, own[:1], [], own[::-1] * 2)]
@@ -143,7 +143,7 @@ def check_pages(world):
             torch.manual_seed(3)
             dense = Dense(sizes, 8, mode=mode)
             torch.manual_seed(3)
-            group = Sharded(sizes, 8, Sharding(world=world, pieces=pieces), mode=mode)
+            group = ShardedTables(sizes, 8, ShardingPlan(world=world, pieces=pieces), mode=mode)
             expected, found = dense(ids, offsets), group(ids, offsets)
             assert torch.equal(found, expected), (name, mode)
             for table, rows in enumerate(sizes):

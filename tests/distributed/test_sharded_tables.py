@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dlrm.distributed.sharded_tables import Sharded
-from dlrm.distributed.sharding_plan import LARGE, spread
+from dlrm.distributed.sharded_tables import ShardedTables
+from dlrm.distributed.sharding_plan import LARGE, make_sharding_plan
 from dlrm.distributed.world import World
 from dlrm.embeddings.dense import Dense
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
-from dlrm.training.data_parallel import Reducer
+from dlrm.training.data_parallel import GradientReducer
 
 NAMES = ["a", "b", "c"]
 SIZES = [300, 20, 150]
@@ -21,15 +21,20 @@ RECIPE = {"num_dense": 2, "num_embeddings": SIZES, "embedding_dim": 8, "plan": P
 
 def test_which_tables_are_held_in_pieces():
     world = World(rank=0, size=2)
-    assert spread(World(), NAMES, RECIPE) is None
-    assert spread(world, NAMES, RECIPE, by="replicate") is None
-    assert {p.table for p in spread(world, NAMES, RECIPE, threshold=100).pieces} == {0}
-    assert {p.table for p in spread(world, NAMES, RECIPE, threshold=10).pieces} == {0, 1}
-    assert spread(world, NAMES, RECIPE, threshold=None) is None
+    assert make_sharding_plan(World(), NAMES, RECIPE) is None
+    assert make_sharding_plan(world, NAMES, RECIPE, by="replicate") is None
+    assert {p.table for p in make_sharding_plan(world, NAMES, RECIPE, threshold=100).pieces} == {0}
+    assert {p.table for p in make_sharding_plan(world, NAMES, RECIPE, threshold=10).pieces} == {
+        0,
+        1,
+    }
+    assert make_sharding_plan(world, NAMES, RECIPE, threshold=None) is None
     large = {**RECIPE, "num_embeddings": [LARGE // 8, LARGE // 8 - 1, 150]}
-    assert {p.table for p in spread(world, NAMES, large, threshold=None).pieces} == {0}
+    assert {p.table for p in make_sharding_plan(world, NAMES, large, threshold=None).pieces} == {0}
     paged = {**RECIPE, "plan": [("paged", {"page_size": 64})] * 3}
-    found = spread(world, NAMES, paged, by="row", tables={"b": "replicate"}, wire="bf16")
+    found = make_sharding_plan(
+        world, NAMES, paged, by="row", tables={"b": "replicate"}, wire="bf16"
+    )
     assert [(p.table, p.rows) for p in found.pieces] == [
         *((0, (0, 128)), (0, (128, 300)), (2, (0, 64)), (2, (64, 150))),
     ]
@@ -41,7 +46,7 @@ def test_tables_are_placed_by_their_counted_load():
     recipe = {**RECIPE, "num_embeddings": [100] * 4, "plan": [("dense", {})] * 4}
     counts = [torch.tensor([load - 1, 1]) for load in (90, 10, 50, 50)]
     world = World(rank=0, size=2)
-    found = spread(world, [*"abcd"], recipe, lambda: counts, by="table")
+    found = make_sharding_plan(world, [*"abcd"], recipe, lambda: counts, by="table")
     held = {frozenset(p.table for p in found.pieces if p.rank == rank) for rank in (0, 1)}
     assert held == {frozenset({0, 1}), frozenset({2, 3})}
     assert "50% of the look-ups" in found.text
@@ -57,7 +62,7 @@ def test_tables_are_placed_by_their_counted_load():
 )
 def test_wishes_that_cannot_be_met_say_why(tables, message):
     with pytest.raises(ValueError, match=message):
-        spread(World(rank=0, size=2), NAMES, RECIPE, tables=tables)
+        make_sharding_plan(World(rank=0, size=2), NAMES, RECIPE, tables=tables)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +74,7 @@ def test_wishes_that_cannot_be_met_say_why(tables, message):
 )
 def test_exchanges_that_cannot_be_say_why(options, message):
     with pytest.raises(ValueError, match=message):
-        spread(World(rank=0, size=2), NAMES, RECIPE, threshold=100, **options)
+        make_sharding_plan(World(rank=0, size=2), NAMES, RECIPE, threshold=100, **options)
 
 
 @pytest.mark.parametrize("options", [{"by": "column"}, {"by": "row", "tables": {"a": "column"}}])
@@ -77,27 +82,27 @@ def test_one_sum_for_a_row_needs_all_its_columns(options):
     options = {"threshold": 100, **options}
     message = r"cuts a by column, but --optim.embeddings rowwise_adagrad keeps one sum for a whole"
     with pytest.raises(ValueError, match=message):
-        spread(World(rank=0, size=2), NAMES, RECIPE, rule="rowwise_adagrad", **options)
-    assert spread(World(), NAMES, RECIPE, rule="rowwise_adagrad", **options) is None
-    assert spread(World(rank=0, size=2), NAMES, RECIPE, rule="adagrad", **options)
+        make_sharding_plan(World(rank=0, size=2), NAMES, RECIPE, rule="rowwise_adagrad", **options)
+    assert make_sharding_plan(World(), NAMES, RECIPE, rule="rowwise_adagrad", **options) is None
+    assert make_sharding_plan(World(rank=0, size=2), NAMES, RECIPE, rule="adagrad", **options)
 
 
 def test_auto_cuts_no_columns_that_a_rule_needs_together():
     recipe = {**RECIPE, "embedding_dim": 32}
     for rule, columns in (("adagrad", {(0, 16), (16, 32)}), ("rowwise_adagrad", {(0, 32)})):
-        found = spread(World(rank=0, size=2), NAMES, recipe, rule=rule, threshold=100)
+        found = make_sharding_plan(World(rank=0, size=2), NAMES, recipe, rule=rule, threshold=100)
         assert {piece.columns for piece in found.pieces} == columns
 
 
 def test_peers_are_for_processes_of_one_host(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     world = World(rank=1, size=2)
-    found = spread(world, NAMES, RECIPE, threshold=100, exchange="peers")
+    found = make_sharding_plan(world, NAMES, RECIPE, threshold=100, exchange="peers")
     assert found.peers
     assert found.text.endswith("exchange by peers")
     if not torch.cuda.is_available():  # auto: where GPUs reach each other
-        assert not spread(world, NAMES, RECIPE, threshold=100).peers
-    assert not spread(world, NAMES, RECIPE, threshold=100, exchange="collective").peers
+        assert not make_sharding_plan(world, NAMES, RECIPE, threshold=100).peers
+    assert not make_sharding_plan(world, NAMES, RECIPE, threshold=100, exchange="collective").peers
 
 
 @pytest.mark.parametrize("reach", [True, False])
@@ -109,20 +114,20 @@ def test_peers_are_gpus_that_reach_each_other(monkeypatch, reach):
     memory = SimpleNamespace(total_memory=80 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: memory)
     world = World(rank=0, size=2, device=torch.device("cuda", 0))
-    assert spread(world, NAMES, RECIPE, threshold=100).peers == reach
+    assert make_sharding_plan(world, NAMES, RECIPE, threshold=100).peers == reach
     if reach:
-        assert spread(world, NAMES, RECIPE, threshold=100, exchange="peers").peers
+        assert make_sharding_plan(world, NAMES, RECIPE, threshold=100, exchange="peers").peers
     else:
         with pytest.raises(ValueError, match="memory, these can't: use"):
-            spread(world, NAMES, RECIPE, threshold=100, exchange="peers")
+            make_sharding_plan(world, NAMES, RECIPE, threshold=100, exchange="peers")
 
 
 def test_pages_have_no_devices_of_their_own_under_torchrun():
     recipe = {**RECIPE, "plan": [("paged", {"devices": ["cpu", "cpu"]})] * 3}
-    assert spread(World(), NAMES, recipe) is None
+    assert make_sharding_plan(World(), NAMES, recipe) is None
     for by in ("row", "replicate"):
         with pytest.raises(ValueError, match="under torchrun every process holds its share"):
-            spread(World(rank=0, size=2), NAMES, recipe, by=by)
+            make_sharding_plan(World(rank=0, size=2), NAMES, recipe, by=by)
 
 
 @pytest.mark.parametrize("by", ["table", "row", "column"])
@@ -134,9 +139,9 @@ def test_the_parts_of_all_ranks_are_the_dense_tables(by, size):
     seen = torch.zeros_like(dense.weight)
     for rank in range(size):
         world = World(rank=rank, size=size)
-        sharding = spread(world, NAMES, recipe, by=by, threshold=100)
+        sharding = make_sharding_plan(world, NAMES, recipe, by=by, threshold=100)
         torch.manual_seed(0)
-        group = Sharded(SIZES, 8, sharding)
+        group = ShardedTables(SIZES, 8, sharding)
         shards = group.state_dict()["weight"]
         assert shards.size() == dense.weight.shape
         for (row, column), values in shards.parts.items():
@@ -162,7 +167,9 @@ def test_the_parts_of_all_ranks_are_the_dense_tables(by, size):
 def test_rows_rounded_by_chance_need_gpus():
     world = World(rank=0, size=2)
     recipe = {**RECIPE, "tables_dtype": "bf16"}
-    model = DLRM(**recipe, bottom_mlp=[4], top_mlp=[4], sharding=spread(world, NAMES, recipe))
+    model = DLRM(
+        **recipe, bottom_mlp=[4], top_mlp=[4], sharding=make_sharding_plan(world, NAMES, recipe)
+    )
     optimizer = RowOptimizer(model.sparse_arch.parameters(), "sgd")
     with pytest.raises(ValueError, match=r"rounded by chance.*use --sharding\.by replicate"):
-        Reducer.of(model, optimizer, world)
+        GradientReducer.of(model, optimizer, world)

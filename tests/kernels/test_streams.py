@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dlrm.kernels.streams import branch_of, stream_of
+from dlrm.kernels.streams import side_stream_of, stream_of
 
 
 def slow_sum(x):
@@ -15,7 +15,7 @@ def slow_sum(x):
 
 
 def test_both_sides_see_what_came_before(device):
-    branch = branch_of(torch.ones(1, device=device).device)
+    branch = side_stream_of(torch.ones(1, device=device).device)
     for step in range(5):
         x = torch.full((512, 512), float(step), device=device)
         with branch.fork():
@@ -26,7 +26,7 @@ def test_both_sides_see_what_came_before(device):
 
 
 def test_backward_passes_of_both_sides_meet(device):
-    branch = branch_of(torch.ones(1, device=device).device)
+    branch = side_stream_of(torch.ones(1, device=device).device)
     x = torch.randn(256, 256, device=device, requires_grad=True)
     with branch.fork():
         beside = slow_sum(x * x)
@@ -37,7 +37,7 @@ def test_backward_passes_of_both_sides_meet(device):
 
 
 def test_without_waiting_the_branch_goes_on_behind_its_own_work(device):
-    branch = branch_of(torch.ones(1, device=device).device)
+    branch = side_stream_of(torch.ones(1, device=device).device)
     x = torch.ones(512, 512, device=device)
     with branch.fork():
         total = slow_sum(x)
@@ -48,7 +48,7 @@ def test_without_waiting_the_branch_goes_on_behind_its_own_work(device):
 
 
 def test_behind_a_mark_the_branch_sees_what_came_before_it(device):
-    branch = branch_of(torch.ones(1, device=device).device)
+    branch = side_stream_of(torch.ones(1, device=device).device)
     for step in range(5):
         x = slow_sum(torch.full((512, 512), float(step), device=device))
         begin = branch.mark()
@@ -61,7 +61,7 @@ def test_behind_a_mark_the_branch_sees_what_came_before_it(device):
 
 def test_there_is_one_branch_per_device(device):
     own = torch.ones(1, device=device).device
-    assert branch_of(own) is branch_of(torch.zeros(1, device=device).device)
+    assert side_stream_of(own) is side_stream_of(torch.zeros(1, device=device).device)
 
 
 @pytest.mark.gpu
@@ -77,7 +77,7 @@ def test_streams_for_two_purposes_are_never_the_same():
 
 @pytest.mark.gpu
 def test_a_graph_keeps_the_fork(device):
-    branch = branch_of(torch.ones(1, device=device).device)
+    branch = side_stream_of(torch.ones(1, device=device).device)
     x = torch.ones(512, 512, device=device)
 
     def work():

@@ -79,9 +79,9 @@ def test_links_point_to_whole_checkpoints_and_the_rest_is_removed(tmp_path):
     save(directory / "step_1", recipe, model, optimizers, links=both)
     save(directory / "step_2", recipe, model, optimizers)
     assert names() == ["best", "latest", "step_1", "step_2"]
-    assert run_directory.find(tmp_path).resolve() == directory / "step_2"
-    assert run_directory.find(directory / "best").resolve() == directory / "step_1"
-    assert run_directory.run_of(tmp_path) == tmp_path
+    assert run_directory.find_checkpoint(tmp_path).resolve() == directory / "step_2"
+    assert run_directory.find_checkpoint(directory / "best").resolve() == directory / "step_1"
+    assert run_directory.run_directory(tmp_path) == tmp_path
     (directory / "step_4.tmp").mkdir()  # of a process that was killed
     save(directory / "step_3", recipe, model, optimizers)
     assert names() == ["best", "latest", "step_1", "step_3"]
@@ -106,12 +106,14 @@ def test_the_run_of_a_checkpoint(tmp_path, monkeypatch):
     recipe, model, optimizers = make("dense")
     directory = tmp_path / "run" / "checkpoints"
     save(directory / "step_1", recipe, model, optimizers)
-    assert run_directory.run_of(tmp_path / "run") == run_directory.run_of(directory / "latest")
+    assert run_directory.run_directory(tmp_path / "run") == run_directory.run_directory(
+        directory / "latest"
+    )
     monkeypatch.chdir(directory)
-    assert run_directory.run_of("latest") == tmp_path / "run"
+    assert run_directory.run_directory("latest") == tmp_path / "run"
     shutil.copytree(directory / "step_1", tmp_path / "copied")
     with pytest.raises(FileNotFoundError, match="copied lies in no run: name one in a run's"):
-        run_directory.run_of(tmp_path / "copied")
+        run_directory.run_directory(tmp_path / "copied")
 
 
 def test_a_failed_save_leaves_what_there_was(tmp_path, monkeypatch):
@@ -149,7 +151,7 @@ def test_a_failed_save_leaves_what_there_was(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="step_3 can't be written: "):
         checkpoint.save(directory / "step_3", parts, {})
     assert not list(directory.glob("step_3*"))
-    assert run_directory.find(tmp_path).resolve() == directory / "step_1"
+    assert run_directory.find_checkpoint(tmp_path).resolve() == directory / "step_1"
     checkpoint.load_model(tmp_path)
 
 
@@ -166,7 +168,7 @@ def test_a_disk_that_is_full_behind_the_tensors_leaves_what_there_was(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(directory.glob("step_2*"))
-    assert run_directory.find(tmp_path).resolve() == directory / "step_1"
+    assert run_directory.find_checkpoint(tmp_path).resolve() == directory / "step_1"
 
 
 def test_others_are_refused(tmp_path, caplog):
@@ -179,7 +181,7 @@ def test_others_are_refused(tmp_path, caplog):
     with pytest.raises(ValueError, match="the saved optimizer is adam, this is sgd"):
         checkpoint.load(tmp_path, model, others, groups=groups)
     with pytest.raises(FileNotFoundError, match="is no checkpoint: name a run's directory"):
-        run_directory.find(tmp_path / "checkpoints")
+        run_directory.find_checkpoint(tmp_path / "checkpoints")
     for pattern in ("*.distcp", ".metadata"):
         for damaged in (tmp_path / "checkpoints" / "step_1").glob(pattern):
             damaged.write_bytes(damaged.read_bytes()[:100])

@@ -5,9 +5,9 @@ from contextlib import suppress
 import torch
 
 from dlrm.data.batch import Batch
-from dlrm.distributed.peer_lookup import Sorted
-from dlrm.kernels.update.row_sort import prepare
-from dlrm.training.prefetch import Sorts
+from dlrm.distributed.peer_lookup import SortedLookups
+from dlrm.kernels.update.row_sort import sort_rows
+from dlrm.training.prefetch import SortPrefetcher
 
 
 class Arch:
@@ -18,7 +18,7 @@ class Arch:
 
     def sort(self, ids):
         self.sorted.append(ids)
-        return [Sorted(prepare(ids.reshape(-1), 99), ids.sum(1))]
+        return [SortedLookups(sort_rows(ids.reshape(-1), 99), ids.sum(1))]
 
     def use(self, lookups):
         self.used = list(lookups)
@@ -41,7 +41,7 @@ def check(arch, batch):
 
 def test_each_batch_is_sorted_once_and_read_in_one_place(device):
     arch = Arch()
-    sorts = Sorts(arch, device)
+    sorts = SortPrefetcher(arch, device)
     batches = [draw(size, device) for size in (20, 20, 20, 7, 20)]
     places = []
     for index, batch in enumerate(batches):
@@ -55,7 +55,7 @@ def test_each_batch_is_sorted_once_and_read_in_one_place(device):
 
 def test_a_batch_that_was_not_announced_is_sorted_before_its_step(device):
     arch = Arch()
-    sorts = Sorts(arch, device)
+    sorts = SortPrefetcher(arch, device)
     first, second, third = (draw(20, device) for _ in range(3))
     with sorts.step(first, [third]):
         pass
@@ -68,7 +68,7 @@ def test_a_batch_that_was_not_announced_is_sorted_before_its_step(device):
 
 def test_bags_of_ids_go_without(device):
     arch = Arch()
-    sorts = Sorts(arch, device)
+    sorts = SortPrefetcher(arch, device)
     bags = draw(20, device, offsets=torch.arange(61, device=device))
     one_hot = draw(20, device)
     with sorts.step(one_hot, [bags]):

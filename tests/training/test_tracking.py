@@ -9,7 +9,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from dlrm.training.profiling import Clock, Profiler, memory, read_trace
+from dlrm.training.profiling import Clock, Profiler, peak_memory, read_trace
 from dlrm.training.tracking import OVERVIEW, Tracker, log_figures
 
 
@@ -166,4 +166,4 @@ def test_profiler_writes_a_trace_and_a_table(tmp_path, device, steps):
 
 
 def test_memory_is_in_bytes(device):
-    assert memory(device)["memory/process_peak"] > 50e6
+    assert peak_memory(device)["memory/process_peak"] > 50e6

@@ -1,12 +1,12 @@
 import pytest
 
-from dlrm.utils.messages import nearest
-from dlrm.utils.program import Parser, exit_status, place, positive
+from dlrm.utils.messages import did_you_mean
+from dlrm.utils.program import Parser, exit_status, path_arg, positive_arg
 
 
 def test_nearest_name_and_all_of_them():
-    assert nearest("rnk", ["rank", "q"]) == ", did you mean 'rank'? valid: q, rank"
-    assert nearest("zzz", ["rank", "q"]) == "; valid: q, rank"
+    assert did_you_mean("rnk", ["rank", "q"]) == ", did you mean 'rank'? valid: q, rank"
+    assert did_you_mean("zzz", ["rank", "q"]) == "; valid: q, rank"
 
 
 def test_an_unknown_option_is_named_before_a_missing_one(capsys):
@@ -59,7 +59,7 @@ def test_help_gives_the_defaults_of_lists_and_without_a_text_too(capsys):
 
 def test_an_empty_path_is_not_taken_for_the_current_directory(capsys):
     parser = Parser("What it does.")
-    parser.add_argument("--output", type=place)
+    parser.add_argument("--output", type=path_arg)
     assert str(parser.parse_args(["--output= runs"]).output) == " runs"
     with pytest.raises(SystemExit):
         parser.parse_args(["--output="])
@@ -69,7 +69,7 @@ def test_an_empty_path_is_not_taken_for_the_current_directory(capsys):
 @pytest.mark.parametrize("text", ["0", "-3", "nan", "inf", "ten"])
 def test_a_positive_number_is_asked_for(text, capsys):
     parser = Parser("What it does.")
-    parser.add_argument("--ratio", type=positive)
+    parser.add_argument("--ratio", type=positive_arg)
     assert parser.parse_args(["--ratio", "2.5"]).ratio == 2.5
     with pytest.raises(SystemExit):
         parser.parse_args([f"--ratio={text}"])

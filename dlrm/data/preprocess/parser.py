@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 from numpy.typing import NDArray
 
-from dlrm.data.preprocess.reader import BadRow, Block
+from dlrm.data.preprocess.reader import BadRow, RawBlock
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
 
 MISSING = -1
@@ -32,7 +32,7 @@ _LINE = re.compile(
 )
 
 
-def parse(block: Block, transform: str = "log1p") -> tuple[pa.RecordBatch, list[BadRow]]:
+def parse(block: RawBlock, transform: str = "log1p") -> tuple[pa.RecordBatch, list[BadRow]]:
     """Turn the lines of a block into columns; bad lines are left out and reported.
 
     Args:
@@ -162,7 +162,7 @@ def _keyed(column: pa.DictionaryArray) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(column.indices.cast(narrow), pa.array(keys))
 
 
-def _check(block: Block) -> tuple[list[bytes], list[BadRow]]:
+def _check(block: RawBlock) -> tuple[list[bytes], list[BadRow]]:
     """Sort the lines of a block into good ones and reports on bad ones."""
     # pyarrow's reader leaves out a byte order mark, too.
     lines = block.data.removeprefix(codecs.BOM_UTF8).split(b"\n")

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from dlrm.data.preprocess.parser import MISSING, hex_strings
-from dlrm.data.preprocess.reader import Block, RawFile
+from dlrm.data.preprocess.reader import RawBlock, RawFile
 from dlrm.data.preprocess.spill import Spilled
 from dlrm.data.preprocess.vocabulary import group, ids_in, look_up, number, opened
 from dlrm.data.preprocess.workspace import Workspace
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, META_FILE, Categorical, Meta, Split
-from dlrm.utils.atomic import whole
+from dlrm.utils.atomic import atomic_write
 
 ROW_GROUP_ROWS = 1 << 17
 # zstd with dictionaries: 43 bytes a row, read at 9M rows/s by a core; lz4: 54 bytes, 14M rows/s.
@@ -94,7 +94,7 @@ def parse_files(
     consumed: dict[str, int] = {}
     total_bytes = sum(path.stat().st_size for path in paths)
 
-    def spill(numbered: tuple[int, Block]) -> tuple[Spilled, int]:
+    def spill(numbered: tuple[int, RawBlock]) -> tuple[Spilled, int]:
         index, block = numbered
         path = work / "blocks" / f"{index:06}.arrow"
         return Spilled.of(block, path, transform), block.consumed
@@ -157,7 +157,7 @@ def number_columns(
             described = Categorical(
                 name=name, cardinality=len(table), oov_id=None if unlisted < 0 else unlisted
             )
-            with whole(work / Meta.vocabulary_file(name)) as temporary:
+            with atomic_write(work / Meta.vocabulary_file(name)) as temporary:
                 pq.write_table(
                     table,
                     temporary,
@@ -166,11 +166,11 @@ def number_columns(
                     **ZSTD,
                 )
             del table  # of hundreds of millions of values, in Terabyte
-            with whole(work / "ids" / name) as temporary, temporary.open("wb") as file:
+            with atomic_write(work / "ids" / name) as temporary, temporary.open("wb") as file:
                 for chunk in _chunks(blocks, name):
                     # Not by tofile, which drops the last bytes silently where the disk is full.
                     file.write(look_up(keys, ids, _keys(chunk, name, cap)).data)
-            with whole(done) as temporary:
+            with atomic_write(done) as temporary:
                 temporary.write_text(json.dumps(asdict(described)))
         return Categorical(**json.loads(done.read_text()))
 
@@ -254,7 +254,7 @@ def write_splits(
             tables = pool.ordered(partial(rows_of, part), touched)
             file = f"{name}.parquet"
             with (
-                whole(work / file) as temporary,
+                atomic_write(work / file) as temporary,
                 pq.ParquetWriter(temporary, SCHEMA, use_dictionary=repeating, **ZSTD) as writer,
             ):
                 positives = _write_rows(writer, tables, bar)
@@ -264,7 +264,7 @@ def write_splits(
 
 def _read(
     paths: Sequence[Path], limit: int | None, block_bytes: int, inputs: list[dict[str, Any]]
-) -> Iterator[Block]:
+) -> Iterator[RawBlock]:
     """The blocks of all files; ``inputs`` gets the record of each file as it ends."""
     for path in paths:
         if limit == 0:

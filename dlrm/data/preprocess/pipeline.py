@@ -34,9 +34,9 @@ from dlrm.data.preprocess.reader import BLOCK_BYTES
 from dlrm.data.preprocess.spill import BAD_ROWS_KEPT, Spilled
 from dlrm.data.preprocess.workspace import BAD_ROWS_FILE, Workspace
 from dlrm.data.schema import CRITEO_DENSE, META_FILE, Meta
-from dlrm.utils.atomic import whole
-from dlrm.utils.device import cores
-from dlrm.utils.messages import nearest
+from dlrm.utils.atomic import atomic_write
+from dlrm.utils.device import cpu_count
+from dlrm.utils.messages import did_you_mean
 
 FORMAT = 1  # of the spilled blocks; raise it when a change makes old ones unfit for a restart
 DAYS = 7
@@ -68,7 +68,7 @@ class Options:
         for name, hint in get_type_hints(Options).items():
             option, value = f"--{name.replace('_', '-')}", getattr(self, name)
             if get_origin(hint) is Literal and value not in get_args(hint):
-                raise ValueError(f"{option} is {value!r}{nearest(value, get_args(hint))}")
+                raise ValueError(f"{option} is {value!r}{did_you_mean(value, get_args(hint))}")
             if isinstance(value, int) and value < 1:
                 raise ValueError(f"{option} is {value}; it must be at least 1")
 
@@ -127,7 +127,7 @@ def prepare(
     }
     with Workspace(Path(output), key) as work:
         if not work.finished:
-            _make(paths, options, work, workers or cores(), block_bytes, progress)
+            _make(paths, options, work, workers or cpu_count(), block_bytes, progress)
         work.publish()
     return Meta.read(output)
 
@@ -262,5 +262,5 @@ def _report_bad(blocks: Sequence[Spilled], work: Workspace) -> None:
         kinds.update(block.bad)
     first = [asdict(bad) for block in blocks for bad in block.first_bad][:BAD_ROWS_KEPT]
     report = {"skipped": kinds.total(), "kinds": dict(sorted(kinds.items())), "first": first}
-    with whole(work / BAD_ROWS_FILE) as temporary:
+    with atomic_write(work / BAD_ROWS_FILE) as temporary:
         temporary.write_text(json.dumps(report, indent=2) + "\n")

@@ -34,7 +34,7 @@ class BadRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class RawBlock:
     """Consecutive whole lines of one file."""
 
     path: Path
@@ -61,7 +61,9 @@ class RawFile:
         self._consumed = 0
         self._pieces = self._read()
 
-    def blocks(self, limit: int | None = None, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+    def blocks(
+        self, limit: int | None = None, block_bytes: int = BLOCK_BYTES
+    ) -> Iterator[RawBlock]:
         """Yield the first ``limit`` lines, in blocks whose cuts depend on the content alone.
 
         A file that is empty, truncated or damaged yields a last block with a ``problem``, and
@@ -87,7 +89,7 @@ class RawFile:
                 problem = self._problem("empty file", "the file is empty")
             elif not data:
                 return
-            yield Block(
+            yield RawBlock(
                 path=self.path,
                 first_line=done + 1,
                 lines=lines,

@@ -11,9 +11,9 @@ from pathlib import Path
 import pyarrow as pa
 
 from dlrm.data.preprocess.parser import COLUMNS, parse
-from dlrm.data.preprocess.reader import BadRow, Block
+from dlrm.data.preprocess.reader import BadRow, RawBlock
 from dlrm.data.schema import CRITEO_CATEGORICAL
-from dlrm.utils.atomic import whole
+from dlrm.utils.atomic import atomic_write
 
 BAD_ROWS_KEPT = 20
 _SUMMARY = b"summary"
@@ -34,7 +34,7 @@ class Spilled:
     first_bad: Sequence[BadRow]
 
     @classmethod
-    def of(cls, block: Block, path: Path, transform: str) -> Spilled:
+    def of(cls, block: RawBlock, path: Path, transform: str) -> Spilled:
         """Parse ``block`` into the file ``path``, unless an earlier run already did."""
         if not path.exists():
             _write(block, path, transform)
@@ -54,7 +54,7 @@ class Spilled:
         return file.get_batch(0).column(0)
 
 
-def _write(block: Block, path: Path, transform: str) -> None:
+def _write(block: RawBlock, path: Path, transform: str) -> None:
     batch, bad = parse(block, transform)
     if block.problem:
         bad.append(block.problem)
@@ -65,5 +65,5 @@ def _write(block: Block, path: Path, transform: str) -> None:
         "first_bad": [asdict(row) for row in bad[:BAD_ROWS_KEPT]],
     }
     batch = batch.replace_schema_metadata({_SUMMARY: json.dumps(summary)})
-    with whole(path) as temporary, pa.ipc.new_file(str(temporary), batch.schema) as writer:
+    with atomic_write(path) as temporary, pa.ipc.new_file(str(temporary), batch.schema) as writer:
         writer.write_batch(batch)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm.data.schema import META_FILE, SPLITS
-from dlrm.utils.atomic import whole
+from dlrm.utils.atomic import atomic_write
 
 DIRECTORY = ".prepare"
 KEY_FILE = "key.json"
@@ -75,7 +75,7 @@ class Workspace:
         if not kept.is_file() or kept.read_text() != self._key:
             for path in self.directory.iterdir():
                 _remove(path)
-            with whole(kept) as temporary:
+            with atomic_write(kept) as temporary:
                 temporary.write_text(self._key)
         if not self.finished:  # else an empty directory would replace one moved out before
             for name in ("blocks", "ids", "vocabulary"):

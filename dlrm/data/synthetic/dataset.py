@@ -21,13 +21,13 @@ from typing import Literal
 import torch
 
 from dlrm.data.schema import META_FILE, SPLITS, Categorical, Meta
-from dlrm.data.synthetic.distributions import Law, Profile, profiles
+from dlrm.data.synthetic.distributions import Distribution, Profile, profiles
 from dlrm.data.synthetic.generator import Generator
 from dlrm.data.synthetic.label_model import best_metrics
 from dlrm.data.synthetic.writers import write_parquet, write_tsv
-from dlrm.utils.atomic import naming
-from dlrm.utils.device import cores
-from dlrm.utils.messages import nearest
+from dlrm.utils.atomic import disk_full_names
+from dlrm.utils.device import cpu_count
+from dlrm.utils.messages import did_you_mean
 
 DEMO_ROWS, DEMO_CAP, DEMO_FRACTIONS = 300_000, 20_000, (0.8, 0.1, 0.1)
 MAX_CARDINALITY = 1 << 27  # what the fixed point of the quantile tables holds
@@ -88,7 +88,7 @@ def write(
     profile = _profile(like)
     _check(rows=rows, fractions=fractions, seed=seed, auc=auc, positives=positives, format=format)
     categorical = _laws(profile, cardinalities, format)
-    threads = cores() if threads is None else threads
+    threads = cpu_count() if threads is None else threads
     if threads < 1:
         raise ValueError(f"threads is {threads}, it must be at least 1")
     with _made_whole(Path(directory)) as temporary, _one_thread_per_operation():
@@ -169,11 +169,11 @@ def split_rows(rows: int, fractions: Sequence[float] | None = None) -> dict[str,
 
 def _profile(like: str) -> Profile:
     if like not in profiles():
-        raise ValueError(f"no profile is called {like!r}{nearest(like, profiles())}")
+        raise ValueError(f"no profile is called {like!r}{did_you_mean(like, profiles())}")
     return profiles()[like]
 
 
-def _laws(profile: Profile, cardinalities: Sequence[int] | None, format: str) -> list[Law]:
+def _laws(profile: Profile, cardinalities: Sequence[int] | None, format: str) -> list[Distribution]:
     """The law of each column, resized to the cardinalities wanted."""
     if cardinalities is None:
         return list(profile.categorical)
@@ -194,7 +194,7 @@ def _laws(profile: Profile, cardinalities: Sequence[int] | None, format: str) ->
     return laws
 
 
-def _law(profile: Profile, number: int, size: int) -> Law:
+def _law(profile: Profile, number: int, size: int) -> Distribution:
     """The column's own law if it reaches that far, else that of the next larger column."""
     own = profile.categorical[number % len(profile.categorical)]
     by_size = sorted(profile.categorical, key=lambda law: law.cardinality)
@@ -261,6 +261,6 @@ def _made_whole(directory: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=".synthetic-", dir=directory.parent) as outer:
         inner = Path(outer) / "data"
         inner.mkdir()
-        with naming(directory):
+        with disk_full_names(directory):
             yield inner
             inner.replace(directory)

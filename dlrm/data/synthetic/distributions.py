@@ -1,9 +1,9 @@
 """Distributions of the synthetic columns, as integer tables that every device reads alike.
 
-A column follows a ``Law``: the share of rows below each of some knots, fitted to a real sample by
-``scripts/maintenance/calibrate_synthetic.py``. Drawing inverts it through a table of quantiles in
-fixed point, and the uniform numbers come from permutations of the rows, so that all arithmetic is
-on integers and a row's values depend on the seed and the row alone: not on chunks,
+A column follows a ``Distribution``: the share of rows below each of some knots, fitted to a real
+sample by ``scripts/maintenance/calibrate_synthetic.py``. Drawing inverts it through a table of
+quantiles in fixed point, and the uniform numbers come from permutations of the rows, so that all
+arithmetic is on integers and a row's values depend on the seed and the row alone: not on chunks,
 threads or the device.
 """
 
@@ -31,7 +31,7 @@ JITTER_BITS = 14
 
 
 @dataclass(frozen=True, kw_only=True)
-class Law:
+class Distribution:
     """Distribution of one column over the integers ``0 .. knots[-1] - 1``, missing left out."""
 
     name: str
@@ -68,7 +68,7 @@ class Law:
         """Share of the present values that the rarest value takes."""
         return float((np.diff(self.below) / np.diff(self.knots)).min())
 
-    def resized(self, cardinality: int, *, name: str) -> Law:
+    def resized(self, cardinality: int, *, name: str) -> Distribution:
         """The law over another number of values, missing counted, as column ``name``.
 
         A smaller one keeps the most frequent values; a larger one stretches the last piece of the
@@ -76,7 +76,7 @@ class Law:
         """
         values = cardinality - (self.missing > 0)
         if values < 1:
-            return Law(name=name, knots=(0, 1), below=(0.0, 1.0))
+            return Distribution(name=name, knots=(0, 1), below=(0.0, 1.0))
         knots, below = np.array(self.knots), np.array(self.below)
         kept = knots < min(values, self.values)
         end = np.interp(values, knots, below)
@@ -103,8 +103,8 @@ class Profile:
     name: str
     rows: int
     """Rows of the full real files."""
-    dense: tuple[Law, ...]
-    categorical: tuple[Law, ...]
+    dense: tuple[Distribution, ...]
+    categorical: tuple[Distribution, ...]
 
 
 @cache
@@ -122,8 +122,8 @@ def profiles(path: Path = PROFILE_FILE) -> dict[str, Profile]:
     }
 
 
-def _law(raw: dict[str, Any]) -> Law:
-    return Law(**{**raw, "knots": tuple(raw["knots"]), "below": tuple(raw["below"])})
+def _law(raw: dict[str, Any]) -> Distribution:
+    return Distribution(**{**raw, "knots": tuple(raw["knots"]), "below": tuple(raw["below"])})
 
 
 def mix(x: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def hashed(seed: int, stream: int, size: int, device: torch.device | str = "cpu"
     return mix(torch.arange(1, size + 1, device=device) * golden + key.to(device))
 
 
-class Uniforms:
+class PermutedUniforms:
     """Uniform numbers per stream and row: each stream is a permutation of the rows.
 
     ``rows`` rows draw ``rows`` evenly spaced numbers in pseudo-random order, so a value whose share

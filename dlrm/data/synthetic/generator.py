@@ -9,15 +9,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dlrm.data.synthetic.distributions import UNIFORM_BITS, Law, Uniforms, hashed, invert, mix
-from dlrm.data.synthetic.label_model import Truth
+from dlrm.data.synthetic.distributions import (
+    UNIFORM_BITS,
+    Distribution,
+    PermutedUniforms,
+    hashed,
+    invert,
+    mix,
+)
+from dlrm.data.synthetic.label_model import LabelModel
 
 PILOT_ROWS = 1 << 16
 CPU_ROWS = 1 << 14  # rows made at once on a CPU, so that [S, B] stays in its caches
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class GeneratedRows:
     """``B`` consecutive rows as raw values, feature-major."""
 
     labels: Tensor  # [B] uint8
@@ -42,8 +49,8 @@ class Generator:
 
     def __init__(
         self,
-        dense: Sequence[Law],
-        categorical: Sequence[Law],
+        dense: Sequence[Distribution],
+        categorical: Sequence[Distribution],
         *,
         rows: int,
         seed: int,
@@ -55,7 +62,7 @@ class Generator:
         laws = self.dense + self.categorical
         words = sorted({law.together for law in laws if law.missing})
         jitter = [law.smallest_share * rows < 1 for law in laws]
-        self.uniforms = Uniforms(
+        self.uniforms = PermutedUniforms(
             rows, jitter=jitter + [False] * len(words), seed=seed, device=device
         )
 
@@ -75,34 +82,34 @@ class Generator:
         largest = max(law.lowest + law.values for law in dense)
         logs = np.log(np.arange(1, largest + 1, dtype=np.float64)).astype(np.float32)
         self.logs = torch.from_numpy(logs).to(device)
-        self.truth = Truth(dense, categorical, seed=seed, device=device)
+        self.truth = LabelModel(dense, categorical, seed=seed, device=device)
         # The values of the first rows are a random sample of all: they come by a permutation.
         dense_values, missing, ids = self._columns(torch.arange(min(rows, PILOT_ROWS)).to(device))
         scores = self.truth.score(_non_negative(dense_values, missing), ids)
         self.truth.fit(scores, auc=auc, positives=positives)
 
-    def block(self, start: int, stop: int) -> Block:
+    def block(self, start: int, stop: int) -> GeneratedRows:
         """Rows ``start`` to ``stop - 1``."""
         size = CPU_ROWS if self.device.type == "cpu" else stop - start
         parts = [self._block(first, min(first + size, stop)) for first in range(start, stop, size)]
-        return Block(
+        return GeneratedRows(
             **{
                 field.name: torch.cat([getattr(part, field.name) for part in parts], dim=-1)
-                for field in fields(Block)
+                for field in fields(GeneratedRows)
             }
         )
 
-    def transformed(self, block: Block) -> Tensor:
+    def transformed(self, block: GeneratedRows) -> Tensor:
         """The dense columns as log(x + 1), missing and negative as 0; float32 ``[N, B]``."""
         values = _non_negative(block.dense, block.missing)
         return self.logs.index_select(0, values.view(-1)).view_as(values)
 
-    def _block(self, start: int, stop: int) -> Block:
+    def _block(self, start: int, stop: int) -> GeneratedRows:
         rows = torch.arange(start, stop, device=self.device)
         dense, missing, ids = self._columns(rows)
         bins = self.truth.bins(self.truth.score(_non_negative(dense, missing), ids))
         labels = self.truth.labels(bins, mix(mix(rows ^ self.noise_key)))
-        return Block(labels=labels, dense=dense, missing=missing, ids=ids, bins=bins)
+        return GeneratedRows(labels=labels, dense=dense, missing=missing, ids=ids, bins=bins)
 
     def _columns(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Dense values [N, B], which of them are missing [N, B], and ids [F, B]."""

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dlrm.data.synthetic.distributions import Law, hashed
+from dlrm.data.synthetic.distributions import Distribution, hashed
 
 RANK = 4
 CLUSTERS = 16
@@ -33,7 +33,7 @@ BIN_BITS, BINS = 8, 1 << 13  # probabilities per unit of the logit, and in all: 
 DENSE_SCALE, CLUSTER_SCALE, ID_SCALE, FACTOR_SCALE = 0.5, 0.45, 0.3, 0.16
 
 
-class Truth:
+class LabelModel:
     """Label model over the columns ``dense`` and ``categorical``.
 
     The scale and the bias are fitted to pilot rows by ``fit``, so that the best AUC and the share
@@ -42,8 +42,8 @@ class Truth:
 
     def __init__(
         self,
-        dense: Sequence[Law],
-        categorical: Sequence[Law],
+        dense: Sequence[Distribution],
+        categorical: Sequence[Distribution],
         *,
         seed: int,
         device: torch.device | str,
@@ -118,7 +118,7 @@ def _bias(logits: np.ndarray, positives: float) -> float:
     return bias
 
 
-def _smooth_effect(law: Law, random: np.random.Generator) -> np.ndarray:
+def _smooth_effect(law: Distribution, random: np.random.Generator) -> np.ndarray:
     """Effect of each value of a dense column: a step and a bump in log(x + 1); int64."""
     x = np.log1p(np.arange(law.lowest + law.values))
     step, bump = random.normal(size=2) * DENSE_SCALE

@@ -17,7 +17,7 @@ import torch
 
 from dlrm.data.schema import Split
 from dlrm.data.synthetic.distributions import hashed
-from dlrm.data.synthetic.generator import Block, Generator
+from dlrm.data.synthetic.generator import GeneratedRows, Generator
 from dlrm.data.synthetic.label_model import BINS
 
 GROUP_ROWS = 1 << 17  # rows of a row group, and of a block of TSV
@@ -156,7 +156,7 @@ def _write_part(path: Path, generator: Generator, rows: range, progress: Progres
     return counts
 
 
-def _tsv(block: Block, tokens: Tokens) -> bytes:
+def _tsv(block: GeneratedRows, tokens: Tokens) -> bytes:
     """Label, integers and tokens, tab separated, a missing value as nothing."""
     columns = [pa.array(block.labels.cpu().numpy())]
     for values, missing in zip(block.dense.cpu(), block.missing.cpu(), strict=True):
@@ -170,7 +170,7 @@ def _tsv(block: Block, tokens: Tokens) -> bytes:
     return buffer.getvalue()
 
 
-def _tally(block: Block) -> np.ndarray:
+def _tally(block: GeneratedRows) -> np.ndarray:
     """Rows by label and true probability ``[2, BINS]``."""
     tally = torch.bincount(block.bins + BINS * block.labels.long(), minlength=2 * BINS)
     return tally.cpu().numpy().reshape(2, BINS)

@@ -20,7 +20,7 @@ from torch.nn import functional
 from dlrm.kernels import require_contiguous, require_integers, use_triton
 from dlrm.kernels.lookup.tables import row_gradient, row_of, tiling
 from dlrm.kernels.update.row_sort import announce
-from dlrm.utils.messages import nearest
+from dlrm.utils.messages import did_you_mean
 
 MODES = ("sum", "mean", "max")
 TILE = 1024  # elements of a tile
@@ -198,7 +198,7 @@ def lookup_bags(
     """
     require_integers(weight, ids=ids, offsets=offsets)
     if mode not in MODES:
-        raise ValueError(f"unknown mode {mode!r}{nearest(mode, MODES)}")
+        raise ValueError(f"unknown mode {mode!r}{did_you_mean(mode, MODES)}")
     if per_sample_weights is not None and mode != "sum":
         raise ValueError(f"per_sample_weights need mode sum, the mode is {mode}")
     if per_sample_weights is not None and per_sample_weights.shape != ids.shape:

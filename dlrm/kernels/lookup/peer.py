@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dlrm.kernels import use_triton
-from dlrm.kernels.update.row_sort import Plan
+from dlrm.kernels.update.row_sort import SortedRows
 from dlrm.kernels.update.sparse import add_equal
 
 TILE = 4096  # elements of a tile
@@ -30,7 +30,7 @@ SENDERS = 528  # likewise; of rows of 128 elements an H100 runs up to 660 at a t
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class PeerTensor:
     """A tensor of equal shape with every peer, this process's own first."""
 
     local: Tensor
@@ -111,7 +111,7 @@ def _send(
 
 
 def _launch(
-    plan: Plan, dim: int, block: Block, programs: int
+    plan: SortedRows, dim: int, block: PeerTensor, programs: int
 ) -> tuple[tuple[int], int, dict[str, int]]:
     """Grid, tiles, and constants for sorted look-ups of rows of ``dim``."""
     block_d = triton.next_power_of_2(dim)
@@ -138,11 +138,11 @@ def run_length(dim: int) -> int:
 
 
 def read_rows(
-    weights: Block,
-    plan: Plan,
+    weights: PeerTensor,
+    plan: SortedRows,
     out: Tensor,
     *,
-    inbox: Block | None = None,
+    inbox: PeerTensor | None = None,
     shift: Tensor | None = None,
     impl: str | None = None,
 ) -> None:
@@ -173,8 +173,8 @@ def read_rows(
 def send_rows(
     grads: Tensor,
     height: int,
-    plan: Plan,
-    inbox: Block,
+    plan: SortedRows,
+    inbox: PeerTensor,
     shift: Tensor,
     *,
     impl: str | None = None,
@@ -200,7 +200,7 @@ def send_rows(
         )  # fmt: skip
 
 
-def _last_of_runs(plan: Plan, dim: int) -> Tensor:
+def _last_of_runs(plan: SortedRows, dim: int) -> Tensor:
     """Whether a sorted look-up is the last of its run, ``[N]``."""
     keys = plan.rows
     last = torch.ones_like(keys, dtype=torch.bool)
@@ -209,14 +209,18 @@ def _last_of_runs(plan: Plan, dim: int) -> Tensor:
     return last
 
 
-def _shares(plan: Plan, height: int, peers: int) -> list[Tensor]:
+def _shares(plan: SortedRows, height: int, peers: int) -> list[Tensor]:
     """For each peer the sorted look-ups of its rows, as places in the order."""
     holder = plan.rows // height
     return [(holder == peer).nonzero()[:, 0] for peer in range(peers)]
 
 
 def _read_torch(
-    weights: Block, plan: Plan, out: Tensor, inbox: Block | None, shift: Tensor | None
+    weights: PeerTensor,
+    plan: SortedRows,
+    out: Tensor,
+    inbox: PeerTensor | None,
+    shift: Tensor | None,
 ) -> None:
     """:func:`read_rows` in PyTorch."""
     height = len(weights.local)
@@ -228,7 +232,9 @@ def _read_torch(
             inbox.tensors[peer][shift[peer] + share] = told[share]
 
 
-def _send_torch(grads: Tensor, height: int, plan: Plan, inbox: Block, shift: Tensor) -> None:
+def _send_torch(
+    grads: Tensor, height: int, plan: SortedRows, inbox: PeerTensor, shift: Tensor
+) -> None:
     """:func:`send_rows` in PyTorch."""
     last = _last_of_runs(plan, grads.shape[1])
     run = last.cumsum(0) - last.long()

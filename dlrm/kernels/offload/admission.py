@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dlrm.kernels import use_triton
-from dlrm.kernels.offload.transfer import Moves, exchange_rows
+from dlrm.kernels.offload.transfer import RowMoves, exchange_rows
 
 BLOCK = 1024  # look-ups or slots of a program
 FEW = 4096  # look-ups up to which all may miss; of more, a quarter
@@ -166,7 +166,7 @@ def _settle(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slots:
+class CacheIndex:
     """Which rows have a slot of a cache, and which of them are warm."""
 
     slots: Tensor
@@ -219,7 +219,7 @@ def rows_of(ids: Tensor, starts: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def move_rows(
-    index: Slots,
+    index: CacheIndex,
     tensors: Sequence[tuple[Tensor, Tensor]],
     ids: Tensor,
     starts: Tensor | None,
@@ -242,7 +242,7 @@ def move_rows(
 
 
 @torch.no_grad()
-def list_moves(index: Slots, ids: Tensor, starts: Tensor | None, *, ahead: bool) -> Moves:
+def list_moves(index: CacheIndex, ids: Tensor, starts: Tensor | None, *, ahead: bool) -> RowMoves:
     """Give slots to the rows of a round, and say which rows have to move for that.
 
     Args:
@@ -274,12 +274,12 @@ def list_moves(index: Slots, ids: Tensor, starts: Tensor | None, *, ahead: bool)
         index.slots, index.owners, index.clock, missing, targets, counters, most,
         AHEAD=ahead, BLOCK=BLOCK,
     )  # fmt: skip
-    return Moves(missing=missing, leaving=leaving, targets=targets, counters=counters[:4])
+    return RowMoves(missing=missing, leaving=leaving, targets=targets, counters=counters[:4])
 
 
 @torch.no_grad()
 def move_rows_torch(
-    index: Slots,
+    index: CacheIndex,
     tensors: Sequence[tuple[Tensor, Tensor]],
     ids: Tensor,
     starts: Tensor | None,

@@ -61,7 +61,7 @@ class _Registered:
             torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
-def mapped(
+def mapped_tensor(
     shape: Sequence[int],
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cuda",
@@ -92,12 +92,12 @@ def mapped(
 
 
 def in_host_memory(tensor: Tensor) -> bool:
-    """Whether a tensor of a GPU is one of :func:`mapped`, or a part of one."""
+    """Whether a tensor of a GPU is one of :func:`mapped_tensor`, or a part of one."""
     return _place(tensor) is not None
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """The tensor of the CPU over the memory of a contiguous one of :func:`mapped`; or itself."""
+    """The CPU's view of a contiguous :func:`mapped_tensor`; other tensors as they are."""
     if not tensor.is_cuda:
         return tensor
     place = _place(tensor)
@@ -117,5 +117,5 @@ def _place(tensor: Tensor) -> Tensor | None:
 def zeros_beside(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Zeros in the same kind of memory as ``tensor``: an optimizer's state lies with its rows."""
     if tensor.is_cuda and in_host_memory(tensor):
-        return mapped(shape, dtype, tensor.device)[1]
+        return mapped_tensor(shape, dtype, tensor.device)[1]
     return tensor.new_zeros(tuple(shape), dtype=dtype)

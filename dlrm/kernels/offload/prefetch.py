@@ -16,12 +16,12 @@ are gathered during round t; those that leave for them are stored then or during
   cache line with it, no more.
 - What rounds before t updated in host memory is there: the thread waits for the lists. What they
   updated in a slot is taken out behind them, before other rows come to the slot.
-- Round t + 1 begins when :meth:`Carrier.arrive` has seen its rows gathered, behind their copies.
-- A row that leaves and is used again is read from host memory at the earliest by the next move or,
-  in place, by round t + 2. The thread gathers rows of the next move when those of this one are
-  stored, and round t + 2 begins when they have arrived.
-- All else that reads or writes the table, and a round that was not announced, begins with
-  :meth:`Carrier.join`, which waits for the stores as well.
+- Round t + 1 begins when :meth:`AsyncRowTransfer.arrive` has seen its rows gathered, behind their
+copies. - A row that leaves and is used again is read from host memory at the earliest by the next
+move or, in place, by round t + 2. The thread gathers rows of the next move when those of this one
+are stored, and round t + 2 begins when they have arrived. - All else that reads or writes the
+table, and a round that was not announced, begins with :meth:`AsyncRowTransfer.join`, which waits
+for the stores as well.
 
 Bytes over the link: each row and its state once each way, and 8 for the lists.
 """
@@ -36,15 +36,15 @@ import torch
 from torch import Tensor
 
 from dlrm.kernels import use_triton
-from dlrm.kernels.offload.admission import Slots, list_moves, move_rows_torch
+from dlrm.kernels.offload.admission import CacheIndex, list_moves, move_rows_torch
 from dlrm.kernels.offload.pinned_memory import on_host
-from dlrm.kernels.offload.transfer import Moves, put_rows, take_rows
-from dlrm.kernels.streams import Branch
+from dlrm.kernels.offload.transfer import RowMoves, put_rows, take_rows
+from dlrm.kernels.streams import SideStream
 
 Tensors = Sequence[tuple[Tensor, Tensor]]  # in host memory, in the cache
 
 
-class Carrier:
+class AsyncRowTransfer:
     """A stream and a thread that fetch the rows of the next round; in PyTorch, all in its place.
 
     Args:
@@ -52,7 +52,7 @@ class Carrier:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._branch = Branch(device)
+        self._branch = SideStream(device)
         # The thread shares its work among most cores. With all it waits for others: a step of Adam
         # took 1.2 ms with 16 of 16, 0.87 with 12, 1.1 with 8.
         cores = max(torch.get_num_threads() * 3 // 4, 1)
@@ -64,7 +64,7 @@ class Carrier:
 
     def begin(
         self,
-        index: Slots,
+        index: CacheIndex,
         tensors: Tensors,
         ids: Tensor,
         starts: Tensor | None,
@@ -125,10 +125,10 @@ class Carrier:
 class _Move:
     """A move under way; kept until its rows have arrived and those that left are stored."""
 
-    branch: Branch
+    branch: SideStream
     ids: Tensor
     tensors: Tensors
-    moves: Moves
+    moves: RowMoves
     lists: list[Tensor]  # rows that come, rows that leave, and the counters, in host memory
     listed: torch.cuda.Event | None  # when they are there
     old: list[Tensor]  # rows that leave, on the GPU

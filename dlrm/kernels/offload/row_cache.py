@@ -20,9 +20,9 @@ from torch.autograd.function import once_differentiable
 
 from dlrm.kernels import use_triton
 from dlrm.kernels.lookup.tables import row_gradient, tiling
-from dlrm.kernels.offload.admission import Slots, move_rows, row_of, rows_of
+from dlrm.kernels.offload.admission import CacheIndex, move_rows, row_of, rows_of
 from dlrm.kernels.offload.pinned_memory import zeros_beside
-from dlrm.kernels.offload.prefetch import Carrier
+from dlrm.kernels.offload.prefetch import AsyncRowTransfer
 from dlrm.kernels.update.row_sort import announce
 
 TILE = 2048  # elements of a tile: rows in host memory are waited for by few others
@@ -86,8 +86,8 @@ class CachedRows:
         weight, _ = self.tensors[0]
         capacity, device = self.capacity, weight.device
         self.tensors = [(weight, weight.new_zeros(capacity, weight.shape[1]))]
-        self.index = Slots.empty(len(weight), capacity, self.half_life, device)
-        self._carrier = Carrier(device)
+        self.index = CacheIndex.empty(len(weight), capacity, self.half_life, device)
+        self._carrier = AsyncRowTransfer(device)
         self.active = True
 
     def new_rows(self, columns: int, dtype: torch.dtype) -> Tensor:

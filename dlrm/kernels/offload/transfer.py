@@ -73,7 +73,7 @@ def _stage(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moves:
+class RowMoves:
     """Which rows change places, of ``most`` that may."""
 
     missing: Tensor
@@ -86,7 +86,7 @@ class Moves:
     """Rows without a slot, slots taken, slots wanted, and rows that leave, ``[4]`` int32."""
 
 
-def exchange_rows(tensors: Sequence[tuple[Tensor, Tensor]], moves: Moves) -> None:
+def exchange_rows(tensors: Sequence[tuple[Tensor, Tensor]], moves: RowMoves) -> None:
     """Move rows to their places at once.
 
     Args:
@@ -99,7 +99,7 @@ def exchange_rows(tensors: Sequence[tuple[Tensor, Tensor]], moves: Moves) -> Non
         _exchange[programs,](host, cache, *lists, **sizes)
 
 
-def take_rows(caches: Sequence[Tensor], moves: Moves) -> list[Tensor]:
+def take_rows(caches: Sequence[Tensor], moves: RowMoves) -> list[Tensor]:
     """The rows in the slots that change owners, one behind another.
 
     Args:
@@ -114,13 +114,13 @@ def take_rows(caches: Sequence[Tensor], moves: Moves) -> list[Tensor]:
     return staged
 
 
-def put_rows(caches: Sequence[Tensor], rows: Sequence[Tensor], moves: Moves) -> None:
+def put_rows(caches: Sequence[Tensor], rows: Sequence[Tensor], moves: RowMoves) -> None:
     """Put rows that lie as :func:`take_rows` gives them, as many as move, into the slots."""
     _stage_all(caches, rows, moves, out=False)
 
 
 def _stage_all(
-    caches: Sequence[Tensor], staged: Sequence[Tensor], moves: Moves, *, out: bool
+    caches: Sequence[Tensor], staged: Sequence[Tensor], moves: RowMoves, *, out: bool
 ) -> None:
     for cache, rows in zip(caches, staged, strict=True):
         programs, sizes = _blocks(cache.shape[1], len(moves.targets), STAGERS)

@@ -13,9 +13,9 @@ import triton
 from torch import Tensor
 
 from dlrm.kernels.tt import _pairs as kernels
-from dlrm.kernels.tt.indexing import Used
+from dlrm.kernels.tt.indexing import FactorIndex
 from dlrm.kernels.tt.layout import power
-from dlrm.kernels.update.in_backward import Update, take
+from dlrm.kernels.update.in_backward import FusedUpdate, take
 from dlrm.kernels.update.rules import hyper
 
 # Rows and columns of the tile that a program multiplies, by kernel; measured on an H100.
@@ -29,12 +29,14 @@ _FUSED = ("sgd", "adagrad", "rowwise_adagrad")  # rules that leave alone what ha
 class Factor:
     """One factor of all look-ups: the slices, or the products of the pairs in use."""
 
-    def __init__(self, used: Used, values: Tensor, zeros: Tensor | None, *, ordered: bool) -> None:
+    def __init__(
+        self, used: FactorIndex, values: Tensor, zeros: Tensor | None, *, ordered: bool
+    ) -> None:
         self.used, self.ordered = used, ordered
         self.values = values  # [slots, Q * N] once multiplied out
         self.zeros = zeros  # to add the gradient of the slices to, or that of the small core
         self.gradient: Tensor | None = None  # zeros to add that of the products to
-        self.update: Update | None = None  # of the big core, for the backward pass to apply
+        self.update: FusedUpdate | None = None  # of the big core, for the backward pass to apply
         if used.pairs is not None and zeros is not None:
             width = used.pairs.sizes["Q"] * used.pairs.sizes["N"]
             self.gradient = values.new_empty(used.many, width, dtype=torch.float32)
@@ -112,7 +114,7 @@ class Factor:
             update.done(big)
         grads[used.pairs.small], grads[used.pairs.big] = d_small, d_big
 
-    def _applicable(self, big: Tensor, columns: int) -> Update | None:
+    def _applicable(self, big: Tensor, columns: int) -> FusedUpdate | None:
         """The update of the big core, if the kernel can apply it to its ``columns`` of tiles."""
         update = self.update
         if update is None or not update.due or big.dtype != torch.float32:

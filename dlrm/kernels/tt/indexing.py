@@ -15,16 +15,16 @@ from torch import Tensor
 
 from dlrm.kernels.tt import _index as index_kernels
 from dlrm.kernels.tt import _pairs as pair_kernels
-from dlrm.kernels.tt.layout import Chain, Pairs, power
+from dlrm.kernels.tt.layout import FactorLayout, Pairs, power
 
 COPIES = 8  # of what the look-ups of a table's most frequent ids add to
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class LookupRequest:
     """What a look-up is asked for, other than the tensors that have gradients."""
 
-    chain: Chain
+    chain: FactorLayout
     p: Tensor  # [F, d]
     starts: Tensor  # [F, d] first slice of each table in each core
     ids: Tensor  # [n], contiguous
@@ -39,7 +39,7 @@ class Call:
     mean: bool = False
 
 
-class Used:
+class FactorIndex:
     """One factor of all look-ups: which one each has, and which pairs of slices are in use."""
 
     flags: Tensor | None = None  # [pairs] those in use
@@ -67,7 +67,7 @@ class Used:
             )  # fmt: skip
 
 
-class Known:
+class LookupIndex:
     """All that is known of the ids of one look-up.
 
     Args:
@@ -82,7 +82,9 @@ class Known:
     which: Tensor  # [n] the rank among them of every look-up
     lefts: Tensor  # [distinct] slice or slot of the left factor of each
 
-    def __init__(self, call: Call, weights: Tensor | None, spare: Sequence[int] = ()) -> None:
+    def __init__(
+        self, call: LookupRequest, weights: Tensor | None, spare: Sequence[int] = ()
+    ) -> None:
         self.call, self.merged = call, call.way == "merged"
         n, new = call.ids.numel(), call.ids.new_empty
         self.bag_of: Tensor | None = None
@@ -95,7 +97,10 @@ class Known:
             if call.mean or weights is not None:
                 self.scale = call.ids.new_zeros(n, dtype=torch.float32)
         copies = 1 if call.way == "ordered" else COPIES
-        self.left, self.right = Used(call.chain.left, left, copies), Used(call.chain.right, right)
+        self.left, self.right = (
+            FactorIndex(call.chain.left, left, copies),
+            FactorIndex(call.chain.right, right),
+        )
         zeros: list[tuple[Any, str, int]] = []
         for used in (self.left, self.right):
             if used.pairs is not None:

@@ -85,7 +85,7 @@ class Pairs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spans:
+class Segments:
     """The keys of all ids, cut where a right factor begins, and into parts of ``_SPAN`` words."""
 
     start: Tensor  # [spans + 1] first word of each
@@ -94,7 +94,7 @@ class Spans:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chain:
+class FactorLayout:
     """How the rows of a group of tables are cut into a left and a right factor.
 
     Every id has a key, a bit among ``words`` of 32, where those of one right factor lie together
@@ -124,7 +124,7 @@ class Chain:
         return sum(many * triton.cdiv(words, _SPAN) for many, words in self.rights)
 
     @cached_property
-    def spans(self) -> Spans:
+    def spans(self) -> Segments:
         """Made when first asked for: few rows of large tables are looked up without."""
         starts: list[Tensor] = []
         rights: list[Tensor] = []
@@ -134,14 +134,14 @@ class Chain:
             starts.append((end + words * torch.arange(many)[:, None] + parts).view(-1))
             rights.append((first + torch.arange(many)).repeat_interleave(len(parts)))
             first, end = first + many, end + words * many
-        return Spans(
+        return Segments(
             start=torch.cat([*starts, torch.tensor([end])]).to(self.keys.device, torch.int32),
             right=torch.cat(rights).to(self.keys.device, torch.int32),
             words=min(_SPAN, max(words for _, words in self.rights)),
         )
 
     @classmethod
-    def build(cls, p: Tensor, q: tuple[int, ...], ranks: tuple[int, ...]) -> Chain:
+    def build(cls, p: Tensor, q: tuple[int, ...], ranks: tuple[int, ...]) -> FactorLayout:
         d = len(q)
         middle = max(1, d - 1) if d < 4 else 2  # cores of the left factor
         left = right = None
@@ -178,10 +178,10 @@ class Chain:
 _chains: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def chain_of(p: Tensor, q: Sequence[int], ranks: Sequence[int]) -> Chain:
+def factor_layout(p: Tensor, q: Sequence[int], ranks: Sequence[int]) -> FactorLayout:
     """The chain of a group, made once: reading ``p`` waits for the GPU."""
     known = _chains.setdefault(p, {})
     key = (tuple(q), tuple(ranks), p._version)
     if key not in known:
-        known[key] = Chain.build(p, key[0], key[1])
+        known[key] = FactorLayout.build(p, key[0], key[1])
     return known[key]

@@ -20,7 +20,7 @@ from torch import Tensor
 from dlrm.kernels.tt import _rows as row_kernels
 from dlrm.kernels.tt import _unique as distinct_kernels
 from dlrm.kernels.tt.factors import Factor
-from dlrm.kernels.tt.indexing import COPIES, Call, Known
+from dlrm.kernels.tt.indexing import COPIES, LookupIndex, LookupRequest
 from dlrm.kernels.tt.layout import power
 
 _STEPS = 8  # look-ups that one chunk of the ordered backward pass walks over
@@ -34,7 +34,7 @@ class Lookup:
 
     def __init__(
         self,
-        call: Call,
+        call: LookupRequest,
         weights: Tensor | None,
         cores: Sequence[Tensor],
         *,
@@ -48,7 +48,7 @@ class Lookup:
         ends = (call.chain.left, 0), (call.chain.right, -1)
         added = [cores[core if pairs is None else pairs.small].numel() for pairs, core in ends]
         adds = trains and not ordered
-        self.known = known = Known(call, weights, spare=added if adds else ())
+        self.known = known = LookupIndex(call, weights, spare=added if adds else ())
         zeros = known.spare or (None, None)
         self.left = Factor(known.left, cores[0], zeros[0], ordered=ordered)
         self.right = Factor(known.right, cores[-1], zeros[1], ordered=ordered)

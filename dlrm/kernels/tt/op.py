@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dlrm.kernels import require_contiguous, require_integers, use_triton
-from dlrm.kernels.tt.indexing import Call
-from dlrm.kernels.tt.layout import Chain, chain_of
+from dlrm.kernels.tt.indexing import LookupRequest
+from dlrm.kernels.tt.layout import FactorLayout, factor_layout
 from dlrm.kernels.tt.lookup import Lookup
 from dlrm.kernels.tt.reference import _tt_bags_torch, tt_vectors_torch
-from dlrm.utils.messages import nearest
+from dlrm.utils.messages import did_you_mean
 
 PRECISIONS = ("ieee", "tf32", "tf32x3", "bf16")
 _MERGED_FROM = 24_000  # look-ups from which merging equal ids pays
@@ -25,7 +25,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: Call,
+        call: LookupRequest,
         precision: str,
         trains: bool,
         weights: Tensor | None,
@@ -58,7 +58,7 @@ def _weights_gradient(look: Lookup, grad: Tensor) -> Tensor:
     return (look.rows(pooled=False) * grad.index_select(0, at)).sum(1)
 
 
-def _way(chain: Chain, n: int, deterministic: bool | None) -> str:
+def _way(chain: FactorLayout, n: int, deterministic: bool | None) -> str:
     if torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic:
         return "ordered"
     if n >= _MERGED_FROM and chain.words <= _MERGED_UP_TO and chain.number_of_spans <= n:
@@ -72,7 +72,7 @@ def _precision(precision: str | None, device: str) -> str:
             return "bf16"
         return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     if precision not in PRECISIONS:
-        raise ValueError(f"precision is {precision!r}{nearest(precision, PRECISIONS)}")
+        raise ValueError(f"precision is {precision!r}{did_you_mean(precision, PRECISIONS)}")
     return precision
 
 
@@ -137,8 +137,8 @@ def tt_vectors(
         per_table = inner
     else:
         per_table, tables = 1, tables.expand(ids.shape)
-    chain = chain_of(p, q, ranks)
-    call = Call(
+    chain = factor_layout(p, q, ranks)
+    call = LookupRequest(
         chain=chain,
         p=p,
         starts=core_offsets,
@@ -158,7 +158,7 @@ def tt_vectors(
 
 
 def _look_up(
-    call: Call, weights: Tensor | None, cores: Sequence[Tensor], precision: str | None
+    call: LookupRequest, weights: Tensor | None, cores: Sequence[Tensor], precision: str | None
 ) -> Tensor:
     require_contiguous(p=call.p, core_offsets=call.starts)
     trains = torch.is_grad_enabled() and any(core.requires_grad for core in cores)
@@ -217,8 +217,8 @@ def tt_bags(
     if not _runs_triton(cores, impl) or not ids.numel() or not bags:
         with torch.autocast(ids.device.type, enabled=False):
             return _tt_bags_torch(cores, p, core_offsets, q, ranks, ids, offsets, weights, mode)
-    chain = chain_of(p, q, ranks)
-    call = Call(
+    chain = factor_layout(p, q, ranks)
+    call = LookupRequest(
         chain=chain,
         p=p,
         starts=core_offsets,

@@ -19,7 +19,7 @@ from torch import Tensor
 from dlrm.kernels import use_triton
 from dlrm.kernels.update.rules import (
     Rule,
-    advance,
+    foreach_update,
     hyper,
     make_rule,
     round_stochastic,
@@ -108,7 +108,7 @@ def _update(
 
 
 @torch.no_grad()
-def update_whole(
+def update_dense(
     rule: str | Rule,
     parameters: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -203,10 +203,12 @@ def update_whole_torch(
     lr: Tensor,
     stochastic: bool = False,
 ) -> None:
-    """:func:`update_whole` in PyTorch; bf16 parameters draw from torch's generator."""
+    """:func:`update_dense` in PyTorch; bf16 parameters draw from torch's generator."""
     wide = [torch.promote_types(parameter.dtype, torch.float32) for parameter in parameters]
     values = [parameter.to(dtype) for parameter, dtype in zip(parameters, wide, strict=True)]
-    advance(rule, values, [g.to(dtype) for g, dtype in zip(grads, wide, strict=True)], states, lr)
+    foreach_update(
+        rule, values, [g.to(dtype) for g, dtype in zip(grads, wide, strict=True)], states, lr
+    )
     for parameter, value in zip(parameters, values, strict=True):
         if value is not parameter:
             rounds = stochastic and parameter.dtype == torch.bfloat16

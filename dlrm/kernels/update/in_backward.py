@@ -18,7 +18,7 @@ from dlrm.kernels.update.rules import Rule
 
 
 @dataclass(kw_only=True)
-class Update:
+class FusedUpdate:
     """One optimizer step of one parameter, for a backward pass to apply.
 
     Args:
@@ -44,11 +44,11 @@ class Update:
         increment_version(parameter)
 
 
-_offered: ContextVar[Mapping[int, Update] | None] = ContextVar("offered", default=None)
+_offered: ContextVar[Mapping[int, FusedUpdate] | None] = ContextVar("offered", default=None)
 
 
 @contextmanager
-def offer(parameters: Sequence[Tensor], updates: Sequence[Update]) -> Iterator[None]:
+def offer(parameters: Sequence[Tensor], updates: Sequence[FusedUpdate]) -> Iterator[None]:
     """Offer each parameter's update to the look-ups in this block, which holds one backward pass.
 
     An update that was not applied by its end is void, and the parameter has a gradient.
@@ -63,7 +63,7 @@ def offer(parameters: Sequence[Tensor], updates: Sequence[Update]) -> Iterator[N
             update.takers = 0
 
 
-def take(parameter: Tensor) -> Update | None:
+def take(parameter: Tensor) -> FusedUpdate | None:
     """The update of a parameter that a forward pass reads, to apply in the backward pass if due.
 
     Raises:

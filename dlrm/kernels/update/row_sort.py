@@ -1,7 +1,7 @@
 """The order in which the rows of a sparse gradient are merged, and how to know it early.
 
 The sort is the larger part of an update of 16 columns, but needs the ids alone: a
-:class:`Planner` runs it beside the forward and the backward pass.
+:class:`RowSorter` runs it beside the forward and the backward pass.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _sort_table(
 
 
 @dataclass(frozen=True)
-class Plan:
+class SortedRows:
     """The entries of a row gradient sorted by row; they may be part of a longer list."""
 
     rows: Tensor  # [n] int32 or int64, ascending: the row of each entry, plus base
@@ -49,7 +49,7 @@ class Plan:
     first: int = 0
 
 
-def prepare(rows: Tensor, num_rows: int) -> Plan:
+def sort_rows(rows: Tensor, num_rows: int) -> SortedRows:
     """Sort the entries of a row gradient.
 
     Args:
@@ -60,13 +60,13 @@ def prepare(rows: Tensor, num_rows: int) -> Plan:
         The plan for :func:`dlrm.kernels.update.sparse.update_rows`, equal rows in order of their
         entries.
     """
-    return prepare_together([(rows, num_rows)])[0]
+    return sort_rows_together([(rows, num_rows)])[0]
 
 
-def prepare_together(
+def sort_rows_together(
     gradients: Sequence[tuple[Tensor, int]], *, impl: str | None = None
-) -> list[Plan]:
-    """Sort the entries of several row gradients, each as :func:`prepare` does.
+) -> list[SortedRows]:
+    """Sort the entries of several row gradients, each as :func:`sort_rows` does.
 
     A radix sort is a chain of a dozen small kernels: one of a longer list takes little more. Lists
     of several tables with few entries each are sorted table by table, in one kernel.
@@ -98,7 +98,7 @@ def _type_for(rows: int) -> torch.dtype:
     return torch.int32 if rows <= 2**31 else torch.int64
 
 
-def _sort_tables(rows: Tensor, num_rows: int) -> Plan:
+def _sort_tables(rows: Tensor, num_rows: int) -> SortedRows:
     """Sort each column of ``rows [B, F]``: of tables behind one another that is all."""
     batch, tables = rows.shape
     found = rows.new_empty(rows.numel(), dtype=_type_for(num_rows))
@@ -108,10 +108,10 @@ def _sort_tables(rows: Tensor, num_rows: int) -> Plan:
         rows, found, order, batch, *rows.stride(),
         SIZE=size, BITS=size.bit_length() - 1, num_warps=max(1, size // 64),
     )  # fmt: skip
-    return Plan(found, order)
+    return SortedRows(found, order)
 
 
-def _sort_lists(gradients: Sequence[tuple[Tensor, int]]) -> list[Plan]:
+def _sort_lists(gradients: Sequence[tuple[Tensor, int]]) -> list[SortedRows]:
     """Sort lists behind one another at once."""
     if not gradients:
         return []
@@ -124,10 +124,10 @@ def _sort_lists(gradients: Sequence[tuple[Tensor, int]]) -> list[Plan]:
         wide = rows if keys.dtype == torch.int32 else rows.long()
         torch.add(wide, base, out=part)
     parts = (found.split(lengths) for found in torch.sort(keys, stable=True))
-    return [Plan(*found) for found in zip(*parts, bases, firsts, strict=False)]
+    return [SortedRows(*found) for found in zip(*parts, bases, firsts, strict=False)]
 
 
-class Planner:
+class RowSorter:
     """Sorts the rows of look-ups on a stream of its own, while forward and backward run.
 
     Inside ``with planner:`` every look-up of :mod:`dlrm.kernels.lookup.tables` on a GPU that will
@@ -148,7 +148,7 @@ class Planner:
     def __init__(self, device: torch.device | str = "cuda") -> None:
         self._stream = stream_of(torch.device(device), "sorts")
         self._announced: list[tuple[Tensor, int]] = []
-        self._plans: dict[int, tuple[Tensor, Plan]] = {}
+        self._plans: dict[int, tuple[Tensor, SortedRows]] = {}
 
     def __enter__(self) -> Self:
         self._token = _planner.set(self)
@@ -165,7 +165,7 @@ class Planner:
         """Have the rows of a gradient sorted; they must stay as they are until the block ends.
 
         Args:
-            rows, num_rows: see :func:`prepare_together`.
+            rows, num_rows: see :func:`sort_rows_together`.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         self._announced.append((rows, num_rows))
@@ -176,11 +176,11 @@ class Planner:
         if announced:
             # Memory of this stream, freed where the block ends and used again in the next one.
             with torch.cuda.stream(self._stream):
-                plans = prepare_together(announced)
+                plans = sort_rows_together(announced)
             for (rows, _), plan in zip(announced, plans, strict=True):
                 self._plans[rows.data_ptr()] = rows, plan
 
-    def take(self, rows: Tensor) -> Plan | None:
+    def take(self, rows: Tensor) -> SortedRows | None:
         """The plan of a look-up's rows; None if these are not rows that a look-up announced."""
         self.sort()
         found = self._plans.get(rows.data_ptr())
@@ -190,7 +190,7 @@ class Planner:
         return found[1]
 
 
-_planner: ContextVar[Planner | None] = ContextVar("planner", default=None)
+_planner: ContextVar[RowSorter | None] = ContextVar("planner", default=None)
 
 
 def announce(rows: Tensor, num_rows: int) -> None:
@@ -207,7 +207,7 @@ def sort_announced() -> None:
         planner.sort()
 
 
-def announced(rows: Tensor) -> Plan | None:
+def announced(rows: Tensor) -> SortedRows | None:
     """What the planner in force has found out about ``rows``, if they were announced to one."""
     planner = _planner.get()
     return None if planner is None else planner.take(rows)

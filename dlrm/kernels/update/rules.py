@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dlrm.utils.messages import nearest
+from dlrm.utils.messages import did_you_mean
 
 
 def hyper(rule: Rule) -> tuple[float, ...]:
@@ -143,7 +143,7 @@ def make_rule(name: str, **options: Any) -> Rule:
         ValueError: an unknown rule, an option that it has no use for, or a value out of range.
     """
     if name not in OPTIONS:
-        raise ValueError(f"unknown optimizer {name!r}{nearest(name, RULES)}")
+        raise ValueError(f"unknown optimizer {name!r}{did_you_mean(name, RULES)}")
     unused = [option for option in options if option not in OPTIONS[name]]
     if unused:
         raise ValueError(
@@ -159,7 +159,7 @@ def round_stochastic(value: Tensor) -> Tensor:
     return rounded.where(value == value, value).bfloat16()  # what is added to a NaN may overflow
 
 
-def advance(
+def foreach_update(
     rule: Rule,
     values: list[Tensor],
     grads: Sequence[Tensor],

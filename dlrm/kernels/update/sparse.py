@@ -30,10 +30,10 @@ from torch.nn import functional
 
 from dlrm.kernels import require_integers, use_triton
 from dlrm.kernels.offload.row_cache import CachedRows
-from dlrm.kernels.update.row_sort import Plan, prepare
+from dlrm.kernels.update.row_sort import SortedRows, sort_rows
 from dlrm.kernels.update.rules import (
     Rule,
-    advance,
+    foreach_update,
     hyper,
     make_rule,
     round_stochastic,
@@ -209,7 +209,7 @@ def update_rows(
     states: Sequence[Tensor] = (),
     *,
     lr: Tensor,
-    plan: Plan | None = None,
+    plan: SortedRows | None = None,
     cached: CachedRows | None = None,
     seed: Tensor | None = None,
     impl: str | None = None,
@@ -228,7 +228,7 @@ def update_rows(
         states: what the rule keeps, in the order of ``rule.states``, zeros at first: ``[V, D]``
             or, where it is one number a row, ``[V]`` or ``[V, 1]``; fp32, steps also int32.
         lr: learning rate, a 0-d fp32 tensor.
-        plan: ``prepare(rows, V)``, if it was made ahead: Triton then reads that in place of rows.
+        plan: ``sort_rows(rows, V)``, if it was made ahead: Triton then reads that in place of rows.
         cached: which rows have a copy that stands for them, if ``weight`` and ``states`` lie in
             host memory and it knows them, in this order.
         seed: a 0-d int64 tensor: bf16 rows are then rounded up or down by chance, without bias,
@@ -256,7 +256,7 @@ def update_rows(
             seed.add_(1)
         return
     grads = grads.contiguous()
-    plan = plan or prepare(rows, len(weight))
+    plan = plan or sort_rows(rows, len(weight))
     block_d = triton.next_power_of_2(dim)
     block = max(16, min(256, TILE // block_d))
     parts = min(8, triton.next_power_of_2(max(1, n // (MANY * block))))
@@ -341,7 +341,7 @@ def update_rows_torch(
     else:
         value, *kept = [cached.read(index, rows) for index in range(len(tensors))]
     value = value.to(grad.dtype)
-    advance(rule, [value], [grad], [kept], lr)
+    foreach_update(rule, [value], [grad], [kept], lr)
     if seed is not None and weight.dtype == torch.bfloat16:
         value = round_stochastic(value)
     for index, new in enumerate((value.to(weight.dtype), *kept)):

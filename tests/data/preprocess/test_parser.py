@@ -7,14 +7,14 @@ import pyarrow as pa
 import pytest
 
 from dlrm.data.preprocess.parser import COLUMNS, MISSING, dense, hex_keys, hex_strings, parse
-from dlrm.data.preprocess.reader import Block
+from dlrm.data.preprocess.reader import RawBlock
 
 GOOD = ["1", *map(str, range(13)), *(f"{i:08x}" for i in range(26))]
 
 
-def block(*lines: bytes | list[str], end: bytes = b"\n") -> Block:
+def block(*lines: bytes | list[str], end: bytes = b"\n") -> RawBlock:
     data = end.join(x if isinstance(x, bytes) else "\t".join(x).encode() for x in lines)
-    return Block(path=Path("day_0"), first_line=11, lines=len(lines), data=data, consumed=0)
+    return RawBlock(path=Path("day_0"), first_line=11, lines=len(lines), data=data, consumed=0)
 
 
 def replaced(column: str, value: str) -> list[str]:

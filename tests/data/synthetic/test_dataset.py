@@ -24,8 +24,8 @@ from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, KAGGLE_CARDINALIT
 from dlrm.data.synthetic.distributions import (
     SLOT_BITS,
     UNIFORM_BITS,
-    Law,
-    Uniforms,
+    Distribution,
+    PermutedUniforms,
     invert,
     profiles,
 )
@@ -232,7 +232,7 @@ def test_threads_of_torch_are_left_as_they_were(tmp_path):
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 10, 97, 1000, 4096])
 def test_streams_are_permutations(rows):
-    uniforms = Uniforms(rows, jitter=[False] * 3, seed=5, device=CPU)
+    uniforms = PermutedUniforms(rows, jitter=[False] * 3, seed=5, device=CPU)
     orders = uniforms.order(torch.arange(rows))
     for order in orders:
         assert torch.equal(order.sort().values, torch.arange(rows))
@@ -244,7 +244,7 @@ def test_streams_are_permutations(rows):
 
 def test_streams_reach_beyond_32_bits():
     rows = 4_373_472_329
-    uniforms = Uniforms(rows, jitter=[False], seed=0, device=CPU)
+    uniforms = PermutedUniforms(rows, jitter=[False], seed=0, device=CPU)
     order = uniforms.order(torch.arange(rows - 10_000, rows))[0]
     assert 0 <= order.min() < rows // 100
     assert rows - rows // 100 < order.max() < rows
@@ -252,9 +252,9 @@ def test_streams_reach_beyond_32_bits():
 
 
 def test_every_value_occurs_as_often_as_its_share_says():
-    law = Law(name="C1", knots=(0, 1, 3, 1003), below=(0.0, 0.5, 0.75, 1.0))
+    law = Distribution(name="C1", knots=(0, 1, 3, 1003), below=(0.0, 0.5, 0.75, 1.0))
     rows = 40_000
-    uniforms = Uniforms(rows, jitter=[False], seed=0, device=CPU)
+    uniforms = PermutedUniforms(rows, jitter=[False], seed=0, device=CPU)
     values = invert(law.quantiles()[None], uniforms.draw(torch.arange(rows)))
     counts = np.bincount(values[0], minlength=1003)
     assert len(counts) == 1003
@@ -276,8 +276,8 @@ def test_no_value_is_missed_that_deserves_a_row():
 
 
 def test_rare_values_are_no_grid():
-    law = Law(name="C1", knots=(0, 1_000_000), below=(0.0, 1.0))
-    uniforms = Uniforms(1000, jitter=[True], seed=0, device=CPU)
+    law = Distribution(name="C1", knots=(0, 1_000_000), below=(0.0, 1.0))
+    uniforms = PermutedUniforms(1000, jitter=[True], seed=0, device=CPU)
     values = invert(law.quantiles()[None], uniforms.draw(torch.arange(1000)))[0].sort().values
     assert torch.equal(values // 1000, torch.arange(1000))
     assert len((values % 1000).unique()) > 500

@@ -11,7 +11,7 @@ from dlrm.kernels.lookup.paged import (
     scatter_rows,
     stacked_pages,
 )
-from dlrm.kernels.offload.pinned_memory import mapped
+from dlrm.kernels.offload.pinned_memory import mapped_tensor
 from dlrm.kernels.update.sparse import update_rows
 
 GPU = torch.cuda.is_available()
@@ -27,7 +27,7 @@ def _small_tiles(monkeypatch):
 def memory(rows, dim, dtype, device, host=False):
     """A block: in pinned host memory where there is a GPU and ``host``."""
     if host and GPU:
-        return mapped((rows, dim), dtype, device)[1]
+        return mapped_tensor((rows, dim), dtype, device)[1]
     return torch.empty(rows, dim, dtype=dtype, device=device)
 
 
@@ -275,7 +275,7 @@ def test_captured_steps_equal_eager_ones(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_host_memory_as_a_tensor_of_the_gpu(dtype):
-    cpu, gpu = mapped((1000, 5), dtype)
+    cpu, gpu = mapped_tensor((1000, 5), dtype)
     assert (cpu.device.type, gpu.device.type) == ("cpu", "cuda")
     assert cpu.data_ptr() == gpu.data_ptr()
     assert not gpu.any()

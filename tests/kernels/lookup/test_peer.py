@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from dlrm.kernels.lookup import peer as kernel
-from dlrm.kernels.lookup.peer import Block, read_rows, run_length, send_rows
-from dlrm.kernels.update.row_sort import prepare
+from dlrm.kernels.lookup.peer import PeerTensor, read_rows, run_length, send_rows
+from dlrm.kernels.update.row_sort import sort_rows
 
 GPU = torch.cuda.is_available()
 IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
@@ -24,7 +24,7 @@ def ring(tensors, rank):
     """Equal tensors of all peers as one of them sees them."""
     turned = [*tensors[rank:], *tensors[:rank]]
     addresses = torch.tensor([t.data_ptr() for t in turned], device=turned[0].device)
-    return Block(local=turned[0], addresses=addresses, tensors=turned)
+    return PeerTensor(local=turned[0], addresses=addresses, tensors=turned)
 
 
 def draw(peers, looked_up, device):
@@ -49,7 +49,7 @@ def test_rows_come_from_their_holders_and_gradients_go_there(
     grads = torch.randn(peers, looked_up, dim, device=device)
     bounds = HEIGHT * torch.arange(peers, device=device)
     for rank in range(peers):
-        plan = prepare(keys[rank], peers * HEIGHT)
+        plan = sort_rows(keys[rank], peers * HEIGHT)
         shift = rank * looked_up - torch.searchsorted(plan.rows, bounds)
         out = torch.full((looked_up, dim), torch.nan, device=device, dtype=dtype)
         read_rows(ring(list(tables), rank), plan, out, impl=impl)
@@ -73,7 +73,7 @@ def test_rows_come_from_their_holders_and_gradients_go_there(
 @IMPLS
 def test_equal_rows_are_read_and_sent_once_for_each_tile(device, impl):
     count = 5 * run_length(8) // 2
-    plan = prepare(torch.zeros(count, dtype=torch.int64, device=device), HEIGHT)
+    plan = sort_rows(torch.zeros(count, dtype=torch.int64, device=device), HEIGHT)
     told = torch.full((count,), -1, device=device).int()
     out, shift = torch.empty(count, 8, device=device), torch.zeros(1, dtype=int, device=device)
     table = torch.randn(HEIGHT, 8, device=device)
@@ -87,7 +87,7 @@ def test_equal_rows_are_read_and_sent_once_for_each_tile(device, impl):
 @pytest.mark.parametrize("of", ["a part of the features", "a sum"])
 def test_gradients_need_not_be_contiguous(device, impl, of):
     rows = torch.randint(HEIGHT, (37,), device=device)
-    plan = prepare(rows, HEIGHT)
+    plan = sort_rows(rows, HEIGHT)
     if of == "a sum":
         grads = torch.ones(1, 1, device=device).expand(37, 8)
     else:
@@ -102,7 +102,7 @@ def test_gradients_need_not_be_contiguous(device, impl, of):
 
 @IMPLS
 def test_no_look_ups_at_all(device, impl):
-    plan = prepare(torch.zeros(0, dtype=torch.int64, device=device), HEIGHT)
+    plan = sort_rows(torch.zeros(0, dtype=torch.int64, device=device), HEIGHT)
     table, out = torch.randn(HEIGHT, 4, device=device), torch.empty(0, 4, device=device)
     read_rows(ring([table], 0), plan, out, impl=impl)
     shift = torch.zeros(1, dtype=torch.int64, device=device)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dlrm.kernels.offload import prefetch as carrier
-from dlrm.kernels.offload.pinned_memory import mapped, on_host
+from dlrm.kernels.offload.pinned_memory import mapped_tensor, on_host
 from dlrm.kernels.offload.row_cache import CachedRows, cached_rows
 from dlrm.kernels.update.rules import RULES, make_rule
 from dlrm.kernels.update.sparse import update_rows
@@ -19,7 +19,7 @@ def in_host_memory(value, device):
     """The same values in host memory, as a tensor of the device."""
     if device.type == "cpu":
         return value.clone()
-    return mapped(value.shape, value.dtype, device)[1].copy_(value)
+    return mapped_tensor(value.shape, value.dtype, device)[1].copy_(value)
 
 
 def make(device, capacity, rule, dtype=torch.float32):

@@ -12,7 +12,7 @@ from dlrm.distributed.world import World
 from dlrm.kernels.tt import op, tt_bags, tt_vectors
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, fused
-from dlrm.training.data_parallel import Reducer
+from dlrm.training.data_parallel import GradientReducer
 from dlrm.training.step import TrainStep
 
 GPU = torch.cuda.is_available()
@@ -251,7 +251,9 @@ def test_a_training_step_moves_them_unless_gradients_are_wanted(wanted, device, 
         if asks == "reducer":
             early, late = model.top_mlp.parameters(), model.bottom_mlp.parameters()
             embeddings = model.sparse_arch.parameters()
-            options["reducer"] = Reducer(World(), early=early, late=late, embeddings=embeddings)
+            options["reducer"] = GradientReducer(
+                World(), early=early, late=late, embeddings=embeddings
+            )
         step = TrainStep(model, [optimizer], mode="eager", **options)
         (middle,) = (p for name, p in model.named_parameters() if name.endswith("cores.1"))
         given, losses = [], []

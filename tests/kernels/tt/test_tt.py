@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dlrm.kernels.tt import factors, lookup, op, tt_bags, tt_vectors, tt_vectors_torch
 from dlrm.kernels.tt import layout as chain
-from dlrm.kernels.tt.layout import chain_of
-from dlrm.kernels.update.dense import update_whole
+from dlrm.kernels.tt.layout import factor_layout
+from dlrm.kernels.update.dense import update_dense
 
 GPU = torch.cuda.is_available()
 WAYS = ("direct", "merged", "ordered")
@@ -187,7 +187,7 @@ def test_the_ids_of_a_right_factor_may_be_several_spans(name, device, monkeypatc
     monkeypatch.setattr(chain, "_SPAN", 1)
     group = Group(name, device)
     options = take(monkeypatch, "merged")
-    assert chain_of(group.p, group.q, group.ranks).number_of_spans > sum(group.p[:, -1])
+    assert factor_layout(group.p, group.q, group.ranks).number_of_spans > sum(group.p[:, -1])
     ids = group.ids(60)
     check_rows_and_gradients(group, torch.where(ids % 3 > 0, ids % 7, ids), options)
     check_rows_and_gradients(group, ids.clamp(min=int(group.p[0, -1])), options)  # none is hot
@@ -421,7 +421,7 @@ def test_training_follows_the_reference_without_drift(way, device, monkeypatch):
         rest = group.arguments[1:]
         loss = tt_vectors(ours, *rest, group.index(), ids, precision="ieee", **options) - target
         grads = torch.autograd.grad(loss.square().mean(), ours)
-        update_whole("sgd", ours, grads, [()] * len(ours), lr=lr, impl="triton")
+        update_dense("sgd", ours, grads, [()] * len(ours), lr=lr, impl="triton")
         loss = tt_vectors_torch(theirs, *rest, group.index(), ids) - target
         for core, grad in zip(
             theirs, torch.autograd.grad(loss.square().mean(), theirs), strict=True
@@ -465,14 +465,14 @@ def test_a_cuda_graph_replays_on_new_ids(way, device, monkeypatch):
 
 def test_many_ids_are_merged_where_a_map_of_all_rows_is_small(device):
     small, huge = (
-        chain_of(torch.tensor([[side] * 3], device=device), (2, 2, 2), (1, 2, 2, 1))
+        factor_layout(torch.tensor([[side] * 3], device=device), (2, 2, 2), (1, 2, 2, 1))
         for side in (100, 1000)
     )
     assert op._way(small, 30_000, False) == "merged"
     assert op._way(small, 30_000, True) == "ordered"
     assert op._way(small, 3_000, False) == "direct"
     assert op._way(huge, 30_000, False) == "direct"
-    tall = chain_of(torch.tensor([[2, 2, 40_000]], device=device), (2, 2, 2), (1, 2, 2, 1))
+    tall = factor_layout(torch.tensor([[2, 2, 40_000]], device=device), (2, 2, 2), (1, 2, 2, 1))
     assert op._way(tall, 30_000, False) == "direct"  # each right factor has few ids
     assert op._way(tall, 50_000, False) == "merged"
     torch.use_deterministic_algorithms(True)

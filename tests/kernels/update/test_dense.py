@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dlrm.kernels.update import dense as whole
-from dlrm.kernels.update.dense import update_whole
+from dlrm.kernels.update.dense import update_dense
 from dlrm.kernels.update.rules import RULES, make_rule
 from dlrm.optim import RowOptimizer
 
@@ -31,7 +31,7 @@ def run(rule, parameters, states, grads, impl):
     states = [[tensor.clone() for tensor in state] for state in states]
     lr = torch.tensor(0.1, device=parameters[0].device)
     for grad in grads:
-        update_whole(rule, parameters, grad, states, lr=lr, impl=impl)
+        update_dense(rule, parameters, grad, states, lr=lr, impl=impl)
     return [*parameters, *(tensor for state in states for tensor in state)]
 
 
@@ -96,7 +96,7 @@ def test_a_parameter_may_lie_transposed(rule, device):
     contiguous = [parameters[0].clone(memory_format=torch.contiguous_format)]
     grads, lr = [torch.randn(4, 6, device=device)], torch.tensor(0.1, device=device)
     want = run(rule, contiguous, states, [grads], "torch")[0]
-    update_whole(rule, parameters, grads, states, lr=lr, impl="triton")
+    update_dense(rule, parameters, grads, states, lr=lr, impl="triton")
     torch.testing.assert_close(parameters[0], want)
 
 
@@ -107,7 +107,7 @@ def test_bf16_is_rounded_by_chance(device):
     seed, lr = torch.zeros((), dtype=torch.int64, device=device), torch.tensor(1.0, device=device)
     grads = [torch.full_like(parameters[0], 1e-3)]
     for _ in range(20):
-        update_whole("sgd", parameters, grads, states, lr=lr, seed=seed, impl="triton")
+        update_dense("sgd", parameters, grads, states, lr=lr, seed=seed, impl="triton")
     assert seed == 20
     # To nearest, most would not move at all.
     torch.testing.assert_close(
@@ -132,12 +132,12 @@ def test_errors_name_what_is_missing(device):
     parameters, states = make("adagrad", device, [(2, 2), (3,)])
     lr = torch.tensor(0.1, device=device)
     with pytest.raises(ValueError, match="did you mean 'adagrad'"):
-        update_whole("adagrat", parameters, parameters, states, lr=lr)
+        update_dense("adagrat", parameters, parameters, states, lr=lr)
     with pytest.raises(ValueError, match="2 parameters, 1 gradients, 2 states: give one"):
-        update_whole("adagrad", parameters, parameters[:1], states, lr=lr)
+        update_dense("adagrad", parameters, parameters[:1], states, lr=lr)
     with pytest.raises(
         ValueError, match=r"has a gradient \(1,\) and 1 states; adagrad needs one of"
     ):
-        update_whole("adagrad", parameters, [torch.zeros(1)] * 2, states, lr=lr)
+        update_dense("adagrad", parameters, [torch.zeros(1)] * 2, states, lr=lr)
     with pytest.raises(ValueError, match=r"and 0 states; adagrad needs one of its shape and 1"):
-        update_whole("adagrad", parameters, parameters, [[], []], lr=lr)
+        update_dense("adagrad", parameters, parameters, [[], []], lr=lr)

@@ -5,7 +5,7 @@ import torch
 
 from dlrm.kernels.update import row_sort as plans
 from dlrm.kernels.update import sparse as kernel
-from dlrm.kernels.update.row_sort import Planner, prepare, prepare_together
+from dlrm.kernels.update.row_sort import RowSorter, sort_rows, sort_rows_together
 from dlrm.kernels.update.rules import RULES, make_rule
 from dlrm.kernels.update.sparse import update_rows, update_rows_torch
 
@@ -226,11 +226,11 @@ def test_a_seed_moves_on_without_entries_too(device):
 
 def test_plan_is_used_and_equal_rows_keep_their_order(device):
     ids = torch.tensor([3, 1, 3, 0, 1], device=device)
-    plan = prepare(ids, 5)
+    plan = sort_rows(ids, 5)
     assert plan.rows.tolist() == [0, 1, 1, 3, 3]
     assert plan.order.tolist() == [3, 1, 4, 0, 2]
     assert plan.rows.dtype == torch.int32
-    assert prepare(ids, 2**31).rows.dtype == torch.int64
+    assert sort_rows(ids, 2**31).rows.dtype == torch.int64
     weight, grads = torch.zeros(5, 4, device=device), torch.ones(5, 4, device=device)
     lr = torch.tensor(1.0, device=device)
     update_rows("sgd", weight, ids, grads, lr=lr, plan=plan, impl="triton")
@@ -254,9 +254,9 @@ def test_tables_whose_rows_are_sorted_together(device, rows):
     ]
     drawn[1] = drawn[1].int()
     drawn[1][0] = rows[1] - 1  # beyond 32 bits with the rows of the table in front
-    plans = prepare_together(list(zip(drawn, rows, strict=True)))
+    plans = sort_rows_together(list(zip(drawn, rows, strict=True)))
     for entries, number, plan in zip(drawn, rows, plans, strict=True):
-        alone = prepare(entries, number)
+        alone = sort_rows(entries, number)
         assert torch.equal(plan.rows - plan.base, alone.rows)
         assert torch.equal(plan.order - plan.first, alone.order)
         if number > 40:  # no room for so many
@@ -280,14 +280,14 @@ def test_short_lists_are_sorted_table_by_table(device, batch, dtype, transposed)
     rows = rows.t().contiguous().t() if transposed else rows
     left_out = torch.tensor([2, -1, 2, 0], device=device)
     both = [(rows, tables * height), (left_out, 3)]
-    found, other = prepare_together(both, impl="triton")
-    alone = prepare(rows.t().flatten() if transposed else rows.flatten(), tables * height)
+    found, other = sort_rows_together(both, impl="triton")
+    alone = sort_rows(rows.t().flatten() if transposed else rows.flatten(), tables * height)
     assert torch.equal(found.rows, alone.rows)
     assert torch.equal(found.order, alone.order)
     assert found.rows.dtype == alone.rows.dtype
     assert other.rows.tolist() == [-1, 0, 2, 2]
     assert other.order.tolist() == [1, 3, 0, 2]
-    same = prepare_together(both, impl="torch")[0]
+    same = sort_rows_together(both, impl="torch")[0]
     assert torch.equal(same.rows - same.base, alone.rows)
     assert torch.equal(same.order - same.first, alone.order)
 
@@ -336,7 +336,7 @@ def test_planner_inside_a_graph(batch):
     start, lr = weight.detach().clone(), torch.tensor(0.1, device="cuda")
     ids = torch.randint(500, (2, batch), device="cuda")
     starts = torch.tensor([0, 500], device="cuda")
-    planner = Planner()
+    planner = RowSorter()
 
     def step():
         with planner:
