@@ -44,8 +44,6 @@ class ShardedTables(Embedding):
             without a piece are replicated.
     """
 
-    is_kind = False
-
     def __init__(
         self,
         num_embeddings: Sequence[int],

@@ -14,21 +14,21 @@ from dlrm.embeddings.registry import build
 class EmbeddingBag(nn.Module):
     """A drop-in for ``torch.nn.EmbeddingBag`` whose table is of any kind.
 
-    ``EmbeddingBag(V, D)`` behaves as ``nn.EmbeddingBag(V, D)``;
-    ``EmbeddingBag(V, D, kind="tt", rank=32)`` does so with a table in tensor-train format. Either
-    loads the ``state_dict`` of an ``nn.EmbeddingBag``, and fits its table to the rows there.
+    ``EmbeddingBag(V, D)`` behaves like ``nn.EmbeddingBag(V, D)``;
+    ``EmbeddingBag(V, D, kind="tt", rank=32)`` does the same with a table in tensor-train format.
+    Both load the ``state_dict`` of an ``nn.EmbeddingBag`` and fit their table to its rows.
 
     Args:
         num_embeddings: rows ``V``.
         embedding_dim: length ``D`` of a row.
         mode, sparse, include_last_offset, padding_idx: as in ``nn.EmbeddingBag``.
         kind: the embedding kind, one of ``dlrm.embeddings.available()``.
-        device, dtype: where and as what the parameters are made.
+        device, dtype: of the parameters.
         options: the options of the kind, such as ``rank`` of tt.
 
     Raises:
         ValueError: an option that the kind does not have, or ``max_norm`` or
-            ``scale_grad_by_freq``, which none has.
+            ``scale_grad_by_freq``, which no kind supports.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class EmbeddingBag(nn.Module):
         """An embedding of any kind that starts from the rows of ``embeddings [V, D]``.
 
         Raises:
-            ValueError: they are no rows.
+            ValueError: ``embeddings`` is not a matrix.
         """
         if embeddings.dim() != 2:
             raise ValueError(f"embeddings have {embeddings.dim()} dimensions, they must be [V, D]")
@@ -99,14 +99,14 @@ class EmbeddingBag(nn.Module):
         Args:
             input: ids, ``[B, L]`` (bags of equal length) or ``[nnz]`` with ``offsets``.
             offsets: start of each bag, ``[B]``, or ``[B + 1]`` with ``include_last_offset``.
-            per_sample_weights: a factor per id, of the shape of ``input``; mode sum only.
+            per_sample_weights: a factor for each id, shaped like ``input``; mode sum only.
 
         Returns:
             ``[B, D]``.
 
         Raises:
-            ValueError: offsets or weights that do not fit the ids.
-            IndexError: an id outside of the table.
+            ValueError: offsets or weights do not match the ids.
+            IndexError: an id lies outside the table.
         """
         if per_sample_weights is not None and per_sample_weights.shape != input.shape:
             raise ValueError(
@@ -114,55 +114,52 @@ class EmbeddingBag(nn.Module):
                 f"they must have the shape of input, {tuple(input.shape)}"
             )
         if per_sample_weights is not None:
-            # A replica that nn.DataParallel made has no parameters, but tensors in their place.
-            rows = next(self.embedding.parameters(), per_sample_weights).dtype
-            if per_sample_weights.dtype != rows:
+            # A replica made by nn.DataParallel has plain tensors in place of parameters.
+            dtype = next(self.embedding.parameters(), per_sample_weights).dtype
+            if per_sample_weights.dtype != dtype:
                 raise ValueError(
-                    f"per_sample_weights are {per_sample_weights.dtype}, not {rows} as rows are"
+                    f"per_sample_weights are {per_sample_weights.dtype}, they must be {dtype} like "
+                    "the rows"
                 )
         if input.dim() == 2:
             if offsets is not None:
                 raise ValueError("offsets must be None for 2-D input: its rows are the bags")
-            offsets = torch.arange(
-                0, input.numel() + 1, max(input.shape[1], 1), device=input.device
-            )
-            if input.shape[1] == 0:
-                offsets = offsets.new_zeros(input.shape[0] + 1)
+            offsets = input.shape[1] * torch.arange(len(input) + 1, device=input.device)
             input = input.reshape(-1)
             if per_sample_weights is not None:
                 per_sample_weights = per_sample_weights.reshape(-1)
         elif input.dim() == 1:
-            offsets = self._bounds(input, offsets)
+            offsets = self._with_last(input, offsets)
         else:
             raise ValueError(f"input has {input.dim()} dimensions, it must have 1 or 2")
         return self.embedding(input, offsets, per_sample_weights)[:, 0]
 
-    def _bounds(self, input: Tensor, offsets: Tensor | None) -> Tensor:
-        """Offsets with the last."""
+    def _with_last(self, input: Tensor, offsets: Tensor | None) -> Tensor:
+        """The offsets, the end of the last bag included."""
         if offsets is None or offsets.dim() != 1:
             raise ValueError("1-D input needs 1-D offsets: the start of each bag")
         if self.include_last_offset and not offsets.numel():
-            raise ValueError("with include_last_offset, offsets must hold the last at least")
+            raise ValueError("with include_last_offset, offsets need at least the last offset")
         if not self.include_last_offset:
             offsets = torch.cat([offsets, offsets.new_tensor([input.numel()])])
         return offsets
 
     @property
     def weight(self) -> Tensor:
-        """The table in full, ``[V, D]``: the parameter of the dense kind, of others a copy."""
+        """The full table, ``[V, D]``: the parameter of the dense kind, a copy for other kinds."""
         dense = self.embedding.kind() == "dense"
         return self.embedding.get_parameter("weight") if dense else self.embedding.to_dense()
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *rest: Any, **options: Any
     ) -> None:
-        """As in ``nn.Module``, and from a table in full as ``nn.EmbeddingBag`` keeps it."""
+        """Also loads the full table that ``nn.EmbeddingBag`` saves as ``weight``."""
         if (weight := state_dict.pop(f"{prefix}weight", None)) is not None:
             own = next(self.embedding.parameters())
             if own.is_meta:
                 raise ValueError(
-                    f"{prefix}weight can't be fitted to a table on the meta device: make the "
-                    "EmbeddingBag on a real one"
+                    f"{prefix}weight can't be fitted to a table on the meta device: create the "
+                    "EmbeddingBag on a real device"
                 )
             self.embedding.load_dense([weight.to(own)])
             state_dict.update(self.embedding.state_dict(prefix=f"{prefix}embedding."))

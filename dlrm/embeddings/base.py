@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self, TypedDict
 import torch
 from torch import Tensor, nn
 
-from dlrm.embeddings.common.bags import MODES, _check_offsets, bag_of_each, pool
+from dlrm.embeddings.common.bags import MODES, bag_indices, check_offsets, pool
 from dlrm.embeddings.common.hot_rows import PopulateReport
 from dlrm.kernels import require_integers
 
@@ -44,8 +44,6 @@ class Embedding(nn.Module, ABC):
             checked them already (the loader has) may turn it off.
     """
 
-    is_kind: ClassVar[bool] = True
-    """Whether ``--emb`` may name it."""
     per_table: ClassVar[frozenset[str]] = frozenset()
     """Options that may be a list, one for each table, so that tables which differ in them alone
     still make one group."""
@@ -297,8 +295,8 @@ class Embedding(nn.Module, ABC):
         batch = max(bags // self.num_tables, 1)
         if self.check_ids:
             require_integers(self._sizes, offsets=offsets)
-            _check_offsets(offsets, ids.numel())
-        bag = bag_of_each(offsets, ids.numel())
+            check_offsets(offsets, ids.numel())
+        bag = bag_indices(offsets, ids.numel())
         if self.check_ids:
             self._check(bag // batch, ids)
         if self.padding_idx is not None:
@@ -321,7 +319,7 @@ class Embedding(nn.Module, ABC):
     def lookup_bags(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         """Pooled bags: ``ids [nnz]``, checked, and ``offsets [F * B + 1]`` to ``[B, F, D]``."""
         batch = (offsets.numel() - 1) // self.num_tables
-        tables = bag_of_each(offsets, ids.numel()) // max(batch, 1)
+        tables = bag_indices(offsets, ids.numel()) // max(batch, 1)
         out = pool(self.vectors(tables, ids), offsets, self.mode, weights)
         return out.view(self.num_tables, batch, self.embedding_dim).transpose(0, 1)
 

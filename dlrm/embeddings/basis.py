@@ -1,4 +1,4 @@
-"""Basis (codebook) embedding: a vector is put together from parts that many vectors share."""
+"""Basis (codebook) embedding: a vector is a concatenation of parts that many vectors share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.bags import row_offsets
-from dlrm.embeddings.common.budget import share_out
+from dlrm.embeddings.common.budget import allocate
 from dlrm.embeddings.common.fitting import kmeans
 from dlrm.kernels.lookup.codebook import code_bits, pack, unpack
 from dlrm.kernels.lookup.tables import lookup
@@ -21,20 +21,20 @@ MOST_BITS = 16  # of a code
 
 
 class Basis(Embedding):
-    """``row = (centroid of part 1, centroid of part 2, ...)``, each named by a code of the id.
+    """``row = (centroid of part 1, centroid of part 2, ...)``, each selected by a code of the id.
 
-    The vector is cut into parts of equal length, and each part is one of a few centroids, which
-    every table has for itself. Codes are frozen; centroids are trained. Codes come from a trained
-    table, by k-means (:meth:`load_dense`, ``from_dense``); those of a fresh table are random.
-    Codes take the bits they need and no more: 8 parts of 384 centroids are 9 bytes a row.
+    The vector is divided into parts of equal length, and each part is one of a few centroids of its
+    table. Codes are frozen; centroids are trained. Codes come from a trained table, by k-means
+    (:meth:`load_dense`, ``from_dense``); those of a fresh table are random. Codes are packed bit by
+    bit: 8 parts with 384 centroids each take 9 bytes per row.
 
-    It is a kind for compressing what is trained: with codes of a dense model trained on real rows,
-    and no training after that, test AUC falls by 0.0004 at 10x, 0.002 at 20x and 0.005 at 40x
-    (three seeds); trained from random codes it is 0.01 lower at 10x.
+    Use it to compress trained models: with codes of a dense model trained on real rows, and no
+    training after that, test AUC falls by 0.0004 at 10x, 0.002 at 20x and 0.005 at 40x (three
+    seeds); trained from random codes it is 0.01 lower at 10x.
 
     Args:
-        parts: parts of a vector, a divisor of the dim.
-        clusters: centroids to choose from for each part, at most 65,536.
+        parts: number of parts of a vector, a divisor of the embedding dim.
+        clusters: number of centroids for each part, at most 65,536.
 
     Reference:
         Shi and Yu, "Structured Word Embedding for Low Memory Neural Network Language Model",
@@ -51,7 +51,7 @@ class Basis(Embedding):
         **common: Unpack[Common],
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, **common)
-        _check(parts, clusters, embedding_dim, "dim")
+        check_codebook(parts, clusters, embedding_dim, "embedding dim")
         self.parts = parts
         self.bits = code_bits(min(clusters, max(self.num_embeddings)))
         self.clusters = tuple(min(rows, clusters) for rows in self.num_embeddings)
@@ -64,7 +64,7 @@ class Basis(Embedding):
         first = parts * row_offsets(self.clusters)[:, None]
         first = first + torch.arange(parts) * torch.tensor(self.clusters)[:, None]
         self.register_buffer("_first", first, persistent=False)
-        self.codes: Tensor  # [sum(V), bytes] uint8
+        self.codes: Tensor  # [sum(V), bytes], uint8
         self._starts: Tensor  # [F], the first row of each table in codes
         self._first: Tensor  # [F, parts], the first centroid of each part in weight
         self.reset_parameters()
@@ -93,10 +93,10 @@ class Basis(Embedding):
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:
-        """Learn codes and centroids of dense tables, each ``[V, D]``, by k-means for each part."""
+        """Fit codes and centroids to dense tables, each ``[V, D]``, by k-means for each part."""
         self._check_dense(weights)
         for weight, (codes, centroids) in zip(weights, self._tables_of_codes(), strict=True):
-            codes.copy_(pack(_fit(weight, centroids), self.bits))
+            codes.copy_(pack(fit_codebook(weight, centroids), self.bits))
 
     def footprint(self) -> list[dict[str, int]]:
         row = self.embedding_dim * self.weight.element_size()
@@ -115,9 +115,10 @@ class Basis(Embedding):
         counts: Sequence[Tensor] | None = None,
         weight_bytes: int = 4,
     ) -> list[dict[str, Any] | None]:
-        """Per table the longest codes that fit an equal share; see :class:`Embedding`.
+        """For each table the longest codes that fit; see :class:`Embedding`.
 
-        A row keeps at least a byte of codes, so no budget below 1/64 of tables of dim 16 fits.
+        All tables get an equal number of bytes. A row keeps at least one byte of codes, so no
+        budget below 1/64 of dense tables of dim 16 fits.
         """
         row = weight_bytes * embedding_dim
         divisors = [parts for parts in range(1, embedding_dim + 1) if embedding_dim % parts == 0]
@@ -128,13 +129,13 @@ class Basis(Embedding):
             parts, clusters = option
             return rows * code_bytes(parts, code_bits(clusters)) + clusters * row
 
-        def longest(rows: int, share: int) -> tuple[int, int] | None:
-            if rows * row <= share:
+        def longest(rows: int, room: int) -> tuple[int, int] | None:
+            if rows * row <= room:
                 return None
             fitting = []  # bits of a row's codes, clusters, parts
             for parts, bits in product(divisors, range(1, MOST_BITS + 1)):
-                room = (share - rows * code_bytes(parts, bits)) // row
-                clusters = min(1 << bits, room, rows)
+                affordable = (room - rows * code_bytes(parts, bits)) // row
+                clusters = min(1 << bits, affordable, rows)
                 if clusters > 1 << (bits - 1):
                     fitting.append((parts * bits, clusters, parts))
             _, clusters, parts = max(fitting, default=(1, 2, 1))
@@ -142,7 +143,7 @@ class Basis(Embedding):
 
         return [
             None if option is None else {"parts": option[0], "clusters": option[1]}
-            for option in share_out(num_embeddings, longest, size, budget, cls.kind())
+            for option in allocate(num_embeddings, longest, size, budget, cls.kind())
         ]
 
 
@@ -151,7 +152,8 @@ def code_bytes(parts: int, bits: int) -> int:
     return (parts * bits + 7) // 8
 
 
-def _check(parts: int, clusters: int, dim: int, name: str) -> None:
+def check_codebook(parts: int, clusters: int, dim: int, name: str) -> None:
+    """Raise a ValueError unless ``parts`` divide ``dim`` and codes of ``clusters`` fit 16 bits."""
     if parts < 1 or dim % parts:
         raise ValueError(
             f"basis parts is {parts}; set --basis.parts to a divisor of the {name}, {dim}"
@@ -162,15 +164,15 @@ def _check(parts: int, clusters: int, dim: int, name: str) -> None:
         )
 
 
-def _fit(weight: Tensor, centroids: Tensor) -> Tensor:
+def fit_codebook(weight: Tensor, centroids: Tensor) -> Tensor:
     """Fit ``centroids [parts, clusters, d]`` to ``weight [V, parts * d]``, part by part, in place.
 
     Returns:
         The codes, int64 ``[V, parts]``.
     """
-    names = []
+    columns = []
     for own, piece in zip(centroids, weight.chunk(len(centroids), 1), strict=True):
         found, codes = kmeans(piece, len(own))
         own.copy_(found)
-        names.append(codes)
-    return torch.stack(names, 1)
+        columns.append(codes)
+    return torch.stack(columns, 1)

@@ -1,4 +1,4 @@
-"""An output layer over a large vocabulary, its weight in codebooks."""
+"""An output layer for large vocabularies whose weight is a basis (codebook) embedding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from dlrm.embeddings.basis import _check, _fit, code_bytes
+from dlrm.embeddings.basis import check_codebook, code_bytes, fit_codebook
 from dlrm.kernels.lookup.codebook import Members, code_bits, codebook_sum, members, pack, unpack
 
 
@@ -15,18 +15,18 @@ class BasisLinear(nn.Module):
     """A drop-in for an ``nn.Linear`` with many outputs whose weight is a basis embedding.
 
     ``logits[n, v] = sum_p <x_p[n], centroid[p, code[v, p]]> + bias[v]``: the products of the input
-    with all centroids are few, and each output adds up the ``parts`` of them that its codes name.
+    with all centroids are few, and each output adds up the ``parts`` of them that its codes select.
 
     Args:
-        in_features: length of the input, and of the vectors.
-        out_features: outputs V, the vocabulary.
+        in_features: length of the input.
+        out_features: number of outputs V, the size of the vocabulary.
         bias: add a bias.
-        parts: parts of a vector, a divisor of ``in_features``.
-        clusters: centroids to choose from for each part.
-        device, dtype: where and as what the parameters are made.
+        device, dtype: of the parameters.
+        parts: number of parts of a row of the weight, a divisor of ``in_features``.
+        clusters: number of centroids for each part.
 
     Reference:
-        As :class:`Basis`.
+        Shi and Yu, see :class:`dlrm.embeddings.basis.Basis`.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class BasisLinear(nn.Module):
     ) -> None:
         super().__init__()
         clusters = min(clusters, out_features)
-        _check(parts, clusters, in_features, "in_features")
+        check_codebook(parts, clusters, in_features, "in_features")
         self.in_features, self.out_features = in_features, out_features
         self.parts, self.clusters, self.bits = parts, clusters, code_bits(clusters)
         shape = (parts, clusters, in_features // parts)
@@ -61,7 +61,7 @@ class BasisLinear(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw random codes, and centroids and bias as ``nn.Linear`` draws its weights."""
+        """Draw random codes, and centroids and bias as ``nn.Linear`` initializes its weights."""
         bound = self.in_features**-0.5
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
@@ -73,7 +73,7 @@ class BasisLinear(nn.Module):
     @classmethod
     @torch.no_grad()
     def from_linear(cls, linear: nn.Linear, *, parts: int = 8, clusters: int = 384) -> Self:
-        """Compress a trained layer, on its device and in its type; nothing of it is kept."""
+        """Compress a trained layer, on its device and in its dtype, without references to it."""
         weight, bias = linear.weight, linear.bias
         made = cls(
             linear.in_features,
@@ -84,7 +84,7 @@ class BasisLinear(nn.Module):
             parts=parts,
             clusters=clusters,
         )
-        made.codes.copy_(pack(_fit(weight, made.weight), made.bits))
+        made.codes.copy_(pack(fit_codebook(weight, made.weight), made.bits))
         if made.bias is not None:
             made.bias.copy_(bias)
         return made
@@ -93,7 +93,7 @@ class BasisLinear(nn.Module):
         """Logits of the vocabulary: ``[..., in_features]`` to ``[..., out_features]``.
 
         Raises:
-            ValueError: the input is of another length.
+            ValueError: the input has another length.
         """
         if input.shape[-1] != self.in_features:
             raise ValueError(
@@ -110,7 +110,7 @@ class BasisLinear(nn.Module):
         return unpack(self.codes, self.parts, self.bits)
 
     def _index(self) -> Members:
-        """The outputs that have each centroid, found once for given codes."""
+        """The outputs that use each centroid, computed again only when the codes have changed."""
         codes, version = self._members_of or (None, -1)
         if self._members is None or codes is not self.codes or version != self.codes._version:
             self._members = members(self.codes, self.parts, self.bits, self.clusters)
@@ -119,15 +119,12 @@ class BasisLinear(nn.Module):
 
     @torch.no_grad()
     def to_dense(self) -> Tensor:
-        """The weight that an ``nn.Linear`` with the same outputs has, ``[V, in_features]``."""
-        codes = unpack(self.codes, self.parts, self.bits)
-        vectors = [
-            centroids[names] for centroids, names in zip(self.weight, codes.t(), strict=True)
-        ]
-        return torch.cat(vectors, 1)
+        """The weight of the ``nn.Linear`` with the same outputs, ``[V, in_features]``."""
+        codes = self.codes_of_outputs().t()
+        return torch.cat([own[code] for own, code in zip(self.weight, codes, strict=True)], 1)
 
     def footprint(self) -> dict[str, int]:
-        """Bytes by part; only training on a GPU keeps the index, which follows from the codes."""
+        """Bytes by part; the index, computed from the codes, is kept in training on a GPU only."""
         bias = 0 if self.bias is None else self.bias.nbytes
         index = self._index().nbytes if self.training and self.codes.is_cuda else 0
         return {"weights": self.weight.nbytes + bias, "codes": self.codes.nbytes, "index": index}

@@ -1,4 +1,4 @@
-"""CAFE: ids that a sketch finds to be hot have rows of their own, all others share hashed ones."""
+"""CAFE: hot ids, found by a sketch, have rows of their own; all others share hashed rows."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ import torch
 from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
-from dlrm.embeddings.common.bags import row_offsets, shares
-from dlrm.embeddings.common.budget import water_level
+from dlrm.embeddings.common.bags import row_offsets
+from dlrm.embeddings.common.budget import highest_level, split_by_rows
 from dlrm.embeddings.common.fitting import fit_shared
 from dlrm.embeddings.common.hot_rows import PopulateReport
 from dlrm.kernels.lookup.hashing import scatter, scramble
 from dlrm.kernels.lookup.tables import lookup
 
-HOT, RIVALS = 8, 4  # slots of a bucket: with a row, and waiting to get one
+HOT, RIVALS = 8, 4  # slots of a bucket: with a row, and without one yet
 SLOTS = HOT + RIVALS
 SLOT_BYTES = 8  # key and score of a slot
 COUNTER_BYTES = 16  # hits and look-ups
-SHARE = 0.3  # of the memory, for hot ids
+HOT_FRACTION = 0.3  # of the memory
 
 
 class Cafe(Embedding):
-    """The ids used most have rows of their own, all others share pieces of rows as in ``robe``.
+    """The hottest ids have rows of their own, all others share pieces of rows as in ``robe``.
 
-    Which ids are hot is learnt online and need not be known, so ids may come in any order. An id
-    of any table belongs to one bucket of a sketch. A bucket has 8 slots with a row each and 4 more
-    for rivals; a slot holds an id and its score, the number of its look-ups in training (in the
-    paper: the sum of the norms of its gradients, which a look-up does not know yet). An id
-    without a slot takes that of the weakest rival, of score ``s``, with probability
-    ``1 / (s + 1)`` and begins at ``s + 1``, so that scores are right on average and the many rare
-    ids do not drive out the frequent ones. Owners of rows change in :meth:`cache_populate` only:
-    rivals that overtook owners in score replace them and start from the row they had shared.
+    Which ids are hot is learned during training, so ids may be in any order. Each id of each table
+    belongs to one bucket of a sketch. A bucket has 8 slots with a row each and 4 more for rivals; a
+    slot holds an id and its score, the number of its look-ups in training (in the paper: the sum of
+    the norms of its gradients, which a look-up does not know yet). An id without a slot replaces
+    the weakest rival, of score ``s``, with probability ``1 / (s + 1)`` and starts at ``s + 1``, so
+    that scores are right on average and the many rare ids do not drive out the frequent ones.
+    Owners of rows change in :meth:`cache_populate` only: rivals whose score exceeds that of owners
+    replace them and start from the row that they shared before.
 
     Args:
-        rows: memory, everything counted: that of so many rows per table.
-        hot: share of it that goes to the sketch and the rows of its owners.
-        pieces: that a shared row is put together from, each shared with other ids; a divisor of
-            the dim, by default 4 if that is one.
+        rows: the memory to use, in rows per table; the sketch counts too.
+        hot: fraction of the memory for the sketch and the rows of hot ids.
+        pieces: how many pieces a shared row has, each of them shared with other ids; a divisor of
+            the embedding dim, by default 4 if possible.
         decay: factor on the scores at each renewal.
 
     Reference:
@@ -55,7 +55,7 @@ class Cafe(Embedding):
         embedding_dim: int,
         *,
         rows: int = 10_000,
-        hot: float = SHARE,
+        hot: float = HOT_FRACTION,
         pieces: int | None = None,
         decay: float = 0.9,
         **common: Unpack[Common],
@@ -70,16 +70,16 @@ class Cafe(Embedding):
         pieces = gcd(4, embedding_dim) if pieces is None else pieces
         if pieces < 1 or embedding_dim % pieces:
             raise ValueError(
-                f"cafe pieces is {pieces}; set --cafe.pieces to a divisor of the dim, "
-                f"{embedding_dim}"
+                f"cafe pieces is {pieces}; set --cafe.pieces to a divisor of the embedding "
+                f"dim, {embedding_dim}"
             )
         self.decay, self.pieces = decay, pieces
         buckets, shared = _sizes(rows, hot, embedding_dim)
         self.buckets = buckets * self.num_tables
         kept = [min(table, shared) for table in self.num_embeddings]
         self.hot_rows, self.shared_rows = self.buckets * HOT, sum(kept)
-        rows_in_all = self.hot_rows + self.shared_rows
-        self.weight = nn.Parameter(torch.empty(rows_in_all * pieces, embedding_dim // pieces))
+        num_pieces = (self.hot_rows + self.shared_rows) * pieces
+        self.weight = nn.Parameter(torch.empty(num_pieces, embedding_dim // pieces))
         keys = torch.int32 if sum(self.num_embeddings) < 2**31 else torch.int64
         self.empty = torch.iinfo(keys).max  # the key of a slot without owner
         self.register_buffer("_keys", torch.full((self.buckets, SLOTS), self.empty, dtype=keys))
@@ -87,11 +87,11 @@ class Cafe(Embedding):
         self.register_buffer("_traffic", torch.zeros(2, dtype=torch.int64))
         self.register_buffer("_starts", row_offsets(self.num_embeddings), persistent=False)
         self.register_buffer("_first", pieces * row_offsets(kept), persistent=False)
-        self._keys: Tensor  # [buckets, SLOTS], row owners first; an id's key is its row of them all
+        self._keys: Tensor  # [buckets, SLOTS], hot ids first; a key numbers the ids of all tables
         self._scores: Tensor  # [buckets, SLOTS]
         self._traffic: Tensor  # [2], hits and look-ups since the last renewal
         self._starts: Tensor  # [F], the first key of each table
-        self._first: Tensor  # [F], where each table begins among the pieces that are shared
+        self._first: Tensor  # [F], the first shared piece of each table
         self.reset_parameters()
 
     @torch.no_grad()
@@ -139,8 +139,8 @@ class Cafe(Embedding):
         self._traffic[1] += len(keys)
 
     def _admit(self, keys: Tensor, bucket: Tensor, known: Tensor) -> None:
-        """Let one of the unknown ids of each bucket try for the slot of the weakest rival."""
-        turn = scramble(self._traffic[1])  # all that is random follows from it
+        """Let one unknown id of each bucket try to replace the weakest rival."""
+        turn = scramble(self._traffic[1])  # the only source of randomness
         unknown = torch.zeros_like(self._scores[:, 0]).index_add_(0, bucket, (~known).int())
         shift = turn % len(keys)
         order = (torch.arange(len(keys), device=keys.device) + shift) % len(keys)
@@ -162,32 +162,32 @@ class Cafe(Embedding):
 
     @torch.no_grad()
     def cache_populate(self) -> PopulateReport:
-        """Give the rows of each bucket to the ids that scored highest; to be called between steps.
+        """Give the rows of each bucket to the ids with the highest scores; call it between steps.
 
-        Owners that stay keep row and value. A new one starts from the row that it had shared, and
-        the caller must copy the optimizer state, that of ``report.sources`` to ``report.reset``:
-        with fresh state its first steps would be large and undo what the copy is for.
+        Owners that stay keep their row and its value. A new owner starts from the row that it
+        shared before, and the caller must copy the optimizer state of ``report.sources`` to
+        ``report.reset``: with fresh state its first steps would be large and undo the copy.
         """
         stats = self.cache_stats()
-        score = 2 * self._scores.long()  # of equals an owner stays
+        score = 2 * self._scores.long()  # at equal scores an owner stays
         score[:, :HOT] += self._keys[:, :HOT] != self.empty
         best = score.sort(dim=1, descending=True, stable=True).indices[:, :HOT]
         chosen = torch.zeros_like(self._keys, dtype=torch.bool).scatter_(1, best, True)
-        # Each bucket has as many to come as to go, so the two lists pair up.
-        bucket, to_go = (~chosen[:, :HOT]).nonzero(as_tuple=True)
-        to_come = HOT + chosen[:, HOT:].nonzero(as_tuple=True)[1]
+        # As many enter a bucket as leave it, so the two lists match.
+        bucket, leaving = (~chosen[:, :HOT]).nonzero(as_tuple=True)
+        entering = HOT + chosen[:, HOT:].nonzero(as_tuple=True)[1]
         for slots in (self._keys, self._scores):
-            leaving, entering = slots[bucket, to_go], slots[bucket, to_come]
-            slots[bucket, to_go], slots[bucket, to_come] = entering, leaving
-        entered = self._keys[bucket, to_go] != self.empty
-        rows = (bucket * HOT + to_go)[entered]
-        keys = self._keys[bucket, to_go][entered].long()
+            out, into = slots[bucket, leaving], slots[bucket, entering]
+            slots[bucket, leaving], slots[bucket, entering] = into, out
+        entered = self._keys[bucket, leaving] != self.empty
+        rows = (bucket * HOT + leaving)[entered]
+        keys = self._keys[bucket, leaving][entered].long()
         tables = torch.bucketize(keys, self._starts, right=True) - 1
         own = self._own(rows).view(-1)
         shared = self._shared(tables, keys - self._starts[tables]).view(-1)
         self.weight[own] = self.weight[shared]
-        self.weight.grad = None  # it may belong to former owners
-        evicted = self._keys[bucket, to_come] != self.empty
+        self.weight.grad = None  # it may be that of former owners
+        evicted = self._keys[bucket, entering] != self.empty
         self._scores.copy_((self._scores * self.decay).clamp(max=2**30))  # room for more
         self._traffic.zero_()
         return PopulateReport(
@@ -204,8 +204,8 @@ class Cafe(Embedding):
     def load_dense(self, weights: Sequence[Tensor]) -> None:
         """Fit to dense tables, each ``[V, D]``.
 
-        The longest rows, which training has moved most, are kept as they are; what is shared
-        becomes the mean of the others.
+        The longest rows, which training has moved most, are kept exactly; shared pieces become the
+        mean of the others.
         """
         self._check_dense(weights)
         self._clear()
@@ -232,12 +232,10 @@ class Cafe(Embedding):
         )
 
     def footprint(self) -> list[dict[str, int]]:
-        """Bytes of each table; rows and sketch are shared out by the tables' rows."""
+        """Bytes of each table; rows and sketch are divided in proportion to the tables' rows."""
         sketch = self._keys.nbytes + self._scores.nbytes + self._traffic.nbytes
-        parts = shares(self.weight.nbytes, self.num_embeddings), shares(sketch, self.num_embeddings)
-        return [
-            {"weights": own, "sketch": of_sketch} for own, of_sketch in zip(*parts, strict=True)
-        ]
+        parts = [split_by_rows(size, self.num_embeddings) for size in (self.weight.nbytes, sketch)]
+        return [{"weights": own, "sketch": share} for own, share in zip(*parts, strict=True)]
 
     @classmethod
     def for_budget(
@@ -248,7 +246,7 @@ class Cafe(Embedding):
         *,
         counts: Sequence[Tensor] | None = None,
         weight_bytes: int = 4,
-        hot: float = SHARE,
+        hot: float = HOT_FRACTION,
     ) -> list[dict[str, Any] | None]:
         """The largest ``rows``, the same for all tables, that fits; see :class:`Embedding`."""
         row = weight_bytes * embedding_dim
@@ -262,7 +260,7 @@ class Cafe(Embedding):
             return sum(min(table * row, size(table, rows)) for table in num_embeddings)
 
         highest = int(2 * max(num_embeddings) / max(1 - hot, 0.01)) + 100
-        rows = water_level(cost, highest, budget, cls.kind())
+        rows = highest_level(cost, highest, budget, cls.kind())
         return [
             None if table * row <= size(table, rows) else {"rows": max(rows, 1)}
             for table in num_embeddings
@@ -270,7 +268,7 @@ class Cafe(Embedding):
 
 
 def _sizes(rows: int, hot: float, embedding_dim: int) -> tuple[int, int]:
-    """Buckets and shared rows per table in the memory of ``rows`` fp32 rows; of each at least 1."""
+    """Buckets and shared rows per table in the memory of ``rows`` fp32 rows, at least 1 each."""
     row = 4 * embedding_dim
     buckets = max(1, int(hot * rows * row) // (HOT * row + SLOTS * SLOT_BYTES))
     return buckets, max(1, int((1 - hot) * rows))

@@ -13,7 +13,7 @@ from dlrm.embeddings.shared_rows import SharedRows
 
 
 class Dense(SharedRows):
-    """Every row in full, the tables behind one another in one weight ``[sum(V), D]``.
+    """Every row in full: all tables, one after another, in one weight ``[sum(V), D]``.
 
     Rows start as U(-1/sqrt(V), 1/sqrt(V)), as in Naumov et al., "Deep Learning Recommendation
     Model for Personalization and Recommendation Systems", arXiv 1906.00091.
@@ -26,10 +26,11 @@ class Dense(SharedRows):
         **common: Unpack[Common],
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, num_embeddings, **common)
+        self.reset_parameters()
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:
-        """Take over the rows of dense tables, each ``[V, D]``."""
+        """Copy the rows of dense tables, each ``[V, D]``."""
         self._check_dense(weights)
-        for rows, weight in zip(self.weight.split(self.kept_rows), weights, strict=True):
+        for rows, weight in zip(self.rows_by_table(), weights, strict=True):
             rows.copy_(weight)

@@ -1,4 +1,4 @@
-"""Hashed tables, the modulo trick: ids share the rows that there are."""
+"""Hashed tables, the modulo trick: ids with equal remainders share a row."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from dlrm.embeddings.base import Common
-from dlrm.embeddings.common.budget import even_rows
+from dlrm.embeddings.common.budget import max_rows_options
 from dlrm.embeddings.shared_rows import SharedRows
 
 
 class Hash(SharedRows):
-    """``row = W[id % rows]``; a table of at most ``rows`` rows keeps a row per id.
+    """``row = W[id % rows]``; a table of at most ``rows`` ids keeps one row per id.
 
-    Since ids stand in order of falling frequency, the ``rows`` most frequent ids never share a row
-    among themselves.
+    Ids are in order of falling frequency, so the ``rows`` most frequent ids never share a row with
+    each other.
 
     Args:
-        rows: the most rows that a table has.
+        rows: the maximum number of rows per table.
 
     Reference:
         Weinberger et al., "Feature Hashing for Large Scale Multitask Learning", ICML 2009.
@@ -36,20 +36,21 @@ class Hash(SharedRows):
     ) -> None:
         if rows < 1:
             raise ValueError(f"hash rows is {rows}; set --hash.rows to 1 or more")
-        kept = [min(table, rows) for table in num_embeddings]
-        super().__init__(num_embeddings, embedding_dim, kept, shared="modulo", **common)
+        num_kept = [min(table, rows) for table in num_embeddings]
+        super().__init__(num_embeddings, embedding_dim, num_kept, shared="modulo", **common)
+        self.reset_parameters()
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:
         """Set each row to the mean of the rows of ``weights``, each ``[V, D]``, that share it."""
         self._check_dense(weights)
-        for rows, weight in zip(self.weight.split(self.kept_rows), weights, strict=True):
-            rounds, rest = divmod(len(weight), len(rows))
-            wide = torch.promote_types(weight.dtype, torch.float32)  # fp16 ends at 65,504
-            whole = weight[: rounds * len(rows)].unflatten(0, (rounds, len(rows)))
-            total = whole.sum(0, dtype=wide)
-            total[:rest] += weight[rounds * len(rows) :]
-            count = total.new_full((len(rows), 1), rounds)
+        for rows, weight in zip(self.rows_by_table(), weights, strict=True):
+            times, rest = divmod(len(weight), len(rows))
+            dtype = torch.promote_types(weight.dtype, torch.float32)  # fp16 ends at 65,504
+            full = weight[: times * len(rows)].unflatten(0, (times, len(rows)))
+            total = full.sum(0, dtype=dtype)
+            total[:rest] += weight[times * len(rows) :]
+            count = total.new_full((len(rows), 1), times)
             count[:rest] += 1
             rows.copy_(total / count)
 
@@ -64,5 +65,4 @@ class Hash(SharedRows):
         weight_bytes: int = 4,
     ) -> list[dict[str, Any] | None]:
         """The largest ``rows``, the same for all tables, that fits; see :class:`Embedding`."""
-        rows = even_rows(num_embeddings, weight_bytes * embedding_dim, budget, cls.kind())
-        return [None if table <= rows else {"rows": rows} for table in num_embeddings]
+        return max_rows_options(num_embeddings, weight_bytes * embedding_dim, budget, cls.kind())

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dlrm.embeddings.base import Announced, Common, Embedding
-from dlrm.embeddings.common.bags import bag_of_each, row_offsets, shares
+from dlrm.embeddings.common.bags import bag_indices, row_offsets
+from dlrm.embeddings.common.budget import split_by_rows
 from dlrm.kernels.lookup.tables import lookup, lookup_tables
 from dlrm.kernels.offload.pinned_memory import in_host_memory, mapped_tensor
 from dlrm.kernels.offload.row_cache import CachedRows
@@ -121,7 +122,7 @@ class Offload(Embedding):
             tables = self._tables[:, None]
             if offsets is not None:
                 batch = max((offsets.numel() - 1) // self.num_tables, 1)
-                tables = bag_of_each(offsets, ids.numel()) // batch
+                tables = bag_indices(offsets, ids.numel()) // batch
             rows.append((ids + self._offsets[tables]).reshape(-1))
         return torch.cat(rows)[None], None
 
@@ -141,7 +142,8 @@ class Offload(Embedding):
         tables = [{"host": rows * row} for rows in self.num_embeddings]
         if self.cached.active:
             for name, size in zip(("cache", "index"), self.cached.nbytes(), strict=True):
-                for table, part in zip(tables, shares(size, self.num_embeddings), strict=True):
+                split = split_by_rows(size, self.num_embeddings)
+                for table, part in zip(tables, split, strict=True):
                     table[name] = part
         return tables
 

@@ -1,4 +1,4 @@
-"""Quotient-remainder tables: a row is composed of one row from each of two small tables."""
+"""Quotient-remainder embedding: each row is composed of one row from each of two small tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.bags import row_offsets
-from dlrm.embeddings.common.budget import share_out
+from dlrm.embeddings.common.budget import allocate
 from dlrm.kernels.lookup.quotient_remainder import compose, lookup_quotient
 from dlrm.kernels.lookup.tables import lookup
 
@@ -24,12 +24,12 @@ ITERATIONS = 30  # of the alternating fits
 class QR(Embedding):
     """``row = Q[id // collisions] op R[id % collisions]``: no two ids have the same pair of rows.
 
-    Rows are composed per id and pooled afterwards. Rows of the composed table start with the
-    deviation of a dense one, ``1 / sqrt(3 V)``.
+    Rows are composed for each id and pooled afterwards. Rows of the composed table start with the
+    deviation of dense rows, ``1 / sqrt(3 V)``.
 
     Args:
-        collisions: ids that share a quotient row; also the rows of the remainder table.
-        operation: how the two rows make one; to concat, each has half of the dim.
+        collisions: how many ids share a quotient row, which is also the number of remainder rows.
+        operation: how the two rows are combined; with concat each has half of the embedding dim.
 
     Reference:
         Shi et al., "Compositional Embeddings Using Complementary Partitions for Memory-Efficient
@@ -49,7 +49,7 @@ class QR(Embedding):
         if collisions < 1:
             raise ValueError(f"qr collisions is {collisions}; set --qr.collisions to 1 or more")
         quotient_dim, remainder_dim = dims(embedding_dim, operation)
-        # No more than ids: beyond 31 bits, ids of 32 would be divided by something else.
+        # No more than ids: a divisor of more than 31 bits would overflow where ids are int32.
         self.collisions = collisions = min(collisions, max(self.num_embeddings))
         self.operation = operation
         self.quotients = tuple(-(-rows // collisions) for rows in self.num_embeddings)
@@ -58,19 +58,19 @@ class QR(Embedding):
         self.remainder = nn.Parameter(torch.empty(sum(self.remainders), remainder_dim))
         self.register_buffer("_quotients", row_offsets(self.quotients), persistent=False)
         self.register_buffer("_remainders", row_offsets(self.remainders), persistent=False)
-        self._quotients: Tensor  # [F], where each table begins in quotient
-        self._remainders: Tensor  # [F], where each table begins in remainder
+        self._quotients: Tensor  # [F], the first quotient row of each table
+        self._remainders: Tensor  # [F], the first remainder row of each table
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw both tables anew.
 
-        To multiply, entries of remainder rows start near 1 or -1: ids that share a quotient row
-        start uncorrelated, and its gradient is as large as a dense row's. Small random factors on
-        both sides would slow each other down, and with positive ones, as in the reference DLRM, ids
-        start alike: on real rows at 30x compression, test AUC is 0.751 with signs, 0.745 with small
-        factors and 0.734 with positive ones.
+        With multiply, entries of remainder rows start near 1 or -1: ids that share a quotient row
+        start uncorrelated, and its gradient is as large as that of a dense row. Small random
+        factors on both sides would slow each other down, and with positive ones, as in the
+        reference DLRM, ids start alike: on real rows at 30x compression, test AUC is 0.751 with
+        signs, 0.745 with small factors and 0.734 with positive ones.
         """
         for rows, quotient, remainder in self._parts():
             bound = (2 * rows if self.operation == "add" else rows) ** -0.5
@@ -105,9 +105,9 @@ class QR(Embedding):
     def load_dense(self, weights: Sequence[Tensor]) -> None:
         """Fit to dense tables, each ``[V, D]``, by least squares.
 
-        Concat takes the means of the rows that share a row. Multiply and add alternate between
-        the two tables, each step exact given the other table; per column, multiply finds the best
-        matrix of rank one (id quotient by id remainder) and add the two-way means.
+        With concat, each row becomes the mean of the rows that share it. Multiply and add alternate
+        between the two tables, each step exact given the other table: for each column, multiply
+        finds the best matrix of rank one (quotient by remainder) and add the two-way means.
         """
         self._check_dense(weights)
         for weight, (_, quotient, remainder) in zip(weights, self._parts(), strict=True):
@@ -138,7 +138,7 @@ class QR(Embedding):
         weight_bytes: int = 4,
         operation: Operation = "multiply",
     ) -> list[dict[str, Any] | None]:
-        """Per table the fewest collisions that fit an equal share, under ``operation``."""
+        """For each table the fewest collisions that fit, all tables getting equal bytes."""
         quotient_dim, remainder_dim = dims(embedding_dim, operation)
 
         def size(rows: int, collisions: int | None) -> int:
@@ -147,15 +147,15 @@ class QR(Embedding):
             quotients = -(-rows // collisions)
             return weight_bytes * (quotients * quotient_dim + collisions * remainder_dim)
 
-        def fewest(rows: int, share: int) -> int | None:
+        def fewest(rows: int, room: int) -> int | None:
             choices = [None, *range(2, isqrt(rows) + 1)]  # beyond the root the size rises again
-            first = bisect_left(choices, -share, key=lambda m: -size(rows, m))
+            first = bisect_left(choices, -room, key=lambda m: -size(rows, m))
             choice = choices[min(first, len(choices) - 1)]
             return choice if size(rows, choice) < size(rows, None) else None
 
         return [
             None if collisions is None else {"collisions": collisions}
-            for collisions in share_out(num_embeddings, fewest, size, budget, cls.kind())
+            for collisions in allocate(num_embeddings, fewest, size, budget, cls.kind())
         ]
 
     def _parts(self) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -168,7 +168,7 @@ class QR(Embedding):
         )
 
     def _cells(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """A table as a matrix per column, ``[D, quotients, remainders]``, zero where no id is.
+        """A matrix for each column of a table, ``[D, quotients, remainders]``, zero without an id.
 
         Also returns which cells have an id, ``[quotients, remainders]`` of 0 and 1.
         """
@@ -185,7 +185,7 @@ def dims(embedding_dim: int, operation: Operation) -> tuple[int, int]:
     """Length of a quotient row and of a remainder row.
 
     Raises:
-        ValueError: an unknown operation, or nothing to cut in two.
+        ValueError: an unknown operation, or a dim that can not be split.
     """
     if operation not in get_args(Operation):
         raise ValueError(

@@ -1,22 +1,27 @@
-"""Embedding kinds by name: every file of this package that defines one."""
+"""Embedding kinds by name: the files of this folder that define one."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-import dlrm.embeddings
-from dlrm.embeddings.base import Embedding
+from dlrm.embeddings.base import Common, Embedding
 from dlrm.utils.messages import did_you_mean
 
 
-def available() -> dict[str, type[Embedding]]:
-    """Every embedding kind by name: the modules here that define a concrete ``Embedding``."""
+@functools.cache
+def available() -> Mapping[str, type[Embedding]]:
+    """Every embedding kind by name: the concrete ``Embedding`` of each file of this folder."""
     kinds = {}
-    for info in pkgutil.iter_modules(dlrm.embeddings.__path__):
+    for info in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        if info.ispkg:
+            continue
         module = importlib.import_module(f"dlrm.embeddings.{info.name}")
         for value in vars(module).values():
             if (
@@ -24,10 +29,9 @@ def available() -> dict[str, type[Embedding]]:
                 and issubclass(value, Embedding)
                 and not inspect.isabstract(value)
                 and value.__module__ == module.__name__
-                and value.is_kind
             ):
                 kinds[info.name] = value
-    return kinds
+    return MappingProxyType(kinds)
 
 
 def build(
@@ -39,15 +43,15 @@ def build(
         kind: one of :func:`available`.
         num_embeddings: rows of each table.
         embedding_dim: length of a row.
-        options: the kind's options, and ``mode``, ``padding_idx``, ``sparse``, ``check_ids``.
+        options: the options of the kind, and ``mode``, ``padding_idx``, ``sparse``, ``check_ids``.
 
     Raises:
-        ValueError: an unknown kind or option, with the nearest valid name.
+        ValueError: an unknown kind or option; the message suggests the closest valid name.
     """
     kinds = available()
     if kind not in kinds:
         raise ValueError(f"unknown embedding kind {kind!r}{did_you_mean(kind, kinds)}")
-    valid = {*kinds[kind].options(), "mode", "padding_idx", "sparse", "check_ids"}
+    valid = {*kinds[kind].options(), *Common.__annotations__}
     for name in options:
         if name not in valid:
             raise ValueError(

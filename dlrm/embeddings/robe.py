@@ -1,4 +1,4 @@
-"""ROBE: all tables of a group in one array, their blocks at random places that may overlap."""
+"""ROBE: all tables of a group in one array, in blocks at random offsets that may overlap."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
-from dlrm.embeddings.common.bags import row_offsets, shares
-from dlrm.embeddings.common.budget import even_rows
+from dlrm.embeddings.common.bags import row_offsets
+from dlrm.embeddings.common.budget import max_rows_options, split_by_rows
 from dlrm.embeddings.common.fitting import fit_shared
 from dlrm.kernels.lookup.hashing import scatter
 from dlrm.kernels.lookup.tables import lookup
@@ -20,19 +20,19 @@ from dlrm.kernels.lookup.tables import lookup
 class Robe(Embedding):
     """Random offset block embedding array: one array of weights, shared by all tables.
 
-    Every table, written row after row, is cut into blocks. The first begins at a place of the
-    array that is the table's own, each later one at a random distance from there, a hash of its
-    number; the array is a circle. In the paper a block may begin at any weight. Here it begins at a
-    multiple of ``min(block, D)``: a look-up reads rows of a matrix, and its gradient is a few such
-    rows, to be merged as those of any other table, not ``D`` single weights. Two pieces share all
-    their weights or none.
+    Every table, flattened row by row, is divided into blocks. The first block begins at an offset
+    of its own for each table, each later one at a random distance from there, a hash of its number;
+    the array wraps around. In the paper a block may begin at any weight. Here it begins at a
+    multiple of ``min(block, D)``: a look-up reads rows of a matrix, and its gradient is a few of
+    these rows, summed as those of any other table, not ``D`` single weights. Two pieces share all
+    of their weights or none.
 
     Args:
-        rows: size of the array: so many rows per table, or fewer where a table is smaller.
-        block: weights of a block, a divisor or a multiple of the dim; by default a quarter of it,
-            if 4 divides it. With smaller ones two rows that share a piece differ in the others; in
-            larger ones neighbouring ids share nothing. On real rows at 100x compression, test AUC
-            is 0.753 with 4 pieces a row, 0.751 with 2 and 0.747 with 1, the whole row.
+        rows: size of the array, in rows per table; a smaller table adds all of its rows.
+        block: weights of a block, a divisor or a multiple of the embedding dim; by default a
+            quarter of it if 4 divides it. With smaller blocks two rows that share a piece differ in
+            the others; in larger ones neighbouring ids share nothing. On real rows at 100x
+            compression, test AUC is 0.753 with 4 pieces per row, 0.751 with 2 and 0.747 with 1.
 
     Reference:
         Desai, Chou, Shrivastava, "Random Offset Block Embedding Array (ROBE) for CriteoTB
@@ -55,8 +55,8 @@ class Robe(Embedding):
         block = embedding_dim // gcd(4, embedding_dim) if block is None else block
         if block < 1 or (embedding_dim % block and block % embedding_dim):
             raise ValueError(
-                f"robe block is {block}; set --robe.block to a divisor or a multiple of the dim, "
-                f"{embedding_dim}"
+                f"robe block is {block}; set --robe.block to a divisor or a multiple of the "
+                f"embedding dim, {embedding_dim}"
             )
         self.piece = min(block, embedding_dim)  # weights of a row of the array
         self.pieces = embedding_dim // self.piece  # of a row of a table
@@ -64,7 +64,7 @@ class Robe(Embedding):
         kept = [min(table, rows) for table in self.num_embeddings]
         self.weight = nn.Parameter(torch.empty(sum(kept) * self.pieces, self.piece))
         self.register_buffer("_first", self.pieces * row_offsets(kept), persistent=False)
-        self._first: Tensor  # [F], where the first block of each table begins
+        self._first: Tensor  # [F], the row of the array where each table begins
         self.reset_parameters()
 
     @torch.no_grad()
@@ -73,23 +73,25 @@ class Robe(Embedding):
         bound = (self.num_tables / sum(self.num_embeddings)) ** 0.5
         nn.init.uniform_(self.weight, -bound, bound)
 
-    def _places(self, tables: Tensor, ids: Tensor) -> Tensor:
-        """The rows of the array that make up the row of an id, ``[..., pieces]``."""
+    def _pieces_of(self, tables: Tensor, ids: Tensor) -> Tensor:
+        """The rows of the array that are concatenated to the row of an id, ``[..., pieces]``."""
         first, size = self._first[tables], len(self.weight)
         return scatter(first, ids, self.pieces, size, block=self.pieces_in_block)
 
     def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
-        return lookup(self.weight, self._places(tables, ids), sparse=self.sparse).flatten(-2)
+        return lookup(self.weight, self._pieces_of(tables, ids), sparse=self.sparse).flatten(-2)
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:
         """Set each weight to the mean of those of ``weights``, each ``[V, D]``, that share it."""
         self._check_dense(weights)
-        fit_shared(self.weight, weights, lambda table, ids: self._places(self._tables[table], ids))
+        tables = self._tables
+        fit_shared(self.weight, weights, lambda table, ids: self._pieces_of(tables[table], ids))
 
     def footprint(self) -> list[dict[str, int]]:
-        """Bytes of each table; the array is shared out by the tables' rows."""
-        return [{"weights": part} for part in shares(self.weight.nbytes, self.num_embeddings)]
+        """Bytes of each table; the array is divided in proportion to the tables' rows."""
+        parts = split_by_rows(self.weight.nbytes, self.num_embeddings)
+        return [{"weights": part} for part in parts]
 
     @classmethod
     def for_budget(
@@ -102,5 +104,4 @@ class Robe(Embedding):
         weight_bytes: int = 4,
     ) -> list[dict[str, Any] | None]:
         """The largest ``rows``, the same for all tables, that fits; see :class:`Embedding`."""
-        rows = even_rows(num_embeddings, weight_bytes * embedding_dim, budget, cls.kind())
-        return [None if table <= rows else {"rows": rows} for table in num_embeddings]
+        return max_rows_options(num_embeddings, weight_bytes * embedding_dim, budget, cls.kind())

@@ -1,4 +1,4 @@
-"""Tables whose rows are weights as they stand: ids have rows of their own, or share those kept."""
+"""Base of the kinds that keep rows of all tables in one weight: dense, hash, drop and block."""
 
 from __future__ import annotations
 
@@ -15,48 +15,58 @@ from dlrm.kernels.lookup.tables import lookup, lookup_tables
 
 
 class SharedRows(Embedding):
-    """The kept rows of all tables behind one another in one weight ``[sum(kept), D]``.
+    """The rows of all tables, one table after another, in one weight ``[sum(num_kept), row_dim]``.
 
-    A kind says how many rows a table keeps, which row an id has, and what becomes of a dense table.
+    A kind decides how many rows a table keeps, which ids share a row, and how dense tables are
+    fitted. It calls :meth:`reset_parameters` once it is complete.
 
     Args:
-        kept: rows of each table.
-        shared: ids have the row of their remainder by ``kept`` (modulo), or all from the last row
-            on share that (last); None: each has its own.
+        num_kept: rows that each table keeps.
+        shared: ``modulo``: an id has the row of its remainder by ``num_kept``. ``overflow``: ids
+            from the last row on share it. None: each id has a row of its own.
+        row_dim: length of the rows kept; by default the embedding dim.
     """
 
     def __init__(
         self,
         num_embeddings: Sequence[int],
         embedding_dim: int,
-        kept: Sequence[int],
+        num_kept: Sequence[int],
         *,
-        shared: Literal["modulo", "last"] | None = None,
+        shared: Literal["modulo", "overflow"] | None = None,
+        row_dim: int | None = None,
         **common: Unpack[Common],
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, **common)
-        self.kept_rows = tuple(kept)
-        self.weight = nn.Parameter(torch.empty(sum(self.kept_rows), embedding_dim))
-        rows = torch.tensor(self.kept_rows)
-        self.register_buffer("_offsets", row_offsets(self.kept_rows), persistent=False)
-        self.register_buffer("_modulo", rows if shared == "modulo" else None, persistent=False)
-        self.register_buffer("_last", rows - 1 if shared == "last" else None, persistent=False)
-        self._offsets: Tensor  # [F]
+        self.num_kept = tuple(num_kept)
+        self.weight = nn.Parameter(torch.empty(sum(self.num_kept), row_dim or embedding_dim))
+        rows = torch.tensor(self.num_kept)
+        modulo = rows if shared == "modulo" else None
+        overflow_row = rows - 1 if shared == "overflow" else None
+        self.register_buffer("_offsets", row_offsets(self.num_kept), persistent=False)
+        self.register_buffer("_modulo", modulo, persistent=False)
+        self.register_buffer("_overflow_row", overflow_row, persistent=False)
+        self._offsets: Tensor  # [F], the first row of each table
         self._modulo: Tensor | None  # [F]
-        self._last: Tensor | None  # [F]
-        self.reset_parameters()
+        self._overflow_row: Tensor | None  # [F]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the rows anew, U(-1/sqrt(V), 1/sqrt(V)) for a table of V ids."""
-        for table, rows in zip(self.num_embeddings, self.weight.split(self.kept_rows), strict=True):
-            nn.init.uniform_(rows, -(table**-0.5), table**-0.5)
+        """Draw the rows anew: U(-1/sqrt(V), 1/sqrt(V)) for a table of V ids, wider if shorter."""
+        scale = (self.embedding_dim / self.weight.shape[1]) ** 0.5
+        for table, rows in zip(self.num_embeddings, self.rows_by_table(), strict=True):
+            bound = scale * table**-0.5
+            nn.init.uniform_(rows, -bound, bound)
+
+    def rows_by_table(self) -> Sequence[Tensor]:
+        """The rows kept of each table, ``[num_kept, row_dim]``."""
+        return self.weight.split(self.num_kept)
 
     def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
         if self._modulo is not None:
             ids = ids % self._modulo[tables]
-        if self._last is not None:
-            ids = ids.minimum(self._last[tables])
+        if self._overflow_row is not None:
+            ids = ids.minimum(self._overflow_row[tables])
         return lookup(self.weight, ids + self._offsets[tables], sparse=self.sparse)
 
     def lookup(self, ids: Tensor) -> Tensor:
@@ -65,7 +75,7 @@ class SharedRows(Embedding):
             self._offsets,
             ids,
             modulo=self._modulo,
-            last=self._last,
+            last=self._overflow_row,
             sparse=self.sparse,
         )
 
@@ -81,23 +91,23 @@ class SharedRows(Embedding):
             per_sample_weights=weights,
             mode=self.mode,
             modulo=self._modulo,
-            last=self._last,
+            last=self._overflow_row,
             sparse=self.sparse,
         )
 
     def footprint(self) -> list[dict[str, int]]:
-        row = self.embedding_dim * self.weight.element_size()
-        return [{"weights": rows * row} for rows in self.kept_rows]
+        row = self.weight.shape[1] * self.weight.element_size()
+        return [{"weights": rows * row} for rows in self.num_kept]
 
 
-def kept_rows(
+def num_kept_of(
     num_embeddings: Sequence[int], keep: int | Sequence[int] | None, kind: str
 ) -> tuple[int, ...]:
-    """Rows of each table of which only the first ``keep`` ids have their own, the others one.
+    """Rows of each table of which the first ``keep`` ids have a row each and the others share one.
 
     Args:
         num_embeddings: ids of each table.
-        keep: for all tables or for each; None keeps all.
+        keep: one number for all tables or one for each; None keeps all ids.
         kind: the embedding kind, for the message.
 
     Raises:

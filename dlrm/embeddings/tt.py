@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
-from dlrm.embeddings.common.bags import row_offsets, shares
-from dlrm.embeddings.common.budget import water_level
+from dlrm.embeddings.common.bags import row_offsets
+from dlrm.embeddings.common.budget import highest_level, split_by_rows
 from dlrm.embeddings.common.factorization import factorize_dim, factorize_rows
 from dlrm.embeddings.common.hot_rows import PopulateReport, RowCache
 from dlrm.embeddings.common.tt_svd import fit_rows, mean_square, tt_svd
@@ -231,7 +231,7 @@ class TT(Embedding):
         size = self.cores[0].element_size()
         parts = [{"weights": tt_weights(p, self.q, self.ranks) * size} for p in self.p]
         if self.cache is not None:
-            each = shares(self.cache.nbytes(), self.num_embeddings)
+            each = split_by_rows(self.cache.nbytes(), self.num_embeddings)
             for part, share in zip(parts, each, strict=True):
                 part["cache"] = share
         return parts
@@ -295,7 +295,7 @@ class TT(Embedding):
         fewest = (n for n in range(len(order)) if total(n, DEFAULT_RANK) <= budget)
         compressed = next(fewest, len(order))
         highest = embedding_dim * max(num_embeddings)
-        rank = 1 + water_level(lambda level: total(compressed, level + 1), highest, budget, "tt")
+        rank = 1 + highest_level(lambda level: total(compressed, level + 1), highest, budget, "tt")
         own = clipped(compressed, rank)
         chosen = {
             table for table in order[:compressed] if size(table, own) < row * num_embeddings[table]

@@ -3,7 +3,8 @@ import torch
 from torch import nn
 
 from dlrm.embeddings import Embedding, EmbeddingBag, available, build
-from dlrm.embeddings.common.bags import pool, row_offsets, shares
+from dlrm.embeddings.common.bags import pool, row_offsets
+from dlrm.embeddings.common.budget import split_by_rows
 
 
 def test_a_kind_is_named_after_its_file():
@@ -161,7 +162,7 @@ def test_a_group_refuses_bags_that_do_not_fit(offsets):
 
 def test_the_drop_in_needs_the_last_offset_where_that_is_promised():
     none = torch.tensor([], dtype=torch.int64)
-    with pytest.raises(ValueError, match="offsets must hold the last at least"):
+    with pytest.raises(ValueError, match="offsets need at least the last offset"):
         EmbeddingBag(50, 6, include_last_offset=True)(none, none)
 
 
@@ -229,7 +230,7 @@ def test_the_drop_in_refuses_weights_of_another_shape():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
 def test_the_drop_in_refuses_weights_of_another_type(kind, dtype):
     bag = EmbeddingBag(7, 4, mode="sum", kind=kind)
-    with pytest.raises(ValueError, match=f"are {dtype}, not torch.float32 as rows are"):
+    with pytest.raises(ValueError, match=f"are {dtype}, they must be torch.float32 like the rows"):
         bag(torch.tensor([[1, 2]]), None, torch.ones(1, 2, dtype=dtype))
 
 
@@ -249,8 +250,8 @@ def test_the_drop_in_looks_up_in_a_replica_of_data_parallel(kind):
 
 
 @pytest.mark.parametrize("amount", [0, 7, 12_000_000_000_000])
-def test_bytes_are_shared_out_by_rows(amount):
-    found = shares(amount, [1, 882_000_000, 3, 882_000_000])
+def test_bytes_are_split_by_rows(amount):
+    found = split_by_rows(amount, [1, 882_000_000, 3, 882_000_000])
     assert sum(found) == amount
     assert min(found) >= 0
     assert found[1] == pytest.approx(amount / 2, abs=1 + amount / 1e8)

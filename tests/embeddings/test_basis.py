@@ -88,7 +88,7 @@ def test_codes_are_frozen_and_saved():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"parts": 3}, "basis parts is 3; set --basis.parts to a divisor of the dim, 16"),
+        ({"parts": 3}, "basis parts is 3; set --basis.parts to a divisor of the embedding dim, 16"),
         ({"clusters": 0}, r"basis clusters is 0; set --basis.clusters to 1 .. 65,536"),
         ({"clusters": 70_000}, "basis clusters is 70000"),
     ],

@@ -198,7 +198,7 @@ def test_a_fit_forgets_former_owners():
     [
         ({"rows": 0}, "cafe rows is 0; set --cafe.rows to 1 or more"),
         ({"hot": 1.5}, "cafe hot is 1.5, it must be between 0 and 1; set --cafe.hot"),
-        ({"pieces": 3}, "cafe pieces is 3; set --cafe.pieces to a divisor of the dim, 4"),
+        ({"pieces": 3}, "cafe pieces is 3; set --cafe.pieces to a divisor of the embedding dim, 4"),
         ({"decay": -1.0}, "cafe decay is -1.0, it must be between 0 and 1; set --cafe.decay"),
     ],
 )

@@ -8,7 +8,7 @@ import torch
 
 from dlrm.data.batch import Batch
 from dlrm.embeddings import EmbeddingBag, build
-from dlrm.embeddings.paged import balanced, cyclic, places_of
+from dlrm.embeddings.paged import balanced, cyclic, parse_devices
 from dlrm.kernels.lookup import paged as page_table
 from dlrm.kernels.offload.pinned_memory import in_host_memory
 from dlrm.model import DLRM
@@ -136,7 +136,7 @@ def test_a_page_may_be_longer_than_64_bits_count(page_size):
 def test_a_list_says_where_each_page_lies():
     devices = ["cpu", "host", "host", "cpu", "host"]
     paged = build("paged", [17], 2, page_size=4, devices=devices, placement="cyclic")
-    assert paged.places == (("cpu",), ("host",), ("cpu",))
+    assert paged.device_groups == (("cpu",), ("host",), ("cpu",))
     assert [len(block) for (block,) in paged.blocks] == [4, 4 + 4 + 1, 4]
 
 
@@ -243,9 +243,9 @@ def test_the_default_balances_load_and_bytes_among_equals():
     assert found.max() / found.mean() < 1.05 < naive.max() / naive.mean()
 
 
-def test_places():
-    places, entries = places_of(["host", "cpu", "cpu", "host", "cpu+host"])
-    assert places == [("host",), ("cpu",), ("cpu",), ("cpu", "host")]
+def test_devices_are_parsed():
+    groups, entries = parse_devices(["host", "cpu", "cpu", "host", "cpu+host"])
+    assert groups == [("host",), ("cpu",), ("cpu",), ("cpu", "host")]
     assert entries == [0, 1, 2, 0, 3]
     assert cyclic(5, [2, 0]) == [2, 0, 2, 0, 2]
 
@@ -255,9 +255,9 @@ def test_places():
     [
         ({"page_size": 0}, "page_size is 0; set --paged.page_size to 1 or more"),
         ({"placement": "cylic"}, "unknown placement 'cylic', did you mean 'cyclic'"),
-        ({"devices": ["gpu"]}, "paged.devices names 'gpu', each must be cuda:0"),
-        ({"devices": ["cpu+hots"]}, r"paged.devices names 'cpu\+hots', each must be"),
-        ({"devices": ["cuda:99"]}, r"names 'cuda:99', but this machine has .* CUDA GPU"),
+        ({"devices": ["gpu"]}, "paged.devices contains 'gpu'; each must be cuda:0"),
+        ({"devices": ["cpu+hots"]}, r"paged.devices contains 'cpu\+hots'; each must be"),
+        ({"devices": ["cuda:99"]}, r"contains 'cuda:99', but this machine has .* CUDA GPU"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, message):
@@ -381,8 +381,8 @@ def test_on_a_gpu_and_its_host(devices, rule):
     (dense, paged), (_, optimizer), outs = on_gpu({"devices": devices, "page_size": 7}, rule)
     torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-4)
     assert_close_tables(paged, dense)
-    for place, replicas in zip(paged.places, paged.blocks, strict=True):
-        for device, block in zip(place, replicas, strict=True):
+    for group, replicas in zip(paged.device_groups, paged.blocks, strict=True):
+        for device, block in zip(group, replicas, strict=True):
             assert in_host_memory(block) == (device == "host" and devices is not None)
             for state in optimizer.state[block].values():
                 assert in_host_memory(state) == in_host_memory(block)

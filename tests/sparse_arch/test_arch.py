@@ -55,7 +55,7 @@ def test_tables_that_differ_in_an_option_per_table_make_one_group():
         ([3], "block", {"dim": 3, "keep": [9]}),
     ]
     arch = SparseArch(SIZES, 8, table_plan)
-    assert [group.kept_rows for group in arch.groups] == [(4, 6), (10,), (10,)]
+    assert [group.num_kept for group in arch.groups] == [(4, 6), (10,), (10,)]
 
 
 def test_tables_of_equal_options_make_one_group_in_whatever_order_they_come():

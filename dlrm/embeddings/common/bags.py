@@ -1,9 +1,9 @@
-"""Bags of ids: their offsets and how their rows become one vector."""
+"""Bags of ids: which bag each id belongs to, and how the rows of a bag become one vector."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.nn import functional
 MODES = ("sum", "mean", "max")
 
 
-def _check_offsets(offsets: Tensor, count: int) -> None:
+def check_offsets(offsets: Tensor, count: int) -> None:
     """Raise unless offsets rise from 0 to the number of ids; on a GPU the check is asynchronous."""
     good = (offsets[0] == 0) & (offsets[-1] == count) & (offsets.diff() >= 0).all()
     if good.is_cuda:
@@ -24,8 +24,8 @@ def _check_offsets(offsets: Tensor, count: int) -> None:
         )
 
 
-def bag_of_each(offsets: Tensor, count: int) -> Tensor:
-    """The bag of each of ``count`` ids, ascending, ``[count]``."""
+def bag_indices(offsets: Tensor, count: int) -> Tensor:
+    """The index of the bag of each of ``count`` ids, in ascending order, ``[count]``."""
     index = torch.arange(offsets.numel() - 1, device=offsets.device)
     return torch.repeat_interleave(index, offsets.diff(), output_size=count)
 
@@ -34,10 +34,10 @@ def pool(vectors: Tensor, offsets: Tensor, mode: str, weights: Tensor | None) ->
     """Reduce bags of ``vectors [nnz, D]`` to ``[bags, D]``; an empty bag gives zeros.
 
     Args:
-        vectors: of all bags, behind one another.
+        vectors: the vectors of all bags, one bag after another.
         offsets: where each bag begins, and the end, ``[bags + 1]``.
         mode: sum, mean or max; the gradient of max goes to the first of equal entries.
-        weights: a factor per vector, ``[nnz]``, in mode sum only.
+        weights: a factor for each vector, ``[nnz]``, in mode sum only.
     """
     index = torch.arange(len(vectors), device=vectors.device)
     return functional.embedding_bag(
@@ -46,12 +46,5 @@ def pool(vectors: Tensor, offsets: Tensor, mode: str, weights: Tensor | None) ->
 
 
 def row_offsets(rows: Sequence[int]) -> Tensor:
-    """Where each table begins when their rows stand behind one another, ``[F]``."""
+    """The first row of each table when tables are stored one after another, ``[F]``."""
     return torch.tensor([0, *accumulate(rows)][:-1])
-
-
-def shares(amount: int, tables: Sequence[int]) -> list[int]:
-    """An amount of bytes shared out by the tables' rows, to the byte."""
-    ends = list(accumulate(tables, initial=0))
-    bounds = [end * amount // ends[-1] for end in ends]
-    return [end - begin for begin, end in pairwise(bounds)]

@@ -1,22 +1,23 @@
-"""Sharing a budget of bytes out among tables, for the kinds that let a table be of any size."""
+"""Divide bytes among tables: a budget before they are made, and shared memory in a footprint."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
 Option = TypeVar("Option")
 
 
-def water_level(cost: Callable[[int], int], highest: int, budget: int, kind: str) -> int:
+def highest_level(cost: Callable[[int], int], highest: int, budget: int, kind: str) -> int:
     """The highest level, common to all tables, at which they fit into a budget.
 
-    Every table takes what it can use up to the level, so small tables stay whole and the large
-    ones, which serve no more look-ups than the small, pay for the compression.
+    Each table takes what it can use up to the level. Small tables stay uncompressed, and the large
+    ones, which serve no more look-ups than the small ones, are compressed.
 
     Args:
-        cost: bytes of all tables at a level; never falls as the level rises.
+        cost: bytes of all tables at a level; must not fall as the level rises.
         highest: the level at which nothing is compressed.
         budget: bytes for all tables.
         kind: the embedding kind, for the message.
@@ -36,42 +37,50 @@ def water_level(cost: Callable[[int], int], highest: int, budget: int, kind: str
     return bisect_right(range(highest + 1), budget, key=cost) - 1
 
 
-def even_rows(tables: Sequence[int], row: int, budget: int, kind: str) -> int:
-    """The most rows, the same for all tables but those that have fewer, that fit; one at least.
+def max_rows(tables: Sequence[int], row_bytes: int, budget: int, kind: str) -> int:
+    """The largest limit on the rows of a table, at least 1, under which all tables fit.
 
     Args:
-        tables: rows of each table.
-        row: bytes of a row.
+        tables: rows of each table; those below the limit keep all of them.
+        row_bytes: bytes of a row.
         budget: bytes for all tables.
         kind: the embedding kind, for the message.
 
     Raises:
-        ValueError: a row of each table does not fit.
+        ValueError: one row per table does not fit.
     """
 
     def cost(rows: int) -> int:
-        return row * sum(min(table, max(rows, 1)) for table in tables)
+        return row_bytes * sum(min(table, max(rows, 1)) for table in tables)
 
-    return water_level(cost, max(tables), budget, kind)
+    return highest_level(cost, max(tables), budget, kind)
 
 
-def share_out(
+def max_rows_options(
+    tables: Sequence[int], row_bytes: int, budget: int, kind: str
+) -> list[dict[str, Any] | None]:
+    """The option ``rows`` of each table, as of :func:`max_rows`; None where all rows fit."""
+    rows = max_rows(tables, row_bytes, budget, kind)
+    return [None if table <= rows else {"rows": rows} for table in tables]
+
+
+def allocate(
     tables: Sequence[int],
     choose: Callable[[int, int], Option],
     size: Callable[[int, Option], int],
     budget: int,
     kind: str,
 ) -> list[Option]:
-    """Choose an option per table where the sizes that a table can have lie far apart.
+    """Choose an option for each table, for kinds whose tables come in few sizes.
 
-    All tables get the same share of bytes. What is left over goes to the tables again, the smallest
-    first: in even parts, and then all that still remains to whoever can use it.
+    All tables get an equal number of bytes. The bytes left over are offered to the tables in two
+    rounds, smallest table first: in equal parts, then all that remain.
 
     Args:
         tables: rows of each table.
-        choose: the largest option of a table of so many rows within a share of bytes, or the
-            smallest that there is.
-        size: bytes of a table of so many rows under an option.
+        choose: from the rows of a table and a number of bytes, the largest option that fits, or the
+            smallest there is.
+        size: from the rows of a table and an option, its bytes.
         budget: bytes for all tables.
         kind: the embedding kind, for the message.
 
@@ -79,16 +88,23 @@ def share_out(
         ValueError: the smallest options do not fit.
     """
 
-    def cost(share: int) -> int:
-        return sum(size(rows, choose(rows, share)) for rows in tables)
+    def cost(equal: int) -> int:
+        return sum(size(rows, choose(rows, equal)) for rows in tables)
 
-    share = water_level(cost, budget, budget, kind)
-    options = [choose(rows, share) for rows in tables]
-    left = budget - cost(share)
+    equal = highest_level(cost, budget, budget, kind)
+    options = [choose(rows, equal) for rows in tables]
+    left = budget - cost(equal)
     order = sorted(range(len(tables)), key=tables.__getitem__)
     for turn, table in enumerate(order + order):
         before = size(tables[table], options[table])
         extra = left // max(len(order) - turn, 1)
-        options[table] = choose(tables[table], max(share, before + extra))
+        options[table] = choose(tables[table], max(equal, before + extra))
         left -= size(tables[table], options[table]) - before
     return options
+
+
+def split_by_rows(amount: int, tables: Sequence[int]) -> list[int]:
+    """Divide bytes that tables share in proportion to their rows; the parts add up exactly."""
+    ends = list(accumulate(tables, initial=0))
+    bounds = [end * amount // ends[-1] for end in ends]
+    return [end - begin for begin, end in pairwise(bounds)]

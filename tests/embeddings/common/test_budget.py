@@ -1,12 +1,12 @@
 import pytest
 
-from dlrm.embeddings.common.budget import share_out, water_level
+from dlrm.embeddings.common.budget import allocate, highest_level
 
 
 def test_the_level_is_the_highest_that_fits():
     tables = [3, 10, 100]
     for budget in range(120):
-        level = water_level(lambda rows: sum(min(t, rows) for t in tables), 100, budget, "any")
+        level = highest_level(lambda rows: sum(min(t, rows) for t in tables), 100, budget, "any")
         assert sum(min(table, level) for table in tables) <= budget
         assert level == 100 or sum(min(table, level + 1) for table in tables) > budget
 
@@ -23,7 +23,7 @@ def test_what_is_left_over_is_handed_out(tables, chosen):
         return max(1, share // rows)
 
     budget = sum(tables) + 15
-    assert share_out(tables, whole_bytes_per_row, int.__mul__, budget, "any") == chosen
+    assert allocate(tables, whole_bytes_per_row, int.__mul__, budget, "any") == chosen
 
 
 def test_a_budget_that_is_too_small_names_the_smallest_one():
@@ -32,4 +32,4 @@ def test_a_budget_that_is_too_small_names_the_smallest_one():
         "raise the budget or choose another kind"
     )
     with pytest.raises(ValueError, match=message):
-        share_out([10, 11], lambda n, share: max(1, share // n), int.__mul__, 20, "any")
+        allocate([10, 11], lambda n, share: max(1, share // n), int.__mul__, 20, "any")
