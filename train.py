@@ -20,7 +20,7 @@ from dlrm.config.model_spec import model_spec
 from dlrm.config.schema import HOUSEKEEPING, RunConfig
 from dlrm.data import synthetic
 from dlrm.data.criteo import CriteoLoader
-from dlrm.data.frequencies import read_counts
+from dlrm.data.frequencies import read_frequencies
 from dlrm.distributed.sharding_plan import make_sharding_plan
 from dlrm.distributed.world import World
 from dlrm.embeddings import available
@@ -56,7 +56,7 @@ class Run:
         self.recipe = model_spec(config, self.meta)
         restored = checkpoint.about(config.resume, recipe=self.recipe) if config.resume else None
         torch.manual_seed(config.seed)
-        counts = (lambda: read_counts(config.data, self.meta)) if self.meta.multi_hot else None
+        counts = (lambda: read_frequencies(config.data, self.meta)) if self.meta.multi_hot else None
         rule, tables = config.optim.embeddings, self.meta.tables
         self.sharding = make_sharding_plan(
             world, tables, self.recipe, counts, rule, **asdict(config.sharding)

@@ -139,7 +139,7 @@ def _schema(path: Path) -> pa.Schema:
     try:
         return pq.read_schema(path)
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is not a whole Parquet file ({error})") from None
+        raise ValueError(f"{path} is not a complete Parquet file ({error})") from None
 
 
 def _has_ids(kind: pa.DataType) -> bool:

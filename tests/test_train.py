@@ -291,7 +291,7 @@ def test_a_file_that_is_not_to_be_read_at_once_is_looked_at_all_the_same(data, t
     (path,) = damaged.glob(f"{split}-*.parquet")
     path.write_bytes(path.read_bytes()[:-100])
     done = train(damaged, tmp_path, "run", status=2)
-    assert f"{path} is not a whole Parquet file" in done.stderr
+    assert f"{path} is not a complete Parquet file" in done.stderr
     assert not (tmp_path / "run").exists()
 
 

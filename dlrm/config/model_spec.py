@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dlrm.config.schema import RunConfig
-from dlrm.data.frequencies import read_counts
+from dlrm.data.frequencies import read_frequencies
 from dlrm.data.schema import Meta
 from dlrm.model import DTYPES
 from dlrm.sparse_arch.table_plan import plan
@@ -28,7 +28,7 @@ def model_spec(config: RunConfig, meta: Meta) -> dict[str, Any]:
             options=config.methods,
             **tables,
             budget=config.budget,
-            counts=lambda: read_counts(config.data, meta),
+            counts=lambda: read_frequencies(config.data, meta),
             weight_bytes=DTYPES[dtype],
         ),
         **asdict(config.model),

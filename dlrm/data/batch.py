@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,10 +14,10 @@ from torch import Tensor
 class Batch:
     """``B`` samples of ``N`` dense features and ``F`` categorical features.
 
-    One-hot batches carry ``ids [F, B]`` and no offsets. Batches with multi-hot features carry the
-    ids of all bags as ``ids [nnz]``, table by table, and ``offsets [F * B + 1]``: the bag of
-    feature ``f`` and sample ``b`` is ``ids[offsets[f * B + b] : offsets[f * B + b + 1]]``. Whoever
-    knows on the host where the ids of each table begin may add that, so that a model need not wait
+    A one-hot batch has ``ids [F, B]`` and no offsets. A batch with multi-hot features has the ids
+    of all bags as ``ids [nnz]``, table by table, and ``offsets [F * B + 1]``: the bag of feature
+    ``f`` and sample ``b`` is ``ids[offsets[f * B + b] : offsets[f * B + b + 1]]``. ``bounds`` says
+    on the host where the ids of each table begin; it is optional, and saves a model from waiting
     for the device to read it from the offsets.
     """
 
@@ -32,7 +33,7 @@ class Batch:
         return self.labels.shape[0]
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Batch:
-        """The batch on ``device``; asynchronous when this one is pinned."""
+        """The batch on ``device``; the copy is asynchronous if this one is pinned."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
@@ -40,7 +41,7 @@ class Batch:
         return self._map(Tensor.pin_memory)
 
     def clone(self) -> Batch:
-        """A copy, contiguous."""
+        """A contiguous copy."""
         return self._map(lambda tensor: tensor.clone(memory_format=torch.contiguous_format))
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
@@ -55,8 +56,8 @@ class Batch:
         return Batch(function(self.dense), *rest)
 
 
-def joined(batches: Sequence[Batch]) -> Batch:
-    """One-hot batches of the same features behind one another."""
+def concatenate(batches: Sequence[Batch]) -> Batch:
+    """One-hot batches of the same features, one after another, as one batch."""
     if len(batches) == 1:
         return batches[0]
     return Batch(
@@ -64,3 +65,48 @@ def joined(batches: Sequence[Batch]) -> Batch:
         ids=torch.cat([batch.ids for batch in batches], dim=1),
         labels=torch.cat([batch.labels for batch in batches]),
     )
+
+
+class RowBuffer:
+    """A one-hot batch in one piece of memory, so that a single copy brings it to a GPU.
+
+    Its columns are NumPy arrays to fill; :meth:`to` makes tensors of them. This is done for each
+    batch, and every call to PyTorch costs microseconds, so there are few of them.
+
+    Args:
+        size: samples B.
+        dense: dense features N.
+        one_hot: one-hot features F.
+        ids: type of the ids, int32 or int64.
+        pinned: use page-locked memory.
+    """
+
+    def __init__(self, size: int, *, dense: int, one_hot: int, ids: np.dtype, pinned: bool) -> None:
+        ids_end = one_hot * size * ids.itemsize // 4  # in words of four bytes
+        self._dense_start = _aligned(ids_end)
+        dense_end = self._dense_start + dense * size
+        self._labels_start = _aligned(dense_end)
+        end = self._labels_start + size
+        self._words = torch.empty(_aligned(end), dtype=torch.int32, pin_memory=pinned)
+        words = self._words.numpy()
+        floats = words.view(np.float32)
+        self.ids = words[:ids_end].view(ids).reshape(one_hot, size)
+        self.dense = floats[self._dense_start : dense_end].reshape(dense, size)
+        self.labels = floats[self._labels_start : end]
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on ``device``; a copy to a GPU is asynchronous."""
+        words = self._words.to(device, non_blocking=True)
+        floats = words.view(torch.float32)
+        ids = words if self.ids.itemsize == 4 else words.view(torch.int64)
+        (features, size), dense = self.ids.shape, len(self.dense)
+        return Batch(
+            dense=floats.as_strided((dense, size), (size, 1), self._dense_start),
+            ids=ids.as_strided((features, size), (size, 1)),
+            labels=floats.as_strided((size,), (1,), self._labels_start),
+        )
+
+
+def _aligned(words: int) -> int:
+    """``words`` rounded up to 256 bytes, the alignment of PyTorch's tensors on a GPU."""
+    return -(-words // 64) * 64

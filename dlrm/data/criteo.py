@@ -1,4 +1,4 @@
-"""Parquet to batches: streamed in the background, shuffled, sharded over ranks, resumable."""
+"""Batches from Parquet: read in the background, shuffled, sharded over ranks, resumable."""
 
 from __future__ import annotations
 
@@ -16,70 +16,69 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
-from dlrm.data.batch import Batch, joined
+from dlrm.data.batch import Batch, concatenate
+from dlrm.data.device_prefetch import prefetch_to_device
 from dlrm.data.device_shuffle import DeviceShuffleBuffer
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import Meta
-from dlrm.data.shuffle import Part, RowBuffer, ShuffleBuffer, ShuffleGroup, fill, fill_multi_hot
+from dlrm.data.shuffle import ShuffleBuffer, ShuffleGroup, assemble, shuffle_groups
 from dlrm.utils.device import cpu_count
 
-AnyWindow = TypeVar("AnyWindow", ShuffleBuffer, DeviceShuffleBuffer)
-QUEUED = 8  # batches whose work may wait on a GPU
+Buffer = TypeVar("Buffer", ShuffleBuffer, DeviceShuffleBuffer)
 
 
 class CriteoLoader:
     """Iterates over the batches of one split of a prepared directory.
 
-    The order of an epoch's rows is a function of the data, ``seed``, ``window`` and the epoch
-    alone: the row groups are permuted, then the rows of every ``window`` consecutive groups are
-    mixed, that is each group's permuted and dealt into the window in runs of 64.
+    The order of the rows in an epoch depends only on the data, ``seed``, ``window`` and the epoch:
+    the row groups are permuted, then the rows of every ``window`` consecutive row groups are mixed.
+    The rows of each row group are permuted, and runs of 64 of them are interleaved at random.
 
-    Global batch ``k`` is the ``k``-th run of ``world_size * batch_size`` rows of that order,
-    and each rank takes its share of the run, so that any number of ranks sees the same rows in the
-    same steps. The last run is shared out as evenly as can be. Nothing is dropped or repeated, and
-    all ranks see the same number of batches; where the last run has fewer rows than there are
-    ranks, some of them get a batch of size 0, so that collective operations stay in step.
+    Global batch ``k`` is the ``k``-th run of ``world_size * batch_size`` rows in that order. Each
+    rank takes its share of it, so any number of ranks sees the same rows in the same steps. The
+    last global batch is divided as evenly as possible. No row is dropped or repeated, and all ranks
+    see the same number of batches: if the last global batch has fewer rows than there are ranks,
+    some ranks get a batch of size 0, so that collective operations stay in step.
 
-    Every iteration is a whole epoch, but the first one after :meth:`load_state_dict` brings what
-    was left of it. One iteration runs at a time: starting another ends the first.
+    Each iteration is a whole epoch, except the first one after :meth:`load_state_dict`, which is
+    the rest of the saved one. Only one iteration runs at a time: starting another ends the first.
 
-    Memory: the window in use and as many as keep the readers busy, so by default ``2 * window`` row
-    groups decoded (160 bytes a row for Criteo); for a GPU on it as well.
+    Memory: the shuffle buffer in use and as many more as keep the readers busy, by default
+    ``2 * window`` decoded row groups (160 bytes per row for Criteo), and as much again on a GPU.
 
     Args:
-        directory: where ``meta.json`` lies.
-        split: one of the splits in it.
+        directory: the directory of ``meta.json``.
+        split: name of a split in ``meta.json``.
         batch_size: samples per batch and rank, B.
-        shuffle: mix the rows, differently in every epoch; otherwise they come in file order.
-        seed: of the shuffle, not negative.
-        rank: whose share of every global batch to take, in ``[0, world_size)``.
+        shuffle: mix the rows, differently in each epoch; otherwise they come in file order.
+        seed: seed of the shuffle, not negative.
+        rank: this process, in ``[0, world_size)``.
         world_size: number of ranks.
         drop_last: leave out the last global batch if it is short.
-        window: row groups mixed with one another; 1 mixes only within each row group.
+        window: number of row groups that are shuffled together; 1 shuffles each on its own.
         readers: threads that read and decode row groups; by default half of the cores, up to 8,
-            or, for a GPU, three quarters, up to 12.
-        prefetch: batches assembled ahead of the consumer, where the CPU assembles them.
-        device: where batches are to be. A CUDA device gets whole row groups from pinned memory and
-            gathers the rows of a batch itself, on a stream of its own, while the batch before is in
-            use; multi-hot batches it gets assembled.
-        num_embeddings: rows of each table, which ids are checked against; by default those of
-            ``meta.json``.
+            or three quarters, up to 12, if the batches go to a GPU.
+        prefetch: batches assembled ahead of the consumer if the CPU assembles them.
+        device: device of the batches. A CUDA device gets whole row groups from pinned memory and
+            gathers the rows of a batch itself, on a stream of its own, while the batch before it
+            is in use. Multi-hot batches are assembled by the CPU and copied.
+        num_embeddings: rows of each table, against which ids are checked; by default the
+            cardinalities in ``meta.json``.
 
     Attributes:
-        meta: what ``meta.json`` says.
+        meta: the contents of ``meta.json``.
         rows: rows of the split, over all ranks.
-        wait_seconds: for how long the consumer has waited for data, in all iterations.
+        wait_seconds: how long the consumer has waited for data, over all iterations.
         look_ahead: how many batches behind the one that was yielded to know; 0 at first.
         upcoming: those batches, as many as there are.
 
     Raises:
-        FileNotFoundError: the meta file or a file of the split is missing.
-        ValueError: an option is out of range; the split is unknown or empty; a file is damaged, has
-            not the columns, types or rows that the meta file tells of. While iterating: a row group
-            is damaged or holds a value that cannot be used.
+        FileNotFoundError: ``meta.json`` or a file of the split is missing.
+        ValueError: an option is out of range; the split is unknown or empty; a file is damaged, or
+            its columns, types or rows are not those of ``meta.json``. While iterating: a row group
+            is damaged or holds an invalid value.
     """
 
     def __init__(
@@ -103,8 +102,8 @@ class CriteoLoader:
         if readers is None:
             readers = min(12, cpu_count() * 3 // 4) if on_gpu else min(8, cpu_count() // 2)
             readers = max(1, readers)
-        counts = {"batch_size": batch_size, "world_size": world_size, "window": window}
-        for name, value in {**counts, "readers": readers, "prefetch": prefetch}.items():
+        sizes = {"batch_size": batch_size, "world_size": world_size, "window": window}
+        for name, value in {**sizes, "readers": readers, "prefetch": prefetch}.items():
             if value < 1:
                 raise ValueError(f"{name} is {value}, it must be at least 1")
         if not 0 <= rank < world_size:
@@ -112,24 +111,22 @@ class CriteoLoader:
         if seed < 0:
             raise ValueError(f"seed is {seed}, it must not be negative")
         if torch.device(device).type not in ("cpu", "cuda"):
-            raise ValueError(f"device is {device}, batches are brought to cpu or cuda")
+            raise ValueError(f"device is {device}, it must be cpu or cuda")
         self.meta = Meta.read(directory)
         self._reader = RowGroupReader(directory, self.meta, num_embeddings)
-        self._groups = self._reader.row_groups(split)
-        self._multi_hot = [column.multi_hot for column in self.meta.categorical]
-        self.rows = sum(group.rows for group in self._groups)
+        self._row_groups = self._reader.row_groups(split)
+        self.rows = sum(row_group.rows for row_group in self._row_groups)
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
         self.shuffle, self.seed, self.window, self.drop_last = shuffle, seed, window, drop_last
         self.readers, self.prefetch, self.device = readers, prefetch, torch.device(device)
         self.split = split
         self._gathers = on_gpu and not self.meta.multi_hot
-        self._mixed = window if shuffle else 1  # row groups of a window
         self.wait_seconds = 0.0
         self.look_ahead = 0
         self.upcoming: Sequence[Batch] = ()
         self.epoch = 0
-        self._position = 0  # rows of the epoch, over all ranks, that were yielded
-        self._start = 0  # where the next iteration begins
+        self._position = 0  # rows of the epoch yielded so far, over all ranks
+        self._start = 0  # first row of the next iteration
         self._iteration: weakref.ref[Generator[Batch, None, None]] | None = None
 
     def __len__(self) -> int:
@@ -138,9 +135,7 @@ class CriteoLoader:
         return whole + (rest > 0 and not self.drop_last)
 
     def samples(self, batches: int) -> int:
-        """How many samples so many batches have, from the first of the first epoch on, over all
-        ranks.
-        """
+        """Number of samples in the first ``batches`` batches of a training, over all ranks."""
         epochs, rest = divmod(batches, len(self))
         whole = self.world_size * self.batch_size
         return epochs * min(self.rows, len(self) * whole) + rest * whole
@@ -154,9 +149,9 @@ class CriteoLoader:
         return iteration
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, whose rows come in an order of their own.
+        """Choose the epoch, on which the order of the rows depends.
 
-        A position restored by :meth:`load_state_dict` is kept if it lies in this very epoch.
+        A position restored by :meth:`load_state_dict` is kept if it is in the same epoch.
 
         Raises:
             ValueError: ``epoch`` is negative.
@@ -168,26 +163,26 @@ class CriteoLoader:
             self.epoch, self._position, self._start = epoch, 0, 0
 
     def close(self) -> None:
-        """End the running iteration and its threads. Also done when an iteration is abandoned."""
+        """End the current iteration and its threads, as an abandoned iterator does by itself."""
         iteration = self._iteration() if self._iteration is not None else None
         if iteration is not None:
             iteration.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position behind the last batch yielded, the same on every rank; JSON-able."""
+        """The position after the last batch that was yielded; the same on every rank, JSON-able."""
         return {"epoch": self.epoch, "position": self._position, "order": self._order()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken, with any number of ranks.
+        """Continue at the position of ``state``, with any number of ranks.
 
         Raises:
-            ValueError: ``state`` is of other data or options, so that it would not continue the
-                same order of rows, or is no state of a loader.
+            ValueError: ``state`` was saved with other data or options, under which the order of
+                the rows was different, or is not the state of a loader.
         """
-        whole = set(state) == {"epoch", "position", "order"}
-        if not whole or not isinstance(state["order"], Mapping):
+        complete = set(state) == {"epoch", "position", "order"}
+        if not complete or not isinstance(state["order"], Mapping):
             raise ValueError(
-                f"not a state of a loader: it has {sorted(state)}, not epoch, position and order"
+                f"not the state of a loader: it has {sorted(state)}, not epoch, position and order"
             )
         here, there = self._order(), state["order"]
         differing = [
@@ -205,9 +200,9 @@ class CriteoLoader:
         self._position = self._start = state["position"]
 
     def _order(self) -> dict[str, Any]:
-        """All that decides which rows a position in an epoch leaves over, and their order."""
+        """Everything that the order of the rows, and thus the meaning of a position, depends on."""
         split = self.meta.splits[self.split]
-        layout = [(group.path.name, group.rows) for group in self._groups]
+        layout = [(row_group.path.name, row_group.rows) for row_group in self._row_groups]
         content = json.dumps([layout, split.positives, self.meta.cardinalities])
         return {
             "split": self.split,
@@ -220,24 +215,8 @@ class CriteoLoader:
             "window": self.window,
         }
 
-    def _spans(self) -> list[ShuffleGroup]:
-        """This epoch's row groups in order, by windows."""
-        groups = self._groups
-        if self.shuffle:
-            order = np.random.default_rng((self.seed, self.epoch, 0)).permutation(len(groups))
-            groups = [groups[i] for i in order]
-        spans, start = [], 0
-        for first in range(0, len(groups), self._mixed):
-            seed = (self.seed, self.epoch, 1 + first) if self.shuffle else None
-            span = ShuffleGroup(
-                start=start, groups=tuple(groups[first : first + self._mixed]), seed=seed
-            )
-            spans.append(span)
-            start += span.rows
-        return spans
-
     def _shares(self, start: int) -> Iterator[tuple[int, int, int]]:
-        """This rank's first and last row + 1 of each global batch, and the batch's last row + 1."""
+        """First row and last row + 1 of this rank in each global batch, and the batch's end."""
         whole = self.world_size * self.batch_size
         for first in range(start, self.rows, whole):
             rows = min(whole, self.rows - first)
@@ -248,7 +227,7 @@ class CriteoLoader:
             yield mine, mine + share + (self.rank < extra), first + rows
 
     def _iterate(self, start: int) -> Generator[Batch, None, None]:
-        # The readers are ended first: what the assembler waits for is cancelled with them.
+        # The readers end first, which cancels what the assembler waits for.
         with (
             _threads(1, "batch-assembler") as assembler,
             _threads(self.readers, "parquet-reader") as readers,
@@ -258,7 +237,7 @@ class CriteoLoader:
             else:
                 batches = self._assembled(start, readers, assembler)
             if self.device.type == "cuda":
-                batches = self._ahead(batches)
+                batches = prefetch_to_device(batches, self.device)
             if self.look_ahead:
                 batches = self._with_upcoming(batches)
             for batch, self._position in batches:
@@ -276,111 +255,73 @@ class CriteoLoader:
             yield held.popleft()
 
     def _gathered(self, start: int, readers: ThreadPoolExecutor) -> Iterator[tuple[Batch, int]]:
-        """Batches that the device gathers from windows, each with the position behind it."""
+        """Batches gathered by the device, each with the position after it."""
         make = partial(DeviceShuffleBuffer, reader=self._reader, pool=readers, device=self.device)
-        for windows, (first, last, position) in self._windowed(start, make):
-            for window in windows:
-                window.copy_arrived()
-            mine = [window for window in windows if window.start < last]
-            began = time.perf_counter()
-            for window in mine:
-                window.wait()
-            self.wait_seconds += time.perf_counter() - began
-            parts = [window.batch(first, last) for window in mine]
-            yield joined(parts or [self._fill(0, []).to(self.device)]), position
+        for buffers, first, last, position in self._buffered(start, make):
+            for buffer in buffers:
+                buffer.copy_arrived()
+            mine = [buffer for buffer in buffers if buffer.group.start < last]
+            with self._waiting():
+                for buffer in mine:
+                    buffer.wait()
+            parts = [buffer.batch(first, last) for buffer in mine]
+            yield concatenate(parts or [assemble(self._reader, [], 0, 0).to(self.device)]), position
 
     def _assembled(
         self, start: int, readers: ThreadPoolExecutor, assembler: ThreadPoolExecutor
     ) -> Iterator[tuple[Batch, int]]:
-        """Batches assembled in host memory, on the device, each with the position behind it."""
+        """Batches assembled in host memory, each with the position after it."""
         pending: deque[tuple[Future[Batch], int]] = deque()
         make = partial(ShuffleBuffer, reader=self._reader, pool=readers)
-        for windows, (first, last, position) in self._windowed(start, make):
-            parts = [window.part(first, last) for window in windows if window.start < last]
-            pending.append((assembler.submit(self._fill, last - first, parts), position))
+        for buffers, first, last, position in self._buffered(start, make):
+            mine = [buffer for buffer in buffers if buffer.group.start < last]
+            batch = assembler.submit(assemble, self._reader, mine, first, last)
+            pending.append((batch, position))
             if len(pending) > self.prefetch:
                 yield self._wait_for(*pending.popleft())
         while pending:
             yield self._wait_for(*pending.popleft())
 
-    def _windowed(
-        self, start: int, make: Callable[[ShuffleGroup], AnyWindow]
-    ) -> Iterator[tuple[Sequence[AnyWindow], tuple[int, int, int]]]:
-        """Each of this rank's shares with the windows from its first row on, some read ahead."""
-        spans = self._needed(start)
-        # Windows to read beyond a batch's own: as many as keep all readers busy.
-        ahead = -(-self.readers // self._mixed)
-        windows: deque[AnyWindow] = deque()
+    def _buffered(
+        self, start: int, make: Callable[[ShuffleGroup], Buffer]
+    ) -> Iterator[tuple[Sequence[Buffer], int, int, int]]:
+        """Each of this rank's shares with the buffers from its first row on, some read ahead."""
+        window, seed = (self.window, (self.seed, self.epoch)) if self.shuffle else (1, None)
+        groups = self._needed(start, shuffle_groups(self._row_groups, window, seed))
+        ahead = -(-self.readers // window)  # buffers beyond the batch that keep all readers busy
+        buffers: deque[Buffer] = deque()
         for first, last, position in self._shares(start):
-            while windows and windows[0].stop <= first:
-                windows.popleft()
-            while sum(window.start >= last for window in windows) < ahead and (
-                span := next(spans, None)
+            while buffers and buffers[0].group.stop <= first:
+                buffers.popleft()
+            while sum(buffer.group.start >= last for buffer in buffers) < ahead and (
+                group := next(groups, None)
             ):
-                windows.append(make(span))
-            yield windows, (first, last, position)
+                buffers.append(make(group))
+            yield buffers, first, last, position
 
-    def _needed(self, start: int) -> Iterator[ShuffleGroup]:
-        """The windows that this rank's rows lie in, in order."""
-        spans, done = self._spans(), 0
-        starts = [span.start for span in spans]
+    def _needed(self, start: int, groups: Sequence[ShuffleGroup]) -> Iterator[ShuffleGroup]:
+        """The groups that hold rows of this rank, in order."""
+        done, starts = 0, [group.start for group in groups]
         for first, last, _ in self._shares(start):
             begin, end = bisect_right(starts, first) - 1, bisect_left(starts, last)
-            yield from spans[max(begin, done) : end]
+            yield from groups[max(begin, done) : end]
             done = max(end, done)
 
-    def _fill(self, size: int, parts: list[Part]) -> Batch:
-        block = RowBuffer(
-            size,
-            dense=len(self.meta.dense),
-            one_hot=self._multi_hot.count(False),
-            ids=self._reader.ids_dtype,
-            pinned=False,
-        )
-        if self.meta.multi_hot:
-            return fill_multi_hot(block, parts, self._multi_hot)
-        return fill(block, parts).to(torch.device("cpu"))
-
     def _wait_for(self, assembled: Future[Batch], position: int) -> tuple[Batch, int]:
+        with self._waiting():
+            return assembled.result(), position
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Adds the time that the block takes to ``wait_seconds``."""
         began = time.perf_counter()
-        batch = assembled.result()
+        yield
         self.wait_seconds += time.perf_counter() - began
-        return batch, position
-
-    def _ahead(self, batches: Iterator[tuple[Batch, int]]) -> Iterator[tuple[Batch, int]]:
-        """The batches on the GPU, each made there while the consumer works on the one before."""
-        stream = torch.cuda.Stream(self.device)
-        made: deque[tuple[Batch, int, torch.cuda.Event]] = deque()
-        queued: deque[torch.cuda.Event] = deque()
-        while True:
-            with torch.cuda.stream(stream):
-                batch, position = next(batches, (None, 0))
-                if batch is None:
-                    break
-                on_device = batch if self._gathers else batch.pin_memory().to(self.device)
-                made.append((on_device, position, stream.record_event()))
-            if len(made) > 1:
-                yield _received(*made.popleft())
-                # By now the work on that batch is queued. Let it come near: memory stays bounded,
-                # and waiting for data is told apart from waiting for the GPU.
-                queued.append(torch.cuda.current_stream(self.device).record_event())
-                if len(queued) > QUEUED:
-                    queued.popleft().synchronize()
-        while made:
-            yield _received(*made.popleft())
-
-
-def _received(batch: Batch, position: int, copied: torch.cuda.Event) -> tuple[Batch, int]:
-    """A batch whose copy the current stream awaits, and which it keeps alive while in use."""
-    stream = torch.cuda.current_stream(batch.labels.device)
-    stream.wait_event(copied)
-    batch.record_stream(stream)
-    return batch, position
 
 
 @contextmanager
 def _threads(count: int, name: str) -> Iterator[ThreadPoolExecutor]:
-    """A pool whose waiting tasks are dropped, and its threads awaited, on leaving."""
+    """A pool of threads; at the end of the block, queued tasks are cancelled and threads joined."""
     pool = ThreadPoolExecutor(count, name)
     try:
         yield pool

@@ -1,8 +1,7 @@
-"""Windows of row groups on the GPU, which gathers the rows of a batch itself.
+"""Shuffle buffers on the GPU, which gathers the rows of a batch itself.
 
-To put the rows of a window into a random order takes a CPU half as long again as reading them does,
-and a GPU next to nothing: its readers copy each row group in the order of the file, and a batch is
-one gather by the numbers of its rows.
+Writing rows in random order takes a CPU half as long again as reading them, and a GPU next to no
+time. So the readers keep the order of the file, and a batch is a gather by row number.
 """
 
 from __future__ import annotations
@@ -13,86 +12,81 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from dlrm.data.batch import Batch, joined
+from dlrm.data.batch import Batch, RowBuffer, concatenate
 from dlrm.data.parquet import RowGroup, RowGroupReader
-from dlrm.data.shuffle import Interleave, RowBuffer, ShuffleGroup, interleave
+from dlrm.data.shuffle import Interleave, ShuffleGroup, interleave
 
 
 class DeviceShuffleBuffer:
-    """The rows of one span on a device, on their way from the reader threads.
+    """The rows of a shuffle group on a device, filled by the reader threads.
 
-    Row for row the same as :class:`~dlrm.data.shuffle.Window`, for one-hot features. Every call but
-    the reader threads' own is to be made by one thread, on one stream.
+    Holds the same rows in the same order as :class:`~dlrm.data.shuffle.ShuffleBuffer`, for one-hot
+    features. One thread must make all calls, on one stream.
 
     Args:
-        span: what to read, and the order.
+        group: the rows and their order.
         reader: decodes row groups.
-        pool: its threads do the reading.
-        device: where the rows go.
+        pool: reader threads.
+        device: device of the rows.
     """
 
     def __init__(
         self,
-        span: ShuffleGroup,
+        group: ShuffleGroup,
         reader: RowGroupReader,
         pool: ThreadPoolExecutor,
         device: torch.device,
     ) -> None:
-        self.start, self.stop = span.start, span.start + span.rows
-        self._reader, self._device = reader, device
-        pinned, meta = device.type == "cuda", reader.meta
+        self.group, self._reader, self._device = group, reader, device
+        pinned = device.type == "cuda"
         self._order: Tensor | None = None
-        moves: list[Interleave] | list[None] = [None] * len(span.groups)
-        if span.seed is not None:
-            self._order = torch.empty(span.rows, dtype=torch.int64, pin_memory=pinned)
-            moves = interleave(span)
+        if group.seed is not None:
+            self._order = torch.empty(group.rows, dtype=torch.int64, pin_memory=pinned)
         self._reads: deque[Future[RowBuffer]] = deque()
         self._arrived: list[Batch] = []
         first = 0
-        for group, deal in zip(span.groups, moves, strict=True):
+        for row_group, mix in zip(group.row_groups, interleave(group), strict=True):
             # Pinned by this thread: calls to CUDA from others disturb the capture of a CUDA graph.
-            block = RowBuffer(
-                group.rows,
-                dense=len(meta.dense),
-                one_hot=len(meta.categorical),
-                ids=reader.ids_dtype,
-                pinned=pinned,
-            )
-            self._reads.append(pool.submit(self._read, group, block, deal, first))
-            first += group.rows
+            rows = reader.row_buffer(row_group.rows, pinned=pinned)
+            self._reads.append(pool.submit(self._read, row_group, rows, mix, first))
+            first += row_group.rows
 
     def _read(
-        self, group: RowGroup, block: RowBuffer, deal: Interleave | None, first: int
+        self, row_group: RowGroup, out: RowBuffer, mix: Interleave | None, first: int
     ) -> RowBuffer:
-        """Read one row group, whose first row is number ``first`` of the window."""
-        rows = self._reader.read(group)
-        outs = [block.labels, *block.dense, *block.ids]
-        for values, out in zip([rows.labels, *rows.dense, *rows.ids], outs, strict=True):
-            out[:] = values
-        if deal is not None and self._order is not None:
-            self._order.numpy()[deal.places()] = first + deal.permutation()
-        return block
+        """Read a row group, the rows from ``first`` on in file order."""
+        rows = self._reader.read(row_group)
+        outs = [out.labels, *out.dense, *out.ids]
+        for values, column in zip([rows.labels, *rows.dense, *rows.ids], outs, strict=True):
+            column[:] = values
+        if mix is not None and self._order is not None:
+            self._order.numpy()[mix.positions()] = first + mix.permutation()
+        return out
 
     def copy_arrived(self) -> None:
-        """Start to copy the row groups that have been read."""
+        """Start to copy the row groups that have been read to the device."""
         while self._reads and self._reads[0].done():
             self._arrived.append(self._reads.popleft().result().to(self._device))
 
     def wait(self) -> None:
-        """Return when all rows are there; raises what a reader raised."""
+        """Wait until all rows have been read.
+
+        Raises:
+            ValueError: a row group is damaged or holds an invalid value.
+        """
         while self._reads:
             self._reads[0].result()
             self.copy_arrived()
         if len(self._arrived) > 1:
-            self._arrived = [joined(self._arrived)]
+            self._arrived = [concatenate(self._arrived)]
         if self._order is not None and self._order.device != self._device:
             self._order = self._order.to(self._device, non_blocking=True)
 
     def batch(self, first: int, last: int) -> Batch:
-        """Of the rows ``first`` to ``last - 1`` of the epoch, those that lie in this window."""
+        """Rows ``first`` to ``last - 1`` of the epoch as far as they are in this group."""
         self.wait()
         (rows,) = self._arrived
-        part = slice(max(first, self.start) - self.start, min(last, self.stop) - self.start)
+        part = self.group.between(first, last)
         if self._order is None:
             return Batch(
                 rows.dense[:, part].contiguous(), rows.ids[:, part].contiguous(), rows.labels[part]

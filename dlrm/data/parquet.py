@@ -1,8 +1,8 @@
-"""Row groups of label + dense + categorical Parquet: found, checked, and read into columns.
+"""Row groups of Parquet files with a label, dense and categorical columns: checked and read.
 
-Files need not be this program's own: any integer, float or bool column serves as a dense feature
-or label and any integer column as ids (a list of integers where the feature is multi-hot). What
-cannot be read is named by file, row group and column.
+The files may come from any program. A dense feature or the label is a column of integers, floats
+or bools; ids are a column of integers, or lists of integers if the feature is multi-hot. Errors
+name the file, the row group and the column.
 """
 
 from __future__ import annotations
@@ -17,49 +17,43 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from dlrm.data.schema import META_FILE, Categorical, Meta
+from dlrm.data.batch import RowBuffer
+from dlrm.data.schema import META_FILE, Meta
 from dlrm.utils.messages import did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowGroup:
-    """One row group of one file: the unit that is read at once."""
+    """One row group of one file: the unit of reading."""
 
     path: Path
     index: int
     rows: int
     metadata: pq.FileMetaData = field(repr=False, compare=False)
-    """The file's footer, parsed once."""
+    """The footer of the file, read once."""
 
     def __str__(self) -> str:
         return f"{self.path}, row group {self.index}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bags:
-    """The ids of a multi-hot feature: row ``i`` has ``ids[offsets[i] : offsets[i + 1]]``."""
-
-    ids: np.ndarray  # [nnz]
-    offsets: np.ndarray  # [rows + 1] int64
-
-
-@dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The rows of a row group, column by column, in the types of the file where these will do."""
+    """The rows of a row group by column; labels and one-hot ids have the types of the file."""
 
     labels: np.ndarray  # [rows] bool or number
     dense: list[np.ndarray]  # [rows] float32 each
     ids: list[np.ndarray]  # [rows] integer each: the one-hot features
-    bags: list[Bags]  # the multi-hot features
+    bags: list[pa.LargeListArray]  # [rows] lists of int32 or int64 each: the multi-hot features
 
 
 class RowGroupReader:
     """Checks and reads the files of a data directory.
 
     Args:
-        directory: where ``meta.json`` lies; file names are relative to it.
+        directory: the directory of ``meta.json``, to which file names are relative.
         meta: the names of the columns.
-        num_embeddings: rows of each table; ids are checked against it. Default: what ``meta`` says.
+        num_embeddings: rows of each table, against which ids are checked; by default the
+            cardinalities in ``meta``.
     """
 
     def __init__(
@@ -77,7 +71,7 @@ class RowGroupReader:
             raise ValueError(
                 f"num_embeddings has {len(self.num_embeddings)} entries for the "
                 f"{len(meta.categorical)} categorical columns of {self.directory / META_FILE}: "
-                "it must have a table for each, and a trained model the data's columns"
+                "each column needs a table, and a trained model the columns of its training data"
             )
         largest = max(self.num_embeddings, default=0)
         self.ids_dtype = np.dtype(np.int32 if largest <= 2**31 else np.int64)
@@ -88,8 +82,8 @@ class RowGroupReader:
 
         Raises:
             FileNotFoundError: a file of the split is missing.
-            ValueError: the split is unknown or empty, a file is damaged, lacks a column, has one
-                of a wrong type, or the rows are not as many as ``meta.json`` says.
+            ValueError: the split is unknown or empty, a file is damaged, a column is missing or
+                of the wrong type, or the number of rows is not that of ``meta.json``.
         """
         where = self.directory / META_FILE
         if split not in self.meta.splits:
@@ -98,8 +92,8 @@ class RowGroupReader:
             )
         described = self.meta.splits[split]
         files = [self.directory / name for name in described.files]
-        groups = [group for file in files for group in self.open(file)]
-        rows = sum(group.rows for group in groups)
+        row_groups = [row_group for file in files for row_group in self.open(file)]
+        rows = sum(row_group.rows for row_group in row_groups)
         if rows != described.rows:
             raise ValueError(
                 f"split {split!r} has {rows} rows in its files, {where} says {described.rows}; "
@@ -107,59 +101,58 @@ class RowGroupReader:
             )
         if rows == 0:
             raise ValueError(f"split {split!r} of {where} is empty; choose a split that has rows")
-        return groups
+        return row_groups
 
-    def read(self, group: RowGroup) -> Rows:
-        """Read ``group`` and check its values.
+    def read(self, row_group: RowGroup) -> Rows:
+        """Read ``row_group`` and check its values.
 
         Raises:
-            ValueError: the row group is damaged, or holds a value that cannot be used.
+            ValueError: the row group is damaged or holds an invalid value.
         """
-        table = self.read_table(group)
-        rows = Rows(
-            labels=self.labels(table, group),
-            dense=[_dense(_only_chunk(table, name), group, name) for name in self.meta.dense],
-            ids=[],
-            bags=[],
-        )
+        table = self.read_table(row_group)
+        rows = Rows(labels=self.labels(table, row_group), dense=[], ids=[], bags=[])
+        for name in self.meta.dense:
+            rows.dense.append(_dense(_only_chunk(table, name), f"{row_group}, column {name!r}"))
         for column, cardinality in zip(self.meta.categorical, self.num_embeddings, strict=True):
-            array = _only_chunk(table, column.name)
+            array, where = _only_chunk(table, column.name), f"{row_group}, column {column.name!r}"
             if not column.multi_hot:
-                rows.ids.append(_ids(array, group, column, cardinality))
+                rows.ids.append(_ids(array, where, column.oov_id, cardinality))
                 continue
-            offsets = np.zeros(group.rows + 1, np.int64)
+            offsets = np.zeros(row_group.rows + 1, np.int64)
             np.cumsum(pc.fill_null(pc.list_value_length(array), 0), out=offsets[1:])
-            ids = _ids(array.flatten(), group, column, cardinality)
-            rows.bags.append(Bags(ids=ids.astype(self.ids_dtype, copy=False), offsets=offsets))
+            ids = _ids(array.flatten(), where, column.oov_id, cardinality)
+            ids = ids.astype(self.ids_dtype, copy=False)
+            rows.bags.append(pa.LargeListArray.from_arrays(offsets, ids))
         return rows
 
-    def labels(self, table: pa.Table, group: RowGroup) -> np.ndarray:
-        """The labels of what :meth:`read_table` gave for ``group``, ``[rows]`` bool or number.
+    def row_buffer(self, size: int, *, pinned: bool = False) -> RowBuffer:
+        """Room for the dense features, one-hot ids and labels of ``size`` rows."""
+        one_hot = sum(not column.multi_hot for column in self.meta.categorical)
+        dense, ids = len(self.meta.dense), self.ids_dtype
+        return RowBuffer(size, dense=dense, one_hot=one_hot, ids=ids, pinned=pinned)
+
+    def labels(self, table: pa.Table, row_group: RowGroup) -> np.ndarray:
+        """The labels in what :meth:`read_table` returned, ``[rows]`` bool or number.
 
         Raises:
-            ValueError: one is missing or not in [0, 1].
+            ValueError: a label is missing or not in [0, 1].
         """
-        return _labels(_only_chunk(table, self.meta.label), group, self.meta.label)
+        name = self.meta.label
+        return _labels(_only_chunk(table, name), f"{row_group}, column {name!r}")
 
     def open(self, path: Path) -> list[RowGroup]:
-        """The row groups of one file, after a check of its footer and schema.
+        """The row groups of one file, whose footer and schema are checked.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: it is damaged, lacks a column, or has one of a wrong type.
+            FileNotFoundError: the file does not exist.
+            ValueError: the file is damaged, or a column is missing or of the wrong type.
         """
         if not path.is_file():
             raise FileNotFoundError(
                 f"{path} does not exist, but {self.directory / META_FILE} lists it; "
                 "restore the file, or prepare or describe the data again"
             )
-        try:
-            with pq.ParquetFile(path) as file:
-                metadata, schema = file.metadata, file.schema_arrow
-        except (pa.ArrowException, OSError) as error:
-            raise ValueError(
-                f"{path} is not a whole Parquet file ({error}); write it again"
-            ) from None
+        metadata, schema = read_footer(path)
         self._check_schema(path, schema)
         return [
             RowGroup(path=path, index=i, rows=metadata.row_group(i).num_rows, metadata=metadata)
@@ -167,19 +160,19 @@ class RowGroupReader:
             if metadata.row_group(i).num_rows > 0
         ]
 
-    def read_table(self, group: RowGroup) -> pa.Table:
-        """The row group as Arrow has it: the label, the dense and the categorical columns.
+    def read_table(self, row_group: RowGroup) -> pa.Table:
+        """The label, dense and categorical columns of a row group as an Arrow table.
 
         Raises:
-            ValueError: it is damaged.
+            ValueError: the row group is damaged.
         """
 
         def read(columns: list[str]) -> pa.Table:
             with pq.ParquetFile(
-                group.path, metadata=group.metadata, page_checksum_verification=True
+                row_group.path, metadata=row_group.metadata, page_checksum_verification=True
             ) as file:
-                # One thread: the readers work on several row groups at once instead.
-                return file.read_row_group(group.index, columns=columns, use_threads=False)
+                # One thread: the readers work on several row groups at a time instead.
+                return file.read_row_group(row_group.index, columns=columns, use_threads=False)
 
         try:
             return read(self.columns)
@@ -189,10 +182,12 @@ class RowGroupReader:
                     read([name])
                 except (pa.ArrowException, OSError) as cause:
                     raise ValueError(
-                        f"{group}, column {name!r} cannot be read ({cause}); "
+                        f"{row_group}, column {name!r} cannot be read ({cause}); "
                         "the file is damaged: write or copy it again"
                     ) from None
-            raise ValueError(f"{group} cannot be read ({error}); write or copy it again") from None
+            raise ValueError(
+                f"{row_group} cannot be read ({error}); write or copy it again"
+            ) from None
 
     def _check_schema(self, path: Path, schema: pa.Schema) -> None:
         expected = [
@@ -201,7 +196,7 @@ class RowGroupReader:
         ]
         for column in self.meta.categorical:
             if column.multi_hot:
-                expected.append((column.name, "a list of integers (multi-hot)", _is_list_of_ids))
+                expected.append((column.name, "a list of integers (multi-hot)", is_list_of_ids))
             else:
                 expected.append((column.name, "an integer (categorical)", pa.types.is_integer))
         for name, wanted, fits in expected:
@@ -218,13 +213,29 @@ class RowGroupReader:
                 )
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+def read_footer(path: Path) -> tuple[pq.FileMetaData, pa.Schema]:
+    """The metadata and the schema of a Parquet file.
+
+    Raises:
+        ValueError: the file is damaged or not Parquet.
+    """
+    try:
+        with pq.ParquetFile(path) as file:
+            return file.metadata, file.schema_arrow
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path} is not a complete Parquet file ({error}); write it again"
+        ) from None
 
 
-def _is_list_of_ids(kind: pa.DataType) -> bool:
+def is_list_of_ids(kind: pa.DataType) -> bool:
+    """Whether a column of this type can be a multi-hot feature."""
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
     return any(is_list(kind) for is_list in lists) and pa.types.is_integer(kind.value_type)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
 
 
 def _only_chunk(table: pa.Table, name: str) -> pa.Array:
@@ -232,21 +243,19 @@ def _only_chunk(table: pa.Table, name: str) -> pa.Array:
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
-def _labels(array: pa.Array, group: RowGroup, name: str) -> np.ndarray:
+def _labels(array: pa.Array, where: str) -> np.ndarray:
     if array.null_count:
         row = pc.index(array.is_null(), True).as_py()
-        raise ValueError(f"{group}, column {name!r}: row {row} is null; drop rows without a label")
+        raise ValueError(f"{where}: row {row} is null; drop rows without a label")
     labels = array.to_numpy(zero_copy_only=False)
     if labels.dtype != bool and not (labels.min(initial=0) >= 0 and labels.max(initial=1) <= 1):
         row = np.flatnonzero(~((labels >= 0) & (labels <= 1)))[0]
-        raise ValueError(
-            f"{group}, column {name!r}: row {row} is {labels[row]}; a label must lie in [0, 1]"
-        )
+        raise ValueError(f"{where}: row {row} is {labels[row]}; a label must lie in [0, 1]")
     return labels
 
 
-def _dense(array: pa.Array, group: RowGroup, name: str) -> np.ndarray:
-    """A dense column; null and NaN, which pandas writes for the same thing, become 0."""
+def _dense(array: pa.Array, where: str) -> np.ndarray:
+    """The values of a dense column; null, and NaN, which pandas writes for null, become 0."""
     if array.null_count:
         array = array.cast(pa.float32(), safe=False).fill_null(0.0)
     values = array.to_numpy(zero_copy_only=False)
@@ -257,31 +266,31 @@ def _dense(array: pa.Array, group: RowGroup, name: str) -> np.ndarray:
     infinite = np.flatnonzero(np.isinf(values))
     if infinite.size:
         raise ValueError(
-            f"{group}, column {name!r}: row {infinite[0]} is infinite or beyond float32; "
+            f"{where}: row {infinite[0]} is infinite or beyond float32; "
             "dense values must be finite: clip or transform the column"
         )
     return np.nan_to_num(values, nan=0.0)
 
 
-def _ids(array: pa.Array, group: RowGroup, column: Categorical, rows: int) -> np.ndarray:
-    """The ids of a column, each found to lie within its table of ``rows`` rows."""
+def _ids(array: pa.Array, where: str, oov_id: int | None, cardinality: int) -> np.ndarray:
+    """The ids of a column, checked to be in ``[0, cardinality)``; null becomes ``oov_id``."""
     if array.null_count:
-        if column.oov_id is None:
+        if oov_id is None:
             value = pc.index(array.is_null(), True).as_py()
             raise ValueError(
-                f"{group}, column {column.name!r}: value {value} is null; fill it in, or name the "
-                f"id that stands for unknown values as oov_id in {META_FILE}"
+                f"{where}: value {value} is null; fill it in, or set oov_id in {META_FILE} to the "
+                "id that stands for unknown values"
             )
-        array = array.cast(pa.int64(), safe=False).fill_null(column.oov_id)
+        array = array.cast(pa.int64(), safe=False).fill_null(oov_id)
     ids = array.to_numpy()
-    # As unsigned, a negative id is at least half the range of its type: one pass, not two.
-    unsigned, limit = ids.view(f"u{ids.itemsize}"), rows
+    # As unsigned integers, negative ids are at least half the range of the type: one pass, not two.
+    unsigned, limit = ids.view(f"u{ids.itemsize}"), cardinality
     if ids.dtype.kind == "i":
-        limit = min(rows, 1 << (8 * ids.itemsize - 1))
+        limit = min(cardinality, 1 << (8 * ids.itemsize - 1))
     if ids.size and unsigned.max() >= limit:
         value = np.flatnonzero(unsigned >= limit)[0]
         raise ValueError(
-            f"{group}, column {column.name!r}: value {value} is id {ids[value]}, outside the table "
-            f"of {rows} rows; ids lie in [0, {rows}): enlarge the table or correct the data"
+            f"{where}: value {value} is id {ids[value]}, outside the table of {cardinality} rows; "
+            f"ids lie in [0, {cardinality}): enlarge the table or correct the data"
         )
     return ids

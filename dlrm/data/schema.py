@@ -1,8 +1,7 @@
 """Columns of a data set and ``meta.json``, the file that describes a prepared directory.
 
-A prepared directory holds one or more Parquet files per split and this meta file. Everything that
-reads the data learns the names and numbers of its columns here, so a data set with other columns
-than Criteo's 13 + 26 trains the same way.
+A prepared directory holds one or more Parquet files per split and this meta file, which names the
+columns. A data set with other columns than Criteo's 13 + 26 trains in the same way.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SPLITS = ("train", "val", "test")
 CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
 CRITEO_CATEGORICAL = tuple(f"C{i}" for i in range(1, 27))
 
-# Distinct values of C1..C26 over the whole Kaggle file, "missing" counted as a value.
+# Distinct values of C1..C26 in the whole Kaggle file; "missing" counts as a value.
 KAGGLE_CARDINALITIES = (
     1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194,
     27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
@@ -36,21 +35,20 @@ TERABYTE_CARDINALITIES = (
     2209, 11938, 155, 4, 976, 14, 40000000, 40000000, 40000000, 590152, 12973, 108, 36,
 )  # fmt: skip
 
-
-DESCRIBED = "scripts/describe_parquet.py"  # what made the description of Parquet of your own
+DESCRIBED = "scripts/describe_parquet.py"  # options["made_by"] of Parquet from other programs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Categorical:
-    """One categorical column: a table of ``cardinality`` rows is looked up by its ids."""
+    """A categorical column; its ids are looked up in a table of ``cardinality`` rows."""
 
     name: str
     cardinality: int
     """Rows of the table; every id is in ``[0, cardinality)``."""
     multi_hot: bool = False
-    """The column is a list of ids (a bag) rather than one id."""
+    """Each value is a list of ids (a bag) rather than one id."""
     oov_id: int | None = None
-    """The id shared by values unknown to the vocabulary, if there is one."""
+    """The id shared by all values that are not in the vocabulary, if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +74,11 @@ class Meta:
     label: str = "label"
     schema_version: int = SCHEMA_VERSION
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The options that made the data, for the record."""
+    """The options with which the data was made."""
     inputs: tuple[Mapping[str, Any], ...] = ()
-    """Name, bytes and SHA-256 of each raw input file."""
+    """Name, size in bytes and SHA-256 of each raw input file."""
     planted: Mapping[str, Any] = field(default_factory=dict)
-    """Synthetic data only: the best possible metrics per split under the planted truth."""
+    """For synthetic data: the best possible metrics of each split, those of the label model."""
 
     def __post_init__(self) -> None:
         for name, count in Counter([self.label, *self.dense, *self.tables]).items():
@@ -91,9 +89,9 @@ class Meta:
                 )
 
     def _require_types(self) -> None:
-        """Raise where a number or a name is something else, as a hand may write it."""
+        """Check the types and ranges of the values, which may have been written by hand."""
         if not self.categorical:
-            raise ValueError("there is no categorical column, and a model needs one")
+            raise ValueError("there is no categorical column, a model needs at least one")
         for column in self.categorical:
             rows, oov = column.cardinality, column.oov_id
             if type(rows) is not int or not 1 <= rows < 2**63:
@@ -107,9 +105,9 @@ class Meta:
                 raise ValueError(f"split {name!r} has rows {split.rows!r}")
             if not all(isinstance(file, str) for file in split.files):
                 raise ValueError(f"split {name!r} has files {split.files!r}")
-        for name, told in {"options": self.options, "planted": self.planted}.items():
-            if not isinstance(told, Mapping):
-                raise ValueError(f"{name} is {told!r}")
+        for name, value in {"options": self.options, "planted": self.planted}.items():
+            if not isinstance(value, Mapping):
+                raise ValueError(f"{name} is {value!r}")
         for name, best in self.planted.items():
             numbers = isinstance(best, Mapping) and {*map(type, best.values())} <= {int, float}
             if not numbers:
@@ -117,7 +115,7 @@ class Meta:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """Name of each categorical column, which is that of its table."""
+        """Name of each categorical column, which is also the name of its table."""
         return tuple(column.name for column in self.categorical)
 
     @property
@@ -132,20 +130,20 @@ class Meta:
 
     @property
     def counts(self) -> dict[str, list[int]]:
-        """Rows and positives of each split, by which data that were made anew are told."""
+        """Rows and positives of each split, by which results recognise data that was remade."""
         return {name: [split.rows, split.positives] for name, split in self.splits.items()}
 
     def has_rows(self, split: str) -> bool:
-        """Whether there is such a split, and not an empty one."""
+        """Whether the split exists and is not empty."""
         return split in self.splits and self.splits[split].rows > 0
 
     @staticmethod
     def vocabulary_file(name: str) -> str:
-        """Where the vocabulary (value, id, count) of column ``name`` lies, if it was written."""
+        """Path of the vocabulary (value, id, count) of column ``name`` in the directory."""
         return f"vocabulary/{name}.parquet"
 
     def write(self, directory: str | os.PathLike[str]) -> Path:
-        """Write ``meta.json`` into ``directory``, whole or not at all; returns its path."""
+        """Write ``meta.json`` into ``directory`` atomically; returns its path."""
         path = Path(directory) / META_FILE
         with atomic_write(path) as temporary:
             temporary.write_text(json.dumps(asdict(self), indent=2) + "\n")
@@ -156,14 +154,14 @@ class Meta:
         """Read the meta file of a prepared directory.
 
         Raises:
-            FileNotFoundError: there is no ``meta.json`` in ``directory``.
-            ValueError: it is not a meta file of this schema version.
+            FileNotFoundError: ``directory`` has no ``meta.json``.
+            ValueError: it is not a meta file, or has another schema version.
         """
         path = Path(directory) / META_FILE
         if not path.is_file():
             raise FileNotFoundError(
-                f"{path} does not exist: a data directory is made by scripts/prepare_criteo.py or "
-                "scripts/make_synthetic.py; for Parquet of your own run scripts/describe_parquet.py"
+                f"{path} does not exist: make the data with scripts/prepare_criteo.py or "
+                "scripts/make_synthetic.py, or run scripts/describe_parquet.py on your own Parquet"
             )
         try:
             raw = json.loads(path.read_text())
@@ -174,7 +172,8 @@ class Meta:
         version = raw.get("schema_version") if isinstance(raw, dict) else None
         if version != SCHEMA_VERSION:
             raise ValueError(
-                f"{path} has schema version {version!r}, this program reads {SCHEMA_VERSION}; "
+                f"{path} has schema version {version!r}, this program reads version "
+                f"{SCHEMA_VERSION}; "
                 "prepare the data again"
             )
         try:

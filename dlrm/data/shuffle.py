@@ -1,44 +1,79 @@
-"""Windows of row groups: filled by reader threads in shuffled order, cut into batches."""
+"""Shuffle buffers in host memory: reader threads fill them, batches are cut from them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from dlrm.data.batch import Batch
-from dlrm.data.parquet import Bags, RowGroup, RowGroupReader
+from dlrm.data.parquet import RowGroup, RowGroupReader
 
 RUN = 64
-"""Rows that are dealt together: 256 bytes of a column, four cache lines. Writing them one by one to
-random places of a window instead takes 5 times as long on a server CPU."""
+"""Rows that stay together: 256 bytes of a column, four cache lines. Writing single rows to random
+positions of a buffer takes 5 times as long on a server CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShuffleGroup:
-    """The row groups that are mixed with one another, and their place in the epoch's order."""
+    """Row groups that are shuffled together, and their place in the order of the epoch."""
 
     start: int
     """Rows of the epoch that come before."""
-    groups: tuple[RowGroup, ...]
+    row_groups: tuple[RowGroup, ...]
     seed: tuple[int, ...] | None
-    """Draws the order of the rows; None keeps that of the file, and there is one group then."""
+    """Seed of the order of the rows; None keeps that of the file, for a single row group."""
 
     @property
     def rows(self) -> int:
-        """Rows of all its groups."""
-        return sum(group.rows for group in self.groups)
+        """Rows of all row groups."""
+        return sum(row_group.rows for row_group in self.row_groups)
+
+    @property
+    def stop(self) -> int:
+        """Rows of the epoch up to the end of this group."""
+        return self.start + self.rows
+
+    def between(self, first: int, last: int) -> slice:
+        """Rows ``first`` to ``last - 1`` of the epoch as far as they are in this group."""
+        return slice(max(first, self.start) - self.start, min(last, self.stop) - self.start)
+
+
+def shuffle_groups(
+    row_groups: Sequence[RowGroup], size: int, seed: tuple[int, ...] | None
+) -> list[ShuffleGroup]:
+    """The row groups of an epoch in order, ``size`` of them in a group.
+
+    Args:
+        row_groups: in file order.
+        size: row groups that are shuffled together.
+        seed: seed of the order; None keeps that of the file.
+    """
+    if seed is not None:
+        order = np.random.default_rng((*seed, 0)).permutation(len(row_groups))
+        row_groups = [row_groups[i] for i in order]
+    groups, start = [], 0
+    for first in range(0, len(row_groups), size):
+        group = ShuffleGroup(
+            start=start,
+            row_groups=tuple(row_groups[first : first + size]),
+            seed=None if seed is None else (*seed, 1 + first),
+        )
+        groups.append(group)
+        start = group.stop
+    return groups
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interleave:
-    """Where the rows of one row group go: permuted among themselves, then dealt in runs.
+    """The positions in a shuffle buffer of the rows of one row group.
 
-    Run ``i`` goes to the ``slots[i]``-th run of the window. Rows that fill no run go to ``rest``.
+    The rows are permuted and then cut into runs. Run ``i`` becomes run ``slots[i]`` of the buffer.
+    The rows that do not fill a run go to ``rest``.
     """
 
     seed: tuple[int, ...]
@@ -47,222 +82,138 @@ class Interleave:
     rest: slice
 
     def permutation(self) -> np.ndarray:
-        """The rows of the group in the order in which they are dealt."""
+        """The rows of the row group in permuted order."""
         rows = len(self.slots) * self.run + self.rest.stop - self.rest.start
         return np.random.default_rng(self.seed).permutation(rows)
 
-    def places(self) -> np.ndarray:
-        """Of each row dealt, its place in the window."""
+    def positions(self) -> np.ndarray:
+        """The position in the buffer of each of the permuted rows."""
         runs = self.slots[:, None] * self.run + np.arange(self.run)
         return np.concatenate([runs.ravel(), np.arange(self.rest.start, self.rest.stop)])
 
     def write(self, values: np.ndarray, out: np.ndarray) -> None:
-        """Deal ``values``, already permuted, into a column ``out`` of the window."""
-        dealt, whole = len(self.slots) * self.run, len(out) // self.run * self.run
-        out[:whole].reshape(-1, self.run)[self.slots] = values[:dealt].reshape(-1, self.run)
-        out[self.rest] = values[dealt:]
+        """Write the permuted ``values`` of a column to their positions in ``out``."""
+        in_runs, end = len(self.slots) * self.run, len(out) // self.run * self.run
+        out[:end].reshape(-1, self.run)[self.slots] = values[:in_runs].reshape(-1, self.run)
+        out[self.rest] = values[in_runs:]
 
 
-def interleave(span: ShuffleGroup) -> list[Interleave]:
-    """How the row groups of ``span`` are mixed: the runs of all of them in random order."""
-    assert span.seed is not None
-    sizes = [group.rows for group in span.groups]
+def interleave(group: ShuffleGroup) -> list[Interleave] | list[None]:
+    """How each row group of ``group`` is mixed with the others; None to keep the order."""
+    if group.seed is None:
+        return [None] * len(group.row_groups)
+    sizes = [row_group.rows for row_group in group.row_groups]
     run = max(1, min(RUN, min(sizes) // RUN))
     owners = np.repeat(np.arange(len(sizes)), [size // run for size in sizes])
-    np.random.default_rng(span.seed).shuffle(owners)
+    np.random.default_rng(group.seed).shuffle(owners)
     made, start = [], len(owners) * run
     for i, size in enumerate(sizes):
         rest = slice(start, start + size % run)
         slots = np.flatnonzero(owners == i)
-        made.append(Interleave(seed=(*span.seed, 1 + i), run=run, slots=slots, rest=rest))
+        made.append(Interleave(seed=(*group.seed, 1 + i), run=run, slots=slots, rest=rest))
         start = rest.stop
     return made
 
 
 class ShuffleBuffer:
-    """The rows of one span in their final order, on their way from the reader threads.
+    """The rows of a shuffle group in their final order, filled by the reader threads.
 
-    A row group is decoded by one thread, which writes each column to the places of its rows; a
-    batch is then a run of columns of the window: one contiguous copy per feature.
+    One thread decodes a row group and writes each column to the positions of its rows. A batch is
+    then a run of columns of the buffer: one contiguous copy per feature.
 
     Args:
-        span: what to read, and the order.
+        group: the rows and their order.
         reader: decodes row groups.
-        pool: its threads do the reading.
+        pool: reader threads.
     """
 
     def __init__(
-        self, span: ShuffleGroup, reader: RowGroupReader, pool: ThreadPoolExecutor
+        self, group: ShuffleGroup, reader: RowGroupReader, pool: ThreadPoolExecutor
     ) -> None:
-        rows, meta = span.rows, reader.meta
+        self.group, self._reader, meta = group, reader, reader.meta
         one_hot = sum(not column.multi_hot for column in meta.categorical)
-        self.start, self.stop = span.start, span.start + rows
-        self.dense = np.empty((len(meta.dense), rows), np.float32)
-        self.ids = np.empty((one_hot, rows), reader.ids_dtype)
-        self.labels = np.empty(rows, np.float32)
-        self._bags: list[Bags] | None = None
-        self._reader = reader
-        places: Sequence[Interleave | slice] = (
-            [slice(rows)] if span.seed is None else interleave(span)
-        )
-        self._reads = [
-            pool.submit(self._read, group, place)
-            for group, place in zip(span.groups, places, strict=True)
-        ]
+        self.dense = np.empty((len(meta.dense), group.rows), np.float32)
+        self.ids = np.empty((one_hot, group.rows), reader.ids_dtype)
+        self.labels = np.empty(group.rows, np.float32)
+        self._bags: list[pa.Array] | None = None
+        shuffled_bags = meta.multi_hot and group.seed is not None
+        self._order = np.empty(group.rows, np.int64) if shuffled_bags else None  # of the bags
+        self._reads, first = [], 0
+        for row_group, mix in zip(group.row_groups, interleave(group), strict=True):
+            self._reads.append(pool.submit(self._read, row_group, mix, first))
+            first += row_group.rows
 
-    def _read(
-        self, group: RowGroup, place: Interleave | slice
-    ) -> tuple[list[Bags], np.ndarray | None]:
-        """Read one row group; its bags, and the place in the window of each of its rows."""
-        rows = self._reader.read(group)
-        pairs = zip(
-            [rows.labels, *rows.dense, *rows.ids],
-            [self.labels, *self.dense, *self.ids],
-            strict=True,
-        )
-        if isinstance(place, slice):
-            for values, out in pairs:
-                out[place] = values
-            return rows.bags, None
-        permutation = place.permutation()
-        for values, out in pairs:
-            place.write(values.take(permutation, mode="clip"), out)  # clip: no check of bounds
-        if not rows.bags:
-            return [], None
-        places = np.empty_like(permutation)
-        places[permutation] = place.places()
-        return rows.bags, places
-
-    def part(self, first: int, last: int) -> Part:
-        """Of the rows ``first`` to ``last - 1`` of the epoch, those that lie in this window."""
-        return self, slice(max(first, self.start) - self.start, min(last, self.stop) - self.start)
+    def _read(self, row_group: RowGroup, mix: Interleave | None, first: int) -> list[pa.Array]:
+        """Read a row group, the rows from ``first`` on in file order; returns its bags."""
+        rows = self._reader.read(row_group)
+        columns = [rows.labels, *rows.dense, *rows.ids]
+        outs = [self.labels, *self.dense, *self.ids]
+        if mix is None:
+            for values, out in zip(columns, outs, strict=True):
+                out[:] = values
+            return rows.bags
+        permutation = mix.permutation()
+        for values, out in zip(columns, outs, strict=True):
+            mix.write(values.take(permutation, mode="clip"), out)  # clip: skips the bounds check
+        if self._order is not None:
+            self._order[mix.positions()] = first + permutation
+        return rows.bags
 
     def wait(self) -> None:
-        """Return when all rows are there; raises what a reader raised."""
+        """Wait until all rows are there.
+
+        Raises:
+            ValueError: a row group is damaged or holds an invalid value.
+        """
         for read in self._reads:
             read.result()
 
-    def bags(self) -> list[Bags]:
-        """The multi-hot features in the window's order. Not for several threads at once."""
+    def bags(self) -> list[pa.Array]:
+        """The multi-hot features, a list per row. Only one thread may call this."""
         if self._bags is None:
-            reads = [read.result() for read in self._reads]
-            places = [places for _, places in reads if places is not None]
-            order = np.concatenate(places) if places else None
-            features = zip(*(bags for bags, _ in reads), strict=True)
-            self._bags = [_reordered(_joined(pieces), order) for pieces in features]
+            features = zip(*(read.result() for read in self._reads), strict=True)
+            joined = [pa.concat_arrays(row_groups) for row_groups in features]
+            order = self._order
+            self._bags = joined if order is None else [bags.take(order) for bags in joined]
         return self._bags
 
 
-class RowBuffer:
-    """A one-hot batch in one piece of memory, so that one copy brings it to a GPU.
-
-    Its columns are NumPy arrays: :func:`fill` fills them, :meth:`to` makes tensors of them. Every
-    call to PyTorch costs microseconds and this is done for each batch, so there are few of them.
+def assemble(
+    reader: RowGroupReader, buffers: Sequence[ShuffleBuffer], first: int, last: int
+) -> Batch:
+    """Copy rows ``first`` to ``last - 1`` of the epoch into a batch in host memory.
 
     Args:
-        size: samples B.
-        dense: dense features N.
-        one_hot: one-hot features F.
-        ids: type of the ids, int32 or int64.
-        pinned: page-lock the memory.
+        reader: the reader of the buffers.
+        buffers: those that hold the rows, in order.
+        first: the first row.
+        last: the row after the last one.
     """
-
-    def __init__(self, size: int, *, dense: int, one_hot: int, ids: np.dtype, pinned: bool) -> None:
-        ids_end = one_hot * size * ids.itemsize // 4  # in words of four bytes
-        self._dense_start = _aligned(ids_end)
-        dense_end = self._dense_start + dense * size
-        self._labels_start = _aligned(dense_end)
-        end = self._labels_start + size
-        self._words = torch.empty(_aligned(end), dtype=torch.int32, pin_memory=pinned)
-        words = self._words.numpy()
-        floats = words.view(np.float32)
-        self.ids = words[:ids_end].view(ids).reshape(one_hot, size)
-        self.dense = floats[self._dense_start : dense_end].reshape(dense, size)
-        self.labels = floats[self._labels_start : end]
-
-    def to(self, device: torch.device) -> Batch:
-        """The batch on ``device``; a copy to a GPU is asynchronous."""
-        words = self._words.to(device, non_blocking=True)
-        floats = words.view(torch.float32)
-        ids = words if self.ids.itemsize == 4 else words.view(torch.int64)
-        (features, size), dense = self.ids.shape, len(self.dense)
-        return Batch(
-            dense=floats.as_strided((dense, size), (size, 1), self._dense_start),
-            ids=ids.as_strided((features, size), (size, 1)),
-            labels=floats.as_strided((size,), (1,), self._labels_start),
-        )
-
-
-def _aligned(words: int) -> int:
-    """``words`` rounded up to 256 bytes, to which PyTorch aligns tensors on a GPU."""
-    return -(-words // 64) * 64
-
-
-Part: TypeAlias = tuple[ShuffleBuffer, slice]
-"""Consecutive rows of a window."""
-
-
-def fill(block: RowBuffer, parts: Sequence[Part]) -> RowBuffer:
-    """Copy ``parts``, one behind the other, into the ``block`` that has room for them."""
-    start = 0
-    for window, rows in parts:
-        window.wait()
+    out, start = reader.row_buffer(last - first), 0
+    parts = [(buffer, buffer.group.between(first, last)) for buffer in buffers]
+    for buffer, rows in parts:
+        buffer.wait()
         stop = start + rows.stop - rows.start
-        block.dense[:, start:stop] = window.dense[:, rows]
-        block.ids[:, start:stop] = window.ids[:, rows]
-        block.labels[start:stop] = window.labels[rows]
+        out.dense[:, start:stop] = buffer.dense[:, rows]
+        out.ids[:, start:stop] = buffer.ids[:, rows]
+        out.labels[start:stop] = buffer.labels[rows]
         start = stop
-    return block
-
-
-def fill_multi_hot(block: RowBuffer, parts: Sequence[Part], multi_hot: Sequence[bool]) -> Batch:
-    """As :func:`fill`, where some features are multi-hot: all of them become bags.
-
-    Args:
-        block: room for the one-hot features.
-        parts: the rows.
-        multi_hot: of each categorical feature, whether it is multi-hot.
-
-    Returns:
-        A batch with the ids of all features, table by table, and offsets.
-    """
-    batch = fill(block, parts).to(torch.device("cpu"))
-    ones = np.arange(batch.size + 1)
-    one_hot = (Bags(ids=ids, offsets=ones) for ids in block.ids)
-    bags = (
-        _joined([_cut(feature, rows) for feature, (_, rows) in zip(pieces, parts, strict=True)])
-        for pieces in zip(*(window.bags() for window, _ in parts), strict=True)
-    )
-    empty = Bags(ids=np.empty(0, block.ids.dtype), offsets=np.zeros(1, np.int64))
-    joined = _joined([next(bags, empty) if many else next(one_hot) for many in multi_hot])
-    ids, offsets = torch.from_numpy(joined.ids), torch.from_numpy(joined.offsets)
-    bounds = tuple(joined.offsets[:: batch.size].tolist()) if batch.size else None
-    return Batch(batch.dense, ids, batch.labels, offsets, bounds)
-
-
-def _cut(bags: Bags, rows: slice) -> Bags:
-    offsets = bags.offsets[rows.start : rows.stop + 1]
-    return Bags(ids=bags.ids[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
-
-
-def _joined(pieces: Sequence[Bags]) -> Bags:
-    """The bags of ``pieces`` behind one another."""
-    shifts = np.cumsum([0, *(piece.offsets[-1] for piece in pieces)])
-    offsets = [piece.offsets[:-1] + shift for piece, shift in zip(pieces, shifts, strict=False)]
-    return Bags(
-        ids=np.concatenate([piece.ids for piece in pieces]),
-        offsets=np.concatenate([*offsets, shifts[-1:]]),
-    )
-
-
-def _reordered(bags: Bags, order: np.ndarray | None) -> Bags:
-    """Bag ``i`` moved to place ``order[i]``."""
-    if order is None:
-        return bags
-    source = np.empty_like(order)
-    source[order] = np.arange(len(order))
-    lengths = np.diff(bags.offsets)[source]
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    # An id moves by as much as its bag does.
-    moves = np.repeat(bags.offsets[:-1][source] - offsets[:-1], lengths)
-    return Bags(ids=bags.ids[moves + np.arange(len(moves))], offsets=offsets)
+    batch = out.to(torch.device("cpu"))
+    if not reader.meta.multi_hot:
+        return batch
+    # As soon as one feature is multi-hot, all of them become bags, table by table.
+    one_hot, ones = iter(out.ids), np.ones(batch.size, np.int64)
+    multi_hot = zip(*([b[rows] for b in buffer.bags()] for buffer, rows in parts), strict=True)
+    ids, lengths = [np.empty(0, reader.ids_dtype)], [np.zeros(1, np.int64)]
+    for column in reader.meta.categorical:
+        if column.multi_hot:
+            for bags in next(multi_hot, ()):
+                ids.append(bags.flatten().to_numpy())
+                lengths.append(bags.value_lengths().to_numpy())
+        else:
+            ids.append(next(one_hot))
+            lengths.append(ones)
+    offsets = np.cumsum(np.concatenate(lengths))
+    bounds = tuple(offsets[:: batch.size].tolist()) if batch.size else None
+    all_ids = torch.from_numpy(np.concatenate(ids))
+    return Batch(batch.dense, all_ids, batch.labels, torch.from_numpy(offsets), bounds)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dlrm.data.frequencies import read_counts
+from dlrm.data.frequencies import read_frequencies
 from dlrm.embeddings import available
 from dlrm.model import DLRM, DTYPES
 from dlrm.sparse_arch.table_plan import plan, times
@@ -87,7 +87,7 @@ class Trained:
             self.recipe["embedding_dim"],
             kind,
             budget=times(ratio),
-            counts=lambda: read_counts(self.data, self.meta),
+            counts=lambda: read_frequencies(self.data, self.meta),
             weight_bytes=DTYPES[self.recipe.get("tables_dtype", "fp32")],
         )
         model = DLRM(**{**self.recipe, "plan": chosen}).to(self.device)

@@ -263,9 +263,9 @@ def test_refuses_the_state_of_other_data(data, tmp_path):
     state = CriteoLoader(data, "train", batch_size=10).state_dict()
     with pytest.raises(ValueError, match="'train' loader cannot be continued: data is"):
         CriteoLoader(tmp_path, "train", batch_size=10).load_state_dict(state)
-    with pytest.raises(ValueError, match="not a state of a loader"):
+    with pytest.raises(ValueError, match="not the state of a loader"):
         CriteoLoader(data, "train", batch_size=10).load_state_dict({**state, "order": None})
-    with pytest.raises(ValueError, match="not a state of a loader"):
+    with pytest.raises(ValueError, match="not the state of a loader"):
         CriteoLoader(data, "train", batch_size=10).load_state_dict({"step": 3})
 
 
@@ -513,7 +513,7 @@ def test_damaged_files(tmp_path):
     path = tmp_path / "train_1.parquet"
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"train_1.parquet is not a whole Parquet file"):
+    with pytest.raises(ValueError, match=r"train_1.parquet is not a complete Parquet file"):
         CriteoLoader(tmp_path, "train", batch_size=10)
     chunk = pq.read_metadata(tmp_path / "train_0.parquet").row_group(2).column(4)
     start = chunk.dictionary_page_offset or chunk.data_page_offset
@@ -555,7 +555,7 @@ def test_unknown_and_empty_split(data):
         ({"prefetch": -1}, "prefetch is -1, it must be at least 1"),
         ({"rank": 2, "world_size": 2}, r"rank is 2, it must lie in \[0, world_size=2\)"),
         ({"seed": -1}, "seed is -1, it must not be negative"),
-        ({"device": "meta"}, "device is meta, batches are brought to cpu or cuda"),
+        ({"device": "meta"}, "device is meta, it must be cpu or cuda"),
     ],
 )
 def test_bad_options(data, options, message):

@@ -123,7 +123,7 @@ MISTAKES = {
     "no categorical": ((*ARGUMENTS, "--categorical"), "no categorical columns, and a model needs"),
     "label of 2": (("--train", "test.parquet", "--label", "age"), "column 'age': row"),
     "unknown option": ((*ARGUMENTS, "--lable", "x"), "option --lable, did you mean '--label'?"),
-    "no Parquet": (("--train", "notes.txt"), "notes.txt is not a whole Parquet file"),
+    "no Parquet": (("--train", "notes.txt"), "notes.txt is not a complete Parquet file"),
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 from pyarrow import parquet
 
 from dlrm.data import synthetic
-from dlrm.data.frequencies import count_ids, read_counts
+from dlrm.data.frequencies import count_ids, read_frequencies
 from dlrm.data.schema import DESCRIBED, Categorical, Meta, Split
 
 
@@ -30,7 +30,7 @@ def test_counts_are_those_of_the_vocabularies(tmp_path):
     path.parent.mkdir()
     table = {"value": ["b", "a", None], "id": [0, 1, 3], "count": [9, 5, 2]}
     parquet.write_table(pa.table(table), path)
-    assert [c.tolist() for c in read_counts(tmp_path, meta)] == [[9, 5, 0, 2]]
+    assert [c.tolist() for c in read_frequencies(tmp_path, meta)] == [[9, 5, 0, 2]]
 
 
 def test_vocabularies_beside_described_data_are_of_other_ids(tmp_path):
@@ -39,14 +39,17 @@ def test_vocabularies_beside_described_data_are_of_other_ids(tmp_path):
         path = tmp_path / meta.vocabulary_file(column.name)
         path.parent.mkdir(exist_ok=True)
         parquet.write_table(pa.table({"value": ["b"], "id": [0], "count": [9]}), path)
-    assert [c.tolist() for c in read_counts(tmp_path, meta)] == [[9, 0, 0], [9, 0, 0, 0, 0]]
+    assert [c.tolist() for c in read_frequencies(tmp_path, meta)] == [[9, 0, 0], [9, 0, 0, 0, 0]]
     described = replace(meta, options={"made_by": DESCRIBED})
-    assert [c.tolist() for c in read_counts(tmp_path, described)] == [[1, 0, 2], [2, 0, 0, 0, 1]]
+    assert [c.tolist() for c in read_frequencies(tmp_path, described)] == [
+        [1, 0, 2],
+        [2, 0, 0, 0, 1],
+    ]
 
 
 def test_without_vocabularies_the_training_rows_are_counted(tmp_path):
     meta = write(tmp_path, [4, 0, 0, 2, 0, 4], [[0], [], [2, 2], None, [1, 0], [0]], groups=3)
-    assert [c.tolist() for c in read_counts(tmp_path, meta)] == [[3, 1, 2], [3, 0, 1, 0, 2]]
+    assert [c.tolist() for c in read_frequencies(tmp_path, meta)] == [[3, 1, 2], [3, 0, 1, 0, 2]]
 
 
 def test_of_many_rows_evenly_spaced_groups_are_counted(tmp_path):
@@ -60,7 +63,7 @@ def test_the_ids_of_a_training_split_are_counted_whole(tmp_path):
     meta = Meta.read(tmp_path / "data")
     files = [tmp_path / "data" / name for name in meta.splits["train"].files]
     column = np.concatenate([parquet.read_table(file)["C7"].to_numpy() for file in files])
-    counts = read_counts(tmp_path / "data", meta)
+    counts = read_frequencies(tmp_path / "data", meta)
     assert counts[6].tolist() == np.bincount(column, minlength=300).tolist()
     assert {int(count.sum()) for count in counts} == {meta.splits["train"].rows}
 
@@ -68,14 +71,17 @@ def test_the_ids_of_a_training_split_are_counted_whole(tmp_path):
 def test_an_id_outside_its_table_is_named(tmp_path):
     meta = write(tmp_path, [0, 5], [[0], [0]])
     with pytest.raises(ValueError, match=r"column 'ids': value 1 is id 5, outside the table"):
-        read_counts(tmp_path, meta)
+        read_frequencies(tmp_path, meta)
 
 
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"id": [0, 4], "count": [9, 5]}, r"names ids 0 .. 4, meta.json a table of 4 rows"),
-        ({"id": [0, -1], "count": [9, 5]}, r"names ids -1 .. 0, meta.json a table of 4 rows"),
+        ({"id": [0, 4], "count": [9, 5]}, r"lists ids 0 .. 4, but meta.json has a table of 4 rows"),
+        (
+            {"id": [0, -1], "count": [9, 5]},
+            r"lists ids -1 .. 0, but meta.json has a table of 4 rows",
+        ),
         ({"id": [0, 1]}, r"can't be read as a vocabulary"),
         ({"id": [0, 1], "count": ["many", "few"]}, r"can't be read as a vocabulary"),
         ({"id": [0, 1], "count": [9, None]}, r"can't be read as a vocabulary"),
@@ -90,7 +96,7 @@ def test_a_damaged_vocabulary_is_named(tmp_path, table, message):
     if table:
         parquet.write_table(pa.table(table), path)
     with pytest.raises(ValueError, match=rf"C1.parquet {message}"):
-        read_counts(tmp_path, meta)
+        read_frequencies(tmp_path, meta)
 
 
 def test_a_flipped_bit_in_a_vocabulary_is_found(tmp_path):
@@ -103,4 +109,4 @@ def test_a_flipped_bit_in_a_vocabulary_is_found(tmp_path):
     content[content.index((1050).to_bytes(8, "little"))] ^= 1
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"C1.parquet can't be read as a vocabulary"):
-        read_counts(tmp_path, meta)
+        read_frequencies(tmp_path, meta)

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from dlrm.data.preprocess.parser import MISSING, hex_strings
 from dlrm.data.preprocess.reader import RawBlock, RawFile
 from dlrm.data.preprocess.spill import Spilled
-from dlrm.data.preprocess.vocabulary import group, ids_in, look_up, number, opened
+from dlrm.data.preprocess.vocabulary import group, ids_in, look_up, number, open_vocabulary
 from dlrm.data.preprocess.workspace import Workspace
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, META_FILE, Categorical, Meta, Split
 from dlrm.utils.atomic import atomic_write
@@ -191,7 +191,7 @@ def require_known(known: Path, columns: Sequence[Categorical]) -> None:
         ValueError: one can't be opened, or is of another preparation.
     """
     for column in columns:
-        with opened(known / Meta.vocabulary_file(column.name), known) as file:
+        with open_vocabulary(known / Meta.vocabulary_file(column.name), known) as file:
             if (rows := file.metadata.num_rows) != column.cardinality:
                 raise ValueError(f"it has {rows} rows, {META_FILE} tells of {column.cardinality}")
 
@@ -200,7 +200,7 @@ def _of_known(
     known: Path, name: str, keys: NDArray[np.int64]
 ) -> tuple[pa.Table, NDArray[np.int32]]:
     """The vocabulary of a column of data prepared before, and the id of each key in it."""
-    with opened(known / Meta.vocabulary_file(name), known) as file:
+    with open_vocabulary(known / Meta.vocabulary_file(name), known) as file:
         table = file.read().cast(VOCABULARY)
         ids = ids_in(table, keys)
     if (ids < 0).any():

@@ -85,7 +85,7 @@ def number(
 
 
 @contextmanager
-def opened(path: Path, data: object = "the data") -> Iterator[pq.ParquetFile]:
+def open_vocabulary(path: Path, data: object = "the data") -> Iterator[pq.ParquetFile]:
     """A vocabulary's file, and what is wrong with it told with its path.
 
     Args:
