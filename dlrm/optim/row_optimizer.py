@@ -117,8 +117,8 @@ class RowOptimizer(torch.optim.Optimizer):
                 parameter.grad._values(),
                 states,
                 lr=_rate(group).to(device),
-                plan=announced(rows),
-                cached=cached,
+                sorted_rows=announced(rows),
+                cached=None if cached is None else cached.cached_slots,
                 seed=self._seed(group, [parameter]),
             )
 

@@ -185,7 +185,7 @@ class GradientReducer:
         wide = torch.promote_types(values.dtype, torch.float32)
         table = torch.zeros(parameter.shape, dtype=wide, device=values.device)
         minus = torch.full((), -1.0, device=values.device)
-        update_rows("sgd", table, rows, values, lr=minus, plan=announced(rows))
+        update_rows("sgd", table, rows, values, lr=minus, sorted_rows=announced(rows))
         if self._resting:
             return [table]
         return [table, torch.zeros_like(table[:, 0]).index_fill_(0, rows, 1.0)]

@@ -130,7 +130,7 @@ def ours(setup: Setup, rule: str) -> dict[str, float]:
     weight = setup.weight.detach()
 
     def update(plan: SortedRows, grad: Tensor) -> None:
-        update_rows(rule, weight, plan.rows, grad, states, lr=setup.lr, plan=plan)
+        update_rows(rule, weight, plan.rows, grad, states, lr=setup.lr, sorted_rows=plan)
 
     gather = partial(gather_rows, weight, setup.starts)
     steps = [

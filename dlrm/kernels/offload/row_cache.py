@@ -24,6 +24,7 @@ from dlrm.kernels.offload.admission import CacheIndex, move_rows, row_of, rows_o
 from dlrm.kernels.offload.pinned_memory import zeros_beside
 from dlrm.kernels.offload.prefetch import AsyncRowTransfer
 from dlrm.kernels.update.row_sort import announce
+from dlrm.kernels.update.sparse import CachedSlots
 
 TILE = 2048  # elements of a tile: rows in host memory are waited for by few others
 
@@ -109,12 +110,9 @@ class CachedRows:
         return self.index.slots
 
     @property
-    def gaps(self) -> tuple[int, ...]:
-        """For the table and each :meth:`new_rows` how far behind it its cache lies, in elements."""
-        return tuple(
-            (cache.data_ptr() - host.data_ptr()) // host.element_size()
-            for host, cache in self.tensors
-        )
+    def cached_slots(self) -> CachedSlots:
+        """What :func:`dlrm.kernels.update.sparse.update_rows` needs to know of the cache."""
+        return CachedSlots(slots=self.slots, caches=[cache for _, cache in self.tensors])
 
     def nbytes(self) -> tuple[int, int]:
         """Bytes of the cached rows with their states, and of what keeps track of them."""
@@ -223,22 +221,6 @@ class CachedRows:
         self.tensors = [(self.tensors[0][0],) * 2]
         self.active = False
 
-    def read(self, tensor: int, rows: Tensor) -> Tensor:
-        """Rows ``[n]`` of the table (0) or of what :meth:`new_rows` made (1, ...)."""
-        host, cache = self.tensors[tensor]
-        slot = self.slots[rows].long()
-        value = host.index_select(0, rows)
-        value[slot >= 0] = cache[slot[slot >= 0]]
-        return value
-
-    def write(self, tensor: int, rows: Tensor, values: Tensor) -> None:
-        """Put ``values [n, columns]`` where :meth:`read` would find them; no row twice."""
-        host, cache = self.tensors[tensor]
-        slot = self.slots[rows].long()
-        held = slot >= 0
-        cache[slot[held]] = values[held]
-        host[rows[~held]] = values[~held]
-
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
@@ -256,7 +238,7 @@ class _Lookup(torch.autograd.Function):
             out, flat = _launch_gather(ids, starts, cached)
         else:
             flat = rows_of(ids, starts).view(-1)
-            out = cached.read(0, flat)
+            out = cached.cached_slots.read(weight, 0, flat)
         if ctx.needs_input_grad[0]:
             announce(flat, len(weight))
         ctx.save_for_backward(flat)
@@ -273,12 +255,13 @@ class _Lookup(torch.autograd.Function):
 def _launch_gather(ids: Tensor, starts: Tensor | None, cached: CachedRows) -> tuple[Tensor, Tensor]:
     """The rows ``[B * F, D]`` that ids mean, and their numbers ``[B * F]``."""
     weight, _ = cached.tensors[0]
+    gap, *_ = cached.cached_slots.offsets([host for host, _ in cached.tensors])
     (tables, batch), dim, n = ids.shape, weight.shape[1], ids.numel()
     out, flat = weight.new_empty(n, dim), torch.empty(n, dtype=torch.int64, device=ids.device)
     grid, sizes = tiling(n, dim, TILE)
     if n:
         _gather[grid](
-            ids, starts, cached.slots, weight, cached.gaps[0], out, flat, n, batch,
+            ids, starts, cached.slots, weight, gap, out, flat, n, batch,
             F=tables, **sizes,
         )  # fmt: skip
     return out, flat

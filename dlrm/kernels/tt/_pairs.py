@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dlrm.kernels.update.rules import rule_step, store_of_all
+from dlrm.kernels.update.rules import rule_step, store_after_all_read
 
 
 @triton.jit
@@ -114,14 +114,14 @@ def pair_products(
 @triton.jit
 def _apply(big, to, inside, grad, state, at, lr, hyper, length, RULE: tl.constexpr):
     """Update a tile of slice ``at``; under a row-wise rule it is all of the slice."""
-    if RULE == "adagrad":
+    if RULE.name == "adagrad":
         kept = tl.load(state + to, mask=inside, other=0.0)
-        kept, _, grad = rule_step(kept, kept, grad, 0, hyper, RULE)
+        kept, _, grad = rule_step(kept, kept, 0, grad, hyper, RULE)
         tl.store(state + to, kept, mask=inside)
-    elif RULE == "rowwise_adagrad":
+    elif RULE.name == "rowwise_adagrad":
         mean = tl.load(state + at) + tl.sum(grad * grad) / length
-        store_of_all(state + at, mean, None)
-        grad /= tl.sqrt_rn(mean) + hyper[0]
+        store_after_all_read(state + at, mean, None)
+        grad /= tl.sqrt_rn(mean) + hyper.eps
     value = tl.load(big + to, mask=inside, other=0.0)
     tl.store(big + to, value - tl.load(lr) * grad, mask=inside)
 

@@ -106,7 +106,7 @@ class Factor:
         else:
             state = update.states[0] if update.states else None
             tiles |= {"state": state, "lr": update.lr, "hyper": hyper(update.rule)}
-            tiles["RULE"] = update.rule.name
+            tiles["RULE"] = update.rule.kind
         kernels.big_gradient[(len(used.spans), columns)](
             small, big, grad, d_big, added, used.spans, used.members, **tiles
         )

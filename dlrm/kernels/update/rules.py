@@ -1,11 +1,15 @@
-"""What the kernels that update weights share: Triton's part of :mod:`dlrm.kernels.update.rules`."""
+"""The rules of the optimizers: options, state, and one step in PyTorch and in Triton.
+
+A new rule is one function decorated with :func:`_rule`, which is its step in PyTorch, and one
+branch of :func:`rule_step` below. Everything else reads it from here.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -15,89 +19,9 @@ from torch import Tensor
 from dlrm.utils.messages import did_you_mean
 
 
-def hyper(rule: Rule) -> tuple[float, ...]:
-    """The options of a rule as kernels take them."""
-    keep = rule.alpha or rule.rho  # no rule has both
-    betas = [(beta, 1 - beta, math.log(beta or 1e-38)) for beta in rule.betas]
-    return (rule.eps, rule.weight_decay, rule.momentum, keep, 1 - keep, *betas[0], *betas[1])
-
-
-@triton.jit
-def one_minus_exp(x):
-    """``1 - exp(x)`` for x <= 0, by its series where the difference would cancel."""
-    series = -x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5))))
-    return tl.where(x > -0.1, series, 1 - tl.exp(x))
-
-
-@triton.jit
-def rule_step(first, second, grad, count, hyper, RULE: tl.constexpr):
-    """What a rule keeps of weights ``[K, B]``, brought up to date, and the step it gives.
-
-    ``second`` and ``count [K]``, of updates so far with this one, are looked at by rules that have
-    them. Neither sgd nor rowwise_adagrad, whose state is not one of weights, comes here.
-    """
-    eps, _, _, keep, rest, beta1, rest1, log1, beta2, rest2, log2 = hyper
-    if RULE == "adagrad":
-        first += grad * grad
-        step = grad / (tl.sqrt_rn(first) + eps)
-    elif RULE == "rmsprop":
-        first = first * keep + grad * grad * rest
-        step = grad / (tl.sqrt_rn(first) + eps)
-    elif RULE == "adadelta":
-        first = first * keep + grad * grad * rest
-        step = tl.sqrt_rn(second + eps) / tl.sqrt_rn(first + eps) * grad
-        second = second * keep + step * step * rest
-    else:
-        first = first * beta1 + grad * rest1
-        mean = first / one_minus_exp(count * log1)[:, None]
-        if RULE == "adamax":
-            second = tl.maximum(second * beta2, tl.abs(grad) + eps)
-            step = mean / second
-        else:  # adam, adamw
-            second = second * beta2 + grad * grad * rest2
-            scale = one_minus_exp(count * log2)[:, None]
-            step = mean / (tl.sqrt_rn(second / scale) + eps)
-    return first, second, step
-
-
-@triton.jit
-def store_rounded(weight, at, element, value, mask, seed, ROUND: tl.constexpr):
-    """Store fp32 as the weight's type; with ROUND to bf16 up or down by chance."""
-    if ROUND:
-        chance = tl.randint(tl.load(seed), element.to(tl.int32)).to(tl.int32) & 0xFFFF
-        bits = (value.to(tl.int32, bitcast=True) + chance) & -65536  # upper half: the bf16
-        value = tl.where(value == value, bits.to(tl.float32, bitcast=True), value)
-    tl.store(weight + at, value.to(weight.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def store_of_all(at, value, mask):
-    """Store a number that every warp of a program has read, once all have read it.
-
-    One of them stores it, and warps do not run in step: others would read the new number.
-    """
-    tl.debug_barrier()
-    tl.store(at, value, mask=mask)
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "sgd": {"momentum": 0.0, "weight_decay": 0.0},
-    "adagrad": {"eps": 1e-8, "weight_decay": 0.0},
-    "rowwise_adagrad": {"eps": 1e-8, "weight_decay": 0.0},
-    "adam": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
-    "adamw": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
-    "rmsprop": {"alpha": 0.99, "eps": 1e-8, "momentum": 0.0, "weight_decay": 0.0},
-    "adamax": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
-    "adadelta": {"rho": 0.9, "eps": 1e-6, "weight_decay": 0.0},
-}
-"""The options of each rule and their defaults, named as in ``torch.optim``."""
-
-RULES = tuple(OPTIONS)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A rule with its options; what it has no use for is left at these values."""
+    """A rule and the values of its options; those that it has no use for stay at these defaults."""
 
     name: str
     betas: tuple[float, float] = (0.0, 0.0)
@@ -119,17 +43,28 @@ class Rule:
 
     @property
     def states(self) -> dict[str, bool]:
-        """What is kept for a parameter, by name: True is one number a row, False one a weight."""
-        kept = {
-            "adagrad": {"sum": False},
-            "rowwise_adagrad": {"sum": True},
-            "adam": {"mean": False, "square": False, "steps": True},
-            "adamw": {"mean": False, "square": False, "steps": True},
-            "rmsprop": {"square": False},
-            "adamax": {"mean": False, "peak": False, "steps": True},
-            "adadelta": {"square": False, "change": False},
-        }.get(self.name, {})
-        return {**kept, "momentum": False} if self.momentum else kept
+        """The state of a parameter, by name: True is one number per row, False one per weight.
+
+        The numbers per weight come first, then that of the row, then the momentum buffer.
+        """
+        definition = _DEFINITIONS[self.name]
+        states = dict.fromkeys(definition.weight_states, False)
+        if definition.row_state:
+            states[definition.row_state] = True
+        return {**states, "momentum": False} if self.momentum else states
+
+    @property
+    def kind(self) -> RuleKind:
+        """What the kernels are compiled for."""
+        definition = _DEFINITIONS[self.name]
+        return RuleKind(
+            name=self.name,
+            weight_states=len(definition.weight_states),
+            row_state=definition.row_state,
+            momentum=self.momentum > 0,
+            decay=self.weight_decay > 0,
+            decoupled_decay=definition.decoupled_decay,
+        )
 
 
 def make_rule(name: str, **options: Any) -> Rule:
@@ -152,88 +87,123 @@ def make_rule(name: str, **options: Any) -> Rule:
     return Rule(name=name, **{**OPTIONS[name], **options})
 
 
-def round_stochastic(value: Tensor) -> Tensor:
-    """fp32 as the bf16 above or below it, by a chance that makes it right on average."""
-    chance = torch.randint_like(value, 1 << 16, dtype=torch.int32)
-    rounded = ((value.view(torch.int32) + chance) & -65536).view(torch.float32)
-    return rounded.where(value == value, value).bfloat16()  # what is added to a NaN may overflow
+# The rules in PyTorch -------------------------------------------------------------------------
+
+States = dict[str, list[Tensor]]
+"""By name, a list with the state of each parameter."""
+
+TorchStep = Callable[[Rule, list[Tensor], States], Sequence[Tensor]]
+"""From the gradients ``[V, ...]`` of several parameters to their steps, before the learning rate.
+It brings the states, ``[V, ...]`` or per row ``[V, 1, ...]``, up to date in place."""
 
 
-def foreach_update(
-    rule: Rule,
-    values: list[Tensor],
-    grads: Sequence[Tensor],
-    states: Sequence[Sequence[Tensor]],
-    lr: Tensor,
-) -> None:
-    """Apply a rule to several tensors, in place, an operation at a time for all of them.
+@dataclass(frozen=True, kw_only=True)
+class _Definition:
+    """What a rule is, whatever the values of its options."""
 
-    Args:
-        rule: which.
-        values: what to update, fp32 or wider, each ``[V, ...]``.
-        grads: their gradients.
-        states: for each what the rule keeps, in the order of ``rule.states``, ``[V, ...]`` or
-            ``[V, 1, ...]``.
-        lr: learning rate, 0-d.
-    """
-    moves = list(grads)
-    kept = {name: [own[i] for own in states] for i, name in enumerate(rule.states)}
-    if rule.weight_decay and rule.name == "adamw":
-        torch._foreach_mul_(values, 1 - lr.double() * rule.weight_decay)
-    elif rule.weight_decay:
-        moves = list(torch._foreach_add(moves, values, alpha=rule.weight_decay))
-    if rule.name != "sgd":
-        moves = list(_RULES_TORCH[rule.name](rule, moves, kept))
-    if rule.momentum:
-        torch._foreach_mul_(kept["momentum"], rule.momentum)
-        torch._foreach_add_(kept["momentum"], moves)
-        moves = kept["momentum"]
-    torch._foreach_sub_(values, torch._foreach_mul(moves, lr))
+    options: dict[str, Any]
+    """Defaults by name; the names are those of ``torch.optim``."""
+    weight_states: tuple[str, ...] = ()
+    """What it keeps of every weight: up to two numbers."""
+    row_state: Literal["sum", "steps"] | None = None
+    """What it keeps of every row: the sum of its mean squared gradients, or its count of steps."""
+    decoupled_decay: bool = False
+    """Whether weight decay shrinks the weight itself and leaves the gradient alone."""
+    torch_step: TorchStep
 
 
-Kept = dict[str, list[Tensor]]
+_DEFINITIONS: dict[str, _Definition] = {}
 
 
-def _adagrad(rule: Rule, grads: list[Tensor], kept: Kept) -> Sequence[Tensor]:
-    squares: Sequence[Tensor] = torch._foreach_mul(grads, grads)
-    if rule.name == "rowwise_adagrad":
-        squares = [
-            square.mean(tuple(range(1, square.dim())), keepdim=True) if square.dim() > 1 else square
-            for square in squares
-        ]
-    torch._foreach_add_(kept["sum"], list(squares))
-    return torch._foreach_div(grads, _roots(kept["sum"], rule.eps))
+def _rule(name: str, *, options: dict[str, Any], **definition: Any) -> Callable[..., TorchStep]:
+    """Define a rule by its step in PyTorch; arguments as of :class:`_Definition`."""
+
+    def register(torch_step: TorchStep) -> TorchStep:
+        _DEFINITIONS[name] = _Definition(options=options, torch_step=torch_step, **definition)
+        return torch_step
+
+    return register
 
 
-def _rmsprop(rule: Rule, grads: list[Tensor], kept: Kept) -> Sequence[Tensor]:
-    _blend(kept["square"], torch._foreach_mul(grads, grads), rule.alpha)
-    return torch._foreach_div(grads, _roots(kept["square"], rule.eps))
+@_rule("sgd", options={"momentum": 0.0, "weight_decay": 0.0})
+def _sgd(rule: Rule, grads: list[Tensor], states: States) -> Sequence[Tensor]:
+    return grads
 
 
-def _adadelta(rule: Rule, grads: list[Tensor], kept: Kept) -> Sequence[Tensor]:
-    _blend(kept["square"], torch._foreach_mul(grads, grads), rule.rho)
-    above, below = (list(torch._foreach_add(kept[name], rule.eps)) for name in ("change", "square"))
-    moves = torch._foreach_mul(torch._foreach_sqrt(torch._foreach_div(above, below)), grads)
-    _blend(kept["change"], torch._foreach_mul(moves, moves), rule.rho)
-    return moves
+@_rule("adagrad", options={"eps": 1e-8, "weight_decay": 0.0}, weight_states=("sum",))
+def _adagrad(rule: Rule, grads: list[Tensor], states: States) -> Sequence[Tensor]:
+    torch._foreach_add_(states["sum"], torch._foreach_mul(grads, grads))
+    return torch._foreach_div(grads, _roots(states["sum"], rule.eps))
 
 
-def _adam(rule: Rule, grads: list[Tensor], kept: Kept) -> Sequence[Tensor]:
-    _blend(kept["mean"], grads, rule.betas[0])
-    _blend(kept["square"], torch._foreach_mul(grads, grads), rule.betas[1])
-    torch._foreach_add_(kept["steps"], 1)
-    scaled = torch._foreach_div(kept["square"], _corrections(kept["steps"], rule.betas[1]))
-    means = torch._foreach_div(kept["mean"], _corrections(kept["steps"], rule.betas[0]))
-    return torch._foreach_div(means, _roots(scaled, rule.eps))
+@_rule("rowwise_adagrad", options={"eps": 1e-8, "weight_decay": 0.0}, row_state="sum")
+def _rowwise_adagrad(rule: Rule, grads: list[Tensor], states: States) -> Sequence[Tensor]:
+    squares = torch._foreach_mul(grads, grads)
+    means = [
+        square.mean(tuple(range(1, square.dim())), keepdim=True) if square.dim() > 1 else square
+        for square in squares
+    ]
+    torch._foreach_add_(states["sum"], means)
+    return torch._foreach_div(grads, _roots(states["sum"], rule.eps))
 
 
-def _adamax(rule: Rule, grads: list[Tensor], kept: Kept) -> Sequence[Tensor]:
-    _blend(kept["mean"], grads, rule.betas[0])
-    torch._foreach_mul_(kept["peak"], rule.betas[1])
-    torch._foreach_maximum_(kept["peak"], torch._foreach_add(torch._foreach_abs(grads), rule.eps))
-    torch._foreach_add_(kept["steps"], 1)
-    means = torch._foreach_div(kept["mean"], _corrections(kept["steps"], rule.betas[0]))
-    return torch._foreach_div(means, kept["peak"])
+_ADAM_STATES: dict[str, Any] = {"weight_states": ("mean", "square"), "row_state": "steps"}
+
+
+@_rule(
+    "adamw",
+    options={"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
+    decoupled_decay=True,
+    **_ADAM_STATES,
+)
+@_rule("adam", options={"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}, **_ADAM_STATES)
+def _adam(rule: Rule, grads: list[Tensor], states: States) -> Sequence[Tensor]:
+    _blend(states["mean"], grads, rule.betas[0])
+    _blend(states["square"], torch._foreach_mul(grads, grads), rule.betas[1])
+    torch._foreach_add_(states["steps"], 1)
+    squares = torch._foreach_div(states["square"], _corrections(states["steps"], rule.betas[1]))
+    means = torch._foreach_div(states["mean"], _corrections(states["steps"], rule.betas[0]))
+    return torch._foreach_div(means, _roots(squares, rule.eps))
+
+
+@_rule(
+    "rmsprop",
+    options={"alpha": 0.99, "eps": 1e-8, "momentum": 0.0, "weight_decay": 0.0},
+    weight_states=("square",),
+)
+def _rmsprop(rule: Rule, grads: list[Tensor], states: States) -> Sequence[Tensor]:
+    _blend(states["square"], torch._foreach_mul(grads, grads), rule.alpha)
+    return torch._foreach_div(grads, _roots(states["square"], rule.eps))
+
+
+@_rule(
+    "adamax",
+    options={"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    weight_states=("mean", "peak"),
+    row_state="steps",
+)
+def _adamax(rule: Rule, grads: list[Tensor], states: States) -> Sequence[Tensor]:
+    _blend(states["mean"], grads, rule.betas[0])
+    torch._foreach_mul_(states["peak"], rule.betas[1])
+    magnitudes = torch._foreach_add(torch._foreach_abs(grads), rule.eps)
+    torch._foreach_maximum_(states["peak"], magnitudes)
+    torch._foreach_add_(states["steps"], 1)
+    means = torch._foreach_div(states["mean"], _corrections(states["steps"], rule.betas[0]))
+    return torch._foreach_div(means, states["peak"])
+
+
+@_rule(
+    "adadelta",
+    options={"rho": 0.9, "eps": 1e-6, "weight_decay": 0.0},
+    weight_states=("square", "change"),
+)
+def _adadelta(rule: Rule, grads: list[Tensor], states: States) -> Sequence[Tensor]:
+    _blend(states["square"], torch._foreach_mul(grads, grads), rule.rho)
+    above = torch._foreach_add(states["change"], rule.eps)
+    below = torch._foreach_add(states["square"], rule.eps)
+    steps = torch._foreach_mul(torch._foreach_sqrt(torch._foreach_div(above, below)), grads)
+    _blend(states["change"], torch._foreach_mul(steps, steps), rule.rho)
+    return steps
 
 
 def _blend(old: list[Tensor], new: Sequence[Tensor], keep: float) -> None:
@@ -247,16 +217,176 @@ def _roots(squares: Sequence[Tensor], eps: float) -> list[Tensor]:
 
 
 def _corrections(steps: list[Tensor], beta: float) -> list[Tensor]:
-    """What divides a moment after so many steps."""
+    """What a moment is divided by after so many steps."""
     return [-torch.expm1(count * math.log(beta or 1e-38)) for count in steps]
 
 
-_RULES_TORCH = {
-    "adagrad": _adagrad,
-    "rowwise_adagrad": _adagrad,
-    "rmsprop": _rmsprop,
-    "adadelta": _adadelta,
-    "adam": _adam,
-    "adamw": _adam,
-    "adamax": _adamax,
-}
+OPTIONS = {name: definition.options for name, definition in _DEFINITIONS.items()}
+"""The options of each rule and their defaults, named as in ``torch.optim``."""
+
+RULES = tuple(OPTIONS)
+
+
+def foreach_update(
+    rule: Rule,
+    values: list[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    lr: Tensor,
+) -> None:
+    """Apply a rule to several tensors, in place, one operation at a time for all of them.
+
+    Args:
+        rule: the rule.
+        values: what to update, fp32 or wider, ``[V, ...]`` each.
+        grads: their gradients.
+        states: the state of each, in the order of ``rule.states``, ``[V, ...]`` or ``[V, 1, ...]``.
+        lr: learning rate, 0-d.
+    """
+    definition = _DEFINITIONS[rule.name]
+    by_name = {name: [own[i] for own in states] for i, name in enumerate(rule.states)}
+    steps = list(grads)
+    if rule.weight_decay and definition.decoupled_decay:
+        torch._foreach_mul_(values, 1 - lr.double() * rule.weight_decay)
+    elif rule.weight_decay:
+        steps = list(torch._foreach_add(steps, values, alpha=rule.weight_decay))
+    steps = list(definition.torch_step(rule, steps, by_name))
+    if rule.momentum:
+        torch._foreach_mul_(by_name["momentum"], rule.momentum)
+        torch._foreach_add_(by_name["momentum"], steps)
+        steps = by_name["momentum"]
+    torch._foreach_sub_(values, torch._foreach_mul(steps, lr))
+
+
+def round_stochastic(value: Tensor) -> Tensor:
+    """Round fp32 to the bf16 above or below at random, so that the mean is exact."""
+    chance = torch.randint_like(value, 1 << 16, dtype=torch.int32)
+    rounded = ((value.view(torch.int32) + chance) & -65536).view(torch.float32)
+    return rounded.where(value == value, value).bfloat16()  # adding to a NaN's bits may overflow
+
+
+# The rules in Triton --------------------------------------------------------------------------
+
+
+class RuleKind(NamedTuple):
+    """What a kernel is compiled for: its argument ``RULE``."""
+
+    name: str
+    weight_states: int
+    row_state: str | None
+    momentum: bool
+    decay: bool
+    decoupled_decay: bool
+
+
+class Hyper(NamedTuple):
+    """The values of a rule's options, as arguments of a kernel."""
+
+    eps: float
+    weight_decay: float
+    momentum: float
+    keep: float  # alpha or rho
+    add: float  # 1 - keep
+    keep1: float  # betas[0]
+    add1: float
+    log1: float
+    keep2: float  # betas[1]
+    add2: float
+    log2: float
+
+
+def hyper(rule: Rule) -> Hyper:
+    """The values of a rule's options, as the kernels take them."""
+    keep = rule.alpha or rule.rho  # no rule has both
+    betas = [(beta, 1 - beta, math.log(beta or 1e-38)) for beta in rule.betas]
+    return Hyper(
+        rule.eps, rule.weight_decay, rule.momentum, keep, 1 - keep, *betas[0], *betas[1]
+    )  # fmt: skip
+
+
+@triton.jit
+def decay_step(value, grad, lr, hyper, RULE: tl.constexpr):
+    """Weights and gradients after weight decay."""
+    if RULE.decay and RULE.decoupled_decay:
+        value = value * (1 - lr * hyper.weight_decay)
+    elif RULE.decay:
+        grad = grad + hyper.weight_decay * value
+    return value, grad
+
+
+@triton.jit
+def row_step(state, mean_square, RULE: tl.constexpr):
+    """The state of rows, brought up to date, given the mean squared gradient of each."""
+    if RULE.row_state == "sum":
+        state += mean_square
+    else:  # steps
+        state += 1
+    return state
+
+
+@triton.jit
+def rule_step(first, second, row, grad, hyper, RULE: tl.constexpr):
+    """One step of a rule, before the learning rate.
+
+    Args:
+        first, second: the states of the weights ``[K, B]``; anything where the rule has none.
+        row: the state of the rows after :func:`row_step`, ``[K]``; likewise.
+        grad: gradient, ``[K, B]``.
+
+    Returns:
+        The new ``first`` and ``second``, and the step.
+    """
+    step = grad
+    if RULE.name == "adagrad":
+        first += grad * grad
+        step = grad / (tl.sqrt_rn(first) + hyper.eps)
+    elif RULE.name == "rowwise_adagrad":
+        step = grad / (tl.sqrt_rn(row) + hyper.eps)[:, None]
+    elif RULE.name == "rmsprop":
+        first = first * hyper.keep + grad * grad * hyper.add
+        step = grad / (tl.sqrt_rn(first) + hyper.eps)
+    elif RULE.name == "adadelta":
+        first = first * hyper.keep + grad * grad * hyper.add
+        step = tl.sqrt_rn(second + hyper.eps) / tl.sqrt_rn(first + hyper.eps) * grad
+        second = second * hyper.keep + step * step * hyper.add
+    elif RULE.name == "adamax":
+        first = first * hyper.keep1 + grad * hyper.add1
+        mean = first / _one_minus_exp(row * hyper.log1)[:, None]
+        second = tl.maximum(second * hyper.keep2, tl.abs(grad) + hyper.eps)
+        step = mean / second
+    elif RULE.name == "adam" or RULE.name == "adamw":
+        first = first * hyper.keep1 + grad * hyper.add1
+        mean = first / _one_minus_exp(row * hyper.log1)[:, None]
+        second = second * hyper.keep2 + grad * grad * hyper.add2
+        square = second / _one_minus_exp(row * hyper.log2)[:, None]
+        step = mean / (tl.sqrt_rn(square) + hyper.eps)
+    else:
+        tl.static_assert(RULE.name == "sgd", "rule_step has no branch for this rule")
+    return first, second, step
+
+
+@triton.jit
+def _one_minus_exp(x):
+    """``1 - exp(x)`` for x <= 0, by its series where the difference would cancel."""
+    series = -x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5))))
+    return tl.where(x > -0.1, series, 1 - tl.exp(x))
+
+
+@triton.jit
+def store_rounded(pointer, element, value, mask, seed, ROUND: tl.constexpr):
+    """Store fp32 in the type of ``pointer``; with ROUND, bf16 by stochastic rounding."""
+    if ROUND:
+        random = tl.randint(tl.load(seed), element.to(tl.int32)).to(tl.int32) & 0xFFFF
+        bits = (value.to(tl.int32, bitcast=True) + random) & -65536  # the upper half is the bf16
+        value = tl.where(value == value, bits.to(tl.float32, bitcast=True), value)
+    tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_after_all_read(at, value, mask):
+    """Store a number that every warp of the program has read, once all of them have.
+
+    One warp stores it, and warps do not run in step: others would read the new number.
+    """
+    tl.debug_barrier()
+    tl.store(at, value, mask=mask)

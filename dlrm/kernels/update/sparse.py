@@ -1,26 +1,25 @@
-"""Update the rows of a table from an uncoalesced row gradient, in one pass.
+"""Update the rows of a table from the gradients of its look-ups, in one pass.
 
-A look-up of ``n`` ids yields ``n`` gradient rows, many for the same row of the table. They are
-sorted by row (:mod:`dlrm.kernels.update.row_sort`: that needs the ids alone and can run ahead),
-summed per row, and the optimizer's rule is applied to each touched row once: no dense gradient, no
-coalesced copy, no count of distinct rows on the host, and the same bits every time.
+``n`` look-ups give ``n`` gradient rows, many of them for the same row of the table. They are
+sorted by row (:mod:`dlrm.kernels.update.row_sort`: this needs only the ids and can run ahead of
+time) and summed per row, and the rule is applied once to each row that was used. There is no dense
+gradient, no coalesced copy, no count of unique rows on the host, and the result is deterministic.
 
-Bytes an update must move: every gradient row once, with its number, and every distinct row of the
-weight and the state twice.
+Bytes an update must move: every gradient row and its row number once, every unique row of the
+weight and its state twice.
 
-The sorted entries are cut into tiles of equal length, so that a row with tens of thousands of
-entries costs no more than as many rows with one. A tile sums its rows by segmented scans, part
-after part, and updates those that lie wholly inside it. The sums of a row that crosses into other
-tiles (at most two per tile) go to a buffer, and a second, small kernel adds them up in order.
-
-Rows of a table in host memory may have a copy on the GPU, with their state
-(:mod:`dlrm.kernels.offload.row_cache`): then the copy is updated, and without one the row in its
-place.
+The sorted gradients are cut into tiles of equal length, so that a row with tens of thousands of
+them costs no more than as many rows with one each. A tile sums equal rows by a segmented scan, one
+part after another, and updates the rows that lie entirely inside it. The partial sums of a row that
+crosses a tile boundary (at most two per tile) go to a buffer, and a second, small kernel adds them
+up in order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,176 +28,221 @@ from torch import Tensor
 from torch.nn import functional
 
 from dlrm.kernels import require_integers, use_triton
-from dlrm.kernels.offload.row_cache import CachedRows
 from dlrm.kernels.update.row_sort import SortedRows, sort_rows
 from dlrm.kernels.update.rules import (
+    Hyper,
     Rule,
+    decay_step,
     foreach_update,
     hyper,
     make_rule,
     round_stochastic,
+    row_step,
     rule_step,
-    store_of_all,
+    store_after_all_read,
     store_rounded,
 )
 
-TILE = 2048  # elements of a tile's part
-MANY = 6000  # tiles that fill a GPU; with more entries, tiles have up to 8 parts
+TILE = 2048  # elements of a part of a tile
+MANY = 6000  # tiles that fill a GPU; beyond that, tiles have up to 8 parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedSlots:
+    """Rows whose current values are in a cache on the GPU, not in the table."""
+
+    slots: Tensor
+    """Slot of each row of the table, ``[V]`` int32; negative for a row that is not cached."""
+    caches: Sequence[Tensor]
+    """Cached rows of the weight and then of each of its states, ``[C, columns]`` each."""
+
+    def offsets(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        """Elements from the start of each tensor (weight, states) to that of its cache."""
+        return tuple(
+            (cache.data_ptr() - tensor.data_ptr()) // tensor.element_size()
+            for cache, tensor in zip(self.caches, tensors, strict=True)
+        )
+
+    def read(self, tensor: Tensor, index: int, rows: Tensor) -> Tensor:
+        """The current values of ``rows [n]`` of ``tensor``, whose cache is ``caches[index]``."""
+        slot, cache = self.slots[rows].long(), self.caches[index]
+        value = tensor.index_select(0, rows)
+        value[slot >= 0] = cache[slot[slot >= 0]]
+        return value
+
+    def write(self, tensor: Tensor, index: int, rows: Tensor, values: Tensor) -> None:
+        """Store ``values [n, columns]`` where :meth:`read` would find them; no row twice."""
+        slot, cache = self.slots[rows].long(), self.caches[index]
+        cached = slot >= 0
+        cache[slot[cached]] = values[cached]
+        tensor[rows[~cached]] = values[~cached]
+
+
+class _Entries(NamedTuple):
+    """The sorted gradients: entry k is gradient ``order[k] - first``, of row ``rows[k] - base``."""
+
+    rows: Tensor
+    order: Tensor
+    base: int
+    first: int
+    n: int
+
+
+class _Table(NamedTuple):
+    """What is updated: the weight, then its states; ``offsets`` as of :class:`CachedSlots`."""
+
+    tensors: tuple[Tensor, ...]
+    slots: Tensor | None
+    offsets: tuple[int, ...]
+
+
+class _Step(NamedTuple):
+    """What the update of every row needs."""
+
+    lr: Tensor
+    hyper: Hyper
+    seed: Tensor | None
 
 
 @triton.jit
 def add_equal(sum_a, row_a, sum_b, row_b):
-    """Of a scan along sorted rows: the sum of what came so far of the same row."""
+    """Combine function of a segmented scan: sums start anew where the row changes."""
     return tl.where(row_a == row_b, sum_a + sum_b, sum_b), row_b
 
 
 @triton.jit
-def _slot_of(row, slots, live):
+def _row_at(entries, k, mask):
+    """The row of entries ``k``; -1 where there is none."""
+    return tl.where(mask, tl.load(entries.rows + k, mask=mask, other=0) - entries.base, -1)
+
+
+@triton.jit
+def _slot_of(row, table, live):
     """The slots of rows in the cache, if there is one."""
     slot = row
-    if slots is not None:
-        slot = tl.load(slots + row, mask=live, other=-1)
+    if table.slots is not None:
+        slot = tl.load(table.slots + row, mask=live, other=-1)
     return slot
 
 
 @triton.jit
-def _begin(row, slots, slot, gaps, TENSOR: tl.constexpr, WIDTH: tl.constexpr):
-    """Where the rows of a tensor begin, in elements: in their slots, if they have one."""
+def _pointer(row, slot, table, INDEX: tl.constexpr, WIDTH: tl.constexpr):
+    """Where rows of a tensor of the table, or their cached copies, begin."""
     at = row * WIDTH
-    if slots is not None:
-        at = tl.where(slot >= 0, slot.to(tl.int64) * WIDTH + gaps[TENSOR], at)
-    return at
+    if table.slots is not None:
+        at = tl.where(slot >= 0, slot.to(tl.int64) * WIDTH + table.offsets[INDEX], at)
+    return table.tensors[INDEX] + at
 
 
 @triton.jit
-def _apply(
-    row, slot, grad, live, weight, states, slots, gaps, lr, hyper, seed,
-    D: tl.constexpr, RULE: tl.constexpr, MOMENTUM: tl.constexpr, DECAY: tl.constexpr,
-    ROUND: tl.constexpr,
+def _update(
+    row, slot, grad, live, table, step, D: tl.constexpr, RULE: tl.constexpr, ROUND: tl.constexpr
 ):  # fmt: skip
     """Apply the rule to ``row [K]`` where ``live [K]``, given the summed ``grad [K, BLOCK_D]``."""
-    eps, decay, momentum, _, _, _, _, _, _, _, _ = hyper
+    WEIGHTS: tl.constexpr = RULE.weight_states
     row = row.to(tl.int64)
     column = tl.arange(0, grad.shape[1])[None, :]
     mask = live[:, None] & (column < D)
-    rate = tl.load(lr)
-    at = _begin(row, slots, slot, gaps, 0, D)[:, None] + column
-    value = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
-    if DECAY and RULE == "adamw":
-        value = value * (1 - rate * decay)
-    elif DECAY:
-        grad = grad + decay * value
-    if RULE == "rowwise_adagrad":
-        at_sum = _begin(row, slots, slot, gaps, 1, 1)
-        total = tl.load(states[0] + at_sum, mask=live, other=0.0) + tl.sum(grad * grad, 1) / D
-        store_of_all(states[0] + at_sum, total, live)
-        step = grad / (tl.sqrt_rn(total) + eps)[:, None]
-    elif RULE == "sgd":
-        step = grad
-    else:
-        at_first = _begin(row, slots, slot, gaps, 1, D)[:, None] + column
-        first = tl.load(states[0] + at_first, mask=mask, other=0.0)
-        second, count = first, row  # what has neither looks at neither
-        if RULE != "adagrad" and RULE != "rmsprop":
-            at_second = _begin(row, slots, slot, gaps, 2, D)[:, None] + column
-            second = tl.load(states[1] + at_second, mask=mask, other=0.0)
-            if RULE != "adadelta":
-                at_steps = _begin(row, slots, slot, gaps, 3, 1)
-                count = tl.load(states[2] + at_steps, mask=live, other=0) + 1
-                store_of_all(states[2] + at_steps, count, live)
-        first, second, step = rule_step(first, second, grad, count, hyper, RULE)
-        if RULE != "adagrad" and RULE != "rmsprop":
-            tl.store(states[1] + at_second, second, mask=mask)
-        tl.store(states[0] + at_first, first, mask=mask)
-    if MOMENTUM:  # kept behind the rule's other states
-        buffer = states[len(states) - 1]
-        at_buffer = _begin(row, slots, slot, gaps, len(states), D)[:, None] + column
-        step += momentum * tl.load(buffer + at_buffer, mask=mask, other=0.0)
-        tl.store(buffer + at_buffer, step, mask=mask)
-    store_rounded(weight, at, row[:, None] * D + column, value - rate * step, mask, seed, ROUND)
-
-
-@triton.jit
-def _row_at(rows, k, mask, base):
-    """The rows of entries of a plan; -1 where there is none."""
-    return tl.where(mask, tl.load(rows + k, mask=mask, other=0) - base, -1)
+    lr = tl.load(step.lr)
+    weight = _pointer(row, slot, table, 0, D)[:, None] + column
+    value = tl.load(weight, mask=mask, other=0.0).to(tl.float32)
+    value, grad = decay_step(value, grad, lr, step.hyper, RULE)
+    first, second = grad, grad
+    row_state = row
+    if WEIGHTS > 0:
+        at_first = _pointer(row, slot, table, 1, D)[:, None] + column
+        first = tl.load(at_first, mask=mask, other=0.0)
+    if WEIGHTS > 1:
+        at_second = _pointer(row, slot, table, 2, D)[:, None] + column
+        second = tl.load(at_second, mask=mask, other=0.0)
+    if RULE.row_state is not None:
+        at_row = _pointer(row, slot, table, WEIGHTS + 1, 1)
+        old = tl.load(at_row, mask=live, other=0)
+        row_state = row_step(old, tl.sum(grad * grad, 1) / D, RULE)
+        store_after_all_read(at_row, row_state, live)
+    first, second, move = rule_step(first, second, row_state, grad, step.hyper, RULE)
+    if WEIGHTS > 1:
+        tl.store(at_second, second, mask=mask)
+    if WEIGHTS > 0:
+        tl.store(at_first, first, mask=mask)
+    if RULE.momentum:
+        at_buffer = _pointer(row, slot, table, len(table.tensors) - 1, D)[:, None] + column
+        move += step.hyper.momentum * tl.load(at_buffer, mask=mask, other=0.0)
+        tl.store(at_buffer, move, mask=mask)
+    element = row[:, None] * D + column
+    store_rounded(weight, element, value - lr * move, mask, step.seed, ROUND)
 
 
 @triton.jit
 def _merge(
-    rows, order, base, first, grads, partials, n, weight, states, slots, gaps, lr, hyper, seed,
+    entries, grads, partials, table, step,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
-    RULE: tl.constexpr, MOMENTUM: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr,
+    RULE: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Sum a tile of sorted entries by row; update rows inside it, spill those that cross it."""
+    """Sum a tile of sorted gradients by row; update rows inside it, spill those that cross it."""
     tile = tl.program_id(0)
     begin = tile * BLOCK * PARTS
-    before = _row_at(rows, begin - 1, tile > 0, base)
+    before = _row_at(entries, begin - 1, tile > 0)
     column = tl.arange(0, BLOCK_D)[None, :]
     last_row = before
     last_sum = tl.zeros((1, BLOCK_D), tl.float32)
-    # Entries left out come first: of a list with room to spare they fill tiles, which end here.
-    highest = tl.load(rows + tl.minimum(begin + BLOCK * PARTS, n) - 1) - base
+    # Skipped entries come first: of a list with room to spare they fill tiles, which end here.
+    last = tl.minimum(begin + BLOCK * PARTS, entries.n) - 1
+    highest = tl.load(entries.rows + last) - entries.base
     for part in range(tl.where(highest < 0, PARTS, 0), PARTS):
         at = tl.arange(0, BLOCK)
         k = begin + part * BLOCK + at
-        inside = k < n
-        row = _row_at(rows, k, inside, base)
-        following = _row_at(rows, k + 1, k + 1 < n, base)
-        entry = tl.load(order + k, mask=inside, other=0) - first
-        slot = _slot_of(row, slots, row >= 0)  # on its way while the sums are made
-        mask = (row >= 0)[:, None] & (column < D)  # entries left out have no gradient to be read
+        inside = k < entries.n
+        row = _row_at(entries, k, inside)
+        following = _row_at(entries, k + 1, k + 1 < entries.n)
+        entry = tl.load(entries.order + k, mask=inside, other=0) - entries.first
+        slot = _slot_of(row, table, row >= 0)  # in flight while the sums are made
+        mask = (row >= 0)[:, None] & (column < D)  # the gradient of a skipped entry is not read
         grad = tl.load(grads + entry[:, None] * D + column, mask=mask, other=0.0).to(tl.float32)
         keys = tl.broadcast_to(row[:, None], (BLOCK, BLOCK_D))
         total, _ = tl.associative_scan((grad, keys), 0, add_equal)
         total += tl.where((row == last_row)[:, None], last_sum, 0.0)
 
-        end = inside & (row != following)
+        ends = inside & (row != following)
         late = row == before  # it began in an earlier tile
-        _apply(
-            row, slot, total, end & ~late, weight, states, slots, gaps, lr, hyper, seed,
-            D, RULE, MOMENTUM, DECAY, ROUND,
-        )  # fmt: skip
-        last = at == BLOCK - 1
-        cut = last & inside & ~end & (part == PARTS - 1)  # it goes on in the next
-        slot = tile.to(tl.int64) * 2 + tl.where(late, 0, 1)
-        spill = ((end & late) | cut)[:, None] & (column < D)
-        tl.store(partials + slot[:, None] * D + column, total, mask=spill)
-        last_row = tl.sum(tl.where(last, row, 0), 0)
-        last_sum = tl.sum(tl.where(last[:, None], total, 0.0), 0)[None, :]
+        _update(row, slot, total, ends & ~late, table, step, D, RULE, ROUND)
+        end_of_part = at == BLOCK - 1
+        crosses = end_of_part & inside & ~ends & (part == PARTS - 1)  # it goes on in the next tile
+        spill = ((ends & late) | crosses)[:, None] & (column < D)
+        to = tile.to(tl.int64) * 2 + tl.where(late, 0, 1)
+        tl.store(partials + to[:, None] * D + column, total, mask=spill)
+        last_row = tl.sum(tl.where(end_of_part, row, 0), 0)
+        last_sum = tl.sum(tl.where(end_of_part[:, None], total, 0.0), 0)[None, :]
 
 
 @triton.jit
 def _finish(
-    rows, base, partials, n, weight, states, slots, gaps, lr, hyper, seed,
+    entries, partials, table, step,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr,
-    RULE: tl.constexpr, MOMENTUM: tl.constexpr, DECAY: tl.constexpr, ROUND: tl.constexpr,
+    RULE: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """Update the row that begins in this tile and goes on in the next, if there is one."""
     tile = tl.program_id(0)
     end = (tile + 1) * BLOCK
-    row = tl.load(rows + end - 1) - base
-    before = _row_at(rows, tile * BLOCK - 1, tile > 0, base)
-    if (tl.load(rows + end) - base == row) & (before != row):
+    row = tl.load(entries.rows + end - 1) - entries.base
+    before = _row_at(entries, tile * BLOCK - 1, tile > 0)
+    if (tl.load(entries.rows + end) - entries.base == row) & (before != row):
         column = tl.arange(0, BLOCK_D)
         inside = column < D
-        slot = partials + (tile.to(tl.int64) * 2 + 1) * D
-        total = tl.load(slot + column, mask=inside, other=0.0)[None, :]
+        own = partials + (tile.to(tl.int64) * 2 + 1) * D
+        total = tl.load(own + column, mask=inside, other=0.0)[None, :]
         more = True
         while more:
             part = tile + 1 + tl.arange(0, WIDTH)
-            same = _row_at(rows, part * BLOCK, part * BLOCK < n, base) == row
+            same = _row_at(entries, part * BLOCK, part * BLOCK < entries.n) == row
             at = part.to(tl.int64)[:, None] * (2 * D) + column[None, :]
             mask = same[:, None] & inside[None, :]
             total += tl.sum(tl.load(partials + at, mask=mask, other=0.0), 0)[None, :]
             more = tl.sum(same.to(tl.int32), 0) == WIDTH
             tile += WIDTH
-        rows_ = row + tl.zeros((1,), row.dtype)
-        live = rows_ >= 0
-        _apply(
-            rows_, _slot_of(rows_, slots, live), total, live, weight, states, slots, gaps, lr,
-            hyper, seed, D, RULE, MOMENTUM, DECAY, ROUND,
-        )  # fmt: skip
+        rows = row + tl.zeros((1,), row.dtype)
+        live = rows >= 0
+        _update(rows, _slot_of(rows, table, live), total, live, table, step, D, RULE, ROUND)
 
 
 def update_rows(
@@ -209,39 +253,40 @@ def update_rows(
     states: Sequence[Tensor] = (),
     *,
     lr: Tensor,
-    plan: SortedRows | None = None,
-    cached: CachedRows | None = None,
+    sorted_rows: SortedRows | None = None,
+    cached: CachedSlots | None = None,
     seed: Tensor | None = None,
     impl: str | None = None,
 ) -> None:
-    """Apply one optimizer step, in place, to the rows that a row gradient touches.
+    """Apply one optimizer step, in place, to the rows that a row gradient names.
 
-    Entries of equal rows are summed first. Nothing is read back by the host and no shape depends
-    on the ids, so a CUDA graph can hold the call.
+    Gradients of equal rows are summed first. Nothing is read back by the host and no shape depends
+    on the ids, so a CUDA graph can capture the call.
 
     Args:
-        rule: one of ``dlrm.kernels.update.rules.RULES`` with its default options, or what
-        ``make_rule`` gives.
+        rule: a rule of :func:`~dlrm.kernels.update.rules.make_rule`, or the name of one with its
+            default options.
         weight: the table, ``[V, D]`` contiguous, fp32 or bf16.
-        rows: row of each entry, ``[n]``; entries with row -1 are left out.
-        grads: gradient of each entry, ``[n, D]``, fp32 or bf16.
-        states: what the rule keeps, in the order of ``rule.states``, zeros at first: ``[V, D]``
-            or, where it is one number a row, ``[V]`` or ``[V, 1]``; fp32, steps also int32.
+        rows: row of each gradient, ``[n]``; those with row -1 are skipped.
+        grads: ``[n, D]``, fp32 or bf16.
+        states: state of the table, in the order of ``rule.states``, zeros at first: ``[V, D]``, or
+            ``[V]`` or ``[V, 1]`` where it is one number per row; fp32, steps also int32.
         lr: learning rate, a 0-d fp32 tensor.
-        plan: ``sort_rows(rows, V)``, if it was made ahead: Triton then reads that in place of rows.
-        cached: which rows have a copy that stands for them, if ``weight`` and ``states`` lie in
-            host memory and it knows them, in this order.
-        seed: a 0-d int64 tensor: bf16 rows are then rounded up or down by chance, without bias,
-            and the seed moves on by one. Without it they are rounded to nearest.
+        sorted_rows: ``sort_rows(rows, V)`` if that was computed ahead; the kernels then read it in
+            place of ``rows``.
+        cached: the rows of ``weight`` and ``states`` that are in a cache, where these tensors lie
+            in host memory.
+        seed: a 0-d int64 tensor. With it bf16 rows are rounded stochastically, without bias, and
+            the seed increases by one; without it they are rounded to nearest.
         impl: see :mod:`dlrm.kernels`.
 
     Raises:
-        ValueError: unknown rule, states or shapes that do not fit, or rows that are no integers or
+        ValueError: unknown rule, states or shapes that do not fit, or rows that are not integers or
             on another device.
     """
     rule = make_rule(rule) if isinstance(rule, str) else rule
     _check(rule, weight, grads, states)
-    if plan is None:
+    if sorted_rows is None:
         require_integers(weight, rows=rows)
         if rows.shape != grads.shape[:1]:
             raise ValueError(
@@ -250,40 +295,40 @@ def update_rows(
     if not use_triton(weight, impl):
         update_rows_torch(rule, weight, rows, grads, states, lr=lr, cached=cached, seed=seed)
         return
+    if len(grads):
+        sorted_rows = sorted_rows or sort_rows(rows, len(weight))
+        tensors = (weight, *states)
+        table = _Table(tensors, None, ())
+        if cached is not None:
+            table = _Table(tensors, cached.slots, cached.offsets(tensors))
+        _launch(rule, sorted_rows, grads.contiguous(), table, _Step(lr, hyper(rule), seed))
+    if seed is not None:  # without gradients too: every process rounds its replicas alike
+        seed.add_(1)
+
+
+def _launch(rule: Rule, sorted_rows: SortedRows, grads: Tensor, table: _Table, step: _Step) -> None:
     n, dim = grads.shape
-    if n == 0:
-        if seed is not None:  # of a process that holds no rows: all round their replicas alike
-            seed.add_(1)
-        return
-    grads = grads.contiguous()
-    plan = plan or sort_rows(rows, len(weight))
     block_d = triton.next_power_of_2(dim)
     block = max(16, min(256, TILE // block_d))
     parts = min(8, triton.next_power_of_2(max(1, n // (MANY * block))))
     tiles = triton.cdiv(n, block * parts)
     partials = torch.empty(tiles, 2, dim, device=grads.device)
-    slots, gaps = (None, ()) if cached is None else (cached.slots, cached.gaps)
-    rest = (n, weight, tuple(states), slots, gaps, lr, hyper(rule), seed)
+    entries = _Entries(sorted_rows.rows, sorted_rows.order, sorted_rows.base, sorted_rows.first, n)
     options = {
         "D": dim,
         "BLOCK_D": block_d,
-        "RULE": rule.name,
-        "MOMENTUM": rule.momentum > 0,
-        "DECAY": rule.weight_decay > 0,
-        "ROUND": seed is not None and weight.dtype == torch.bfloat16,
+        "RULE": rule.kind,
+        "ROUND": step.seed is not None and table.tensors[0].dtype == torch.bfloat16,
     }
     _merge[tiles,](
-        plan.rows, plan.order, plan.base, plan.first, grads, partials, *rest,
+        entries, grads, partials, table, step,
         BLOCK=block, PARTS=parts, num_warps=max(1, block * block_d // 2048), **options,
     )  # fmt: skip
     if tiles > 1:
-        width = max(16, min(64, 4096 // block_d))
         _finish[tiles - 1,](
-            plan.rows, plan.base, partials, *rest,
-            BLOCK=block * parts, WIDTH=width, num_warps=1, **options,
+            entries, partials, table, step,
+            BLOCK=block * parts, WIDTH=max(16, min(64, 4096 // block_d)), num_warps=1, **options,
         )  # fmt: skip
-    if seed is not None:
-        seed.add_(1)
 
 
 def _check(rule: Rule, weight: Tensor, grads: Tensor, states: Sequence[Tensor]) -> None:
@@ -301,21 +346,21 @@ def _check(rule: Rule, weight: Tensor, grads: Tensor, states: Sequence[Tensor]) 
 
 
 def merge_rows_torch(rows: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum the entries of equal rows.
+    """Sum the gradients of equal rows.
 
     Args:
-        rows: row of each entry, ``[n]``; entries below 0 are left out.
-        grads: gradient of each entry, ``[n, D]``.
+        rows: row of each gradient, ``[n]``; those below 0 are skipped.
+        grads: ``[n, D]``.
 
     Returns:
-        The distinct rows, ascending, and their sums in fp32 or wider.
+        The unique rows, ascending, and their sums in fp32 or wider.
     """
     rows, order = rows.sort(stable=True)
     rows, counts = rows.unique_consecutive(return_counts=True)
     grads = grads.to(torch.promote_types(grads.dtype, torch.float32))
     sums = functional.embedding_bag(order, grads, counts.cumsum(0) - counts, mode="sum")
-    live = int((rows < 0).sum())
-    return rows[live:], sums[live:]
+    skipped = int((rows < 0).sum())
+    return rows[skipped:], sums[skipped:]
 
 
 @torch.no_grad()
@@ -327,25 +372,25 @@ def update_rows_torch(
     states: Sequence[Tensor] = (),
     *,
     lr: Tensor,
-    cached: CachedRows | None = None,
+    cached: CachedSlots | None = None,
     seed: Tensor | None = None,
 ) -> None:
-    """:func:`update_rows` in PyTorch; its bf16 rows draw from torch's generator, not ``seed``."""
+    """:func:`update_rows` in PyTorch; bf16 rows draw from PyTorch's generator, not ``seed``."""
     if not len(rows):
         return
     rule = make_rule(rule) if isinstance(rule, str) else rule
     rows, grad = merge_rows_torch(rows.long(), grads)
     tensors = [tensor.view(len(weight), -1) for tensor in (weight, *states)]
     if cached is None:
-        value, *kept = [tensor.index_select(0, rows) for tensor in tensors]
+        value, *state = [tensor.index_select(0, rows) for tensor in tensors]
     else:
-        value, *kept = [cached.read(index, rows) for index in range(len(tensors))]
+        value, *state = [cached.read(tensor, i, rows) for i, tensor in enumerate(tensors)]
     value = value.to(grad.dtype)
-    foreach_update(rule, [value], [grad], [kept], lr)
+    foreach_update(rule, [value], [grad], [state], lr)
     if seed is not None and weight.dtype == torch.bfloat16:
         value = round_stochastic(value)
-    for index, new in enumerate((value.to(weight.dtype), *kept)):
+    for index, (tensor, new) in enumerate(zip(tensors, (value, *state), strict=True)):
         if cached is None:
-            tensors[index].index_copy_(0, rows, new)
+            tensor.index_copy_(0, rows, new.to(tensor.dtype))
         else:
-            cached.write(index, rows, new)
+            cached.write(tensor, index, rows, new.to(tensor.dtype))

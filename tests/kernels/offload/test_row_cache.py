@@ -45,7 +45,9 @@ def test_updates_equal_those_without_a_cache(device, rule, capacity):
         found = cached.lookup(rows[None], sparse=True, training=True)
         assert torch.equal(found[:, 0], value[rows]), index
         update_rows(rule, value, rows, grads, states, lr=lr, impl="triton")
-        update_rows(rule, weight, rows, grads, host_states, lr=lr, cached=cached, impl="triton")
+        update_rows(
+            rule, weight, rows, grads, host_states, lr=lr, cached=cached.cached_slots, impl="triton"
+        )
     assert cached.index.owners.ge(0).sum() >= min(capacity, 20)
     cached.flush()
     for mine, other in zip([weight, *host_states], [value, *states], strict=True):
@@ -88,7 +90,9 @@ def test_moves_beside_the_step_change_nothing(device, monkeypatch, rule, dtype, 
         found = cached.lookup(rows[None], sparse=True, training=True, in_round=True)
         assert torch.equal(found[:, 0], value[rows])
         update_rows(rule, value, rows, grads, states, lr=lr, seed=seeds[0])
-        update_rows(rule, weight, rows, grads, host_states, lr=lr, cached=cached, seed=seeds[1])
+        update_rows(
+            rule, weight, rows, grads, host_states, lr=lr, cached=cached.cached_slots, seed=seeds[1]
+        )
         if index % 7 == 3:
             every = torch.arange(ROWS, device=device)[None]
             found = cached.lookup(every, sparse=True, training=False)
@@ -111,7 +115,7 @@ def test_whoever_wants_the_table_waits_for_rows_on_their_way(device, monkeypatch
         cached.begin_round(None if index else (used[None], None), (rows[index + 1][None], None))
         grads = torch.ones(10, DIM, device=device)
         update_rows(rule, value, used, grads, [], lr=lr)
-        update_rows(rule, weight, used, grads, [], lr=lr, cached=cached)
+        update_rows(rule, weight, used, grads, [], lr=lr, cached=cached.cached_slots)
     if then == "look up":
         found = cached.lookup(rows, sparse=True, training=False)
         assert torch.equal(found, value[rows.t()])

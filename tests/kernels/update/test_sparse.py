@@ -233,7 +233,7 @@ def test_plan_is_used_and_equal_rows_keep_their_order(device):
     assert sort_rows(ids, 2**31).rows.dtype == torch.int64
     weight, grads = torch.zeros(5, 4, device=device), torch.ones(5, 4, device=device)
     lr = torch.tensor(1.0, device=device)
-    update_rows("sgd", weight, ids, grads, lr=lr, plan=plan, impl="triton")
+    update_rows("sgd", weight, ids, grads, lr=lr, sorted_rows=plan, impl="triton")
     assert weight[:, 0].tolist() == [-1, -2, 0, -2, 0]
 
 
@@ -263,8 +263,8 @@ def test_tables_whose_rows_are_sorted_together(device, rows):
             continue
         weight, grads = torch.zeros(40, 3, device=device), torch.randn(900, 3, device=device)
         expected, lr = weight.clone(), torch.tensor(1.0, device=device)
-        update_rows("sgd", weight, entries, grads, lr=lr, plan=plan, impl="triton")
-        update_rows("sgd", expected, entries, grads, lr=lr, plan=alone, impl="triton")
+        update_rows("sgd", weight, entries, grads, lr=lr, sorted_rows=plan, impl="triton")
+        update_rows("sgd", expected, entries, grads, lr=lr, sorted_rows=alone, impl="triton")
         assert torch.equal(weight, expected)
         assert weight.any()
 
@@ -344,7 +344,7 @@ def test_planner_inside_a_graph(batch):
             rows, values = weight.grad._indices()[0], weight.grad._values()
             plan = planner.take(rows)
             assert plan is not None
-            update_rows("sgd", weight.data, rows, values, lr=lr, plan=plan)
+            update_rows("sgd", weight.data, rows, values, lr=lr, sorted_rows=plan)
             assert planner.take(rows.clone()) is None
             weight.grad = None
 
