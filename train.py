@@ -26,7 +26,7 @@ from dlrm.distributed.world import World
 from dlrm.embeddings import available
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, Schedule
-from dlrm.sparse_arch.table_plan import AUTO, by_table, describe_plan
+from dlrm.sparse_arch.table_plan import AUTO, format_table_plan, table_plan_by_name
 from dlrm.training import checkpoint, metrics, profiling, run_directory, tracking
 from dlrm.training.data_parallel import GradientReducer, state_bytes
 from dlrm.training.step import TrainStep
@@ -178,7 +178,7 @@ class Run:
         final |= {f"test/best_possible_{name}": value for name, value in best.items()}
         self.tracker.log(self.steps, final)
         final = val | final
-        tables = by_table(self.meta.tables, self.meta.cardinalities, self.recipe["plan"])
+        tables = table_plan_by_name(self.meta.tables, self.meta.cardinalities, self.recipe["plan"])
         hidden = HOUSEKEEPING | available().keys() - {kind for kind, _ in self.recipe["plan"]}
         self.tracker.finish(yaml.safe_load(self.resolved), final, hidden, tables=tables, rows=rows)
         if self.world.first:
@@ -213,7 +213,7 @@ class Run:
         if self.sharding:
             self.tracker.text("sharding", self.sharding.text)
             print(self.sharding.text)
-        tables = describe_plan(self.meta.tables, self.meta.cardinalities, self.recipe["plan"])
+        tables = format_table_plan(self.meta.tables, self.meta.cardinalities, self.recipe["plan"])
         self.tracker.text("tables", tables)
         if self.config.emb == AUTO:
             print(tables)

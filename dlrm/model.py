@@ -13,15 +13,15 @@ from dlrm.distributed.sharding_plan import ShardingPlan
 from dlrm.kernels.interaction import dot_interaction
 from dlrm.kernels.streams import side_stream_of
 from dlrm.sparse_arch.arch import SparseArch
-from dlrm.sparse_arch.table_plan import Plan
+from dlrm.sparse_arch.table_plan import TablePlan
 from dlrm.utils.messages import did_you_mean
 
 INTERACTIONS = ("dot", "dcn")
-DTYPES = {"fp32": 4, "bf16": 2}  # of tables, and the bytes of a weight
+WEIGHT_BYTES = {"fp32": 4, "bf16": 2}  # by the dtype of the tables
 
 
 class MLP(nn.Sequential):
-    """Linear layers with ReLU between them, and after the last with ``final_relu``.
+    """Linear layers with ReLU between them and, with ``final_relu``, after the last one.
 
     Weights start as N(0, sqrt(2 / (m + n))), biases as N(0, sqrt(1 / m)) for m outputs and n
     inputs, as in the reference DLRM (Naumov et al., arXiv 1906.00091).
@@ -37,9 +37,9 @@ class MLP(nn.Sequential):
         super().__init__(*(layers if final_relu else layers[:-1]))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B, n]`` to ``[B, m]``; columns of ``x`` beyond n are zeros and are left out.
+        """``[B, n]`` to ``[B, m]``; columns of ``x`` beyond n must be zeros and are ignored.
 
-        On a GPU 13 columns are padded to 16: the tensor cores want rows that begin on 16 bytes.
+        On a GPU 13 columns are padded to 16: tensor cores need rows aligned to 16 bytes.
         """
         first, *rest = self
         assert isinstance(first, nn.Linear)
@@ -57,7 +57,7 @@ class MLP(nn.Sequential):
 
 
 class DotInteraction(nn.Module):
-    """The bottom vector, followed by the dot products of all pairs of the ``F + 1`` vectors.
+    """The bottom MLP's output, then the dot products of all pairs of the ``F + 1`` vectors.
 
     Reference: Naumov et al., arXiv 1906.00091.
     """
@@ -67,15 +67,16 @@ class DotInteraction(nn.Module):
         self.out_features = embedding_dim + num_tables * (num_tables + 1) // 2
 
     def forward(self, bottom: Tensor, embedded: list[Tensor], order: Tensor) -> Tensor:
-        """Let the vectors meet.
+        """Combine dense and sparse features.
 
         Args:
-            bottom: ``[B, D]``.
-            embedded, order: the groups' vectors ``[B, F_g, D]``, see ``SparseArch``.
+            bottom: the output of the bottom MLP, ``[B, D]``.
+            embedded: the vectors of each group of tables, ``[B, F_g, D]``.
+            order: the position of each feature among the vectors of all groups, ``[F]``.
 
         Returns:
-            ``[B, D + F (F + 1) / 2]``; on a GPU with up to 7 columns of zeros behind them, since
-            the tensor cores want rows that begin on 16 bytes.
+            ``[B, D + F (F + 1) / 2]``; on a GPU followed by up to 7 columns of zeros, since tensor
+            cores need rows aligned to 16 bytes.
         """
         multiple = 8 if bottom.is_cuda else 1
         return dot_interaction(bottom, embedded, order=order, multiple=multiple)
@@ -93,12 +94,12 @@ class CrossLayer(nn.Module):
         nn.init.zeros_(self.up.bias)
 
     def forward(self, first: Tensor, x: Tensor) -> Tensor:
-        """One crossing of ``x`` with the network's input ``first``, both ``[B, features]``."""
+        """Cross ``x`` with the input of the network, ``first``, both ``[B, features]``."""
         return first * self.up(self.down(x)) + x
 
 
 class CrossInteraction(nn.Module):
-    """The low-rank cross network of DCN-V2 over all vectors side by side.
+    """The low-rank cross network of DCN-V2 on the concatenation of all vectors.
 
     Reference: Wang et al., "DCN V2", WWW 2021, arXiv 2008.13535.
     """
@@ -109,7 +110,7 @@ class CrossInteraction(nn.Module):
         self.layers = nn.ModuleList(CrossLayer(self.out_features, rank) for _ in range(layers))
 
     def forward(self, bottom: Tensor, embedded: list[Tensor], order: Tensor) -> Tensor:
-        """Arguments as of :class:`DotInteraction`; returns ``[B, (F + 1) D]``."""
+        """Arguments as in :class:`DotInteraction`; returns ``[B, (F + 1) D]``."""
         vectors = torch.cat(embedded, dim=1).index_select(1, order).to(bottom.dtype)
         first = torch.cat([bottom[:, None], vectors], dim=1).flatten(1)
         x = first
@@ -125,16 +126,16 @@ class DLRM(nn.Module):
         num_dense: number of dense features N.
         num_embeddings: rows of each table.
         embedding_dim: length D of a row.
-        plan: kind and options of each table (``dlrm.sparse_arch.table_plan.plan``).
-        bottom_mlp: hidden sizes of the bottom MLP; a last layer of D outputs follows them.
-        top_mlp: hidden sizes of the top MLP; a last layer of one output follows them.
+        plan: kind and options of each table; see ``dlrm.sparse_arch.table_plan``.
+        bottom_mlp: hidden sizes of the bottom MLP; its last layer has D outputs.
+        top_mlp: hidden sizes of the top MLP; its last layer has one output.
         interaction: ``dot`` or ``dcn``.
-        cross_layers, cross_rank: depth and rank of the dcn interaction.
-        tables_dtype: of the embeddings' parameters, ``fp32`` or ``bf16``.
-        sharding: pieces of tables that several processes hold.
+        cross_layers, cross_rank: number of layers and rank of the dcn interaction.
+        tables_dtype: dtype of the embedding parameters, ``fp32`` or ``bf16``.
+        sharding: how tables are sharded over several processes.
 
     Raises:
-        ValueError: an unknown name, or a plan that has not one entry for each table.
+        ValueError: an unknown name, or a plan without exactly one entry for each table.
 
     Reference: Naumov et al., "Deep Learning Recommendation Model for Personalization and
     Recommendation Systems", arXiv 1906.00091.
@@ -145,7 +146,7 @@ class DLRM(nn.Module):
         num_dense: int,
         num_embeddings: Sequence[int],
         embedding_dim: int,
-        plan: Plan,
+        plan: TablePlan,
         *,
         bottom_mlp: Sequence[int] = (512, 256, 64),
         top_mlp: Sequence[int] = (512, 256),
@@ -159,9 +160,9 @@ class DLRM(nn.Module):
         tables = len(num_embeddings)
         if len(plan) != tables:
             raise ValueError(f"the plan has {len(plan)} entries for {tables} tables")
-        if tables_dtype not in DTYPES:
+        if tables_dtype not in WEIGHT_BYTES:
             raise ValueError(
-                f"unknown tables_dtype {tables_dtype!r}{did_you_mean(tables_dtype, DTYPES)}"
+                f"unknown tables_dtype {tables_dtype!r}{did_you_mean(tables_dtype, WEIGHT_BYTES)}"
             )
         self.num_dense = num_dense
         self.interaction: DotInteraction | CrossInteraction
@@ -195,14 +196,14 @@ class DLRM(nn.Module):
         Args:
             dense: ``[N, B]``.
             ids: ``[F, B]``, or ``[nnz]`` with ``offsets [F * B + 1]``.
-            bounds: ``offsets[::B]`` where the host knows it; else it may have to wait for that.
+            bounds: ``offsets[::B]`` if the host knows them; otherwise it may have to wait for them.
             grouped: ``ids [F, B]`` are in the order of ``sparse_arch.features``.
 
         Returns:
             Logits, ``[B]``.
 
         Raises:
-            ValueError: dense features or ids of another shape, or no integers.
+            ValueError: dense features or ids of the wrong shape, or ids that are not integers.
         """
         if dense.dim() != 2 or len(dense) != self.num_dense:
             raise ValueError(
@@ -211,7 +212,7 @@ class DLRM(nn.Module):
             )
         branch = side_stream_of(ids.device)
         begin = branch.mark()
-        bottom = self.bottom_mlp(dense.t())  # [B, D], the longer chain of a small batch
+        bottom = self.bottom_mlp(dense.t())  # [B, D], the longer of both for a small batch
         with branch.fork(behind=begin):
             # [B, F_g, D] of each group
             embedded = self.sparse_arch(ids, offsets, bounds=bounds, grouped=grouped)
@@ -220,10 +221,10 @@ class DLRM(nn.Module):
         return self.top_mlp(crossed).squeeze(1)
 
     def load_trained(self, trained: DLRM) -> None:
-        """Take over the MLPs of a trained model and fit the embeddings to its tables.
+        """Copy the MLPs of a trained model and fit the embeddings to its tables.
 
         Args:
-            trained: of the same shape; its embeddings may be of any kind.
+            trained: a model of the same shape; its embeddings may be of any kind.
 
         Raises:
             ValueError: the models differ in more than their embeddings.
@@ -231,14 +232,14 @@ class DLRM(nn.Module):
         if self.num_dense != trained.num_dense:
             raise ValueError(
                 f"the trained model has {trained.num_dense} dense features, this one "
-                f"{self.num_dense}: it is of other data"
+                f"{self.num_dense}: it was trained on other data"
             )
         for name in ("bottom_mlp", "interaction", "top_mlp"):
             own, other = (getattr(model, name) for model in (self, trained))
             shapes = [[p.shape for p in part.parameters()] for part in (own, other)]
             if type(own) is not type(other) or shapes[0] != shapes[1]:
                 raise ValueError(
-                    f"the trained model has another {name}: give the --model options that it has"
+                    f"the trained model has another {name}: use the --model options of that model"
                 )
             own.load_state_dict(other.state_dict())
         self.sparse_arch.load_dense(trained.sparse_arch.to_dense())

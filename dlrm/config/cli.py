@@ -22,7 +22,7 @@ from docstring_parser import parse_from_object
 from jsonargparse import ArgumentError, ArgumentParser
 
 from dlrm.config.schema import RunConfig
-from dlrm.sparse_arch.table_plan import AUTO, Plan, options_of, parse_bytes
+from dlrm.sparse_arch.table_plan import AUTO, TablePlan, options_of_table, parse_bytes
 from dlrm.utils.device import is_out_of_memory, pick_device
 from dlrm.utils.messages import did_you_mean
 
@@ -312,7 +312,7 @@ def _note_idle(argv: Sequence[str], config: RunConfig, kinds: Mapping[str, type]
             print(f"note: {option} changes nothing, no table is of kind {kind}", file=sys.stderr)
 
 
-def note_budgeted(config: RunConfig, chosen: Plan) -> None:
+def note_budgeted(config: RunConfig, chosen: TablePlan) -> None:
     """Say which options of the kind that was asked for none of its tables has: a budget chose."""
     own = [options for kind, options in chosen if kind == config.emb]
     for name, value in config.methods.get(config.emb, {}).items():
@@ -335,7 +335,9 @@ def _methods(
         for name, value in options.items():
             for table, single in (value if isinstance(value, dict) else {"default": value}).items():
                 why = _refusal(kinds[kind], dim, {name: single})
-                if why and _refusal(kinds[kind], dim, options_of(table, options)):  # as d and q
+                if why and _refusal(
+                    kinds[kind], dim, options_of_table(table, options)
+                ):  # as d and q
                     problems.append(f"--{kind}.{name} {single}: {why}")
     return methods
 

@@ -8,8 +8,8 @@ from typing import Any
 from dlrm.config.schema import RunConfig
 from dlrm.data.frequencies import read_frequencies
 from dlrm.data.schema import Meta
-from dlrm.model import DTYPES
-from dlrm.sparse_arch.table_plan import plan
+from dlrm.model import WEIGHT_BYTES
+from dlrm.sparse_arch.table_plan import make_table_plan
 
 
 def model_spec(config: RunConfig, meta: Meta) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def model_spec(config: RunConfig, meta: Meta) -> dict[str, Any]:
         "num_dense": len(meta.dense),
         "num_embeddings": list(meta.cardinalities),
         "tables_dtype": dtype,
-        "plan": plan(
+        "plan": make_table_plan(
             meta.tables,
             meta.cardinalities,
             config.model.embedding_dim,
@@ -29,7 +29,7 @@ def model_spec(config: RunConfig, meta: Meta) -> dict[str, Any]:
             **tables,
             budget=config.budget,
             counts=lambda: read_frequencies(config.data, meta),
-            weight_bytes=DTYPES[dtype],
+            weight_bytes=WEIGHT_BYTES[dtype],
         ),
         **asdict(config.model),
     }

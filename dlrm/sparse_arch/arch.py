@@ -19,7 +19,7 @@ from dlrm.distributed.shardings import Sharding
 from dlrm.embeddings.base import Embedding
 from dlrm.embeddings.registry import available, build
 from dlrm.kernels.update.row_sort import sort_announced
-from dlrm.sparse_arch.table_plan import Plan
+from dlrm.sparse_arch.table_plan import TablePlan
 
 LINK = 53e9  # bytes a second each way between pinned host memory and an H100 (PCIe 5), as measured
 
@@ -51,7 +51,7 @@ class SparseArch(nn.Module):
         self,
         num_embeddings: Sequence[int],
         embedding_dim: int,
-        plan: Plan,
+        plan: TablePlan,
         *,
         check_ids: bool = False,
         sharding: ShardingPlan | None = None,
@@ -323,7 +323,7 @@ def _own(sharding: ShardingPlan | None, slots: Sequence[int]) -> ShardingPlan | 
     return replace(sharding, pieces=pieces) if sharding and pieces else None
 
 
-def grouped(plan: Plan) -> list[tuple[list[int], str, dict[str, Any]]]:
+def grouped(plan: TablePlan) -> list[tuple[list[int], str, dict[str, Any]]]:
     """The tables that are looked up together: of one kind, with equal options.
 
     Options that a kind takes per table may differ; the group has a list of them.

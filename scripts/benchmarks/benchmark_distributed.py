@@ -32,7 +32,7 @@ from dlrm.distributed.sharding_plan import make_sharding_plan, sharded_from
 from dlrm.distributed.world import World
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
-from dlrm.sparse_arch.table_plan import plan
+from dlrm.sparse_arch.table_plan import make_table_plan
 from dlrm.training import benchmark as measure
 from dlrm.training.data_parallel import GradientReducer
 from dlrm.training.step import TrainStep
@@ -83,7 +83,7 @@ class Case:
             "num_dense": 13,
             "num_embeddings": rows,
             "embedding_dim": self.dim,
-            "plan": plan(NAMES, rows, self.dim, self.kind, largest=7, options=options),
+            "plan": make_table_plan(NAMES, rows, self.dim, self.kind, largest=7, options=options),
             "bottom_mlp": [512, 256, 64] if kaggle else [512, 256],
             "top_mlp": [512, 256] if kaggle else [1024, 1024, 512, 256],
         }

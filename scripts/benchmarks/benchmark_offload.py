@@ -28,7 +28,7 @@ from dlrm.embeddings.offload import ROUND
 from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
 from dlrm.sparse_arch.arch import LINK
-from dlrm.sparse_arch.table_plan import plan
+from dlrm.sparse_arch.table_plan import make_table_plan
 from dlrm.training import benchmark as measure
 from dlrm.training.step import TrainStep
 from dlrm.utils.program import Parser, exit_status
@@ -59,7 +59,7 @@ def make_step(
     if options.large:
         large = {"bottom_mlp": (512, 256), "top_mlp": (1024, 1024, 512, 256)}
     dim = options.dim or (128 if options.large else 16)
-    table_plan = plan(
+    table_plan = make_table_plan(
         NAMES, rows, dim, kind, threshold=options.threshold, options={kind: own} if own else {}
     )
     torch.manual_seed(0)

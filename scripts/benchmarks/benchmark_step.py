@@ -27,7 +27,7 @@ from dlrm.embeddings import available
 from dlrm.kernels.update.rules import OPTIONS
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
-from dlrm.sparse_arch.table_plan import plan
+from dlrm.sparse_arch.table_plan import make_table_plan
 from dlrm.training import benchmark as measure
 from dlrm.training.step import TrainStep
 from dlrm.utils.program import Parser, count_arg, exit_status
@@ -62,7 +62,9 @@ def make_step(
     torch.manual_seed(0)
     rows = cardinalities(device)
     options = {"hash": {"rows": 200_000}, "qr": {"collisions": 100}, "block": {"dim": 4}}
-    table_plan = plan(NAMES, rows, DIM, kind, largest=7, options={kind: options.get(kind, {})})
+    table_plan = make_table_plan(
+        NAMES, rows, DIM, kind, largest=7, options={kind: options.get(kind, {})}
+    )
     with torch.device(device):
         model = DLRM(13, rows, DIM, table_plan)
     optimizers = [

@@ -19,8 +19,8 @@ import torch
 
 from dlrm.data.frequencies import read_frequencies
 from dlrm.embeddings import available
-from dlrm.model import DLRM, DTYPES
-from dlrm.sparse_arch.table_plan import plan, times
+from dlrm.model import DLRM, WEIGHT_BYTES
+from dlrm.sparse_arch.table_plan import format_ratio, make_table_plan
 from dlrm.training import benchmark as measure
 from dlrm.training import checkpoint, metrics
 from dlrm.utils.messages import did_you_mean
@@ -81,14 +81,14 @@ class Trained:
         Raises:
             ValueError: the kind can't be as small.
         """
-        chosen = plan(
+        chosen = make_table_plan(
             self.meta.tables,
             self.recipe["num_embeddings"],
             self.recipe["embedding_dim"],
             kind,
-            budget=times(ratio),
+            budget=format_ratio(ratio),
             counts=lambda: read_frequencies(self.data, self.meta),
-            weight_bytes=DTYPES[self.recipe.get("tables_dtype", "fp32")],
+            weight_bytes=WEIGHT_BYTES[self.recipe.get("tables_dtype", "fp32")],
         )
         model = DLRM(**{**self.recipe, "plan": chosen}).to(self.device)
         model.load_trained(self.model)
@@ -114,7 +114,7 @@ def compress(options: Namespace) -> None:
             try:
                 found = [model.compressed(kind, ratio) for model in trained]
             except ValueError as error:
-                print(f"{kind} at {times(ratio)}: {error}")
+                print(f"{kind} at {format_ratio(ratio)}: {error}")
                 continue
             rows.append(_mean(kind, ratio, found, rows[0]["auc"]))
     if options.json:

@@ -27,7 +27,7 @@ import pandas as pd
 
 from dlrm.data.schema import Meta
 from dlrm.embeddings import available
-from dlrm.sparse_arch.table_plan import times
+from dlrm.sparse_arch.table_plan import format_ratio
 from dlrm.training import benchmark as measure
 from dlrm.utils.messages import did_you_mean
 from dlrm.utils.program import Parser, count_arg, exit_status, figure_arg, path_arg, positive_arg
@@ -99,7 +99,7 @@ def point(kind: str, ratio: float, seed: int, rate: float | None, rows: int) -> 
     options += [] if rate is None else [f"--optim.embeddings_lr={rate:g}"]
     if kind == "dense":
         return f"dense-{seed}", options
-    return f"{kind}-{times(ratio)}-{seed}", [*options, f"--budget={times(ratio)}"]
+    return f"{kind}-{format_ratio(ratio)}-{seed}", [*options, f"--budget={format_ratio(ratio)}"]
 
 
 def choose_rates(options: argparse.Namespace, pool: Pool) -> tuple[dict[str, float], list[str]]:

@@ -7,7 +7,7 @@ from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings.drop import Drop
 from dlrm.sparse_arch.arch import SparseArch
 from dlrm.sparse_arch.auto import RARE, Table, choose_tables
-from dlrm.sparse_arch.table_plan import plan
+from dlrm.sparse_arch.table_plan import make_table_plan
 
 CAPPED = [min(rows, 100_000) for rows in KAGGLE_CARDINALITIES]
 
@@ -16,7 +16,7 @@ def zipf(rows, most=2**20):
     return most // torch.arange(1, rows + 1)
 
 
-def worth(table_plan, counts, dim):
+def utility(table_plan, counts, dim):
     """What the planner maximises, written out: own rows by their counts and their length."""
     total = 0.0
     for (_, options), count in zip(table_plan, counts, strict=True):
@@ -49,8 +49,8 @@ def test_a_table_that_is_most_of_the_budget_uses_it(ratio):
     assert table.size(dim, keep) <= budget
     others = [(other, min((budget - table.size(other, 0)) // (4 * other), rows))
               for other in (1, 2, 4, 8, 16)]  # fmt: skip
-    best = max(table.worth(other, kept) for other, kept in others if kept >= 0)
-    assert table.worth(dim, keep) >= 0.999 * best
+    best = max(table.utility(other, kept) for other, kept in others if kept >= 0)
+    assert table.utility(dim, keep) >= 0.999 * best
 
 
 def test_nothing_is_compressed_where_the_budget_does_not_ask_for_it():
@@ -68,9 +68,9 @@ def test_no_choice_of_lengths_and_numbers_of_rows_is_worth_more():
         for t, rows in enumerate(sizes)
     ]  # fmt: skip
     for budget in (150, 250, 400, 700):
-        found = worth(choose_tables(sizes, dim, budget, counts), counts, dim)
+        found = utility(choose_tables(sizes, dim, budget, counts), counts, dim)
         best = max(
-            worth([("", {"keep": k, "dim": d}) for _, k, d in pair], counts, dim)
+            utility([("", {"keep": k, "dim": d}) for _, k, d in pair], counts, dim)
             for pair in product(*offers)
             if sum(size for size, _, _ in pair) <= budget
         )
@@ -88,7 +88,7 @@ def test_it_is_worth_more_than_the_best_of_full_rows():
     sizes, counts = [5000, 300], [zipf(5000), zipf(300)]
     budget = 64 * 5300 // 20
     drop = [("drop", own or {}) for own in Drop.for_budget(sizes, 16, budget, counts=counts)]
-    assert worth(choose_tables(sizes, 16, budget, counts), counts, 16) > worth(drop, counts, 16)
+    assert utility(choose_tables(sizes, 16, budget, counts), counts, 16) > utility(drop, counts, 16)
 
 
 def test_counts_need_not_fall_strictly():
@@ -104,14 +104,16 @@ def test_a_budget_without_room_for_a_row_per_table_is_refused():
 def test_the_planner_is_a_kind_of_the_plan():
     names, sizes = ["a", "b"], [50, 4000]
     counts = [zipf(50), zipf(4000)]
-    whole = plan(names, sizes, 8, "auto", budget="10x", counts=lambda: counts)
+    whole = make_table_plan(names, sizes, 8, "auto", budget="10x", counts=lambda: counts)
     assert whole == choose_tables(sizes, 8, 4 * 8 * 4050 // 10, counts)
-    largest = plan(names, sizes, 8, "auto", budget="10x", largest=1, counts=lambda: counts)
+    largest = make_table_plan(
+        names, sizes, 8, "auto", budget="10x", largest=1, counts=lambda: counts
+    )
     assert largest == [("dense", {}), *choose_tables([4000], 8, 12960 - 1600, counts[1:])]
     with pytest.raises(ValueError, match="--emb auto needs a budget: set --budget"):
-        plan(names, sizes, 8, "auto")
+        make_table_plan(names, sizes, 8, "auto")
     with pytest.raises(ValueError, match="needs to know how often each id occurs"):
-        plan(names, sizes, 8, "auto", budget="10x")
+        make_table_plan(names, sizes, 8, "auto", budget="10x")
 
 
 def test_ids_are_counted_only_for_budgets_that_depend_on_it():
@@ -122,5 +124,5 @@ def test_ids_are_counted_only_for_budgets_that_depend_on_it():
         return [zipf(50), zipf(4000)]
 
     for kind, expected in (("hash", 0), ("drop", 1), ("auto", 2)):
-        plan(["a", "b"], [50, 4000], 8, kind, budget="10x", counts=counts)
+        make_table_plan(["a", "b"], [50, 4000], 8, kind, budget="10x", counts=counts)
         assert len(asked) == expected
