@@ -44,7 +44,7 @@ def _select(values, starts, pid, COUNT: tl.constexpr, FIRST: tl.constexpr):
 
 
 @triton.jit
-def _mean_square(param, grad, begin, end, length, lr, hyper,
+def _mean_square(weight, grad, begin, end, length, lr, hyper,
                  RULE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """The mean squared gradient of one row, decay included."""
     total = tl.zeros((BLOCK,), tl.float32)
@@ -52,7 +52,7 @@ def _mean_square(param, grad, begin, end, length, lr, hyper,
         at = begin + first + tl.arange(0, BLOCK)
         g = tl.load(grad + at, mask=at < end, other=0.0).to(tl.float32)
         if RULE.decay:
-            value = tl.load(param + at, mask=at < end, other=0.0).to(tl.float32)
+            value = tl.load(weight + at, mask=at < end, other=0.0).to(tl.float32)
             value, g = decay_step(value, g, lr, hyper, RULE)
         total += g * g
     return tl.sum(total, 0) / length
@@ -60,7 +60,7 @@ def _mean_square(param, grad, begin, end, length, lr, hyper,
 
 @triton.jit
 def _update(
-    params, grads, states, starts, lengths, sizes, lr, hyper, seed,
+    weights, grads, states, starts, lengths, sizes, lr, hyper, seed,
     COUNT: tl.constexpr, RULE: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Update one chunk of one tensor: a row, or ``BLOCK`` elements if the rule keeps no row state.
@@ -69,7 +69,7 @@ def _update(
     """
     pid = tl.program_id(0)
     WEIGHTS: tl.constexpr = RULE.weight_states
-    param = _select(params, starts, pid, COUNT, 0)
+    weight = _select(weights, starts, pid, COUNT, 0)
     grad = _select(grads, starts, pid, COUNT, 0)
     start = _select(starts, starts, pid, COUNT, 0)
     length = _select(lengths, starts, pid, COUNT, 0)
@@ -89,7 +89,7 @@ def _update(
         row_state = _select(states, starts, pid, COUNT, WEIGHTS * COUNT) + chunk
         mean_square = 0.0
         if RULE.row_state == "sum":
-            mean_square = _mean_square(param, grad, begin, end, length, rate, hyper, RULE, BLOCK)
+            mean_square = _mean_square(weight, grad, begin, end, length, rate, hyper, RULE, BLOCK)
         new = row_step(tl.load(row_state), mean_square, RULE)
         store_after_all_read(row_state, new, None)
         row += new
@@ -97,7 +97,7 @@ def _update(
         at = (begin + offset + tl.arange(0, BLOCK))[None, :]
         mask = at < end
         g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
-        value = tl.load(param + at, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
         value, g = decay_step(value, g, rate, hyper, RULE)
         first, second = g, g
         if WEIGHTS > 0:
@@ -112,7 +112,7 @@ def _update(
         if RULE.momentum:
             step += hyper.momentum * tl.load(buffer + at, mask=mask, other=0.0)
             tl.store(buffer + at, step, mask=mask)
-        store_rounded(param + at, at + start * BLOCK, value - rate * step, mask, seed, ROUND)
+        store_rounded(weight + at, at + start * BLOCK, value - rate * step, mask, seed, ROUND)
 
 
 @torch.no_grad()
