@@ -1,11 +1,11 @@
-"""Write meta.json for Parquet files that others wrote, so that train.py can read them.
+"""Write meta.json for Parquet files from other programs, so that train.py can read them.
 
     python scripts/describe_parquet.py data --train train-*.parquet --test test.parquet
 
-The files stay as they are. Any label + dense + categorical table serves: the label a bool or a
-number in [0, 1], dense columns numbers, categorical columns integers from 0 or lists of them
-(multi-hot). A table's size is the largest id + 1, over all splits. A column with nulls gets one row
-more, which stands for them.
+The files do not change. They need a label (bool, or a number in [0, 1]) and categorical columns
+(integers from 0, or lists of them for multi-hot features), and may have dense columns (numbers).
+The table of a categorical column has as many rows as its largest id + 1, over all splits, and one
+more row for nulls if the column has any.
 """
 
 from __future__ import annotations
@@ -21,41 +21,40 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from dlrm.data.parquet import RowGroupReader
+from dlrm.data.parquet import RowGroupReader, is_list_of_ids, read_footer
 from dlrm.data.schema import DESCRIBED, META_FILE, SPLITS, Categorical, Meta, Split
 from dlrm.utils.program import Parser, exit_status, path_arg
 
-SPARSE = 10  # rows of a table per value of its column, from which on the ids look hashed
+HASHED = 10  # with more rows of a table than this per row of data, the ids look hashed
 
 
 @dataclass
-class Seen:
-    """What the ids of one categorical column were found to be."""
+class IdRange:
+    """The largest id and the number of nulls of a categorical column."""
 
     largest: int = -1
     nulls: int = 0
 
     def update(self, name: str, where: object, ids: pa.ChunkedArray) -> None:
-        """Take in the ids of one row group, those of all bags behind one another."""
+        """Add the ids of one row group; the bags of a multi-hot column are flattened."""
         limits = pc.min_max(ids).as_py()
         if limits["min"] is not None and limits["min"] < 0:
             raise ValueError(
-                f"{where}, column {name!r} holds id {limits['min']}; ids count from 0: renumber "
-                "them, or leave the column out of --categorical"
+                f"{where}, column {name!r} has id {limits['min']}; ids start at 0: renumber them, "
+                "or leave the column out of --categorical"
             )
         if limits["max"] is not None and limits["max"] >= 2**63 - 2:
             raise ValueError(
-                f"{where}, column {name!r} holds id {limits['max']}; ids lie below 2**63 - 2: "
-                "number them from 0 on, the most frequent first"
+                f"{where}, column {name!r} has id {limits['max']}; ids must be below 2**63 - 2: "
+                "renumber them from 0, the most frequent first"
             )
         self.largest = max(self.largest, -1 if limits["max"] is None else limits["max"])
         self.nulls += ids.null_count
 
 
-def describe(
+def describe_files(
     directory: Path,
     files: dict[str, tuple[str, ...]],
     *,
@@ -63,54 +62,59 @@ def describe(
     dense: Sequence[str] | None = None,
     categorical: Sequence[str] | None = None,
 ) -> Meta:
-    """Read all files once and say what is in them.
+    """Read all files once and describe them.
 
     Args:
-        directory: where ``meta.json`` is to lie.
+        directory: directory of ``meta.json``.
         files: the Parquet files of each split, relative to ``directory``.
         label: the column to predict.
-        dense: the dense columns; by default all of floating type but the label.
-        categorical: the categorical columns; by default all of integers or lists of them but the
-            label and the dense ones.
+        dense: the dense columns; by default all columns of floating type except the label.
+        categorical: the categorical columns; by default all columns of integers or lists of
+            integers except the label and the dense columns.
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is damaged, a column is missing, of a wrong type or named twice, a label
-            is missing or not in [0, 1], an id is negative.
+        ValueError: a file is damaged; a column is missing, of the wrong type or named twice; a
+            label is missing or not in [0, 1]; an id is negative or too large.
     """
     first = next(name for names in files.values() for name in names)
-    schema = _schema(directory / first)
+    _, schema = read_footer(directory / first)
     if dense is None:
         dense = [f.name for f in schema if pa.types.is_floating(f.type) and f.name != label]
     if categorical is None:
         taken = {label, *dense}
-        categorical = [f.name for f in schema if _has_ids(f.type) and f.name not in taken]
+        categorical = [
+            f.name
+            for f in schema
+            if (pa.types.is_integer(f.type) or is_list_of_ids(f.type)) and f.name not in taken
+        ]
     if not categorical:
         raise ValueError(
-            f"{directory / first}: no categorical columns, and a model needs one: a column of "
-            "integers or lists of integers, named with --categorical"
+            f"{directory / first}: no categorical columns, a model needs at least one: name a "
+            "column of integers or lists of integers with --categorical"
         )
     lists = {field.name for field in schema if pa.types.is_nested(field.type)}
     columns = [Categorical(name=c, cardinality=0, multi_hot=c in lists) for c in categorical]
     meta = Meta(label=label, dense=tuple(dense), categorical=tuple(columns), splits={})
     reader = RowGroupReader(directory, meta)
-    groups = {
-        split: [group for name in names for group in reader.open(directory / name)]
+    row_groups = {
+        split: [row_group for name in names for row_group in reader.open(directory / name)]
         for split, names in files.items()
     }
-    seen = {column.name: Seen() for column in columns}
+    seen = {column.name: IdRange() for column in columns}
     positives = dict.fromkeys(files, 0)
-    total = sum(group.rows for those in groups.values() for group in those)
-    with tqdm(total=total, unit=" rows", unit_scale=True, disable=None) as progress:
-        for split, those in groups.items():
-            for group in those:
-                table = reader.read_table(group)
-                positives[split] += round(float(reader.labels(table, group).sum(dtype=np.float64)))
+    rows = {split: sum(row_group.rows for row_group in row_groups[split]) for split in files}
+    with tqdm(total=sum(rows.values()), unit=" rows", unit_scale=True, disable=None) as progress:
+        for split in files:
+            for row_group in row_groups[split]:
+                table = reader.read_table(row_group)
+                labels = reader.labels(table, row_group)
+                positives[split] += round(float(labels.sum(dtype=np.float64)))
                 for column in columns:
                     ids = table[column.name]
                     ids = pc.list_flatten(ids) if column.multi_hot else ids
-                    seen[column.name].update(column.name, group, ids)
-                progress.update(group.rows)
+                    seen[column.name].update(column.name, row_group, ids)
+                progress.update(row_group.rows)
     return Meta(
         label=label,
         dense=tuple(dense),
@@ -124,42 +128,26 @@ def describe(
             for column, ids in zip(columns, seen.values(), strict=True)
         ),
         splits={
-            split: Split(
-                files=names,
-                rows=sum(group.rows for group in groups[split]),
-                positives=positives[split],
-            )
+            split: Split(files=names, rows=rows[split], positives=positives[split])
             for split, names in files.items()
         },
         options={"made_by": DESCRIBED},
     )
 
 
-def _schema(path: Path) -> pa.Schema:
-    try:
-        return pq.read_schema(path)
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is not a complete Parquet file ({error})") from None
-
-
-def _has_ids(kind: pa.DataType) -> bool:
-    lists = isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
-    return pa.types.is_integer(kind.value_type if lists else kind)
-
-
-def _found(directory: Path, patterns: Sequence[str]) -> tuple[str, ...]:
-    """The files that the patterns match, relative to the directory, each pattern's in order."""
+def _matching_files(directory: Path, patterns: Sequence[str]) -> tuple[str, ...]:
+    """The files that match the patterns, relative to the directory, sorted for each pattern."""
     names: list[str] = []
     for pattern in patterns:
-        named = (directory / pattern).is_file()  # as in part[1].parquet, which is a pattern too
-        matches = [pattern] if named else sorted(glob.glob(pattern, root_dir=directory))
+        is_file = (directory / pattern).is_file()  # part[1].parquet may be a name or a pattern
+        matches = [pattern] if is_file else sorted(glob.glob(pattern, root_dir=directory))
         if not matches:
             raise FileNotFoundError(
                 f"no file {pattern!r} in {directory}; names are relative to that directory"
             )
         if folders := [name for name in matches if (directory / name).is_dir()]:
             raise ValueError(
-                f"{directory / folders[0]} is a directory; name the files in it, as "
+                f"{directory / folders[0]} is a directory; name the files in it, such as "
                 f"'{folders[0].rstrip('/')}/*.parquet'"
             )
         names += matches
@@ -169,7 +157,7 @@ def _found(directory: Path, patterns: Sequence[str]) -> tuple[str, ...]:
 def parser() -> Parser:
     """The command line."""
     made = Parser(__doc__)
-    made.add_argument("directory", type=path_arg, help="where the files lie and meta.json goes")
+    made.add_argument("directory", type=path_arg, help="directory of the files and of meta.json")
     for split in SPLITS:
         made.add_argument(
             f"--{split}",
@@ -181,33 +169,36 @@ def parser() -> Parser:
         )
     made.add_argument("--label", default="label", help="column to predict (default: label)")
     made.add_argument(
-        "--dense", nargs="*", metavar="COLUMN", help="default: all columns of floating type"
+        "--dense",
+        nargs="*",
+        metavar="COLUMN",
+        help="dense columns (default: all columns of floating type)",
     )
     made.add_argument(
         "--categorical",
         nargs="*",
         metavar="COLUMN",
-        help="default: all other columns of integers or lists of integers",
+        help="categorical columns (default: all other columns of integers or lists of integers)",
     )
     made.add_argument(
-        "--overwrite", action="store_true", help="replace a meta.json that is there (default: no)"
+        "--overwrite", action="store_true", help="replace an existing meta.json (default: no)"
     )
     return made
 
 
-def describe_and_tell(options: Namespace) -> None:
-    """Describe, write, and print what was found."""
+def describe(options: Namespace) -> None:
+    """Write meta.json and print a summary."""
     directory: Path = options.directory
     if (directory / META_FILE).exists() and not options.overwrite:
-        raise ValueError(f"{directory / META_FILE} exists; --overwrite replaces it")
-    files = {split: _found(directory, getattr(options, split)) for split in SPLITS}
+        raise ValueError(f"{directory / META_FILE} exists; use --overwrite to replace it")
+    files = {split: _matching_files(directory, getattr(options, split)) for split in SPLITS}
     if not files["train"]:
         raise ValueError("no training files; name them with --train FILE ...")
     names = [name for split in files.values() for name in split]
     for path, count in Counter((directory / name).resolve() for name in names).items():
         if count > 1:
-            raise ValueError(f"{path} is named {count} times; a file belongs to one split, once")
-    meta = describe(
+            raise ValueError(f"{path} is named {count} times; name each file once, for one split")
+    meta = describe_files(
         directory,
         {split: names for split, names in files.items() if names},
         label=options.label,
@@ -221,10 +212,10 @@ def describe_and_tell(options: Namespace) -> None:
         )
     rows = sum(split.rows for split in meta.splits.values())
     for column in meta.categorical:
-        if not column.multi_hot and column.cardinality > max(SPARSE * rows, 10**6):
+        if not column.multi_hot and column.cardinality > max(HASHED * rows, 10**6):
             print(
                 f"warning: {column.name} needs a table of {column.cardinality:,} rows for {rows:,} "
-                "values: its ids look hashed; number them from 0 on, the most frequent first",
+                "values: its ids look hashed; renumber them from 0, the most frequent first",
                 file=sys.stderr,
             )
     for name, split in meta.splits.items():
@@ -237,7 +228,7 @@ def describe_and_tell(options: Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit status."""
     options = parser().parse_args(argv)
-    return exit_status(lambda: describe_and_tell(options), "interrupted; nothing was written")
+    return exit_status(lambda: describe(options), "interrupted; nothing was written")
 
 
 if __name__ == "__main__":

@@ -17,16 +17,16 @@ from dlrm.data.preprocess.workspace import BAD_ROWS_FILE
 from dlrm.utils.program import Parser, exit_status, path_arg
 
 EPILOG = """\
-Input: lines of label, I1..I13 (numbers, may be empty), C1..C26 (up to 8 hex digits, may be empty),
-separated by tabs; Kaggle's train.txt or Terabyte's day_0 .. day_23, plain, gzip or zstd.
+Input: tab-separated lines of label, I1..I13 (numbers, may be empty) and C1..C26 (up to 8 hex
+digits, may be empty), as in Kaggle's train.txt or Terabyte's day_0 .. day_23; plain, gzip or zstd.
 
-Output: DIR/train.parquet, val.parquet, test.parquet (label uint8, I1..I13 float32, C1..C26 int32),
-DIR/vocabulary/C1.parquet .. (value, id, count; row number = id; value "" is the missing one, null
-stands for all values without an id of their own), DIR/bad_rows.json and, last, DIR/meta.json.
-Ids count from 0 in order of falling frequency in the rows of the vocabulary.
+Output in DIR: train.parquet, val.parquet and test.parquet (label uint8, I1..I13 float32, C1..C26
+int32); vocabulary/C1.parquet .. C26.parquet (value, id, count; the row number is the id; value ""
+is a missing value, null stands for all values without their own id); bad_rows.json; and meta.json,
+written last. Ids start at 0, in order of falling frequency in the rows of the vocabulary.
 
-Killed and started again with the same options, it goes on where it was and ends with the same
-bytes. While it works DIR/.prepare takes up to some 180 bytes a row, the result included.
+If the program is killed, start it again with the same options: it continues, and the output has the
+same bytes. While it runs, DIR/.prepare takes up to 180 bytes per row, including the output.
 
 Examples:
   prepare_criteo.py train.txt --output data/kaggle
@@ -38,10 +38,10 @@ Examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns the exit status, 2 for bad input."""
+    """Run the program; returns the exit status, which is 2 for bad input."""
     arguments = vars(_parser().parse_args(argv))
     return exit_status(
-        lambda: _prepare(**arguments), "interrupted; the same command goes on from here"
+        lambda: _prepare(**arguments), "interrupted; run the same command to continue"
     )
 
 
@@ -61,19 +61,19 @@ def _prepare(inputs: list[Path], output: Path, workers: int | None, **given: Any
     bad = json.loads((output / BAD_ROWS_FILE).read_text())
     if bad["skipped"]:
         kinds = ", ".join(f"{kind}: {count:,}" for kind, count in bad["kinds"].items())
-        print(f"left out {bad['skipped']:,} ({kinds}); the first are in {output / BAD_ROWS_FILE}")
+        print(f"skipped {bad['skipped']:,} ({kinds}); the first are in {output / BAD_ROWS_FILE}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     print(f"{seconds:.1f} s, {rows / seconds:,.0f} rows/s, peak memory {peak:.2f} GB: {output}")
 
 
 def _note_order(inputs: Sequence[Path]) -> None:
-    """Say that files go back in number: a shell's ``day_*`` has day_10 before day_2."""
+    """Warn if the numbers of files go back: in a shell, ``day_*`` has day_10 before day_2."""
     for one, other in pairwise(inputs):
         parts, others = (re.split(r"(\d+)", str(path)) for path in (one, other))
         if parts[::2] == others[::2] and [*map(int, parts[1::2])] > [*map(int, others[1::2])]:
             print(
-                f"note: {one} stands before {other}, and inputs are taken to be in the order of "
-                "time: a shell counts in day_{0..23}, not in day_*",
+                f"note: {one} comes before {other}, but inputs must be in the order of time: in a "
+                "shell, day_{0..23} is in the order of numbers, day_* is not",
                 file=sys.stderr,
             )
             return
@@ -89,61 +89,61 @@ def _parser() -> Parser:
         nargs="+",
         default=default.split,
         metavar="SHARE",
-        help="'days', the reference protocol: the last day is halved into test and val, the days "
-        "before it train; a day is a file of which rows are read, or a seventh of the rows of a "
-        "single one. Or three "
-        "shares of the rows for train, val and test, which follow one another in this order "
-        "(0.85 0 0.15; a share may be 0). Default: days",
+        help="days: the reference protocol, in which the last day is halved into test and val, and "
+        "the days before it are for training; a day is a file of which rows are read, or a seventh "
+        "of the rows if there is only one such file. Or three numbers: the shares of train, val "
+        "and test, which follow one another in this order (0.85 0 0.15; a share may be 0). "
+        "Default: days",
     )
     add(
         "--vocabulary",
         choices=("train", "all"),
         default=default.vocabulary,
-        help="rows whose values get ids of their own: those of the train split, all other values "
-        "then sharing an out-of-vocabulary id; or all rows, as the reference does. Default: train",
+        help="rows whose values get their own ids. train: the rows of the train split; all other "
+        "values share an out-of-vocabulary id. all: all rows, as in the reference. Default: train",
     )
     add(
         "--ids-of",
         metavar="DIR",
         type=path_arg,
-        help="data prepared before, whose vocabularies are taken, with its --cap, --min-count and "
-        "--dense-transform: a model that was trained on it can score these rows, or be trained on "
-        "with them. Values that it does not list get its out-of-vocabulary id",
+        help="prepared data whose vocabularies are reused, with its --vocabulary, --cap, "
+        "--min-count and --dense-transform. A model trained on it can then score the new rows, or "
+        "train on them. Values that it does not list get its out-of-vocabulary id",
     )
     add(
         "--min-count",
         type=int,
         default=default.min_count,
         metavar="N",
-        help="values that occur less often than N times in the rows of the vocabulary share the "
+        help="values that occur fewer than N times in the rows of the vocabulary share the "
         "out-of-vocabulary id. Default: 1",
     )
     add(
         "--cap",
         type=int,
         metavar="N",
-        help="take the hex values modulo N before counting, as the reference does (MLPerf: "
-        "40000000); missing stays a value of its own. Default: no cap",
+        help="take the hexadecimal values modulo N before they are counted, as in the reference "
+        "(MLPerf: 40000000); a missing value remains a value of its own. Default: no cap",
     )
     add(
         "--dense-transform",
         choices=("log1p", "log3"),
         default=default.dense_transform,
-        help="of I1..I13, where missing counts as 0. log1p: log(max(x, 0) + 1), as in the "
-        "reference. log3: log(max(x, -2) + 3), as in TorchRec. Default: log1p",
+        help="transform of I1..I13; a missing number counts as 0. log1p: log(max(x, 0) + 1), as in "
+        "the reference. log3: log(max(x, -2) + 3), as in TorchRec. Default: log1p",
     )
     add(
         "--limit",
         type=int,
         metavar="N",
-        help="read the first N lines of the input only, over all files. Default: all",
+        help="read only the first N lines of the input, counted over all files. Default: all",
     )
     add(
         "--bad-rows",
         choices=("stop", "skip"),
         default=default.bad_rows,
-        help="stop at the first bad row, or end of a damaged file, and say what is wrong; or leave "
-        "such rows out, count them by kind and report the first 20. Default: stop",
+        help="stop: end with an error at the first bad row or at the end of a damaged file. skip: "
+        "skip bad rows, count them by kind and report the first 20. Default: stop",
     )
     add("--workers", type=int, metavar="N", help="threads. Default: one per core")
     return parser

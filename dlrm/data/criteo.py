@@ -24,6 +24,7 @@ from dlrm.data.device_shuffle import DeviceShuffleBuffer
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import Meta
 from dlrm.data.shuffle import ShuffleBuffer, ShuffleGroup, assemble, shuffle_groups
+from dlrm.data.threads import thread_pool
 from dlrm.utils.device import cpu_count
 
 Buffer = TypeVar("Buffer", ShuffleBuffer, DeviceShuffleBuffer)
@@ -229,8 +230,8 @@ class CriteoLoader:
     def _iterate(self, start: int) -> Generator[Batch, None, None]:
         # The readers end first, which cancels what the assembler waits for.
         with (
-            _threads(1, "batch-assembler") as assembler,
-            _threads(self.readers, "parquet-reader") as readers,
+            thread_pool(1, "batch-assembler") as assembler,
+            thread_pool(self.readers, "parquet-reader") as readers,
         ):
             if self._gathers:
                 batches = self._gathered(start, readers)
@@ -317,13 +318,3 @@ class CriteoLoader:
         began = time.perf_counter()
         yield
         self.wait_seconds += time.perf_counter() - began
-
-
-@contextmanager
-def _threads(count: int, name: str) -> Iterator[ThreadPoolExecutor]:
-    """A pool of threads; at the end of the block, queued tasks are cancelled and threads joined."""
-    pool = ThreadPoolExecutor(count, name)
-    try:
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.preprocess.vocabulary import open_vocabulary
 from dlrm.data.schema import DESCRIBED, META_FILE, Categorical, Meta
+from dlrm.data.threads import map_in_order
 from dlrm.utils.device import cpu_count
 
 MOST_ROWS = 1 << 24  # training rows to count; of a larger split, evenly spaced row groups
@@ -69,15 +69,12 @@ def count_ids(
     reader = RowGroupReader(directory, replace(meta, dense=()))
     row_groups = reader.row_groups("train")
     every = -(-sum(row_group.rows for row_group in row_groups) // most_rows)
-    row_groups, at_once = row_groups[::every], cpu_count()
     counts = [torch.zeros(rows, dtype=torch.int64) for rows in meta.cardinalities]
+    # The columns in the order in which they are read: the one-hot ones come first.
     order = sorted(range(len(counts)), key=lambda index: meta.categorical[index].multi_hot)
-    with ThreadPoolExecutor(at_once) as threads:
-        for start in range(0, len(row_groups), at_once):
-            for rows in threads.map(reader.read, row_groups[start : start + at_once]):
-                bags = [lists.flatten().to_numpy() for lists in rows.bags]
-                columns = [*rows.ids, *bags]  # the one-hot ones first
-                for index, column in zip(order, columns, strict=True):
-                    ids = torch.from_numpy(column.astype(np.int64))
-                    counts[index].index_add_(0, ids, torch.ones_like(ids))
+    for rows in map_in_order(reader.read, row_groups[::every], cpu_count()):
+        columns = [*rows.ids, *(bags.flatten().to_numpy() for bags in rows.bags)]
+        for index, column in zip(order, columns, strict=True):
+            ids = torch.from_numpy(column.astype(np.int64))
+            counts[index].index_add_(0, ids, torch.ones_like(ids))
     return [count * every for count in counts]

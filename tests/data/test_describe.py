@@ -77,7 +77,7 @@ def test_names_with_brackets_and_directories_of_files(shop):
     (shop / "train-1.parquet").rename(shop / "rest" / "1.parquet")
     run = describe(shop, "--train", "train[0].parquet", "rest/", "--label", "clicked")
     assert run.stderr == (
-        f"error: {shop / 'rest'} is a directory; name the files in it, as 'rest/*.parquet'\n"
+        f"error: {shop / 'rest'} is a directory; name the files in it, such as 'rest/*.parquet'\n"
     )
     run = describe(shop, "--train", "train[0].parquet", "rest/*.parquet", "--label", "clicked")
     assert run.returncode == 0, run.stderr
@@ -104,7 +104,7 @@ def test_an_existing_description_is_kept_unless_told(shop):
     assert describe(shop, *ARGUMENTS).returncode == 0
     again = describe(shop, *ARGUMENTS, "--dense", "price")
     assert again.returncode == 2
-    assert "meta.json exists; --overwrite replaces it" in again.stderr
+    assert "meta.json exists; use --overwrite to replace it" in again.stderr
     assert describe(shop, *ARGUMENTS, "--overwrite").returncode == 0
 
 
@@ -118,9 +118,9 @@ MISTAKES = {
     "column twice": ((*ARGUMENTS, "--categorical", "item", "item"), "column 'item' is named 2"),
     "label as feature": ((*ARGUMENTS, "--dense", "clicked"), "column 'clicked' is named 2"),
     "text": ((*ARGUMENTS, "--categorical", "title"), "column 'title' is "),
-    "negative ids": ((*ARGUMENTS, "--categorical", "debt"), "column 'debt' holds id -3"),
-    "ids beyond 64 bits": ((*ARGUMENTS, "--categorical", "hashed"), "'hashed' holds id 1844674407"),
-    "no categorical": ((*ARGUMENTS, "--categorical"), "no categorical columns, and a model needs"),
+    "negative ids": ((*ARGUMENTS, "--categorical", "debt"), "column 'debt' has id -3"),
+    "ids beyond 64 bits": ((*ARGUMENTS, "--categorical", "hashed"), "'hashed' has id 1844674407"),
+    "no categorical": ((*ARGUMENTS, "--categorical"), "no categorical columns, a model needs"),
     "label of 2": (("--train", "test.parquet", "--label", "age"), "column 'age': row"),
     "unknown option": ((*ARGUMENTS, "--lable", "x"), "option --lable, did you mean '--label'?"),
     "no Parquet": (("--train", "notes.txt"), "notes.txt is not a complete Parquet file"),

@@ -1,4 +1,4 @@
-"""Lines of a raw log to columns, and what is wrong with the lines that are none."""
+"""Lines of a raw log to columns, with reports on bad lines."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dlrm.data.preprocess.reader import BadRow, RawBlock
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
 
 MISSING = -1
-"""Key of a missing category; the key of any other value is the value itself, 0 .. 2**32 - 1."""
+"""Key of a missing value; the key of any other value is the value itself, 0 .. 2**32 - 1."""
 
 COLUMNS = ("label", *CRITEO_DENSE, *CRITEO_CATEGORICAL)
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
-# One way only to match each number: 13 of them in a bad line would be tried in every combination.
+# Each number can match in only one way: in a bad line, all combinations of 13 would be tried.
 _NUMBER = rb" *[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)? *"
 _HEX = rb"[0-9a-fA-F]{1,8}"
 _LINE = re.compile(
@@ -32,31 +32,30 @@ _LINE = re.compile(
 )
 
 
-def parse(block: RawBlock, transform: str = "log1p") -> tuple[pa.RecordBatch, list[BadRow]]:
-    """Turn the lines of a block into columns; bad lines are left out and reported.
+def parse_block(block: RawBlock, transform: str = "log1p") -> tuple[pa.RecordBatch, list[BadRow]]:
+    """Turn the lines of a block into columns; skip and report bad lines.
 
     Args:
-        block: lines of 40 fields: label, 13 numbers, 26 values of up to 8 hex digits. All but
-            the label may be empty.
-        transform: ``log1p`` for log(x + 1), ``log3`` for log(x + 3); see :func:`dense`.
+        block: lines of 40 fields: label, 13 numbers, 26 values of up to 8 hex digits. All fields
+            but the label may be empty.
+        transform: ``log1p`` for log(x + 1) or ``log3`` for log(x + 3), see :func:`dense`.
 
     Returns:
-        The good rows and the reports on the bad ones. A categorical column is a dictionary array:
-        its dictionary holds ``int64`` keys (the value of the hex digits, or ``MISSING``), each at
-        least once.
+        The good rows, and a report on each bad one. A categorical column is a dictionary array
+        whose dictionary holds the ``int64`` keys: the value of the hex digits, or ``MISSING``.
     """
     try:
         return _parse(block.data, block.lines, transform), []
-    except ValueError:  # of pyarrow's reader, too
+    except ValueError:  # pyarrow's reader raises it too
         good, bad = _check(block)
         return _parse(b"\n".join(good), len(good), transform), bad
 
 
 def dense(column: pa.ChunkedArray, transform: str) -> pa.Array:
-    """Transform a column of numbers: a missing one counts as 0.
+    """Transform a column of numbers; a missing number counts as 0.
 
     ``log1p`` is log(max(x, 0) + 1), as in the reference; ``log3`` is log(max(x, -2) + 3), which
-    tells negative numbers apart and takes everything below -2 as -2 to stay finite.
+    distinguishes -2, -1 and 0; smaller numbers count as -2.
 
     Returns:
         float32, no nulls.
@@ -72,13 +71,13 @@ def dense(column: pa.ChunkedArray, transform: str) -> pa.Array:
 
 
 def hex_keys(values: pa.Array) -> NDArray[np.int64]:
-    """Keys of hex strings: their value, or ``MISSING`` for the empty string.
+    """Keys of hex strings: their value, or ``MISSING`` for an empty string.
 
     Args:
-        values: binary, each of 0 to 8 hex digits of either case.
+        values: binary, each with up to 8 hex digits in lower or upper case.
 
     Raises:
-        ValueError: a value is not hex, or longer.
+        ValueError: a value is not hexadecimal or too long.
     """
     lengths = pc.binary_length(values).to_numpy()
     present = lengths > 0
@@ -96,7 +95,7 @@ def hex_keys(values: pa.Array) -> NDArray[np.int64]:
 
 
 def hex_strings(keys: NDArray[np.int64]) -> pa.Array:
-    """Values as strings of 8 lower-case hex digits; ``MISSING`` gives the empty string."""
+    """Keys as strings of 8 lower-case hex digits; ``MISSING`` becomes an empty string."""
     assert len(keys) < 1 << 28  # 32-bit offsets; the largest column of Terabyte has 228 M values
     present = keys != MISSING
     data = keys[present].astype(">u4").tobytes().hex().encode()
@@ -106,9 +105,9 @@ def hex_strings(keys: NDArray[np.int64]) -> pa.Array:
 
 
 def _from_hex(text: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Eight ASCII digits per element, the first in the lowest byte, to their value.
+    """The value of eight ASCII digits per element, the first digit in the lowest byte.
 
-    All bytes of an element are handled at once: the digits are joined by twos, fours, eights.
+    All bytes of an element are processed at once: digits are joined to pairs, fours and eights.
     """
     letter = text >> np.uint64(6) & _bytes(0x01)
     digit = (text & _bytes(0x0F)) + letter * np.uint64(9)
@@ -128,7 +127,7 @@ def _bytes(value: int) -> np.uint64:
 
 def _parse(data: bytes, lines: int, transform: str) -> pa.RecordBatch:
     raw = _read_csv(data)
-    if raw.num_rows != lines:  # a carriage return within a line ends a row for the reader
+    if raw.num_rows != lines:  # pyarrow's reader ends a row at a carriage return within a line
         raise ValueError(f"{raw.num_rows} rows in {lines} lines")
     columns = {"label": _label(raw["label"].combine_chunks())}
     columns |= {name: dense(raw[name], transform) for name in CRITEO_DENSE}
@@ -137,7 +136,7 @@ def _parse(data: bytes, lines: int, transform: str) -> pa.RecordBatch:
 
 
 def _read_csv(data: bytes) -> pa.Table:
-    text = pa.dictionary(pa.int32(), pa.binary())  # hashed while read: most values are repeats
+    text = pa.dictionary(pa.int32(), pa.binary())  # most values repeat
     types = dict.fromkeys(COLUMNS, text) | dict.fromkeys(CRITEO_DENSE, pa.float64())
     if not data:
         return pa.schema(list(types.items())).empty_table()
@@ -163,8 +162,8 @@ def _keyed(column: pa.DictionaryArray) -> pa.DictionaryArray:
 
 
 def _check(block: RawBlock) -> tuple[list[bytes], list[BadRow]]:
-    """Sort the lines of a block into good ones and reports on bad ones."""
-    # pyarrow's reader leaves out a byte order mark, too.
+    """Separate the good lines of a block from the bad ones, and report on these."""
+    # pyarrow's reader skips a byte order mark too.
     lines = block.data.removeprefix(codecs.BOM_UTF8).split(b"\n")
     if lines[-1] == b"":
         lines.pop()
@@ -180,7 +179,7 @@ def _check(block: RawBlock) -> tuple[list[bytes], list[BadRow]]:
 
 
 def _diagnose(line: bytes) -> tuple[str, str]:
-    """The kind of a bad line, and what is wrong with it in words."""
+    """The kind of a bad line, and a message that says what is wrong with it."""
     try:
         text = line.decode()
     except UnicodeDecodeError as error:

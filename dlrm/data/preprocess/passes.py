@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,142 +18,124 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from dlrm.data.preprocess.parser import MISSING, hex_strings
+from dlrm.data.preprocess.parser import MISSING
 from dlrm.data.preprocess.reader import RawBlock, RawFile
-from dlrm.data.preprocess.spill import Spilled
-from dlrm.data.preprocess.vocabulary import group, ids_in, look_up, number, open_vocabulary
+from dlrm.data.preprocess.spill import SpilledBlock
+from dlrm.data.preprocess.vocabulary import assign_ids, look_up, reuse_ids, sum_counts
 from dlrm.data.preprocess.workspace import Workspace
-from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, META_FILE, Categorical, Meta, Split
+from dlrm.data.schema import (
+    CRITEO_CATEGORICAL,
+    CRITEO_DENSE,
+    SPLITS,
+    Categorical,
+    Meta,
+    Split,
+)
+from dlrm.data.threads import map_in_order
 from dlrm.utils.atomic import atomic_write
 
 ROW_GROUP_ROWS = 1 << 17
-# zstd with dictionaries: 43 bytes a row, read at 9M rows/s by a core; lz4: 54 bytes, 14M rows/s.
-# Both are far faster than a loader needs, so the smaller is taken.
-# Checksums, for zstd itself decodes a damaged page without complaint every other time.
+# zstd with dictionaries: 43 bytes a row, 9 M rows/s read by a core; lz4: 54 bytes, 14 M rows/s.
+# Both are far faster than a loader needs, so take the smaller one.
+# With checksums, because zstd itself accepts about half of all damaged pages.
 ZSTD: dict[str, Any] = {
     "compression": "zstd",
     "compression_level": 1,
     "write_page_checksum": True,
 }
-LARGEST_DICTIONARY = 1 << 16  # more ids than that hardly repeat within a row group
-CHUNK_KEYS = 1 << 25  # of the blocks, merged at a time: 0.3 GB, with what it takes to sort 1 GB
+LARGEST_DICTIONARY = 1 << 16  # with more ids than this, few repeat within a row group
+CHUNK_KEYS = 1 << 25  # keys of the blocks merged at a time: 0.3 GB, 1 GB while they are sorted
 SCHEMA = pa.schema(
     [("label", pa.uint8())]
     + [(name, pa.float32()) for name in CRITEO_DENSE]
     + [(name, pa.int32()) for name in CRITEO_CATEGORICAL]
 )
-VOCABULARY = pa.schema([("value", pa.string()), ("id", pa.int32()), ("count", pa.int64())])
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-
-class Pool(ThreadPoolExecutor):
-    """Threads that keep order and never run far ahead of the one that takes the results."""
-
-    def __init__(self, workers: int) -> None:
-        super().__init__(workers)
-        self._ahead = workers + 1
-
-    def ordered(
-        self, function: Callable[[Item], Result], items: Iterable[Item]
-    ) -> Iterator[Result]:
-        """``function`` of each item, in the order of the items."""
-        running: deque[Future[Result]] = deque()
-        for item in items:
-            running.append(self.submit(function, item))
-            if len(running) > self._ahead:
-                yield running.popleft().result()
-        while running:
-            yield running.popleft().result()
 
 
 def parse_files(
     paths: Sequence[Path],
     work: Workspace,
-    pool: Pool,
     *,
     transform: str,
     limit: int | None,
     skip_bad: bool,
     block_bytes: int,
+    workers: int,
     progress: bool,
-) -> tuple[list[Spilled], list[dict[str, Any]]]:
-    """Pass 1: spill the blocks of all files.
+) -> tuple[list[SpilledBlock], list[dict[str, Any]]]:
+    """Pass 1: parse and spill the blocks of all files.
 
     Returns:
-        The blocks in row order; name, bytes and SHA-256 of each file that was read.
+        The blocks in row order; name, size in bytes and SHA-256 of each file that was read.
 
     Raises:
-        ValueError: there is a bad row and ``skip_bad`` is false; the first one is named.
+        ValueError: there is a bad row and ``skip_bad`` is false; the error names the first one.
     """
     inputs: list[dict[str, Any]] = []
     spilled = []
     consumed: dict[str, int] = {}
     total_bytes = sum(path.stat().st_size for path in paths)
 
-    def spill(numbered: tuple[int, RawBlock]) -> tuple[Spilled, int]:
+    def spill(numbered: tuple[int, RawBlock]) -> tuple[SpilledBlock, int]:
         index, block = numbered
         path = work / "blocks" / f"{index:06}.arrow"
-        return Spilled.of(block, path, transform), block.consumed
+        return SpilledBlock.of(block, path, transform), block.consumed
 
     with _bar("parse", "rows", progress) as bar:
         blocks = enumerate(_read(paths, limit, block_bytes, inputs))
-        for part, consumed[part.source] in pool.ordered(spill, blocks):
-            if part.first_bad and not skip_bad:
+        for done, consumed[done.source] in map_in_order(spill, blocks, workers):
+            if done.first_bad and not skip_bad:
                 raise ValueError(
-                    f"{part.first_bad[0]}; correct the input, or leave out what is bad with "
-                    "--bad-rows skip"
+                    f"{done.first_bad[0]}; correct the input, or skip bad rows with --bad-rows skip"
                 )
-            spilled.append(part)
+            spilled.append(done)
             share = sum(consumed.values()) / max(total_bytes, 1)
-            bar.total = min(round((bar.n + part.rows) / max(share, 1e-9)), limit or sys.maxsize)
-            bar.update(part.rows)
+            bar.total = min(round((bar.n + done.rows) / max(share, 1e-9)), limit or sys.maxsize)
+            bar.update(done.rows)
     return spilled, inputs
 
 
-def number_columns(
-    blocks: Sequence[Spilled],
+def index_columns(
+    blocks: Sequence[SpilledBlock],
     work: Workspace,
     *,
     counted: int,
     cap: int | None,
     min_count: int,
     oov: bool,
-    known: Path | None,
+    ids_of: Path | None,
     progress: bool,
 ) -> tuple[Categorical, ...]:
-    """Pass 2: the vocabulary of each column, and the id of each code of each block.
+    """Pass 2: the vocabulary of each column, and the id of each dictionary entry of each block.
 
     Args:
-        blocks: what pass 1 returned, without blocks that hold no rows.
-        work: gets ``vocabulary/NAME.parquet`` and ``ids/NAME``, int32, the blocks' codes behind
-            one another.
-        counted: the first so many rows make the vocabulary.
-        cap: values are taken modulo this before they are counted, as in the reference; a missing
-            value stays one of its own.
-        min_count: see :func:`dlrm.data.preprocess.vocabulary.number`.
+        blocks: the blocks of pass 1 that have rows.
+        work: gets ``vocabulary/NAME.parquet``, and ``ids/NAME``: the ids of the dictionary entries
+            as int32, one block after another.
+        counted: number of rows, from the first one, whose values make the vocabulary.
+        cap: take values modulo this before they are counted, as in the reference; a missing value
+            remains a value of its own.
+        min_count: see :func:`dlrm.data.preprocess.vocabulary.assign_ids`.
         oov: see there.
-        known: a prepared directory whose vocabularies are taken instead.
-        progress: show a bar.
+        ids_of: a prepared directory whose vocabularies are used instead.
+        progress: show a progress bar.
 
     Raises:
-        ValueError: a value is not in a known vocabulary, which has no id for such, or that is
-            damaged.
+        ValueError: a vocabulary of ``ids_of`` is damaged, or has no id for a value.
     """
 
     def column(name: str) -> Categorical:
         done = work / "ids" / f"{name}.json"
         if not done.exists():
             keys, counts = _count(blocks, name, cap, counted)
-            if known is None:
-                vocabulary, ids = number(keys, counts, min_count=min_count, oov=oov)
+            if ids_of is None:
+                vocabulary, ids = assign_ids(keys, counts, min_count=min_count, oov=oov)
                 table = vocabulary.table()
             else:
-                table, ids = _of_known(known, name, keys)
-            unlisted = pc.index(table["value"].is_null(), True).as_py()
+                table, ids = reuse_ids(ids_of, name, keys)
+            oov_id = pc.index(table["value"].is_null(), True).as_py()
             described = Categorical(
-                name=name, cardinality=len(table), oov_id=None if unlisted < 0 else unlisted
+                name=name, cardinality=len(table), oov_id=None if oov_id < 0 else oov_id
             )
             with atomic_write(work / Meta.vocabulary_file(name)) as temporary:
                 pq.write_table(
@@ -165,107 +145,79 @@ def number_columns(
                     column_encoding={"value": "PLAIN", "id": "DELTA_BINARY_PACKED"},
                     **ZSTD,
                 )
-            del table  # of hundreds of millions of values, in Terabyte
+            del table  # up to hundreds of millions of values in Terabyte
             with atomic_write(work / "ids" / name) as temporary, temporary.open("wb") as file:
                 for chunk in _chunks(blocks, name):
-                    # Not by tofile, which drops the last bytes silently where the disk is full.
+                    # Not with tofile, which silently drops the last bytes if the disk is full.
                     file.write(look_up(keys, ids, _keys(chunk, name, cap)).data)
             with atomic_write(done) as temporary:
                 temporary.write_text(json.dumps(asdict(described)))
         return Categorical(**json.loads(done.read_text()))
 
-    # Two columns at a time whatever the number of cores, to bound the memory.
-    with Pool(2) as pool, _bar("number", "columns", progress) as bar:
+    with _bar("index", "columns", progress) as bar:
         bar.total = len(CRITEO_CATEGORICAL)
         described = []
-        for categorical in pool.ordered(column, CRITEO_CATEGORICAL):
+        # Two columns at a time, whatever the number of cores, to bound the memory.
+        for categorical in map_in_order(column, CRITEO_CATEGORICAL, 2):
             described.append(categorical)
             bar.update()
     return tuple(described)
 
 
-def require_known(known: Path, columns: Sequence[Categorical]) -> None:
-    """See that data prepared before has the vocabularies that it tells of.
-
-    Raises:
-        ValueError: one can't be opened, or is of another preparation.
-    """
-    for column in columns:
-        with open_vocabulary(known / Meta.vocabulary_file(column.name), known) as file:
-            if (rows := file.metadata.num_rows) != column.cardinality:
-                raise ValueError(f"it has {rows} rows, {META_FILE} tells of {column.cardinality}")
-
-
-def _of_known(
-    known: Path, name: str, keys: NDArray[np.int64]
-) -> tuple[pa.Table, NDArray[np.int32]]:
-    """The vocabulary of a column of data prepared before, and the id of each key in it."""
-    with open_vocabulary(known / Meta.vocabulary_file(name), known) as file:
-        table = file.read().cast(VOCABULARY)
-        ids = ids_in(table, keys)
-    if (ids < 0).any():
-        value = hex_strings(keys[ids < 0][:1])[0].as_py()
-        raise ValueError(
-            f"{name}: {sum(ids < 0)} values, such as {value!r}, have no id in {known}, "
-            "which was prepared with --vocabulary all and has none for others: prepare it with "
-            "--vocabulary train"
-        )
-    return table, ids
-
-
 def write_splits(
-    blocks: Sequence[Spilled],
+    blocks: Sequence[SpilledBlock],
     categorical: Sequence[Categorical],
-    parts: Mapping[str, range],
+    rows: Mapping[str, range],
     work: Workspace,
-    pool: Pool,
     *,
+    workers: int,
     progress: bool,
 ) -> dict[str, Split]:
-    """Pass 3: ``SPLIT.parquet`` for the rows of each split, in the workspace."""
+    """Pass 3: write ``SPLIT.parquet`` with the ``rows`` of each split into the workspace."""
     firsts = list(accumulate((block.rows for block in blocks), initial=0))
     ids = {name: np.memmap(work / "ids" / name, np.int32, "r") for name in CRITEO_CATEGORICAL}
-    code_firsts = {
+    first_ids = {
         name: list(accumulate((block.distinct[name] for block in blocks), initial=0))
         for name in CRITEO_CATEGORICAL
     }
 
-    def rows_of(part: range, index: int) -> pa.Table:
+    def rows_of(split: range, index: int) -> pa.Table:
         batch = blocks[index].read()
         columns = {name: batch[name] for name in ("label", *CRITEO_DENSE)}
         for name in CRITEO_CATEGORICAL:
-            first, last = code_firsts[name][index : index + 2]
+            first, last = first_ids[name][index : index + 2]
             columns[name] = pa.array(ids[name][first:last]).take(batch[name].indices)
-        start = max(part.start - firsts[index], 0)
-        stop = min(part.stop - firsts[index], batch.num_rows)
+        start = max(split.start - firsts[index], 0)
+        stop = min(split.stop - firsts[index], batch.num_rows)
         return pa.table(columns, schema=SCHEMA).slice(start, stop - start)
 
     repeating = ["label", *CRITEO_DENSE]
     repeating += [c.name for c in categorical if c.cardinality <= LARGEST_DICTIONARY]
     splits = {}
     with _bar("write", "rows", progress) as bar:
-        bar.total = sum(map(len, parts.values()))
-        for name, part in parts.items():
-            touched = [
+        bar.total = sum(map(len, rows.values()))
+        for name in SPLITS:
+            split = rows[name]
+            overlapping = [
                 index
                 for index in range(len(blocks))
-                if max(part.start, firsts[index]) < min(part.stop, firsts[index + 1])
+                if max(split.start, firsts[index]) < min(split.stop, firsts[index + 1])
             ]
-            tables = pool.ordered(partial(rows_of, part), touched)
+            tables = map_in_order(partial(rows_of, split), overlapping, workers)
             file = f"{name}.parquet"
             with (
                 atomic_write(work / file) as temporary,
                 pq.ParquetWriter(temporary, SCHEMA, use_dictionary=repeating, **ZSTD) as writer,
             ):
                 positives = _write_rows(writer, tables, bar)
-            splits[name] = Split(files=(file,), rows=len(part), positives=positives)
+            splits[name] = Split(files=(file,), rows=len(split), positives=positives)
     return splits
 
 
 def _read(
     paths: Sequence[Path], limit: int | None, block_bytes: int, inputs: list[dict[str, Any]]
 ) -> Iterator[RawBlock]:
-    """The blocks of all files; ``inputs`` gets the record of each file as it ends."""
+    """The blocks of all files; appends the record of each finished file to ``inputs``."""
     for path in paths:
         if limit == 0:
             return
@@ -277,8 +229,8 @@ def _read(
         inputs.append({"name": path.name, "bytes": path.stat().st_size, "sha256": file.sha256()})
 
 
-def _chunks(blocks: Sequence[Spilled], name: str) -> Iterator[Sequence[Spilled]]:
-    """Consecutive blocks with some ``CHUNK_KEYS`` keys together."""
+def _chunks(blocks: Sequence[SpilledBlock], name: str) -> Iterator[Sequence[SpilledBlock]]:
+    """Consecutive blocks that have about ``CHUNK_KEYS`` keys together."""
     start, size = 0, 0
     for stop, block in enumerate(blocks, 1):
         size += block.distinct[name]
@@ -288,31 +240,31 @@ def _chunks(blocks: Sequence[Spilled], name: str) -> Iterator[Sequence[Spilled]]
 
 
 def _count(
-    blocks: Sequence[Spilled], name: str, cap: int | None, counted: int
+    blocks: Sequence[SpilledBlock], name: str, cap: int | None, counted: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The distinct keys of a column in rising order, and the occurrences of each among the first
+    """The distinct keys of a column in rising order, and how often each occurs in the first
     ``counted`` rows."""
     keys, counts = np.empty(0, np.int64), np.empty(0, np.int64)
     for chunk in _chunks(blocks, name):
         occurrences = [counts]
         for block in chunk:
             values = block.read_column(name)
-            codes = values.indices.to_numpy()[: max(counted, 0)]
-            occurrences.append(np.bincount(codes, minlength=len(values.dictionary)))
+            indices = values.indices.to_numpy()[: max(counted, 0)]
+            occurrences.append(np.bincount(indices, minlength=len(values.dictionary)))
             counted -= block.rows
         more = _keys(chunk, name, cap)
-        keys, counts = group(np.concatenate((keys, more)), np.concatenate(occurrences))
+        keys, counts = sum_counts(np.concatenate((keys, more)), np.concatenate(occurrences))
     return keys, counts
 
 
-def _keys(blocks: Sequence[Spilled], name: str, cap: int | None) -> NDArray[np.int64]:
-    """What each code of each block stands for."""
+def _keys(blocks: Sequence[SpilledBlock], name: str, cap: int | None) -> NDArray[np.int64]:
+    """The key of each dictionary entry of each block."""
     keys = np.concatenate([block.read_column(name).dictionary.to_numpy() for block in blocks])
     return keys if cap is None else np.where(keys == MISSING, MISSING, keys % min(cap, 2**32))
 
 
 def _write_rows(writer: pq.ParquetWriter, tables: Iterable[pa.Table], bar: tqdm) -> int:
-    """Write ``tables`` in row groups of one size; returns the number of positive labels."""
+    """Write ``tables`` in row groups of equal size; returns the number of positive labels."""
     positives = 0
     pending = SCHEMA.empty_table()
     for table in tables:

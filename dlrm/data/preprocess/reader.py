@@ -1,4 +1,4 @@
-"""Raw log files as blocks of whole lines: plain, gzip or zstd, told by content, not by suffix."""
+"""Raw log files, plain or compressed with gzip or zstd, as blocks of complete lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-BLOCK_BYTES = 16 << 20  # 70,000 rows of Criteo: fastest to parse, for it fits the caches
+BLOCK_BYTES = 16 << 20  # 70,000 rows of Criteo: fastest to parse, because it fits the caches
 READ_BYTES = 1 << 20
 GZIP_MAGIC = b"\x1f\x8b"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -21,11 +21,11 @@ ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 @dataclass(frozen=True, kw_only=True)
 class BadRow:
-    """A row, or the end of a file, that cannot be used."""
+    """A bad row, or a bad end of a file."""
 
     file: str
     line: int
-    """Counted from 1; 0 when the file as a whole is meant."""
+    """Counted from 1; 0 for the file as a whole."""
     kind: str
     message: str
 
@@ -35,7 +35,7 @@ class BadRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RawBlock:
-    """Consecutive whole lines of one file."""
+    """Consecutive complete lines of one file."""
 
     path: Path
     first_line: int
@@ -43,16 +43,16 @@ class RawBlock:
     lines: int
     data: bytes
     consumed: int
-    """Bytes of the file (compressed, if it is) read up to here, for progress."""
+    """Bytes of the file (before decompression) read up to here, for progress."""
     problem: BadRow | None = None
-    """Why the file ends after these lines, if it should not."""
+    """What ended the file after these lines, if it is damaged or empty."""
 
 
 class RawFile:
-    """One input file, read once from front to back; its SHA-256 falls out on the way.
+    """One input file, read once from start to end; its SHA-256 is computed on the way.
 
     Args:
-        path: lines of text: plain, gzip or zstd, of one or several members.
+        path: lines of text, plain or compressed with gzip or zstd, of one or several members.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,13 +64,13 @@ class RawFile:
     def blocks(
         self, limit: int | None = None, block_bytes: int = BLOCK_BYTES
     ) -> Iterator[RawBlock]:
-        """Yield the first ``limit`` lines, in blocks whose cuts depend on the content alone.
+        """Yield the first ``limit`` lines, in blocks that depend only on the content.
 
-        A file that is empty, truncated or damaged yields a last block with a ``problem``, and
-        before that every line that is whole.
+        An empty, truncated or damaged file yields every complete line, and its last block has a
+        ``problem``.
 
         Raises:
-            ValueError: there is no line end in ``block_bytes`` bytes.
+            ValueError: there is no line end within ``block_bytes`` bytes.
         """
         done = 0
         for data, damage in _whole_lines(self.path, self._decompressed(), block_bytes):
@@ -102,7 +102,7 @@ class RawFile:
                 return
 
     def sha256(self) -> str:
-        """SHA-256 of the whole file: reads on to the end where the blocks did not."""
+        """SHA-256 of the whole file; reads to the end if the blocks did not."""
         for _ in self._pieces:
             pass
         return self._digest.hexdigest()
@@ -119,7 +119,7 @@ class RawFile:
 
     def _decompressed(self) -> Iterator[bytes]:
         first = next(self._pieces, b"")
-        if first.startswith(GZIP_MAGIC):
+        if first.startswith(GZIP_MAGIC):  # by content, whatever the suffix
             yield from _gunzip(first, self._pieces)
         elif first.startswith(ZSTD_MAGIC):
             yield from _unzstd(first, self._pieces)
@@ -131,7 +131,7 @@ class RawFile:
 def _whole_lines(
     path: Path, chunks: Iterator[bytes], block_bytes: int
 ) -> Iterator[tuple[bytes, Exception | None]]:
-    """Cut ``chunks`` after line ends; the last piece comes with what broke the reading, if any."""
+    """Cut ``chunks`` after line ends; the last piece comes with the error that ended it, if any."""
     buffer, damage = bytearray(), None
     try:
         for chunk in chunks:
@@ -146,7 +146,7 @@ def _whole_lines(
                 yield _take(buffer, end), None
     except (EOFError, OSError, zlib.error) as error:
         damage = error
-        del buffer[buffer.rfind(b"\n") + 1 :]  # this line may be cut at any place
+        del buffer[buffer.rfind(b"\n") + 1 :]  # this line may be incomplete
     yield bytes(buffer), damage
 
 
@@ -164,11 +164,11 @@ def _line_ends(data: bytes) -> NDArray[np.bool]:
     return np.frombuffer(data, np.uint8) == ord("\n")  # counts 7 times as fast as bytes.count
 
 
-_STEP = 1 << 12  # bytes that are unpacked at once: an error loses a step
+_STEP = 1 << 12  # bytes decompressed at a time: an error loses at most these
 
 
 def _gunzip(first: bytes, pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Decompress gzip members up to the last byte that is there (GzipFile drops the tail)."""
+    """Decompress gzip members up to the last byte of the file (GzipFile drops the end)."""
     member = zlib.decompressobj(wbits=31)
     steps = (
         piece[start : start + _STEP]
@@ -195,7 +195,7 @@ def _unzstd(first: bytes, pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 class _Joined:
-    """The least of a file that pyarrow reads from: ``read`` over pieces of bytes."""
+    """Pieces of bytes as a file object, with what pyarrow needs of it."""
 
     closed = False
 

@@ -1,4 +1,4 @@
-"""Parsed blocks on disk: written once, then read column by column and block by block."""
+"""Parsed blocks on disk: written once, then read by column and by block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from dlrm.data.preprocess.parser import COLUMNS, parse
+from dlrm.data.preprocess.parser import COLUMNS, parse_block
 from dlrm.data.preprocess.reader import BadRow, RawBlock
 from dlrm.data.schema import CRITEO_CATEGORICAL
 from dlrm.utils.atomic import atomic_write
@@ -20,22 +20,22 @@ _SUMMARY = b"summary"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spilled:
-    """A parsed block on disk, and what is known of it without reading it again."""
+class SpilledBlock:
+    """A parsed block on disk, and its summary."""
 
     path: Path
     source: str
     """The raw file."""
     rows: int
     distinct: Mapping[str, int]
-    """Codes per categorical column."""
+    """Distinct values of each categorical column."""
     bad: Mapping[str, int]
     """Bad rows by kind."""
     first_bad: Sequence[BadRow]
 
     @classmethod
-    def of(cls, block: RawBlock, path: Path, transform: str) -> Spilled:
-        """Parse ``block`` into the file ``path``, unless an earlier run already did."""
+    def of(cls, block: RawBlock, path: Path, transform: str) -> SpilledBlock:
+        """Parse ``block`` and write it to ``path``, unless an earlier run has already done so."""
         if not path.exists():
             _write(block, path, transform)
         with pa.memory_map(str(path)) as file:
@@ -44,18 +44,18 @@ class Spilled:
         return cls(path=path, source=str(block.path), **summary)
 
     def read(self) -> pa.RecordBatch:
-        """All columns of the rows, mapped from disk."""
+        """All columns, memory-mapped."""
         return pa.ipc.open_file(pa.memory_map(str(self.path))).get_batch(0)
 
     def read_column(self, name: str) -> pa.DictionaryArray:
-        """A categorical column alone."""
+        """A single categorical column, memory-mapped."""
         options = pa.ipc.IpcReadOptions(included_fields=[COLUMNS.index(name)])
         file = pa.ipc.open_file(pa.memory_map(str(self.path)), options=options)
         return file.get_batch(0).column(0)
 
 
 def _write(block: RawBlock, path: Path, transform: str) -> None:
-    batch, bad = parse(block, transform)
+    batch, bad = parse_block(block, transform)
     if block.problem:
         bad.append(block.problem)
     summary = {

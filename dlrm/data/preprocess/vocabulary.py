@@ -1,8 +1,8 @@
-"""Vocabularies: from the values of a column to contiguous ids in order of falling frequency."""
+"""Vocabularies: contiguous ids, in order of falling frequency, for the values of a column."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,22 +13,24 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dlrm.data.preprocess.parser import MISSING, hex_keys, hex_strings
+from dlrm.data.schema import META_FILE, Categorical, Meta
 
 POSITION_BITS = 31
+SCHEMA = pa.schema([("value", pa.string()), ("id", pa.int32()), ("count", pa.int64())])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """What each id of a column stands for, and how often it occurs in the counted rows."""
+    """The key of each id of a column, and how often it occurs in the counted rows."""
 
     keys: NDArray[np.int64]  # [V]
     counts: NDArray[np.int64]  # [V]
     oov_id: int | None
-    """The id of all other values (its key means nothing), if there is one."""
+    """The id of all other values, if there is one; its key has no meaning."""
 
     def table(self) -> pa.Table:
-        """The vocabulary as columns ``value`` (8 hex digits, "" for missing, null for every
-        value not listed), ``id`` and ``count``; the row number is the id."""
+        """The vocabulary as columns ``value`` (8 hex digits, "" for missing, null for all values
+        that are not listed), ``id`` and ``count``; the row number is the id."""
         value = hex_strings(self.keys)
         if self.oov_id is not None:
             null = pa.nulls(1, pa.string())
@@ -38,30 +40,30 @@ class Vocabulary:
         return pa.table({"value": value, "id": ids, "count": self.counts})
 
 
-def group(
+def sum_counts(
     keys: NDArray[np.int64], counts: NDArray[np.integer]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The distinct ``keys [n]`` in rising order, and the sum of the ``counts [n]`` of each."""
+    """The distinct ``keys [n]`` in rising order, and for each the sum of its ``counts [n]``."""
     ordered, position = _sort(keys)
     starts = _starts(ordered)
     return ordered[starts], np.add.reduceat(counts[position], starts, dtype=np.int64)
 
 
-def number(
+def assign_ids(
     keys: NDArray[np.int64], counts: NDArray[np.int64], *, min_count: int = 1, oov: bool = True
 ) -> tuple[Vocabulary, NDArray[np.int32]]:
-    """Give ids to the values of a column in order of falling count.
+    """Assign ids to the values of a column in order of falling count.
 
-    Equal counts are ordered by key, so a missing value comes first. A value counted less than
-    ``min_count`` times is out of vocabulary; all such values share one id, which takes its place
-    by their joint count, behind others of the same count. With a ``min_count`` of 1 it is thus
-    the last id, of a row that training never touches.
+    Values with equal counts are ordered by key, so a missing value comes first. Values with a count
+    below ``min_count`` are out of vocabulary. They share one id, whose position is given by their
+    joint count, after other values with that count. If ``min_count`` is 1, it is therefore the last
+    id, whose row training never updates.
 
     Args:
         keys: ``[n]`` distinct, in rising order: ``MISSING`` or a value below 2**32.
-        counts: ``[n]`` occurrences of each; 0 for one that occurs in rows not counted only.
+        counts: ``[n]`` occurrences of each; 0 for a key that occurs only in rows not counted.
         min_count: occurrences that a value of the vocabulary needs, at least 1.
-        oov: reserve an id for unknown values. Without it every key must reach ``min_count``.
+        oov: reserve an id for unknown values. Without it, every key must reach ``min_count``.
 
     Returns:
         The vocabulary and the id ``[n]`` of each key.
@@ -86,14 +88,14 @@ def number(
 
 @contextmanager
 def open_vocabulary(path: Path, data: object = "the data") -> Iterator[pq.ParquetFile]:
-    """A vocabulary's file, and what is wrong with it told with its path.
+    """Open a vocabulary file; errors in the block name its path.
 
     Args:
-        path: of the file.
-        data: what to prepare again if it is damaged.
+        path: the file.
+        data: what to prepare again if the file is damaged.
 
     Raises:
-        ValueError: it can't be read, or the block says what else is wrong with it.
+        ValueError: the file cannot be read, or the block raised a ``ValueError``.
     """
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
@@ -104,39 +106,64 @@ def open_vocabulary(path: Path, data: object = "the data") -> Iterator[pq.Parque
         ) from None
 
 
-def ids_in(listed: pa.Table, keys: NDArray[np.int64]) -> NDArray[np.int32]:
-    """The ids that a vocabulary has for keys.
+def check_vocabularies(directory: Path, columns: Sequence[Categorical]) -> None:
+    """Check that a prepared directory has the vocabularies of its columns.
 
-    Args:
-        listed: the vocabulary, as :meth:`Vocabulary.table` gives it.
-        keys: ``[n]`` in rising order.
-
-    Returns:
-        ``[n]``, the id of all values not listed for those; -1 where there is none.
+    Raises:
+        ValueError: a vocabulary cannot be opened, or belongs to another preparation.
     """
-    value = listed["value"].combine_chunks()
-    rest = np.flatnonzero(value.is_null())
-    own = np.delete(np.arange(len(value), dtype=np.int32), rest)
-    known, position = _sort(hex_keys(value.drop_null().cast(pa.binary())))
-    ids = np.full(len(keys), rest[0] if len(rest) else -1, np.int32)
-    if len(known):
-        at = np.searchsorted(known, keys).clip(max=len(known) - 1)
-        found = known[at] == keys
-        ids[found] = own[position[at[found]]]
+    for column in columns:
+        with open_vocabulary(directory / Meta.vocabulary_file(column.name), directory) as file:
+            if (rows := file.metadata.num_rows) != column.cardinality:
+                raise ValueError(f"it has {rows} rows, {META_FILE} says {column.cardinality}")
+
+
+def reuse_ids(
+    directory: Path, name: str, keys: NDArray[np.int64]
+) -> tuple[pa.Table, NDArray[np.int32]]:
+    """The vocabulary of a column of a prepared directory, and the id of each key in it.
+
+    Raises:
+        ValueError: the vocabulary is damaged, or has no id for one of the ``keys [n]``.
+    """
+    with open_vocabulary(directory / Meta.vocabulary_file(name), directory) as file:
+        table = file.read().cast(SCHEMA)
+        ids = _ids_in(table, keys)
+    if (ids < 0).any():
+        value = hex_strings(keys[ids < 0][:1])[0].as_py()
+        raise ValueError(
+            f"{name}: {sum(ids < 0)} values, such as {value!r}, have no id in {directory}, which "
+            "was prepared with --vocabulary all and has no out-of-vocabulary id: prepare it with "
+            "--vocabulary train"
+        )
+    return table, ids
+
+
+def _ids_in(table: pa.Table, keys: NDArray[np.int64]) -> NDArray[np.int32]:
+    """The id of each key in a vocabulary: the out-of-vocabulary id if it is not listed, or -1."""
+    value = table["value"].combine_chunks()
+    oov = np.flatnonzero(value.is_null())
+    listed_ids = np.delete(np.arange(len(value), dtype=np.int32), oov)
+    listed, position = _sort(hex_keys(value.drop_null().cast(pa.binary())))
+    ids = np.full(len(keys), oov[0] if len(oov) else -1, np.int32)
+    if len(listed):
+        at = np.searchsorted(listed, keys).clip(max=len(listed) - 1)
+        found = listed[at] == keys
+        ids[found] = listed_ids[position[at[found]]]
     return ids
 
 
 def look_up(
     keys: NDArray[np.int64], ids: NDArray[np.int32], wanted: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """The id of each of the ``wanted`` keys, all of which are among ``keys``.
+    """The id of each of the ``wanted`` keys, all of which are in ``keys``.
 
     Args:
         keys: ``[n]`` distinct, in rising order.
-        ids: ``[n]`` the id of each.
+        ids: ``[n]`` their ids.
         wanted: ``[m]`` in any order.
     """
-    ordered, position = _sort(wanted)  # in order they are found with few cache misses
+    ordered, position = _sort(wanted)  # sorted keys are found with few cache misses
     starts = _starts(ordered)
     found = ids[np.searchsorted(keys, ordered[starts])]
     result = np.empty(len(wanted), np.int32)
@@ -145,15 +172,15 @@ def look_up(
 
 
 def _starts(ordered: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each distinct key begins."""
+    """The position of the first occurrence of each distinct key."""
     return np.flatnonzero(np.diff(ordered, prepend=MISSING - 1))
 
 
 def _sort(keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Sorted keys and the position of each before.
+    """The sorted keys, and the previous position of each.
 
-    Key and position are sorted as one integer: vectorised and in place, it is some 20 times as
-    fast as an argsort.
+    Key and position are sorted as one integer. This sort is vectorised and in place, about 20 times
+    as fast as an argsort.
     """
     assert len(keys) < 1 << POSITION_BITS
     packed = (keys - MISSING).astype(np.uint64) << np.uint64(POSITION_BITS)

@@ -1,4 +1,4 @@
-"""The working directory of a preparation: what a restart finds again, and how results come out."""
+"""The working directory of a preparation: what a restart reuses, and how results get out."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ RESULTS = (*(f"{split}.parquet" for split in SPLITS), "vocabulary", BAD_ROWS_FIL
 
 
 class Workspace:
-    """``OUTPUT/.prepare``, held by one process at a time.
+    """``OUTPUT/.prepare``, locked by one process at a time.
 
     Args:
-        output: the directory that is to hold the results; made if need be.
-        key: all that the results depend on. Work done under another key is thrown away.
+        output: directory for the results; created if necessary.
+        key: everything that the results depend on. Work done under another key is deleted.
 
     Raises:
-        ValueError: on entering: ``output`` is no directory, or holds data that no preparation made,
-            or another process is at work there.
+        ValueError: on entering: ``output`` is not a directory, holds data that was not made by a
+            preparation, or another process is preparing it.
     """
 
     def __init__(self, output: Path, key: Mapping[str, Any]) -> None:
@@ -37,15 +37,15 @@ class Workspace:
         self._key = json.dumps(key, indent=2, sort_keys=True)
 
     def __enter__(self) -> Workspace:
-        self._require_no_others()
+        self._require_no_other_files()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise ValueError(f"{self.output} is not a directory; give another --output") from None
-        self._lock = os.open(self.directory, os.O_RDONLY)  # let go when the process ends
+        self._lock = os.open(self.directory, os.O_RDONLY)  # released when the process ends
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._clear_unless_of_this_key()
+            self._clear_other_work()
         except BlockingIOError:
             os.close(self._lock)
             raise ValueError(
@@ -59,25 +59,25 @@ class Workspace:
     def __exit__(self, *_: object) -> None:
         os.close(self._lock)
 
-    def _require_no_others(self) -> None:
-        """Raise if results would replace what is not from an earlier preparation."""
+    def _require_no_other_files(self) -> None:
+        """Raise if results would replace files that no earlier preparation made."""
         if self.directory.exists() or (self.output / BAD_ROWS_FILE).exists():
             return
         others = [n for n in (*RESULTS, META_FILE) if (self.output / n).exists()]
         if others:
             raise ValueError(
-                f"{self.output} holds {', '.join(others)}, not made by a preparation, which would "
-                "replace them; give another --output"
+                f"{self.output} contains {', '.join(others)}, not made by prepare_criteo.py, which "
+                "would replace them; give another --output"
             )
 
-    def _clear_unless_of_this_key(self) -> None:
+    def _clear_other_work(self) -> None:
         kept = self / KEY_FILE
         if not kept.is_file() or kept.read_text() != self._key:
             for path in self.directory.iterdir():
                 _remove(path)
             with atomic_write(kept) as temporary:
                 temporary.write_text(self._key)
-        if not self.finished:  # else an empty directory would replace one moved out before
+        if not self.finished:  # else an empty directory would replace a result already published
             for name in ("blocks", "ids", "vocabulary"):
                 (self / name).mkdir(exist_ok=True)
 
@@ -86,14 +86,14 @@ class Workspace:
 
     @property
     def finished(self) -> bool:
-        """Whether all results are made: ``meta.json`` is written last."""
+        """Whether all results have been made: ``meta.json`` is written last."""
         return (self / META_FILE).exists()
 
     def publish(self) -> None:
         """Move the results and then ``meta.json`` to the output; remove everything else.
 
-        The output has no ``meta.json`` until all files belong together. When killed in between,
-        the rest is moved by the next call.
+        The output has no ``meta.json`` until all other results are there. If the process is killed
+        in between, the next call moves the rest.
         """
         (self.output / META_FILE).unlink(missing_ok=True)
         for name in RESULTS:

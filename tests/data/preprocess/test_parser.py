@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dlrm.data.preprocess.parser import COLUMNS, MISSING, dense, hex_keys, hex_strings, parse
+from dlrm.data.preprocess.parser import COLUMNS, MISSING, dense, hex_keys, hex_strings, parse_block
 from dlrm.data.preprocess.reader import RawBlock
 
 GOOD = ["1", *map(str, range(13)), *(f"{i:08x}" for i in range(26))]
@@ -30,14 +30,14 @@ def keys(batch: pa.RecordBatch, name: str) -> list[int]:
 def test_a_bad_row_of_long_numbers_is_found_at_once():
     """Not by trying every way to read 13 numbers of many digits: that takes years."""
     row = ["0", *["9" * 30] * 13, *["0a"] * 25, "xyz"]
-    batch, (bad,) = parse(block(row))
+    batch, (bad,) = parse_block(block(row))
     assert len(batch) == 0
     assert "C26" in bad.message
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 def test_good_rows(end):
-    batch, bad = parse(block(GOOD, replaced("C3", "ffffffff"), replaced("C3", ""), end=end))
+    batch, bad = parse_block(block(GOOD, replaced("C3", "ffffffff"), replaced("C3", ""), end=end))
     assert not bad
     assert batch.schema.names == list(COLUMNS)
     assert batch["label"].to_pylist() == [1, 1, 1]
@@ -47,7 +47,7 @@ def test_good_rows(end):
 
 
 def test_a_label_and_nothing_else():
-    batch, bad = parse(block(["0", *[""] * 39]))
+    batch, bad = parse_block(block(["0", *[""] * 39]))
     assert not bad
     assert [batch[name][0].as_py() for name in ("label", "I1", "I13")] == [0, 0, 0]
     assert keys(batch, "C1") == [MISSING]
@@ -79,7 +79,7 @@ BAD = [
 
 @pytest.mark.parametrize(("line", "kind", "message"), BAD)
 def test_bad_rows_are_named_and_left_out(line, kind, message):
-    batch, bad = parse(block(GOOD, GOOD, line, replaced("C1", "5")))
+    batch, bad = parse_block(block(GOOD, GOOD, line, replaced("C1", "5")))
     assert keys(batch, "C1") == [0, 0, 5]
     (row,) = bad
     assert (row.file, row.line, row.kind) == ("day_0", 13, kind)
@@ -90,13 +90,13 @@ def test_bad_rows_are_named_and_left_out(line, kind, message):
 def test_a_byte_order_mark_is_left_out_alone_and_beside_bad_rows():
     first = codecs.BOM_UTF8 + "\t".join(GOOD).encode()
     for lines, count in (((first, GOOD), 0), ((first, GOOD, b"bad"), 1)):
-        batch, bad = parse(block(*lines))
+        batch, bad = parse_block(block(*lines))
         assert batch.num_rows == 2
         assert len(bad) == count
 
 
 def test_nothing_but_bad_rows():
-    batch, bad = parse(block(*(line for line, _, _ in BAD)))
+    batch, bad = parse_block(block(*(line for line, _, _ in BAD)))
     assert batch.num_rows == 0
     assert [row.kind for row in bad] == [kind for _, kind, _ in BAD]
     assert [row.line for row in bad] == list(range(11, 11 + len(BAD)))
@@ -104,9 +104,9 @@ def test_nothing_but_bad_rows():
 
 @pytest.mark.parametrize("value", ["-1", "007", " 5 ", "+5", "1.5", ".5", "2.", "1e3", "1E-3"])
 def test_numbers_are_read_alike_beside_bad_rows(value):
-    alone, bad = parse(block(replaced("I2", value)))
+    alone, bad = parse_block(block(replaced("I2", value)))
     assert not bad
-    beside, bad = parse(block(replaced("I2", value), b"bad"))
+    beside, bad = parse_block(block(replaced("I2", value), b"bad"))
     assert len(bad) == 1
     assert alone["I2"] == beside["I2"]
     assert alone["I2"][0].as_py() == pytest.approx(math.log(max(float(value), 0) + 1))

@@ -188,9 +188,9 @@ def test_ids_that_cannot_be_taken_over(raw, tmp_path):
         ValueError, match=r"C\d+: \d+ values, such as '.{8}', have no id in .*known"
     ):
         quiet(later, others, Options(ids_of=str(known)))
-    with pytest.raises(ValueError, match=r"--cap is 7, and .*known was prepared with 1000: leave"):
+    with pytest.raises(ValueError, match=r"--cap is 7, but .*known was prepared with 1000: leave"):
         quiet(later, others, Options(ids_of=str(known), cap=7))
-    with pytest.raises(ValueError, match="is the output as well"):
+    with pytest.raises(ValueError, match="is also the output"):
         quiet(later, known, Options(ids_of=str(known)))
     bad = write_raw(tmp_path / "bad.txt", [["2"]])
     with pytest.raises(ValueError, match="no rows to give ids to: 0 good rows were read; give"):
@@ -199,10 +199,10 @@ def test_ids_that_cannot_be_taken_over(raw, tmp_path):
     (known / "meta.json").write_text(
         json.dumps(meta | {"options": meta["options"] | {"cap": None}})
     )
-    with pytest.raises(ValueError, match=r"--cap is 7, and .*known was prepared without one"):
+    with pytest.raises(ValueError, match=r"--cap is 7, but .*known was prepared without it"):
         quiet(later, others, Options(ids_of=str(known), cap=7))
     (known / "meta.json").write_text(json.dumps(meta | {"options": {}}))
-    with pytest.raises(ValueError, match="it was not made by prepare_criteo"):
+    with pytest.raises(ValueError, match="was not made by prepare_criteo"):
         quiet(later, others, Options(ids_of=str(known)))
 
 
@@ -220,7 +220,7 @@ def test_a_vocabulary_that_is_damaged_or_of_other_data_gives_no_ids(raw, tmp_pat
         (kept[:-9], "Parquet magic bytes not found"),
         (
             (other / "vocabulary" / "C3.parquet").read_bytes(),
-            r"it has \d+ rows, meta.json tells of",
+            r"it has \d+ rows, meta.json says",
         ),
         (None, "No such file"),
     ):
@@ -352,7 +352,7 @@ def test_where_there_is_no_room_the_file_is_named_and_a_restart_goes_on(tmp_path
     quiet(raw, tmp_path / "whole", block_bytes=BLOCK)
     out = tmp_path / "out"
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(prepare_module, "number_columns", Mock(side_effect=Killed))
+        patched.setattr(prepare_module, "index_columns", Mock(side_effect=Killed))
         with pytest.raises(Killed):
             quiet(raw, out, block_bytes=BLOCK)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -401,11 +401,11 @@ def test_blocks_of_an_earlier_run_are_used_but_not_those_of_other_options(raw, t
 
     def watch(*args):
         times.append({p: p.stat().st_mtime_ns for p in spilled if p.exists()})
-        return number_columns(*args[:2], **args[2])
+        return index_columns(*args[:2], **args[2])
 
-    number_columns = prepare_module.number_columns
+    index_columns = prepare_module.index_columns
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_module, "number_columns", lambda *a, **k: watch(*a, k))
+        patch.setattr(prepare_module, "index_columns", lambda *a, **k: watch(*a, k))
         quiet(raw, out, Options(bad_rows="skip"), block_bytes=BLOCK)
     assert times == [spilled]
 
@@ -454,7 +454,7 @@ def test_data_that_no_preparation_made_is_left_alone(raw, tmp_path, name):
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
     with pytest.raises(
-        ValueError, match=rf"own holds {name.partition('/')[0]}, not made by a prep"
+        ValueError, match=rf"own contains {name.partition('/')[0]}, not made by prep"
     ):
         quiet(raw, tmp_path / "own")
     assert contents(tmp_path / "own").keys() == {name}
@@ -612,7 +612,7 @@ def test_the_script(raw, tmp_path):
     assert result.returncode == 0, result.stderr
     assert "train           750 rows" in result.stdout
     assert "rows/s, peak memory" in result.stdout
-    assert all(phase in result.stderr for phase in ("parse: 100%", "number: 100%", "write: 100%"))
+    assert all(phase in result.stderr for phase in ("parse: 100%", "index: 100%", "write: 100%"))
     options = Options(split=("0.5", "0", "0.5"), cap=30)
     check_against_plain_python(raw_rows(1500), split_rows(options.split, [1500]), out, options)
 
@@ -642,7 +642,7 @@ def test_days_in_the_order_of_letters_are_noted(days, capsys, tmp_path):
     paths = [str(write_raw(tmp_path / f"day_{day}.tsv", raw_rows(9, seed=day))) for day in days]
     assert prepare_criteo.main([*paths, "--output", str(tmp_path / "out")]) == 0
     notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note")]
-    known = f"note: {paths[2]} stands before {paths[3]}, and inputs are taken to be in the order"
+    known = f"note: {paths[2]} comes before {paths[3]}, but inputs must be in the order of time"
     assert [note.startswith(known) for note in notes] == [True] * (days[-1] == 9)
 
 
