@@ -76,7 +76,6 @@ class Run:
             deterministic=config.deterministic,
             reducer=GradientReducer.of(self.model, self.optimizers[1], world),
         )
-        self.train_data.look_ahead = self.step.look_ahead(config.batch_size)
         self.steps, self.epoch, self.best = 0, 0, float("-inf")
         steps = config.epochs * len(self.train_data)
         self.last_step = min(config.max_steps or steps, steps)
@@ -93,7 +92,7 @@ class Run:
         config = self.config
         self._announce()
         eval_every = config.eval_every or max(len(self.train_data) // 4, 1)
-        data, rows = self.train_data, self.train_data.rows
+        data = self.train_data
         if config.init_from and not self.steps:
             self.fitted = {f"fitted/{k}": v for k, v in self._evaluate("test").items()}
             self.tracker.log(0, self.fitted)
@@ -107,18 +106,15 @@ class Run:
                 if self.steps >= self.last_step:
                     break
                 self.epoch = epoch
-                self.train_data.set_epoch(epoch)
-                left = rows - self.train_data.state_dict()["position"]
-                for batch in self.train_data:
+                data.set_epoch(epoch)
+                for prepared in self.step.prefetcher(data):
                     self.schedule.set(self.steps)
                     self.steps += 1
                     logging = self.steps % config.log_every == 0
-                    total = min(config.batch_size, left)
-                    left -= total
-                    out = self.step(batch, norms=logging, total=total, upcoming=data.upcoming)
+                    out = self.step(prepared, norms=logging)
                     self.loss = out["loss"]
-                    clock.samples += total
-                    progress.update(total)
+                    clock.samples += prepared.batch.total_size
+                    progress.update(prepared.batch.total_size)
                     if profiler:
                         profiler.step()
                     if self.steps % config.populate_every == 0:
@@ -236,7 +232,7 @@ class Run:
     def _save(self, links: Sequence[str]) -> None:
         """Write a checkpoint; the batch size in it is that of all processes."""
         parts = checkpoint.Parts(self.model, self.optimizers)
-        loader = self.train_data.state_dict()
+        loader = self.train_data.state_dict(unused=self.step.prefetcher.samples_held)
         loader["order"]["batch_size"] *= self.world.size
         about = {
             "recipe": self.recipe,

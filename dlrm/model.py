@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dlrm.distributed.sharding_plan import ShardingPlan
+from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.interaction import dot_interaction
 from dlrm.kernels.streams import side_stream_of
 from dlrm.sparse_arch.arch import SparseArch
@@ -189,7 +190,7 @@ class DLRM(nn.Module):
         offsets: Tensor | None = None,
         bounds: Sequence[int] | None = None,
         *,
-        grouped: bool = False,
+        context: LookupContext = NO_CONTEXT,
     ) -> Tensor:
         """Score a feature-major batch.
 
@@ -197,7 +198,7 @@ class DLRM(nn.Module):
             dense: ``[N, B]``.
             ids: ``[F, B]``, or ``[nnz]`` with ``offsets [F * B + 1]``.
             bounds: ``offsets[::B]`` if the host knows them; otherwise it may have to wait for them.
-            grouped: ``ids [F, B]`` are in the order of ``sparse_arch.features``.
+            context: what a training step knows of the look-ups.
 
         Returns:
             Logits, ``[B]``.
@@ -215,9 +216,10 @@ class DLRM(nn.Module):
         bottom = self.bottom_mlp(dense.t())  # [B, D], the longer of both for a small batch
         with branch.fork(behind=begin):
             # [B, F_g, D] of each group
-            embedded = self.sparse_arch(ids, offsets, bounds=bounds, grouped=grouped)
+            embedded = self.sparse_arch(ids, offsets, bounds=bounds, context=context)
         branch.join()
-        crossed = self.interaction(bottom, embedded, self.sparse_arch.order)
+        order = self.sparse_arch.feature_order.positions
+        crossed = self.interaction(bottom, embedded, order)
         return self.top_mlp(crossed).squeeze(1)
 
     def load_trained(self, trained: DLRM) -> None:

@@ -101,10 +101,8 @@ def train(case: dict[str, Any], device: str) -> list[float]:
     ]
     step = TrainStep(model, optimizers, clip_norm=case["clip_norm"])
     batches = [batch.to(device) for batch in make_batches(case)]
-    losses = []
-    for index, batch in enumerate([*batches, batches[-1]]):
-        losses.append(step(batch, upcoming=batches[index + 1 :])["loss"].item())
-    return losses
+    prepared = step.prefetcher([*batches, batches[-1]])
+    return [step(batch)["loss"].item() for batch in prepared]
 
 
 @pytest.mark.gpu

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,11 +26,17 @@ class Batch:
     labels: Tensor  # [B] float32
     offsets: Tensor | None = None  # [F * B + 1] int64
     bounds: tuple[int, ...] | None = None  # offsets[::B], on the host
+    total: int | None = None  # samples of all processes, where this batch is one's share of them
 
     @property
     def size(self) -> int:
         """Number of samples B."""
         return self.labels.shape[0]
+
+    @property
+    def total_size(self) -> int:
+        """Number of samples of all processes together."""
+        return self.size if self.total is None else self.total
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Batch:
         """The batch on ``device``; the copy is asynchronous if this one is pinned."""
@@ -51,9 +57,13 @@ class Batch:
                 tensor.record_stream(stream)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        offsets = None if self.offsets is None else function(self.offsets)
-        rest = function(self.ids), function(self.labels), offsets, self.bounds
-        return Batch(function(self.dense), *rest)
+        return replace(
+            self,
+            dense=function(self.dense),
+            ids=function(self.ids),
+            labels=function(self.labels),
+            offsets=None if self.offsets is None else function(self.offsets),
+        )
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:

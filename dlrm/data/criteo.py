@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -72,8 +72,6 @@ class CriteoLoader:
         meta: the contents of ``meta.json``.
         rows: rows of the split, over all ranks.
         wait_seconds: how long the consumer has waited for data, over all iterations.
-        look_ahead: how many batches behind the one that was yielded to know; 0 at first.
-        upcoming: those batches, as many as there are.
 
     Raises:
         FileNotFoundError: ``meta.json`` or a file of the split is missing.
@@ -123,8 +121,6 @@ class CriteoLoader:
         self.split = split
         self._gathers = on_gpu and not self.meta.multi_hot
         self.wait_seconds = 0.0
-        self.look_ahead = 0
-        self.upcoming: Sequence[Batch] = ()
         self.epoch = 0
         self._position = 0  # rows of the epoch yielded so far, over all ranks
         self._start = 0  # first row of the next iteration
@@ -169,9 +165,15 @@ class CriteoLoader:
         if iteration is not None:
             iteration.close()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch that was yielded; the same on every rank, JSON-able."""
-        return {"epoch": self.epoch, "position": self._position, "order": self._order()}
+    def state_dict(self, *, unused: int = 0) -> dict[str, Any]:
+        """The position after the last batch that was yielded; the same on every rank, JSON-able.
+
+        Args:
+            unused: samples at the end of what was yielded, over all ranks, that are to come again:
+                those that a prefetcher holds.
+        """
+        position = self._position - unused
+        return {"epoch": self.epoch, "position": position, "order": self._order()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position of ``state``, with any number of ranks.
@@ -239,21 +241,9 @@ class CriteoLoader:
                 batches = self._assembled(start, readers, assembler)
             if self.device.type == "cuda":
                 batches = prefetch_to_device(batches, self.device)
-            if self.look_ahead:
-                batches = self._with_upcoming(batches)
-            for batch, self._position in batches:
-                yield batch
-
-    def _with_upcoming(self, batches: Iterator[tuple[Batch, int]]) -> Iterator[tuple[Batch, int]]:
-        """The batches, later than they come by as many as are known ahead."""
-        held = deque(islice(batches, self.look_ahead))
-        for coming in batches:
-            held.append(coming)
-            self.upcoming = [batch for batch, _ in islice(held, 1, None)]
-            yield held.popleft()
-        while held:
-            self.upcoming = [batch for batch, _ in islice(held, 1, None)]
-            yield held.popleft()
+            for batch, position in batches:
+                total, self._position = position - self._position, position
+                yield replace(batch, total=total)
 
     def _gathered(self, start: int, readers: ThreadPoolExecutor) -> Iterator[tuple[Batch, int]]:
         """Batches gathered by the device, each with the position after it."""

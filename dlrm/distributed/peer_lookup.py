@@ -12,31 +12,12 @@ from torch.autograd.function import once_differentiable
 
 from dlrm.distributed.peer_memory import SymmetricTensor
 from dlrm.distributed.world import World
-from dlrm.kernels.lookup.peer import read_rows, send_rows
+from dlrm.kernels.lookup.peer import SortedLookups, read_rows, send_rows
 from dlrm.kernels.lookup.tables import row_gradient
 from dlrm.kernels.streams import SideStream, side_stream_of
-from dlrm.kernels.update.row_sort import SortedRows, announce, sort_rows
+from dlrm.kernels.update.row_sort import RowSorter, sort_rows
 
 ARRIVAL = 2  # the branch on which a process learns which of its rows have gradients
-
-
-@dataclass(frozen=True)
-class SortedLookups:
-    """Look-ups at peers, sorted by holder and row."""
-
-    plan: SortedRows
-    shift: Tensor
-    """By holder, how far their slots in its inbox are from their sorted places, ``[n]``."""
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All that there is to copy."""
-        return [self.plan.rows, self.plan.order, self.shift]
-
-    def like(self) -> SortedLookups:
-        """Room for as many look-ups."""
-        rows, order, shift = map(torch.empty_like, self.tensors)
-        return SortedLookups(SortedRows(rows, order), shift)
 
 
 class PeerLookup:
@@ -99,9 +80,8 @@ class PeerLookup:
         return self._rows is not None
 
     def serves(self, weight: Tensor) -> bool:
-        """Whether peers can read this weight, and all have as many samples as this process."""
-        rows = self._rows
-        return self.world.even and rows is not None and rows.local.data_ptr() == weight.data_ptr()
+        """Whether peers can read this weight."""
+        return self._rows is not None and self._rows.local.data_ptr() == weight.data_ptr()
 
     def sort(self, keys: Tensor) -> SortedLookups:
         """Sort the look-ups ``keys [B, S]``; it needs nothing of the rows, and no other process."""
@@ -109,9 +89,13 @@ class PeerLookup:
         places = torch.searchsorted(plan.rows, self._bounds)
         return SortedLookups(plan, self._shares * len(keys) - places)
 
-    def __call__(self, weight: Tensor, lookups: SortedLookups, batch: int) -> Tensor:
-        """The rows ``[B, S, width]`` of sorted look-ups; all processes must ask at once."""
-        found: Tensor = _LookupDirect.apply(weight, lookups, batch, self)
+    def __call__(
+        self, weight: Tensor, lookups: SortedLookups, batch: int, sorter: RowSorter | None = None
+    ) -> Tensor:
+        """The rows ``[B, S, width]`` of sorted look-ups; all processes must ask at once, for as
+        many.
+        """
+        found: Tensor = _LookupAtPeers.apply(weight, lookups, batch, self, sorter)
         return found.view(batch, -1, self.width)
 
     def inbox(self, batch: int, like: Tensor) -> _Inbox:
@@ -130,13 +114,13 @@ class PeerLookup:
 class _Inbox:
     """Where peers write the rows and gradients of their look-ups: a section for each of them."""
 
-    def __init__(self, direct: PeerLookup, batch: int, like: Tensor) -> None:
-        world, asked = direct.world, direct.asked
+    def __init__(self, peers: PeerLookup, batch: int, like: Tensor) -> None:
+        world, asked = peers.world, peers.asked
         slots = world.size * batch * max(asked)
         self.used = world.size * batch * asked[world.rank]
         self.keys = SymmetricTensor(world, (slots,), torch.int32, like.device, fill=-1)
-        wire = direct.wire or torch.promote_types(like.dtype, torch.float32)
-        self.gradients = SymmetricTensor(world, (slots, direct.width), wire, like.device)
+        wire = peers.wire or torch.promote_types(like.dtype, torch.float32)
+        self.gradients = SymmetricTensor(world, (slots, peers.width), wire, like.device)
 
     def take(self) -> Tensor:
         """Row of every slot, -1 where there is none, ``[used]``; the slots are free again."""
@@ -155,39 +139,45 @@ class _Sent:
     arrival: SideStream
 
 
-class _LookupDirect(torch.autograd.Function):
+class _LookupAtPeers(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, lookups: SortedLookups, batch: int, direct: PeerLookup
+        ctx: Any,
+        weight: Tensor,
+        lookups: SortedLookups,
+        batch: int,
+        peers: PeerLookup,
+        sorter: RowSorter | None,
     ) -> Tensor:
         plan, shift = lookups.plan, lookups.shift
-        out = weight.new_empty(len(plan.rows), direct.width)
-        direct.rows.barrier()  # all have updated their rows
+        out = weight.new_empty(len(plan.rows), peers.width)
+        peers.rows.barrier()  # all have updated their rows
         if not ctx.needs_input_grad[0]:
-            read_rows(direct.rows.block, plan, out)
+            read_rows(peers.rows.block, plan, out)
             return out
-        inbox = direct.inbox(batch, weight)
-        read_rows(direct.rows.block, plan, out, inbox=inbox.keys.block, shift=shift)
+        inbox = peers.inbox(batch, weight)
+        read_rows(peers.rows.block, plan, out, inbox=inbox.keys.block, shift=shift)
         arrival = side_stream_of(weight.device, ARRIVAL)
         with arrival.fork():
             inbox.keys.barrier()  # all have said which rows they look up
             rows = inbox.take()
-            announce(rows, len(weight))
+            if sorter is not None:
+                sorter.submit(rows, len(weight))
         ctx.save_for_backward(weight)
-        ctx.direct = direct
+        ctx.peers = peers
         ctx.sent = _Sent(lookups, inbox, rows, arrival)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        sent, direct = ctx.sent, ctx.direct
+        sent, peers = ctx.sent, ctx.peers
         (weight,) = ctx.saved_tensors
-        grads = grad.reshape(-1, direct.width)
+        grads = grad.reshape(-1, peers.width)
         arrived = sent.inbox.gradients
         plan, shift = sent.lookups.plan, sent.lookups.shift
-        send_rows(grads, direct.height, plan, arrived.block, shift)
+        send_rows(grads, peers.height, plan, arrived.block, shift)
         sent.arrival.join()
         arrived.barrier()  # all gradients are here
         values = arrived.local[: sent.inbox.used]
-        return row_gradient(weight, sent.rows, values, True), None, None, None
+        return row_gradient(weight, sent.rows, values, True), None, None, None, None

@@ -25,6 +25,8 @@ from dlrm.distributed.shardings import ColumnWise, RowWise, Sharding, TableWise
 from dlrm.distributed.world import exchange
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.bags import row_offsets
+from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
+from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.lookup.tables import lookup, lookup_tables
 from dlrm.kernels.streams import side_stream_of
 from dlrm.utils.local_shards import LocalShards, saved_weight
@@ -96,7 +98,7 @@ class ShardedTables(Embedding):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What ``.to`` and its kind do: weights move to where peers can read them."""
-        cuts = [cut for cut in self._cuts() if cut.direct is not None]
+        cuts = [cut for cut in self._cuts() if cut.peer_lookup is not None]
         held = {cut.name: self._parameters.pop(cut.name) for cut in cuts}
         super()._apply(fn, recurse)
         for cut in cuts:
@@ -119,9 +121,15 @@ class ShardedTables(Embedding):
                 for name, chunk in self.chunks(table):
                     chunk.take(self.get_parameter(name), drawn, start)
 
-    def direct_cuts(self) -> list[Sharding]:
+    def at_peers(self) -> list[Sharding]:
         """Those whose rows peers read where they lie."""
-        return [cut for cut in self._cuts() if cut.direct is not None and cut.direct.ready]
+        return [cut for cut in self._cuts() if cut.at_peers]
+
+    def sort(self, ids: Tensor) -> list[SortedLookups]:
+        """Sort the look-ups of ``ids [F, B]`` at peers, for each sharding: needs no rows, and no
+        other process.
+        """
+        return [cut.sort(ids) for cut in self.at_peers()]
 
     def local_parameters(self) -> list[nn.Parameter]:
         """Those of which every process has others."""
@@ -139,34 +147,55 @@ class ShardedTables(Embedding):
                     yield cut.name, Chunk(at=at, rows=piece.rows, columns=piece.columns)
 
     def parts(
-        self, ids: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
+        self,
+        ids: Tensor,
+        offsets: Tensor | None = None,
+        weights: Tensor | None = None,
+        context: LookupContext = NO_CONTEXT,
     ) -> list[Tensor]:
         """As :meth:`forward`, the vectors where they arrive: ``[B, F_i, D]``, tables in ``order``.
 
         Every process must call it at once.
         """
         if offsets is not None or weights is not None or self.padding_idx is not None:
-            return [self(ids, offsets, weights).index_select(1, self._order)]
+            found = self(ids, offsets, weights, context=context)
+            return [found.index_select(1, self._order)]
         if self.check_ids:
             self._check(self._tables[:, None], ids)
-        side = side_stream_of(ids.device, EXCHANGE)
+        side, sorted_ahead = side_stream_of(ids.device, EXCHANGE), iter(context.lookups)
         with side.fork():
-            arriving = [cut.start(self.get_parameter(cut.name), ids) for cut in self._cuts()]
+            arriving = [
+                cut.start(
+                    self.get_parameter(cut.name),
+                    ids,
+                    context,
+                    next(sorted_ahead, None) if cut.at_peers else None,
+                )
+                for cut in self._cuts()
+            ]
         found = []
         if self.replicated is not None:
             own = ids.index_select(0, self._copied)
-            found.append(lookup_tables(self.replicated, self._starts, own, sparse=self.sparse))
+            found.append(
+                lookup_tables(
+                    self.replicated,
+                    self._starts,
+                    own,
+                    sparse=self.sparse,
+                    sorter=context.sorter,
+                )
+            )
         side.join()
         for vectors in arriving:
             found += vectors()
         return found
 
-    def lookup(self, ids: Tensor) -> Tensor:
-        found = self.parts(ids)
+    def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
+        found = self.parts(ids, context=context)
         like = torch.promote_types(found[0].dtype, next(self.parameters()).dtype)
         return torch.cat([part.to(like) for part in found], 1).index_select(1, self._back)
 
-    def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
+    def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         """As every kind does, for other ids on every process; all must call it at once."""
         flat, own = ids.reshape(-1), tables.expand_as(ids).reshape(-1)
         sizes = self.world.sizes(len(flat), flat.device)
@@ -176,7 +205,7 @@ class ShardedTables(Embedding):
         for cut in self._cuts():
             weight = self.get_parameter(cut.name)
             first = cut.first_column
-            found = cut.answer(weight, asked[:, 0], asked[:, 1])
+            found = cut.answer(weight, asked[:, 0], asked[:, 1], context)
             out = out + nn.functional.pad(found, (first, self.embedding_dim - first - cut.width))
         give = [size * self.embedding_dim for size in sizes]
         got = exchange(out.view(-1), give, [flat.numel() * self.embedding_dim] * len(sizes))
@@ -186,7 +215,8 @@ class ShardedTables(Embedding):
             places[self._copied] = self._starts
             at = places[own]
             mine = (at >= 0).nonzero()[:, 0]
-            local = lookup(self.replicated, (at + flat)[mine], sparse=self.sparse)
+            rows = (at + flat)[mine]
+            local = lookup(self.replicated, rows, sparse=self.sparse, sorter=context.sorter)
             result = result.index_copy(0, mine, local)
         return result.view(*ids.shape, self.embedding_dim)
 

@@ -10,9 +10,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from dlrm.distributed.peer_lookup import PeerLookup, SortedLookups
+from dlrm.distributed.peer_lookup import PeerLookup
 from dlrm.distributed.planner import Shard
 from dlrm.distributed.world import World, exchange
+from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
+from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.lookup.tables import lookup, lookup_tables
 
 
@@ -67,9 +69,7 @@ class Sharding(nn.Module, ABC):
         self._first: Tensor  # [F], first row of the local piece of each table
         self._count: Tensor  # [F], its rows; 0 where there is none
         self._place: Tensor  # [F], where it begins in the weight
-        self.direct: PeerLookup | None = None
-        self.lookups: SortedLookups | None = None
-        """Those of the batch under way, where they were sorted before it."""
+        self.peer_lookup: PeerLookup | None = None
         if peers and len({piece.width for piece in pieces}) == 1:
             self._reach()
 
@@ -77,13 +77,15 @@ class Sharding(nn.Module, ABC):
         """Give every row the key by which peers look it up."""
         heights = [sum(piece.height for piece in own) for own in self.by_rank]
         asked = [len(own) for own in self.by_rank]
-        self.direct = PeerLookup(self.world, max(heights) + 1, self.width, asked, self.wire)
+        self.peer_lookup = PeerLookup(self.world, max(heights) + 1, self.width, asked, self.wire)
         keys: dict[Shard, int] = {}  # of the first row of a piece
         for rank, own in enumerate(self.by_rank):
             begins = accumulate((piece.height for piece in own[:-1]), initial=0)
-            keys |= {p: self.direct.key_of(rank, at) for p, at in zip(own, begins, strict=False)}
+            keys |= {
+                p: self.peer_lookup.key_of(rank, at) for p, at in zip(own, begins, strict=False)
+            }
         for name, values in self._slots_of(keys).items():
-            tensor = torch.tensor(values, dtype=self.direct.key_type)
+            tensor = torch.tensor(values, dtype=self.peer_lookup.key_type)
             self.register_buffer(name, tensor, persistent=False)
         self._slot_tables: Tensor  # [S], table of each look-up of a sample
         self._slot_keys: Tensor  # [S], key of its row 0
@@ -97,10 +99,15 @@ class Sharding(nn.Module, ABC):
             "_slot_keys": [keys[piece] for piece in slots],
         }
 
+    @property
+    def at_peers(self) -> bool:
+        """Whether peers read these rows where they lie."""
+        return self.peer_lookup is not None and self.peer_lookup.ready
+
     def sort(self, ids: Tensor) -> SortedLookups:
         """The look-ups of ``ids [F, B]`` at peers, sorted."""
-        assert self.direct is not None
-        return self.direct.sort(self.keys(ids))
+        assert self.peer_lookup is not None
+        return self.peer_lookup.sort(self.keys(ids))
 
     def keys(self, ids: Tensor) -> Tensor:
         """By which peers look up ``ids [F, B]``: ``[B, S]``, S a multiple of the tables."""
@@ -117,35 +124,50 @@ class Sharding(nn.Module, ABC):
         for piece in self.mine:
             yield piece, int(self._place[piece.table])
 
-    def answer(self, weight: Tensor, tables: Tensor, ids: Tensor) -> Tensor:
+    def answer(
+        self, weight: Tensor, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT
+    ) -> Tensor:
         """Rows of ``ids`` of ``tables``, ``[..., width]``; zeros for those that others hold."""
         rows = ids - self._first[tables]
         inside = (rows >= 0) & (rows < self._count[tables])
         rows = torch.where(inside, rows + self._place[tables], self.height)
-        return lookup(weight, rows, sparse=True) * inside[..., None]
+        return lookup(weight, rows, sparse=True, sorter=context.sorter) * inside[..., None]
 
     def new_weight(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Zeros for the local rows, and one row more, for ids that others hold."""
-        if self.direct is not None:
-            return self.direct.new_weight(self.height + 1, device, dtype)
+        if self.peer_lookup is not None:
+            return self.peer_lookup.new_weight(self.height + 1, device, dtype)
         return torch.zeros(self.height + 1, self.width, device=device, dtype=dtype)
 
-    def start(self, weight: Tensor, ids: Tensor) -> Callable[[], list[Tensor]]:
+    def start(
+        self,
+        weight: Tensor,
+        ids: Tensor,
+        context: LookupContext = NO_CONTEXT,
+        lookups: SortedLookups | None = None,
+    ) -> Callable[[], list[Tensor]]:
         """Look up ``ids [F, B]`` at their holders.
+
+        Args:
+            weight: the local rows.
+            ids: of this process's samples.
+            context: see ``Embedding.forward``.
+            lookups: what :meth:`sort` gives for the ids, where it is known.
 
         Returns:
             What gives the full vectors ``[B, F_i, D]``, tables in ``order``, to be called where
             they are wanted.
         """
-        if self.direct is not None and self.direct.serves(weight):
-            found = self.direct(weight, self.lookups or self.sort(ids), ids.shape[1])
+        peers = self.peer_lookup if context.equal_sizes else None
+        if peers is not None and peers.serves(weight):
+            found = peers(weight, lookups or self.sort(ids), ids.shape[1], context.sorter)
             return lambda: [found.view(len(found), len(self.order), -1)]
-        return partial(self.finish, self._exchange(weight, ids))
+        return partial(self.finish, self._exchange(weight, ids, context))
 
-    def _exchange(self, weight: Tensor, ids: Tensor) -> list[Tensor]:
+    def _exchange(self, weight: Tensor, ids: Tensor, context: LookupContext) -> list[Tensor]:
         """Ids to their holders, and vectors back: from every rank ``[B, pieces, width]``."""
         batch = ids.shape[1]
-        sizes = self.world.sizes(batch, ids.device)
+        sizes = self.world.sizes(batch, ids.device, equal=context.equal_sizes)
         asked = exchange(
             ids.index_select(0, self._ask).view(-1),
             [len(own) * batch for own in self.by_rank],
@@ -161,9 +183,9 @@ class Sharding(nn.Module, ABC):
             dim=1,
         )  # [pieces, global batch]
         if self.complete:
-            found = lookup_tables(weight, self._place[self._mine], asked)
+            found = lookup_tables(weight, self._place[self._mine], asked, sorter=context.sorter)
         else:
-            found = self.answer(weight, self._mine[:, None], asked).transpose(0, 1)
+            found = self.answer(weight, self._mine[:, None], asked, context).transpose(0, 1)
         widths = [own[0].width if own else 0 for own in self.by_rank]
         get = [batch * len(own) * w for own, w in zip(self.by_rank, widths, strict=True)]
         give = [size * len(self.mine) * self.width for size in sizes]

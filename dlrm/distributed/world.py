@@ -37,10 +37,6 @@ class World:
 
     rank: int = 0
     size: int = 1
-    even: bool = False
-    """In the present step every rank has as many samples."""
-    static: bool = False
-    """The present step has equal shapes on every rank, so that no sizes need be exchanged."""
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     """Where this process computes."""
     _endings: list[WeakMethod[Callable[[], object]]] = field(default_factory=list, repr=False)
@@ -162,9 +158,9 @@ class World:
         if self.size > 1:
             dist.barrier()
 
-    def sizes(self, count: int, device: torch.device) -> list[int]:
-        """``count`` of every rank. Where the step is static they are equal, and nothing waits."""
-        if self.static or self.size == 1:
+    def sizes(self, count: int, device: torch.device, *, equal: bool = False) -> list[int]:
+        """``count`` of every rank; known to be ``equal``, they need not be exchanged."""
+        if equal or self.size == 1:
             return [count] * self.size
         mine = torch.tensor([count], device=device)
         counts = [torch.empty_like(mine) for _ in range(self.size)]
@@ -182,12 +178,13 @@ class World:
         dist.all_gather(parts, padded)
         return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
-    def gather_ids(self, tables: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def gather_ids(
+        self, tables: Tensor, ids: Tensor, *, equal: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Tables and ids of a batch over all processes, in its order: ``[F, 1]`` and ``[F, B]``, or
-        both ``[nnz]``, table by table.
+        both ``[nnz]``, table by table. With ``equal`` every process has as many.
         """
-        samples = ids.shape[-1]
-        sizes = self.sizes(samples, ids.device)
+        sizes = self.sizes(ids.shape[-1], ids.device, equal=equal)
         if ids.dim() == 2:
             return tables, torch.cat(self.gather(ids.t().contiguous(), sizes)).t().contiguous()
         both = torch.cat(self.gather(torch.stack([tables, ids.to(tables)], 1), sizes))

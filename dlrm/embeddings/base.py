@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from dlrm.embeddings.common.bags import MODES, bag_indices, check_offsets, pool
-from dlrm.embeddings.common.hot_rows import PopulateReport
+from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
+from dlrm.embeddings.common.row_caches import CachesHotRows
 from dlrm.kernels import require_integers
-
-Announced = tuple[Tensor, Tensor | None]  # ids and offsets of a batch
 
 
 class Common(TypedDict, total=False):
@@ -73,10 +72,6 @@ class Embedding(nn.Module, ABC):
         self.padding_idx = padding_idx
         self.sparse = sparse
         self.check_ids = check_ids
-        self.in_round = False
-        """Whether the training look-ups are those of the round that was begun."""
-        self.gather: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
-        """Adds to the tables and ids that :meth:`observe` sees those of other processes."""
         self.register_buffer("_sizes", torch.tensor(self.num_embeddings)[:, None], persistent=False)
         self.register_buffer("_tables", torch.arange(len(self.num_embeddings)), persistent=False)
         self._sizes: Tensor  # [F, 1]
@@ -85,12 +80,13 @@ class Embedding(nn.Module, ABC):
     # What a kind fills in ---------------------------------------------------------------------
 
     @abstractmethod
-    def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
+    def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         """Look up one row per id, without pooling.
 
         Args:
             tables: table of each id, an integer tensor that broadcasts against ``ids``.
             ids: any integer tensor ``[...]``; every id lies inside its table.
+            context: what a training step knows of its look-ups; ops get its ``sorter``.
 
         Returns:
             The rows, ``[..., D]``.
@@ -141,35 +137,6 @@ class Embedding(nn.Module, ABC):
     def here(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options under which trained tables load on this machine, whose devices may differ."""
         return dict(options)
-
-    def observe(self, tables: Tensor, ids: Tensor) -> None:
-        """See the ids of a training batch; for kinds that count them. Nothing by default."""
-
-    def round_of(self, lookups: int) -> int:
-        """How many batches of so many look-ups had better be a round; 0 of kinds without rounds."""
-        return 0
-
-    def begin_round(self, now: Sequence[Announced], coming: Sequence[Announced]) -> None:
-        """Begin a round of training look-ups: fetch the rows of its batches ``now``, unless they
-        were announced, and beside the look-ups those of the ``coming`` round; never needed.
-        """
-
-    @property
-    def rows_ready(self) -> bool:
-        """Whether the rows of the round under way are still where :meth:`begin_round` put them."""
-        return True
-
-    def cache_stats(self) -> Mapping[str, float]:
-        """``hits`` and ``lookups`` of training batches so far, for kinds that have a cache, and
-        ``bytes_in`` and ``bytes_out``, moved to the GPU and back, if it is one of host memory.
-        """
-        return {}
-
-    def cache_populate(self) -> PopulateReport | None:
-        """Renew the cache, for kinds that have one. The caller must reset the optimizer state of
-        the report's ``reset``: rows of parameters that have changed owner.
-        """
-        return None
 
     # What every kind has ----------------------------------------------------------------------
 
@@ -238,6 +205,8 @@ class Embedding(nn.Module, ABC):
         ids: Tensor,
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
+        *,
+        context: LookupContext = NO_CONTEXT,
     ) -> Tensor:
         """Look up and pool.
 
@@ -246,6 +215,7 @@ class Embedding(nn.Module, ABC):
                 of all bags, table by table.
             offsets: ``[F * B + 1]``, where each bag begins in ``ids``.
             per_sample_weights: a factor per id, of the shape of ``ids``; mode sum only.
+            context: what a training step knows of these look-ups.
 
         Returns:
             ``[B, F, D]``; an empty bag gives zeros.
@@ -269,23 +239,24 @@ class Embedding(nn.Module, ABC):
                     f"[{self.num_tables}, B]: one row per table"
                 )
             if self.padding_idx is None:
-                return self._one_hot(ids, per_sample_weights)
+                return self._one_hot(ids, per_sample_weights, context)
             offsets = torch.arange(ids.numel() + 1, device=ids.device)
             ids = ids.reshape(-1)
             if per_sample_weights is not None:
                 per_sample_weights = per_sample_weights.reshape(-1)
-        return self._bags(ids, offsets, per_sample_weights)
+        return self._bags(ids, offsets, per_sample_weights, context)
 
-    def _one_hot(self, ids: Tensor, weights: Tensor | None) -> Tensor:
+    def _one_hot(self, ids: Tensor, weights: Tensor | None, context: LookupContext) -> Tensor:
         tables = self._tables[:, None]
         if self.check_ids:
             self._check(tables, ids)
-        if self.training:
-            self._observe(tables, ids)
-        out = self.lookup(ids)  # [B, F, D]
+        self._observe(tables, ids, context)
+        out = self.lookup(ids, context)  # [B, F, D]
         return out if weights is None else out * weights.t()[..., None]
 
-    def _bags(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+    def _bags(
+        self, ids: Tensor, offsets: Tensor, weights: Tensor | None, context: LookupContext
+    ) -> Tensor:
         bags = offsets.numel() - 1
         if ids.dim() != 1 or offsets.dim() != 1 or bags < 0 or bags % self.num_tables:
             raise ValueError(
@@ -305,22 +276,31 @@ class Embedding(nn.Module, ABC):
             weights = None if weights is None else weights[keep]
             lengths = torch.bincount(bag, minlength=bags)
             offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        if self.training:
-            self._observe(bag // batch, ids)
-        return self.lookup_bags(ids, offsets, weights)
+        self._observe(bag // batch, ids, context)
+        return self.lookup_bags(ids, offsets, weights, context)
 
-    def _observe(self, tables: Tensor, ids: Tensor) -> None:
-        self.observe(*(self.gather(tables, ids) if self.gather else (tables, ids)))
+    def _observe(self, tables: Tensor, ids: Tensor, context: LookupContext) -> None:
+        """Count the ids of a training batch, those of all processes, if this kind does."""
+        if self.training and isinstance(self, CachesHotRows) and self.has_cache:
+            if context.gather_ids is not None:
+                tables, ids = context.gather_ids(tables, ids)
+            self.observe(tables, ids)
 
-    def lookup(self, ids: Tensor) -> Tensor:
+    def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         """One row per table and sample: ``ids [F, B]``, checked, to ``[B, F, D]``."""
-        return self.vectors(self._tables[:, None], ids).transpose(0, 1)
+        return self.vectors(self._tables[:, None], ids, context).transpose(0, 1)
 
-    def lookup_bags(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+    def lookup_bags(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        context: LookupContext = NO_CONTEXT,
+    ) -> Tensor:
         """Pooled bags: ``ids [nnz]``, checked, and ``offsets [F * B + 1]`` to ``[B, F, D]``."""
         batch = (offsets.numel() - 1) // self.num_tables
         tables = bag_indices(offsets, ids.numel()) // max(batch, 1)
-        out = pool(self.vectors(tables, ids), offsets, self.mode, weights)
+        out = pool(self.vectors(tables, ids, context), offsets, self.mode, weights)
         return out.view(self.num_tables, batch, self.embedding_dim).transpose(0, 1)
 
     def _check(self, tables: Tensor, ids: Tensor) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.bags import row_offsets
 from dlrm.embeddings.common.budget import allocate
+from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.fitting import kmeans
 from dlrm.kernels.lookup.codebook import code_bits, pack, unpack
 from dlrm.kernels.lookup.tables import lookup
@@ -87,9 +88,10 @@ class Basis(Embedding):
             for codes, weight in zip(self.codes.split(self.num_embeddings), weights, strict=True)
         ]
 
-    def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
+    def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         codes = unpack(self.codes[ids + self._starts[tables]], self.parts, self.bits)
-        return lookup(self.weight, codes + self._first[tables], sparse=self.sparse).flatten(-2)
+        rows = codes + self._first[tables]
+        return lookup(self.weight, rows, sparse=self.sparse, sorter=context.sorter).flatten(-2)
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:

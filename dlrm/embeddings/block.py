@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.budget import allocate
+from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.shared_rows import SharedRows, num_kept_of
 from dlrm.kernels.lookup.projected import lookup_widened, widen
 
@@ -77,8 +78,8 @@ class Block(SharedRows):
             for matrix in self.projection:
                 nn.init.orthogonal_(matrix)
 
-    def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
-        rows = super().vectors(tables, ids)
+    def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
+        rows = super().vectors(tables, ids, context)
         if self.projection is None:
             return rows
         if self.num_tables == 1:
@@ -93,9 +94,9 @@ class Block(SharedRows):
             mode="sum",
         ).view(*ids.shape, self.embedding_dim)
 
-    def lookup(self, ids: Tensor) -> Tensor:
+    def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         if self.projection is None:
-            return super().lookup(ids)
+            return super().lookup(ids, context)
         return lookup_widened(
             self.weight,
             self.projection,
@@ -103,14 +104,21 @@ class Block(SharedRows):
             ids,
             last=self._overflow_row,
             sparse=self.sparse,
+            sorter=context.sorter,
         )
 
-    def lookup_bags(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+    def lookup_bags(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        context: LookupContext = NO_CONTEXT,
+    ) -> Tensor:
         if self.projection is None:
-            return super().lookup_bags(ids, offsets, weights)
+            return super().lookup_bags(ids, offsets, weights, context)
         if self.mode == "max":  # the maximum is one of projected rows
-            return Embedding.lookup_bags(self, ids, offsets, weights)
-        return widen(super().lookup_bags(ids, offsets, weights), self.projection)
+            return Embedding.lookup_bags(self, ids, offsets, weights, context)
+        return widen(super().lookup_bags(ids, offsets, weights, context), self.projection)
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:

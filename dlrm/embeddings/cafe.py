@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.bags import row_offsets
 from dlrm.embeddings.common.budget import highest_level, split_by_rows
+from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.fitting import fit_shared
 from dlrm.embeddings.common.hot_rows import PopulateReport
+from dlrm.embeddings.common.row_caches import CachesHotRows
 from dlrm.kernels.lookup.hashing import scatter, scramble
 from dlrm.kernels.lookup.tables import lookup
 
@@ -24,7 +26,7 @@ COUNTER_BYTES = 16  # hits and look-ups
 HOT_FRACTION = 0.3  # of the memory
 
 
-class Cafe(Embedding):
+class Cafe(CachesHotRows, Embedding):
     """The hottest ids have rows of their own, all others share pieces of rows as in ``robe``.
 
     Which ids are hot is learned during training, so ids may be in any order. Each id of each table
@@ -116,13 +118,13 @@ class Cafe(Embedding):
         size = self.shared_rows * self.pieces
         return self.hot_rows * self.pieces + scatter(self._first[tables], ids, self.pieces, size)
 
-    def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
+    def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         keys = ids + self._starts[tables]
         bucket = scramble(keys) % self.buckets
         match = self._keys[bucket, :HOT] == keys[..., None]  # [..., HOT]
         own = self._own(bucket * HOT + match.int().argmax(-1))
         places = torch.where(match.any(-1, keepdim=True), own, self._shared(tables, ids))
-        return lookup(self.weight, places, sparse=self.sparse).flatten(-2)
+        return lookup(self.weight, places, sparse=self.sparse, sorter=context.sorter).flatten(-2)
 
     @torch.no_grad()
     def observe(self, tables: Tensor, ids: Tensor) -> None:

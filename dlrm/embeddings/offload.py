@@ -9,26 +9,28 @@ from typing import Any, Self, Unpack
 import torch
 from torch import Tensor, nn
 
-from dlrm.embeddings.base import Announced, Common, Embedding
+from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.bags import bag_indices, row_offsets
 from dlrm.embeddings.common.budget import split_by_rows
+from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
+from dlrm.embeddings.common.row_caches import Lookups, PrefetchesRows
 from dlrm.kernels.lookup.tables import lookup, lookup_tables
 from dlrm.kernels.offload.pinned_memory import in_host_memory, mapped_tensor
 from dlrm.kernels.offload.row_cache import CachedRows
 
-ROUND = 16  # batches whose rows are fetched together, at most
-ENOUGH = 1 << 21  # look-ups of a round: more would gain little and take more memory on their way
+WINDOW = 16  # batches whose rows are fetched together, at most
+ENOUGH = 1 << 21  # look-ups of a window: more would gain little and take more memory on their way
 
 
-class Offload(Embedding):
+class Offload(PrefetchesRows, Embedding):
     """Every row in full, in pinned host memory with its optimizer state; the GPU caches rows.
 
     Nothing but speed depends on the cache: what is computed and what is saved are those of
     ``dense``, and so are the initial rows. The ids of the coming batches are known, so their rows
-    are fetched, and others written back, while those before are computed, in rounds of several
-    (:mod:`dlrm.kernels.offload.prefetch`); in several processes, each of which has all of the
-    tables, only once they are looked up, since each updates what the others use. ``.to(device)``
-    leaves the rows in host memory and lets the device see them there.
+    are fetched, and others written back, while those before are computed, several batches at once
+    (:mod:`dlrm.kernels.offload.prefetch`); in several processes, which all have all of the tables,
+    only once they are looked up, since each updates what the others use. ``.to(device)`` leaves the
+    rows in host memory and lets the device see them there.
 
     Once there is an optimizer, what is written to the weight in place, but for ``load_state_dict``
     and :meth:`load_dense`, is lost where a row is in the cache: ``cached.release()`` before.
@@ -37,8 +39,8 @@ class Offload(Embedding):
         cache_rows: rows that the GPU holds, of all tables with the same options; 0 for none. By
             default cache_share of them.
         cache_share: share of the rows that the GPU holds, if cache_rows is not set.
-        half_life: rounds in which a row that is not used comes to count half as much, when rows
-            are chosen to leave the cache.
+        half_life: prefetch windows in which a row that is not used comes to count half as much,
+            when rows are chosen to leave the cache.
     """
 
     def __init__(
@@ -78,40 +80,48 @@ class Offload(Embedding):
         for rows in self.weight.split(self.num_embeddings):
             nn.init.uniform_(rows, -(len(rows) ** -0.5), len(rows) ** -0.5)
 
-    def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
+    def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         rows = ids + self._offsets[tables]
         if not self.cached.active:
-            return lookup(self.weight, rows, sparse=self.sparse)
-        return self._lookup(rows.reshape(1, -1), None).view(*rows.shape, self.embedding_dim)
+            return lookup(self.weight, rows, sparse=self.sparse, sorter=context.sorter)
+        found = self._lookup(rows.reshape(1, -1), None, context)
+        return found.view(*rows.shape, self.embedding_dim)
 
-    def lookup(self, ids: Tensor) -> Tensor:
+    def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         if not self.cached.active:
-            return lookup_tables(self.weight, self._offsets, ids, sparse=self.sparse)
-        return self._lookup(ids, self._offsets)
+            return lookup_tables(
+                self.weight, self._offsets, ids, sparse=self.sparse, sorter=context.sorter
+            )
+        return self._lookup(ids, self._offsets, context)
 
-    def _lookup(self, ids: Tensor, starts: Tensor | None) -> Tensor:
+    def _lookup(self, ids: Tensor, starts: Tensor | None, context: LookupContext) -> Tensor:
         training = self.training and torch.is_grad_enabled() and self.weight.requires_grad
         return self.cached.lookup(
-            ids, starts, sparse=self.sparse, training=training, in_round=self.in_round
+            ids,
+            starts,
+            sparse=self.sparse,
+            training=training,
+            fetched=context.rows_fetched,
+            sorter=context.sorter,
         )
 
-    def round_of(self, lookups: int) -> int:
-        """As many as the cache holds two rounds of, if an eighth of their ids are distinct."""
+    def window_size(self, lookups: int) -> int:
+        """As many as the cache holds two windows of, if an eighth of their ids are distinct."""
         if not self.cached.capacity:
             return 0
-        return max(1, min(ROUND, min(4 * self.cached.capacity, ENOUGH) // max(lookups, 1)))
+        return max(1, min(WINDOW, min(4 * self.cached.capacity, ENOUGH) // max(lookups, 1)))
 
     @property
     def rows_ready(self) -> bool:
-        """Whether the rows of the round under way are still where :meth:`begin_round` put them."""
+        """Whether the rows of the window are still where :meth:`begin_window` has put them."""
         return self.cached.ready or not self.cached.moves
 
-    def begin_round(self, now: Sequence[Announced], coming: Sequence[Announced]) -> None:
-        """Fetch the rows of the next round while those of this one are computed."""
+    def begin_window(self, now: Sequence[Lookups], coming: Sequence[Lookups]) -> None:
+        """Fetch the rows of the next window while those of this one are computed."""
         batches = len(now) + len(coming)
-        self.cached.begin_round(self._rows_of(now), self._rows_of(coming), batches=batches)
+        self.cached.begin_window(self._rows_of(now), self._rows_of(coming), batches=batches)
 
-    def _rows_of(self, batches: Sequence[Announced]) -> tuple[Tensor, Tensor | None] | None:
+    def _rows_of(self, batches: Sequence[Lookups]) -> tuple[Tensor, Tensor | None] | None:
         """The ids of several batches as those of one, and where the tables begin."""
         if not batches:
             return None
@@ -148,7 +158,7 @@ class Offload(Embedding):
         return tables
 
     def cache_stats(self) -> Mapping[str, float]:
-        """Look-ups so far, those whose row was on the GPU before their round was fetched, the
+        """Look-ups so far, those whose row was on the GPU before their window was fetched, the
         batches they are of, and the bytes that came from the host and went there.
         """
         if not self.cached.active:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
+from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.lookup.paged import Pages, lookup_pages, pages_of
 from dlrm.kernels.offload.pinned_memory import mapped_tensor
 from dlrm.utils.local_shards import LocalShards, saved_weight
@@ -162,13 +163,15 @@ class Paged(Embedding):
             for rows in replicas:
                 rows.copy_(drawn)
 
-    def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
+    def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         rows = ids + self._offsets[tables]
-        return lookup_pages(self.pages(rows.device), rows, sparse=self.sparse)
+        pages = self.pages(rows.device)
+        return lookup_pages(pages, rows, sparse=self.sparse, sorter=context.sorter)
 
-    def lookup(self, ids: Tensor) -> Tensor:
+    def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         rows = (ids + self._offsets[:, None]).t().contiguous()  # [B, F]
-        return lookup_pages(self.pages(rows.device), rows, sparse=self.sparse)
+        pages = self.pages(rows.device)
+        return lookup_pages(pages, rows, sparse=self.sparse, sorter=context.sorter)
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:

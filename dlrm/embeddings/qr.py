@@ -14,6 +14,7 @@ from torch.nn import functional
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.bags import row_offsets
 from dlrm.embeddings.common.budget import allocate
+from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.lookup.quotient_remainder import compose, lookup_quotient
 from dlrm.kernels.lookup.tables import lookup
 
@@ -81,16 +82,13 @@ class QR(Embedding):
             else:
                 nn.init.uniform_(remainder, -bound, bound)
 
-    def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
-        q = lookup(
-            self.quotient, ids // self.collisions + self._quotients[tables], sparse=self.sparse
-        )
-        r = lookup(
-            self.remainder, ids % self.collisions + self._remainders[tables], sparse=self.sparse
-        )
+    def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
+        options: dict[str, Any] = {"sparse": self.sparse, "sorter": context.sorter}
+        q = lookup(self.quotient, ids // self.collisions + self._quotients[tables], **options)
+        r = lookup(self.remainder, ids % self.collisions + self._remainders[tables], **options)
         return compose(q, r, self.operation)
 
-    def lookup(self, ids: Tensor) -> Tensor:
+    def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         return lookup_quotient(
             self.quotient,
             self.remainder,
@@ -99,6 +97,7 @@ class QR(Embedding):
             self.collisions,
             operation=self.operation,
             sparse=self.sparse,
+            sorter=context.sorter,
         )
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.bags import row_offsets
 from dlrm.embeddings.common.budget import max_rows_options, split_by_rows
+from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.fitting import fit_shared
 from dlrm.kernels.lookup.hashing import scatter
 from dlrm.kernels.lookup.tables import lookup
@@ -78,8 +79,9 @@ class Robe(Embedding):
         first, size = self._first[tables], len(self.weight)
         return scatter(first, ids, self.pieces, size, block=self.pieces_in_block)
 
-    def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
-        return lookup(self.weight, self._pieces_of(tables, ids), sparse=self.sparse).flatten(-2)
+    def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
+        rows = self._pieces_of(tables, ids)
+        return lookup(self.weight, rows, sparse=self.sparse, sorter=context.sorter).flatten(-2)
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.bags import row_offsets
+from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.lookup.bags import lookup_bags
 from dlrm.kernels.lookup.tables import lookup, lookup_tables
 
@@ -62,14 +63,15 @@ class SharedRows(Embedding):
         """The rows kept of each table, ``[num_kept, row_dim]``."""
         return self.weight.split(self.num_kept)
 
-    def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
+    def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         if self._modulo is not None:
             ids = ids % self._modulo[tables]
         if self._overflow_row is not None:
             ids = ids.minimum(self._overflow_row[tables])
-        return lookup(self.weight, ids + self._offsets[tables], sparse=self.sparse)
+        rows = ids + self._offsets[tables]
+        return lookup(self.weight, rows, sparse=self.sparse, sorter=context.sorter)
 
-    def lookup(self, ids: Tensor) -> Tensor:
+    def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         return lookup_tables(
             self.weight,
             self._offsets,
@@ -77,12 +79,19 @@ class SharedRows(Embedding):
             modulo=self._modulo,
             last=self._overflow_row,
             sparse=self.sparse,
+            sorter=context.sorter,
         )
 
-    def lookup_bags(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+    def lookup_bags(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        context: LookupContext = NO_CONTEXT,
+    ) -> Tensor:
         if self.mode == "max" and not self.weight.is_cuda:
             # PyTorch's embedding_bag would make a dense gradient of the table.
-            return super().lookup_bags(ids, offsets, weights)
+            return super().lookup_bags(ids, offsets, weights, context)
         return lookup_bags(
             self.weight,
             self._offsets,
@@ -93,6 +102,7 @@ class SharedRows(Embedding):
             modulo=self._modulo,
             last=self._overflow_row,
             sparse=self.sparse,
+            sorter=context.sorter,
         )
 
     def footprint(self) -> list[dict[str, int]]:

@@ -14,15 +14,17 @@ from torch import Tensor, nn
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.bags import row_offsets
 from dlrm.embeddings.common.budget import highest_level, split_by_rows
+from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.factorization import factorize_dim, factorize_rows
 from dlrm.embeddings.common.hot_rows import PopulateReport, RowCache
+from dlrm.embeddings.common.row_caches import CachesHotRows
 from dlrm.embeddings.common.tt_svd import fit_rows, mean_square, tt_svd
 from dlrm.kernels.tt import tt_bags, tt_vectors
 
 DEFAULT_RANK = 32
 
 
-class TT(Embedding):
+class TT(CachesHotRows, Embedding):
     """Tables in tensor-train format.
 
     Id ``i`` is written with ``d`` digits to the bases ``p``, the first the most significant, and
@@ -154,7 +156,7 @@ class TT(Embedding):
             for k, (core, p) in enumerate(zip(self.cores, self.p[table], strict=True))
         ]
 
-    def vectors(self, tables: Tensor, ids: Tensor) -> Tensor:
+    def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         if self.cache is None:
             return self._compressed(tables, ids)
         slots = self.cache.find(ids + self._row_offsets[tables])
@@ -168,9 +170,15 @@ class TT(Embedding):
         out[~hits] = self._compressed(tables, ids)
         return out
 
-    def lookup_bags(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+    def lookup_bags(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        context: LookupContext = NO_CONTEXT,
+    ) -> Tensor:
         if self.cache is not None or self.mode == "max":
-            return super().lookup_bags(ids, offsets, weights)
+            return super().lookup_bags(ids, offsets, weights, context)
         shape = (self._p, self._core_offsets, self.q, self.ranks)
         pooled = tt_bags(list(self.cores), *shape, ids, offsets, weights, mode=self.mode)
         return pooled.transpose(0, 1)
@@ -179,6 +187,10 @@ class TT(Embedding):
         """Rows as the cores give them."""
         shape = (self._p, self._core_offsets, self.q, self.ranks)
         return tt_vectors(list(self.cores), *shape, tables, ids, skip=skip)
+
+    @property
+    def has_cache(self) -> bool:
+        return self.cache is not None
 
     def observe(self, tables: Tensor, ids: Tensor) -> None:
         if self.cache is not None:

@@ -15,7 +15,7 @@ from dlrm.kernels.offload.pinned_memory import zeros_beside
 from dlrm.kernels.offload.row_cache import CachedRows, cached_rows
 from dlrm.kernels.update.dense import update_dense
 from dlrm.kernels.update.in_backward import FusedUpdate, offer
-from dlrm.kernels.update.row_sort import announced
+from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.kernels.update.rules import OPTIONS, Rule, make_rule
 from dlrm.kernels.update.sparse import update_rows
 
@@ -83,8 +83,15 @@ class RowOptimizer(torch.optim.Optimizer):
             self.state[parameter] = _new_state(parameter, _rule_of(group))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Apply the gradients, those of a ``closure`` if there is one, whose loss is returned."""
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, sorter: RowSorter | None = None
+    ) -> Any:
+        """Apply the gradients.
+
+        Args:
+            closure: computes them, and gives the loss, which is returned.
+            sorter: the one that the look-ups had; it has sorted the rows of sparse gradients.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -93,7 +100,7 @@ class RowOptimizer(torch.optim.Optimizer):
             rule, dense = _rule_of(group), []
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter.grad.is_sparse:
-                    self._update_rows(parameter, rule, group)
+                    self._update_rows(parameter, rule, group, sorter)
                 elif parameter.grad is not None:
                     dense.append(parameter)
             for device in {parameter.device for parameter in dense}:
@@ -101,7 +108,9 @@ class RowOptimizer(torch.optim.Optimizer):
                 self._update_whole(here, rule, group)
         return loss
 
-    def _update_rows(self, parameter: Tensor, rule: Rule, group: dict[str, Any]) -> None:
+    def _update_rows(
+        self, parameter: Tensor, rule: Rule, group: dict[str, Any], sorter: RowSorter | None
+    ) -> None:
         """Update the rows that a sparse gradient names."""
         assert parameter.grad is not None
         rows, cached = parameter.grad._indices()[0], cached_rows(parameter)
@@ -117,7 +126,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 parameter.grad._values(),
                 states,
                 lr=_rate(group).to(device),
-                sorted_rows=announced(rows),
+                sorted_rows=sorter.result(rows) if sorter else None,
                 cached=None if cached is None else cached.cached_slots,
                 seed=self._seed(group, [parameter]),
             )

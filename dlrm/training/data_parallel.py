@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -11,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dlrm.data.batch import Batch
 from dlrm.distributed.sharded_tables import EXCHANGE
 from dlrm.distributed.world import World
-from dlrm.embeddings.base import Embedding
+from dlrm.embeddings.common.context import LookupContext
 from dlrm.kernels.lookup.tables import row_gradient
 from dlrm.kernels.streams import side_stream_of
-from dlrm.kernels.update.row_sort import announced
+from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.kernels.update.sparse import update_rows
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, gradient_norm
@@ -55,7 +57,6 @@ class GradientReducer:
         self._early, self._late = list(early), list(late)
         self._embeddings, self._local = list(embeddings), set(local)
         self._resting = resting
-        self._total = 0  # samples of the present global batch
         self._missing = len(self._early)
         self._sent: tuple[Tensor, dist.Work] | None = None
         this = ref(self)  # a parameter must not keep all others alive
@@ -69,7 +70,7 @@ class GradientReducer:
 
     @classmethod
     def of(cls, model: DLRM, optimizer: RowOptimizer, world: World) -> GradientReducer | None:
-        """For all parameters of a model; its caches count the ids of all processes.
+        """For all parameters of a model.
 
         Args:
             model: the same on every process, but for the pieces of tables.
@@ -91,9 +92,6 @@ class GradientReducer:
                 "tables in bf16 are rounded by chance, which on CPUs replicas would not do alike "
                 "beside tables in pieces: use --sharding.by replicate or --tables.dtype fp32"
             )
-        for group, _ in model.sparse_arch.embeddings():
-            counts = type(group).observe is not Embedding.observe and group.cache_stats()
-            group.gather = world.gather_ids if counts else None
         return cls(
             world,
             early=[*model.top_mlp.parameters(), *model.interaction.parameters()],
@@ -103,16 +101,15 @@ class GradientReducer:
             resting=all(_rests(group) for group in optimizer.param_groups),
         )
 
-    @contextmanager
-    def step(self, total: int, *, one_hot: bool) -> Iterator[None]:
-        """A training step on a batch of ``total`` samples over all processes."""
-        self._total = total
-        self.world.even = total % self.world.size == 0
-        self.world.static = self.world.even and one_hot and self._late[0].is_cuda
-        try:
-            yield
-        finally:
-            self.world.even = self.world.static = False
+    def is_even(self, batch: Batch) -> bool:
+        """Whether every process has as many samples in the step of a batch."""
+        return batch.total_size % self.world.size == 0
+
+    def in_context(self, batch: Batch, context: LookupContext) -> LookupContext:
+        """The context with what the look-ups of a batch must know of the other processes."""
+        equal = batch.offsets is None and self.is_even(batch)
+        gather_ids = partial(self.world.gather_ids, equal=equal)
+        return replace(context, equal_sizes=equal, gather_ids=gather_ids)
 
     def _arrived(self) -> None:
         self._missing -= 1
@@ -139,9 +136,13 @@ class GradientReducer:
         return _give(self._late, flat).view(())
 
     @torch.no_grad()
-    def reduce_embeddings(self) -> None:
+    def reduce_embeddings(self, batch: Batch, context: LookupContext) -> None:
         """Give the replicated embeddings the gradient of the global batch, and wait for that of
         the others.
+
+        Args:
+            batch: of this process.
+            context: that of its look-ups.
         """
         whole, small, large = [], [], []
         for parameter in self._embeddings:
@@ -149,12 +150,12 @@ class GradientReducer:
                 continue
             if not parameter.grad.is_sparse:
                 whole.append(parameter)
-            elif len(parameter) <= SMALL * self._total:
+            elif len(parameter) <= SMALL * batch.total_size:
                 small.append(parameter)
             else:
                 large.append(parameter)
         grads = [p.grad for p in whole if p.grad is not None]
-        tables = [table for p in small for table in self._table(p)]
+        tables = [table for p in small for table in self._table(p, context.sorter)]
         if grads or tables:
             flat = _joined([*grads, *tables])
             dist.all_reduce(flat)
@@ -162,7 +163,7 @@ class GradientReducer:
             for parameter in small:
                 rest = self._take(parameter, rest)
         for parameter in large:
-            self._collect(parameter)
+            self._collect(parameter, equal=context.equal_sizes and parameter.is_cuda)
         if self._local:
             side_stream_of(self._late[0].device, EXCHANGE).join()
 
@@ -176,7 +177,7 @@ class GradientReducer:
         dist.all_reduce(local)
         return (norm.square() + local).sqrt()
 
-    def _table(self, parameter: nn.Parameter) -> list[Tensor]:
+    def _table(self, parameter: nn.Parameter, sorter: RowSorter | None) -> list[Tensor]:
         """A row gradient summed by row ``[V, D]`` and, if rows without must be known, a mark for
         each that has an entry ``[V]``.
         """
@@ -185,7 +186,8 @@ class GradientReducer:
         wide = torch.promote_types(values.dtype, torch.float32)
         table = torch.zeros(parameter.shape, dtype=wide, device=values.device)
         minus = torch.full((), -1.0, device=values.device)
-        update_rows("sgd", table, rows, values, lr=minus, sorted_rows=announced(rows))
+        found = sorter.result(rows) if sorter else None
+        update_rows("sgd", table, rows, values, lr=minus, sorted_rows=found)
         if self._resting:
             return [table]
         return [table, torch.zeros_like(table[:, 0]).index_fill_(0, rows, 1.0)]
@@ -207,11 +209,13 @@ class GradientReducer:
         parameter.grad = row_gradient(parameter, rows, grad, sparse=True)
         return flat
 
-    def _collect(self, parameter: nn.Parameter) -> None:
-        """All processes' entries of a row gradient, in the order of the ranks."""
+    def _collect(self, parameter: nn.Parameter, *, equal: bool) -> None:
+        """All processes' entries of a row gradient, in the order of the ranks; with ``equal`` each
+        has as many.
+        """
         assert parameter.grad is not None
         rows, values = parameter.grad._indices()[0], parameter.grad._values()
-        sizes = self.world.sizes(len(rows), rows.device)
+        sizes = self.world.sizes(len(rows), rows.device, equal=equal)
         rows = torch.cat(self.world.gather(rows, sizes))
         values = torch.cat(self.world.gather(values, sizes))
         parameter.grad = row_gradient(parameter, rows, values, sparse=True)

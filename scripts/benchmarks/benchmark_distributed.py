@@ -16,8 +16,9 @@ import re
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,9 @@ def check(case: Case, world: World, device: torch.device, options: argparse.Name
     whole = make_batches(rows, CHECKED * world.size, 1, device)
     mine = slice(CHECKED * world.rank, CHECKED * (world.rank + 1))
     shares = [
-        Batch(b.dense[:, mine].clone(), b.ids[:, mine].clone(), b.labels[mine].clone())
+        Batch(
+            b.dense[:, mine].clone(), b.ids[:, mine].clone(), b.labels[mine].clone(), total=b.size
+        )
         for b in whole
     ]
     one, step, _ = make_step(case, World(), device, options, "fp32")
@@ -139,8 +142,8 @@ def check(case: Case, world: World, device: torch.device, options: argparse.Name
     many, step, _ = make_step(case, world, device, options, "fp32")
     many.load_state_dict(begin)
     del begin
-    total = CHECKED * world.size
-    found = [float(repeat(step, shares, total, i)["loss"]) for i in range(8)]
+    prepared = step.prefetcher(cycle(shares))
+    found = [float(step(next(prepared))["loss"]) for _ in range(8)]
     worst = max(abs(a - b) for a, b in zip(expected, found, strict=True))
     if not worst <= TOLERANCE[case.wire]:
         raise ValueError(f"{case}: losses differ by {worst}: {expected} and {found}")
@@ -155,35 +158,29 @@ def check(case: Case, world: World, device: torch.device, options: argparse.Name
         print(f"{case}: losses within {worst:.1e} of one GPU's, replicas equal", flush=True)
 
 
-def repeat(
-    step: TrainStep, batches: list[Batch], total: int, index: int
-) -> dict[str, torch.Tensor]:
-    """One of many steps on the same batches, each knowing the one after it, as in a training."""
-    following = batches[(index + 1) % len(batches)]
-    return step(batches[index % len(batches)], total=total, upcoming=following)
-
-
-def time_steps(step: TrainStep, batches: list[Batch], total: int, device: torch.device) -> float:
+def time_steps(step: TrainStep, batches: list[Batch], device: torch.device) -> float:
     """Median milliseconds of a step on this process."""
     warm_up, steps = (12, 40) if device.type == "cuda" else (2, 3)
-    run = partial(repeat, step, batches, total)
-    return measure.milliseconds(run, device, warm_up=warm_up, steps=steps)
+    prepared = step.prefetcher(cycle(batches))
+    return measure.milliseconds(
+        lambda _: step(next(prepared)), device, warm_up=warm_up, steps=steps
+    )
 
 
 def profiled(
-    step: TrainStep, batches: list[Batch], total: int, world: World, path: Path | None
+    step: TrainStep, batches: list[Batch], world: World, path: Path | None
 ) -> dict[str, Any]:
     """Milliseconds of GPU kernels in a step: all, those that communicate (or wait for others), and
     the costliest ones.
 
     A trace of the steps is written to ``path``, if there is one.
     """
-    count = 8
+    count, prepared = 8, step.prefetcher(cycle(batches))
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         world.wait()  # profilers start at different times, which is no communication
-        for index in range(count):
-            repeat(step, batches, total, index)
+        for _ in range(count):
+            step(next(prepared))
         torch.cuda.synchronize()
     if path is not None and world.first:
         trace.export_chrome_trace(str(path))
@@ -204,9 +201,10 @@ def measure_case(
     """The step's time on the slowest process, and what it consists of."""
     _, step, text = make_step(case, world, device, options, options.precision)
     rows = case.recipe(options.cap)["num_embeddings"]
-    batches = make_batches(rows, batch, 10 + world.rank, device)
     total = batch * world.size
-    ms = time_steps(step, batches, total, device)
+    drawn = make_batches(rows, batch, 10 + world.rank, device)
+    batches = [replace(each, total=total) for each in drawn]
+    ms = time_steps(step, batches, device)
     times = [ms]
     if world.size > 1:
         box: list[Any] = [None] * world.size
@@ -216,7 +214,7 @@ def measure_case(
     extra: dict[str, Any] = {}
     if on_gpu:
         path = Path(options.traces) / f"{case.name}.json" if options.traces else None
-        extra = profiled(step, batches, total, world, path if world.size > 1 else None)
+        extra = profiled(step, batches, world, path if world.size > 1 else None)
         extra["communication_share"] = round(
             extra["communication_ms"] / statistics.median(times), 3
         )

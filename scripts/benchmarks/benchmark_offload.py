@@ -15,7 +15,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pandas as pd
@@ -24,18 +24,21 @@ from torch import Tensor
 
 from dlrm.data.batch import Batch
 from dlrm.data.schema import KAGGLE_CARDINALITIES, TERABYTE_CARDINALITIES
-from dlrm.embeddings.offload import ROUND
+from dlrm.embeddings.offload import WINDOW
 from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
-from dlrm.sparse_arch.arch import LINK
 from dlrm.sparse_arch.table_plan import make_table_plan
 from dlrm.training import benchmark as measure
 from dlrm.training.step import TrainStep
 from dlrm.utils.program import Parser, exit_status
 
 NAMES = [f"C{i}" for i in range(1, 27)]
+LINK = 53e9  # bytes a second each way between pinned host memory and an H100 (PCIe 5), as measured
 WARM_UP, CHECKED = 150, 30
-SPAN, SPANS = 3 * ROUND, 5  # steps of whole rounds that are timed together, and how often
+SPAN, SPANS = (
+    3 * WINDOW,
+    5,
+)  # steps of whole prefetch windows that are timed together, and how often
 VARIANTS: dict[str, tuple[str, dict[str, Any], bool]] = {  # kind, options, rows fetched ahead
     "dense": ("dense", {}, False),
     "offload": ("offload", {}, True),
@@ -72,22 +75,14 @@ def make_step(
     return model, TrainStep(model, optimizers, precision=options.precision, mode=options.mode)
 
 
-def coming(batches: Sequence[Batch], index: int) -> Sequence[Batch]:
-    """The batches behind one, as many as embeddings have a use for."""
-    return batches[index + 1 : index + 2 * ROUND]
-
-
 def train(step: TrainStep, batches: Sequence[Batch], ahead: bool) -> list[Tensor]:
     """The losses of a step on each batch, left on the device."""
-    losses = []
-    for index, batch in enumerate(batches):
-        out = step(batch, upcoming=coming(batches, index) if ahead else None)
-        losses.append(out["loss"].clone())
-    return losses
+    prepared = step.prefetcher(batches) if ahead else batches
+    return [step(batch)["loss"].clone() for batch in prepared]
 
 
 def mean_milliseconds(run: Callable[[int], object], device: str) -> float:
-    """Milliseconds of a step over whole rounds, the median of all such times but the first."""
+    """Milliseconds of a step over whole windows, the median of all such times but the first."""
     times = []
     for start in range(0, SPANS * SPAN, SPAN):
         if device == "cuda":
@@ -117,10 +112,8 @@ def measure_one(
     train(step, batches[:2], ahead)
     model.sparse_arch.cache_stats()  # rates from here on
 
-    def run(index: int) -> None:
-        step(batches[index], upcoming=coming(batches, index) if ahead else None)
-
-    ms = mean_milliseconds(run, options.device)
+    prepared: Iterator[Any] = iter(step.prefetcher(batches) if ahead else batches)
+    ms = mean_milliseconds(lambda _: step(next(prepared)), options.device)
     stats = model.sparse_arch.cache_stats()
     moved = {name: stats.get(f"cache/MB_{name}_per_step") for name in ("in", "out")}
     busier = max(moved["in"] or 0.0, moved["out"] or 0.0)

@@ -15,6 +15,7 @@ import torch
 from dlrm.data.batch import Batch
 from dlrm.data.criteo import CriteoLoader
 from dlrm.data.schema import Categorical, Meta, Split
+from dlrm.training.prefetch import NoPrefetcher
 
 DENSE = ("I1", "I2")
 TABLES = (50, 3000, 7)
@@ -203,19 +204,27 @@ def test_resumes_after_the_last_batch_yielded(data, done, shuffle):
     assert same(list(second), seen + rest), "the iteration after is a whole epoch again"
 
 
-@pytest.mark.parametrize("count", [1, 3, 1000])
-def test_looking_ahead_tells_the_next_batches_and_changes_no_position(data, count):
+@pytest.mark.parametrize("count", [0, 1, 3, 1000])
+def test_batches_that_a_prefetcher_holds_come_again(data, count):
+    class Holding(NoPrefetcher):
+        def look_ahead(self, samples):
+            return count
+
     plain, ahead = (CriteoLoader(data, "train", batch_size=101, shuffle=True) for _ in range(2))
-    ahead.look_ahead = count
-    batches, told = list(plain), []
-    for index, (batch, _) in enumerate(zip(ahead, plain, strict=True)):
-        assert same([batch], [batches[index]])
-        assert not told or batch is told[0]
-        assert ahead.state_dict() == plain.state_dict()
-        assert all(a is b for a, b in zip(told[1:], ahead.upcoming, strict=False))
-        told = ahead.upcoming
-        assert len(told) == min(count, len(batches) - 1 - index)
+    batches, prefetcher = list(plain), Holding()
+    for index, (prepared, _) in enumerate(zip(prefetcher(ahead), plain, strict=True)):
+        assert same([prepared.batch], [batches[index]])
+        state = ahead.state_dict(unused=prefetcher.samples_held)
+        assert state == plain.state_dict()
+        assert prefetcher.samples_held <= count * 101
     assert index == len(batches) - 1
+
+
+def test_batches_know_how_many_samples_all_ranks_have(data):
+    options = {"batch_size": 40, "shuffle": True, "window": 3, "world_size": 3}
+    ranks = [CriteoLoader(data, "train", rank=rank, **options) for rank in range(3)]
+    for shares in zip(*ranks, strict=True):
+        assert {share.total_size for share in shares} == {sum(share.size for share in shares)}
 
 
 def test_resumes_with_another_number_of_ranks(data):

@@ -6,7 +6,8 @@ PyTorch, with the argument ``triton`` by the kernels, through Triton's interpret
 
 import os
 import sys
-from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -18,12 +19,13 @@ from dlrm.distributed.peer_memory import SymmetricTensor, bytes_held
 from dlrm.distributed.planner import plan_shards
 from dlrm.distributed.sharding_plan import ShardingPlan
 from dlrm.distributed.world import World
+from dlrm.embeddings.common.context import NO_CONTEXT
 from dlrm.embeddings.dense import Dense
 from dlrm.kernels.lookup import peer as peer_rows
 from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.arch import SparseArch
-from dlrm.training.prefetch import SortPrefetcher
+from dlrm.training.prefetch import NoPrefetcher, SortPrefetcher
 
 SIZES = [500, 7_000, 30_000, 90_000]
 BATCHES = {"cuda": 4096, "cpu": 128}  # of each process
@@ -45,8 +47,10 @@ class Run:
             sharding = ShardingPlan(world=world, pieces=pieces, wire=wire, peers=True)
             self.held = SparseArch(SIZES, dim, [("dense", {})] * len(SIZES), sharding=sharding)
         cuts = self.held.groups[0]._cuts()
-        assert all(map(PeerLookup.serves, (c.direct for c in cuts), self.held.local_parameters()))
-        assert len(self.held.at_peers()) == len(cuts)
+        lookups = (c.peer_lookup for c in cuts)
+        assert all(map(PeerLookup.serves, lookups, self.held.local_parameters()))
+        assert self.held.at_peers
+        assert self.held.groups[0].at_peers() == cuts
         rule = {"rule": "adagrad", "lr": 0.1}
         if wire is not None:
             rule = {"rule": "sgd", "lr": 0.01}
@@ -64,7 +68,7 @@ class Run:
         self.up = torch.randn(*shape[::-1], dim, device=device, generator=seed)
         dense, labels = torch.empty(1, batch, device=device), torch.empty(batch, device=device)
         self.batches = [Batch(dense, ids[:, self.mine].contiguous(), labels) for ids in self.ids]
-        self.planner = RowSorter(device) if device.type == "cuda" else nullcontext()
+        self.sorter = RowSorter(device)
 
     def step_whole(self, index):
         out = self.whole(self.ids[index])
@@ -73,59 +77,60 @@ class Run:
         self.rules[0].zero_grad()
         return out[self.mine].detach()
 
-    def step_held(self, batch):
-        with self.planner:
-            out = self.held.in_order(self.held(batch.ids))
+    def step_held(self, batch, context=NO_CONTEXT):
+        context = replace(context, sorter=self.sorter, equal_sizes=True)
+        with self.sorter:
+            out = self.held.in_order(self.held(batch.ids, context=context))
             out.backward(self.up[self.mine])
-            self.rules[1].step()
+            self.rules[1].step(sorter=self.sorter)
             self.rules[1].zero_grad()
         return out.detach()
 
     def compare(self, step):
         """Steps equal those on whole tables, in whatever order the batches come."""
-        for index, batch in enumerate(self.batches):
-            found = step(batch, self.batches[index + 1 :])
+        for index, found in enumerate(step(self.batches)):
             worst = float((found - self.step_whole(index)).abs().max())
             assert worst < TOLERANCE[self.wire], worst
         if self.wire is not None:
             assert worst > TOLERANCE[None], "nothing was rounded"
 
-    def at_once(self, batch, upcoming):
-        return self.step_held(batch)
+    def at_once(self, batches):
+        return map(self.step_held, batches)
 
-    def sorted_ahead(self):
-        """Steps whose look-ups are sorted before them, some of them beside the last step."""
-        sorts = SortPrefetcher(self.held, self.world.device)
+    def sorted_ahead(self, batches):
+        """Steps whose look-ups are sorted before them, some of them next to the last step."""
+        prefetcher = SortPrefetcher(self.held, self.world.device)
+        yield from (self.step_held(p.batch, p.context) for p in prefetcher(batches[:3]))
+        for batch in batches[3:]:
+            yield self.step_held(batch, prefetcher.prepare(batch).context)
 
-        def step(batch, upcoming):
-            told = {3: upcoming, 2: [], 1: [batch], 0: []}  # the next, nothing, another one
-            with sorts.step(batch, told[len(upcoming)]):
-                return self.step_held(batch)
+    def captured(self, batches, prefetcher=None):
+        """Steps as a CUDA graph, warmed up by one."""
+        prefetcher = prefetcher or NoPrefetcher()
+        first = prefetcher.prepare(batches[0])
+        batch, lookups = first.batch.clone(), [each.like() for each in first.context.lookups]
+        context = replace(first.context, lookups=lookups)
 
-        return step
-
-    def captured(self, sorts=None):
-        """A step as a CUDA graph, warmed up by one."""
-        batch = self.batches[0].clone()
-        sorting = sorts.step(batch, []) if sorts else nullcontext()
-        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        with sorting:
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self.step_held(batch)
-            torch.cuda.current_stream().wait_stream(side)
-            self.step_whole(0)
-            with torch.cuda.graph(graph):
-                out = self.step_held(batch)
-
-        def replay(given, upcoming):
+        def place(prepared):
             for name in ("dense", "ids", "labels"):
-                getattr(batch, name).copy_(getattr(given, name))
-            with sorts.step(given, upcoming) if sorts else nullcontext():
-                graph.replay()
-            return out
+                getattr(batch, name).copy_(getattr(prepared.batch, name))
+            for to, own in zip(lookups, prepared.context.lookups, strict=True):
+                for old, new in zip(to.tensors, own.tensors, strict=True):
+                    old.copy_(new)
 
-        return replay
+        place(first)
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.step_held(batch, context)
+        torch.cuda.current_stream().wait_stream(side)
+        self.step_whole(0)
+        with torch.cuda.graph(graph):
+            out = self.step_held(batch, context)
+        for prepared in prefetcher(batches):
+            place(prepared)
+            graph.replay()
+            yield out
 
 
 def check_memory(world):
@@ -162,7 +167,6 @@ def main():
     on_gpu = torch.cuda.is_available()
     gpu = int(os.environ["LOCAL_RANK"]) % max(torch.cuda.device_count(), 1)
     world.join(torch.device("cuda", gpu) if on_gpu else torch.device("cpu"))
-    world.even = True
     check_memory(world)
     check_wire(world)
     if sys.argv[1:] == ["triton"] and not on_gpu:
@@ -171,10 +175,11 @@ def main():
     for ways in (["table"] * 4, ["column"] * 4, ["row"] * 4, ["row", "column", "row", "table"]):
         run = Run(world, ways)
         run.compare(run.at_once)
-        run.compare(run.sorted_ahead())
+        run.compare(run.sorted_ahead)
         if on_gpu:
-            run.compare(run.captured())
-            run.compare(run.captured(SortPrefetcher(run.held, world.device)))
+            run.compare(run.captured)
+            sorts = SortPrefetcher(run.held, world.device)
+            run.compare(partial(run.captured, prefetcher=sorts))
     run = Run(world, ["table"] * 4, torch.bfloat16)
     run.compare(run.at_once)
     world.leave()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -63,7 +64,8 @@ def share_of(batch, world):
     first = world.rank * share + min(world.rank, extra)
     mine = slice(first, first + share + (world.rank < extra))
     if batch.offsets is None:
-        return Batch(batch.dense[:, mine], batch.ids[:, mine], batch.labels[mine])
+        total = batch.size
+        return Batch(batch.dense[:, mine], batch.ids[:, mine], batch.labels[mine], total=total)
     bags = [
         batch.ids[batch.offsets[f * batch.size + b] : batch.offsets[f * batch.size + b + 1]]
         for f in range(len(SIZES))
@@ -71,7 +73,8 @@ def share_of(batch, world):
     ]
     lengths = torch.tensor([0, *(len(bag) for bag in bags)])
     ids = torch.cat([batch.ids[:0], *bags])
-    return Batch(batch.dense[:, mine], ids, batch.labels[mine], lengths.cumsum(0))
+    offsets = lengths.cumsum(0)
+    return Batch(batch.dense[:, mine], ids, batch.labels[mine], offsets, total=batch.size)
 
 
 def train(world, kind, *, rule="adagrad", multi_hot=False, clip_norm=None, **sharding):
@@ -88,14 +91,12 @@ def train(world, kind, *, rule="adagrad", multi_hot=False, clip_norm=None, **sha
     reducer = GradientReducer.of(model, optimizers[1], world)
     step = TrainStep(model, optimizers, clip_norm=clip_norm, reducer=reducer)
     if world.size > 1:
-        assert step.look_ahead(8) == (spreading is not None and spreading.peers)
+        assert step.prefetcher.look_ahead(8) == (spreading is not None and spreading.peers)
     values = []
-    shares = [(share_of(b, world), b.size) for b in batches(multi_hot=multi_hot)]
-    for index, (mine, total) in enumerate(shares):
-        upcoming = [share for share, _ in shares[index + 1 :]] if index % 3 else None
-        values += [
-            float(v) for v in step(mine, norms=True, total=total, upcoming=upcoming).values()
-        ]
+    shares = [share_of(b, world) for b in batches(multi_hot=multi_hot)]
+    prepared = itertools.chain(shares[:1], step.prefetcher(shares[1:]))  # by itself, and ahead
+    for index, mine in enumerate(prepared):
+        values += [float(v) for v in step(mine, norms=True).values()]
         if index == 2:
             model.sparse_arch.renew_caches(optimizers[1])
     return values, model

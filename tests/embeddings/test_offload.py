@@ -13,6 +13,7 @@ import torch
 
 from dlrm.data.batch import Batch
 from dlrm.embeddings import build
+from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.offload import admission as row_moves
 from dlrm.kernels.offload.pinned_memory import in_host_memory
 from dlrm.model import DLRM
@@ -43,8 +44,8 @@ def draw(batch=8):
     return (torch.rand(len(SIZES), batch) ** 2 * rows).long()
 
 
-def step(group, optimizer, ids, seed):
-    out = group(ids)
+def step(group, optimizer, ids, seed, context=NO_CONTEXT):
+    out = group(ids, context=context)
     torch.manual_seed(seed)
     (out * torch.randn(out.shape)).sum().backward()
     optimizer.step()
@@ -52,36 +53,35 @@ def step(group, optimizer, ids, seed):
     return out.detach()
 
 
-def train(groups, optimizers, steps, rounds=(1, 2, 4, 0)):
-    """Train all groups on the same batches, in rounds of so many or, where 0, without; every output
-    must be equal.
+def train(groups, optimizers, steps, windows=(1, 2, 4, 0)):
+    """Train all groups on the same batches, in prefetch windows of so many or, where 0, without;
+    every output must be equal.
     """
-    sizes = list(itertools.islice(itertools.cycle(rounds), steps))
+    sizes = list(itertools.islice(itertools.cycle(windows), steps))
     batches = [[draw() for _ in range(max(size, 1))] for size in sizes]
     seed = 0
     for index, now in enumerate(batches):
-        begin_round(groups[1], sizes, batches, index)
+        context = begin_window(groups[1], sizes, batches, index)
         for ids in now:
             seed += 1
             outs = [
-                step(group, optimizer, ids, seed)
+                step(group, optimizer, ids, seed, context)
                 for group, optimizer in zip(groups, optimizers, strict=True)
             ]
             assert torch.equal(*outs), index
         if seed >= steps:
             break
-    groups[1].in_round = False
 
 
-def begin_round(group, sizes, batches, index):
-    """Begin the round of a number, of which the last one was told unless it was none."""
-    group.in_round = sizes[index] > 0
-    if not group.in_round:
-        return
+def begin_window(group, sizes, batches, index):
+    """Begin a window, which the one before knew of; returns the context of its look-ups."""
+    if not sizes[index]:
+        return NO_CONTEXT
     now = [] if index and sizes[index - 1] else batches[index]
     last = index + 1 == len(sizes) or not sizes[index + 1]
     coming = [] if last else batches[index + 1]
-    group.begin_round([(ids, None) for ids in now], [(ids, None) for ids in coming])
+    group.begin_window([(ids, None) for ids in now], [(ids, None) for ids in coming])
+    return LookupContext(rows_fetched=True)
 
 
 def assert_equal_states(groups, optimizers):
@@ -94,10 +94,10 @@ def assert_equal_states(groups, optimizers):
 
 
 @pytest.mark.parametrize("cache_rows", CACHES)
-@pytest.mark.parametrize("rounds", [(1,), (3,), (0,), (1, 2, 4, 0)])
-def test_training_equals_dense_to_the_last_bit(cache_rows, rounds):
+@pytest.mark.parametrize("windows", [(1,), (3,), (0,), (1, 2, 4, 0)])
+def test_training_equals_dense_to_the_last_bit(cache_rows, windows):
     groups, optimizers = pair("adam", cache_rows)
-    train(groups, optimizers, 50, rounds)
+    train(groups, optimizers, 50, windows)
     assert_equal_states(groups, optimizers)
 
 
@@ -181,7 +181,7 @@ def test_ids_may_lie_in_memory_in_any_order():
     turned = torch.arange(6).view(2, 3).t()
     assert torch.equal(offload.rows(1, turned), dense.rows(1, turned))
     one_hot, bags = (draw(2).t().contiguous().t(), None), (torch.tensor([1, 2, 0]), torch.arange(4))
-    offload.begin_round([one_hot, bags], [])
+    offload.begin_window([one_hot, bags], [])
     assert offload.rows_ready
 
 
@@ -192,14 +192,14 @@ def test_bags_are_fetched_ahead_too():
         offsets = torch.randint(1, 4, (len(SIZES) * 5,)).cumsum(0)
         offsets = torch.cat([offsets.new_zeros(1), offsets])
         bags.append((torch.randint(3, (int(offsets[-1]),)), offsets))
-    groups[1].in_round = True
     for index in range(20):
         if index % 2 == 0:
             now = [] if index else bags[:2]
-            groups[1].begin_round(now, bags[index + 2 : index + 4])
+            groups[1].begin_window(now, bags[index + 2 : index + 4])
         ids, offsets = bags[index]
         for group, optimizer in zip(groups, optimizers, strict=True):
-            group(ids, offsets).square().sum().backward()
+            out = group(ids, offsets, context=LookupContext(rows_fetched=True))
+            out.square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
     torch.testing.assert_close(groups[0].to_dense(1), groups[1].to_dense(1))
@@ -359,11 +359,11 @@ def test_stats_and_footprint_tell_what_the_cache_does():
     assert stats["bytes_out"] == 3 * 32
 
 
-def test_a_round_is_as_long_as_the_cache_and_memory_on_the_way_allow():
+def test_a_window_is_as_long_as_the_cache_and_memory_on_the_way_allow():
     small, large = (build("offload", [10**6], 1, cache_rows=rows) for rows in (1000, 10**6))
-    assert [small.round_of(lookups) for lookups in (1, 300, 1000, 10**4)] == [16, 13, 4, 1]
-    assert [large.round_of(lookups) for lookups in (1, 2**18, 2**21, 2**22)] == [16, 8, 1, 1]
-    assert build("offload", [10**6], 1, cache_rows=0).round_of(1) == 0
+    assert [small.window_size(lookups) for lookups in (1, 300, 1000, 10**4)] == [16, 13, 4, 1]
+    assert [large.window_size(lookups) for lookups in (1, 2**18, 2**21, 2**22)] == [16, 8, 1, 1]
+    assert build("offload", [10**6], 1, cache_rows=0).window_size(1) == 0
 
 
 def test_options_out_of_range():
@@ -389,16 +389,13 @@ def test_a_captured_step_fetches_ahead_and_equals_dense(device):
             )
         parts = model.dense_parameters(), model.sparse_arch.parameters()
         optimizers = [RowOptimizer(part, "adagrad", lr=0.05) for part in parts]
-        run, found = TrainStep(model, optimizers, mode="graph"), []
+        run = TrainStep(model, optimizers, mode="graph")
         sizes = torch.tensor([[50], [9000], [400]], device=device)
         batches = []
         for _ in range(31):
             ids = (torch.rand(3, 256, device=device) ** 3 * sizes).long()
             batches.append(Batch(torch.randn(4, 256, device=device), ids, ids[0].lt(9).float()))
-        for index, batch in enumerate(batches):
-            known = batches[index + 1 : index + 8] if kind == "offload" else None
-            found.append(run(batch, upcoming=known)["loss"].item())
-        losses.append(found)
+        losses.append([run(batch)["loss"].item() for batch in run.prefetcher(batches)])
         tables.append(model.sparse_arch.groups[0].to_dense(1))
     assert losses[0] == losses[1]
     assert torch.equal(*tables)

@@ -3,9 +3,12 @@ import itertools
 import pytest
 import torch
 
+from dlrm.data.batch import Batch
+from dlrm.embeddings.common.context import LookupContext
 from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.arch import SparseArch, grouped
 from dlrm.sparse_arch.table_plan import make_table_plan
+from dlrm.training.prefetch import make_prefetcher
 
 NAMES = ["a", "b", "c", "d"]
 SIZES = [50, 4000, 7, 900]
@@ -14,15 +17,16 @@ SIZES = [50, 4000, 7, 900]
 def test_mixed_kinds_fill_their_own_slots():
     table_plan = [("hash", {"rows": 16}), ("dense", {}), ("hash", {"rows": 16}), ("dense", {})]
     arch = SparseArch(SIZES, 8, table_plan)
-    assert arch.slots == [[0, 2], [1, 3]]
+    assert arch.feature_order.groups == [[0, 2], [1, 3]]
     ids = torch.stack([torch.randint(0, rows, (5,)) for rows in SIZES])
     out = arch.in_order(arch(ids))
     assert out.shape == (5, 4, 8)
     for group, slots in arch.embeddings():
         for table, slot in enumerate(slots):
             torch.testing.assert_close(out[:, slot], group.rows(table, ids[slot]))
-    assert arch.features.tolist() == [0, 2, 1, 3]
-    same = arch(ids[arch.features], grouped=True)
+    by_group = arch.feature_order.by_group
+    assert by_group.tolist() == [0, 2, 1, 3]
+    same = arch(ids[by_group], context=LookupContext(grouped=True))
     assert torch.equal(arch.in_order(same), out)
 
 
@@ -95,23 +99,32 @@ def test_bags_are_read_on_the_host_once_a_batch_or_never(monkeypatch, bounds, re
 def test_groups_that_fetch_ahead_hear_of_the_coming_batches(plan):
     arch = SparseArch(SIZES, 4, [(kind, {}) for kind in plan])
     optimizer = RowOptimizer(arch.parameters(), "sgd")
-    assert arch.look_ahead(5) == 2 * arch.round_of(5 * 4) - 1
-    assert arch.round_of(5 * 4) >= 1
-    batches = [torch.stack([torch.randint(0, rows, (5,)) for rows in SIZES]) for _ in range(4)]
+    prefetcher = make_prefetcher(arch, torch.device("cpu"), alone=True)
+    assert prefetcher.look_ahead(5) == 2 * arch.window_size(5 * 4) - 1
+    assert arch.window_size(5 * 4) >= 1
+    batches = [
+        Batch(
+            torch.zeros(1, 5),
+            torch.stack([torch.randint(0, rows, (5,)) for rows in SIZES]),
+            torch.zeros(5),
+        )
+        for _ in range(4)
+    ]
     arch.cache_stats()
     assert not arch.rows_ready
-    for ids, upcoming in itertools.pairwise(batches):
-        arch.begin_round([(ids, None, None)], [(upcoming, None, None)])
+    for batch, following in itertools.pairwise(batches):
+        arch.begin_window([batch], [following])
         assert arch.rows_ready
-        arch.in_round(True)
-        sum(vectors.sum() for vectors in arch(ids)).backward()
+        vectors = arch(batch.ids, context=LookupContext(rows_fetched=True))
+        sum(each.sum() for each in vectors).backward()
         offload = next(group for group, _ in arch.embeddings() if group.kind() == "offload")
         slots = [slot for slot, kind in enumerate(plan) if kind == "offload"]
-        rows = upcoming[slots] + offload._offsets[:, None]
+        rows = following.ids[slots] + offload._offsets[:, None]
         assert (offload.cached.slots[rows] >= 0).all()
         optimizer.step()
         optimizer.zero_grad()
     stats = arch.cache_stats()
     assert stats["cache/MB_in_per_step"] > 0
     dense = SparseArch(SIZES, 4, [("dense", {})] * 4)
-    assert (dense.look_ahead(1), dense.round_of(1), dense.rows_ready) == (0, 0, True)
+    prefetcher = make_prefetcher(dense, torch.device("cpu"), alone=True)
+    assert (prefetcher.look_ahead(1), dense.window_size(1), dense.rows_ready) == (0, 0, True)

@@ -1,4 +1,4 @@
-"""Rounds of batches whose rows are fetched ahead: the same losses, whatever is announced."""
+"""Batches whose rows are fetched ahead: the same losses, however many are known ahead."""
 
 import pytest
 import torch
@@ -32,21 +32,24 @@ def draw(size, device):
     return Batch(torch.randn(4, size, device=device), ids, ids[0].lt(9).float())
 
 
-def told(way, batches, index):
-    """What a step hears of the batches behind it."""
-    known = batches[index + 1 : index + 8]
-    ways = {
-        "all": known,
-        "next": known[0] if known else None,
-        "none": None,
-        "three": known[:3],
-        "now and then": known if index % 3 else None,
-        "wrong": known[::-1],
-    }
-    return ways[way]
+def prepared(way, step, batches):
+    """The batches as a step gets them, of which so many are prepared ahead."""
+    if way == "none":
+        yield from batches
+    elif way == "now and then":  # some batches by themselves, the others in iterations of their own
+        for begin in range(0, len(batches), 5):
+            yield batches[begin]
+            yield from step.prefetcher(batches[begin + 1 : begin + 5])
+    elif way == "interrupted":  # by single batches of which the prefetcher knew nothing
+        rest = step.prefetcher([b for n, b in enumerate(batches) if n % 3])
+        for index, batch in enumerate(batches):
+            yield next(rest) if index % 3 else batch
+    else:
+        step.prefetcher.look_ahead = lambda samples: {"all": 7, "next": 1, "three": 3}[way]
+        yield from step.prefetcher(batches)
 
 
-@pytest.mark.parametrize("way", ["all", "next", "none", "three", "now and then", "wrong"])
+@pytest.mark.parametrize("way", ["all", "next", "none", "three", "now and then", "interrupted"])
 @pytest.mark.parametrize("cache_rows", [20, 600])
 def test_losses_equal_those_of_dense_tables(way, cache_rows, device):
     offload = ("offload", {"cache_rows": cache_rows})
@@ -56,12 +59,7 @@ def test_losses_equal_those_of_dense_tables(way, cache_rows, device):
         model, step = make(plan, device)
         torch.manual_seed(1)
         batches = [draw(32 if index != 17 else 5, device) for index in range(25)]
-        losses.append(
-            [
-                step(batch, upcoming=told(way, batches, index))["loss"].item()
-                for index, batch in enumerate(batches)
-            ]
-        )
+        losses.append([step(batch)["loss"].item() for batch in prepared(way, step, batches)])
         tables.append(model.sparse_arch.to_dense())
     assert losses[0] == losses[1]
     assert all(map(torch.equal, tables[0], tables[1]))
@@ -84,32 +82,27 @@ def test_batches_with_and_without_offsets_may_alternate(kinds, device):
         torch.manual_seed(1)
         batches = [draw(16, device) for _ in range(12)]
         batches = [as_bags(b) if bags and n % bags else b for n, b in enumerate(batches)]
-        losses.append(
-            [
-                step(batch, upcoming=told("all", batches, index))["loss"].item()
-                for index, batch in enumerate(batches)
-            ]
-        )
+        losses.append([step(batch)["loss"].item() for batch in step.prefetcher(batches)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def moves(plan, device, monkeypatch):
     """Samples whose rows each move of twelve steps brings, and whether ahead of them."""
     moved = []
-    monkeypatch.setattr(offload, "ROUND", 4)
-    begin = CachedRows.begin_round
+    monkeypatch.setattr(offload, "WINDOW", 4)
+    begin = CachedRows.begin_window
 
-    def count(cached, *rounds, batches):
+    def count(cached, *windows, batches):
         if cached.moves:
-            for each, ahead in zip(rounds, (False, True), strict=True):
+            for each, ahead in zip(windows, (False, True), strict=True):
                 moved.extend([] if each is None else [(each[0].shape[1], ahead)])
-        begin(cached, *rounds, batches=batches)
+        begin(cached, *windows, batches=batches)
 
-    monkeypatch.setattr(CachedRows, "begin_round", count)
+    monkeypatch.setattr(CachedRows, "begin_window", count)
     _, step = make(plan, device)
     batches = [draw(32, device) for _ in range(12)]
-    for index, batch in enumerate(batches):
-        step(batch, upcoming=told("all", batches, index))
+    for batch in step.prefetcher(batches):
+        step(batch)
     return moved
 
 
@@ -124,33 +117,34 @@ def test_tables_without_a_cache_do_not_hold_up_those_with_one(device, monkeypatc
     assert moved == [(32, False), (128, True), (128, True), (96, True)]
 
 
-def test_what_moves_rows_between_two_steps_ends_the_round(device):
+def test_what_moves_rows_between_two_steps_ends_the_window(device):
     losses = []
     for kind in ("dense", "offload"):
         model, step = make([(kind, {"cache_rows": 60} if kind == "offload" else {})] * 3, device)
         torch.manual_seed(1)
         batches, found = [draw(32, device) for _ in range(20)], []
-        for index, batch in enumerate(batches):
-            found.append(step(batch, upcoming=batches[index + 1 : index + 8])["loss"].item())
+        for index, batch in enumerate(step.prefetcher(batches)):
+            found.append(step(batch)["loss"].item())
             if index % 5 == 1:
                 model.state_dict()
             if index % 5 == 3:
-                model.sparse_arch.groups[0](batches[0].ids)  # a training look-up of no round
+                model.sparse_arch.groups[0](batches[0].ids)  # a training look-up of no window
             with torch.no_grad():
                 found.append(float(model(batches[2].dense, batches[2].ids).sum()))
         losses.append(found)
     assert losses[0] == losses[1]
 
 
-def test_a_round_that_could_not_begin_is_not_taken_for_one_that_did(device, monkeypatch):
+def test_a_window_that_could_not_begin_is_not_taken_for_one_that_did(device, monkeypatch):
     _, step = make([("offload", {"cache_rows": 600})] * 3, device)
     batches = [draw(32, device) for _ in range(3)]
-    step(batches[0], upcoming=batches[1:])
+    rest = step.prefetcher(batches)
+    step(next(rest))
 
     def fail(*_, **__):
         raise RuntimeError("rows did not come")
 
-    monkeypatch.setattr(CachedRows, "begin_round", fail)
-    for _ in range(2):
+    monkeypatch.setattr(CachedRows, "begin_window", fail)
+    for given in (rest, step.prefetcher(batches[1:])):
         with pytest.raises(RuntimeError, match="rows did not come"):
-            step(batches[1], upcoming=batches[2:])
+            step(next(given))

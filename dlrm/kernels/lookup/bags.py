@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from dlrm.kernels import require_contiguous, require_integers, use_triton
 from dlrm.kernels.lookup.tables import row_gradient, row_of, tiling
-from dlrm.kernels.update.row_sort import announce
+from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.utils.messages import did_you_mean
 
 MODES = ("sum", "mean", "max")
@@ -120,6 +120,7 @@ class _LookupBags(torch.autograd.Function):
         last: Tensor | None,
         mode: str,
         sparse: bool,
+        sorter: RowSorter | None,
     ) -> Tensor:
         tables, dim = len(starts), weight.shape[1]
         bags = offsets.numel() - 1
@@ -135,8 +136,8 @@ class _LookupBags(torch.autograd.Function):
                 ids, offsets, starts, modulo, last, weight, scale, out, flat, chosen,
                 bags, bags // tables, F=tables, MODE=mode, **sizes,
             )  # fmt: skip
-        if flat is not None and ctx.needs_input_grad[0]:
-            announce(flat, len(weight))
+        if flat is not None and ctx.needs_input_grad[0] and sorter is not None:
+            sorter.submit(flat, len(weight))
         ctx.save_for_backward(weight, scale, offsets, flat, chosen)
         ctx.mode, ctx.sparse, ctx.tables = mode, sparse, tables
         return out
@@ -157,7 +158,7 @@ class _LookupBags(torch.autograd.Function):
         grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_weight = row_gradient(weight, flat, values, ctx.sparse)
-        return grad_weight, grad_scale, *[None] * 7
+        return grad_weight, grad_scale, *[None] * 8
 
 
 def lookup_bags(
@@ -171,6 +172,7 @@ def lookup_bags(
     modulo: Tensor | None = None,
     last: Tensor | None = None,
     sparse: bool = True,
+    sorter: RowSorter | None = None,
     impl: str | None = None,
 ) -> Tensor:
     """Pool a bag of rows per table and sample.
@@ -186,6 +188,7 @@ def lookup_bags(
         modulo, last: as in :func:`~dlrm.kernels.lookup.tables.lookup_tables`.
         sparse: give the weight an uncoalesced COO gradient, its entries in the order of ``ids``;
             else a dense one.
+        sorter: sorts the rows that will have a gradient ahead of their update.
         impl: see :mod:`dlrm.kernels`.
 
     Returns:
@@ -220,7 +223,7 @@ def lookup_bags(
         per_sample_weights = per_sample_weights.contiguous()
     ids, offsets = ids.contiguous(), offsets.contiguous()
     return _LookupBags.apply(
-        weight, per_sample_weights, starts, ids, offsets, modulo, last, mode, sparse
+        weight, per_sample_weights, starts, ids, offsets, modulo, last, mode, sparse, sorter
     )
 
 

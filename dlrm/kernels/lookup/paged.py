@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from dlrm.kernels import use_triton
 from dlrm.kernels.lookup.tables import row_gradient
-from dlrm.kernels.update.row_sort import announce
+from dlrm.kernels.update.row_sort import RowSorter
 
 TILE = 4096  # elements of a program's tile
 
@@ -236,7 +236,13 @@ def _gather_by_place(pages: Pages, rows: Tensor) -> Tensor:
 class _LookupPages(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, pages: Pages, rows: Tensor, sparse: bool, impl: str | None, *blocks: Tensor
+        ctx: Any,
+        pages: Pages,
+        rows: Tensor,
+        sparse: bool,
+        sorter: RowSorter | None,
+        impl: str | None,
+        *blocks: Tensor,
     ) -> Tensor:
         ctx.pages, ctx.sparse = pages, sparse
         ctx.save_for_backward(rows)
@@ -248,9 +254,9 @@ class _LookupPages(torch.autograd.Function):
         if learns and sparse and (one or _capturing(rows)):
             ctx.flat = rows.new_empty(len(pages.groups), len(rows), dtype=torch.int64)
         _launch_gather(pages, rows, out, flat=ctx.flat)
-        if ctx.flat is not None:
+        if ctx.flat is not None and sorter is not None:
             for flat, (block, *_) in zip(ctx.flat, pages.groups, strict=True):
-                announce(flat, len(block))
+                sorter.submit(flat, len(block))
         return out
 
     @staticmethod
@@ -268,7 +274,7 @@ class _LookupPages(torch.autograd.Function):
             for blocks, (row, values) in zip(pages.groups, parts, strict=True)
             for copy, block in enumerate(blocks)
         ]
-        return None, None, None, None, *grads
+        return *[None] * 5, *grads
 
 
 def _own(values: Tensor, device: torch.device, copy: int) -> Tensor:
@@ -281,7 +287,12 @@ def _capturing(tensor: Tensor) -> bool:
 
 
 def lookup_pages(
-    pages: Pages, rows: Tensor, *, sparse: bool = True, impl: str | None = None
+    pages: Pages,
+    rows: Tensor,
+    *,
+    sparse: bool = True,
+    sorter: RowSorter | None = None,
+    impl: str | None = None,
 ) -> Tensor:
     """Fetch rows, with a gradient for every block.
 
@@ -295,6 +306,7 @@ def lookup_pages(
         rows: any shape, int32 or int64, each of a page's rows (not checked), on the device that
             the pages were made for.
         sparse: give the blocks COO gradients; else dense ones.
+        sorter: sorts the rows that will have a gradient ahead of their update.
         impl: see :mod:`dlrm.kernels`; None runs Triton on a GPU if all pages have an address.
 
     Returns:
@@ -303,7 +315,8 @@ def lookup_pages(
     Raises:
         ValueError: Triton is asked for and a page has no address.
     """
-    out = _LookupPages.apply(pages, rows.reshape(-1).contiguous(), sparse, impl, *pages.blocks)
+    flat = rows.reshape(-1).contiguous()
+    out = _LookupPages.apply(pages, flat, sparse, sorter, impl, *pages.blocks)
     return out.view(*rows.shape, pages.dim)
 
 

@@ -40,6 +40,25 @@ class PeerTensor:
     """All of them, for PyTorch; the kernels need the addresses alone."""
 
 
+@dataclass(frozen=True)
+class SortedLookups:
+    """Look-ups at peers, sorted by holder and row."""
+
+    plan: SortedRows
+    shift: Tensor
+    """By holder, how far their slots in its inbox are from their sorted places, ``[n]``."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that there is to copy."""
+        return [self.plan.rows, self.plan.order, self.shift]
+
+    def like(self) -> SortedLookups:
+        """Room for as many look-ups."""
+        rows, order, shift = map(torch.empty_like, self.tensors)
+        return SortedLookups(SortedRows(rows, order), shift)
+
+
 @triton.jit
 def _tile(keys, tile, n, HEIGHT, RUN: tl.constexpr):
     """Sorted look-ups of a tile: where, holder, row there, first of a run, last of one."""

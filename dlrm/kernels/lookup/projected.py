@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from dlrm.kernels import require_contiguous, require_integers, use_triton
 from dlrm.kernels.lookup.tables import lookup_tables, row_gradient, row_of
-from dlrm.kernels.update.row_sort import announce
+from dlrm.kernels.update.row_sort import RowSorter
 
 BLOCK = 64  # samples of a tile
 TILES = 128  # partial sums of a matrix's gradient, at most
@@ -115,6 +115,7 @@ class _LookupWidened(torch.autograd.Function):
         ids: Tensor,
         last: Tensor | None,
         sparse: bool,
+        sorter: RowSorter | None,
     ) -> Tensor:
         tables, batch = ids.shape
         out = weight.new_empty(batch, tables, projection.shape[2])
@@ -126,8 +127,8 @@ class _LookupWidened(torch.autograd.Function):
                 ids, starts, last, weight, projection, out, flat, batch,
                 **_sizes(weight, projection),
             )  # fmt: skip
-        if flat is not None and ctx.needs_input_grad[0]:
-            announce(flat.view(tables, batch).t(), len(weight))
+        if flat is not None and ctx.needs_input_grad[0] and sorter is not None:
+            sorter.submit(flat.view(tables, batch).t(), len(weight))
         ctx.save_for_backward(weight, projection, flat)
         ctx.sparse = sparse
         return out
@@ -149,7 +150,7 @@ class _LookupWidened(torch.autograd.Function):
                 **_sizes(weight, projection),
             )  # fmt: skip
         grad_weight = row_gradient(weight, flat, values, ctx.sparse)
-        return grad_weight, partials.sum(0).to(projection.dtype), None, None, None, None
+        return grad_weight, partials.sum(0).to(projection.dtype), *[None] * 5
 
 
 def lookup_widened(
@@ -160,6 +161,7 @@ def lookup_widened(
     *,
     last: Tensor | None = None,
     sparse: bool = True,
+    sorter: RowSorter | None = None,
     impl: str | None = None,
 ) -> Tensor:
     """Fetch one short row per table and sample and multiply it by the table's matrix.
@@ -171,6 +173,7 @@ def lookup_widened(
         ids: ``[F, B]``, int32 or int64, each inside its table (not checked).
         last: see :func:`~dlrm.kernels.lookup.tables.lookup_tables`.
         sparse: give the weight an uncoalesced COO gradient; else a dense one.
+        sorter: sorts the rows that will have a gradient ahead of their update.
         impl: see :mod:`dlrm.kernels`. Rows longer than :data:`WIDEST` are multiplied by PyTorch.
 
     Returns:
@@ -182,10 +185,12 @@ def lookup_widened(
     """
     require_integers(weight, ids=ids)
     if not use_triton(weight, impl) or max(projection.shape[1:]) > WIDEST:
-        short = lookup_tables(weight, starts, ids, last=last, sparse=sparse, impl=impl)
+        short = lookup_tables(
+            weight, starts, ids, last=last, sparse=sparse, sorter=sorter, impl=impl
+        )
         return widen(short, projection)
     require_contiguous(weight=weight, projection=projection, starts=starts, last=last)
-    return _LookupWidened.apply(weight, projection, starts, ids.contiguous(), last, sparse)
+    return _LookupWidened.apply(weight, projection, starts, ids.contiguous(), last, sparse, sorter)
 
 
 def widen(short: Tensor, projection: Tensor) -> Tensor:

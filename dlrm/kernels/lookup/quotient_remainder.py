@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from dlrm.kernels import require_contiguous, require_integers, use_triton
 from dlrm.kernels.lookup.tables import row_gradient, tiling
-from dlrm.kernels.update.row_sort import announce
+from dlrm.kernels.update.row_sort import RowSorter
 
 TILE = 4096  # elements of a tile
 
@@ -87,6 +87,7 @@ class _LookupQuotient(torch.autograd.Function):
         collisions: int,
         operation: str,
         sparse: bool,
+        sorter: RowSorter | None,
     ) -> Tensor:
         tables, batch = ids.shape
         dim = quotient.shape[1] + (remainder.shape[1] if operation == "concat" else 0)
@@ -101,8 +102,8 @@ class _LookupQuotient(torch.autograd.Function):
                 F=tables, SPLIT=quotient.shape[1], MULTIPLY=operation == "multiply", **sizes,
             )  # fmt: skip
         for rows, weight in zip(flat, (quotient, remainder), strict=True):
-            if rows is not None and weight.requires_grad:
-                announce(rows.view(batch, tables), len(weight))
+            if rows is not None and weight.requires_grad and sorter is not None:
+                sorter.submit(rows.view(batch, tables), len(weight))
         ctx.save_for_backward(quotient, remainder, *flat)
         ctx.operation, ctx.sparse = operation, sparse
         return out
@@ -129,7 +130,7 @@ class _LookupQuotient(torch.autograd.Function):
                 (quotient, remainder), flat, values, ctx.needs_input_grad[:2], strict=True
             )
         ]
-        return *grads, *[None] * 5
+        return *grads, *[None] * 6
 
 
 def lookup_quotient(
@@ -141,6 +142,7 @@ def lookup_quotient(
     *,
     operation: str = "multiply",
     sparse: bool = True,
+    sorter: RowSorter | None = None,
     impl: str | None = None,
 ) -> Tensor:
     """Compose ``quotient[id // collisions]`` and ``remainder[id % collisions]`` of each id.
@@ -153,6 +155,7 @@ def lookup_quotient(
         collisions: the divisor of the ids, the same for all tables.
         operation: multiply, add, or concat, for which the two lengths make up D.
         sparse: give the weights uncoalesced COO gradients; else dense ones.
+        sorter: sorts the rows that will have a gradient ahead of their update.
         impl: see :mod:`dlrm.kernels`.
 
     Returns:
@@ -170,7 +173,7 @@ def lookup_quotient(
     starts_q, starts_r = starts
     require_contiguous(quotient=quotient, remainder=remainder, starts_q=starts_q, starts_r=starts_r)
     return _LookupQuotient.apply(
-        quotient, remainder, starts, ids.contiguous(), collisions, operation, sparse
+        quotient, remainder, starts, ids.contiguous(), collisions, operation, sparse, sorter
     )
 
 

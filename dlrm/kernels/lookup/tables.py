@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from dlrm.kernels import require_contiguous, require_integers, use_triton
-from dlrm.kernels.update.row_sort import announce
+from dlrm.kernels.update.row_sort import RowSorter
 
 TILE = 4096  # elements of a tile: 32 a thread
 
@@ -123,6 +123,7 @@ class _LookupTables(torch.autograd.Function):
         modulo: Tensor | None,
         last: Tensor | None,
         sparse: bool,
+        sorter: RowSorter | None,
     ) -> Tensor:
         tables, batch = ids.shape
         out = weight.new_empty(batch, tables, weight.shape[1])
@@ -133,8 +134,8 @@ class _LookupTables(torch.autograd.Function):
             flat = torch.empty(batch, tables, dtype=torch.int64, device=ids.device)
         to = None if starts is None else flat
         gather_rows(weight, starts, ids, out, to, modulo=modulo, last=last)
-        if flat is not None:
-            announce(flat.view(-1) if starts is None else flat, len(weight))
+        if flat is not None and sorter is not None:
+            sorter.submit(flat.view(-1) if starts is None else flat, len(weight))
         ctx.save_for_backward(weight, flat)
         ctx.sparse = sparse
         return out
@@ -145,16 +146,24 @@ class _LookupTables(torch.autograd.Function):
         weight, flat = ctx.saved_tensors
         values = grad.reshape(-1, weight.shape[1])
         grad_weight = row_gradient(weight, flat.view(-1), values, ctx.sparse)
-        return grad_weight, None, None, None, None, None
+        return grad_weight, *[None] * 6
 
 
-def lookup(weight: Tensor, rows: Tensor, *, sparse: bool = True, impl: str | None = None) -> Tensor:
+def lookup(
+    weight: Tensor,
+    rows: Tensor,
+    *,
+    sparse: bool = True,
+    sorter: RowSorter | None = None,
+    impl: str | None = None,
+) -> Tensor:
     """Fetch rows by index.
 
     Args:
         weight: ``[V, D]``, contiguous; fp32 or bf16.
         rows: any shape, int32 or int64, each in ``[0, V)`` (not checked).
         sparse: give the weight an uncoalesced COO gradient; else a dense one.
+        sorter: sorts the rows that will have a gradient ahead of their update.
         impl: see :mod:`dlrm.kernels`.
 
     Returns:
@@ -169,7 +178,7 @@ def lookup(weight: Tensor, rows: Tensor, *, sparse: bool = True, impl: str | Non
         return functional.embedding(rows, weight, sparse=sparse)
     require_contiguous(weight=weight)
     flat = rows.reshape(1, -1).contiguous()
-    out = _LookupTables.apply(weight, None, flat, None, None, sparse)
+    out = _LookupTables.apply(weight, None, flat, None, None, sparse, sorter)
     return out.view(*rows.shape, weight.shape[1])
 
 
@@ -181,6 +190,7 @@ def lookup_tables(
     modulo: Tensor | None = None,
     last: Tensor | None = None,
     sparse: bool = True,
+    sorter: RowSorter | None = None,
     impl: str | None = None,
 ) -> Tensor:
     """Fetch one row per table and sample.
@@ -194,6 +204,7 @@ def lookup_tables(
         last: ids of a table from this on share its row, ``[F]`` int64; None: each has its own.
         sparse: give the weight an uncoalesced COO gradient, its entries sample after sample; else
             a dense one.
+        sorter: sorts the rows that will have a gradient ahead of their update.
         impl: see :mod:`dlrm.kernels`.
 
     Returns:
@@ -211,7 +222,7 @@ def lookup_tables(
     if not use_triton(weight, impl):
         return lookup_tables_torch(weight, starts, ids, modulo, last, sparse)
     require_contiguous(weight=weight, starts=starts, modulo=modulo, last=last)
-    return _LookupTables.apply(weight, starts, ids.contiguous(), modulo, last, sparse)
+    return _LookupTables.apply(weight, starts, ids.contiguous(), modulo, last, sparse, sorter)
 
 
 def lookup_tables_torch(

@@ -23,7 +23,7 @@ from dlrm.kernels.lookup.tables import row_gradient, tiling
 from dlrm.kernels.offload.admission import CacheIndex, move_rows, row_of, rows_of
 from dlrm.kernels.offload.pinned_memory import zeros_beside
 from dlrm.kernels.offload.prefetch import AsyncRowTransfer
-from dlrm.kernels.update.row_sort import announce
+from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.kernels.update.sparse import CachedSlots
 
 TILE = 2048  # elements of a tile: rows in host memory are waited for by few others
@@ -129,7 +129,7 @@ class CachedRows:
 
     # Looking up and moving --------------------------------------------------------------------
 
-    def begin_round(self, now: Round | None, coming: Round | None, *, batches: int = 1) -> None:
+    def begin_window(self, now: Round | None, coming: Round | None, *, batches: int = 1) -> None:
         """Begin a round of training look-ups, of the rows that were last said to be coming.
 
         Until the next call all training look-ups must be of this round, and are told so.
@@ -160,7 +160,8 @@ class CachedRows:
         *,
         sparse: bool,
         training: bool,
-        in_round: bool = False,
+        fetched: bool = False,
+        sorter: RowSorter | None = None,
     ) -> Tensor:
         """Fetch rows, with a gradient for the table.
 
@@ -172,19 +173,20 @@ class CachedRows:
             starts: first row of each table, ``[F]`` int64; None for zeros.
             sparse: see :func:`dlrm.kernels.lookup.tables.lookup_tables`.
             training: an update of these rows will follow.
-            in_round: the look-up is of the round under way.
+            fetched: the rows are those of the round under way, which :meth:`begin_window` fetched.
+            sorter: sorts the rows that will have a gradient ahead of their update.
 
         Returns:
             ``[B, F, D]``.
         """
         assert self.active
         ids = ids.contiguous()
-        if training and not in_round:
-            self.begin_round((ids, starts), None)
+        if training and not fetched:
+            self.begin_window((ids, starts), None)
             self.ready = False  # what was announced may have lost its slots
         elif not training:
             self._carrier.join()
-        return _Lookup.apply(self.tensors[0][0], ids, starts, self, sparse)
+        return _Lookup.apply(self.tensors[0][0], ids, starts, self, sparse, sorter)
 
     # The table as a whole ---------------------------------------------------------------------
 
@@ -231,6 +233,7 @@ class _Lookup(torch.autograd.Function):
         starts: Tensor | None,
         cached: CachedRows,
         sparse: bool,
+        sorter: RowSorter | None,
     ) -> Tensor:
         tables, batch = ids.shape
         ctx.weight, ctx.sparse = weight, sparse  # saved, it would count as changed by every move
@@ -239,8 +242,8 @@ class _Lookup(torch.autograd.Function):
         else:
             flat = rows_of(ids, starts).view(-1)
             out = cached.cached_slots.read(weight, 0, flat)
-        if ctx.needs_input_grad[0]:
-            announce(flat, len(weight))
+        if ctx.needs_input_grad[0] and sorter is not None:
+            sorter.submit(flat, len(weight))
         ctx.save_for_backward(flat)
         return out.view(batch, tables, weight.shape[1])
 
@@ -249,7 +252,7 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (flat,) = ctx.saved_tensors
         values = grad.reshape(len(flat), ctx.weight.shape[1])
-        return row_gradient(ctx.weight, flat, values, ctx.sparse), None, None, None, None
+        return row_gradient(ctx.weight, flat, values, ctx.sparse), *[None] * 5
 
 
 def _launch_gather(ids: Tensor, starts: Tensor | None, cached: CachedRows) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,12 @@
-"""The order in which the rows of a sparse gradient are merged, and how to know it early.
+"""Sort the rows of a sparse gradient, so that equal ones can be merged, ahead of the update.
 
 The sort is the larger part of an update of 16 columns, but needs the ids alone: a
-:class:`RowSorter` runs it beside the forward and the backward pass.
+:class:`RowSorter` runs it next to the forward and the backward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Self
@@ -130,84 +129,63 @@ def _sort_lists(gradients: Sequence[tuple[Tensor, int]]) -> list[SortedRows]:
 class RowSorter:
     """Sorts the rows of look-ups on a stream of its own, while forward and backward run.
 
-    Inside ``with planner:`` every look-up of :mod:`dlrm.kernels.lookup.tables` on a GPU that will
-    have a gradient announces its rows; the optimizer fetches the result::
+    A step owns one and passes it down. Every look-up on a GPU submits the rows that will have a
+    gradient, and whoever applies the gradient asks for the result::
 
-        with planner:
-            loss(model(batch)).backward()
+        with RowSorter(device) as sorter:
+            lookup(weight, ids, sorter=sorter).square().sum().backward()
             rows, values = weight.grad._indices()[0], weight.grad._values()
-            update_rows("sgd", weight, rows, values, lr=lr, plan=planner.take(rows))
+            found = sorter.result(rows)
+            update_rows("sgd", weight, rows, values, lr=lr, sorted_rows=found)
 
-    Look-ups announced before :meth:`sort` are sorted together. The stream is joined where the block
+    Rows submitted before :meth:`sort` are sorted together. The stream is joined where the block
     ends, so that a CUDA graph can hold the whole of it.
 
     Args:
-        device: the GPU.
+        device: without a GPU nothing is sorted ahead.
     """
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
-        self._stream = stream_of(torch.device(device), "sorts")
-        self._announced: list[tuple[Tensor, int]] = []
-        self._plans: dict[int, tuple[Tensor, SortedRows]] = {}
+        device = torch.device(device)
+        self._stream = stream_of(device, "sorts") if device.type == "cuda" else None
+        self._submitted: list[tuple[Tensor, int]] = []
+        self._sorted: dict[int, tuple[Tensor, SortedRows]] = {}  # by where the rows lie
 
     def __enter__(self) -> Self:
-        self._token = _planner.set(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        _planner.reset(self._token)
-        if self._announced or self._plans:  # else the stream had no part in what may be a capture
+        # Without rows the stream has no part in what may be a capture.
+        if self._stream is not None and (self._submitted or self._sorted):
             torch.cuda.current_stream().wait_stream(self._stream)
-        self._announced.clear()
-        self._plans.clear()
+        self._submitted.clear()
+        self._sorted.clear()
 
-    def announce(self, rows: Tensor, num_rows: int) -> None:
+    def submit(self, rows: Tensor, num_rows: int) -> None:
         """Have the rows of a gradient sorted; they must stay as they are until the block ends.
 
         Args:
             rows, num_rows: see :func:`sort_rows_together`.
         """
-        self._stream.wait_stream(torch.cuda.current_stream())
-        self._announced.append((rows, num_rows))
+        if self._stream is not None and rows.is_cuda and rows.numel():
+            self._stream.wait_stream(torch.cuda.current_stream())
+            self._submitted.append((rows, num_rows))
 
     def sort(self) -> None:
-        """Begin to sort what was announced so far."""
-        announced, self._announced = self._announced, []
-        if announced:
+        """Begin to sort what was submitted so far: for now no look-up will follow."""
+        submitted, self._submitted = self._submitted, []
+        if submitted:
             # Memory of this stream, freed where the block ends and used again in the next one.
             with torch.cuda.stream(self._stream):
-                plans = sort_rows_together(announced)
-            for (rows, _), plan in zip(announced, plans, strict=True):
-                self._plans[rows.data_ptr()] = rows, plan
+                found = sort_rows_together(submitted)
+            for (rows, _), each in zip(submitted, found, strict=True):
+                self._sorted[rows.data_ptr()] = rows, each
 
-    def take(self, rows: Tensor) -> SortedRows | None:
-        """The plan of a look-up's rows; None if these are not rows that a look-up announced."""
+    def result(self, rows: Tensor) -> SortedRows | None:
+        """The sorted rows of a look-up; None if these are not rows that one has submitted."""
         self.sort()
-        found = self._plans.get(rows.data_ptr())
-        if found is None or found[0].numel() != rows.numel():
+        found = self._sorted.get(rows.data_ptr())
+        if found is None or self._stream is None or found[0].numel() != rows.numel():
             return None
         torch.cuda.current_stream().wait_stream(self._stream)
         return found[1]
-
-
-_planner: ContextVar[RowSorter | None] = ContextVar("planner", default=None)
-
-
-def announce(rows: Tensor, num_rows: int) -> None:
-    """Tell the planner in force, if there is one, which rows will have a gradient."""
-    planner = _planner.get()
-    if planner is not None and rows.is_cuda and rows.numel():
-        planner.announce(rows, num_rows)
-
-
-def sort_announced() -> None:
-    """Tell the planner in force, if there is one, that for now no look-up will follow."""
-    planner = _planner.get()
-    if planner is not None:
-        planner.sort()
-
-
-def announced(rows: Tensor) -> SortedRows | None:
-    """What the planner in force has found out about ``rows``, if they were announced to one."""
-    planner = _planner.get()
-    return None if planner is None else planner.take(rows)

@@ -86,8 +86,8 @@ def test_moves_beside_the_step_change_nothing(device, monkeypatch, rule, dtype, 
         if not announced:
             rows = (torch.rand(50, device=device) ** 2 * ROWS).long()
         grads = torch.randn(50, DIM, device=device)
-        cached.begin_round(None if announced else (rows[None], None), (coming[None], None))
-        found = cached.lookup(rows[None], sparse=True, training=True, in_round=True)
+        cached.begin_window(None if announced else (rows[None], None), (coming[None], None))
+        found = cached.lookup(rows[None], sparse=True, training=True, fetched=True)
         assert torch.equal(found[:, 0], value[rows])
         update_rows(rule, value, rows, grads, states, lr=lr, seed=seeds[0])
         update_rows(
@@ -112,7 +112,7 @@ def test_whoever_wants_the_table_waits_for_rows_on_their_way(device, monkeypatch
     weight, lr = cached.tensors[0][0], torch.tensor(0.1, device=device)
     rows = torch.arange(40, device=device).view(4, 10)
     for index, used in enumerate(rows[:3]):
-        cached.begin_round(None if index else (used[None], None), (rows[index + 1][None], None))
+        cached.begin_window(None if index else (used[None], None), (rows[index + 1][None], None))
         grads = torch.ones(10, DIM, device=device)
         update_rows(rule, value, used, grads, [], lr=lr)
         update_rows(rule, weight, used, grads, [], lr=lr, cached=cached.cached_slots)
@@ -120,8 +120,8 @@ def test_whoever_wants_the_table_waits_for_rows_on_their_way(device, monkeypatch
         found = cached.lookup(rows, sparse=True, training=False)
         assert torch.equal(found, value[rows.t()])
     elif then == "train":  # with rows that just left, and were not announced
-        cached.begin_round((rows[1:2], None), None)
-        found = cached.lookup(rows[1:2], sparse=True, training=True, in_round=True)
+        cached.begin_window((rows[1:2], None), None)
+        found = cached.lookup(rows[1:2], sparse=True, training=True, fetched=True)
         assert torch.equal(found[:, 0], value[rows[1]])
     else:
         getattr(cached, then)()
@@ -136,10 +136,10 @@ def test_what_goes_wrong_beside_the_step_is_raised_until_the_end(device, monkeyp
     monkeypatch.setattr(carrier, name, fail)
     _, _, _, cached, _ = make(device, 20, "sgd")
     rows = torch.arange(20, device=device).view(2, 10)
-    cached.begin_round((rows[:1], None), (rows[1:], None))
+    cached.begin_window((rows[:1], None), (rows[1:], None))
     if name == "_store":  # the next round is not touched, but that after it
-        cached.begin_round(None, (rows[:1], None))
-    for use in (lambda: cached.begin_round(None, None), cached.flush, cached.stop):
+        cached.begin_window(None, (rows[:1], None))
+    for use in (lambda: cached.begin_window(None, None), cached.flush, cached.stop):
         with pytest.raises(RuntimeError, match="no such memory"):
             use()
 

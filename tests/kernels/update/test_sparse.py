@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from dlrm.kernels.update import row_sort as plans
 from dlrm.kernels.update import sparse as kernel
 from dlrm.kernels.update.row_sort import RowSorter, sort_rows, sort_rows_together
 from dlrm.kernels.update.rules import RULES, make_rule
@@ -292,8 +291,11 @@ def test_short_lists_are_sorted_table_by_table(device, batch, dtype, transposed)
     assert torch.equal(same.order - same.first, alone.order)
 
 
-def test_announcing_without_a_planner_does_nothing(device):
-    plans.announce(torch.arange(3, device=device), 3)
+def test_a_sorter_without_a_gpu_sorts_nothing():
+    rows = torch.arange(3)
+    with RowSorter("cpu") as sorter:
+        sorter.submit(rows, 3)
+        assert sorter.result(rows) is None
 
 
 def test_messages():
@@ -329,23 +331,23 @@ def test_flat_index_beyond_two_to_the_31():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1500, 3000])  # sorted table by table, and by passes
-def test_planner_inside_a_graph(batch):
+def test_a_sorter_inside_a_graph(batch):
     from dlrm.kernels.lookup.tables import lookup_tables
 
     weight = torch.randn(1000, 16, device="cuda").requires_grad_()
     start, lr = weight.detach().clone(), torch.tensor(0.1, device="cuda")
     ids = torch.randint(500, (2, batch), device="cuda")
     starts = torch.tensor([0, 500], device="cuda")
-    planner = RowSorter()
+    sorter = RowSorter()
 
     def step():
-        with planner:
-            lookup_tables(weight, starts, ids).square().sum().backward()
+        with sorter:
+            lookup_tables(weight, starts, ids, sorter=sorter).square().sum().backward()
             rows, values = weight.grad._indices()[0], weight.grad._values()
-            plan = planner.take(rows)
+            plan = sorter.result(rows)
             assert plan is not None
             update_rows("sgd", weight.data, rows, values, lr=lr, sorted_rows=plan)
-            assert planner.take(rows.clone()) is None
+            assert sorter.result(rows.clone()) is None
             weight.grad = None
 
     stream = torch.cuda.Stream()
