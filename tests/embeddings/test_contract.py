@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 import re
 
 import pytest
@@ -46,6 +47,17 @@ KINDS = sorted(available())
 CASES = COMPRESSED + [(kind, {}) for kind in KINDS if kind not in dict(COMPRESSED)]
 NAMES = ["-".join([kind, *(str(value) for value in options.values())]) for kind, options in CASES]
 every_case = pytest.mark.parametrize(("kind", "options"), CASES, ids=NAMES)
+
+
+def mostly_slow(names, fast, *values):
+    """All combinations of some values, those that are not listed marked as slow."""
+    params = [
+        pytest.param(*each, marks=() if each in fast else pytest.mark.slow)
+        for each in itertools.product(*values)
+    ]
+    return pytest.mark.parametrize(names, params)
+
+
 every_mode = pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 
 
@@ -105,9 +117,16 @@ def gradients(group):
 
 
 @every_case
-@pytest.mark.parametrize("dim", [4, 8, 10, 16])
-@pytest.mark.parametrize("batch", [0, 1, 33])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@mostly_slow(
+    ("dim", "batch", "dtype"),
+    [
+        *((4, 33, torch.int64), (8, 33, torch.int32), (10, 33, torch.int64), (16, 33, torch.int32)),
+        *((8, 0, torch.int64), (10, 1, torch.int32)),
+    ],
+    [4, 8, 10, 16],
+    [0, 1, 33],
+    [torch.int32, torch.int64],
+)
 def test_one_hot_gives_the_rows(kind, options, dim, batch, dtype):
     group = make(kind, options, dim)
     ids = one_hot(batch, dtype)
@@ -153,9 +172,16 @@ def test_to_dense_gives_every_row(kind, options):
 
 
 @every_case
-@every_mode
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("padding_idx", [None, 0])
+@mostly_slow(
+    ("mode", "dtype", "padding_idx"),
+    [
+        *(("sum", torch.int32, None), ("mean", torch.int64, None), ("max", torch.int32, None)),
+        *(("sum", torch.int64, 0), ("mean", torch.int32, 0), ("max", torch.int64, 0)),
+    ],
+    ["sum", "mean", "max"],
+    [torch.int32, torch.int64],
+    [None, 0],
+)
 def test_bags_are_pooled(kind, options, mode, dtype, padding_idx):
     group = make(kind, options, mode=mode, padding_idx=padding_idx)
     ids, offsets, nested = bags(dtype)
@@ -446,8 +472,12 @@ def test_a_copy_is_independent(kind, options):
 
 
 @every_case
-@every_mode
-@pytest.mark.parametrize("padding_idx", [None, 3, -1])
+@mostly_slow(
+    ("mode", "padding_idx"),
+    [("sum", None), ("sum", 3), ("mean", -1), ("mean", None), ("max", 3)],
+    ["sum", "mean", "max"],
+    [None, 3, -1],
+)
 def test_drop_in_agrees_with_the_original(kind, options, mode, padding_idx):
     arguments = {"mode": mode, "padding_idx": padding_idx}
     bag = EmbeddingBag(41, 8, kind=kind, **arguments, **options)

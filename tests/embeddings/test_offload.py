@@ -93,14 +93,21 @@ def assert_equal_states(groups, optimizers):
             assert torch.equal(tensor, states[1][index][name]), name
 
 
-@pytest.mark.parametrize("cache_rows", CACHES)
-@pytest.mark.parametrize("windows", [(1,), (3,), (0,), (1, 2, 4, 0)])
+@pytest.mark.parametrize(
+    ("cache_rows", "windows"),
+    [
+        pytest.param(rows, windows, marks=() if rows == 9 or len(windows) > 1 else pytest.mark.slow)
+        for rows in CACHES
+        for windows in [(1,), (3,), (0,), (1, 2, 4, 0)]
+    ],
+)
 def test_training_equals_dense_to_the_last_bit(cache_rows, windows):
     groups, optimizers = pair("adam", cache_rows)
     train(groups, optimizers, 50, windows)
     assert_equal_states(groups, optimizers)
 
 
+@pytest.mark.slow
 def test_hundreds_of_steps_with_evictions_in_each_equal_dense():
     groups, optimizers = pair("adam", 9)
     train(groups, optimizers, 400)
@@ -128,7 +135,15 @@ def test_bf16_rows_rounded_by_chance_equal_dense(rule):
     assert_equal_states(groups, optimizers)
 
 
-@pytest.mark.parametrize(("cache_rows", "few"), [(1, 4096), (9, 4096), (30, 4096), (30, 3)])
+@pytest.mark.parametrize(
+    ("cache_rows", "few"),
+    [
+        pytest.param(1, 4096, marks=pytest.mark.slow),
+        (9, 4096),
+        pytest.param(30, 4096, marks=pytest.mark.slow),
+        (30, 3),
+    ],
+)
 def test_the_kernels_move_rows_as_pytorch_does(device, monkeypatch, cache_rows, few):
     monkeypatch.setattr(row_moves, "FEW", few)  # of more missing rows the rest stays in place
     if device.type == "cuda":
@@ -406,8 +421,9 @@ def test_a_captured_step_fetches_ahead_and_equals_dense(device):
 def test_the_benchmark_compares_with_dense_tables(monkeypatch, tmp_path):
     script = Path(__file__).parents[2] / "scripts" / "benchmarks" / "benchmark_offload.py"
     main = runpy.run_path(str(script))["main"]
-    for name in ("WARM_UP", "STEPS", "CHECKED"):
-        monkeypatch.setitem(main.__globals__, name, 6)
+    for name, value in {"WARM_UP": 6, "CHECKED": 6, "SPAN": 8, "SPANS": 2}.items():
+        assert name in main.__globals__
+        monkeypatch.setitem(main.__globals__, name, value)
     output = tmp_path / "offload.json"
     options = ["--device", "cpu", "--cap", "500", "--batches", "32", "--mode", "eager"]
     options += ["--precision", "fp32", "--rules", "adagrad", "--output", str(output)]

@@ -194,7 +194,7 @@ def test_autocast_leaves_the_look_up_in_full_precision():
         assert torch.equal(group(ids[0], offsets), pooled)
 
 
-@pytest.mark.parametrize("ratio", [2, 4, 10, 30, 100, 400])
+@pytest.mark.parametrize("ratio", [pytest.param(2, marks=pytest.mark.slow), 4, 10, 30, 100, 400])
 def test_budgets_are_met_closely(ratio):
     sizes = KAGGLE_CARDINALITIES
     budget = 64 * sum(sizes) // ratio
