@@ -15,8 +15,9 @@ import torch
 import yaml
 from tqdm import tqdm
 
-from dlrm.config.cli import note_budgeted, parse, require_own, resumed
+from dlrm.config.cli import note_budgeted, parse, refuse_with_resume, resumed_path
 from dlrm.config.model_spec import model_spec
+from dlrm.config.optimizers import optimizer_specs
 from dlrm.config.schema import HOUSEKEEPING, RunConfig
 from dlrm.data import synthetic
 from dlrm.data.criteo import CriteoLoader
@@ -53,15 +54,15 @@ class Run:
         self.held_out = {split: self._loader(split, config.eval_batch_size) for split in splits}
         if not len(self.train_data):
             raise ValueError("--loader.drop_last leaves no batch at all: lower --batch_size")
-        self.recipe = model_spec(config, self.meta)
-        restored = checkpoint.about(config.resume, recipe=self.recipe) if config.resume else None
+        self.spec = model_spec(config, self.meta)
+        restored = checkpoint.about(config.resume, recipe=self.spec) if config.resume else None
         torch.manual_seed(config.seed)
         counts = (lambda: read_frequencies(config.data, self.meta)) if self.meta.multi_hot else None
         rule, tables = config.optim.embeddings, self.meta.tables
         self.sharding = make_sharding_plan(
-            world, tables, self.recipe, counts, rule, **asdict(config.sharding)
+            world, tables, self.spec, counts, rule, **asdict(config.sharding)
         )
-        self.model = DLRM(**self.recipe, sharding=self.sharding).to(self.device)
+        self.model = DLRM(**self.spec, sharding=self.sharding).to(self.device)
         if config.init_from and not restored:
             self.model.load_trained(checkpoint.load_model(config.init_from, self.device)[0])
         self.optimizers = self._optimizers()
@@ -174,8 +175,8 @@ class Run:
         final |= {f"test/best_possible_{name}": value for name, value in best.items()}
         self.tracker.log(self.steps, final)
         final = val | final
-        tables = table_plan_by_name(self.meta.tables, self.meta.cardinalities, self.recipe["plan"])
-        hidden = HOUSEKEEPING | available().keys() - {kind for kind, _ in self.recipe["plan"]}
+        tables = table_plan_by_name(self.meta.tables, self.meta.cardinalities, self.spec["plan"])
+        hidden = HOUSEKEEPING | available().keys() - {kind for kind, _ in self.spec["plan"]}
         self.tracker.finish(yaml.safe_load(self.resolved), final, hidden, tables=tables, rows=rows)
         if self.world.first:
             print(pd.Series(final).map("{:,.6g}".format).to_string())
@@ -198,7 +199,7 @@ class Run:
 
     def _optimizers(self) -> list[RowOptimizer]:
         parameters = self.model.dense_parameters(), self.model.sparse_arch.parameters()
-        parts = zip(parameters, self.config.optim.parts, strict=True)
+        parts = zip(parameters, optimizer_specs(self.config.optim), strict=True)
         return [RowOptimizer(own, rule, lr=lr, **options) for own, (rule, lr, options) in parts]
 
     def _announce(self) -> None:
@@ -209,11 +210,11 @@ class Run:
         if self.sharding:
             self.tracker.text("sharding", self.sharding.text)
             print(self.sharding.text)
-        tables = format_table_plan(self.meta.tables, self.meta.cardinalities, self.recipe["plan"])
+        tables = format_table_plan(self.meta.tables, self.meta.cardinalities, self.spec["plan"])
         self.tracker.text("tables", tables)
         if self.config.emb == AUTO:
             print(tables)
-        note_budgeted(self.config, self.recipe["plan"])
+        note_budgeted(self.config, self.spec["plan"])
         self.tracker.text("config", self.resolved)
         sizes = self._embedding_sizes()
         self.tracker.log(self.steps, sizes)
@@ -235,7 +236,7 @@ class Run:
         loader = self.train_data.state_dict(unused=self.step.prefetcher.samples_held)
         loader["order"]["batch_size"] *= self.world.size
         about = {
-            "recipe": self.recipe,
+            "recipe": self.spec,
             "config": self.resolved,
             "groups": parts.groups(),
             "loader": loader,
@@ -269,13 +270,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     threading.excepthook = tracking.quiet_tensorboard_thread
     try:
         world.meet()
-        if going_on := resumed(arguments):
+        if going_on := resumed_path(arguments):
             directory = run_directory.run_directory(going_on)
             saved = [f"--config={directory / run_directory.CONFIG}"]
         with world.saying_once():
             config, resolved = parse([*arguments, *saved], kinds)
         if config.resume:
-            require_own(arguments)
+            refuse_with_resume(arguments)
         run = Run(config, resolved, world)
         run.train()
     except (ValueError, OSError) as error:

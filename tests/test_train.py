@@ -326,12 +326,12 @@ def test_a_resumed_run_takes_no_options_that_it_would_not_follow(data, tmp_path)
     before = (tmp_path / "run" / "config.yaml").read_text()
     given = ["--name", "other", f"--init_from={tmp_path / 'run'}"]
     done = run("train.py", "--resume", tmp_path / "run", *given, status=2)
-    assert "--resume goes on with the run's own --init_from, --name: leave that out" in done.stderr
+    assert "--resume takes --init_from, --name from the run: remove it here" in done.stderr
     done = run("train.py", "--resume", tmp_path / "run", "--init-from=x", status=2)
-    assert "--resume goes on with the run's own --init_from: leave that out" in done.stderr
+    assert "--resume takes --init_from from the run: remove it here" in done.stderr
     (tmp_path / "own.yaml").write_text(f"resume: {tmp_path / 'run'}")
     done = run("train.py", "--config", tmp_path / "own.yaml", status=2)
-    assert "--resume goes on with the run's own --config: leave that out" in done.stderr
+    assert "--resume takes --config from the run: remove it here" in done.stderr
     assert (tmp_path / "run" / "config.yaml").read_text() == before
 
 
@@ -373,7 +373,7 @@ def test_an_option_that_a_budget_sets_is_noted(data, tmp_path):
     given = ["--emb", "tt", "--budget", "4x", "--tt.rank", "999", "--tt.cache_decay", "0.5"]
     done = train(data, tmp_path, "run", "--max_steps", "1", *given)
     assert done.stderr.count("note: ") == 1
-    assert "note: --tt.rank changes nothing, it follows from --budget" in done.stderr
+    assert "note: --tt.rank has no effect, --budget sets it" in done.stderr
 
 
 def test_a_model_that_diverged_replaces_no_checkpoint(data, tmp_path):

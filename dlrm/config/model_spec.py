@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TypedDict, cast
 
 from dlrm.config.schema import RunConfig
 from dlrm.data.frequencies import read_frequencies
 from dlrm.data.schema import Meta
 from dlrm.model import WEIGHT_BYTES
-from dlrm.sparse_arch.table_plan import make_table_plan
+from dlrm.sparse_arch.table_plan import TablePlan, make_table_plan
 
 
-def model_spec(config: RunConfig, meta: Meta) -> dict[str, Any]:
-    """The arguments of the model, as the checkpoint keeps them."""
+class ModelSpec(TypedDict):
+    """The arguments of :class:`dlrm.model.DLRM`, as a checkpoint stores them."""
+
+    num_dense: int
+    num_embeddings: list[int]
+    tables_dtype: str
+    plan: TablePlan
+    embedding_dim: int
+    bottom_mlp: tuple[int, ...]
+    top_mlp: tuple[int, ...]
+    interaction: str
+    cross_layers: int
+    cross_rank: int
+
+
+def model_spec(config: RunConfig, meta: Meta) -> ModelSpec:
+    """The arguments of the model that a configuration describes, for the tables of the data."""
     tables = asdict(config.tables)
     dtype = tables.pop("dtype")
-    return {
+    spec = {
         "num_dense": len(meta.dense),
         "num_embeddings": list(meta.cardinalities),
         "tables_dtype": dtype,
@@ -33,3 +48,4 @@ def model_spec(config: RunConfig, meta: Meta) -> dict[str, Any]:
         ),
         **asdict(config.model),
     }
+    return cast(ModelSpec, spec)

@@ -8,18 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from dlrm.kernels.update.rules import OPTIONS, make_rule
-
 HOUSEKEEPING = {
     *("name", "output", "resume", "checkpoint", "profile", "log_every", "eval_every"),
     *("device", "deterministic", "loader.readers", "loader.prefetch", "eval_batch_size"),
 }
-"""Options that make no difference to a run's results."""
+"""Options that do not change the results of a run."""
+
+RENAMED = {"sharding.wire": "sharding.comm_dtype"}
+"""Old names of options, and the present ones."""
 
 
-def _require(**rules: tuple[bool, str]) -> None:
-    """Raise one error that lists every option whose rule does not hold."""
-    broken = [f"{name} {text}" for name, (holds, text) in rules.items() if not holds]
+def _require(**conditions: tuple[bool, str]) -> None:
+    """Raise one error that lists every option whose condition does not hold."""
+    broken = [f"{name} {text}" for name, (holds, text) in conditions.items() if not holds]
     if broken:
         raise ValueError("; ".join(broken))
 
@@ -35,11 +36,11 @@ class ModelConfig:
     top_mlp: tuple[int, ...] = (512, 256)
     """Hidden sizes of the top MLP; a last layer of one output follows."""
     interaction: Literal["dot", "dcn"] = "dot"
-    """How features meet: pairwise dot products, or the low-rank cross network of DCN-V2."""
+    """How features interact: pairwise dot products, or the low-rank cross network of DCN-V2."""
     cross_layers: int = 3
-    """Layers of the cross network (dcn)."""
+    """Number of layers of the cross network (dcn)."""
     cross_rank: int = 512
-    """Rank of a layer of the cross network (dcn)."""
+    """Rank of each layer of the cross network (dcn)."""
 
     def __post_init__(self) -> None:
         _require(
@@ -53,17 +54,17 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TablesConfig:
-    """Which tables are of the kind that --emb names; the others are dense."""
+    """Which tables have the kind that --emb names. The others are dense."""
 
     threshold: int | None = None
-    """Tables of at least so many rows; by default 2000, and 0 with --budget."""
+    """Compress tables with at least this many rows. Default: 2000, and 0 with --budget."""
     largest: int | None = None
-    """Instead of the threshold: the so many largest tables."""
+    """Compress the N largest tables instead."""
     kinds: dict[str, str] = field(default_factory=dict)
-    """Tables by name with a kind of their own, as in {C3: tt, C12: qr}."""
+    """Kinds of single tables by name, for example {C3: tt, C12: qr}."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of the embeddings' parameters; bf16 halves them and is rounded by chance, its optimizer
-    state stays fp32."""
+    """Type of the embedding parameters. bf16 takes half the memory and is updated with stochastic
+    rounding; the optimizer state stays in fp32."""
 
     def __post_init__(self) -> None:
         _require(
@@ -75,9 +76,6 @@ class TablesConfig:
         )
 
 
-Rule = Literal[
-    "sgd", "adagrad", "rowwise_adagrad", "adam", "adamw", "rmsprop", "adamax", "adadelta"
-]
 RULE_OPTIONS = ("betas", "eps", "momentum", "weight_decay", "alpha", "rho")
 
 
@@ -85,37 +83,37 @@ RULE_OPTIONS = ("betas", "eps", "momentum", "weight_decay", "alpha", "rho")
 class OptimConfig:
     """Optimizers of the dense part and of the embeddings, and the learning-rate schedule."""
 
-    dense: Rule = "adagrad"
+    dense: str = "adagrad"
     """Optimizer of the MLPs and the interaction."""
-    embeddings: Rule = "adagrad"
-    """Optimizer of the embeddings; it updates only the rows that a batch touched."""
+    embeddings: str = "adagrad"
+    """Optimizer of the embeddings. It updates only the rows that a batch uses."""
     lr: float = 0.015
-    """Learning rate of the dense part, and of the embeddings unless they have their own."""
+    """Learning rate of the dense part, and of the embeddings if embeddings_lr is not set."""
     embeddings_lr: float | None = None
-    """Learning rate of the embeddings; lr if not set."""
+    """Learning rate of the embeddings. Default: lr."""
     betas: tuple[float, float] | None = None
-    """Decay of the moments of Adam, AdamW and Adamax; 0.9 and 0.999 if not set."""
+    """Decay rates of the moments in Adam, AdamW and Adamax. Default: 0.9 and 0.999."""
     eps: float | None = None
-    """Added to the denominator (not in sgd); 1e-8 if not set, 1e-6 for Adadelta."""
+    """Term added to the denominator (all but SGD). Default: 1e-8, and 1e-6 for Adadelta."""
     momentum: float | None = None
-    """Momentum of sgd and rmsprop; 0 if not set."""
+    """Momentum of SGD and RMSprop. Default: 0."""
     weight_decay: float | None = None
-    """Share of a weight that is added to its gradient where it is updated; with AdamW taken off the
-    weight itself, times the learning rate. 0 if not set, 0.01 for AdamW."""
+    """Weight decay of the weights that are updated: added to the gradient, or with AdamW subtracted
+    from the weight. Default: 0, and 0.01 for AdamW."""
     alpha: float | None = None
-    """Decay of rmsprop's squared gradients; 0.99 if not set."""
+    """Decay rate of the squared gradients in RMSprop. Default: 0.99."""
     rho: float | None = None
-    """Decay of Adadelta's squared gradients and steps; 0.9 if not set."""
+    """Decay rate of the squared gradients and steps in Adadelta. Default: 0.9."""
     clip_norm: float | None = None
-    """Scale all gradients down to this norm together; not clipped if not set."""
+    """Clip the norm of all gradients together to this value. Default: no clipping."""
     warmup_steps: int = 50
-    """Steps over which the learning rates rise linearly."""
+    """Number of steps in which the learning rates rise linearly."""
     decay_start: int | None = None
-    """Step at which a polynomial decay begins; never if not set."""
+    """Step at which a polynomial decay of the learning rates begins. Default: no decay."""
     decay_steps: int = 1
-    """Steps over which the learning rates fall to zero."""
+    """Number of steps in which the learning rates fall to zero."""
     decay_power: float = 2.0
-    """Power of the decay."""
+    """Power of the polynomial decay."""
 
     def __post_init__(self) -> None:
         _require(
@@ -134,17 +132,7 @@ class OptimConfig:
                 self.decay_steps == 1 or (self.decay_steps > 1 and self.decay_start is not None),
                 f"is {self.decay_steps}, it must be at least 1, and 1 without decay_start",
             ),
-            **{
-                name: (
-                    getattr(self, name) is None
-                    or any(name in OPTIONS[rule] for rule in (self.dense, self.embeddings)),
-                    f"is set, but neither {self.dense} nor {self.embeddings} has a use for it",
-                )
-                for name in RULE_OPTIONS
-            },
         )
-        for rule in (self.dense, self.embeddings):
-            make_rule(rule, **self.options_of(rule))
 
     @property
     def schedule(self) -> dict[str, Any]:
@@ -157,33 +145,27 @@ class OptimConfig:
         }
 
     @property
-    def parts(self) -> list[tuple[str, float, dict[str, Any]]]:
-        """Rule, learning rate and options: of the dense part, and of the embeddings."""
-        embeddings_lr = self.lr if self.embeddings_lr is None else self.embeddings_lr
-        rules = (self.dense, self.lr), (self.embeddings, embeddings_lr)
-        return [(rule, lr, self.options_of(rule)) for rule, lr in rules]
-
-    def options_of(self, rule: str) -> dict[str, Any]:
-        """The options that are set and that ``rule`` has a use for."""
-        options = {name: getattr(self, name) for name in RULE_OPTIONS if name in OPTIONS[rule]}
+    def rule_options(self) -> dict[str, Any]:
+        """The options of optimizer rules that are set."""
+        options = {name: getattr(self, name) for name in RULE_OPTIONS}
         return {name: value for name, value in options.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderConfig:
-    """How Parquet becomes batches."""
+    """How batches are read from Parquet."""
 
     shuffle: bool = True
-    """Shuffle the training rows by seed and epoch: the row groups, and a window of them mixed."""
+    """Shuffle the training rows: the order of the row groups, and the rows within each window."""
     window: int = 8
-    """Row groups whose rows are mixed at a time."""
+    """Number of row groups whose rows are mixed."""
     readers: int | None = None
-    """Threads that decode row groups in the background; by default half of the cores, up to 8, or,
-    with a GPU, three quarters, up to 12."""
+    """Number of threads that decode row groups in the background. Default: half of the cores, at
+    most 8; with a GPU three quarters of them, at most 12."""
     prefetch: int = 4
-    """Batches that are made ahead."""
+    """Number of batches to prepare in advance."""
     drop_last: bool = False
-    """Leave out the last batch of an epoch if it is short."""
+    """Drop the last batch of an epoch if it is not full."""
 
     def __post_init__(self) -> None:
         _require(
@@ -198,86 +180,88 @@ class LoaderConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingConfig:
-    """How tables are spread over the processes of torchrun: paged ones, and dense ones of many
-    rows. All others are replicated, and their gradients summed."""
+    """How paged tables and large dense tables are sharded over the processes of torchrun. All other
+    tables are replicated, and their gradients summed."""
 
     by: Literal["auto", "replicate", "table", "row", "column"] = "auto"
-    """Hold tables whole, cut by rows, or cut by columns; auto balances bytes and look-ups."""
+    """Sharding type: table-wise, row-wise, column-wise or replicated. auto balances bytes and
+    look-ups."""
     tables: dict[str, str] = field(default_factory=dict)
-    """Tables by name with a way of their own, as in {C3: column, C12: replicate}."""
+    """Sharding types of single tables by name, for example {C3: column, C12: replicate}."""
     threshold: int | None = None
-    """Dense tables of fewer rows are replicated; by default those of less than 6 MB."""
-    wire: Literal["fp32", "bf16"] = "fp32"
-    """Type in which vectors and their gradients travel between processes; rows that peers read are
-    read as they are."""
+    """Replicate dense tables with fewer rows. Default: those of less than 6 MB."""
+    comm_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type in which vectors and gradients are sent between processes. Rows that peers read keep the
+    type of the table."""
     exchange: Literal["auto", "peers", "collective"] = "auto"
-    """How they travel: peers read and write each other's memory, each distinct row once; auto does
-    so where the GPUs of one host reach each other, and elsewhere uses collectives."""
+    """How vectors and gradients are exchanged. With peers, GPUs read and write each other's memory,
+    each distinct row once. auto takes peers where GPUs of one host can do that, else collective."""
 
     def __post_init__(self) -> None:
-        ways = ("auto", "replicate", "table", "row", "column")
+        types = ("auto", "replicate", "table", "row", "column")
         _require(
             threshold=((self.threshold or 0) >= 0, f"is {self.threshold}, it can't be negative"),
             tables=(
-                set(self.tables.values()) <= {*ways},
-                f"is {self.tables}, each must be one of {', '.join(ways)}",
+                set(self.tables.values()) <= {*types},
+                f"is {self.tables}, each must be one of {', '.join(types)}",
             ),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One training run."""
+    """A training run."""
 
     emb: str = "dense"
-    """Kind of the embeddings, or auto: each table has the kind and the size that make the most of
+    """Kind of embedding. auto chooses the kind and the size of each table that make the most of
     --budget."""
     budget: str | None = None
-    """Memory for all embeddings, as 20MB or, relative to dense tables, 100x; the options of the
-    kind follow from it."""
+    """Memory for all embeddings, for example 20MB, or 100x less than dense tables. It sets the
+    options of the kind."""
     data: str = "data/demo"
-    """Directory made by scripts/prepare_criteo.py or scripts/make_synthetic.py. The default is
-    synthetic and made on first use."""
+    """Directory written by scripts/prepare_criteo.py or scripts/make_synthetic.py. The default is
+    synthetic and is made on first use."""
     output: str = "runs"
-    """Directory of the runs."""
+    """Directory in which runs are stored."""
     name: str | None = None
-    """Name of the run's directory in output; by default the kind and the time."""
+    """Name of the directory of the run. Default: the kind and the time."""
     resume: str | None = None
-    """Run directory or checkpoint to go on from, with the run's own configuration, but for options
-    that are given here, as --epochs 2."""
+    """Run directory or checkpoint to resume. The configuration of that run applies; options given
+    here override it, for example --epochs 2."""
     init_from: str | None = None
-    """Run directory or checkpoint of a trained model, as a rule a dense one, to compress: its MLPs
-    are taken over, and the embeddings of the kinds chosen here are fitted to its tables."""
+    """Run directory or checkpoint of a trained model to start from. Its MLPs are copied, and the
+    embeddings of the kinds chosen here are fitted to its tables."""
     seed: int = 0
-    """Seed of the initialisation and the shuffling."""
+    """Seed for initialization and shuffling."""
     epochs: int = 1
-    """Passes over the training rows."""
+    """Number of passes over the training rows."""
     max_steps: int | None = None
-    """Stop after so many steps."""
+    """Stop after this number of steps."""
     batch_size: int = 512
-    """Samples per step, over all processes."""
+    """Number of samples per step, over all processes."""
     eval_batch_size: int = 16384
-    """Samples per batch in evaluations."""
+    """Number of samples per batch in evaluations."""
     eval_every: int | None = None
-    """Steps between evaluations on the validation split; by default a quarter of an epoch."""
+    """Number of steps between evaluations on the validation split. Default: a quarter of an
+    epoch."""
     log_every: int = 50
-    """Steps between two log entries."""
+    """Number of steps between log entries."""
     populate_every: int = 200
-    """Steps between two renewals of a cache of rows, for kinds that have one switched on."""
+    """Number of steps between updates of which rows are cached, for kinds with a cache."""
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
-    """Of the matrix products in the MLPs and the interaction: fp32, tf32 (on GPUs) or bfloat16."""
+    """Precision of the matrix products in the MLPs and the interaction: fp32, tf32 (on GPUs) or
+    bfloat16."""
     step: Literal["auto", "eager", "compile", "graph"] = "auto"
-    """How a step runs: eager, with compiled MLPs, or compiled and captured as a CUDA graph; auto
-    is graph on a GPU, compile where tables lie on other devices as well, and eager on a CPU."""
+    """How a step runs: eager, with compiled MLPs, or compiled and captured as a CUDA graph. auto is
+    graph on a GPU, compile if tables are on several devices, and eager on a CPU."""
     deterministic: bool = False
-    """Equal seeds give equal bits on a GPU too, where sums otherwise depend on which of many
-    threads comes first; costs some speed."""
+    """Give the same bits for the same seed on a GPU too, at some cost in speed."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, ...; auto takes a GPU if there is one."""
+    """Device: cpu, cuda, cuda:1, ... auto takes a GPU if there is one."""
     profile: bool = False
-    """Write a torch.profiler trace of a few steps and a table of the costliest operations."""
+    """Write a torch.profiler trace of a few steps and a table of the most expensive operations."""
     checkpoint: bool = True
-    """Keep the latest state of the run on disk, and the best by AUC on the validation split."""
+    """Save checkpoints: the latest one, and the one with the best validation AUC."""
     model: ModelConfig = field(default_factory=ModelConfig)
     tables: TablesConfig = field(default_factory=TablesConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

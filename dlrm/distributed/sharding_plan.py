@@ -44,14 +44,14 @@ class ShardingPlan:
 def make_sharding_plan(
     world: World,
     names: Sequence[str],
-    recipe: Mapping[str, Any],
+    spec: Mapping[str, Any],
     counts: Callable[[], Sequence[Tensor]] | None = None,
     rule: str = "sgd",
     *,
     by: str = "auto",
     tables: Mapping[str, str] | None = None,
     threshold: int | None = 0,
-    wire: str = "fp32",
+    comm_dtype: str = "fp32",
     exchange: str = "auto",
 ) -> ShardingPlan | None:
     """Decide which tables are held in pieces, and by whom.
@@ -59,7 +59,7 @@ def make_sharding_plan(
     Args:
         world: the processes.
         names: of the features.
-        recipe: the arguments of the model. Its tables of kind paged, and dense ones, can be held
+        spec: the arguments of the model. Its tables of kind paged, and dense ones, can be held
             in pieces.
         counts: gives how often each id of each table occurs in the data; asked for where there is
             something to place. If None, every table is looked up once a sample.
@@ -68,7 +68,7 @@ def make_sharding_plan(
         tables: ways of tables by name.
         threshold: dense tables of fewer rows are replicated; None stands for as many rows as have
             ``LARGE`` numbers.
-        wire: fp32 or bf16, see :class:`ShardingPlan`.
+        comm_dtype: fp32 or bf16, see :class:`ShardingPlan`.
         exchange: peers, collective, or auto: peers where GPUs of one host reach each other.
 
     Returns:
@@ -79,11 +79,11 @@ def make_sharding_plan(
             or whose columns the rule needs together, pages that have devices of their own, or
             peers that can't be.
     """
-    num_embeddings, plan = recipe["num_embeddings"], recipe["plan"]
+    num_embeddings, plan = spec["num_embeddings"], spec["plan"]
     _check_exchange(world, exchange)
     _check_devices(world, plan)
-    dim = recipe["embedding_dim"]
-    ways = _ways(names, recipe, by, tables or {}, sharded_from(threshold, dim))
+    dim = spec["embedding_dim"]
+    ways = _ways(names, spec, by, tables or {}, sharded_from(threshold, dim))
     if world.size == 1 or set(ways) == {"replicate"}:
         return None
     whole_rows = rule == "rowwise_adagrad"  # its one sum of a row is of all columns
@@ -95,7 +95,7 @@ def make_sharding_plan(
         )
     page = min((o["page_size"] for _, o in plan if "page_size" in o), default=1)
     loads = [float(count.sum()) for count in counts()] if counts else [1.0] * len(names)
-    narrow = torch.bfloat16 if wire == "bf16" else None
+    narrow = torch.bfloat16 if comm_dtype == "bf16" else None
     peers = exchange == "peers" or (exchange == "auto" and in_reach(world))
     pieces = plan_shards(
         num_embeddings, dim, world.size, ways=ways, loads=loads,
@@ -113,7 +113,7 @@ def sharded_from(threshold: int | None, dim: int) -> int:
 
 def _ways(
     names: Sequence[str],
-    recipe: Mapping[str, Any],
+    spec: Mapping[str, Any],
     by: str,
     tables: Mapping[str, str],
     threshold: int,
@@ -125,7 +125,7 @@ def _ways(
                 f"sharding.tables names table {name!r}; the data has {', '.join(names)}"
             )
     ways = []
-    for name, rows, (kind, _) in zip(names, recipe["num_embeddings"], recipe["plan"], strict=True):
+    for name, rows, (kind, _) in zip(names, spec["num_embeddings"], spec["plan"], strict=True):
         large = kind == "paged" or (kind == "dense" and rows >= threshold)
         way = tables.get(name, by if large else "replicate")
         if way != "replicate" and kind not in ("dense", "paged"):

@@ -103,7 +103,7 @@ def make_step(
     recipe = case.recipe(options.cap)
     spreading = make_sharding_plan(
         world, NAMES, recipe,
-        by=case.by, threshold=case.threshold, wire=case.wire, exchange=case.exchange,
+        by=case.by, threshold=case.threshold, comm_dtype=case.wire, exchange=case.exchange,
     )  # fmt: skip
     torch.manual_seed(0)
     with device:

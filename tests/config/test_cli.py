@@ -2,6 +2,7 @@ import pytest
 import yaml
 
 from dlrm.config.cli import parse
+from dlrm.config.optimizers import optimizer_specs
 from dlrm.embeddings import available
 
 KINDS = available()
@@ -40,6 +41,14 @@ def test_all_mistakes_are_reported_at_once(capsys):
     assert "rank" in text
     assert "lr is -1.0" in text
     assert "unexpected 'stray'" in mistakes(capsys, "stray")
+
+
+def test_an_old_name_leads_to_the_new_one(capsys, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("sharding: {wire: bf16}\n")
+    now = "sharding.wire: it is called --sharding.comm_dtype now"
+    assert f"unknown option --{now}" in mistakes(capsys, "--sharding.wire", "bf16")
+    assert f"{path}: unknown option {now}" in mistakes(capsys, "--config", str(path))
 
 
 def test_leaf_name_leads_to_the_full_option(capsys):
@@ -100,7 +109,7 @@ def test_an_option_of_a_kind_that_memory_has_no_room_for(capsys, rows):
 
 def test_text_is_one_value(capsys):
     text = mistakes(capsys, "--name", "my", "run", "--epochs", "2")
-    assert "error: --name takes one value, here are 2: write 'my run'\n" in text
+    assert "error: --name takes one value, got 2: write 'my run'\n" in text
 
 
 def test_the_threshold_and_the_number_of_the_largest_tables_exclude_each_other(capsys):
@@ -115,8 +124,10 @@ def test_options_of_the_rules_are_checked_by_the_rules(capsys):
     config, _ = parse(["--optim.dense=adamw", "--optim.weight-decay=0.1", "--optim.rho=0.8",
                        "--optim.embeddings=adadelta", "--optim.betas", "0.8", "0.9"],
                       KINDS)  # fmt: skip
-    assert config.optim.options_of("adamw") == {"betas": (0.8, 0.9), "weight_decay": 0.1}
-    assert config.optim.options_of("adadelta") == {"weight_decay": 0.1, "rho": 0.8}
+    assert optimizer_specs(config.optim) == [
+        ("adamw", config.optim.lr, {"betas": (0.8, 0.9), "weight_decay": 0.1}),
+        ("adadelta", config.optim.lr, {"weight_decay": 0.1, "rho": 0.8}),
+    ]
 
 
 def test_yaml_sets_and_the_command_line_overrides(tmp_path):
@@ -238,7 +249,7 @@ def test_options_of_kinds_that_no_table_has_are_noted(capsys, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("tt:\n  rank: 8\n")  # a file may serve several kinds
     parse(["--config", str(file), "--emb", "qr", "--tt.rank=4", "--qr.collisions", "8"], KINDS)
-    note = "note: --tt.rank changes nothing, no table is of kind tt\n"
+    note = "note: --tt.rank has no effect, no table is of kind tt\n"
     assert capsys.readouterr().err == note
     parse(["--emb", "qr", "--tables.kinds", "{C3: tt}", "--tt.rank", "4"], KINDS)
     parse(["--resume", "runs/one", "--tt.rank", "4"], KINDS)

@@ -33,7 +33,7 @@ def test_which_tables_are_held_in_pieces():
     assert {p.table for p in make_sharding_plan(world, NAMES, large, threshold=None).pieces} == {0}
     paged = {**RECIPE, "plan": [("paged", {"page_size": 64})] * 3}
     found = make_sharding_plan(
-        world, NAMES, paged, by="row", tables={"b": "replicate"}, wire="bf16"
+        world, NAMES, paged, by="row", tables={"b": "replicate"}, comm_dtype="bf16"
     )
     assert [(p.table, p.rows) for p in found.pieces] == [
         *((0, (0, 128)), (0, (128, 300)), (2, (0, 64)), (2, (64, 150))),

@@ -1,0 +1,131 @@
+"""Every option of the command line, from the dataclasses and the kinds of embeddings."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from datetime import date
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from docstring_parser import parse as parse_docstring
+from docstring_parser import parse_from_object
+from jsonargparse import ArgumentError, ArgumentParser
+
+from dlrm.config.schema import RunConfig
+from dlrm.kernels.update.rules import RULES
+from dlrm.sparse_arch.table_plan import AUTO
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of the command line."""
+
+    type: Any
+    default: Any
+    help: str
+
+
+def option_schema(kinds: Mapping[str, type]) -> dict[str, Option]:
+    """Every option by its full name.
+
+    Args:
+        kinds: embedding kinds by name; the arguments of their constructors are options as well.
+    """
+    schema: dict[str, Option] = {}
+
+    def add(cls: type, prefix: str) -> None:
+        hints = get_type_hints(cls)
+        texts = {p.arg_name: p.description or "" for p in parse_from_object(cls).params}
+        for field in fields(cls):
+            if is_dataclass(hints[field.name]):
+                add(hints[field.name], f"{field.name}.")
+            elif field.name != "methods":
+                default = (
+                    field.default if field.default_factory is MISSING else field.default_factory()
+                )
+                schema[prefix + field.name] = Option(hints[field.name], default, texts[field.name])
+
+    add(RunConfig, "")
+    emb = schema["emb"]
+    valid = ", ".join([*sorted(kinds), AUTO])
+    schema["emb"] = Option(emb.type, emb.default, f"{emb.help} One of: {valid}.")
+    for name in ("optim.dense", "optim.embeddings"):
+        schema[name] = Option(Literal[RULES], schema[name].default, schema[name].help)
+    for kind, cls in kinds.items():
+        options: Mapping[str, inspect.Parameter] = cls.options()  # type: ignore[attr-defined]
+        hints = get_type_hints(cls.__init__)  # type: ignore[misc]
+        docs = parse_docstring(inspect.getdoc(cls) or "").params
+        texts = {p.arg_name: p.description or "" for p in docs}
+        for name, option in options.items():
+            own = hints[name]
+            if name in cls.per_table:  # type: ignore[attr-defined]
+                # A list, one for each table of a group, is for code: here tables have names.
+                own = Union[tuple(a for a in get_args(own) if get_origin(a) is not list)]  # noqa: UP007
+            schema[f"{kind}.{name}"] = Option(
+                own | dict[str, own],  # type: ignore[valid-type]
+                option.default,
+                texts.get(name, ""),
+            )
+    return schema
+
+
+def make_parser(schema: Mapping[str, Option]) -> ArgumentParser:
+    """A parser of single options, which also prints the help."""
+    parser = ArgumentParser(
+        prog="train.py",
+        usage="%(prog)s [--config FILE] [--emb KIND] [--OPTION VALUE ...]",
+        description="Train a DLRM whose sparse architecture is swapped by one flag. Options of a "
+        "kind may differ by table: --tt.rank '{C3: 64, default: 16}'.",
+        exit_on_error=False,
+    )
+    parser.add_argument(
+        "--config", help="YAML file with options. Options on the command line override it."
+    )
+    groups = {name.partition(".")[0]: None for name in schema if "." in name}
+    made = {group: parser.add_argument_group(f"--{group}.*") for group in groups}
+    for name, option in schema.items():
+        group = made.get(name.partition(".")[0], parser) if "." in name else parser
+        text = " ".join(option.help.replace("``", "").split())
+        made_of = {"type": option.type, "default": option.default, "help": text}
+        action = group.add_argument(f"--{name}", **made_of)
+        action.option_strings = [f"--{name}"]  # lists have a second, to append, unknown here
+    return parser
+
+
+def typed_value(parser: ArgumentParser, schema: Mapping[str, Option], name: str, value: Any) -> Any:
+    """``value`` as the type of the option; a single value is a list of one where a list is needed.
+
+    Raises:
+        ArgumentError: it can't be converted.
+    """
+    if isinstance(value, dict | list) and schema[name].type in (str, str | None):
+        raise ArgumentError(None, f"{name} must be text")
+    try:
+        plain = isinstance(value, str | date)
+        text = str(value) if plain else json.dumps(value, default=str)
+    except (TypeError, ValueError) as error:  # names that are no text, values inside themselves
+        raise ArgumentError(None, str(error)) from None
+    try:
+        typed = parser.parse_args([f"--{name}={text}"])[name]
+    except ArgumentError:
+        typed = parser.parse_args([f"--{name}=[{text}]"])[name]
+    # Tables may be named 0, 1, 2, which YAML takes for numbers.
+    return {str(table): own for table, own in typed.items()} if isinstance(typed, dict) else typed
+
+
+def type_name(annotation: Any) -> str:
+    """``int or a mapping of tables to int`` rather than ``int | dict[str, int]``."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return f"one of {', '.join(arguments)}"
+    if origin is dict:
+        return f"a mapping of tables to {type_name(arguments[1])}, as in {{C3: ..., C12: ...}}"
+    if origin in (tuple, list):
+        return f"a list, each {type_name(arguments[0])}"
+    if arguments:
+        return " or ".join(type_name(a) for a in arguments if a is not type(None))
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(
+        annotation, str(annotation)
+    )
