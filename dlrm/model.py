@@ -211,13 +211,12 @@ class DLRM(nn.Module):
                 f"dense has shape {tuple(dense.shape)}, it must be [{self.num_dense}, B]: "
                 "one row per dense feature"
             )
-        branch = side_stream_of(ids.device)
-        begin = branch.mark()
-        bottom = self.bottom_mlp(dense.t())  # [B, D], the longer of both for a small batch
-        with branch.fork(behind=begin):
-            # [B, F_g, D] of each group
+        stream = side_stream_of(ids.device)
+        begin = stream.mark()
+        bottom = self.bottom_mlp(dense.t())  # [B, D]; with a small batch it takes longer
+        with stream.fork(behind=begin):  # [B, F_g, D] of each group
             embedded = self.sparse_arch(ids, offsets, bounds=bounds, context=context)
-        branch.join()
+        stream.join()
         order = self.sparse_arch.feature_order.positions
         crossed = self.interaction(bottom, embedded, order)
         return self.top_mlp(crossed).squeeze(1)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import islice, pairwise
 from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
+from dlrm.embeddings.common.bags import row_offsets
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.lookup.paged import Pages, lookup_pages, pages_of
 from dlrm.kernels.offload.pinned_memory import mapped_tensor
@@ -67,10 +68,10 @@ class Paged(Embedding):
         self.page_size = page_size = min(page_size, max(self.num_embeddings))
         self.follows_model = not devices
         """Whether ``.to`` moves the pages; pages with devices of their own stay there."""
-        counts = [-(-rows // page_size) for rows in self.num_embeddings]
+        self._page_counts = [-(-rows // page_size) for rows in self.num_embeddings]
         self._lengths = [
             min(page_size, rows - page * page_size)
-            for rows, count in zip(self.num_embeddings, counts, strict=True)
+            for rows, count in zip(self.num_embeddings, self._page_counts, strict=True)
             for page in range(count)
         ]
         groups, entries = parse_devices(devices or ["cpu"])
@@ -82,7 +83,7 @@ class Paged(Embedding):
         used = sorted(set(group_of_page))
         self.device_groups = tuple(groups[group] for group in used)
         self._make_blocks([used.index(group) for group in group_of_page])
-        offsets = torch.tensor([0, *accumulate(counts)][:-1]) * page_size
+        offsets = row_offsets(self._page_counts) * page_size
         self.register_buffer("_offsets", offsets, persistent=False)
         self._offsets: Tensor  # [F], the first row of each table if all pages were of full length
         self.reset_parameters()
@@ -156,12 +157,13 @@ class Paged(Embedding):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the rows anew, as dense tables are drawn."""
-        tables = [rows for rows in self.num_embeddings for _ in range(-(-rows // self.page_size))]
-        for table, replicas in zip(tables, self._rows_of_pages(), strict=True):
-            drawn = torch.empty(replicas[0].shape, dtype=replicas[0].dtype)
-            nn.init.uniform_(drawn, -(table**-0.5), table**-0.5)
-            for rows in replicas:
-                rows.copy_(drawn)
+        pages = self._rows_of_pages()
+        for table, count in zip(self.num_embeddings, self._page_counts, strict=True):
+            for replicas in islice(pages, count):
+                drawn = torch.empty(replicas[0].shape, dtype=replicas[0].dtype)
+                nn.init.uniform_(drawn, -(table**-0.5), table**-0.5)
+                for rows in replicas:
+                    rows.copy_(drawn)
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         rows = ids + self._offsets[tables]
@@ -187,13 +189,12 @@ class Paged(Embedding):
         size = self.embedding_dim * self.blocks[0][0].element_size()
         pages = iter(self._spans())
         footprint = []
-        for table in self.num_embeddings:
+        for count in self._page_counts:
             parts = {"weights": 0, "host": 0}
-            for _ in range(-(-table // self.page_size)):
-                group, _, length = next(pages)
+            for group, _, length in islice(pages, count):
                 for device in self.device_groups[group]:
                     parts["host" if device == "host" else "weights"] += length * size
-            footprint.append({name: count for name, count in parts.items() if count})
+            footprint.append({name: part for name, part in parts.items() if part})
         return footprint
 
     # The state does not depend on where the pages lie ----------------------------------------

@@ -53,7 +53,7 @@ class SharedRows(Embedding):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the rows anew: U(-1/sqrt(V), 1/sqrt(V)) for a table of V ids, wider if shorter."""
+        """Draw the rows anew, U(-b, b) with b = sqrt(D / row_dim / V) for a table of V ids."""
         scale = (self.embedding_dim / self.weight.shape[1]) ** 0.5
         for table, rows in zip(self.num_embeddings, self.rows_by_table(), strict=True):
             bound = scale * table**-0.5

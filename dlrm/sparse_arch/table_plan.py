@@ -61,39 +61,26 @@ def make_table_plan(
             without a budget.
     """
     options, kinds = options or {}, kinds or {}
-    if largest is not None and largest < 0:
-        raise ValueError(f"tables.largest is {largest}, it must not be negative")
     if kind == AUTO and budget is None:
         raise ValueError("--emb auto needs a budget: set --budget 20MB or --budget 100x")
     _check_names(names, kind, kinds, options)
     if budget is not None and kinds:
         raise ValueError("budget and tables.kinds exclude each other: drop one of them")
-    if largest is not None:
-        by_size = sorted(range(len(names)), key=lambda table: -num_embeddings[table])
-        picked = set(by_size[:largest])
-    else:
-        if threshold is None:
-            threshold = THRESHOLD if budget is None else 0
-        picked = {table for table, rows in enumerate(num_embeddings) if rows >= threshold}
-    result: TablePlan = []
+    if threshold is None:
+        threshold = THRESHOLD if budget is None else 0
+    chosen = _select(num_embeddings, threshold, largest)
+    plan: TablePlan = []
     for table, name in enumerate(names):
-        own = kinds.get(name, kind if table in picked else "dense")
-        result.append((own, options_of_table(name, options.get(own, {}))))
+        own = kinds.get(name, kind if table in chosen else "dense")
+        plan.append((own, options_of_table(name, options.get(own, {}))))
     if budget is not None:
-        chosen = sorted(picked)
+        given = options.get(kind, {})
         fitted = _fit_budget(
-            kind,
-            chosen,
-            num_embeddings,
-            embedding_dim,
-            budget,
-            options.get(kind, {}),
-            counts,
-            weight_bytes,
+            kind, chosen, num_embeddings, embedding_dim, budget, given, counts, weight_bytes
         )
         for table, (own, found) in zip(chosen, fitted, strict=True):
-            result[table] = (own, {**result[table][1], **found} if own == kind else found)
-    return result
+            plan[table] = (own, {**plan[table][1], **found} if own == kind else found)
+    return plan
 
 
 def options_of_table(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,6 +161,16 @@ def _check_names(
                     raise ValueError(
                         f"{own}.{key} names table {name!r}; the data has {', '.join(names)}"
                     )
+
+
+def _select(num_embeddings: Sequence[int], threshold: int, largest: int | None) -> list[int]:
+    """The tables to compress, in ascending order."""
+    if largest is None:
+        return [table for table, rows in enumerate(num_embeddings) if rows >= threshold]
+    if largest < 0:
+        raise ValueError(f"tables.largest is {largest}, it must not be negative")
+    by_size = sorted(range(len(num_embeddings)), key=lambda table: -num_embeddings[table])
+    return sorted(by_size[:largest])
 
 
 def _fit_budget(
