@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.registry import build
 
 
@@ -93,6 +94,8 @@ class EmbeddingBag(nn.Module):
         input: Tensor,
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
+        *,
+        context: LookupContext = NO_CONTEXT,
     ) -> Tensor:
         """Look up and pool bags.
 
@@ -100,6 +103,7 @@ class EmbeddingBag(nn.Module):
             input: ids, ``[B, L]`` (bags of equal length) or ``[nnz]`` with ``offsets``.
             offsets: start of each bag, ``[B]``, or ``[B + 1]`` with ``include_last_offset``.
             per_sample_weights: a factor for each id, shaped like ``input``; mode sum only.
+            context: what a training step knows of these look-ups.
 
         Returns:
             ``[B, D]``.
@@ -132,7 +136,7 @@ class EmbeddingBag(nn.Module):
             offsets = self._with_last(input, offsets)
         else:
             raise ValueError(f"input has {input.dim()} dimensions, it must have 1 or 2")
-        return self.embedding(input, offsets, per_sample_weights)[:, 0]
+        return self.embedding(input, offsets, per_sample_weights, context=context)[:, 0]
 
     def _with_last(self, input: Tensor, offsets: Tensor | None) -> Tensor:
         """The offsets, the end of the last bag included."""

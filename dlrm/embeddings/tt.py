@@ -158,16 +158,16 @@ class TT(CachesHotRows, Embedding):
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         if self.cache is None:
-            return self._compressed(tables, ids)
+            return self._compressed(tables, ids, context)
         slots = self.cache.find(ids + self._row_offsets[tables])
         hits = slots < self.cache.capacity
         if hits.is_cuda:  # static shapes; the kernel leaves out the ids that hit
-            compressed = self._compressed(tables, ids, skip=hits)
+            compressed = self._compressed(tables, ids, context, skip=hits)
             return torch.where(hits[..., None], self.cache.look_up(slots), compressed)
         tables, ids = tables.expand_as(ids)[~hits], ids[~hits]
         out = self.cores[0].new_empty(*hits.shape, self.embedding_dim)
         out[hits] = self.cache.look_up(slots[hits])
-        out[~hits] = self._compressed(tables, ids)
+        out[~hits] = self._compressed(tables, ids, context)
         return out
 
     def lookup_bags(
@@ -180,13 +180,29 @@ class TT(CachesHotRows, Embedding):
         if self.cache is not None or self.mode == "max":
             return super().lookup_bags(ids, offsets, weights, context)
         shape = (self._p, self._core_offsets, self.q, self.ranks)
-        pooled = tt_bags(list(self.cores), *shape, ids, offsets, weights, mode=self.mode)
+        pooled = tt_bags(
+            list(self.cores),
+            *shape,
+            ids,
+            offsets,
+            weights,
+            mode=self.mode,
+            updates=context.updates,
+        )
         return pooled.transpose(0, 1)
 
-    def _compressed(self, tables: Tensor, ids: Tensor, skip: Tensor | None = None) -> Tensor:
+    def _compressed(
+        self,
+        tables: Tensor,
+        ids: Tensor,
+        context: LookupContext = NO_CONTEXT,
+        *,
+        skip: Tensor | None = None,
+    ) -> Tensor:
         """Rows as the cores give them."""
         shape = (self._p, self._core_offsets, self.q, self.ranks)
-        return tt_vectors(list(self.cores), *shape, tables, ids, skip=skip)
+        updates = context.updates
+        return tt_vectors(list(self.cores), *shape, tables, ids, skip=skip, updates=updates)
 
     @property
     def has_cache(self) -> bool:

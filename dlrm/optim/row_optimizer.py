@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from dlrm.kernels.offload.pinned_memory import zeros_beside
 from dlrm.kernels.offload.row_cache import CachedRows, cached_rows
 from dlrm.kernels.update.dense import update_dense
-from dlrm.kernels.update.in_backward import FusedUpdate, offer
+from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
 from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.kernels.update.rules import OPTIONS, Rule, make_rule
 from dlrm.kernels.update.sparse import update_rows
@@ -238,20 +237,20 @@ class RowOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), **own}
 
 
-def fused(optimizers: Iterable[RowOptimizer]) -> AbstractContextManager[None]:
+def apply_in_backward(optimizers: Iterable[RowOptimizer]) -> FusedUpdates:
     """Let a backward pass update parameters itself, where that spares it their gradients.
 
     ::
 
-        with fused([optimizer]):
-            loss(model(batch)).backward()
+        with apply_in_backward([optimizer]) as updates:
+            loss(bag(ids, context=LookupContext(updates=updates))).backward()
         optimizer.step()  # whatever has a gradient
         optimizer.zero_grad()
 
-    Middle cores of tensor trains in fp32 that Triton kernels look up, once in the block, are
-    updated so: by SGD, Adagrad, and row-wise Adagrad up to 64 columns of a slice, ``q_k r_k`` (with
+    This updates middle cores of tensor trains in fp32 that Triton kernels look up, once in the
+    block: by SGD, Adagrad, and row-wise Adagrad up to 64 columns of a slice, ``q_k r_k`` (with
     four cores ``r_{k-1} q_k`` for the third), all without momentum and decay. The others have
-    their gradients as ever.
+    their gradients as usual.
 
     For a step in which nobody asks for the gradients: no clipping, no norms, no sum over processes
     or over several backward passes, no other use of the cores than their look-up.
@@ -272,7 +271,7 @@ def fused(optimizers: Iterable[RowOptimizer]) -> AbstractContextManager[None]:
                     lr, states = _rate(group).to(parameter.device), optimizer.state[parameter]
                     parameters.append(parameter)
                     updates.append(FusedUpdate(rule=rule, lr=lr, states=list(states.values())))
-    return offer(parameters, updates)
+    return FusedUpdates(parameters, updates)
 
 
 def _caches(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, CachedRows]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -15,7 +14,7 @@ from dlrm.data.batch import Batch
 from dlrm.kernels.streams import side_stream_of
 from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.model import DLRM
-from dlrm.optim import RowOptimizer, fused, gradient_norm
+from dlrm.optim import RowOptimizer, apply_in_backward, gradient_norm
 from dlrm.training.cuda_graph import StepGraphs
 from dlrm.training.data_parallel import GradientReducer
 from dlrm.training.prefetch import PreparedBatch, make_prefetcher
@@ -128,9 +127,9 @@ class TrainStep:
     def _run(self, prepared: PreparedBatch, norms: bool) -> dict[str, Tensor]:
         batch, reducer = prepared.batch, self.reducer
         norms = norms or self.clip_norm is not None
-        fusing = nullcontext() if norms or reducer is not None else fused(self.optimizers)
-        with self._sorter, fusing:
-            context = replace(prepared.context, sorter=self._sorter)
+        fused = () if norms or reducer is not None else self.optimizers
+        with self._sorter as sorter, apply_in_backward(fused) as updates:
+            context = replace(prepared.context, sorter=sorter, updates=updates)
             if reducer is not None:
                 context = reducer.in_context(batch, context)
             with torch.autocast(self.device.type, torch.bfloat16, self.precision == "bf16"):

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings.common.factorization import factorize_rows
 from dlrm.kernels.tt import tt_bags, tt_vectors, tt_vectors_torch
-from dlrm.optim import RowOptimizer, fused
+from dlrm.kernels.update.in_backward import FusedUpdates
+from dlrm.optim import RowOptimizer, apply_in_backward
 from dlrm.training.benchmark import copy_bandwidth, draw_ids, gpu_milliseconds, write
 from dlrm.utils.program import Parser
 
@@ -99,18 +100,19 @@ class Setup:
             for _ in range(INPUTS)
         ]
 
-    def forward(self, index: int) -> Tensor:
+    def forward(self, index: int, updates: FusedUpdates | None = None) -> Tensor:
         """The pooled rows of a batch, ``[F, bags, D]``."""
         shared = (self.cores, self.p, self.starts, self.case.q, self.ranks)
         ids = self.ids[index % INPUTS]
         if self.case.bag == 1:
-            return tt_vectors(*shared, self.tables, ids, **self.options)
-        return tt_bags(*shared, ids.view(-1), self.offsets, **self.options)
+            return tt_vectors(*shared, self.tables, ids, updates=updates, **self.options)
+        flat = ids.view(-1)
+        return tt_bags(*shared, flat, self.offsets, updates=updates, **self.options)
 
     def step(self, index: int) -> None:
         """Forward, backward and SGD, of the middle cores inside the backward pass."""
-        with fused([self.optimizer]):
-            self.forward(index).backward(self.grads[index % INPUTS])
+        with apply_in_backward([self.optimizer]) as updates:
+            self.forward(index, updates).backward(self.grads[index % INPUTS])
         self.optimizer.step()
         self.optimizer.zero_grad()
 

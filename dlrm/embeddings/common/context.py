@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dlrm.kernels.lookup.peer import SortedLookups
+from dlrm.kernels.update.in_backward import FusedUpdates
 from dlrm.kernels.update.row_sort import RowSorter
 
 
@@ -20,6 +21,8 @@ class LookupContext:
 
     sorter: RowSorter | None = None
     """Sorts the rows that will have a gradient while forward and backward run."""
+    updates: FusedUpdates | None = None
+    """Of parameters that the backward pass may update itself."""
     rows_fetched: bool = False
     """The rows in host memory have been fetched ahead: they are those of the prefetch window."""
     lookups: Sequence[SortedLookups] = ()

@@ -11,9 +11,9 @@ once each, as one small GEMM per slice of the big middle core. However skewed th
 has more rows to multiply than its neighbour core has slices. The backward pass sums the gradients
 of equal factors first and then takes the same GEMMs the other way round. All sizes depend on shapes
 alone and nothing comes back to the host, so a CUDA graph can hold it all. Additions to one place
-wait for one another, so what the first ids of a table add to has several. A middle core of which an
-update is on offer (:mod:`dlrm.kernels.update.in_backward`) moves where its gradient forms, and has
-none.
+wait for one another, so what the first ids of a table add to has several. A middle core that the
+backward pass may update itself (:mod:`dlrm.kernels.update.in_backward`) is updated where its
+gradient is computed, and has none.
 
 Reference:
     Yin, Acun, Liu, Wu, "TT-Rec: Tensor Train Compression for Deep Learning Recommendation Models",

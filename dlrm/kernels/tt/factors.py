@@ -15,7 +15,7 @@ from torch import Tensor
 from dlrm.kernels.tt import _pairs as kernels
 from dlrm.kernels.tt.indexing import FactorIndex
 from dlrm.kernels.tt.layout import power
-from dlrm.kernels.update.in_backward import FusedUpdate, take
+from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
 from dlrm.kernels.update.rules import hyper
 
 # Rows and columns of the tile that a program multiplies, by kernel; measured on an H100.
@@ -66,13 +66,15 @@ class Factor:
         average = triton.cdiv(len(self.used.index) * tiles["Q"], slices * tiles["BM"])
         return slices, min(each, average, triton.cdiv(most, tiles["BM"]))
 
-    def multiply(self, cores: Sequence[Tensor], precision: str, *, trains: bool) -> None:
+    def multiply(
+        self, cores: Sequence[Tensor], precision: str, updates: FusedUpdates | None
+    ) -> None:
         """Multiply the pairs in use out; without pairs there is nothing to do."""
         used = self.used
         if used.pairs is None:
             return
         small, big = cores[used.pairs.small], cores[used.pairs.big]
-        self.update = take(big) if trains else None
+        self.update = updates.take(big) if updates else None
         tiles = self._tiles("pair_products", precision)
         kept = torch.bfloat16 if precision == "bf16" else big.dtype
         self.values = big.new_empty(used.many, tiles["Q"] * tiles["N"], dtype=kept)

@@ -16,6 +16,7 @@ from torch import Tensor
 from dlrm.kernels.tt import _index as index_kernels
 from dlrm.kernels.tt import _pairs as pair_kernels
 from dlrm.kernels.tt.layout import FactorLayout, Pairs, power
+from dlrm.kernels.update.in_backward import FusedUpdates
 
 COPIES = 8  # of what the look-ups of a table's most frequent ids add to
 
@@ -37,6 +38,7 @@ class LookupRequest:
     skip: Tensor | None = None  # [n] bool
     offsets: Tensor | None = None  # [F * B + 1]
     mean: bool = False
+    updates: FusedUpdates | None = None  # of cores, for the backward pass to apply
 
 
 class FactorIndex:

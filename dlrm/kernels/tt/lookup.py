@@ -52,8 +52,9 @@ class Lookup:
         zeros = known.spare or (None, None)
         self.left = Factor(known.left, cores[0], zeros[0], ordered=ordered)
         self.right = Factor(known.right, cores[-1], zeros[1], ordered=ordered)
-        self.left.multiply(cores, precision, trains=trains)
-        self.right.multiply(cores, precision, trains=trains)
+        updates = call.updates if trains else None
+        self.left.multiply(cores, precision, updates)
+        self.right.multiply(cores, precision, updates)
         self.once: Tensor | None = None  # zeros to add the gradients of equal ids to
         if known.merged:
             self.distinct = self._distinct_rows(trains)

@@ -14,6 +14,7 @@ from dlrm.kernels.tt.indexing import LookupRequest
 from dlrm.kernels.tt.layout import FactorLayout, factor_layout
 from dlrm.kernels.tt.lookup import Lookup
 from dlrm.kernels.tt.reference import _tt_bags_torch, tt_vectors_torch
+from dlrm.kernels.update.in_backward import FusedUpdates
 from dlrm.utils.messages import did_you_mean
 
 PRECISIONS = ("ieee", "tf32", "tf32x3", "bf16")
@@ -86,6 +87,7 @@ def tt_vectors(
     ids: Tensor,
     *,
     skip: Tensor | None = None,
+    updates: FusedUpdates | None = None,
     impl: str | None = None,
     precision: str | None = None,
     deterministic: bool | None = None,
@@ -103,6 +105,7 @@ def tt_vectors(
         ids: any integer tensor ``[...]``; every id lies inside its table.
         skip: ids that are answered elsewhere, say by a cache, bool of the shape of ``ids``: their
             rows are zeros without gradient, and cost nothing on a GPU.
+        updates: of cores that the backward pass may update itself, on a GPU.
         impl: ``"triton"`` or ``"torch"``; by default Triton on a GPU for two to four cores of fp32
             or bf16.
         precision: how Triton multiplies fp32 matrices: ieee, tf32, tf32x3, or bf16, which also
@@ -150,6 +153,7 @@ def tt_vectors(
         inner=inner,
         outer=outer,
         way=_way(chain, n, deterministic),
+        updates=updates,
     )
     out = _look_up(call, None, cores, precision)
     if ids.dim() == 2:
@@ -178,6 +182,7 @@ def tt_bags(
     weights: Tensor | None = None,
     *,
     mode: str = "sum",
+    updates: FusedUpdates | None = None,
     impl: str | None = None,
     precision: str | None = None,
     deterministic: bool | None = None,
@@ -190,7 +195,7 @@ def tt_bags(
         offsets: ``[F * B + 1]``, where each bag begins in ``ids``.
         weights: a factor per id, ``[nnz]``; mode sum only. They get a gradient.
         mode: sum or mean; an empty bag gives zeros.
-        impl, precision, deterministic: as in :func:`tt_vectors`.
+        updates, impl, precision, deterministic: as in :func:`tt_vectors`.
 
     Returns:
         ``[F, B, D]``, laid out by Triton as ``[B, F, D]``.
@@ -229,6 +234,7 @@ def tt_bags(
         inner=batch,
         outer=tables,
         way=_way(chain, ids.numel(), deterministic),
+        updates=updates,
     )
     weights = None if weights is None else weights.contiguous()
     out = _look_up(call, weights, cores, precision)

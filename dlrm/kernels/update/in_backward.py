@@ -1,15 +1,14 @@
-"""Updates that a backward pass applies by itself, in place of giving a gradient out.
+"""Optimizer updates that are applied in the backward pass, instead of returning a gradient.
 
-A gradient that forms in one place, all at once, need be neither written nor read again: whoever
-has the optimizer offers its update ahead of the forward pass, and an op that can apply it takes it.
+A gradient that is computed in one place, all at once, need not be written and read again: whoever
+has the optimizer passes its updates down to the look-ups, and an op that can apply one takes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -44,38 +43,45 @@ class FusedUpdate:
         increment_version(parameter)
 
 
-_offered: ContextVar[Mapping[int, FusedUpdate] | None] = ContextVar("offered", default=None)
+class FusedUpdates:
+    """The updates of a step that its backward pass may apply, passed down to the look-ups.
 
+    They are on offer inside ``with``, for one forward and one backward pass. An update that was not
+    applied by the end of the block is void, and the parameter has a gradient.
 
-@contextmanager
-def offer(parameters: Sequence[Tensor], updates: Sequence[FusedUpdate]) -> Iterator[None]:
-    """Offer each parameter's update to the look-ups in this block, which holds one backward pass.
-
-    An update that was not applied by its end is void, and the parameter has a gradient.
+    Args:
+        parameters: of the model.
+        updates: that of each.
     """
-    by_id = {id(p): update for p, update in zip(parameters, updates, strict=True)}
-    token = _offered.set(by_id)
-    try:
-        yield
-    finally:
-        _offered.reset(token)
-        for update in updates:
+
+    def __init__(self, parameters: Sequence[Tensor], updates: Sequence[FusedUpdate]) -> None:
+        self._updates = {id(p): update for p, update in zip(parameters, updates, strict=True)}
+        self._open = False
+
+    def __enter__(self) -> Self:
+        self._open = True
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open = False
+        for update in self._updates.values():
             update.takers = 0
 
+    def take(self, parameter: Tensor) -> FusedUpdate | None:
+        """The update of a parameter that a forward pass reads, to apply in the backward pass if
+        due.
 
-def take(parameter: Tensor) -> FusedUpdate | None:
-    """The update of a parameter that a forward pass reads, to apply in the backward pass if due.
-
-    Raises:
-        ValueError: it was applied already.
-    """
-    update = (_offered.get() or {}).get(id(parameter))
-    if update is None or not parameter.requires_grad:
-        return None
-    if update.applied:
-        raise ValueError(
-            f"a parameter of shape {tuple(parameter.shape)} is looked up again after the backward "
-            "pass that updated it: give each forward and backward pass a block of its own"
-        )
-    update.takers += 1
-    return update
+        Raises:
+            ValueError: it was applied already.
+        """
+        update = self._updates.get(id(parameter)) if self._open else None
+        if update is None or not parameter.requires_grad:
+            return None
+        if update.applied:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} is looked up again after the "
+                "backward pass that updated it: give each forward and backward pass a block of "
+                "its own"
+            )
+        update.takers += 1
+        return update

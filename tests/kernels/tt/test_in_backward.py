@@ -10,8 +10,9 @@ from torch import Tensor
 from dlrm.data.batch import Batch
 from dlrm.distributed.world import World
 from dlrm.kernels.tt import op, tt_bags, tt_vectors
+from dlrm.kernels.update.in_backward import FusedUpdates
 from dlrm.model import DLRM
-from dlrm.optim import RowOptimizer, fused
+from dlrm.optim import RowOptimizer, apply_in_backward
 from dlrm.training.data_parallel import GradientReducer
 from dlrm.training.step import TrainStep
 
@@ -56,10 +57,10 @@ class Cores:
         random = torch.rand(len(self.p), count, device=self.p.device, dtype=torch.float64)
         return (random * self.rows[:, None]).long()
 
-    def loss(self, step: int) -> Tensor:
+    def loss(self, step: int, updates: FusedUpdates | None = None) -> Tensor:
         tables = torch.arange(len(self.p), device=self.p.device)[:, None]
         shared = (self.cores, self.p, self.starts, self.q, self.ranks)
-        rows = tt_vectors(*shared, tables, self.ids(step), **self.options)
+        rows = tt_vectors(*shared, tables, self.ids(step), updates=updates, **self.options)
         return (rows - 1).square().mean()
 
     def middle(self) -> list[Tensor]:
@@ -98,8 +99,8 @@ def test_cores_move_as_by_their_gradients(name, rule, way, device, monkeypatch):
     optimizer = optimizer_of(ours, rule, **RULES[rule])
     spread = rule == "rowwise_adagrad" and "two-tiles" in name  # no program sees a whole slice
     for step in range(2):
-        with fused([optimizer]):
-            ours.loss(step).backward()
+        with apply_in_backward([optimizer]) as updates:
+            ours.loss(step, updates).backward()
         assert all((core.grad is None) is not spread for core in ours.middle())
         assert ours.cores[0].grad is not None is not ours.cores[-1].grad
         optimizer.step()
@@ -116,9 +117,10 @@ def test_bags_with_weights_move_them_too(device):
         offsets = torch.arange(0, len(ids) + 1, 3, device=device)
         torch.manual_seed(2)
         weights = torch.randn(len(ids), device=device, requires_grad=True)
-        with fused([optimizer] if fuses else []):
+        with apply_in_backward([optimizer] if fuses else []) as updates:
             shared = (cores.cores, cores.p, cores.starts, cores.q, cores.ranks)
-            tt_bags(*shared, ids, offsets, weights, **cores.options).square().mean().backward()
+            out = tt_bags(*shared, ids, offsets, weights, updates=updates, **cores.options)
+            out.square().mean().backward()
         assert (cores.cores[1].grad is None) is fuses
         optimizer.step()
         moved.append((cores, weights.grad))
@@ -132,8 +134,8 @@ def test_of_a_core_looked_up_twice_both_gradients_count(device):
     (theirs.loss(0) + theirs.loss(1)).backward()
     optimizer_of(theirs).step()
     optimizer = optimizer_of(ours)
-    with fused([optimizer]):
-        (ours.loss(0) + ours.loss(1)).backward()
+    with apply_in_backward([optimizer]) as updates:
+        (ours.loss(0, updates) + ours.loss(1, updates)).backward()
     assert not any(move.any() for move in ours.moves())
     optimizer.step()
     same(ours, theirs)
@@ -141,10 +143,10 @@ def test_of_a_core_looked_up_twice_both_gradients_count(device):
 
 def test_a_look_up_without_gradient_does_not_count(device):
     cores = Cores("d3", device)
-    with fused([optimizer_of(cores)]):
-        loss = cores.loss(0)
+    with apply_in_backward([optimizer_of(cores)]) as updates:
+        loss = cores.loss(0, updates)
         with torch.no_grad():
-            cores.loss(1)
+            cores.loss(1, updates)
         loss.backward()
     assert cores.cores[1].grad is None
 
@@ -157,8 +159,8 @@ def test_rules_that_move_all_of_a_core_wait_for_its_gradient(rule, options, devi
     ours, theirs = Cores("d3", device), Cores("d3", device)
     train_apart(theirs, optimizer_of(theirs, rule, **options))
     optimizer = optimizer_of(ours, rule, **options)
-    with fused([optimizer]):
-        ours.loss(0).backward()
+    with apply_in_backward([optimizer]) as updates:
+        ours.loss(0, updates).backward()
     assert ours.cores[1].grad is not None
     optimizer.step()
     same(ours, theirs)
@@ -168,8 +170,8 @@ def test_rules_that_move_all_of_a_core_wait_for_its_gradient(rule, options, devi
 def test_bfloat16_cores_wait_to_be_rounded_by_chance(device):
     cores = Cores("d3", device)
     cores.cores = [core.detach().bfloat16().requires_grad_() for core in cores.cores]
-    with fused([optimizer_of(cores)]):
-        cores.loss(0).backward()
+    with apply_in_backward([optimizer_of(cores)]) as updates:
+        cores.loss(0, updates).backward()
     assert all(core.grad is not None for core in cores.cores)
 
 
@@ -181,8 +183,8 @@ def test_a_gradient_is_added_to_one_that_is_there(device):
     optimizer_of(theirs, "adagrad", **RULES["adagrad"]).step()
     optimizer = optimizer_of(ours, "adagrad", **RULES["adagrad"])
     ours.loss(0).backward()
-    with fused([optimizer]):
-        ours.loss(1).backward()
+    with apply_in_backward([optimizer]) as updates:
+        ours.loss(1, updates).backward()
     optimizer.step()
     same(ours, theirs)
 
@@ -191,16 +193,16 @@ def test_a_frozen_core_stays(device):
     cores = Cores("d3", device)
     optimizer = optimizer_of(cores)
     cores.cores[1].requires_grad_(False)
-    with fused([optimizer]):
-        cores.loss(0).backward()
+    with apply_in_backward([optimizer]) as updates:
+        cores.loss(0, updates).backward()
     optimizer.step()
     assert [bool(move.any()) for move in cores.moves()] == [True, False, True]
 
 
 def test_nothing_is_applied_after_the_block(device):
     cores = Cores("d3", device)
-    with fused([optimizer_of(cores)]):
-        loss = cores.loss(0)
+    with apply_in_backward([optimizer_of(cores)]) as updates:
+        loss = cores.loss(0, updates)
     loss.backward()
     assert cores.cores[1].grad is not None
     assert not cores.moves()[1].any()
@@ -210,8 +212,8 @@ def test_nothing_is_applied_after_the_block(device):
 def test_slices_without_a_look_up_are_left_alone(device):
     """Even by an Adagrad whose eps of 0 makes 0 / 0 of them."""
     cores = Cores("d3", device)
-    with fused([optimizer_of(cores, "adagrad", eps=0.0)]):
-        cores.loss(0).backward()
+    with apply_in_backward([optimizer_of(cores, "adagrad", eps=0.0)]) as updates:
+        cores.loss(0, updates).backward()
     used = cores.ids(0) // cores.p[:, 2:] % cores.p[:, 1:2] + cores.starts[:, 1:2]
     moved = cores.moves()[1].any(1)
     assert moved.nonzero().flatten().tolist() == used.unique().tolist()
@@ -221,13 +223,13 @@ def test_slices_without_a_look_up_are_left_alone(device):
 
 def test_going_back_again_is_refused(device):
     cores = Cores("d3", device)
-    with fused([optimizer_of(cores)]):
-        loss = cores.loss(0)
+    with apply_in_backward([optimizer_of(cores)]) as updates:
+        loss = cores.loss(0, updates)
         loss.backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
         with pytest.raises(ValueError, match=r"shape \(9, 45\) .* a block of its own"):
-            cores.loss(1)
+            cores.loss(1, updates)
 
 
 @pytest.fixture
