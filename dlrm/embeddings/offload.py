@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, Unpack
 
@@ -15,8 +14,8 @@ from dlrm.embeddings.common.budget import split_by_rows
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.row_caches import Lookups, PrefetchesRows
 from dlrm.kernels.lookup.tables import lookup, lookup_tables
-from dlrm.kernels.offload.pinned_memory import in_host_memory, mapped_tensor
-from dlrm.kernels.offload.row_cache import CachedRows
+from dlrm.kernels.offload.pinned_memory import empty_on_host
+from dlrm.kernels.offload.row_cache import CachedParameter
 
 WINDOW = 16  # batches whose rows are fetched together, at most
 ENOUGH = 1 << 21  # look-ups of a window: more would gain little and take more memory on their way
@@ -67,8 +66,12 @@ class Offload(PrefetchesRows, Embedding):
                 "of them options of their own, so that they form another group"
             )
         capacity = round(cache_share * rows) if cache_rows is None else min(cache_rows, rows)
-        self.weight = nn.Parameter(_rows(rows, embedding_dim, torch.empty(0)))
-        self._attach(capacity, half_life)
+        self.weight = CachedParameter(
+            empty_on_host(torch.empty(0), (rows, embedding_dim)),
+            capacity=capacity,
+            half_life=half_life,
+        )
+        self.cached = self.weight.cached
         self.register_buffer("_offsets", row_offsets(self.num_embeddings), persistent=False)
         self._offsets: Tensor  # [F]
         self.reset_parameters()
@@ -179,19 +182,8 @@ class Offload(PrefetchesRows, Embedding):
         like = fn(weight.data[:0])
         if (like.device, like.dtype) != (weight.device, weight.dtype):
             self.cached.stop()
-            weight.data = _rows(len(weight), self.embedding_dim, like).copy_(weight.data)
+            weight.data = empty_on_host(like, weight.shape).copy_(weight.data)
         return self
-
-    def _to_host(self) -> None:
-        """Move rows that a copy has put on the GPU to host memory."""
-        if self.weight.is_cuda and not in_host_memory(self.weight):
-            rows = _rows(len(self.weight), self.embedding_dim, self.weight)
-            self.weight.data = rows.copy_(self.weight.data)
-
-    def _attach(self, capacity: int, half_life: float) -> None:
-        """Give the present weight a cache."""
-        self.cached = CachedRows(self.weight, capacity, half_life=half_life)
-        self.weight.cached_rows = self.cached  # type: ignore[attr-defined] # for the optimizer
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep: bool) -> None:
         self.cached.release()  # who has the weight may also write to it
@@ -200,35 +192,3 @@ class Offload(PrefetchesRows, Embedding):
     def _load_from_state_dict(self, *arguments: Any) -> None:
         self.cached.release()
         super()._load_from_state_dict(*arguments)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What pickle and ``torch.save`` keep: rows that are all written back."""
-        self.cached.flush()
-        return dict(vars(self))
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._to_host()
-        self._attach(self.cached.capacity, self.cached.half_life)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy whose cache rests until it has an optimizer of its own."""
-        self.cached.flush()
-        twin = self.__class__.__new__(self.__class__)
-        memo[id(self)] = twin
-        memo[id(self.cached)] = self.cached
-        if id(self.weight) not in memo:  # as itself it would be copied to the GPU
-            rows = _rows(len(self.weight), self.embedding_dim, self.weight)
-            rows.copy_(self.weight.detach())
-            memo[id(self.weight)] = nn.Parameter(rows, self.weight.requires_grad)
-        twin.__dict__ = {name: copy.deepcopy(value, memo) for name, value in vars(self).items()}
-        twin._to_host()
-        twin._attach(self.cached.capacity, self.cached.half_life)
-        return twin
-
-
-def _rows(rows: int, dim: int, like: Tensor) -> Tensor:
-    """New rows in host memory, as a tensor of the device and type of ``like``."""
-    if like.is_cuda:
-        return mapped_tensor((rows, dim), like.dtype, like.device)[1]
-    return torch.empty(rows, dim, dtype=like.dtype, device=like.device)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.bags import row_offsets
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.kernels.lookup.paged import Pages, lookup_pages, pages_of
+from dlrm.kernels.lookup.paged import Pages, ReplicaParameter, lookup_pages, pages_of
 from dlrm.kernels.offload.pinned_memory import mapped_tensor
 from dlrm.utils.local_shards import LocalShards, saved_weight
 from dlrm.utils.messages import did_you_mean
@@ -105,28 +105,17 @@ class Paged(Embedding):
         self._names = []
         for group, (devices, size) in enumerate(zip(self.device_groups, sizes, strict=True)):
             names = [f"weight_{group}_{replica}" for replica in range(len(devices))]
-            for name, device in zip(names, devices, strict=True):
+            for replica, (name, device) in enumerate(zip(names, devices, strict=True)):
                 where = None if self.follows_model else device
                 block = _new_block((size, self.embedding_dim), torch.get_default_dtype(), where)
-                self.register_parameter(name, nn.Parameter(block))
+                kind = ReplicaParameter if replica else nn.Parameter
+                self.register_parameter(name, kind(block))
             self._names.append(names)
-        self._mark_replicas()
         self.register_buffer("_group", torch.tensor(group_of_page), persistent=False)
         self.register_buffer("_first", torch.tensor(firsts), persistent=False)
         self._group: Tensor  # [pages], the device group of each page
         self._first: Tensor  # [pages], its first row in the blocks of its group
         self._made: dict[torch.device, tuple[object, Pages]] = {}
-
-    def _mark_replicas(self) -> None:
-        """Mark the blocks that :func:`dlrm.optim.gradient_norm` must not count again."""
-        for blocks in self.blocks:
-            for block in blocks:
-                block.replica = block is not blocks[0]  # type: ignore[attr-defined]
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Mark the replicas of a copy too: parameters lose their attributes when copied."""
-        super().__setstate__(state)
-        self._mark_replicas()
 
     @property
     def blocks(self) -> list[list[nn.Parameter]]:

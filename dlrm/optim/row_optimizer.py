@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from dlrm.kernels.lookup.paged import ReplicaParameter
 from dlrm.kernels.offload.pinned_memory import zeros_beside
 from dlrm.kernels.offload.row_cache import CachedRows, cached_rows
 from dlrm.kernels.update.dense import update_dense
@@ -337,12 +338,12 @@ def _new_state(parameter: Tensor, rule: Rule) -> dict[str, Tensor]:
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The 2-norm of all gradients together, equal ids merged first; 0-d, on their first device.
 
-    Parameters with an attribute ``replica`` that is true repeat another's gradient and don't count.
+    Those of type ``ReplicaParameter`` have another one's gradient and do not count.
     """
     norms: list[Tensor] = []
     for parameter in parameters:
         grad = parameter.grad
-        if grad is not None and not getattr(parameter, "replica", False):
+        if grad is not None and not isinstance(parameter, ReplicaParameter):
             wide = _wide(grad)  # a norm in bf16 would be rounded to 8 bits
             norm = torch.linalg.vector_norm(_merged(grad) if grad.is_sparse else grad, dtype=wide)
             norms.append(norm.to(norms[0].device) if norms else norm)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dlrm.kernels import use_triton
@@ -318,6 +318,13 @@ def lookup_pages(
     flat = rows.reshape(-1).contiguous()
     out = _LookupPages.apply(pages, flat, sparse, sorter, impl, *pages.blocks)
     return out.view(*rows.shape, pages.dim)
+
+
+class ReplicaParameter(nn.Parameter):
+    """A block that is a replica of another one: its gradient is that one's, and counts once."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return type(self), (self.data, self.requires_grad)
 
 
 @dataclass(frozen=True, kw_only=True)

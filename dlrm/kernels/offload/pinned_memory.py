@@ -114,6 +114,14 @@ def _place(tensor: Tensor) -> Tensor | None:
     return None
 
 
+def empty_on_host(like: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """Host memory as a tensor of the device and type of ``like``, and by default of its shape."""
+    shape = tuple(like.shape if shape is None else shape)
+    if like.is_cuda:
+        return mapped_tensor(shape, like.dtype, like.device)[1]
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
 def zeros_beside(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Zeros in the same kind of memory as ``tensor``: an optimizer's state lies with its rows."""
     if tensor.is_cuda and in_host_memory(tensor):

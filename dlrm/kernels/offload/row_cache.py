@@ -10,18 +10,18 @@ used where it lies, so a cache of any size gives the same result, down to none. 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dlrm.kernels import use_triton
 from dlrm.kernels.lookup.tables import row_gradient, tiling
 from dlrm.kernels.offload.admission import CacheIndex, move_rows, row_of, rows_of
-from dlrm.kernels.offload.pinned_memory import zeros_beside
+from dlrm.kernels.offload.pinned_memory import empty_on_host, in_host_memory, zeros_beside
 from dlrm.kernels.offload.prefetch import AsyncRowTransfer
 from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.kernels.update.sparse import CachedSlots
@@ -50,9 +50,55 @@ def _gather(
 Round = tuple[Tensor, Tensor | None]  # ids [F, B] of a round, and where their tables begin
 
 
+class CachedParameter(nn.Parameter):
+    """A table in host memory, with a cache of its rows.
+
+    A copy, or one that is loaded, lies in host memory as well and has a cache of its own, which
+    rests until there is an optimizer.
+
+    Args:
+        data: the rows, ``[V, D]``; those in the memory of a GPU are moved to that of the host.
+        requires_grad: see ``nn.Parameter``.
+        capacity, half_life, impl: see :class:`CachedRows`.
+    """
+
+    cached: CachedRows
+
+    def __new__(
+        cls,
+        data: Tensor,
+        requires_grad: bool = True,
+        capacity: int = 0,
+        half_life: float = 1000.0,
+        impl: str | None = None,
+    ) -> Self:
+        if data.is_cuda and not in_host_memory(data):
+            data = empty_on_host(data).copy_(data)
+        parameter = super().__new__(cls, data, requires_grad)
+        parameter.cached = CachedRows(parameter, capacity, half_life=half_life, impl=impl)
+        return parameter
+
+    def _settings(self) -> tuple[Any, ...]:
+        cached = self.cached
+        return self.requires_grad, cached.capacity, cached.half_life, cached.impl
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if id(self) not in memo:
+            self.cached.flush()
+            rows = empty_on_host(self.data).copy_(self.data)
+            memo[id(self)] = type(self)(rows, *self._settings())
+        copied: Self = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """What pickle and ``torch.save`` keep: rows that are all written back."""
+        self.cached.flush()
+        return type(self), (self.data, *self._settings())
+
+
 def cached_rows(parameter: Tensor) -> CachedRows | None:
-    """The cache in front of a parameter whose rows lie in host memory; None of any other."""
-    return getattr(parameter, "cached_rows", None)
+    """The cache in front of a parameter; None if it has none."""
+    return parameter.cached if isinstance(parameter, CachedParameter) else None
 
 
 class CachedRows:
@@ -120,12 +166,11 @@ class CachedRows:
             return 0, 0
         return sum(cache.nbytes for _, cache in self.tensors), self.index.nbytes
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What pickle keeps: the size. Rows and states are kept by those whose parameters they are,
-        and a table that is loaded gets a cache anew.
-        """
-        size = {"capacity": self.capacity, "half_life": self.half_life, "impl": self.impl}
-        return {**size, "tensors": [], "active": False, "ready": False}
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, or what is loaded, is the cache of the copied parameter."""
+        weight = self.tensors[0][0]
+        assert isinstance(weight, CachedParameter), "a cache is copied with its parameter"
+        return getattr, (weight, "cached")
 
     # Looking up and moving --------------------------------------------------------------------
 

@@ -1,6 +1,8 @@
 """Row updates and look-ups through a cache, by the kernels: the bits of those without one."""
 
+import copy
 import itertools
+import pickle
 import time
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 
 from dlrm.kernels.offload import prefetch as carrier
 from dlrm.kernels.offload.pinned_memory import mapped_tensor, on_host
-from dlrm.kernels.offload.row_cache import CachedRows, cached_rows
+from dlrm.kernels.offload.row_cache import CachedParameter, CachedRows, cached_rows
 from dlrm.kernels.update.rules import RULES, make_rule
 from dlrm.kernels.update.sparse import update_rows
 
@@ -156,5 +158,21 @@ def test_memory_of_the_host_is_seen_from_both_sides(device):
 def test_the_cache_is_found_at_its_parameter():
     weight = torch.nn.Parameter(torch.zeros(3, 2))
     assert cached_rows(weight) is None
-    weight.cached_rows = CachedRows(weight, 1)
-    assert cached_rows(weight) is weight.cached_rows
+    weight = CachedParameter(torch.arange(6.0).view(3, 2), capacity=1, half_life=7)
+    assert isinstance(weight.cached, CachedRows)
+    assert cached_rows(weight) is weight.cached
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda kept: pickle.loads(pickle.dumps(kept))])
+def test_a_copy_of_a_parameter_has_a_cache_of_its_own(copied):
+    weight = CachedParameter(torch.arange(6.0).view(3, 2), capacity=1, half_life=7)
+    weight.cached.start()
+    twin, cached, same = copied([weight, weight.cached, weight])
+    assert isinstance(twin, CachedParameter)
+    assert twin is same is not weight
+    assert twin.cached is cached is not weight.cached
+    assert (cached.capacity, cached.half_life, cached.active) == (1, 7, False)
+    assert torch.equal(twin, weight)
+    assert twin.requires_grad
+    assert twin.data_ptr() != weight.data_ptr()
+    assert not copied(weight.requires_grad_(False)).requires_grad
