@@ -55,7 +55,7 @@ class Run:
         if not len(self.train_data):
             raise ValueError("--loader.drop_last leaves no batch at all: lower --batch_size")
         self.spec = model_spec(config, self.meta)
-        restored = checkpoint.about(config.resume, recipe=self.spec) if config.resume else None
+        restored = checkpoint.about(config.resume, spec=self.spec) if config.resume else None
         torch.manual_seed(config.seed)
         counts = (lambda: read_frequencies(config.data, self.meta)) if self.meta.multi_hot else None
         rule, tables = config.optim.embeddings, self.meta.tables

@@ -209,9 +209,8 @@ def test_evaluate_predict_and_compare_work_on_a_run(data, tmp_path):
     other = tmp_path / "other"
     synthetic.write(other, rows=500, cardinalities=[20] * 26, fractions=[0.5, 0, 0.5])
     done = run("scripts/evaluate.py", tmp_path / "a", other, "--device", "cpu")
-    assert (
-        "note: 26 tables of the data have other rows than the model's (C1 20 and not 3,000, "
-        in (done.stderr)
+    assert "note: 26 tables of the data differ in size from the model's (C1 20 and not 3,000, " in (
+        done.stderr
     )
     meta = json.loads((other / "meta.json").read_text())
     (other / "meta.json").write_text(json.dumps(meta | {"dense": meta["dense"][:12]}))
@@ -268,7 +267,7 @@ def test_mistakes_are_one_line_and_leave_nothing(data, tmp_path, monkeypatch, ca
         (["--budget", "2x"], "--emb dense takes no budget"),
         (["--emb", "hash", "--budget", "1000000x"], "budget"),
         (["--device", "gpu"], "--device is 'gpu'"),
-        (["--resume", tmp_path / "nothing"], "is no checkpoint"),
+        (["--resume", tmp_path / "nothing"], "is not a checkpoint"),
     ]
     if not torch.cuda.is_available():
         cases.append((["--device", "cuda"], "there is no CUDA GPU"))
@@ -359,7 +358,7 @@ def test_a_run_without_a_checkpoint_is_started_anew(data, tmp_path):
     done = train(data, tmp_path, "run", status=2)
     assert "run exists: choose another --name, or remove it" in done.stderr
     done = run("train.py", "--resume", tmp_path / "run", status=2)
-    assert "run has no checkpoint yet: remove it, and start it again" in done.stderr
+    assert "run has no checkpoint yet: remove it and start again" in done.stderr
 
 
 def test_a_model_that_memory_has_no_room_for(data, tmp_path):
@@ -412,7 +411,7 @@ def test_an_epoch_of_one_batch_and_of_none(data, tmp_path):
     assert "leaves no batch at all" in done.stderr
     assert resume_hint(None) == "there was no checkpoint yet"
     assert resume_hint(tmp_path / "y") == f"there was no checkpoint yet in {tmp_path / 'y'}"
-    assert resume_hint(tmp_path / "x") == f"go on with --resume {tmp_path / 'x'}"
+    assert resume_hint(tmp_path / "x") == f"resume with --resume {tmp_path / 'x'}"
 
 
 def test_files_where_directories_are_wanted(data, tmp_path):
@@ -470,7 +469,7 @@ def test_bad_checkpoints_are_refused(data, tmp_path):
         "not of a checkpoint of this program"
         in run("scripts/evaluate.py", bad, data, status=2).stderr
     )
-    assert "is no checkpoint" in run("scripts/evaluate.py", tmp_path, data, status=2).stderr
+    assert "is not a checkpoint" in run("scripts/evaluate.py", tmp_path, data, status=2).stderr
     assert "no result.json in" in run("scripts/compare.py", tmp_path, status=2).stderr
 
 

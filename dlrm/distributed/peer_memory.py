@@ -1,4 +1,4 @@
-"""Memory that every process of a host can address, so that kernels read and write it directly."""
+"""Tensors that every process of a host can address, for kernels that read and write them."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ def in_reach(world: World) -> bool:
 
 
 def bytes_held(device: torch.device) -> int:
-    """Bytes of this process's tensors in peer memory on a device, which its allocator knows not."""
+    """Bytes of symmetric tensors on a device, which PyTorch's allocator does not count."""
     return sum(memory.local.nbytes for memory in _held if memory.local.device == device)
 
 
 class SymmetricTensor:
     """A tensor of the same shape on every process of a host, which all of them can address.
 
-    On GPUs it lies in ``torch.distributed``'s symmetric memory, on CPUs in shared files that have
-    no name any more. All processes must make it at once.
+    On GPUs it is in ``torch.distributed``'s symmetric memory, on CPUs in unlinked shared files. All
+    processes must create it at the same time.
 
     Args:
-        world: the processes; the process group must have been joined.
-        shape: of the tensor of each.
-        dtype: of it.
-        device: of this process.
-        fill: what it holds at first.
+        world: the processes, which have joined a process group.
+        shape: shape of each process's tensor.
+        dtype: type of the tensors.
+        device: device of this process.
+        fill: initial value of every element.
 
     Attributes:
         local: the tensor of this process.
-        block: those of all, in the order of ``World.ring``.
+        block: the tensors of all processes, in the order of ``World.ring``.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class SymmetricTensor:
             assert dist.group.WORLD is not None
             device = torch.device("cuda", torch.cuda.current_device())
             self.local = symmetric_memory.empty(*shape, dtype=dtype, device=device)
-            torch.cuda.synchronize(device)  # it is zeroed on a stream that others don't wait for
+            torch.cuda.synchronize(device)  # it is zeroed on a stream that nobody waits for
             self._handle = symmetric_memory.rendezvous(self.local, dist.group.WORLD)
-            # So are, by some versions, the addresses copied there by which a barrier finds peers.
+            # In some versions the addresses of peers for barriers are copied on such a stream too.
             torch.cuda.synchronize(device)
             bases = self._handle.buffer_ptrs
             within = self.local.data_ptr() - bases[world.rank]
@@ -88,11 +88,11 @@ class SymmetricTensor:
         addresses = torch.tensor(places, device=device)
         self.block = PeerTensor(local=self.local, addresses=addresses, tensors=tensors)
         self.local.fill_(fill)
-        self.barrier()  # nobody writes before it is filled
+        self.barrier()  # no process writes before all have filled theirs
         _held.add(self)
 
     def barrier(self) -> None:
-        """Hold what is queued behind it until all processes are here; a CUDA graph can hold it."""
+        """Let later work wait for all processes; can be captured in a CUDA graph."""
         if self._handle is not None:
             self._handle.barrier()
         else:
@@ -103,7 +103,7 @@ _held: WeakSet[SymmetricTensor] = WeakSet()
 
 
 def _shared(world: World, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-    """Shared mappings by rank; the files are gone when this returns."""
+    """Shared memory mappings by rank; their files are unlinked when this returns."""
     folder = Path(world.from_first(lambda: mkdtemp(prefix="dlrm-")))
     size = math.prod(shape)
     parts = [

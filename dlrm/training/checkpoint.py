@@ -1,9 +1,9 @@
-"""Checkpoints: written whole or not at all, by any number of processes, read by any other.
+"""Checkpoints: written completely or not at all, by any number of processes, read by any other.
 
-A checkpoint is a directory of PyTorch's distributed format beside ``about.pt``, which holds what is
-no tensor of the model or the optimizers: the recipe of its model (the arguments of ``DLRM``), so
-that a trained model is loaded without the data or the configuration it came from, and the state
-of the loop. ``latest`` and ``best`` are links to such directories.
+A checkpoint is a directory: the tensors of the model and the optimizers in PyTorch's distributed
+format, and ``about.pt`` with everything else. That includes the specification of the model (the
+arguments of ``DLRM``), so a trained model can be loaded without its data or configuration, and the
+state of the training loop. ``latest`` and ``best`` are links to such directories.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Parts:
     """The tensors of a model and its optimizers by name, the same for any number of processes.
 
     Args:
-        model: whose parameters and buffers.
-        optimizers: whose states; the state ``sum`` of parameter ``p`` is ``optimizer.p.sum``.
+        model: parameter ``p`` is called ``model.p``, and buffers likewise.
+        optimizers: the state ``sum`` of parameter ``p`` is called ``optimizer.p.sum``.
     """
 
     def __init__(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
@@ -76,14 +76,14 @@ class Parts:
                 self.tensors[f"optimizer.{path}.{name}"] = tensor
 
     def groups(self) -> list[list[dict[str, Any]]]:
-        """The options of the optimizers' groups, without their parameters."""
+        """The parameter groups of the optimizers, without the parameters."""
         return [
             [{k: v for k, v in group.items() if k != "params"} for group in state["param_groups"]]
             for state in self._states
         ]
 
     def restore(self, groups: list[list[dict[str, Any]]] | None = None) -> None:
-        """Give :attr:`tensors`, which have been loaded, to the model and the optimizers."""
+        """Copy the loaded :attr:`tensors` into the model and the optimizers."""
         for value in self.tensors.values():
             if isinstance(value, LocalShards):
                 value.loaded()
@@ -93,7 +93,7 @@ class Parts:
         saved = zip(self._optimizers, self._states, groups or self.groups(), strict=True)
         for optimizer, state, options in saved:
             for group, old in zip(state["param_groups"], options, strict=True):
-                # The other options are those that the run now has.
+                # The other options keep the values of the present run.
                 group.update({name: old[name] for name in ("rule", "lr", "seed") if name in old})
             optimizer.load_state_dict(state)
 
@@ -109,9 +109,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 class _Writer(dcp.FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """As in the base class, but what the error of an archive comes from is raised itself: an
-        error goes to other processes without that.
-        """
+        """As in the base class, but raise the cause of an error: other processes get no more."""
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
@@ -123,7 +121,7 @@ class _LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """As in the base class, but every value is taken as it is."""
+        """As in the base class, but take every value as it is."""
         self.state_dict = self.original_state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
@@ -140,20 +138,20 @@ def save(
     links: Iterable[str] = (LATEST,),
     world: World | None = None,
 ) -> None:
-    """Write a checkpoint under a temporary name, rename it, and let links point to it.
+    """Write a checkpoint under a temporary name, rename it, and point links to it.
 
-    Checkpoints of such a name, but for the number, that no link points to any longer are removed;
-    what else lies there is the user's. Every process must call it.
+    Afterwards, checkpoints with such a name that no link points to are removed; other files in the
+    directory are left alone. Every process must call this function.
 
     Args:
-        path: of the checkpoint, in the directory of a run's checkpoints.
+        path: where to write it: ``checkpoints/NAME_NUMBER`` in the directory of a run.
         parts: the tensors.
-        about: all else; the first process's counts.
-        links: names under which this checkpoint is to be found.
-        world: the processes of the run; one if None.
+        about: everything else; that of the first process is written.
+        links: names of links to this checkpoint.
+        world: the processes of the run; None for one process.
 
     Raises:
-        OSError: it can't be written; what there was is still there.
+        OSError: it can't be written. Earlier checkpoints are unchanged.
     """
     world = world or World()
     directory, name = path.parent, path.name
@@ -161,11 +159,11 @@ def save(
     if world.first:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        while (directory / name).exists():  # written before, by a run that was resumed since
+        while (directory / name).exists():  # from before the run was resumed
             name += "+"
     world.wait()
     try:
-        with _alone_is_fine():
+        with _without_warning():
             dcp.save(
                 parts.tensors,
                 storage_writer=_Writer(temporary),
@@ -180,8 +178,8 @@ def save(
         causes = _causes(error)
         if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
             raise KeyboardInterrupt from None
-        told = [cause.strerror or str(cause) for cause in causes if isinstance(cause, OSError)]
-        raise OSError(f"{path} can't be written: {(told or [_reason(error)])[-1]}") from None
+        texts = [cause.strerror or str(cause) for cause in causes if isinstance(cause, OSError)]
+        raise OSError(f"{path} can't be written: {(texts or [_reason(error)])[-1]}") from None
     if world.first:
         temporary.replace(directory / name)
         for link in links:
@@ -198,7 +196,7 @@ def save(
 
 
 def _write_about(path: Path, about: Mapping[str, Any]) -> None:
-    packed = io.BytesIO()  # an archive in a file hides why that can't be written
+    packed = io.BytesIO()  # torch.save to a file hides why it can't be written
     torch.save(dict(about), packed)
     with path.open("wb") as file:
         file.write(packed.getbuffer())
@@ -207,43 +205,43 @@ def _write_about(path: Path, about: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _alone_is_fine() -> Iterator[None]:
-    """Without the warning that there is one process."""
+def _without_warning() -> Iterator[None]:
+    """Suppress the warning that there is only one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """What went wrong, in any process."""
+    """The errors behind an error, in all processes."""
     if not isinstance(error, CheckpointException):
         return [error]
     return [cause for failure in error.failures.values() for cause in _chain(failure[0])]
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, that for which or on the way of which it was raised, and so on."""
+    """An error and the errors that led to it."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def _reason(error: BaseException) -> str:
-    """The last line of an error that carries a traceback in its text."""
+    """The last line of the text of an error, which may contain a traceback."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else repr(error)
 
 
-def about(path: str | Path, *, recipe: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Read what a checkpoint says beside its tensors.
+def about(path: str | Path, *, spec: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Read what a checkpoint stores next to its tensors.
 
     Args:
         path: as for :func:`find_checkpoint`.
-        recipe: the model that it must be of; any if None.
+        spec: the specification that its model must have; None for any.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is not a checkpoint of this program, or of another model.
+        FileNotFoundError: there is no checkpoint.
+        ValueError: it was not written by this program, or has another model.
     """
     file = find_checkpoint(path) / ABOUT
     try:
@@ -251,13 +249,13 @@ def about(path: str | Path, *, recipe: Mapping[str, Any] | None = None) -> dict[
     except Exception as error:
         raise ValueError(f"{file} can't be read as a checkpoint: {error}") from None
     if not isinstance(state, dict) or "recipe" not in state:
-        raise ValueError(f"{file} is not of a checkpoint of this program")
+        raise ValueError(f"{file} was not written by this program")
     saved = state["recipe"]
-    changed = [name for name in recipe or {} if recipe and recipe[name] != saved.get(name)]
+    changed = [name for name, value in (spec or {}).items() if value != saved.get(name)]
     if changed:
         raise ValueError(
             f"{file} is of a model with another {', '.join(changed)}: resume with the data and the "
-            "options of the model that the run began with, or start a new run"
+            "model options of that run, or start a new run"
         )
     return state
 
@@ -270,37 +268,37 @@ def load(
     groups: list[list[dict[str, Any]]] | None = None,
     world: World | None = None,
 ) -> None:
-    """Give a model, and optimizers, the state of a checkpoint. Every process must call it.
+    """Load a checkpoint into a model and optimizers. Every process must call this function.
 
     Args:
         path: as for :func:`find_checkpoint`.
         model, optimizers: what to restore.
-        groups: options of the optimizers, as :func:`about` has them; None: those that they have.
-        world: the processes; one if None.
+        groups: parameter groups of the optimizers, from :func:`about`; None keeps the present ones.
+        world: the processes of the run; None for one process.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is damaged, or of another model or optimizer.
+        FileNotFoundError: there is no checkpoint.
+        ValueError: it is damaged, or has another model or optimizer.
     """
     directory, parts = find_checkpoint(path), Parts(model, optimizers)
     for own, old in zip(parts.groups(), groups or [], strict=bool(groups)):
         for group, saved in zip(own, old, strict=True):
             if group["rule"] != saved["rule"]:
                 raise ValueError(
-                    f"the saved optimizer is {saved['rule']}, this is {group['rule']}: resume with "
-                    "the optimizers that the run began with"
+                    f"the saved optimizer is {saved['rule']}, this one is {group['rule']}: resume "
+                    "with the optimizers of that run"
                 )
     reader = dcp.FileSystemReader(directory)
     try:
-        reader.read_metadata()  # as the next call does, which would log a traceback
-        with _alone_is_fine():
+        reader.read_metadata()  # here, since the next call would log a traceback
+        with _without_warning():
             dcp.load(
                 parts.tensors,
                 storage_reader=reader,
                 planner=_LoadPlanner(flatten_state_dict=False),
                 no_dist=world is None or world.size == 1,
             )
-    except (Exception, CheckpointException) as error:  # which is a BaseException only
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
         if any(isinstance(cause, KeyboardInterrupt) for cause in _causes(error)):
             raise KeyboardInterrupt from None
         raise ValueError(f"{directory} can't be read as a checkpoint: {_reason(error)}") from None
@@ -308,16 +306,17 @@ def load(
 
 
 def note_other_tables(model: DLRM, meta: Meta) -> None:
-    """Say on standard error which tables of the data have other sizes than those of a model: ids
-    of another preparation mean other values.
+    """Print a note on tables whose size in the data differs from that in the model.
+
+    The ids of two preparations stand for different values.
     """
     pairs = zip(meta.tables, meta.cardinalities, model.sparse_arch.num_embeddings, strict=False)
     others = [f"{name} {rows:,} and not {own:,}" for name, rows, own in pairs if rows != own]
     if others:
-        told = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        text = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
         print(
-            f"note: {len(others)} tables of the data have other rows than the model's ({told}): is "
-            "it of the same preparation? prepare_criteo.py --ids-of gives rows the ids of others",
+            f"note: {len(others)} tables of the data differ in size from the model's ({text}): was "
+            "it prepared separately? prepare_criteo.py --ids-of gives rows the ids of earlier data",
             file=sys.stderr,
         )
 
@@ -325,13 +324,13 @@ def note_other_tables(model: DLRM, meta: Meta) -> None:
 def load_model(path: str | Path, device: torch.device | str = "cpu") -> tuple[DLRM, dict[str, Any]]:
     """The trained model of a checkpoint, in evaluation mode, and the configuration of its run.
 
-    Rows of tables that lay on devices which are not here lie where the model does.
+    Tables that were on devices which this machine lacks are put on ``device``.
 
     Raises:
         FileNotFoundError, ValueError: as :func:`about` and :func:`load`.
     """
     state = about(path)
-    recipe = state["recipe"]
-    model = DLRM(**recipe | {"plan": plan_for_this_machine(recipe["plan"])}).to(device)
+    spec = state["recipe"]
+    model = DLRM(**spec | {"plan": plan_for_this_machine(spec["plan"])}).to(device)
     load(path, model)
     return model.eval(), yaml.safe_load(state["config"])

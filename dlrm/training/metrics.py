@@ -27,7 +27,7 @@ def classification(logits: Tensor | np.ndarray, labels: Tensor | np.ndarray) -> 
         positives; He et al., ADKDD 2014) and ``calibration`` (mean prediction over that share).
 
     Raises:
-        ValueError: no samples, shapes that do not fit, labels outside of [0, 1], or logits that are
+        ValueError: there are no samples, shapes differ, labels are outside [0, 1], or logits are
             not finite.
     """
     logits, labels = torch.as_tensor(logits).double(), torch.as_tensor(labels).double()
@@ -58,8 +58,10 @@ def classification(logits: Tensor | np.ndarray, labels: Tensor | np.ndarray) -> 
 
 
 def auc(scores: Tensor, labels: Tensor) -> float:
-    """The area under the ROC curve: the share of pairs of a positive and a negative that are in
-    the right order, a tie counting half. Counted in integers, so exact whatever the order.
+    """The area under the ROC curve, exactly.
+
+    It is the share of pairs of a positive and a negative that are in the right order, a tie
+    counting half. All counts are integers, so the order of the samples makes no difference.
 
     Args:
         scores: ``[n]``.
@@ -70,20 +72,20 @@ def auc(scores: Tensor, labels: Tensor) -> float:
     """
     scores, order = scores.sort()
     positive = labels[order] > 0.5
-    # The last of its equal scores.
+    # Whether a score is the last of its equals.
     last = torch.cat([scores[1:] != scores[:-1], positive.new_ones(len(scores[:1]))])
     positives, negatives = positive.cumsum(0)[last], (~positive).cumsum(0)[last]
     below = negatives - negatives.diff(prepend=negatives.new_zeros(1))
-    won = (positives.diff(prepend=positives.new_zeros(1)) * (below + negatives)).sum()
+    ordered = (positives.diff(prepend=positives.new_zeros(1)) * (below + negatives)).sum()
     pairs = int(positive.sum()) * int((~positive).sum())
-    return int(won) / (2 * pairs) if pairs else float("nan")
+    return int(ordered) / (2 * pairs) if pairs else float("nan")
 
 
 def require_finite(loss: float, step: int) -> None:
-    """Raise where training has diverged.
+    """Raise if training has diverged.
 
     Raises:
-        ValueError: the loss is no finite number.
+        ValueError: the loss is not finite.
     """
     if not math.isfinite(loss):
         raise ValueError(
@@ -93,7 +95,7 @@ def require_finite(loss: float, step: int) -> None:
 
 
 def require_outputs(logits: Tensor) -> None:
-    """Raise where a model gives none: not for every sample a finite number.
+    """Raise if the outputs of a model are not finite.
 
     Raises:
         ValueError: a logit is not finite.
@@ -141,5 +143,5 @@ def predict(
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float | None]:
-    """Values with null for what is not a number, which JSON has no word for."""
+    """Replace NaN and infinity, which JSON can't represent, by None."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}

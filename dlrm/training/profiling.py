@@ -22,7 +22,7 @@ from dlrm.utils.atomic import atomic_write
 
 
 def progress_bar(total: float, done: int, *, silent: bool) -> tqdm:
-    """A bar that counts samples; off a terminal it says little."""
+    """A progress bar that counts samples; it updates rarely if the output is not a terminal."""
     return tqdm(
         total=total,
         initial=done,
@@ -35,10 +35,10 @@ def progress_bar(total: float, done: int, *, silent: bool) -> tqdm:
 
 
 class Clock:
-    """Training time, without evaluations: samples per second and the share spent on waiting.
+    """Training time without evaluations: samples per second and the share spent waiting for data.
 
     Args:
-        data: a loader, whose ``wait_seconds`` say how long its consumer waited.
+        data: a loader; its ``wait_seconds`` are the time that its consumer has waited.
     """
 
     def __init__(self, data: Any) -> None:
@@ -58,14 +58,14 @@ class Clock:
         return values
 
     def total(self) -> dict[str, float]:
-        """Figures since the beginning."""
+        """Figures since the start."""
         seconds = time.perf_counter() - self._start
         wait = self._data.wait_seconds - self._first_wait
         return self._figures(self.samples, seconds, wait) | {"speed/train_seconds": seconds}
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what happens inside."""
+        """Exclude the time spent in a block."""
         began = time.perf_counter()
         yield
         pause = time.perf_counter() - began
@@ -82,12 +82,12 @@ class Clock:
 
 
 def read_trace(path: Path) -> pd.DataFrame:
-    """What ran when, from a trace that torch.profiler exported.
+    """The operations in a trace that torch.profiler exported.
 
     Returns:
-        A row per operation of the CPU and per kernel and copy of a GPU: ``name``, ``kind``
+        A row for each CPU operation, GPU kernel and GPU copy: ``name``, ``kind``
         (``cpu_op``, ``kernel``, ``gpu_memcpy``, ``gpu_memset``), ``lane`` (the thread or stream),
-        ``start`` and ``ms``, both in milliseconds, the first start being 0.
+        ``start`` and ``ms``, both in milliseconds; the first start is 0.
     """
     kinds = ("cpu_op", "kernel", "gpu_memcpy", "gpu_memset")
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") in kinds]
@@ -99,10 +99,10 @@ def read_trace(path: Path) -> pd.DataFrame:
 
 
 class Profiler:
-    """A torch.profiler trace of a few steps, after some that warm up.
+    """A torch.profiler trace of a few steps after some warm-up steps.
 
     Writes ``profile/trace.json`` (open it in Perfetto or chrome://tracing) and
-    ``profile/operations.txt``, the costliest operations, into the run's directory.
+    ``profile/operations.txt``, the most expensive operations, to the directory of the run.
     """
 
     def __init__(self, directory: Path, device: torch.device) -> None:
@@ -128,14 +128,14 @@ class Profiler:
             temporary.write_text(self._table)
 
     def step(self) -> None:
-        """A training step has ended."""
+        """Mark the end of a training step."""
         self._profile.step()
 
     def close(self) -> str:
-        """End profiling; returns the costliest operations and how to see the trace."""
+        """End profiling; returns the most expensive operations and how to open the trace."""
         self._profile.stop()
-        if self._table is None:  # a trace that is there is one from before the run was resumed
-            return "the run was too short to be profiled: 13 steps are needed"
+        if self._table is None:  # an existing trace is from before the run was resumed
+            return "the run was too short for a profile, which needs 13 steps"
         return (
             f"{self.trace}: open it at https://ui.perfetto.dev or chrome://tracing\n{self._table}"
         )
@@ -151,12 +151,12 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 
 
 def out_of_memory_advice(data: str, embedding_dim: int) -> str:
-    """What takes the most of it for the tables of a prepared directory, and what to do."""
+    """Which table takes most memory, and how to use less of it."""
     meta = Meta.read(data)
     rows, table = max(zip(meta.cardinalities, meta.tables, strict=True))
     size = 4e-6 * embedding_dim * rows
     return (
         f"out of memory: the largest table, {table}, has {rows:,} rows, {size:,.0f} MB if dense, "
-        "beside the state of the optimizer; compress it with --emb and --budget, keep it in host "
+        "plus the state of the optimizer; compress it with --emb and --budget, keep it in host "
         "memory with --emb offload, or lower --batch_size"
     )

@@ -1,46 +1,42 @@
-"""Where a run keeps its files, and which checkpoint a path means."""
+"""The files of a run, and the checkpoint that a path refers to."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-LATEST, BEST = "latest", "best"
-
-
-ABOUT = "about.pt"
-
-
-CONFIG = "config.yaml"  # of a run
+CONFIG = "config.yaml"
+LATEST, BEST = "latest", "best"  # links to checkpoints
+ABOUT = "about.pt"  # what a checkpoint stores next to its tensors
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint that ``path`` means: its directory, or a run directory's latest one.
+    """The checkpoint that ``path`` names: its own directory, or the latest one of a run.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no checkpoint.
     """
     path = Path(path)
     found = path if (path / ABOUT).is_file() else path / "checkpoints" / LATEST
     if not (found / ABOUT).is_file():
         if (path / CONFIG).is_file():
-            raise FileNotFoundError(f"{path} has no checkpoint yet: remove it, and start it again")
+            raise FileNotFoundError(f"{path} has no checkpoint yet: remove it and start again")
         raise FileNotFoundError(
-            f"{path} is no checkpoint: name a run's directory or one in its checkpoints/"
+            f"{path} is not a checkpoint: name a run directory or one in its checkpoints/"
         )
     return found
 
 
 def run_directory(path: str | Path) -> Path:
-    """The directory of the run of a checkpoint; see :func:`find_checkpoint`.
+    """The directory of the run that a checkpoint belongs to; see :func:`find_checkpoint`.
 
     Raises:
-        FileNotFoundError: there is none, or it lies in no run.
+        FileNotFoundError: there is no checkpoint, or it does not belong to a run.
     """
     directory = find_checkpoint(path).parent
-    if len(directory.parts) < 2:  # what it lies in is not part of the path
+    if len(directory.parts) < 2:  # a relative path does not name its parent
         directory = Path.cwd() / directory
     if directory.name != "checkpoints":
-        raise FileNotFoundError(f"{path} lies in no run: name one in a run's checkpoints/")
+        raise FileNotFoundError(f"{path} is not in a run: name one in the checkpoints/ of a run")
     return directory.parent
 
 
@@ -50,10 +46,10 @@ def has_checkpoint(run: Path) -> bool:
 
 
 def new_or_resumed(new: Path, resume: str | None) -> Path:
-    """Of a run: ``new``, or that of the checkpoint that it goes on from.
+    """The directory of a run: ``new``, or that of the checkpoint to resume.
 
     Raises:
-        ValueError: there is a run of this name.
+        ValueError: a run of this name exists.
     """
     if resume:
         return run_directory(resume)
@@ -64,7 +60,7 @@ def new_or_resumed(new: Path, resume: str | None) -> Path:
 
 
 def resume_hint(directory: Path | None) -> str:
-    """How to go on after an interruption of the run in ``directory``; None if it had none yet."""
+    """How to resume the run in ``directory``; None if it has no directory yet."""
     if directory and has_checkpoint(directory):
-        return f"go on with --resume {directory}"
+        return f"resume with --resume {directory}"
     return "there was no checkpoint yet" + (f" in {directory}" if directory else "")

@@ -1,4 +1,4 @@
-"""What a run reports: TensorBoard, JSON lines, and the directory that holds them."""
+"""What a run reports: TensorBoard events, JSON lines and a result file."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-RESULT = "result.json"  # what a finished run leaves
+RESULT = "result.json"  # written by a finished run
 
 HPARAM_METRICS = (
     *("test/auc", "test/log_loss", "test/accuracy", "test/normalized_entropy"),
     *("embeddings/compression", "embeddings/bytes", "speed/samples_per_second"),
 )
-"""Columns of TensorBoard's hparams page, which shows the first of them at once."""
+"""Metric columns of TensorBoard's HParams page, the most important first."""
 
 OVERVIEW: dict[str, dict[str, tuple[str, ...]]] = {
     "quality": {
@@ -52,39 +52,39 @@ OVERVIEW: dict[str, dict[str, tuple[str, ...]]] = {
         "rows in and out": ("cache/admitted", "cache/evicted"),
     },
 }
-"""TensorBoard's page of custom scalars, which puts first what matters most: by category the
-charts, each with the names, or beginnings of names, that it shows."""
+"""Charts of TensorBoard's custom scalars page by category, each with the names, or prefixes of
+names, that it shows."""
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file of JSON, but for a last one that was cut off when the process ended.
+    """The entries of a JSON lines file; a last line that was cut off by a kill is skipped.
 
     Raises:
-        ValueError: another one is broken.
+        ValueError: another line is damaged.
     """
-    whole_lines = path.read_bytes().split(b"\n")[:-1]
-    for number, line in enumerate(whole_lines, 1):
+    complete = path.read_bytes().split(b"\n")[:-1]
+    for number, line in enumerate(complete, 1):
         try:
             entry = json.loads(line)
         except ValueError as error:
             raise ValueError(
-                f"{path}, line {number} is no JSON: {error}; remove the line, or the file"
+                f"{path}, line {number} is not JSON: {error}; remove the line or the file"
             ) from None
         if not isinstance(entry, dict) or "step" not in entry:
-            raise ValueError(f"{path}, line {number} tells no step; remove the line, or the file")
+            raise ValueError(f"{path}, line {number} has no step; remove the line or the file")
         yield entry
 
 
 class Tracker:
-    """Writes every number twice: to TensorBoard and, the same, to ``metrics.jsonl``.
+    """Writes every number to TensorBoard and to ``metrics.jsonl``.
 
     Args:
-        directory: of the run; made if it is not there.
-        step: where a resumed run goes on; entries beyond it, of steps that were lost when the
-            run was interrupted, are dropped from both files.
+        directory: directory of the run; created if needed.
+        step: step from which a run is resumed. Later entries, of steps that were lost in the
+            interruption, are removed from both files. None for a new run.
 
     Raises:
-        ValueError: a new run, where another has begun.
+        ValueError: a new run in the directory of another one.
     """
 
     def __init__(self, directory: Path, *, step: int | None = None) -> None:
@@ -97,7 +97,7 @@ class Tracker:
         try:
             self._lines = self.path.open("x" if step is None else "a", buffering=1)
         except FileExistsError:  # by a run that was started at the same time
-            raise ValueError(f"{directory} is that of another run: choose another --name") from None
+            raise ValueError(f"{directory} belongs to another run: choose another --name") from None
         (directory / RESULT).unlink(missing_ok=True)  # until this run has finished
         self._writer = SummaryWriter(str(directory), purge_step=None if step is None else step + 1)
         if step is None:
@@ -112,7 +112,7 @@ class Tracker:
             )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record numbers under names like ``train/loss``; the part before the slash groups them."""
+        """Log numbers under names like ``train/loss``; the part before the slash is their group."""
         entry = {"step": step, "time": round(time.time(), 3), **finite(values)}
         with disk_full_names(self.path.parent):
             for name, value in values.items():
@@ -120,7 +120,7 @@ class Tracker:
             self._lines.write(json.dumps(entry) + "\n")
 
     def text(self, name: str, text: str) -> None:
-        """Record a text, shown as preformatted."""
+        """Log a text, shown preformatted."""
         with disk_full_names(self.path.parent):
             self._writer.add_text(name, "\n".join("    " + line for line in text.splitlines()))
 
@@ -131,15 +131,15 @@ class Tracker:
         hidden: Collection[str] = (),
         **more: Any,
     ) -> None:
-        """Record the run's options and final metrics for comparisons, and close the files.
+        """Write the options and final metrics of the run, and close the files.
 
-        They go to ``result.json`` with all ``more`` and, without the ``hidden`` options, which do
-        not tell runs apart, to TensorBoard's hparams page.
+        They go to ``result.json``, together with ``more``, and to TensorBoard's HParams page
+        without the ``hidden`` options.
         """
-        told = pd.json_normalize(without(options, hidden))
-        flat = told.astype(object).iloc[0].items()  # not NumPy's numbers
+        shown_options = pd.json_normalize(without(options, hidden))
+        flat = shown_options.astype(object).iloc[0].items()  # Python numbers, not NumPy's
         plain = {
-            # hparams would make a number of a bool
+            # HParams would turn a bool into a number.
             str(name): value if type(value) in (int, float, str) else str(value)
             for name, value in flat
         }
@@ -168,7 +168,7 @@ class Tracker:
 
 
 def without(options: Mapping[str, Any], hidden: Collection[str], group: str = "") -> dict[str, Any]:
-    """Nested options but for the ``hidden`` ones, which are named as on the command line."""
+    """Nested options without the ``hidden`` ones, named as on the command line."""
     return {
         name: without(value, hidden, f"{group}{name}.") if isinstance(value, Mapping) else value
         for name, value in options.items()
@@ -177,14 +177,16 @@ def without(options: Mapping[str, Any], hidden: Collection[str], group: str = ""
 
 
 def quiet_tensorboard_thread(failure: threading.ExceptHookArgs) -> None:
-    """A ``threading.excepthook`` without the traceback of TensorBoard's thread, which hands what
-    keeps it from writing to the next call of a tracker."""
+    """A ``threading.excepthook`` that prints no traceback for TensorBoard's writer thread.
+
+    The next call of a tracker raises the error.
+    """
     if not isinstance(failure.exc_value, OSError):
         threading.__excepthook__(failure)
 
 
 class NoTracker(Tracker):
-    """Records nothing: what all processes but the first have."""
+    """Writes nothing: for all processes but the first."""
 
     def __init__(self, directory: Path | None = None, *, step: int | None = None) -> None:
         pass
@@ -209,11 +211,11 @@ class NoTracker(Tracker):
 
 
 def log_figures(directory: Path, figures: Mapping[str, Figure]) -> None:
-    """Show figures on TensorBoard's page of images, as a run of the name of ``directory``.
+    """Write figures for TensorBoard's images page, as a run named like ``directory``.
 
     Args:
-        directory: made if it is not there; below the directory that TensorBoard looks at.
-        figures: by name, such as ``comparison/auc``; the part before the slash groups them.
+        directory: a directory below TensorBoard's ``--logdir``; created if needed.
+        figures: by name, such as ``comparison/auc``; the part before the slash is the group.
     """
     with SummaryWriter(str(directory)) as writer:
         for name, figure in figures.items():

@@ -1,1 +1,1 @@
-"""What every package may use: files, devices, messages, programs."""
+"""Helpers for every package: files, devices, messages, programs."""

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A temporary name to write to; the file gets its name ``path`` when the block ends well.
+    """Yield a temporary path to write to, which is renamed to ``path`` when the block succeeds.
 
-    When it does not, what was written is removed. A process that is killed leaves at most the
-    temporary file.
+    If it fails, the temporary file is removed. A killed process leaves at most that file.
 
     Raises:
-        OSError: naming ``path``, if there is no room for it: the error itself names no file.
+        OSError: the disk is full; the message names ``path``.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -30,23 +29,23 @@ def atomic_write(path: Path) -> Iterator[Path]:
             yield temporary
             temporary.replace(path)
     except BaseException:
-        with suppress(OSError):  # the first error is the one to tell
+        with suppress(OSError):  # the first error is the one to report
             temporary.unlink()
         raise
 
 
 def save_figure(figure: Figure, path: Path, *, dpi: int) -> None:
-    """Draw a figure to a file, whole, in the format of its ending, which a temporary name hides."""
+    """Save a figure, in the format of its suffix: a temporary name hides the suffix."""
     with atomic_write(path) as temporary:
         figure.savefig(temporary, dpi=dpi, format=path.suffix[1:])
 
 
 @contextmanager
 def disk_full_names(path: Path) -> Iterator[None]:
-    """Where there is no room for what is written to ``path``, say so: the error names no file.
+    """Name ``path`` in the error of a full disk, which names no file itself.
 
     Raises:
-        OSError: naming ``path``.
+        OSError: the disk is full; the message names ``path``.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""What the machine offers."""
+"""CPU cores, GPUs and memory of this machine."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 
 
 def cpu_count() -> int:
-    """CPU cores that this process may use."""
+    """Number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of an option like ``auto``, ``cpu`` or ``cuda:1``, which becomes the current GPU.
+    """The device named ``auto``, ``cpu``, ``cuda`` or ``cuda:1``; a GPU becomes the current one.
 
-    Under torchrun ``auto`` and ``cuda`` are the GPU of the process's number on its host.
+    Under torchrun ``auto`` and ``cuda`` are the GPU with the local rank of the process.
 
     Raises:
-        ValueError: no such device, or one for all of several processes.
+        ValueError: there is no such device, or one GPU is named for several processes.
     """
     local, several = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)) > 1
     if name == "auto":
@@ -55,7 +55,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def _use(device: torch.device) -> None:
-    """Make a GPU the current one, on which kernels start and graphs are captured."""
+    """Make a GPU the current one, on which kernels run and graphs are captured."""
     last = torch.cuda.device_count() - 1
     if device.index > last:
         raise ValueError(f"--device is {device}, but the last GPU is cuda:{last}")
@@ -63,8 +63,8 @@ def _use(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory has no room, on any device, or that none could have."""
+    """Whether an error means that memory ran out, on any device."""
     known = (MemoryError, torch.OutOfMemoryError)
-    told = ("allocate memory", "Storage size calculation overflowed", "Overflow when unpacking")
-    # the second from 2**63 bytes, the last from a size of 2**63
-    return isinstance(error, known) or any(text in str(error) for text in told)
+    texts = ("allocate memory", "Storage size calculation overflowed", "Overflow when unpacking")
+    # the second for 2**63 bytes, the last for a size of 2**63
+    return isinstance(error, known) or any(text in str(error) for text in texts)

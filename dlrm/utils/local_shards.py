@@ -1,4 +1,4 @@
-"""A tensor whose parts lie on many processes, as checkpoints know it."""
+"""Tensors that are sharded over processes, in the form that distributed checkpoints take."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 
 class LocalShards:
-    """The local parts of a tensor; other processes have others, or the same ones.
+    """The local shards of a tensor. Other processes hold other shards, or the same ones.
 
-    The methods with underscores are what ``torch.distributed.checkpoint`` asks of objects that
-    it writes and reads by parts.
+    The methods with underscores are the interface of ``torch.distributed.checkpoint`` for objects
+    that it writes and reads by shards.
 
     Args:
         size: of the whole tensor.
-        parts: offset in the whole tensor and values of each local part.
+        parts: offset in the whole tensor, and values, of each local shard.
         dtype: of the whole tensor.
-        copies: pairs of a tensor that has parts here and another that must equal it.
+        copies: pairs of a tensor whose shards are here and a copy that must equal it.
     """
 
     def __init__(
@@ -35,18 +35,18 @@ class LocalShards:
         self._size = torch.Size(size)
 
     def size(self) -> torch.Size:
-        """Of the whole tensor."""
+        """Size of the whole tensor."""
         return self._size
 
     @torch.no_grad()
     def loaded(self) -> None:
-        """Bring the copies up to date."""
+        """Update the copies; called after the shards have been loaded."""
         for values, copy in self._copies:
             copy.copy_(values)
 
     @torch.no_grad()
     def copy_to(self, other: LocalShards) -> None:
-        """Give the values to another of the same parts."""
+        """Copy the values to a tensor with the same shards."""
         for offset, values in self.parts.items():
             other.parts[offset].copy_(values)
 
@@ -92,8 +92,12 @@ def saved_weight(
     unexpected: list[str],
     errors: list[str],
 ) -> Any:
-    """The saved ``weight`` of a module that keeps its rows otherwise; None if there is none of
-    this shape. The other arguments are those of ``nn.Module._load_from_state_dict``.
+    """The saved ``weight`` of a module that stores its rows in another form.
+
+    The arguments are those of ``nn.Module._load_from_state_dict``, and the shape it must have.
+
+    Returns:
+        None if there is no weight of this shape; the lists of errors then say so.
     """
     key = f"{prefix}weight"
     if strict:

@@ -1,4 +1,4 @@
-"""Messages that lead on: the nearest valid name, a command line that gives it, a last line."""
+"""What the programs in ``scripts/`` share: types of options, a parser, an exit status."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dlrm.utils.messages import did_you_mean
 
 
 def count_arg(text: str) -> int:
-    """A whole number of at least 1: the ``type`` of an option."""
+    """The ``type`` of an option that is a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"is {text!r}, it must be a whole number, 1 or more")
     return int(text)
 
 
 def positive_arg(text: str) -> float:
-    """A finite number above 0: the ``type`` of an option."""
+    """The ``type`` of an option that is a finite number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -33,8 +33,9 @@ def positive_arg(text: str) -> float:
 
 
 def path_arg(text: str) -> Path:
-    """A file or directory; an empty name, as of a shell variable that is not set, would be the
-    directory that the program runs in: the ``type`` of an option.
+    """The ``type`` of an option that is a file or directory.
+
+    An empty path, for example from an unset shell variable, would be the current directory.
     """
     if not text:
         raise argparse.ArgumentTypeError("is empty, it must be a path")
@@ -42,7 +43,7 @@ def path_arg(text: str) -> Path:
 
 
 def figure_arg(text: str) -> Path:
-    """A file that a plot is drawn to, in the format of its ending: the ``type`` of an option."""
+    """The ``type`` of an option that is the file of a plot."""
     if Path(text).suffix not in (".png", ".svg", ".pdf"):
         message = f"is {text!r}, its name must end in .png, .svg or .pdf"
         raise argparse.ArgumentTypeError(message)
@@ -50,7 +51,7 @@ def figure_arg(text: str) -> Path:
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the layout of the description, and adds each default that its help leaves out."""
+    """Keep the layout of the description, and add defaults that the help texts leave out."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text, default = action.help or "", action.default
@@ -63,9 +64,9 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of arguments that reports a mistake in one line, with status 2.
+    """A parser that reports a mistake in one line, with status 2.
 
-    An unknown option is named before one that is missing, with the nearest that exists.
+    An unknown option is reported before a missing one, with the most similar option.
     """
 
     def __init__(self, description: str | None = None, **options: Any) -> None:
@@ -77,7 +78,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        """As in the base class, which without a text does not show the default either."""
+        """As in the base class, but show the default of options without a help text too."""
         action = super().add_argument(*names, **options)
         if action.help is None and action.option_strings:
             action.help = _Formatter("")._get_help_string(action)
@@ -86,7 +87,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """As in the base class."""
         tokens = sys.argv[1:] if args is None else args
-        for token in takewhile(lambda token: token != "--", tokens):  # behind it are no options
+        for token in takewhile(lambda token: token != "--", tokens):  # no options follow it
             name = token.partition("=")[0]
             if name.startswith("--") and name not in self._option_string_actions:
                 options = [option for option in self._option_string_actions if len(option) > 2]
@@ -94,13 +95,13 @@ class Parser(argparse.ArgumentParser):
         return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """End the program with status 2."""
+        """Exit with status 2."""
         print(f"error: {message}", file=sys.stderr)
         raise SystemExit(2)
 
 
 def exit_status(work: Callable[[], object], interrupted: str = "interrupted") -> int:
-    """Do the work of a program; a mistake in what it was given, or Ctrl-C, is told in one line.
+    """Run a program, and report a mistake in its input, or Ctrl-C, in one line.
 
     Returns:
         The exit status: 0, 2 for a mistake, 130 for Ctrl-C.

@@ -56,8 +56,8 @@ def test_tables_are_placed_by_their_counted_load():
     ("tables", "message"),
     [
         ({"z": "row"}, "sharding.tables names table 'z'; the data has a, b, c"),
-        ({"c": "row"}, "has c by row, but it is of kind tt, which is replicated: drop it there"),
-        ({"a": "rows"}, "unknown sharding 'rows', did you mean 'row'"),
+        ({"c": "row"}, "shards c by row, but tables of kind tt are replicated: remove it there"),
+        ({"a": "rows"}, "unknown sharding type 'rows', did you mean 'row'"),
     ],
 )
 def test_wishes_that_cannot_be_met_say_why(tables, message):
@@ -80,7 +80,7 @@ def test_exchanges_that_cannot_be_say_why(options, message):
 @pytest.mark.parametrize("options", [{"by": "column"}, {"by": "row", "tables": {"a": "column"}}])
 def test_one_sum_for_a_row_needs_all_its_columns(options):
     options = {"threshold": 100, **options}
-    message = r"cuts a by column, but --optim.embeddings rowwise_adagrad keeps one sum for a whole"
+    message = "shards a by column, but --optim.embeddings rowwise_adagrad keeps one sum for a"
     with pytest.raises(ValueError, match=message):
         make_sharding_plan(World(rank=0, size=2), NAMES, RECIPE, rule="rowwise_adagrad", **options)
     assert make_sharding_plan(World(), NAMES, RECIPE, rule="rowwise_adagrad", **options) is None
@@ -126,7 +126,7 @@ def test_pages_have_no_devices_of_their_own_under_torchrun():
     recipe = {**RECIPE, "plan": [("paged", {"devices": ["cpu", "cpu"]})] * 3}
     assert make_sharding_plan(World(), NAMES, recipe) is None
     for by in ("row", "replicate"):
-        with pytest.raises(ValueError, match="under torchrun every process holds its share"):
+        with pytest.raises(ValueError, match="under torchrun every process holds its shards"):
             make_sharding_plan(World(rank=0, size=2), NAMES, recipe, by=by)
 
 

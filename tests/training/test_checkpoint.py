@@ -112,7 +112,7 @@ def test_the_run_of_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(directory)
     assert run_directory.run_directory("latest") == tmp_path / "run"
     shutil.copytree(directory / "step_1", tmp_path / "copied")
-    with pytest.raises(FileNotFoundError, match="copied lies in no run: name one in a run's"):
+    with pytest.raises(FileNotFoundError, match="copied is not in a run: name one in the"):
         run_directory.run_directory(tmp_path / "copied")
 
 
@@ -175,12 +175,12 @@ def test_others_are_refused(tmp_path, caplog):
     recipe, model, optimizers = make("dense")
     about = save(tmp_path / "checkpoints" / "step_1", recipe, model, optimizers)
     with pytest.raises(ValueError, match="is of a model with another embedding_dim, plan"):
-        checkpoint.about(tmp_path, recipe={**recipe, "embedding_dim": 4, "plan": []})
+        checkpoint.about(tmp_path, spec={**recipe, "embedding_dim": 4, "plan": []})
     groups = copy.deepcopy(about["groups"])
     _, model, others = make("dense", rule="sgd")
-    with pytest.raises(ValueError, match="the saved optimizer is adam, this is sgd"):
+    with pytest.raises(ValueError, match="the saved optimizer is adam, this one is sgd"):
         checkpoint.load(tmp_path, model, others, groups=groups)
-    with pytest.raises(FileNotFoundError, match="is no checkpoint: name a run's directory"):
+    with pytest.raises(FileNotFoundError, match="is not a checkpoint: name a run directory"):
         run_directory.find_checkpoint(tmp_path / "checkpoints")
     for pattern in ("*.distcp", ".metadata"):
         for damaged in (tmp_path / "checkpoints" / "step_1").glob(pattern):

@@ -89,7 +89,7 @@ def test_what_is_not_a_number_is_null_in_json(tmp_path):
 def test_of_two_new_runs_in_one_place_the_second_is_refused(tmp_path):
     with Tracker(tmp_path) as first:
         first.log(1, {"train/loss": 1.0})
-        with pytest.raises(ValueError, match="is that of another run: choose another --name"):
+        with pytest.raises(ValueError, match="belongs to another run: choose another --name"):
             Tracker(tmp_path)
     assert len(list(tmp_path.glob("events*"))) == 1
     assert [e.value for e in events(tmp_path).Scalars("train/loss")] == [1.0]
@@ -116,7 +116,7 @@ def test_a_line_that_was_cut_off_does_not_stop_a_resumed_run(tmp_path):
         pass
     assert path.read_text() == before
     path.write_text('{"step": 2, "tr\n' + before)
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1 is no JSON: .*remove the line"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1 is not JSON: .*remove the line"):
         Tracker(tmp_path, step=1)
     assert path.read_text().endswith(before)
     for line in (b"5", b'{"a": 1}', b"\xff"):
