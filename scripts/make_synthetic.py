@@ -1,4 +1,4 @@
-"""Write synthetic Criteo data of any size, with a planted truth.
+"""Write synthetic Criteo data of any size, with labels from a known model.
 
     python scripts/make_synthetic.py --output data/demo
     python scripts/make_synthetic.py --output data/kaggle --like kaggle
@@ -25,7 +25,7 @@ from dlrm.utils.program import Parser, exit_status, path_arg
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """What a value of ``--like`` stands for."""
+    """The meaning of a value of ``--like``."""
 
     profile: str
     rows: int
@@ -45,8 +45,8 @@ PRESETS = {
 }
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options; ends the program with status 2 for one that does not exist."""
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options; ends the program with status 2 for a wrong one."""
     parser = Parser(__doc__)
     add = parser.add_argument
     add(
@@ -54,57 +54,61 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         type=path_arg,
         required=True,
         metavar="DIR",
-        help="directory to make; must not hold anything",
+        help="directory to create; it must not contain anything",
     )
     add(
         "--like",
         choices=PRESETS,
         default="demo",
-        help="demo: 300,000 rows, Kaggle's 26 tables of at most 20,000 rows each, split 80/10/10. "
-        "kaggle: 45,840,617 rows, 26 tables of 33.8 M rows together. terabyte: the tables of ids "
-        "modulo 40 M, 204 M rows together, and by default 100 M of the 4.4 billion rows. "
+        help="demo: 300,000 rows, Kaggle's 26 tables with at most 20,000 rows each, split "
+        "80/10/10. kaggle: 45,840,617 rows, 26 tables with 33.8 M rows in total. terabyte: 100 M "
+        "of the 4.4 billion rows, 26 tables with 204 M rows in total (ids modulo 40 M) "
         "(default: %(default)s)",
     )
-    add("--rows", type=int, help="rows of all splits together (default: as --like says)")
+    add("--rows", type=int, help="number of rows, over all splits (default: that of --like)")
     add(
         "--cardinalities",
         type=int,
         nargs="+",
         metavar="V",
-        help="rows of each table (default: as --like says)",
+        help="rows of each table (default: those of --like)",
     )
-    add("--cap", type=int, help="largest table; larger ones keep their most frequent values only")
+    add(
+        "--cap",
+        type=int,
+        help="rows of a table at most; larger tables keep their most frequent values",
+    )
     add(
         "--fractions",
         type=float,
         nargs=3,
         metavar=("TRAIN", "VAL", "TEST"),
-        help="shares of the splits (default: the reference protocol, six days of seven for "
-        "training, of the last the first half for test and the rest for validation)",
+        help="shares of the splits (default: the reference protocol: six of seven days for "
+        "training, the first half of the last day for test and the second for validation)",
     )
-    add("--seed", type=int, default=0, help="(default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of everything random (default: %(default)s)")
     add("--auc", type=float, default=0.80, help="best possible AUC (default: %(default)s)")
     add("--positives", type=float, default=0.256, help="share of label 1 (default: %(default)s)")
     add(
         "--format",
         choices=("parquet", "tsv"),
         default="parquet",
-        help="parquet: ready for training. tsv: raw as from Criteo, for prepare_criteo.py; one "
-        "train.txt, in which --split days or the same fractions find the same splits again "
+        help="parquet: ready for training. tsv: raw data as from Criteo, for prepare_criteo.py; a "
+        "single train.txt, which --split days, or the same fractions, divide into the same splits "
         "(default: %(default)s)",
     )
     add(
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="where the rows are made; auto: a GPU if there is one (default: %(default)s)",
+        help="device that generates the rows; auto: a GPU if there is one (default: %(default)s)",
     )
-    add("--threads", type=int, help="files written at a time (default: the number of cores)")
+    add("--threads", type=int, help="files written at a time (default: one per core)")
     return parser.parse_args(argv)
 
 
 def make(args: argparse.Namespace) -> tuple[Meta, int]:
-    """Write the data that the options ask for; returns the meta data and the number of rows."""
+    """Write the data of the options; returns the meta data and the number of rows."""
     preset = PRESETS[args.like]
     rows = preset.rows if args.rows is None else args.rows
     cap = preset.cap if args.cap is None and args.cardinalities is None else args.cap
@@ -134,12 +138,12 @@ def make(args: argparse.Namespace) -> tuple[Meta, int]:
     return meta, rows
 
 
-def make_and_tell(args: argparse.Namespace) -> None:
-    """Make the rows and print a summary."""
+def make_and_report(args: argparse.Namespace) -> None:
+    """Write the data and print a summary."""
     start = time.perf_counter()
     meta, rows = make(args)
     seconds = time.perf_counter() - start
-    print(f"{args.output}: {rows:,} rows, tables of {sum(meta.cardinalities):,} rows together")
+    print(f"{args.output}: {rows:,} rows, tables with {sum(meta.cardinalities):,} rows in total")
     print(f"{'split':6}{'rows':>12}{'positives':>11}{'best AUC':>10}{'log loss':>10}")
     for name, split in meta.splits.items():
         best = meta.planted[name]
@@ -152,9 +156,9 @@ def make_and_tell(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit status."""
-    args = parse(argv)
+    args = parse_args(argv)
     return exit_status(
-        lambda: make_and_tell(args), f"interrupted; nothing is left in {args.output}"
+        lambda: make_and_report(args), f"interrupted; nothing was left in {args.output}"
     )
 
 

@@ -1,9 +1,9 @@
 """Fit the distributions of the synthetic data to a sample of real Criteo rows.
 
-Writes the profile that ``dlrm.data.synthetic`` draws from, ``dlrm/data/synthetic/profile.json``:
-aggregates alone (shares by rank, quantiles, missing rates), never a value or a row of the sample.
-With ``--plot`` it also draws the fit: coverage by rank of the real sample beside a synthetic sample
-of as many rows.
+Writes the profile from which ``dlrm.data.synthetic`` draws, ``dlrm/data/synthetic/profile.json``.
+It contains only aggregates (shares by rank, quantiles, missing rates), no value or row of the
+sample. With ``--plot`` it also draws the fit: coverage by rank of the real sample, next to a
+synthetic sample with the same number of rows.
 
     python scripts/maintenance/calibrate_synthetic.py kaggle=train_sample.tsv.gz --plot FILE
 """
@@ -32,20 +32,20 @@ from dlrm.data.synthetic.generator import Generator
 from dlrm.utils.atomic import atomic_write, save_figure
 from dlrm.utils.program import Parser, exit_status, figure_arg, path_arg
 
-# Rows of the full files, over which the cardinalities were counted.
+# Rows of the full files, in which the cardinalities were counted.
 FULL = {
     "kaggle": (45_840_617, KAGGLE_CARDINALITIES),
     "terabyte": (4_373_472_329, TERABYTE_CARDINALITIES),
 }
-WELL_COUNTED = 20  # sample count from which a rank's share is taken as measured
+WELL_COUNTED = 20  # with at least this count in the sample, the share of a rank is used as it is
 HEAD_STEP, TAIL_STEP = 1.2, 1.5  # ratio of neighbouring knots
 
 
 def read_sample(path: str | Path) -> pd.DataFrame:
-    """The raw rows of a Criteo TSV file; missing integers NaN, missing tokens ''.
+    """The raw rows of a Criteo TSV file; missing integers are NaN, missing tokens ''.
 
     Raises:
-        ValueError: it holds others.
+        ValueError: the file has no such rows.
     """
     names = ["label", *CRITEO_DENSE, *CRITEO_CATEGORICAL]
     try:
@@ -60,19 +60,19 @@ def read_sample(path: str | Path) -> pd.DataFrame:
             na_values={name: [""] for name in CRITEO_DENSE},
         )
     except (ValueError, EOFError, OSError, zlib.error) as error:
-        raise ValueError(f"{path} holds no raw rows of Criteo's: {error}") from None
+        raise ValueError(f"{path} has no raw Criteo rows: {error}") from None
 
 
 def require_enough(path: str | Path, sample: pd.DataFrame) -> None:
-    """Raise unless each column has something to be fitted to."""
+    """Check that each column has enough values for a fit."""
     for name in CRITEO_DENSE:
         if not sample[name].notna().any():
-            raise ValueError(f"{path} holds no raw rows of Criteo's: {name} has no values")
+            raise ValueError(f"{path} has no raw Criteo rows: {name} has no values")
     for name in CRITEO_CATEGORICAL:
         counts = sample.loc[sample[name] != "", name].value_counts()
         if counts.empty or counts.iloc[0] < WELL_COUNTED:
             raise ValueError(
-                f"{path}: no value of {name} is in {WELL_COUNTED} rows: give more rows"
+                f"{path}: no value of {name} occurs in {WELL_COUNTED} rows; give more rows"
             )
 
 
@@ -84,12 +84,12 @@ def knots_between(first: int, last: int, step: float) -> np.ndarray:
     return np.array(knots)
 
 
-def seen(ids: np.ndarray, shares: np.ndarray, rows: int, full_rows: int) -> np.ndarray:
-    """Expected distinct values in ``rows`` of ``full_rows`` rows drawn without replacement.
+def expected_distinct(ids: np.ndarray, shares: np.ndarray, rows: int, full_rows: int) -> np.ndarray:
+    """Expected number of distinct values in ``rows`` of ``full_rows`` rows, without replacement.
 
     Args:
         ids: number of values in each segment [S].
-        shares: share of the rows that one value of the segment takes [..., S].
+        shares: share of a single value of each segment [..., S].
     """
     return (1 - (1 - rows / full_rows) ** (full_rows * shares)) @ ids
 
@@ -99,23 +99,24 @@ def fit_ranks(
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Coverage by rank of a column with ``values`` values in the full file.
 
-    The well counted head is taken as measured. The tail is log-quadratic, ``log p(r) = log p0 -
-    s t - q t^2`` with ``t = log(r / r0)``, no value rarer than one row of the full file; ``s``
-    makes the shares add to one, ``q`` matches the number of distinct values of the sample.
+    The head, whose counts are large enough, is used as measured. The tail is log-quadratic, ``log
+    p(r) = log p0 - s t - q t^2`` with ``t = log(r / r0)``, and no value is rarer than one row of
+    the full file; ``s`` makes the shares add up to one, and ``q`` matches the number of distinct
+    values in the sample.
 
     Args:
-        counts: rows per value in the sample, falling, missing left out.
+        counts: rows per value in the sample, falling, without missing.
         values: values in the full file.
         full_rows: rows of the full file where the column is present.
 
     Returns:
-        Knots in rank [K + 1] from 0 to ``values``, the coverage there [K + 1] from 0 to 1, and the
+        Knots [K + 1], ranks from 0 to ``values``; the coverage [K + 1] there, from 0 to 1; and the
         expected number of distinct values in the sample.
     """
     rows = int(counts.sum())
     head = int((counts >= WELL_COUNTED).sum()) if len(counts) < values else values
     covered = np.concatenate([[0], np.cumsum(counts[:head])]) / rows
-    if head < values:  # a row each at least for the values that the sample lacks
+    if head < values:  # leave at least one row for each value that the sample lacks
         covered *= min(1, (1 - (values - head) / full_rows) / covered[-1])
     knots = np.concatenate([[0], knots_between(1, head, HEAD_STEP)])
     coverage = covered[knots]
@@ -136,7 +137,7 @@ def fit_ranks(
         more = (shares @ width > left)[:, None]
         low, high = np.where(more, s, low), np.where(more, high, s)
     shares *= left / (shares @ width)[:, None]
-    distinct = head + seen(width, shares, rows, full_rows)
+    distinct = head + expected_distinct(width, shares, rows, full_rows)
     best = np.abs(distinct - len(counts)).argmin()
     shares, expected = shares[best], float(distinct[best])
     knots = np.concatenate([knots, tail[1:]])
@@ -146,7 +147,7 @@ def fit_ranks(
 
 
 def fit_dense(values: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
-    """Lowest value, knots above it and the share of rows below each knot."""
+    """The lowest value, the knots above it, and the CDF at the knots."""
     lowest = int(values.min())
     above = np.sort(values.astype(np.int64) - lowest)
     knots = np.concatenate([[0], knots_between(1, int(above[-1]) + 1, 1.15)])
@@ -154,27 +155,27 @@ def fit_dense(values: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
 
 
 def profile_of(sample: pd.DataFrame, full_rows: int, cardinalities: tuple[int, ...]) -> dict:
-    """The profile of a data set as it stands in the file.
+    """The profile of a data set, as in the JSON file.
 
     Args:
         sample: real rows, as from ``read_sample``.
         full_rows: rows of the full file.
-        cardinalities: distinct values of each column there, "missing" counted as one.
+        cardinalities: distinct values of each column there; "missing" counts as one.
     """
-    masks: dict[bytes, str] = {}
+    groups: dict[bytes, str] = {}  # of columns that are missing in the same rows
 
     def missing(name: str, mask: np.ndarray) -> dict:
         if not mask.any():
             return {}
-        word = masks.setdefault(np.packbits(mask).tobytes(), name)
-        return {"missing": round(float(mask.mean()), 6), "together": word}
+        group = groups.setdefault(np.packbits(mask).tobytes(), name)
+        return {"missing": round(float(mask.mean()), 6), "missing_group": group}
 
     dense, categorical = [], []
     for name in CRITEO_DENSE:
         column = sample[name]
-        lowest, knots, below = fit_dense(column.dropna().to_numpy())
+        lowest, knots, cdf = fit_dense(column.dropna().to_numpy())
         dense.append(
-            {"name": name, "knots": knots.tolist(), "below": below.round(8).tolist()}
+            {"name": name, "knots": knots.tolist(), "cdf": cdf.round(8).tolist()}
             | ({"lowest": lowest} if lowest else {})
             | missing(name, column.isna().to_numpy())
         )
@@ -182,23 +183,23 @@ def profile_of(sample: pd.DataFrame, full_rows: int, cardinalities: tuple[int, .
         mask = (sample[name] == "").to_numpy()
         counts = sample.loc[~mask, name].value_counts().to_numpy()
         rows = round(full_rows * (1 - mask.mean()))
-        knots, below, _ = fit_ranks(counts, cardinality - bool(mask.any()), rows)
+        knots, cdf, _ = fit_ranks(counts, cardinality - bool(mask.any()), rows)
         categorical.append(
-            {"name": name, "knots": knots.tolist(), "below": below.round(11).tolist()}
+            {"name": name, "knots": knots.tolist(), "cdf": cdf.round(11).tolist()}
             | missing(name, mask)
         )
     return {"rows": full_rows, "dense": dense, "categorical": categorical}
 
 
 def write_profiles(path: Path, made: dict[str, dict]) -> None:
-    """Write the profiles, a column per line, those not made this time as they are."""
+    """Write the profiles, one column per line; profiles that were not made are kept."""
     old = json.loads(path.read_text()) if path.exists() else {}
     with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(old | made).replace('{"name"', '\n{"name"') + "\n")
 
 
 def plot(path: str | Path, sample: pd.DataFrame, profile: Profile) -> None:
-    """Draw real beside synthetic: coverage by rank, dense distributions, missing rates."""
+    """Draw real and synthetic data: coverage by rank, dense distributions, missing rates."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -213,30 +214,29 @@ def plot(path: str | Path, sample: pd.DataFrame, profile: Profile) -> None:
         positives=0.256,
         device=torch.device("cpu"),
     )
-    block = generator.block(0, len(sample))  # a random subset of the full synthetic data
+    rows = generator.rows(0, len(sample))  # a random subset of the full synthetic data
     figure, axes = plt.subplots(8, 5, figsize=(15, 20), layout="constrained")
     panels = iter(axes.flat)
     rates: list[tuple[float, float]] = []
-    for law, ids in zip(profile.categorical, block.ids, strict=True):
+    for column, ids in zip(profile.categorical, rows.ids, strict=True):
         axis = next(panels)
-        real = sample[law.name].value_counts().to_numpy()
+        real = sample[column.name].value_counts().to_numpy()
         made = np.sort(np.bincount(ids.numpy()))[::-1]
         made = made[made > 0]
         for counts, style in ((real, "-"), (made, "--")):
             axis.semilogx(np.arange(1, len(counts) + 1), counts.cumsum() / counts.sum(), style)
-        axis.set_title(f"{law.name}: {len(real):,} values, {len(made):,}", fontsize=9)
-        if law.missing:
-            synthetic = float((ids == law.missing_rank).double().mean())
-            rates.append((float((sample[law.name] == "").mean()), synthetic))
-    for law, values, missing in zip(profile.dense, block.dense, block.missing, strict=True):
-        axis = next(panels)
-        made = values[~missing].numpy()
-        for column, style in ((sample[law.name].dropna(), "-"), (made, "--")):
-            ordered = np.log1p(np.sort(column) - law.lowest)
+        axis.set_title(f"{column.name}: {len(real):,} values, {len(made):,}", fontsize=9)
+        if column.missing:
+            synthetic = float((ids == column.missing_rank).double().mean())
+            rates.append((float((sample[column.name] == "").mean()), synthetic))
+    for column, values, missing in zip(profile.dense, rows.dense, rows.missing, strict=True):
+        axis, wanted = next(panels), sample[column.name]
+        for numbers, style in ((wanted.dropna(), "-"), (values[~missing].numpy(), "--")):
+            ordered = np.log1p(np.sort(numbers) - column.lowest)
             axis.plot(ordered, np.arange(1, len(ordered) + 1) / len(ordered), style)
-        axis.set_title(f"{law.name}, log scale", fontsize=9)
-        if law.missing:
-            rates.append((float(sample[law.name].isna().mean()), float(missing.double().mean())))
+        axis.set_title(f"{column.name}, log scale", fontsize=9)
+        if column.missing:
+            rates.append((float(wanted.isna().mean()), float(missing.double().mean())))
     axis = next(panels)
     axis.plot([0, 1], [0, 1], color="lightgray")
     axis.plot(*zip(*rates, strict=True), "o")
@@ -268,7 +268,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit status."""
     parser = Parser(__doc__)
     parser.add_argument(
-        "samples", nargs="+", metavar="NAME=FILE", help="kaggle or terabyte, and a raw TSV file"
+        "samples",
+        nargs="+",
+        metavar="NAME=FILE",
+        help="kaggle or terabyte, and a raw TSV file",
     )
     parser.add_argument(
         "--output",

@@ -1,4 +1,4 @@
-"""Synthetic click logs with the skew of Criteo's columns and a known label model."""
+"""Synthetic click logs with the skew of Criteo's columns and labels from a known model."""
 
 from dlrm.data.synthetic.dataset import (
     DEMO_CAP,
@@ -6,7 +6,6 @@ from dlrm.data.synthetic.dataset import (
     DEMO_ROWS,
     MAX_CARDINALITY,
     TSV_META_FILE,
-    split_rows,
     write,
     write_demo,
 )
@@ -17,7 +16,6 @@ __all__ = [
     "DEMO_ROWS",
     "MAX_CARDINALITY",
     "TSV_META_FILE",
-    "split_rows",
     "write",
     "write_demo",
 ]

@@ -1,10 +1,10 @@
-"""Distributions of the synthetic columns, as integer tables that every device reads alike.
+"""Distributions of the synthetic columns, drawn with integer arithmetic.
 
-A column follows a ``Distribution``: the share of rows below each of some knots, fitted to a real
-sample by ``scripts/maintenance/calibrate_synthetic.py``. Drawing inverts it through a table of
-quantiles in fixed point, and the uniform numbers come from permutations of the rows, so that all
-arithmetic is on integers and a row's values depend on the seed and the row alone: not on chunks,
-threads or the device.
+A column follows a ``Distribution``: the CDF at some knots, fitted to a real sample by
+``scripts/maintenance/calibrate_synthetic.py``. Values are drawn by inverting it with a table of
+quantiles in fixed point, from uniform numbers that are permutations of the rows. All arithmetic is
+on integers, so the values of a row depend only on the seed and the row, not on chunks, threads or
+the device.
 """
 
 from __future__ import annotations
@@ -24,74 +24,74 @@ from torch import Tensor
 PROFILE_FILE = Path(__file__).with_name("profile.json")
 
 UNIFORM_BITS = 56  # a uniform number is an integer below 2^56
-SLOT_BITS = 14  # its high bits choose a slot of the quantile table,
-STEP_BITS = 24  # the next ones interpolate within it
-FRACTION_BITS = 12  # of a quantile; 2^27 ids * 2^12 * 2^24 is all that 63 bits hold
+SLOT_BITS = 14  # its high bits select a slot of the quantile table,
+STEP_BITS = 24  # the next ones interpolate within the slot
+FRACTION_BITS = 12  # of a quantile; 2^27 ids * 2^12 * 2^24 just fit into 63 bits
 JITTER_BITS = 14
 
 
 @dataclass(frozen=True, kw_only=True)
 class Distribution:
-    """Distribution of one column over the integers ``0 .. knots[-1] - 1``, missing left out."""
+    """Distribution of one column over the integers ``0 .. knots[-1] - 1``, without missing."""
 
     name: str
     knots: tuple[int, ...]
-    """Rising integers, the first 0, the last the number of values."""
-    below: tuple[float, ...]
-    """Share of the present values below each knot, from 0 to 1; even between two knots."""
+    """Rising integers from 0 to the number of values."""
+    cdf: tuple[float, ...]
+    """Share of the present values below each knot, from 0 to 1; linear between two knots."""
     lowest: int = 0
     """Dense columns: the value that the integer 0 stands for."""
     missing: float = 0.0
     """Share of rows without a value."""
-    together: str = ""
-    """Columns with the same word here are missing in the same rows."""
+    missing_group: str = ""
+    """Columns of the same group are missing in the same rows."""
 
     @property
     def values(self) -> int:
-        """Number of values, missing left out."""
+        """Number of values, without missing."""
         return self.knots[-1]
 
     @property
     def cardinality(self) -> int:
-        """Number of values, missing counted as one if it occurs."""
+        """Number of values; missing counts as one if it occurs."""
         return self.values + (self.missing > 0)
 
     @property
     def missing_rank(self) -> int:
-        """Where "missing" stands among the values by falling frequency."""
+        """Rank of "missing" among the values in order of falling frequency."""
         width = np.diff(self.knots)
-        share = np.diff(self.below) / width * (1 - self.missing)
+        share = np.diff(self.cdf) / width * (1 - self.missing)
         return int(width[share > self.missing].sum())
 
     @property
     def smallest_share(self) -> float:
-        """Share of the present values that the rarest value takes."""
-        return float((np.diff(self.below) / np.diff(self.knots)).min())
+        """Share of the rarest value among the present values."""
+        return float((np.diff(self.cdf) / np.diff(self.knots)).min())
 
     def resized(self, cardinality: int, *, name: str) -> Distribution:
-        """The law over another number of values, missing counted, as column ``name``.
+        """The distribution over another number of values, including missing, as column ``name``.
 
-        A smaller one keeps the most frequent values; a larger one stretches the last piece of the
-        tail, so that the head stays as measured.
+        A smaller one keeps the most frequent values. A larger one stretches the last segment of the
+        tail and does not change the head.
         """
         values = cardinality - (self.missing > 0)
         if values < 1:
-            return Distribution(name=name, knots=(0, 1), below=(0.0, 1.0))
-        knots, below = np.array(self.knots), np.array(self.below)
+            return Distribution(name=name, knots=(0, 1), cdf=(0.0, 1.0))
+        knots, cdf = np.array(self.knots), np.array(self.cdf)
         kept = knots < min(values, self.values)
-        end = np.interp(values, knots, below)
+        end = np.interp(values, knots, cdf)
         return replace(
             self,
             name=name,
             knots=(*knots[kept].tolist(), values),
-            below=(*(below[kept] / end).tolist(), 1.0),
+            cdf=(*(cdf[kept] / end).tolist(), 1.0),
         )
 
     def quantiles(self) -> Tensor:
         """Table ``[2^SLOT_BITS + 1]`` of quantiles in fixed point, int64."""
         at = np.linspace(0, 1, (1 << SLOT_BITS) + 1)
-        table = np.rint(np.interp(at, self.below, self.knots) * (1 << FRACTION_BITS))
-        # A slot may be narrower than the resolution; none may begin at the end of the range.
+        table = np.rint(np.interp(at, self.cdf, self.knots) * (1 << FRACTION_BITS))
+        # A slot may be narrower than the resolution, but none may start at the end of the range.
         table[:-1] = np.minimum(table[:-1], (self.values << FRACTION_BITS) - 1)
         return torch.from_numpy(table.astype(np.int64))
 
@@ -115,47 +115,48 @@ def profiles(path: Path = PROFILE_FILE) -> dict[str, Profile]:
         name: Profile(
             name=name,
             rows=profile["rows"],
-            dense=tuple(_law(column) for column in profile["dense"]),
-            categorical=tuple(_law(column) for column in profile["categorical"]),
+            dense=tuple(_distribution(column) for column in profile["dense"]),
+            categorical=tuple(_distribution(column) for column in profile["categorical"]),
         )
         for name, profile in raw.items()
     }
 
 
-def _law(raw: dict[str, Any]) -> Distribution:
-    return Distribution(**{**raw, "knots": tuple(raw["knots"]), "below": tuple(raw["below"])})
+def _distribution(raw: dict[str, Any]) -> Distribution:
+    return Distribution(**{**raw, "knots": tuple(raw["knots"]), "cdf": tuple(raw["cdf"])})
 
 
 def mix(x: Tensor) -> Tensor:
-    """A well mixed non-negative 63-bit integer for each integer (the finaliser of SplitMix64)."""
+    """A well-mixed non-negative 63-bit integer for each integer (the finaliser of SplitMix64)."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
     return (x ^ ((x >> 31) & 0x1FFFFFFFF)) & 0x7FFFFFFFFFFFFFFF
 
 
 def hashed(seed: int, stream: int, size: int, device: torch.device | str = "cpu") -> Tensor:
-    """``size`` independent 63-bit integers for this seed and stream ``[size]``, int64."""
+    """Independent 63-bit integers ``[size]`` for this seed and stream, int64."""
     key = mix(mix(torch.tensor(seed)) + stream)
     golden = -0x61C8864680B583EB
     return mix(torch.arange(1, size + 1, device=device) * golden + key.to(device))
 
 
 class PermutedUniforms:
-    """Uniform numbers per stream and row: each stream is a permutation of the rows.
+    """Uniform numbers for each stream and row; each stream is a permutation of the rows.
 
-    ``rows`` rows draw ``rows`` evenly spaced numbers in pseudo-random order, so a value whose share
-    is ``k / rows`` occurs ``k`` times: of the 33.8 M values of Criteo Kaggle nearly all occur in
-    45.8 M rows, most of them once, as in the real file. Independent draws would miss a third.
+    The rows of a stream get ``rows`` evenly spaced numbers in pseudo-random order, so a value with
+    share ``k / rows`` occurs ``k`` times. Of the 33.8 M values of Criteo Kaggle, nearly all occur
+    in 45.8 M rows, most of them once, as in the real file. Independent draws would miss a third.
 
-    The permutation is a Feistel network over pairs of digits to the base ``ceil(sqrt(rows))`` with
-    four rounds of random tables; results beyond the last row walk on until they fall inside.
+    The permutation is a Feistel network on pairs of digits to the base ``ceil(sqrt(rows))``, with
+    four rounds of random tables. It is applied again to results beyond the last row until they are
+    in range (cycle walking).
 
     Args:
         rows: rows of the whole data set.
-        jitter: per stream ``[S]``, whether its numbers lie anywhere between two of the even grid,
-            so that values rarer than a row do not come in regular steps.
-        seed: what the tables are drawn from.
-        device: where the numbers are made.
+        jitter: for each stream ``[S]``, whether to draw its numbers between two points of the even
+            grid, so that values rarer than one row do not form a regular pattern.
+        seed: seed of the tables.
+        device: device of the numbers.
 
     Reference: Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002.
     """
@@ -169,41 +170,41 @@ class PermutedUniforms:
         self.base = max(1, math.isqrt(rows - 1) + 1)
         streams = len(jitter)
         tables = hashed(seed, 1, streams * self.ROUNDS * self.base, device) >> 32
-        tables = (tables * self.base >> 31).to(torch.int32)  # 31 bits to a digit
+        tables = (tables * self.base >> 31).to(torch.int32)  # from 31 bits
         self.tables = tables.view(streams, self.ROUNDS, -1).transpose(0, 1).flatten(1)  # [4, S * b]
         self.offsets = torch.arange(streams, dtype=torch.int32, device=device)[:, None] * self.base
         self.step = (1 << UNIFORM_BITS) // rows
-        spread = torch.tensor(list(jitter), device=device)[:, None]  # [S, 1]
-        self.spread = spread * (self.step >> JITTER_BITS)
+        jittered = torch.tensor(list(jitter), device=device)[:, None]  # [S, 1]
+        self.jitter_step = jittered * (self.step >> JITTER_BITS)
 
     def order(self, rows: Tensor) -> Tensor:
-        """Place of each of the rows ``[B]`` in the permutation of each stream, int64 ``[S, B]``."""
-        place = self._permute(rows, self.offsets)
-        beyond = (place >= self.rows).nonzero(as_tuple=True)
+        """Position of the rows ``[B]`` in the permutation of each stream, int64 ``[S, B]``."""
+        position = self._permute(rows, self.offsets)
+        beyond = (position >= self.rows).nonzero(as_tuple=True)
         while len(beyond[0]):
-            place[beyond] = self._permute(place[beyond], self.offsets[beyond[0], 0])
-            beyond = tuple(index[place[beyond] >= self.rows] for index in beyond)
-        return place
+            position[beyond] = self._permute(position[beyond], self.offsets[beyond[0], 0])
+            beyond = tuple(index[position[beyond] >= self.rows] for index in beyond)
+        return position
 
     def _permute(self, rows: Tensor, offsets: Tensor) -> Tensor:
         high = torch.div(rows, self.base, rounding_mode="floor")
         left, right = high.to(torch.int32), (rows - high * self.base).to(torch.int32)
         for table in self.tables:
             index = right + offsets
-            # On a CPU fifteen times as fast as indexing and torch.where.
+            # On a CPU this is 15 times as fast as indexing and torch.where.
             total = table.index_select(0, index.view(-1)).view_as(index).add_(left).sub_(self.base)
             left, right = right, total.add_((total >> 31).bitwise_and_(self.base))
         return left.long() * self.base + right
 
     def draw(self, rows: Tensor) -> Tensor:
-        """A number below ``2^UNIFORM_BITS`` per stream for each of the rows, int64 ``[S, B]``."""
-        place = self.order(rows)
-        jitter = (place * 0x9E3779B1 >> 16).bitwise_and_((1 << JITTER_BITS) - 1)
-        return place.mul_(self.step).add_(jitter.mul_(self.spread))
+        """Numbers below ``2^UNIFORM_BITS`` for rows ``[B]`` in each stream, int64 ``[S, B]``."""
+        position = self.order(rows)
+        jitter = (position * 0x9E3779B1 >> 16).bitwise_and_((1 << JITTER_BITS) - 1)
+        return position.mul_(self.step).add_(jitter.mul_(self.jitter_step))
 
 
 def invert(quantiles: Tensor, uniform: Tensor) -> Tensor:
-    """Values at ``uniform [S, B]`` of the distributions with the tables ``quantiles [S, Q]``."""
+    """Values of the distributions with tables ``quantiles [S, Q]`` at ``uniform [S, B]``."""
     size = quantiles.shape[1]
     starts = torch.arange(len(quantiles), device=quantiles.device)[:, None] * size
     slot = (uniform >> (UNIFORM_BITS - SLOT_BITS)).add_(starts).view(-1)

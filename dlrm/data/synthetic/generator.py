@@ -1,4 +1,4 @@
-"""Any block of rows of a synthetic data set, on any device."""
+"""Generates any range of rows of a synthetic data set, on any device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dlrm.data.synthetic.distributions import (
 from dlrm.data.synthetic.label_model import LabelModel
 
 PILOT_ROWS = 1 << 16
-CPU_ROWS = 1 << 14  # rows made at once on a CPU, so that [S, B] stays in its caches
+CPU_ROWS = 1 << 14  # rows generated at a time on a CPU, so that [S, B] stays in its caches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,23 +28,25 @@ class GeneratedRows:
     """``B`` consecutive rows as raw values, feature-major."""
 
     labels: Tensor  # [B] uint8
-    dense: Tensor  # [N, B] int64, whatever where the value is missing
+    dense: Tensor  # [N, B] int64, arbitrary where the value is missing
     missing: Tensor  # [N, B] bool
     ids: Tensor  # [F, B] int64
     bins: Tensor  # [B] int64, index of the true probability of label 1
 
 
 class Generator:
-    """Makes any block of the rows of a data set.
+    """Generates any range of rows of a data set.
+
+    The rows depend on all arguments except ``device``.
 
     Args:
-        dense: laws of the dense columns.
-        categorical: laws of the categorical columns.
+        dense: distributions of the dense columns.
+        categorical: distributions of the categorical columns.
         rows: rows of the whole data set.
-        seed: everything follows from it and the other arguments but ``device``.
-        auc: expected AUC of the planted truth.
+        seed: seed of everything random.
+        auc: expected AUC of the label model.
         positives: expected share of label 1.
-        device: where the blocks are made.
+        device: device that generates the rows.
     """
 
     def __init__(
@@ -59,39 +61,42 @@ class Generator:
         device: torch.device,
     ) -> None:
         self.dense, self.categorical, self.device = tuple(dense), tuple(categorical), device
-        laws = self.dense + self.categorical
-        words = sorted({law.together for law in laws if law.missing})
-        jitter = [law.smallest_share * rows < 1 for law in laws]
-        self.uniforms = PermutedUniforms(
-            rows, jitter=jitter + [False] * len(words), seed=seed, device=device
+        columns = self.dense + self.categorical
+        groups = sorted({column.missing_group for column in columns if column.missing})
+        streams = [  # from which it is drawn whether a value is missing
+            len(columns) + groups.index(column.missing_group) if column.missing else 0
+            for column in columns
+        ]
+        jitter = [column.smallest_share * rows < 1 for column in columns]
+        self.permuted_uniforms = PermutedUniforms(
+            rows, jitter=jitter + [False] * len(groups), seed=seed, device=device
         )
 
-        def column(values: Iterable[int]) -> Tensor:
+        def per_column(values: Iterable[int]) -> Tensor:
             return torch.tensor(list(values), device=device)[:, None]
 
-        self.missing_below = column(int(law.missing * (1 << UNIFORM_BITS)) for law in laws)
-        self.missing_stream = torch.tensor(
-            [len(laws) + words.index(law.together) if law.missing else 0 for law in laws],
-            device=device,
+        self.missing_stream = torch.tensor(streams, device=device)
+        self.missing_below = per_column(
+            int(column.missing * (1 << UNIFORM_BITS)) for column in columns
         )
-        self.missing_rank = column(law.missing_rank for law in categorical)
-        self.has_missing = column(law.missing > 0 for law in categorical)
-        self.lowest = column(law.lowest for law in dense)
-        self.quantiles = torch.stack([law.quantiles() for law in laws]).to(device)
+        self.missing_rank = per_column(column.missing_rank for column in categorical)
+        self.has_missing = per_column(column.missing > 0 for column in categorical)
+        self.lowest = per_column(column.lowest for column in dense)
+        self.quantiles = torch.stack([column.quantiles() for column in columns]).to(device)
         self.noise_key = int(hashed(seed, 4, 1))
-        largest = max(law.lowest + law.values for law in dense)
+        largest = max(column.lowest + column.values for column in dense)
         logs = np.log(np.arange(1, largest + 1, dtype=np.float64)).astype(np.float32)
         self.logs = torch.from_numpy(logs).to(device)
-        self.truth = LabelModel(dense, categorical, seed=seed, device=device)
-        # The values of the first rows are a random sample of all: they come by a permutation.
+        self.label_model = LabelModel(dense, categorical, seed=seed, device=device)
+        # Columns are permutations, so the first rows are a random sample of all rows.
         dense_values, missing, ids = self._columns(torch.arange(min(rows, PILOT_ROWS)).to(device))
-        scores = self.truth.score(_non_negative(dense_values, missing), ids)
-        self.truth.fit(scores, auc=auc, positives=positives)
+        scores = self.label_model.score(_non_negative(dense_values, missing), ids)
+        self.label_model.fit(scores, auc=auc, positives=positives)
 
-    def block(self, start: int, stop: int) -> GeneratedRows:
+    def rows(self, start: int, stop: int) -> GeneratedRows:
         """Rows ``start`` to ``stop - 1``."""
         size = CPU_ROWS if self.device.type == "cpu" else stop - start
-        parts = [self._block(first, min(first + size, stop)) for first in range(start, stop, size)]
+        parts = [self._rows(first, min(first + size, stop)) for first in range(start, stop, size)]
         return GeneratedRows(
             **{
                 field.name: torch.cat([getattr(part, field.name) for part in parts], dim=-1)
@@ -99,21 +104,21 @@ class Generator:
             }
         )
 
-    def transformed(self, block: GeneratedRows) -> Tensor:
+    def transformed(self, rows: GeneratedRows) -> Tensor:
         """The dense columns as log(x + 1), missing and negative as 0; float32 ``[N, B]``."""
-        values = _non_negative(block.dense, block.missing)
+        values = _non_negative(rows.dense, rows.missing)
         return self.logs.index_select(0, values.view(-1)).view_as(values)
 
-    def _block(self, start: int, stop: int) -> GeneratedRows:
+    def _rows(self, start: int, stop: int) -> GeneratedRows:
         rows = torch.arange(start, stop, device=self.device)
         dense, missing, ids = self._columns(rows)
-        bins = self.truth.bins(self.truth.score(_non_negative(dense, missing), ids))
-        labels = self.truth.labels(bins, mix(mix(rows ^ self.noise_key)))
+        bins = self.label_model.bins(self.label_model.score(_non_negative(dense, missing), ids))
+        labels = self.label_model.labels(bins, mix(mix(rows ^ self.noise_key)))
         return GeneratedRows(labels=labels, dense=dense, missing=missing, ids=ids, bins=bins)
 
     def _columns(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Dense values [N, B], which of them are missing [N, B], and ids [F, B]."""
-        uniform = self.uniforms.draw(rows)  # [S, B]
+        uniform = self.permuted_uniforms.draw(rows)  # [S, B]
         missing = uniform.index_select(0, self.missing_stream) < self.missing_below
         values = invert(self.quantiles, uniform[: len(self.quantiles)])
         count = len(self.dense)
@@ -124,5 +129,5 @@ class Generator:
 
 
 def _non_negative(dense: Tensor, missing: Tensor) -> Tensor:
-    """Missing and negative values as 0, as the preparation of real data has them."""
+    """The values with missing and negative ones as 0, as in the preprocessing of real data."""
     return dense.clamp(min=0).mul_(~missing)

@@ -1,14 +1,14 @@
-"""The planted truth of the synthetic data: the model that the labels are drawn from.
+"""The label model of the synthetic data, from which the labels are drawn.
 
     logit = bias + scale * (dense effects + id effects + sum of <z_c, z_d> over pairs of columns)
 
-The dense effects are smooth in log(x + 1). The ids of a column fall into a few hidden clusters,
-each with an effect and a factor vector ``z`` of rank 4; every frequent id adds an effect of its
-own, rare ids share theirs by a hash, at a lower scale: they carry real but little information.
+The dense effects are smooth in log(x + 1). The ids of a column belong to a few hidden clusters,
+each with an effect and a factor vector ``z`` of rank 4. Each frequent id adds an effect of its own;
+rare ids share theirs by a hash, at a lower scale, so that they carry some information, but little.
 
-All of it is fixed-point integers, so that a row has the same label on every device, and the
-probability takes one of 2^13 values, so that counting rows per value gives the exact metrics of
-the truth, the best that any model can reach.
+The arithmetic is on fixed-point integers, so a row has the same label on every device. The
+probability takes one of 2^13 values, so the rows counted for each value give the exact metrics of
+the label model, the best that any model can reach.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from dlrm.data.synthetic.distributions import Distribution, hashed
 
 RANK = 4
 CLUSTERS = 16
-FREQUENT = 4096  # ids with an effect of their own; the others share as many by a hash
+FREQUENT = 4096  # ids with their own effect; the others share the same number by a hash
 RARE_SCALE = 0.5
 POINT, FACTOR_POINT = 12, 8  # fraction bits of effects and of factors
-BIN_BITS, BINS = 8, 1 << 13  # probabilities per unit of the logit, and in all: logits up to 16
+BIN_BITS, BINS = 8, 1 << 13  # 2^BIN_BITS probabilities per unit of the logit; logits up to 16
 
 DENSE_SCALE, CLUSTER_SCALE, ID_SCALE, FACTOR_SCALE = 0.5, 0.45, 0.3, 0.16
 
@@ -36,8 +36,8 @@ DENSE_SCALE, CLUSTER_SCALE, ID_SCALE, FACTOR_SCALE = 0.5, 0.45, 0.3, 0.16
 class LabelModel:
     """Label model over the columns ``dense`` and ``categorical``.
 
-    The scale and the bias are fitted to pilot rows by ``fit``, so that the best AUC and the share
-    of positives come out as wanted whatever the columns.
+    :meth:`fit` fits scale and bias to pilot rows, so that the expected AUC and the share of
+    positives have the given values for any columns.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class LabelModel:
         device: torch.device | str,
     ) -> None:
         random = np.random.Generator(np.random.PCG64([seed, 2]))
-        effects = [_smooth_effect(law, random) for law in dense]
+        effects = [_smooth_effect(column, random) for column in dense]
         starts = np.cumsum([0, *map(len, effects)])[:-1]
         self.dense_effects = torch.from_numpy(np.concatenate(effects)).to(device)
         self.dense_starts = torch.from_numpy(starts).to(device)[:, None]  # [N, 1]
@@ -85,15 +85,15 @@ class LabelModel:
         return ((logit >> (POINT - BIN_BITS)) + BINS // 2).clamp_(0, BINS - 1)
 
     def labels(self, bins: Tensor, noise: Tensor) -> Tensor:
-        """Labels drawn with the probabilities of ``bins`` from 63-bit ``noise``, uint8 ``[B]``."""
+        """Labels drawn with the probabilities of ``bins``, from 63-bit ``noise``; uint8 ``[B]``."""
         return ((noise >> 32) < self.thresholds.index_select(0, bins)).to(torch.uint8)
 
     def fit(self, scores: Tensor, *, auc: float, positives: float) -> None:
-        """Set scale and bias for the wanted best AUC and share of positives on pilot rows.
+        """Set scale and bias so that pilot rows have the given AUC and share of positives.
 
         Args:
             scores: ``score`` of the pilot rows, int64 ``[B]``.
-            auc: expected AUC of the truth itself.
+            auc: expected AUC of the true probabilities.
             positives: expected share of label 1.
         """
         values = np.sort(scores.cpu().numpy()) / (1 << POINT)
@@ -118,18 +118,18 @@ def _bias(logits: np.ndarray, positives: float) -> float:
     return bias
 
 
-def _smooth_effect(law: Distribution, random: np.random.Generator) -> np.ndarray:
+def _smooth_effect(column: Distribution, random: np.random.Generator) -> np.ndarray:
     """Effect of each value of a dense column: a step and a bump in log(x + 1); int64."""
-    x = np.log1p(np.arange(law.lowest + law.values))
+    x = np.log1p(np.arange(column.lowest + column.values))
     step, bump = random.normal(size=2) * DENSE_SCALE
-    middle, top = np.log1p(np.interp([0.5, 0.85], law.below, law.knots))
+    middle, top = np.log1p(np.interp([0.5, 0.85], column.cdf, column.knots))
     width = max(top - middle, 0.5)
     effect = step * np.tanh((x - middle) / width) + bump * np.exp(-(((x - top) / width) ** 2))
     return np.rint(effect * (1 << POINT)).astype(np.int64)
 
 
 def _id_effects(random: np.random.Generator) -> Tensor:
-    """Effect and factors of a column's ids, integers as float32 ``[2 * FREQUENT, 1 + RANK]``."""
+    """Effects and factors of a column's ids: integers, float32 ``[2 * FREQUENT, 1 + RANK]``."""
     weight = random.uniform(0.3, 1.7)
     cluster = random.integers(CLUSTERS, size=2 * FREQUENT)
     shared = random.normal(size=CLUSTERS) * CLUSTER_SCALE * weight
@@ -137,8 +137,8 @@ def _id_effects(random: np.random.Generator) -> Tensor:
     own = random.normal(size=2 * FREQUENT) * ID_SCALE * weight
     effect = shared[cluster] + own
     effect[FREQUENT:] *= RARE_SCALE
-    # Half the square of the sum over columns holds each pair once, and half of each own square,
-    # which is taken out here.
+    # Half the square of the sum over columns contains each pair once, and half of the square of
+    # each column itself, which is subtracted here.
     own_square = np.square(factors).sum(1)[cluster] // (1 << (2 * FACTOR_POINT - POINT + 1))
     table = np.empty((2 * FREQUENT, 1 + RANK), dtype=np.float32)
     table[:, 0] = np.rint(effect * (1 << POINT)) - own_square
@@ -147,7 +147,7 @@ def _id_effects(random: np.random.Generator) -> Tensor:
 
 
 def expected_auc(probability: np.ndarray) -> float:
-    """Expected AUC of scores whose probabilities, in rising order, are ``probability [B]``."""
+    """Expected AUC of scores with the probabilities ``probability [B]``, in rising order."""
     below = np.cumsum(1 - probability) - (1 - probability) / 2
     return float((probability * below).sum() / (probability.sum() * (1 - probability).sum()))
 
@@ -156,8 +156,8 @@ def best_metrics(counts: np.ndarray, probabilities: np.ndarray) -> Mapping[str, 
     """Metrics of the true probabilities on the drawn labels.
 
     Args:
-        counts: rows by label and probability ``[2, BINS]``.
-        probabilities: rising ``[BINS]``.
+        counts: number of rows by label and probability, ``[2, BINS]``.
+        probabilities: in rising order, ``[BINS]``.
 
     Returns:
         ``auc``, ``log_loss``, ``normalized_entropy``, ``accuracy`` and ``positives`` (a share);

@@ -1,13 +1,10 @@
-"""Synthetic rows to files: Parquet as ``prepare_criteo`` writes it, or raw TSV as Criteo does."""
+"""Synthetic rows to files: Parquet as from ``prepare_criteo``, or raw TSV as from Criteo."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -19,13 +16,13 @@ from dlrm.data.schema import Split
 from dlrm.data.synthetic.distributions import hashed
 from dlrm.data.synthetic.generator import GeneratedRows, Generator
 from dlrm.data.synthetic.label_model import BINS
+from dlrm.data.threads import map_in_order
 
-GROUP_ROWS = 1 << 17  # rows of a row group, and of a block of TSV
-PART_GROUPS = 8  # row groups of a Parquet file
+GROUP_ROWS = 1 << 17  # rows of a row group, or of a chunk of TSV
+FILE_GROUPS = 8  # row groups of a Parquet file
 TSV_FILE = "train.txt"
 
 Progress = Callable[[int], object]
-Result = TypeVar("Result")
 
 
 def write_parquet(
@@ -38,9 +35,9 @@ def write_parquet(
     """Write the splits as Parquet, several files at a time.
 
     Returns:
-        The splits by name, and the rows by label and true probability ``[2, BINS]`` of each.
+        The splits by name, and for each the rows by label and true probability, ``[2, BINS]``.
     """
-    size = GROUP_ROWS * PART_GROUPS
+    size = GROUP_ROWS * FILE_GROUPS
     jobs = [
         (split, f"{split}-{number:05d}.parquet", range(start, min(start + size, rows.stop)))
         for split, rows in splits.items()
@@ -48,12 +45,12 @@ def write_parquet(
     ]
     files: dict[str, list[str]] = {split: [] for split in splits}
     counts = {split: np.zeros((2, BINS), dtype=np.int64) for split in splits}
-    results = in_order(
-        lambda job: _write_part(directory / job[1], generator, job[2], progress), jobs, threads
+    results = map_in_order(
+        lambda job: _write_file(directory / job[1], generator, job[2], progress), jobs, threads
     )
-    for (split, file, _), part in zip(jobs, results, strict=True):
+    for (split, file, _), added in zip(jobs, results, strict=True):
         files[split].append(file)
-        counts[split] += part
+        counts[split] += added
     return {split: _split(files[split], counts[split]) for split in splits}, counts
 
 
@@ -66,7 +63,7 @@ def write_tsv(
     *,
     seed: int,
 ) -> tuple[dict[str, Split], dict[str, np.ndarray]]:
-    """Write all rows in order as one raw TSV file; returns what ``write_parquet`` does."""
+    """Write all rows in order as one raw TSV file; returns the same as :func:`write_parquet`."""
     tokens = Tokens(generator, seed)
     jobs = [
         (split, range(start, min(start + GROUP_ROWS, rows.stop)))
@@ -75,28 +72,30 @@ def write_tsv(
     ]
 
     def encode(job: tuple[str, range]) -> tuple[bytes, np.ndarray]:
-        block = generator.block(job[1].start, job[1].stop)
-        return _tsv(block, tokens), _tally(block)
+        rows = generator.rows(job[1].start, job[1].stop)
+        return _tsv(rows, tokens), _tally(rows)
 
     counts = {split: np.zeros((2, BINS), dtype=np.int64) for split in splits}
     with open(directory / TSV_FILE, "wb") as file:
-        for (split, rows), (text, part) in zip(jobs, in_order(encode, jobs, threads), strict=True):
+        results = map_in_order(encode, jobs, threads)
+        for (split, rows), (text, added) in zip(jobs, results, strict=True):
             file.write(text)
-            counts[split] += part
+            counts[split] += added
             progress(len(rows))
     return {split: _split([TSV_FILE], counts[split]) for split in splits}, counts
 
 
 class Tokens:
-    """The raw value of each id: 32 bits, shown as 8 hex digits, different for different ids.
+    """The raw value of each id: 32 bits as 8 hex digits, distinct for distinct ids.
 
-    All columns together number their ids from 0 upward and a bijection on 32-bit integers (the
+    The ids of all columns are numbered consecutively, and a bijection on 32-bit integers (the
     finaliser of MurmurHash3) scatters these numbers.
     """
 
     def __init__(self, generator: Generator, seed: int) -> None:
-        sizes = [law.cardinality for law in generator.categorical]
-        self.missing = [law.missing_rank if law.missing else None for law in generator.categorical]
+        columns = generator.categorical
+        sizes = [column.cardinality for column in columns]
+        self.missing = [column.missing_rank if column.missing else None for column in columns]
         self.offsets = np.cumsum([0, *sizes])
         self.key = np.uint32(int(hashed(seed, 5, 1)) & 0xFFFFFFFF)
         digits = np.frombuffer(b"0123456789abcdef", dtype=np.uint8)
@@ -111,7 +110,7 @@ class Tokens:
         return x ^ (x >> 16)
 
     def text(self, column: int, ids: np.ndarray) -> pa.Array:
-        """Raw values of ``ids [B]`` as 8 hex digits, null where the value is missing."""
+        """Raw values of ``ids [B]`` as 8 hex digits, null for missing."""
         octets = self.values(column, ids).astype(">u4").view(np.uint8)
         offsets = np.arange(0, 8 * len(ids) + 1, 8, dtype=np.int32)
         buffers = [None, pa.py_buffer(offsets), pa.py_buffer(self.pairs[octets])]
@@ -120,48 +119,32 @@ class Tokens:
         return pa.Array.from_buffers(pa.string(), len(ids), buffers)
 
 
-def in_order(work: Callable[..., Result], jobs: Iterable[object], threads: int) -> Iterator[Result]:
-    """Results of ``work`` on each job, in order, at most two jobs per thread under way."""
-    waiting: deque[Future[Result]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            for job in jobs:
-                waiting.append(pool.submit(work, job))
-                if len(waiting) >= 2 * threads:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()
-
-
-def _write_part(path: Path, generator: Generator, rows: range, progress: Progress) -> np.ndarray:
+def _write_file(path: Path, generator: Generator, rows: range, progress: Progress) -> np.ndarray:
     schema = pa.schema(
         [("label", pa.uint8())]
-        + [(law.name, pa.float32()) for law in generator.dense]
-        + [(law.name, pa.int32()) for law in generator.categorical]
+        + [(column.name, pa.float32()) for column in generator.dense]
+        + [(column.name, pa.int32()) for column in generator.categorical]
     )
     counts = np.zeros((2, BINS), dtype=np.int64)
-    # Of the encodings tried, dictionaries with LZ4 read fastest for their bytes.
+    # Of the encodings measured, dictionaries with LZ4 read fastest for their size.
     with pq.ParquetWriter(path, schema, compression="lz4", write_page_checksum=True) as writer:
         for start in range(rows.start, rows.stop, GROUP_ROWS):
-            block = generator.block(start, min(start + GROUP_ROWS, rows.stop))
-            dense, ids = generator.transformed(block), block.ids.to(torch.int32)
-            columns = (block.labels.cpu(), *dense.cpu(), *ids.cpu())
+            made = generator.rows(start, min(start + GROUP_ROWS, rows.stop))
+            dense, ids = generator.transformed(made), made.ids.to(torch.int32)
+            columns = (made.labels.cpu(), *dense.cpu(), *ids.cpu())
             arrays = [pa.array(column.numpy()) for column in columns]
             writer.write_table(pa.Table.from_arrays(arrays, schema=schema), GROUP_ROWS)
-            counts += _tally(block)
-            progress(len(block.labels))
+            counts += _tally(made)
+            progress(len(made.labels))
     return counts
 
 
-def _tsv(block: GeneratedRows, tokens: Tokens) -> bytes:
-    """Label, integers and tokens, tab separated, a missing value as nothing."""
-    columns = [pa.array(block.labels.cpu().numpy())]
-    for values, missing in zip(block.dense.cpu(), block.missing.cpu(), strict=True):
+def _tsv(rows: GeneratedRows, tokens: Tokens) -> bytes:
+    """Label, integers and tokens, separated by tabs; missing values are empty."""
+    columns = [pa.array(rows.labels.cpu().numpy())]
+    for values, missing in zip(rows.dense.cpu(), rows.missing.cpu(), strict=True):
         columns.append(pa.array(values.numpy(), mask=missing.numpy()))
-    for column, ids in enumerate(block.ids.cpu()):
+    for column, ids in enumerate(rows.ids.cpu()):
         columns.append(tokens.text(column, ids.numpy()))
     table = pa.Table.from_arrays(columns, names=[str(number) for number in range(len(columns))])
     options = pa.csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
@@ -170,9 +153,9 @@ def _tsv(block: GeneratedRows, tokens: Tokens) -> bytes:
     return buffer.getvalue()
 
 
-def _tally(block: GeneratedRows) -> np.ndarray:
-    """Rows by label and true probability ``[2, BINS]``."""
-    tally = torch.bincount(block.bins + BINS * block.labels.long(), minlength=2 * BINS)
+def _tally(rows: GeneratedRows) -> np.ndarray:
+    """Number of rows by label and true probability, ``[2, BINS]``."""
+    tally = torch.bincount(rows.bins + BINS * rows.labels.long(), minlength=2 * BINS)
     return tally.cpu().numpy().reshape(2, BINS)
 
 

@@ -11,7 +11,6 @@ import resource
 import subprocess
 import sys
 from collections import Counter
-from fractions import Fraction
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -267,31 +266,6 @@ def test_row_groups_are_of_one_size(tmp_path):
     assert [file.row_group(i).num_rows for i in range(2)] == [ROW_GROUP_ROWS, 5]
     assert pq.read_metadata(tmp_path / "out" / "test.parquet").num_rows == 0
     assert meta.splits["test"].rows == 0
-
-
-def test_days_of_the_reference():
-    parts = split_rows(("days",), [45_840_617])
-    assert parts == {
-        "train": range(39_291_958),
-        "test": range(39_291_958, 39_291_958 + 3_274_330),
-        "val": range(39_291_958 + 3_274_330, 45_840_617),
-    }
-
-
-def test_a_day_a_file():
-    parts = split_rows(("days",), [10, 20, 5])
-    assert parts == {"train": range(30), "test": range(30, 33), "val": range(33, 35)}
-    assert split_rows(("days",), [10, 20, 5, 0]) == parts  # of the last file no row was read
-    assert split_rows(("days",), [70, 0]) == split_rows(("days",), [70])
-
-
-@pytest.mark.parametrize("rows", [0, 1, 6, 7, 1000, 137_139])
-@pytest.mark.parametrize("split", [("days",), ("0.8", "0.1", "0.1"), ("1/3", "1/3", "1/3")])
-def test_splits_cover_all_rows_once(split, rows):
-    parts = split_rows(split, [rows])
-    assert sorted(i for part in parts.values() for i in part) == list(range(rows))
-    if split != ("days",):
-        assert len(parts["train"]) == math.floor(Fraction(split[0]) * rows)
 
 
 def test_several_compressed_inputs_and_a_limit(tmp_path):

@@ -1,4 +1,4 @@
-"""Synthetic Criteo: layout, determinism, distributions, the planted truth, raw TSV, errors."""
+"""Synthetic Criteo: layout, determinism, distributions, the label model, raw TSV, errors."""
 
 import importlib.util
 import json
@@ -21,6 +21,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from dlrm.data import synthetic
 from dlrm.data.criteo import CriteoLoader
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, KAGGLE_CARDINALITIES, Meta
+from dlrm.data.synthetic import dataset
 from dlrm.data.synthetic.distributions import (
     SLOT_BITS,
     UNIFORM_BITS,
@@ -31,7 +32,8 @@ from dlrm.data.synthetic.distributions import (
 )
 from dlrm.data.synthetic.generator import Generator
 from dlrm.data.synthetic.label_model import FREQUENT, best_metrics
-from dlrm.data.synthetic.writers import GROUP_ROWS, Tokens, in_order
+from dlrm.data.synthetic.writers import GROUP_ROWS, Tokens
+from dlrm.data.threads import map_in_order
 
 ROOT = Path(__file__).parents[3]
 SAMPLE = ROOT.parent / "shared/data/criteo_kaggle_137k.tsv.gz"
@@ -65,7 +67,7 @@ def kaggle():
 @pytest.fixture(scope="module")
 def block(kaggle):
     """A random sample of the full size, as many rows as the real sample has."""
-    return kaggle.block(0, 137_139)
+    return kaggle.rows(0, 137_139)
 
 
 @pytest.fixture(scope="module")
@@ -132,20 +134,20 @@ def test_another_process_may_make_the_demo_first(demo, tmp_path, monkeypatch):
         shutil.copytree(demo, directory)
         return write(directory, **options)
 
-    monkeypatch.setattr(synthetic, "write", late)
+    monkeypatch.setattr(dataset, "write", late)
     assert synthetic.write_demo(tmp_path / "demo") == Meta.read(demo)
     assert [path.name for path in tmp_path.iterdir()] == ["demo"]
 
 
 def test_demo_does_not_take_a_directory_of_others(tmp_path):
     (tmp_path / "mine").write_text("kept")
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ValueError, match="already exists"):
         synthetic.write_demo(tmp_path)
 
 
 def test_several_files_per_split(tmp_path, monkeypatch):
     monkeypatch.setattr("dlrm.data.synthetic.writers.GROUP_ROWS", 1000)
-    monkeypatch.setattr("dlrm.data.synthetic.writers.PART_GROUPS", 1)
+    monkeypatch.setattr("dlrm.data.synthetic.writers.FILE_GROUPS", 1)
     rows = 2010
     meta = synthetic.write(
         tmp_path / "d", rows=rows, cardinalities=[10], fractions=(1, 0, 0), threads=2
@@ -154,33 +156,6 @@ def test_several_files_per_split(tmp_path, monkeypatch):
     assert len(read(tmp_path / "d", meta, "train")) == rows
     assert meta.splits["val"].rows == len(read(tmp_path / "d", meta, "val")) == 0
     assert meta.planted["val"] == {}
-
-
-def test_splits_of_the_reference_protocol():
-    assert synthetic.split_rows(45_840_617) == {
-        "train": range(39_291_958),
-        "test": range(39_291_958, 39_291_958 + 3_274_330),
-        "val": range(39_291_958 + 3_274_330, 45_840_617),
-    }
-    assert [len(rows) for rows in synthetic.split_rows(7).values()] == [6, 1, 0]
-    assert [len(rows) for rows in synthetic.split_rows(1).values()] == [1, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("rows", "fractions", "lengths"),
-    [
-        (1000, (0.8, 0.15, 0.05), [800, 150, 50]),
-        (3, (0.5, 0, 0.5), [1, 0, 2]),
-        (10, (0, 0, 1), [0, 0, 10]),
-        (7, (1, 0, 0), [7, 0, 0]),
-        (10, (1 / 3, 1 / 3, 1 / 3), [3, 3, 4]),
-    ],
-)
-def test_splits_by_fractions(rows, fractions, lengths):
-    splits = synthetic.split_rows(rows, fractions)
-    assert list(splits) == ["train", "val", "test"]
-    assert [len(part) for part in splits.values()] == lengths
-    assert [row for part in splits.values() for row in part] == list(range(rows))
 
 
 # Determinism
@@ -205,8 +180,8 @@ def test_same_arguments_give_the_same_bytes(tmp_path):
 
 
 def test_a_row_does_not_depend_on_its_block(kaggle):
-    whole = kaggle.block(1_000_000, 1_001_000)
-    parts = [kaggle.block(1_000_000, 1_000_007), kaggle.block(1_000_007, 1_001_000)]
+    whole = kaggle.rows(1_000_000, 1_001_000)
+    parts = [kaggle.rows(1_000_000, 1_000_007), kaggle.rows(1_000_007, 1_001_000)]
     assert torch.equal(whole.labels, torch.cat([part.labels for part in parts]))
     assert torch.equal(whole.bins, torch.cat([part.bins for part in parts]))
     assert torch.equal(whole.ids, torch.cat([part.ids for part in parts], dim=1))
@@ -252,10 +227,10 @@ def test_streams_reach_beyond_32_bits():
 
 
 def test_every_value_occurs_as_often_as_its_share_says():
-    law = Distribution(name="C1", knots=(0, 1, 3, 1003), below=(0.0, 0.5, 0.75, 1.0))
+    column = Distribution(name="C1", knots=(0, 1, 3, 1003), cdf=(0.0, 0.5, 0.75, 1.0))
     rows = 40_000
     uniforms = PermutedUniforms(rows, jitter=[False], seed=0, device=CPU)
-    values = invert(law.quantiles()[None], uniforms.draw(torch.arange(rows)))
+    values = invert(column.quantiles()[None], uniforms.draw(torch.arange(rows)))
     counts = np.bincount(values[0], minlength=1003)
     assert len(counts) == 1003
     # A slot of the quantile table is the resolution of a share.
@@ -265,64 +240,64 @@ def test_every_value_occurs_as_often_as_its_share_says():
 
 def test_no_value_is_missed_that_deserves_a_row():
     """The tail of Kaggle's largest table at its full size: a row or two each."""
-    law = KAGGLE.categorical[2]
-    rows = round(KAGGLE.rows * (1 - law.missing))
-    assert law.smallest_share * KAGGLE.rows >= 1
+    column = KAGGLE.categorical[2]
+    rows = round(KAGGLE.rows * (1 - column.missing))
+    assert column.smallest_share * KAGGLE.rows >= 1
     step = (1 << UNIFORM_BITS) // KAGGLE.rows
     uniform = (torch.arange(rows - 1_000_000, rows) + KAGGLE.rows - rows) * step  # as drawn
-    values = invert(law.quantiles()[None], uniform[None]).unique()
-    assert values[-1] == law.values - 1
-    assert len(values) > 0.99 * (law.values - values[0])
+    values = invert(column.quantiles()[None], uniform[None]).unique()
+    assert values[-1] == column.values - 1
+    assert len(values) > 0.99 * (column.values - values[0])
 
 
 def test_rare_values_are_no_grid():
-    law = Distribution(name="C1", knots=(0, 1_000_000), below=(0.0, 1.0))
+    column = Distribution(name="C1", knots=(0, 1_000_000), cdf=(0.0, 1.0))
     uniforms = PermutedUniforms(1000, jitter=[True], seed=0, device=CPU)
-    values = invert(law.quantiles()[None], uniforms.draw(torch.arange(1000)))[0].sort().values
+    values = invert(column.quantiles()[None], uniforms.draw(torch.arange(1000)))[0].sort().values
     assert torch.equal(values // 1000, torch.arange(1000))
     assert len((values % 1000).unique()) > 500
 
 
 def test_missing_rates_and_columns_missing_together(kaggle, block):
-    for law, missing in zip(KAGGLE.dense, block.missing, strict=True):
-        assert missing.double().mean() == pytest.approx(law.missing, abs=0.005)
+    for column, missing in zip(KAGGLE.dense, block.missing, strict=True):
+        assert missing.double().mean() == pytest.approx(column.missing, abs=0.005)
     masks = {
-        law.name: ids == law.missing_rank
-        for law, ids in zip(KAGGLE.categorical, block.ids, strict=True)
-        if law.missing
+        column.name: ids == column.missing_rank
+        for column, ids in zip(KAGGLE.categorical, block.ids, strict=True)
+        if column.missing
     }
-    for law in KAGGLE.categorical:
-        if law.missing:
-            assert masks[law.name].double().mean() == pytest.approx(law.missing, abs=0.005)
-            assert torch.equal(masks[law.name], masks[law.together])
+    for column in KAGGLE.categorical:
+        if column.missing:
+            assert masks[column.name].double().mean() == pytest.approx(column.missing, abs=0.005)
+            assert torch.equal(masks[column.name], masks[column.missing_group])
     assert not torch.equal(masks["C3"], masks["C19"])
 
 
 @pytest.mark.parametrize("cardinality", [1, 2, 3, 100, 9_999, 10_131_227, 40_000_000])
 def test_resized_law(cardinality):
-    law = KAGGLE.categorical[2]
-    resized = law.resized(cardinality, name="X")
+    column = KAGGLE.categorical[2]
+    resized = column.resized(cardinality, name="X")
     assert resized.cardinality == cardinality
-    assert resized.below[0] == 0
-    assert resized.below[-1] == 1
+    assert resized.cdf[0] == 0
+    assert resized.cdf[-1] == 1
     assert np.all(np.diff(resized.knots) > 0)
-    density = np.diff(resized.below) / np.diff(resized.knots)
+    density = np.diff(resized.cdf) / np.diff(resized.knots)
     assert np.all(np.diff(density) <= 1e-12)
     assert not resized.missing or 0 <= resized.missing_rank < cardinality
     if cardinality >= 100:  # the head keeps its proportions
-        original = np.diff(law.below)[:5] / law.below[1]
-        np.testing.assert_allclose(np.diff(resized.below)[:5] / resized.below[1], original)
+        original = np.diff(column.cdf)[:5] / column.cdf[1]
+        np.testing.assert_allclose(np.diff(resized.cdf)[:5] / resized.cdf[1], original)
     last = resized.quantiles()[-2:]
     assert last[0] < cardinality << 12
 
 
 def test_own_law_or_the_next_larger_one():
-    tables = synthetic._laws(KAGGLE, [50_000, 583, 40_000_000], "parquet")
-    assert [law.name for law in tables] == ["C1", "C2", "C3"]
-    assert [law.cardinality for law in tables] == [50_000, 583, 40_000_000]
-    assert tables[0].below[1] == pytest.approx(KAGGLE.categorical[9].below[1], rel=0.2)  # C10's
-    assert tables[1].below == KAGGLE.categorical[1].below
-    assert tables[2].below == KAGGLE.categorical[2].below
+    tables = dataset._columns(KAGGLE, [50_000, 583, 40_000_000], "parquet")
+    assert [column.name for column in tables] == ["C1", "C2", "C3"]
+    assert [column.cardinality for column in tables] == [50_000, 583, 40_000_000]
+    assert tables[0].cdf[1] == pytest.approx(KAGGLE.categorical[9].cdf[1], rel=0.2)  # C10's
+    assert tables[1].cdf == KAGGLE.categorical[1].cdf
+    assert tables[2].cdf == KAGGLE.categorical[2].cdf
 
 
 def test_terabyte_tables_are_within_range():
@@ -335,37 +310,39 @@ def test_terabyte_tables_are_within_range():
         auc=0.8,
         positives=0.256,
         device=CPU,
-    ).block(0, 20_000)
-    for law, ids in zip(profile.categorical, made.ids, strict=True):
+    ).rows(0, 20_000)
+    for column, ids in zip(profile.categorical, made.ids, strict=True):
         assert ids.min() >= 0
-        assert ids.max() < law.cardinality
+        assert ids.max() < column.cardinality
     assert made.ids[0].max() > 30_000_000
 
 
 @pytest.mark.skipif(not SAMPLE.exists(), reason="needs the real sample")
 def test_fit_to_the_real_sample(block):
     real = script("calibrate_synthetic").read_sample(SAMPLE)
-    for law, ids in zip(KAGGLE.categorical, block.ids, strict=True):
-        wanted = real[law.name].value_counts().to_numpy()
+    for column, ids in zip(KAGGLE.categorical, block.ids, strict=True):
+        wanted = real[column.name].value_counts().to_numpy()
         made = np.sort(np.bincount(ids))[::-1]
         made = made[made > 0]
-        assert len(made) == pytest.approx(len(wanted), rel=0.06, abs=8), law.name
+        assert len(made) == pytest.approx(len(wanted), rel=0.06, abs=8), column.name
         size = min(len(made), len(wanted))
         gap = np.abs(made[:size].cumsum() - wanted[:size].cumsum()).max() / len(real)
-        assert gap < 0.02, law.name
-    for law, values, missing in zip(KAGGLE.dense, block.dense, block.missing, strict=True):
+        assert gap < 0.02, column.name
+    for column, values, missing in zip(KAGGLE.dense, block.dense, block.missing, strict=True):
         present = values[~missing]
         for share in (0.1, 0.25, 0.5, 0.75, 0.9, 0.99):
-            wanted = real[law.name].quantile(share)
-            assert np.quantile(present, share) == pytest.approx(wanted, rel=0.06, abs=1), law.name
+            wanted = real[column.name].quantile(share)
+            assert np.quantile(present, share) == pytest.approx(wanted, rel=0.06, abs=1), (
+                column.name
+            )
 
 
-# The planted truth
+# The label model
 
 
 def test_best_metrics_are_those_of_the_true_probabilities(kaggle, block):
     bins, labels = block.bins.numpy(), block.labels.numpy()
-    probabilities = kaggle.truth.probabilities
+    probabilities = kaggle.label_model.probabilities
     counts = np.stack(
         [np.bincount(bins[labels == y], minlength=len(probabilities)) for y in (0, 1)]
     )
@@ -380,7 +357,7 @@ def test_best_metrics_are_those_of_the_true_probabilities(kaggle, block):
 
 
 def test_truth_is_as_hard_as_the_real_data(block, kaggle):
-    probabilities = kaggle.truth.probabilities[block.bins]
+    probabilities = kaggle.label_model.probabilities[block.bins]
     labels = block.labels.numpy()
     assert labels.mean() == pytest.approx(0.256, abs=0.005)
     assert probabilities.mean() == pytest.approx(labels.mean(), abs=0.004)  # calibrated
@@ -391,7 +368,7 @@ def test_truth_is_as_hard_as_the_real_data(block, kaggle):
 @pytest.mark.parametrize(("auc", "positives"), [(0.7, 0.5), (0.9, 0.03)])
 def test_difficulty_is_by_option(auc, positives):
     made = generator(40_000, auc=auc, positives=positives)
-    block = made.block(0, 40_000)
+    block = made.rows(0, 40_000)
     assert block.labels.double().mean() == pytest.approx(positives, abs=0.01)
     reached = roc_auc_score(block.labels, block.bins)
     assert reached == pytest.approx(auc, abs=0.015)
@@ -415,18 +392,18 @@ def test_truth_is_learnable(demo):
 
 def test_rare_ids_carry_real_but_little_information(kaggle, block):
     """Taking the effects of rare ids away costs the best AUC a little."""
-    truth, labels = kaggle.truth, block.labels
+    label_model, labels = kaggle.label_model, block.labels
     dense = block.dense.clamp(min=0) * ~block.missing
-    score = truth.score(dense, block.ids)
+    score = label_model.score(dense, block.ids)
     assert roc_auc_score(labels, score) == pytest.approx(0.80, abs=0.005)
-    tables = truth.id_tables.view(26, 2, FREQUENT, -1).clone()
-    whole = truth.id_tables
+    tables = label_model.id_tables.view(26, 2, FREQUENT, -1).clone()
+    whole = label_model.id_tables
     try:
         tables[:, 1] = 0
-        truth.id_tables = tables.view_as(whole)
-        without = roc_auc_score(labels, truth.score(dense, block.ids))
+        label_model.id_tables = tables.view_as(whole)
+        without = roc_auc_score(labels, label_model.score(dense, block.ids))
     finally:
-        truth.id_tables = whole
+        label_model.id_tables = whole
     assert 0.002 < roc_auc_score(labels, score) - without < 0.04
 
 
@@ -437,14 +414,14 @@ def test_tokens_are_injective_and_use_all_32_bits(kaggle):
     tokens = Tokens(kaggle, seed=0)
     values = np.concatenate(
         [
-            tokens.values(c, np.arange(min(law.cardinality, 50_000)))
-            for c, law in enumerate(kaggle.categorical)
+            tokens.values(c, np.arange(min(column.cardinality, 50_000)))
+            for c, column in enumerate(kaggle.categorical)
         ]
     )
     assert len(np.unique(values)) == len(values)
     assert values.max() > 1 << 31
-    law = kaggle.categorical[2]
-    text = tokens.text(2, np.array([5, law.missing_rank, 6])).to_pylist()
+    column = kaggle.categorical[2]
+    text = tokens.text(2, np.array([5, column.missing_rank, 6])).to_pylist()
     assert text[1] is None
     assert text[0] == f"{tokens.values(2, np.array([5]))[0]:08x}"
 
@@ -463,13 +440,15 @@ def test_tsv_holds_the_same_rows_as_parquet(tmp_path):
         transformed = np.log1p(raw[name].fillna(0).clip(lower=0))
         np.testing.assert_allclose(made[name], transformed, rtol=1e-6)
     assert (raw["I2"] < 0).any()
-    for law in KAGGLE.categorical:
-        pairs = pd.DataFrame({"token": raw[law.name].to_numpy(), "id": made[law.name].to_numpy()})
+    for column in KAGGLE.categorical:
+        pairs = pd.DataFrame(
+            {"token": raw[column.name].to_numpy(), "id": made[column.name].to_numpy()}
+        )
         pairs = pairs.drop_duplicates()
         assert pairs["token"].is_unique
         assert pairs["id"].is_unique
         assert pairs["token"].str.fullmatch("([0-9a-f]{8})?").all()
-        assert (pairs.loc[pairs["token"] == "", "id"] == law.missing_rank).all()
+        assert (pairs.loc[pairs["token"] == "", "id"] == column.missing_rank).all()
 
 
 # Errors
@@ -480,19 +459,19 @@ def test_tsv_holds_the_same_rows_as_parquet(tmp_path):
     [
         ({"rows": 0}, "rows is 0, it must be at least 1"),
         ({"like": "kagle"}, "did you mean 'kaggle'"),
-        ({"format": "csv"}, "the format is 'csv', it must be parquet or tsv"),
+        ({"format": "csv"}, "format is 'csv', it must be parquet or tsv"),
         ({"auc": 1.0}, "auc is 1.0"),
         ({"positives": 0}, "positives is 0, it must lie between 0 and 1"),
-        ({"fractions": (float("nan"), 0.5, 0.5)}, "fractions is .* add to 1"),
-        ({"seed": -1}, "seed is -1, it must not be negative"),
-        ({"fractions": (0.5, 0.6)}, "fractions is .* add to 1"),
-        ({"fractions": (0.5, 0.6, 0.2)}, "fractions is .* add to 1"),
-        ({"fractions": (1.5, -0.5, 0)}, "none negative"),
-        ({"cardinalities": []}, "no cardinalities"),
+        ({"fractions": (float("nan"), 0.5, 0.5)}, "fractions is .* add up to 1"),
+        ({"seed": -1}, "seed is -1, it must be at least 0"),
+        ({"fractions": (0.5, 0.6)}, "fractions is .* add up to 1"),
+        ({"fractions": (0.5, 0.6, 0.2)}, "fractions is .* add up to 1"),
+        ({"fractions": (1.5, -0.5, 0)}, "none of them negative"),
+        ({"cardinalities": []}, "there are no cardinalities"),
         ({"cardinalities": [5, 0]}, "the cardinality of C2 is 0, it must be 1 to"),
         ({"cardinalities": [1 << 28]}, "the cardinality of C1 is 268435456"),
-        ({"cardinalities": [5], "format": "tsv"}, "1 cardinalities .* columns C1..C26"),
-        ({"device": "tpu"}, "the device is 'tpu', it must be cpu or cuda"),
+        ({"cardinalities": [5], "format": "tsv"}, "there are 1 cardinalities, .* columns C1..C26"),
+        ({"device": "tpu"}, "device is 'tpu', it must be cpu or cuda"),
         ({"threads": 0}, "threads is 0"),
     ],
 )
@@ -504,14 +483,14 @@ def test_bad_arguments(tmp_path, options, message):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_cuda_without_a_gpu(tmp_path):
-    with pytest.raises(ValueError, match="no CUDA GPU is at hand; use cpu"):
+    with pytest.raises(ValueError, match="there is no CUDA GPU; use cpu"):
         synthetic.write(tmp_path / "d", rows=10, device="cuda")
 
 
 def test_a_directory_that_holds_something_is_left_alone(tmp_path):
     (tmp_path / "d").mkdir()
     (tmp_path / "d/mine").write_text("kept")
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ValueError, match="already exists"):
         synthetic.write(tmp_path / "d", rows=10, cardinalities=[3])
     assert contents(tmp_path / "d") == {"mine": b"kept"}
 
@@ -537,14 +516,14 @@ def test_where_there_is_no_room_the_directory_is_named(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_in_order_gives_results_in_order_and_stops_at_an_error():
+def test_map_in_order_gives_results_in_order_and_stops_at_an_error():
     started = []
 
     def work(job):
         started.append(job)
         return 10 // (5 - job)
 
-    results = in_order(work, range(100), 2)
+    results = map_in_order(work, range(100), 2)
     assert [next(results) for _ in range(5)] == [2, 2, 3, 5, 10]
     with pytest.raises(ZeroDivisionError):
         list(results)
@@ -592,24 +571,24 @@ def test_program_reports_mistakes_in_one_line(tmp_path, capsys, arguments, messa
 def test_calibration_recovers_a_law(tmp_path):
     """Fitted to a synthetic raw sample, the profile comes out as the one it was drawn from."""
     calibrate = script("calibrate_synthetic")
-    block = generator(KAGGLE.rows).block(0, 20_000)
+    block = generator(KAGGLE.rows).rows(0, 20_000)
     tokens = Tokens(generator(10), seed=0)
     sample = pd.DataFrame({"label": block.labels.numpy()})
-    for law, values, missing in zip(KAGGLE.dense, block.dense, block.missing, strict=True):
-        sample[law.name] = np.where(missing, np.nan, values)
-    for column, law in enumerate(KAGGLE.categorical):
-        sample[law.name] = tokens.text(column, block.ids[column].numpy()).to_pylist()
+    for column, values, missing in zip(KAGGLE.dense, block.dense, block.missing, strict=True):
+        sample[column.name] = np.where(missing, np.nan, values)
+    for number, column in enumerate(KAGGLE.categorical):
+        sample[column.name] = tokens.text(number, block.ids[number].numpy()).to_pylist()
     sample.to_csv(tmp_path / "raw.tsv", sep="\t", header=False, index=False, float_format="%d")
     output = tmp_path / "profile.json"
     assert calibrate.main([f"kaggle={tmp_path / 'raw.tsv'}", "--output", str(output)]) == 0
     fitted = profiles(output)["kaggle"]
-    for law, again in zip(KAGGLE.categorical, fitted.categorical, strict=True):
-        assert again.cardinality == law.cardinality
-        assert again.missing == pytest.approx(law.missing, abs=0.01)
-        assert again.together == law.together
+    for column, again in zip(KAGGLE.categorical, fitted.categorical, strict=True):
+        assert again.cardinality == column.cardinality
+        assert again.missing == pytest.approx(column.missing, abs=0.01)
+        assert again.missing_group == column.missing_group
         for rank in (1, 10, 100):
-            share, wanted = (np.interp(rank, x.knots, x.below) for x in (again, law))
-            assert share == pytest.approx(wanted, abs=0.02), law.name
+            share, wanted = (np.interp(rank, x.knots, x.cdf) for x in (again, column))
+            assert share == pytest.approx(wanted, abs=0.02), column.name
 
 
 @pytest.mark.slow
@@ -627,10 +606,10 @@ def test_calibration_names_a_bad_sample(tmp_path, capsys):
     row = b"\t".join([b"0", *[b"1"] * 13, *[b"a"] * 26]) + b"\n"
     for content, message in (
         (b"", "I1 has no values"),
-        (b"\xff\x00", "holds no raw rows of Criteo's"),
+        (b"\xff\x00", "has no raw Criteo rows"),
         (row.replace(b"\t", b","), "I1 has no values"),
         (row.replace(b"1", b"x"), "could not convert string to float: 'x'"),
-        (19 * row, "no value of C1 is in 20 rows: give more rows"),
+        (19 * row, "no value of C1 occurs in 20 rows; give more rows"),
     ):
         path.write_bytes(content)
         assert calibrate.main([f"kaggle={path}", "--output", str(output)]) == 2
@@ -649,6 +628,6 @@ def test_interrupted_it_leaves_nothing(tmp_path):
         process.send_signal(signal.SIGINT)
         errors = process.communicate()[1]
     assert process.returncode == 130
-    assert errors.splitlines()[-1] == f"interrupted; nothing is left in {tmp_path / 'data'}"
+    assert errors.splitlines()[-1] == f"interrupted; nothing was left in {tmp_path / 'data'}"
     assert "Traceback" not in errors
     assert not list(tmp_path.iterdir())
