@@ -18,8 +18,8 @@ from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.factorization import factorize_dim, factorize_rows
 from dlrm.embeddings.common.hot_rows import PopulateReport, RowCache
 from dlrm.embeddings.common.row_caches import CachesHotRows
-from dlrm.embeddings.common.tt_svd import fit_rows, mean_square, tt_svd
-from dlrm.kernels.tt import tt_bags, tt_vectors
+from dlrm.embeddings.common.tt_svd import fit_rows, mean_square, table_slices, tt_svd
+from dlrm.kernels.tt import TTShape, tt_bags, tt_vectors
 
 DEFAULT_RANK = 32
 
@@ -87,12 +87,9 @@ class TT(CachesHotRows, Embedding):
             nn.Parameter(torch.empty(rows, width))
             for rows, width in zip(sizes, slice_widths(self.q, self.ranks), strict=True)
         )
-        offsets = torch.stack([row_offsets(slices) for slices in zip(*self.p, strict=True)], 1)
         self.register_buffer("_p", torch.tensor(self.p), persistent=False)
-        self.register_buffer("_core_offsets", offsets, persistent=False)
         self.register_buffer("_row_offsets", row_offsets(self.num_embeddings), persistent=False)
         self._p: Tensor  # [F, d]
-        self._core_offsets: Tensor  # [F, d]
         self._row_offsets: Tensor  # [F], where each table begins among the keys of the cache
         self.cache = None
         if cache_rows:
@@ -147,14 +144,14 @@ class TT(CachesHotRows, Embedding):
             for core in slices:
                 core.mul_(scale)
 
+    @property
+    def _shape(self) -> TTShape:
+        """What the ops need to know besides the cores."""
+        return TTShape(self._p, self.q, self.ranks)
+
     def _slices(self, table: int) -> list[Tensor]:
         """The cores of one table, views of shape ``[p_k, r_{k-1}, q_k, r_k]``."""
-        return [
-            core.detach()
-            .narrow(0, int(self._core_offsets[table, k]), p)
-            .view(p, self.ranks[k], self.q[k], self.ranks[k + 1])
-            for k, (core, p) in enumerate(zip(self.cores, self.p[table], strict=True))
-        ]
+        return table_slices(list(self.cores), self._shape, table)
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         if self.cache is None:
@@ -179,16 +176,8 @@ class TT(CachesHotRows, Embedding):
     ) -> Tensor:
         if self.cache is not None or self.mode == "max":
             return super().lookup_bags(ids, offsets, weights, context)
-        shape = (self._p, self._core_offsets, self.q, self.ranks)
-        pooled = tt_bags(
-            list(self.cores),
-            *shape,
-            ids,
-            offsets,
-            weights,
-            mode=self.mode,
-            updates=context.updates,
-        )
+        bags, updates = (ids, offsets, weights), context.updates
+        pooled = tt_bags(list(self.cores), self._shape, *bags, mode=self.mode, updates=updates)
         return pooled.transpose(0, 1)
 
     def _compressed(
@@ -200,9 +189,8 @@ class TT(CachesHotRows, Embedding):
         skip: Tensor | None = None,
     ) -> Tensor:
         """Rows as the cores give them."""
-        shape = (self._p, self._core_offsets, self.q, self.ranks)
-        updates = context.updates
-        return tt_vectors(list(self.cores), *shape, tables, ids, skip=skip, updates=updates)
+        cores, updates = list(self.cores), context.updates
+        return tt_vectors(cores, self._shape, tables, ids, skip=skip, updates=updates)
 
     @property
     def has_cache(self) -> bool:
@@ -232,8 +220,7 @@ class TT(CachesHotRows, Embedding):
             return tables, keys - self._row_offsets[tables]
 
         def write(keys: Tensor, rows: Tensor) -> float:
-            shape = (self._p, self._core_offsets, self.q, self.ranks)
-            return fit_rows(list(self.cores), *shape, *place(keys), rows)
+            return fit_rows(list(self.cores), self._shape, *place(keys), rows)
 
         report = self.cache.populate(lambda keys: self._compressed(*place(keys)), write)
         reset = {f"cache.{name}": rows for name, rows in report.reset.items()}

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings.common.factorization import factorize_rows
-from dlrm.kernels.tt import tt_bags, tt_vectors, tt_vectors_torch
+from dlrm.kernels.tt import TTShape, tt_bags, tt_vectors, tt_vectors_torch
 from dlrm.kernels.update.in_backward import FusedUpdates
 from dlrm.optim import RowOptimizer, apply_in_backward
 from dlrm.training.benchmark import copy_bandwidth, draw_ids, gpu_milliseconds, write
@@ -76,15 +76,15 @@ class Setup:
         if precision != "bf16":
             self.options["precision"] = precision
         d, tables = len(case.q), len(case.rows)
-        self.ranks = (1, *[case.rank] * (d - 1), 1)
-        self.p = torch.tensor([factorize_rows(rows, d) for rows in case.rows], device="cuda")
-        self.starts = self.p.cumsum(0) - self.p
+        ranks = (1, *[case.rank] * (d - 1), 1)
+        p = torch.tensor([factorize_rows(rows, d) for rows in case.rows], device="cuda")
+        self.shape = TTShape(p, case.q, ranks)
         self.tables = torch.arange(tables, device="cuda")[:, None]
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self.cores = []
         for k, q in enumerate(case.q):
-            shape = int(self.p[:, k].sum()), self.ranks[k] * q * self.ranks[k + 1]
-            core = torch.randn(shape, device="cuda") / self.ranks[k + 1] ** 0.5
+            shape = int(p[:, k].sum()), ranks[k] * q * ranks[k + 1]
+            core = torch.randn(shape, device="cuda") / ranks[k + 1] ** 0.5
             self.cores.append(core.to(dtype).requires_grad_())
         self.optimizer = RowOptimizer(self.cores, "sgd", lr=RATE)
         self.lr = self.optimizer.param_groups[0]["lr"]
@@ -102,7 +102,7 @@ class Setup:
 
     def forward(self, index: int, updates: FusedUpdates | None = None) -> Tensor:
         """The pooled rows of a batch, ``[F, bags, D]``."""
-        shared = (self.cores, self.p, self.starts, self.case.q, self.ranks)
+        shared = (self.cores, self.shape)
         ids = self.ids[index % INPUTS]
         if self.case.bag == 1:
             return tt_vectors(*shared, self.tables, ids, updates=updates, **self.options)
@@ -118,8 +118,7 @@ class Setup:
 
     def exact(self, cores: Sequence[Tensor], index: int = 0) -> Tensor:
         """The pooled rows in plain PyTorch."""
-        arguments = (self.p, self.starts, self.case.q, self.ranks, self.tables)
-        rows = tt_vectors_torch(cores, *arguments, self.ids[index % INPUTS])
+        rows = tt_vectors_torch(cores, self.shape, self.tables, self.ids[index % INPUTS])
         return rows.unflatten(1, (-1, self.case.bag)).sum(2)
 
     def exact_step(self, index: int) -> None:
@@ -160,7 +159,7 @@ class Setup:
         left = case.q[0] * case.rank * case.q[1] * case.rank
         right = case.q[0] * case.q[1] * case.rank * prod(case.q[2:])
         distinct = pairs = 0
-        last = self.p[:, 2:].prod(1)
+        last = self.shape.p[:, 2:].prod(1)
         for ids in self.ids:
             for table, row in enumerate(ids):
                 distinct += row.unique().numel() / INPUTS

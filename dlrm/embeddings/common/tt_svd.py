@@ -1,4 +1,4 @@
-"""What is computed on whole tensor trains: mean squares, the TT-SVD, and the fit of given rows.
+"""Linear algebra of whole tensor trains: mean squares, the TT-SVD, and the fit of given rows.
 
 The cores of one table are tensors ``[p_k, r_{k-1}, q_k, r_k]`` here.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dlrm.kernels.tt import tt_vectors
+from dlrm.kernels.tt import TTShape, tt_vectors
 
 MAX_EXACT_SIDE = 4096  # matrices longer than this on both sides get a randomized SVD
 FIT_CHUNK = 8192  # rows that are fitted at a time: each may need its own copy of a slice
@@ -20,6 +20,15 @@ FIT_STEPS = 12  # of conjugate gradients; more change neither residual nor drift
 # Weight of the mean squared change of all rows of a table against the error of the fitted rows. Of
 # 0.1, 1, 4 and no write-back, 4 gave the best test loss on Criteo (a sixth of the cache leaving).
 DRIFT_WEIGHT = 4.0
+
+
+def table_slices(cores: Sequence[Tensor], shape: TTShape, table: int) -> list[Tensor]:
+    """The cores of one table of a group: views of ``cores [sum of p_k, r_{k-1} q_k r_k]``."""
+    starts, sizes = shape.core_offsets()[table].tolist(), shape.p[table].tolist()
+    return [
+        core.detach().narrow(0, start, p).view(p, shape.ranks[k], shape.q[k], shape.ranks[k + 1])
+        for k, (core, start, p) in enumerate(zip(cores, starts, sizes, strict=True))
+    ]
 
 
 def left_grams(cores: Sequence[Tensor]) -> list[Tensor]:
@@ -114,14 +123,7 @@ def _truncated_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def fit_rows(
-    cores: Sequence[Tensor],
-    p: Tensor,
-    core_offsets: Tensor,
-    q: Sequence[int],
-    ranks: Sequence[int],
-    tables: Tensor,
-    ids: Tensor,
-    rows: Tensor,
+    cores: Sequence[Tensor], shape: TTShape, tables: Tensor, ids: Tensor, rows: Tensor
 ) -> float:
     """Change the cores of a group so that some rows become ``rows``, and the others little.
 
@@ -131,25 +133,23 @@ def fit_rows(
     of the core. A few steps of conjugate gradients from no change solve it nearly.
 
     Args:
-        cores, p, core_offsets, q, ranks, tables: as of :func:`~dlrm.kernels.tt.tt_vectors`; the
-            cores are changed in place.
+        cores, shape, tables: as of :func:`~dlrm.kernels.tt.tt_vectors`; the cores are changed in
+            place.
         ids: ``[n]``, no id twice in a table.
-        rows: ``[n, D]``, what they shall be.
+        rows: the target of each, ``[n, D]``.
 
     Returns:
-        Norm of the remaining error by the norm of ``rows``.
+        Norm of the remaining error relative to the norm of ``rows``.
     """
     k = max(range(len(cores)), key=lambda k: cores[k].numel())
-    penalty = _drift_penalty(cores, p, core_offsets, q, ranks, tables, k)
+    drift_gradient = _drift_gradient(cores, shape, tables, k)
 
     def look_up(core: Tensor, part: slice) -> Tensor:
         trial = [*cores[:k], core, *cores[k + 1 :]]
         # Every process fits its replica by itself: they stay equal.
-        return tt_vectors(
-            trial, p, core_offsets, q, ranks, tables[part], ids[part], deterministic=True
-        )
+        return tt_vectors(trial, shape, tables[part], ids[part], deterministic=True)
 
-    def pull(core: Tensor, target: Tensor) -> Tensor:
+    def fit_gradient(core: Tensor, target: Tensor) -> Tensor:
         """``J^T (target - J core)``, where ``J`` takes core ``k`` to the rows."""
         core = core.detach().requires_grad_()
         total = torch.zeros_like(core)
@@ -160,58 +160,49 @@ def fit_rows(
         return total
 
     parts = [slice(start, start + FIT_CHUNK) for start in range(0, len(ids), FIT_CHUNK)]
-    nothing = torch.zeros_like(rows)
+    zero_rows = torch.zeros_like(rows)
     change = torch.zeros_like(cores[k])
-    rest = pull(cores[k], rows)
-    direction, square = rest, rest.square().sum()
-    tiny, eps = torch.finfo(rest.dtype).tiny, torch.finfo(rest.dtype).eps
+    residual = fit_gradient(cores[k], rows)
+    direction, square = residual, residual.square().sum()
+    tiny, eps = torch.finfo(residual.dtype).tiny, torch.finfo(residual.dtype).eps
     enough = eps**2 * square  # what is left then is rounding, which no step makes smaller
     for _ in range(FIT_STEPS):
-        image = penalty(direction) - pull(direction, nothing)
-        bend = (direction * image).sum()
-        goes_on = (square > enough) & (bend > 0)
-        step = torch.where(goes_on, square / bend.clamp(min=tiny), 0.0)
+        image = drift_gradient(direction) - fit_gradient(direction, zero_rows)
+        curvature = (direction * image).sum()
+        goes_on = (square > enough) & (curvature > 0)
+        step = torch.where(goes_on, square / curvature.clamp(min=tiny), 0.0)
         change += step * direction
-        rest = rest - step * image
-        before, square = square, torch.where(goes_on, rest.square().sum(), 0.0)
-        direction = rest + square / before.clamp(min=tiny) * direction
+        residual = residual - step * image
+        before, square = square, torch.where(goes_on, residual.square().sum(), 0.0)
+        direction = residual + square / before.clamp(min=tiny) * direction
     cores[k].add_(change)
     missed = torch.cat([rows[part] - look_up(cores[k], part) for part in parts])
     return (missed.norm() / rows.norm().clamp(min=tiny)).item()
 
 
-def _drift_penalty(
-    cores: Sequence[Tensor],
-    p: Tensor,
-    core_offsets: Tensor,
-    q: Sequence[int],
-    ranks: Sequence[int],
-    tables: Tensor,
-    k: int,
+def _drift_gradient(
+    cores: Sequence[Tensor], shape: TTShape, tables: Tensor, k: int
 ) -> Callable[[Tensor], Tensor]:
     """The gradient of half the weighted mean squared change of all rows by a change of core ``k``.
 
     A table weighs as much as the rows that are fitted to it.
     """
+    starts = shape.core_offsets()[:, k].tolist()
     forms = []
     for table, fitted in zip(*(t.tolist() for t in tables.unique(return_counts=True)), strict=True):
-        first, sizes = core_offsets[table].tolist(), p[table].tolist()
-        slices = [
-            core.detach()[start : start + size].view(size, ranks[j], q[j], ranks[j + 1])
-            for j, (core, start, size) in enumerate(zip(cores, first, sizes, strict=True))
-        ]
+        slices = table_slices(cores, shape, table)
         left, right = left_grams(slices)[k], right_grams(slices)[k + 1]
-        left = left * (DRIFT_WEIGHT * fitted / prod(sizes))
-        shape = slices[k].shape
-        forms.append((first[k], shape, left.to(cores[k].dtype), right.to(cores[k].dtype)))
+        left = left * (DRIFT_WEIGHT * fitted / prod(len(core) for core in slices))
+        dtype = cores[k].dtype
+        forms.append((starts[table], slices[k].shape, left.to(dtype), right.to(dtype)))
 
     def gradient(change: Tensor) -> Tensor:
         out = torch.zeros_like(change)
-        for start, shape, left, right in forms:
-            own = slice(start, start + shape[0])
+        for start, sizes, left, right in forms:
+            own = slice(start, start + sizes[0])
             out[own] = torch.einsum(
-                "ab,nbqc,cd->naqd", left, change[own].view(shape), right
-            ).reshape(shape[0], -1)
+                "ab,nbqc,cd->naqd", left, change[own].view(sizes), right
+            ).reshape(sizes[0], -1)
         return out
 
     return gradient

@@ -4,23 +4,29 @@ Row ``i`` of a table is the chain product ``G_1[i_1] G_2[i_2] ... G_d[i_d]`` of 
 core, where ``i_1`` (the most significant) to ``i_d`` are the digits of ``i`` in the mixed base
 ``p_1 ... p_d`` and a slice of core ``k`` is a block ``[r_{k-1}, q_k, r_k]``.
 
-On a GPU a row is the product of two factors, ``left [A, R] @ right [R, C]``. With three cores the
-left factor is a product of the first two, with four cores the right one is of the last two as well.
-Factors are shared: the pairs of slices that a batch uses are flagged, ranked, and multiplied out
-once each, as one small GEMM per slice of the big middle core. However skewed the ids are, no slice
-has more rows to multiply than its neighbour core has slices. The backward pass sums the gradients
-of equal factors first and then takes the same GEMMs the other way round. All sizes depend on shapes
-alone and nothing comes back to the host, so a CUDA graph can hold it all. Additions to one place
-wait for one another, so what the first ids of a table add to has several. A middle core that the
-backward pass may update itself (:mod:`dlrm.kernels.update.in_backward`) is updated where its
-gradient is computed, and has none.
+On a GPU a row is the product of two *factors*, ``left [A, R] @ right [R, C]``. A factor is a slice
+of the first or the last core. With three cores or more the left one is the product of a *pair*, a
+slice of the first core and one of the second; with four cores the right one is a product as well.
+Many ids share a factor: the pairs that a batch uses are flagged, each gets a *slot* in a buffer,
+and each is multiplied out once, in one small GEMM per slice of the big inner core. However skewed
+the ids are, no slice has more rows to multiply than the core next to it has slices. The backward
+pass sums the gradients of equal factors first and then takes the same GEMMs the other way round;
+it may also update an inner core right where its gradient forms
+(:mod:`dlrm.kernels.update.in_backward`). All sizes depend on shapes alone and the host waits for
+nothing, so that a CUDA graph can hold it all.
+
+``op`` checks the arguments and chooses the strategy, ``lookup`` runs it, ``layout`` has what
+depends on the tables alone, ``indexing`` what depends on the ids, ``factors`` the products of
+cores. ``_index``, ``_pairs``, ``_rows``, ``_unique`` and ``_ordered`` are the Triton kernels and
+``reference`` is the same in PyTorch.
 
 Reference:
     Yin, Acun, Liu, Wu, "TT-Rec: Tensor Train Compression for Deep Learning Recommendation Models",
     MLSys 2021, arXiv 2101.11714.
 """
 
+from dlrm.kernels.tt.layout import TTShape
 from dlrm.kernels.tt.op import tt_bags, tt_vectors
 from dlrm.kernels.tt.reference import tt_vectors_torch
 
-__all__ = ["tt_bags", "tt_vectors", "tt_vectors_torch"]
+__all__ = ["TTShape", "tt_bags", "tt_vectors", "tt_vectors_torch"]

@@ -1,126 +1,99 @@
-"""Triton kernels for the distinct ids of a TT look-up; see :mod:`dlrm.kernels.tt.lookup`.
+"""Triton kernels for the unique ids of a TT look-up; see :mod:`dlrm.kernels.tt.lookup`.
 
-The ids of one span (:class:`~dlrm.kernels.tt.layout.Spans`), which share a right factor, lie behind
-one another: a program has some of one span, and multiplies tiles of them by that factor on the
-tensor cores.
+The ids of one segment (:class:`~dlrm.kernels.tt.layout.Segments`), which share a right factor, lie
+one after another: a program has some of one segment, and multiplies tiles of them by that factor on
+the tensor cores. A tile has ``BM`` rows ``(id, A)``.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dlrm.kernels.tt._pairs import multiply
+from dlrm.kernels.tt._rows import result_row
+from dlrm.kernels.tt.layout import padded
+
+
+class UniqueIds(NamedTuple):
+    """The factors of the unique ids, and where those of a segment are."""
+
+    left: Tensor  # [slots or slices, A * R]
+    right: Tensor  # [slots or slices, R * C]
+    left_row: Tensor  # [unique ids] row of the left factor of each
+    segments: Tensor  # [segments, 2] the ids of each
+    segment_right: Tensor  # [segments] the right factor of each
+    right_slots: Tensor | None  # [pairs] None for slices
 
 
 @triton.jit
-def _part(spans, span_right, right_slots, IDS: tl.constexpr):
-    """The ids of a program, which are a part of a span, their right factor and its row.
+def _part(ids, IDS: tl.constexpr):
+    """The ids of a program, which are a part of a segment, and the row of their right factor.
 
-    The ids of a part are neighbours, and so are their left factors: programs that run at the same
+    The ids of a part are neighbors, and so are their left factors: programs that run at the same
     time find them in the cache.
     """
-    span = tl.program_id(0)
-    begin, end = tl.load(spans + 2 * span), tl.load(spans + 2 * span + 1)
-    many = tl.cdiv(tl.cdiv(end - begin, tl.num_programs(1)), IDS) * IDS
-    begin += tl.program_id(1) * many
-    end = tl.minimum(begin + many, end)
-    right = tl.load(span_right + span)
-    row = right
-    if right_slots is not None:  # without ids it has none
-        row = tl.load(right_slots + right, mask=begin < end, other=0)
-    return begin, end, right, row.to(tl.int64)
+    segment = tl.program_id(0)
+    begin, end = tl.load(ids.segments + 2 * segment), tl.load(ids.segments + 2 * segment + 1)
+    count = tl.cdiv(tl.cdiv(end - begin, tl.num_programs(1)), IDS) * IDS
+    begin += tl.program_id(1) * count
+    end = tl.minimum(begin + count, end)
+    row = tl.load(ids.segment_right + segment)
+    if ids.right_slots is not None:  # without ids it has none
+        row = tl.load(ids.right_slots + row, mask=begin < end, other=0)
+    return begin, end, row.to(tl.int64)
 
 
 @triton.jit
-def _hot(copy, right, n, rights):
-    """Row of a copy of the gradient of a hot id, behind those of ``n`` distinct ids.
-
-    Why there are several: see :func:`~dlrm.kernels.tt._pairs.slot_of`.
-    """
-    return n + (copy * rights + right).to(tl.int64)
-
-
-@triton.jit
-def _hot_tile(
-    copy, right, n, rights,
-    A: tl.constexpr, C: tl.constexpr, C2: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """Where the numbers of that row are."""
-    m, c = tl.arange(0, BM)[:, None], tl.arange(0, C2)[None, :]
-    return _hot(copy, right, n, rights) * (A * C) + m * C + c, (m < A) & (c < C)
-
-
-@triton.jit
-def _begins(span_right, right, begin, end):
-    """Whether a program has the first ids of a right factor."""
-    span = tl.program_id(0)
-    before = tl.load(span_right + tl.maximum(span - 1, 0))
-    return (tl.program_id(1) == 0) & (begin < end) & ((span == 0) | (before != right))
-
-
-@triton.jit
-def _tile(
-    u, lefts, first, end,
-    A: tl.constexpr, R: tl.constexpr, R2: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """Rows ``(id, A)`` of a tile: their ids, where their left factors lie and what these are."""
-    m, r = tl.arange(0, BM), tl.arange(0, R2)
+def _tile(ids, first, end, A: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
+    """Rows ``(id, A)`` of a tile: their number, where their left factors lie, and these."""
+    m, r = tl.arange(0, BM), tl.arange(0, padded(R, 16))
     at = first + m // A
     row = (m < BM // A * A) & (at < end)
-    start = tl.load(lefts + at, mask=row, other=0).to(tl.int64) * (A * R) + m % A * R
-    x = tl.load(u + start[:, None] + r[None, :], mask=row[:, None] & (r < R)[None, :], other=0.0)
+    start = tl.load(ids.left_row + at, mask=row, other=0).to(tl.int64) * (A * R) + m % A * R
+    x_mask = row[:, None] & (r < R)[None, :]
+    x = tl.load(ids.left + start[:, None] + r[None, :], mask=x_mask, other=0.0)
     return at.to(tl.int64) * A + m % A, row, start, x
 
 
 @triton.jit
-def distinct_rows(
-    u, w, lefts, spans, span_right, right_slots, out, cleared, n, rights,
-    A: tl.constexpr, R: tl.constexpr, C: tl.constexpr, R2: tl.constexpr, C2: tl.constexpr,
-    BM: tl.constexpr, PRECISION: tl.constexpr, COPIES: tl.constexpr,
+def unique_rows(
+    ids, out, cleared,
+    A: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The row of every distinct id; ``cleared`` gets zeros where its gradient will be summed."""
-    begin, end, right, y_row = _part(spans, span_right, right_slots, BM // A)
-    r, c = tl.arange(0, R2), tl.arange(0, C2)
-    if cleared is not None:  # noqa: SIM102 -- known when the kernel is compiled, the other is not
-        if _begins(span_right, right, begin, end):
-            for copy in range(COPIES):
-                to, mask = _hot_tile(copy, right, n, rights, A, C, C2, BM)
-                tl.store(cleared + to, tl.zeros((BM, C2), tl.float32), mask=mask)
+    """The row of every unique id; ``cleared`` gets zeros where its gradient will be summed."""
+    begin, end, y_row = _part(ids, BM // A)
+    r, c = tl.arange(0, padded(R, 16)), tl.arange(0, padded(C, 16))
     y_at = y_row * (R * C) + r[:, None] * C + c[None, :]
-    y = tl.load(w + y_at, mask=(r < R)[:, None] & (c < C)[None, :], other=0.0)
+    y = tl.load(ids.right + y_at, mask=(r < R)[:, None] & (c < C)[None, :], other=0.0)
     for first in range(begin, end, BM // A):
-        to, row, _, x = _tile(u, lefts, first, end, A, R, R2, BM)
+        to, row, _, x = _tile(ids, first, end, A, R, BM)
         to = to[:, None] * C + c[None, :]
         mask = row[:, None] & (c < C)[None, :]
         tl.store(out + to, multiply(x, y, None, PRECISION).to(out.dtype.element_ty), mask=mask)
         if cleared is not None:
-            tl.store(cleared + to, tl.zeros((BM, C2), tl.float32), mask=mask)
+            tl.store(cleared + to, tl.zeros((BM, padded(C, 16)), tl.float32), mask=mask)
 
 
 @triton.jit
-def distinct_gradient(
-    u, w, lefts, spans, span_right, right_slots, grad, d_left, d_right, n, rights,
-    A: tl.constexpr, R: tl.constexpr, C: tl.constexpr, R2: tl.constexpr, C2: tl.constexpr,
-    BM: tl.constexpr, PRECISION: tl.constexpr, COPIES: tl.constexpr,
+def unique_gradients(
+    ids, grad, d_left, d_right,
+    A: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the factors from those of the distinct rows."""
-    begin, end, right, y_row = _part(spans, span_right, right_slots, BM // A)
-    r, c = tl.arange(0, R2), tl.arange(0, C2)
-    hot = tl.zeros((BM, C2), tl.float32)  # of the first id: of another they are zeros
-    if _begins(span_right, right, begin, end):
-        for copy in range(COPIES):
-            at, mask = _hot_tile(copy, right, n, rights, A, C, C2, BM)
-            hot += tl.load(grad + at, mask=mask, other=0.0)
+    """Gradients of the factors from those of the rows of the unique ids."""
+    begin, end, y_row = _part(ids, BM // A)
+    r, c = tl.arange(0, padded(R, 16)), tl.arange(0, padded(C, 16))
     y_at = y_row * (R * C) + r[:, None] * C + c[None, :]
     inside = (r < R)[:, None] & (c < C)[None, :]
-    y = tl.trans(tl.load(w + y_at, mask=inside, other=0.0))
-    dy = tl.zeros((R2, C2), tl.float32)
+    y = tl.trans(tl.load(ids.right + y_at, mask=inside, other=0.0))
+    dy = tl.zeros((padded(R, 16), padded(C, 16)), tl.float32)
     for first in range(begin, end, BM // A):
-        to, row, start, x = _tile(u, lefts, first, end, A, R, R2, BM)
+        to, row, start, x = _tile(ids, first, end, A, R, BM)
         mask = row[:, None] & (c < C)[None, :]
         g = tl.load(grad + to[:, None] * C + c[None, :], mask=mask, other=0.0)
-        g += tl.where(first == begin, hot, 0.0)
         dy = multiply(tl.trans(x), g, dy, PRECISION)
         tl.atomic_add(
             d_left + start[:, None] + r[None, :], multiply(g, y, None, PRECISION),
@@ -130,11 +103,11 @@ def distinct_gradient(
 
 
 @triton.jit
-def spread_rows(
-    values, which, offsets, scale, out, n, inner, outer,
+def gather_rows(
+    values, unique_of, offsets, results, out, n,
     DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the distinct ids to where they are asked for, one each or summed by bag."""
+    """The results, from the rows of the unique ids: one of each look-up, or the sum of each bag."""
     column = tl.arange(0, BLOCK_D)
     pid = tl.program_id(0)
     if offsets is None:
@@ -149,41 +122,39 @@ def spread_rows(
     for first in range(begin, end, BLOCK):
         at = first + tl.arange(0, BLOCK)
         mask = at < behind
-        row = tl.load(which + at, mask=mask, other=-1).to(tl.int64)
+        row = tl.load(unique_of + at, mask=mask, other=-1).to(tl.int64)
         inside = mask[:, None] & (column < DIM)[None, :]
-        known = inside & (row >= 0)[:, None]
-        value = tl.load(values + row[:, None] * DIM + column[None, :], mask=known, other=0.0)
+        live = inside & (row >= 0)[:, None]
+        value = tl.load(values + row[:, None] * DIM + column[None, :], mask=live, other=0.0)
         if offsets is None:
-            to = ((at % inner).to(tl.int64) * outer + at // inner) * DIM
+            to = result_row(at, results) * DIM
             tl.store(out + to[:, None] + column[None, :], value, mask=inside)
         else:
             value = value.to(tl.float32)
-            if scale is not None:
-                value *= tl.load(scale + at, mask=mask, other=0.0)[:, None]
+            if results.scale is not None:
+                value *= tl.load(results.scale + at, mask=mask, other=0.0)[:, None]
             total += tl.sum(value, 0)
     if offsets is not None:
-        to = ((pid % inner).to(tl.int64) * outer + pid // inner) * DIM
+        to = result_row(pid, results) * DIM
         tl.store(out + to + column, total.to(out.dtype.element_ty), mask=column < DIM)
 
 
 @triton.jit
-def merge_gradients(
-    grad, which, right, bag_of, scale, out, n, rights, inner, outer,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, COPIES: tl.constexpr,
+def sum_gradients(
+    grad, unique_of, results, out, n,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Sum the gradients of equal ids, those of hot ones in several copies: see :func:`_hot`."""
+    """Sum the gradients of equal ids."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(which + at, mask=at < n, other=-1).to(tl.int64)
+    row = tl.load(unique_of + at, mask=at < n, other=-1).to(tl.int64)
     mask = row >= 0
-    hot = tl.load(right + at, mask=mask, other=-1)
-    row = tl.where(hot < 0, row, _hot(at % COPIES, hot, n, rights))
     result = at
-    if bag_of is not None:
-        result = tl.load(bag_of + at, mask=mask, other=0)
+    if results.bag is not None:
+        result = tl.load(results.bag + at, mask=mask, other=0)
     column = tl.arange(0, BLOCK_D)[None, :]
     inside = mask[:, None] & (column < DIM)
-    g_row = (result % inner).to(tl.int64) * outer + result // inner
+    g_row = result_row(result, results)
     g = tl.load(grad + g_row[:, None] * DIM + column, mask=inside, other=0.0).to(tl.float32)
-    if scale is not None:
-        g *= tl.load(scale + at, mask=mask, other=0.0)[:, None]
+    if results.scale is not None:
+        g *= tl.load(results.scale + at, mask=mask, other=0.0)[:, None]
     tl.atomic_add(out + row[:, None] * DIM + column, g, mask=inside, sem="relaxed")

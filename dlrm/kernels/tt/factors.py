@@ -1,6 +1,6 @@
 """The two factors of rows in tensor-train format: products of cores, and the way back to these.
 
-See :mod:`dlrm.kernels.tt` for what a factor is, :mod:`dlrm.kernels.tt._pairs` for pairs and slots.
+See :mod:`dlrm.kernels.tt` for what a factor, a pair and a slot are.
 """
 
 from __future__ import annotations
@@ -12,94 +12,103 @@ import torch
 import triton
 from torch import Tensor
 
+from dlrm.kernels.tt import _ordered as ordered_kernels
 from dlrm.kernels.tt import _pairs as kernels
+from dlrm.kernels.tt._rows import FactorOfLookups
 from dlrm.kernels.tt.indexing import FactorIndex
-from dlrm.kernels.tt.layout import power
+from dlrm.kernels.tt.layout import padded
 from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
 from dlrm.kernels.update.rules import hyper
 
 # Rows and columns of the tile that a program multiplies, by kernel; measured on an H100.
-_TILES = {"pair_products": (16, 64), "big_gradient": (64, 64), "small_gradient": (64, 32)}
+_TILES = {"pair_products": (16, 64), "big_gradient": (64, 64), "small_gradient_parts": (64, 32)}
 _FEW = 64  # rows of a slice on average, of which a tall tile would be padding for the most part
 _MANY = 800  # programs, which had better be light ones then
 _PROGRAMS = 4096  # that keep a GPU busy
-_FUSED = ("sgd", "adagrad", "rowwise_adagrad")  # rules that leave alone what has no gradient
+_FUSED_RULES = ("sgd", "adagrad", "rowwise_adagrad")  # they leave alone what has no gradient
+
+
+class ZerosOnce:
+    """Zeros that the forward pass has filled for the backward pass; a second one gets new ones."""
+
+    def __init__(self, zeros: Tensor | None) -> None:
+        self._zeros = zeros
+
+    def take(self, like: Tensor) -> Tensor:
+        """The zeros, fp32, of the shape of ``like``."""
+        zeros, self._zeros = self._zeros, None
+        if zeros is None:
+            return torch.zeros_like(like, dtype=torch.float32)
+        return zeros.view_as(like)
 
 
 class Factor:
-    """One factor of all look-ups: the slices, or the products of the pairs in use."""
+    """The left or the right factor of all look-ups: slices, or the products of pairs in use.
+
+    Args:
+        index: the factor of each look-up.
+        cores: all cores.
+        core: the one whose slices the factors are, or the outer one of the pairs.
+        zeros: to add the gradient of that core to, fp32; None if nothing is added to it.
+    """
 
     def __init__(
-        self, used: FactorIndex, values: Tensor, zeros: Tensor | None, *, ordered: bool
+        self, index: FactorIndex, cores: Sequence[Tensor], core: int, zeros: Tensor | None
     ) -> None:
-        self.used, self.ordered = used, ordered
-        self.values = values  # [slots, Q * N] once multiplied out
-        self.zeros = zeros  # to add the gradient of the slices to, or that of the small core
-        self.gradient: Tensor | None = None  # zeros to add that of the products to
-        self.update: FusedUpdate | None = None  # of the big core, for the backward pass to apply
-        if used.pairs is not None and zeros is not None:
-            width = used.pairs.sizes["Q"] * used.pairs.sizes["N"]
-            self.gradient = values.new_empty(used.many, width, dtype=torch.float32)
+        self.index, self.core = index, core
+        self.data = cores[core]  # [slices or slots, A * R or R * C]; products once computed
+        self._core_zeros, self._product_zeros = ZerosOnce(zeros), ZerosOnce(None)
+        self._adds = zeros is not None
+        self._update: FusedUpdate | None = None  # of the big core, for the backward pass to apply
 
-    def _tiles(self, kernel: str, precision: str) -> dict[str, Any]:
-        """Compile-time constants of one of the GEMMs."""
-        assert self.used.pairs is not None
-        sizes, slices = self.used.pairs.sizes, len(self.used.spans)
-        tall, wide = _TILES[kernel]
-        rank, wide = power(sizes["R"], 16), min(wide, power(sizes["N"], 16))
-        warps, stages = 4 if sizes["N"] > wide else 2, 2
-        if kernel == "big_gradient":
-            many = slices * triton.cdiv(sizes["N"], wide) >= _MANY
-            few = len(self.used.index) * sizes["Q"] < _FEW * slices
-            tall, warps = 16 if few else 32 if many else tall, 2 if many else 4
-            # From rank 64 on, a second stage of the pipeline costs more in occupancy than it hides.
-            stages = 1 if rank >= 64 else 2
-        tiles = {"R2": rank, "BM": tall, "BN": wide, "num_warps": warps, "num_stages": stages}
-        return {**sizes, **tiles, "PRECISION": precision}
-
-    def _grid(self, tiles: dict[str, Any]) -> tuple[int, int]:
-        assert self.used.pairs is not None
-        most = min(self.used.pairs.most, self.used.many) * tiles["Q"]
-        slices = len(self.used.spans)
-        # A program without any costs a microsecond.
-        each = triton.cdiv(_PROGRAMS, slices)
-        average = triton.cdiv(len(self.used.index) * tiles["Q"], slices * tiles["BM"])
-        return slices, min(each, average, triton.cdiv(most, tiles["BM"]))
+    @property
+    def of_lookups(self) -> FactorOfLookups:
+        """What the kernels read."""
+        return FactorOfLookups(self.data, self.index.of_lookup, self.index.slots)
 
     def multiply(
         self, cores: Sequence[Tensor], precision: str, updates: FusedUpdates | None
     ) -> None:
-        """Multiply the pairs in use out; without pairs there is nothing to do."""
-        used = self.used
-        if used.pairs is None:
+        """Compute the products of the pairs in use; without pairs there is nothing to do.
+
+        ``updates`` are those that the backward pass may apply.
+        """
+        index = self.index
+        if index.pairs is None:
             return
-        small, big = cores[used.pairs.small], cores[used.pairs.big]
-        self.update = updates.take(big) if updates else None
+        small, big = cores[index.pairs.small], cores[index.pairs.big]
+        self._update = updates.take(big) if updates is not None else None
         tiles = self._tiles("pair_products", precision)
+        shape = index.num_slots, tiles["Q"] * tiles["N"]
         kept = torch.bfloat16 if precision == "bf16" else big.dtype
-        self.values = big.new_empty(used.many, tiles["Q"] * tiles["N"], dtype=kept)
+        self.data = big.new_empty(shape, dtype=kept)
+        cleared = big.new_empty(shape, dtype=torch.float32) if self._adds else None
+        self._product_zeros = ZerosOnce(cleared)
         kernels.pair_products[self._grid(tiles)](
-            small, big, self.values, self.gradient, used.spans, used.members, **tiles
+            small, big, self.data, cleared, index.segments, index.members, **tiles
         )
 
-    def backward(
-        self,
-        grad: Tensor,
-        cores: Sequence[Tensor],
-        grads: list[Tensor | None],
-        precision: str,
-    ) -> None:
-        """From the gradient of the products to those of the two cores.
+    def zero_gradient(self) -> Tensor:
+        """Zeros to add the gradient of :attr:`data` to, fp32."""
+        zeros = self._core_zeros if self.index.pairs is None else self._product_zeros
+        return zeros.take(self.data)
 
-        The big core has none if it is updated instead.
+    def backward(
+        self, grad: Tensor, cores: Sequence[Tensor], precision: str, *, ordered: bool
+    ) -> dict[int, Tensor | None]:
+        """From the gradient of :attr:`data` to that of each core, by its index, in fp32.
+
+        A big core that is updated instead has none. ``ordered``: as in
+        :mod:`dlrm.kernels.tt.lookup`.
         """
-        used = self.used
-        assert used.pairs is not None
-        small, big = cores[used.pairs.small], cores[used.pairs.big]
-        if self.ordered:  # first, since it reads the big core
-            d_small, added = self._ordered_sum(grad, small, big, precision), None
+        index = self.index
+        if index.pairs is None:
+            return {self.core: grad}
+        small, big = cores[index.pairs.small], cores[index.pairs.big]
+        if ordered:  # first, since it reads the big core
+            d_small, added = self._ordered_small_gradient(grad, small, big, precision), None
         else:
-            d_small = added = self._once("zeros", small)
+            d_small = added = self._core_zeros.take(small)
         tiles = self._tiles("big_gradient", precision)
         columns = triton.cdiv(tiles["N"], tiles["BN"])
         d_big, update = None, self._applicable(big, columns)
@@ -107,57 +116,76 @@ class Factor:
             d_big = torch.empty_like(big, dtype=torch.float32)
         else:
             state = update.states[0] if update.states else None
-            tiles |= {"state": state, "lr": update.lr, "hyper": hyper(update.rule)}
+            tiles["update"] = kernels.UpdateArguments(state, update.lr, hyper(update.rule))
             tiles["RULE"] = update.rule.kind
-        kernels.big_gradient[(len(used.spans), columns)](
-            small, big, grad, d_big, added, used.spans, used.members, **tiles
+        kernels.big_gradient[(len(index.segments), columns)](
+            small, big, grad, d_big, added, index.segments, index.members, **tiles
         )
         if update is not None:
             update.done(big)
-        grads[used.pairs.small], grads[used.pairs.big] = d_small, d_big
+        return {index.pairs.small: d_small, index.pairs.big: d_big}
 
     def _applicable(self, big: Tensor, columns: int) -> FusedUpdate | None:
         """The update of the big core, if the kernel can apply it to its ``columns`` of tiles."""
-        update = self.update
+        update = self._update
         if update is None or not update.due or big.dtype != torch.float32:
             return None
         rule = update.rule
-        able = rule.name in _FUSED and rule.momentum == rule.weight_decay == 0
+        able = rule.name in _FUSED_RULES and rule.momentum == rule.weight_decay == 0
         # The mean over a slice is known where one program has all of it.
         return update if able and (columns == 1 or rule.name != "rowwise_adagrad") else None
 
-    def _ordered_sum(self, grad: Tensor, small: Tensor, big: Tensor, precision: str) -> Tensor:
+    def _ordered_small_gradient(
+        self, grad: Tensor, small: Tensor, big: Tensor, precision: str
+    ) -> Tensor:
         """Gradient of the small core, what each pair adds to it summed in their order."""
-        used, pairs = self.used, self.used.pairs
+        index, pairs = self.index, self.index.pairs
         assert pairs is not None
         length = small.shape[1]
-        tiles = self._tiles("small_gradient", precision)
-        parts = grad.new_empty(used.many, length)
-        kernels.small_gradient[self._grid(tiles)](big, grad, parts, used.spans, **tiles)
+        tiles = self._tiles("small_gradient_parts", precision)
+        parts = grad.new_empty(index.num_slots, length)
+        ordered_kernels.small_gradient_parts[self._grid(tiles)](
+            big, grad, parts, index.segments, **tiles
+        )
         d_small = torch.empty_like(small, dtype=torch.float32)
-        block = min(32, power(length))
-        kernels.sum_small[(len(small), triton.cdiv(length, block))](
-            parts, used.flags, used.slots, pairs.first_pair, pairs.step, pairs.count, d_small,
+        block = min(32, padded(length))
+        ordered_kernels.sum_small_gradient[(len(small), triton.cdiv(length, block))](
+            parts, index.flags, index.slots, pairs.first_pair, pairs.step, pairs.count, d_small,
             LENGTH=length, TILE=256, BLOCK=block,
         )  # fmt: skip
         return d_small
 
-    def zero_gradient(self) -> Tensor:
-        """Zeros to add the gradient of the values to, fp32."""
-        return self._once("zeros" if self.used.pairs is None else "gradient", self.values)
-
-    def _once(self, name: str, like: Tensor) -> Tensor:
-        """A buffer of zeros from the forward pass; for a second backward pass a new one."""
-        buffer = getattr(self, name)
-        setattr(self, name, None)
-        if buffer is None:
-            return torch.zeros_like(like, dtype=torch.float32)
-        return buffer.view_as(like)
-
     def order(self) -> Tensor:
         """Look-ups in an order in which those with an equal factor lie together."""
-        index, pairs = self.used.index, self.used.pairs
-        number = len(self.values) if pairs is None else pairs.number
+        of_lookup, pairs = self.index.of_lookup, self.index.pairs
+        assert of_lookup is not None
+        number = len(self.data) if pairs is None else pairs.pairs
         if number < 1 << 16:  # half the passes of a radix sort; wrapping keeps them apart
-            index = index.to(torch.int16)
-        return index.sort(stable=True).indices
+            of_lookup = of_lookup.to(torch.int16)
+        return of_lookup.sort(stable=True).indices
+
+    def _tiles(self, kernel: str, precision: str) -> dict[str, Any]:
+        """Compile-time constants of one of the GEMMs."""
+        assert self.index.pairs is not None
+        sizes, slices = self.index.pairs.sizes, len(self.index.segments)
+        tall, wide = _TILES[kernel]
+        rank, wide = padded(sizes["R"], 16), min(wide, padded(sizes["N"], 16))
+        warps, stages = 4 if sizes["N"] > wide else 2, 2
+        if kernel == "big_gradient":
+            many = slices * triton.cdiv(sizes["N"], wide) >= _MANY
+            few = self.index.n * sizes["Q"] < _FEW * slices
+            tall, warps = 16 if few else 32 if many else tall, 2 if many else 4
+            # From rank 64 on, a second stage of the pipeline costs more in occupancy than it hides.
+            stages = 1 if rank >= 64 else 2
+        tiles = {"BM": tall, "BN": wide, "num_warps": warps, "num_stages": stages}
+        return {**sizes, **tiles, "PRECISION": precision}
+
+    def _grid(self, tiles: dict[str, Any]) -> tuple[int, int]:
+        index = self.index
+        assert index.pairs is not None
+        slices = len(index.segments)
+        most = min(index.pairs.pairs_per_slice, index.num_slots) * tiles["Q"]
+        # A program without any costs a microsecond.
+        each = triton.cdiv(_PROGRAMS, slices)
+        average = triton.cdiv(index.n * tiles["Q"], slices * tiles["BM"])
+        return slices, min(each, average, triton.cdiv(most, tiles["BM"]))

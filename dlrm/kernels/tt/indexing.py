@@ -5,35 +5,34 @@ See :mod:`dlrm.kernels.tt`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import torch
 import triton
 from torch import Tensor
 
-from dlrm.kernels.tt import _index as index_kernels
-from dlrm.kernels.tt import _pairs as pair_kernels
-from dlrm.kernels.tt.layout import FactorLayout, Pairs, power
+from dlrm.kernels.tt import _index as kernels
+from dlrm.kernels.tt._pairs import rank_pairs
+from dlrm.kernels.tt._rows import ResultOfLookups
+from dlrm.kernels.tt.layout import FactorLayout, PairLayout, padded
 from dlrm.kernels.update.in_backward import FusedUpdates
 
-COPIES = 8  # of what the look-ups of a table's most frequent ids add to
+Strategy = Literal["direct", "unique", "ordered"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LookupRequest:
-    """What a look-up is asked for, other than the tensors that have gradients."""
+    """What a look-up is asked for, apart from the tensors that have gradients."""
 
-    chain: FactorLayout
-    p: Tensor  # [F, d]
-    starts: Tensor  # [F, d] first slice of each table in each core
+    layout: FactorLayout
     ids: Tensor  # [n], contiguous
-    results: int  # rows of the result
-    inner: int  # result k is row (k % inner) * outer + k // inner
-    outer: int
-    way: str  # direct, merged or ordered
-    tables: Tensor | None = None  # without offsets: table of every run of per_table ids
+    num_results: int
+    batch: int  # result k is row (k % batch) * tables + k // batch
+    tables: int
+    strategy: Strategy
+    table_of: Tensor | None = None  # without offsets: table of every run of per_table ids
     per_table: int = 1
     skip: Tensor | None = None  # [n] bool
     offsets: Tensor | None = None  # [F * B + 1]
@@ -42,30 +41,43 @@ class LookupRequest:
 
 
 class FactorIndex:
-    """One factor of all look-ups: which one each has, and which pairs of slices are in use."""
+    """The left or the right factor of every look-up, and the pairs of slices in use.
 
-    flags: Tensor | None = None  # [pairs] those in use
+    Args:
+        pairs: those that the factors are products of; None if the factors are slices.
+        of_lookup: slice or pair of every look-up, int32 ``[n]``, to be filled; None if not asked.
+        n: look-ups.
+        flags: zeros, to flag the pairs in use.
+        total: a zero, to count them.
+    """
+
     slots: Tensor | None = None  # [pairs] where the product of a pair in use is
     members: Tensor  # [slots] small slice of each
-    spans: Tensor  # [big slices, 2] their slots
-    total: Tensor  # [1] how many there are
+    segments: Tensor  # [big slices, 2] their slots
 
-    def __init__(self, pairs: Pairs | None, index: Tensor, copies: int = 1) -> None:
-        self.pairs = pairs
-        self.index = index  # [n] slice or pair of every look-up
-        self.copies = copies  # slots of the first pair of a table
+    def __init__(
+        self,
+        pairs: PairLayout | None,
+        of_lookup: Tensor | None,
+        n: int,
+        flags: Tensor | None,
+        total: Tensor | None,
+    ) -> None:
+        self.pairs, self.of_lookup, self.n = pairs, of_lookup, n
+        self.flags, self.total = flags, total
         if pairs is not None:
-            self.many = min(len(index), pairs.number) + (copies - 1) * len(pairs.base)
-            self.slots = index.new_empty(pairs.number)
-            self.members = index.new_empty(self.many)
-            self.spans = index.new_empty(len(pairs.small_start), 2)
+            assert flags is not None
+            self.num_slots = min(n, pairs.pairs)
+            self.slots = torch.empty_like(flags)
+            self.members = flags.new_empty(self.num_slots)
+            self.segments = flags.new_empty(len(pairs.small_start), 2)
 
     def rank(self) -> None:
         """Give the pairs in use their slots; without pairs there is nothing to do."""
         if self.pairs is not None:
-            pair_kernels.rank_pairs[(len(self.spans),)](
+            rank_pairs[(len(self.segments),)](
                 self.flags, self.pairs.pair_start, self.pairs.small_start, self.total, self.slots,
-                self.members, self.spans, COPIES=self.copies, BLOCK=256,
+                self.members, self.segments, BLOCK=256,
             )  # fmt: skip
 
 
@@ -73,93 +85,101 @@ class LookupIndex:
     """All that is known of the ids of one look-up.
 
     Args:
-        call: the look-up.
+        request: the look-up.
         weights: the factor of each id in its bag, ``[n]``.
-        spare: sizes of fp32 buffers of zeros that the same launch fills for the caller.
+        zeros: sizes of further fp32 buffers of zeros, by name, which the same launch fills.
     """
 
-    bitmap: Tensor  # [words] of the merged way: the ids in use
-    distinct: Tensor  # [1] how many they are
-    spans: Tensor  # [spans, 2] those of each span of the keys
-    which: Tensor  # [n] the rank among them of every look-up
-    lefts: Tensor  # [distinct] slice or slot of the left factor of each
+    # With strategy unique:
+    unique_of: Tensor  # [n] the unique id of every look-up, -1 for none
+    unique_left: Tensor  # [n] row of the left factor of each unique id
+    segments: Tensor  # [segments, 2] the unique ids of each segment
 
     def __init__(
-        self, call: LookupRequest, weights: Tensor | None, spare: Sequence[int] = ()
+        self, request: LookupRequest, weights: Tensor | None, zeros: Mapping[str, int]
     ) -> None:
-        self.call, self.merged = call, call.way == "merged"
-        n, new = call.ids.numel(), call.ids.new_empty
-        self.bag_of: Tensor | None = None
-        self.scale: Tensor | None = None
-        if call.offsets is None:
-            left, right = new(2, n, dtype=torch.int32)
+        self.request = request
+        ids, layout, n = request.ids, request.layout, request.ids.numel()
+        unique = request.strategy == "unique"
+        sizes = dict(zeros)
+        for side, pairs in (("left", layout.left), ("right", layout.right)):
+            if pairs is not None:
+                sizes |= {f"{side} flags": pairs.pairs, f"{side} total": 1}
+        if unique:
+            sizes |= {"bitmap": layout.words, "unique total": 1}
+        cleared = _zeros_in_one_launch(sizes, ids.device)
+        self.zeros = {name: cleared[name].view(torch.float32) for name in zeros}
+        rows = 1 if unique else 2
+        scale = None if weights is None else weights.detach().float()
+        if request.offsets is None:
+            of_lookup, bag = list(ids.new_empty(rows, n, dtype=torch.int32)), None
         else:
             # Ids behind the last bag stay at -1: a buffer of static size may be longer than used.
-            left, right, self.bag_of = call.ids.new_full((3, n), -1, dtype=torch.int32)
-            if call.mean or weights is not None:
-                self.scale = call.ids.new_zeros(n, dtype=torch.float32)
-        copies = 1 if call.way == "ordered" else COPIES
+            *of_lookup, bag = ids.new_full((rows + 1, n), -1, dtype=torch.int32)
+            if request.mean:
+                scale = torch.empty(n, device=ids.device)
+        self.results = ResultOfLookups(bag, scale, request.batch, request.tables)
         self.left, self.right = (
-            FactorIndex(call.chain.left, left, copies),
-            FactorIndex(call.chain.right, right),
+            FactorIndex(
+                pairs, of, n, flags=cleared.get(f"{side} flags"), total=cleared.get(f"{side} total")
+            )
+            for side, pairs, of in (
+                ("left", layout.left, of_lookup[0]),
+                ("right", layout.right, None if unique else of_lookup[1]),
+            )
         )
-        zeros: list[tuple[Any, str, int]] = []
-        for used in (self.left, self.right):
-            if used.pairs is not None:
-                zeros += [(used, "flags", used.pairs.number), (used, "total", 1)]
-        if self.merged:
-            zeros += [(self, "bitmap", call.chain.words), (self, "distinct", 1)]
-        sizes = [*(size for _, _, size in zeros), *spare]
-        whole = [-(-size // 4) * 4 for size in sizes]  # each begins on 16 bytes
-        filled = torch.zeros(sum(whole), dtype=torch.int32, device=call.ids.device).split(whole)
-        parts = [part[:size] for part, size in zip(filled, sizes, strict=True)]
-        for (owner, name, _), part in zip(zeros, parts, strict=False):
-            setattr(owner, name, part)
-        self.spare = [part.view(torch.float32) for part in parts[len(zeros) :]]
-        keys = self._new_keys() if self.merged else None
-        self._index(weights, keys)
+        keys = self._new_keys() if unique else None
+        self._index(keys, cleared.get("bitmap"))
         self.left.rank()
         self.right.rank()
         if keys is not None:
-            self._number(keys)
+            self._number_unique(keys, cleared["bitmap"], cleared["unique total"])
 
     def _new_keys(self) -> Tensor:
         """For the keys of all ids; those behind the last bag are -1."""
-        wide = self.call.chain.words >= 1 << 26
-        keys = torch.empty_like(self.left.index, dtype=torch.int64 if wide else torch.int32)
-        return keys if self.call.offsets is None else keys.fill_(-1)
+        request = self.request
+        dtype = torch.int64 if request.layout.words >= 1 << 26 else torch.int32
+        keys = torch.empty_like(request.ids, dtype=dtype)
+        return keys if request.offsets is None else keys.fill_(-1)
 
-    def _index(self, weights: Tensor | None, keys: Tensor | None) -> None:
-        call, left, right = self.call, self.left, self.right
-        bases = [None if used.pairs is None else used.pairs.base for used in (left, right)]
-        arguments = (
-            call.p, call.starts, *bases, left.index, right.index, left.flags, right.flags,
-            call.chain.keys, keys, self.bitmap if self.merged else None,
-        )  # fmt: skip
-        n, cores = len(left.index), call.p.shape[1]
-        if call.offsets is None:
-            runs = n // call.per_table if call.per_table > 1 else 1
-            index_kernels.index_ids[(triton.cdiv(n // runs, 256) * runs,)](
-                call.ids, call.skip, call.tables, call.per_table, *arguments, n,
-                CORES=cores, WIDE=call.chain.wide, RUNS=call.per_table > 1, BLOCK=256,
+    def _index(self, keys: Tensor | None, bitmap: Tensor | None) -> None:
+        request, left, right = self.request, self.left, self.right
+        layout, n = request.layout, request.ids.numel()
+        out = kernels.IndexOutputs(
+            left.of_lookup, right.of_lookup, left.flags, right.flags, keys, bitmap
+        )
+        if request.offsets is None:
+            per_table = request.per_table
+            runs = n // per_table if per_table > 1 else 1
+            kernels.index_ids[(triton.cdiv(n // runs, 256) * runs,)](
+                request.ids, request.skip, request.table_of, per_table, layout.tables, out, n,
+                CORES=layout.cores, WIDE=layout.wide, RUNS=per_table > 1, BLOCK=256,
             )  # fmt: skip
         else:
-            index_kernels.index_bags[(call.results,)](
-                call.ids, call.skip, call.offsets, weights, call.inner, *arguments, self.bag_of,
-                self.scale, CORES=cores, WIDE=call.chain.wide, MEAN=call.mean, BLOCK=32,
-                num_warps=1,
+            kernels.index_bags[(request.num_results,)](
+                request.ids, request.offsets, request.batch, layout.tables, out, self.results.bag,
+                self.results.scale if request.mean else None, CORES=layout.cores, WIDE=layout.wide,
+                BLOCK=32, num_warps=1,
             )  # fmt: skip
 
-    def _number(self, keys: Tensor) -> None:
-        """Number the distinct ids and note their left factors."""
-        spans, left, n = self.call.chain.spans, self.left.index, len(keys)
-        scan = torch.empty_like(self.bitmap)
-        self.spans = left.new_empty(len(spans.right), 2)
-        index_kernels.rank_ids[(len(spans.right),)](
-            self.bitmap, spans.start, self.distinct, scan, self.spans, BLOCK=power(spans.words)
+    def _number_unique(self, keys: Tensor, bitmap: Tensor, total: Tensor) -> None:
+        """Number the unique ids and note their left factors."""
+        segments, left, n = self.request.layout.segments, self.left.of_lookup, len(keys)
+        assert left is not None
+        scan = torch.empty_like(bitmap)
+        self.segments = left.new_empty(len(segments.right), 2)
+        kernels.rank_ids[(len(segments.right),)](
+            bitmap, segments.start, total, scan, self.segments, BLOCK=padded(segments.longest)
         )
-        self.which, self.lefts = torch.empty_like(left), torch.empty_like(left)
-        index_kernels.number_ids[(triton.cdiv(n, 256),)](
-            keys, self.bitmap, scan, left, self.left.slots, self.which, self.lefts, n,
-            COPIES=COPIES, BLOCK=256,
+        self.unique_of, self.unique_left = torch.empty_like(left), torch.empty_like(left)
+        kernels.number_ids[(triton.cdiv(n, 256),)](
+            keys, bitmap, scan, left, self.left.slots, self.unique_of, self.unique_left, n,
+            BLOCK=256,
         )  # fmt: skip
+
+
+def _zeros_in_one_launch(sizes: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
+    """Buffers of zeros, int32, each of which begins on 16 bytes."""
+    whole = [-(-size // 4) * 4 for size in sizes.values()]
+    parts = torch.zeros(sum(whole), dtype=torch.int32, device=device).split(whole)
+    return {name: part[:size] for (name, size), part in zip(sizes.items(), parts, strict=True)}

@@ -1,6 +1,6 @@
-"""How rows in tensor-train format are cut into two factors, and which products of cores these are.
+"""How the rows of tensor-train tables are split into two factors, and how these are numbered.
 
-See :mod:`dlrm.kernels.tt` for what a factor is, :mod:`dlrm.kernels.tt._pairs` for pairs and slots.
+See :mod:`dlrm.kernels.tt` for what a factor, a pair and a slot are.
 """
 
 from __future__ import annotations
@@ -10,33 +10,50 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_SPAN = 2048  # words at most, which a program numbers at once
+_SEGMENT = 2048  # words that one program numbers, at most
 
 
-def power(n: int, least: int = 1) -> int:
+@triton.constexpr_function
+def padded(n: int, least: int = 1) -> int:
     """The next power of two from ``n`` on: Triton's blocks have no other sizes."""
     return max(least, triton.next_power_of_2(n))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pairs:
-    """Where two neighbouring cores are multiplied out: sizes, strides and the numbering of pairs.
+class TTShape(NamedTuple):
+    """The shape of a group of tables in tensor-train format."""
 
-    The small core has slices ``[Q, R]``, the big one ``[R, N]`` and their product is ``[Q, N]``.
+    p: Tensor
+    """Factors of the rows of each table, the number of slices of each core, int64 ``[F, d]``."""
+    q: Sequence[int]
+    """Factors of the embedding dim, ``d`` of them."""
+    ranks: Sequence[int]
+    """``(1, r_1, ..., r_{d-1}, 1)``."""
+
+    def core_offsets(self) -> Tensor:
+        """The first slice of each table in each core, ``[F, d]``."""
+        return self.p.cumsum(0) - self.p
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairLayout:
+    """Two neighboring cores that are multiplied out, and how their pairs of slices are numbered.
+
+    The small (outer) core has slices ``[Q, R]``, the big (inner) one ``[R, N]``, and a product is
+    ``[Q, N]``. Pairs are numbered table by table, in a table by big slice, then by small slice.
     """
 
     small: int  # index of the core
     big: int
-    number: int  # pairs of all tables
-    most: int  # pairs of one big slice, at most
-    sizes: dict[str, int]
-    base: Tensor  # [F] first pair of a table
+    pairs: int  # of all tables
+    pairs_per_slice: int  # of one big slice, at most
+    sizes: dict[str, int]  # Q, R, N, and LEFT: whether the product is a left factor
     pair_start: Tensor  # [big slices + 1] first pair of a big slice
     small_start: Tensor  # [big slices] first small slice of the table
     first_pair: Tensor  # [small slices] the pairs of a small slice: first, step and number
@@ -44,7 +61,7 @@ class Pairs:
     count: Tensor
 
     @classmethod
-    def build(cls, p: Tensor, small: int, big: int, sizes: dict[str, int]) -> Pairs:
+    def build(cls, p: Tensor, small: int, big: int, sizes: dict[str, int]) -> PairLayout:
         device, rows = p.device, p.tolist()
         smalls, bigs = [r[small] for r in rows], [r[big] for r in rows]
         base = [0, *accumulate(s * b for s, b in zip(smalls, bigs, strict=True))]
@@ -72,10 +89,9 @@ class Pairs:
         return cls(
             small=small,
             big=big,
-            number=base[-1],
-            most=max(smalls),
+            pairs=base[-1],
+            pairs_per_slice=max(smalls),
             sizes=sizes,
-            base=tensor(base[:-1]),
             pair_start=tensor([*start, base[-1]]),
             small_start=tensor(first_small),
             first_pair=tensor(first),
@@ -86,58 +102,55 @@ class Pairs:
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """The keys of all ids, cut where a right factor begins, and into parts of ``_SPAN`` words."""
+    """The bitmap of all ids, cut where a right factor begins, and after ``_SEGMENT`` words."""
 
-    start: Tensor  # [spans + 1] first word of each
-    right: Tensor  # [spans] its right factor
-    words: int  # of the longest
+    start: Tensor  # [segments + 1] first word of each
+    right: Tensor  # [segments] its right factor
+    longest: int  # words
 
 
 @dataclass(frozen=True, kw_only=True)
 class FactorLayout:
-    """How the rows of a group of tables are cut into a left and a right factor.
+    """How the rows of a group of tables are split into a left and a right factor.
 
-    Every id has a key, a bit among ``words`` of 32, where those of one right factor lie together
-    and begin with a word.
+    Every id has a key, its bit in a bitmap of ``words`` 32-bit words. The keys of one right factor
+    lie together and begin with a word.
     """
 
-    left: Pairs | None  # None: a slice of the first core
-    right: Pairs | None  # None: a slice of the last core
-    sizes: dict[str, int]  # A, R, C and the same rounded up to powers of 2
-    keys: Tensor  # [F, 3] of each table: its first key, keys a right factor, and first left factor
-    rights: Sequence[tuple[int, int]]  # of each table: right factors, and words of each
+    cores: int
+    left: PairLayout | None  # None: the left factor is a slice of the first core
+    right: PairLayout | None  # None: the right factor is a slice of the last core
+    sizes: dict[str, int]  # A, R and C: a left factor is [A, R], a right one [R, C]
+    tables: Tensor  # int64 [F, d + 4] p, first left and right factor, first key, keys a right one
+    right_factors: Sequence[tuple[int, int]]  # of each table: their number, and words of each
     wide: bool  # ids beyond 32 bits
 
     @cached_property
-    def number_of_rights(self) -> int:
-        """Right factors of all tables."""
-        return sum(many for many, _ in self.rights)
-
-    @cached_property
     def words(self) -> int:
-        """Words for the keys of all tables."""
-        return sum(many * words for many, words in self.rights)
+        """Words of the bitmap of all ids."""
+        return sum(count * words for count, words in self.right_factors)
 
     @cached_property
-    def number_of_spans(self) -> int:
-        """As many as :attr:`spans` has."""
-        return sum(many * triton.cdiv(words, _SPAN) for many, words in self.rights)
+    def num_segments(self) -> int:
+        """As many as :attr:`segments` has."""
+        return sum(count * triton.cdiv(words, _SEGMENT) for count, words in self.right_factors)
 
     @cached_property
-    def spans(self) -> Segments:
-        """Made when first asked for: few rows of large tables are looked up without."""
+    def segments(self) -> Segments:
+        """Made when first asked for: small batches of large tables do without."""
         starts: list[Tensor] = []
         rights: list[Tensor] = []
         first = end = 0  # right factor and word
-        for many, words in self.rights:
-            parts = torch.arange(0, words, _SPAN)
-            starts.append((end + words * torch.arange(many)[:, None] + parts).view(-1))
-            rights.append((first + torch.arange(many)).repeat_interleave(len(parts)))
-            first, end = first + many, end + words * many
+        for count, words in self.right_factors:
+            parts = torch.arange(0, words, _SEGMENT)
+            starts.append((end + words * torch.arange(count)[:, None] + parts).view(-1))
+            rights.append((first + torch.arange(count)).repeat_interleave(len(parts)))
+            first, end = first + count, end + words * count
+        device = self.tables.device
         return Segments(
-            start=torch.cat([*starts, torch.tensor([end])]).to(self.keys.device, torch.int32),
-            right=torch.cat(rights).to(self.keys.device, torch.int32),
-            words=min(_SPAN, max(words for _, words in self.rights)),
+            start=torch.cat([*starts, torch.tensor([end])]).to(device, torch.int32),
+            right=torch.cat(rights).to(device, torch.int32),
+            longest=min(_SEGMENT, max(words for _, words in self.right_factors)),
         )
 
     @classmethod
@@ -146,42 +159,41 @@ class FactorLayout:
         middle = max(1, d - 1) if d < 4 else 2  # cores of the left factor
         left = right = None
         if middle == 2:
-            n = q[1] * ranks[2]
-            strides = {"SJ": ranks[1], "SR": 1, "BR": n, "BC": 1, "OJ": n, "OC": 1}
-            left = Pairs.build(p, 0, 1, {"Q": q[0], "R": ranks[1], "N": n, **strides})
+            sizes = {"Q": q[0], "R": ranks[1], "N": q[1] * ranks[2], "LEFT": True}
+            left = PairLayout.build(p, 0, 1, sizes)
         if d == 4:
-            n, r = ranks[2] * q[2], ranks[3]
-            strides = {"SJ": 1, "SR": q[3], "BR": 1, "BC": r, "OJ": 1, "OC": q[3]}
-            right = Pairs.build(p, 3, 2, {"Q": q[3], "R": r, "N": n, **strides})
-        a, r, c = prod(q[:middle]), ranks[middle], prod(q[middle:])
-        pads = {"A2": power(a, 2), "R2": power(r, 2), "C2": power(c, 2)}
-        keys: list[list[int]] = []
-        rights: list[tuple[int, int]] = []
-        end = first_left = first_right = 0  # end of the words
+            sizes = {"Q": q[3], "R": ranks[3], "N": ranks[2] * q[2], "LEFT": False}
+            right = PairLayout.build(p, 3, 2, sizes)
+        tables: list[list[int]] = []
+        right_factors: list[tuple[int, int]] = []
+        first_left = first_right = first_word = 0
         for row in p.tolist():
-            lefts, many = prod(row[:middle]), prod(row[middle:])
+            lefts, rights = prod(row[:middle]), prod(row[middle:])
             words = triton.cdiv(lefts, 32)
-            keys.append([32 * (end - first_right * words), 32 * words, first_left])
-            rights.append((many, words))
-            end += many * words
-            first_left, first_right = first_left + lefts, first_right + many
+            first_key = 32 * (first_word - first_right * words)
+            tables.append([*row, first_left, first_right, first_key, 32 * words])
+            right_factors.append((rights, words))
+            first_word += rights * words
+            first_left, first_right = first_left + lefts, first_right + rights
         return cls(
+            cores=d,
             left=left,
             right=right,
-            sizes={"A": a, "R": r, "C": c, **pads},
-            keys=torch.tensor(keys, device=p.device),
-            rights=rights,
+            sizes={"A": prod(q[:middle]), "R": ranks[middle], "C": prod(q[middle:])},
+            tables=torch.tensor(tables, device=p.device),
+            right_factors=right_factors,
             wide=max(prod(row) for row in p.tolist()) >= 2**31,
         )
 
 
-_chains: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_layouts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def factor_layout(p: Tensor, q: Sequence[int], ranks: Sequence[int]) -> FactorLayout:
-    """The chain of a group, made once: reading ``p`` waits for the GPU."""
-    known = _chains.setdefault(p, {})
+def factor_layout(shape: TTShape) -> FactorLayout:
+    """The layout of a group, made once: reading ``p`` waits for the GPU."""
+    p, q, ranks = shape
+    layouts = _layouts.setdefault(p, {})
     key = (tuple(q), tuple(ranks), p._version)
-    if key not in known:
-        known[key] = FactorLayout.build(p, key[0], key[1])
-    return known[key]
+    if key not in layouts:
+        layouts[key] = FactorLayout.build(p, key[0], key[1])
+    return layouts[key]

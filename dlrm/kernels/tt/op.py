@@ -1,4 +1,4 @@
-"""The look-up in tables in tensor-train format, and the same in plain PyTorch."""
+"""The look-up in tables in tensor-train format; see :mod:`dlrm.kernels.tt`."""
 
 from __future__ import annotations
 
@@ -9,32 +9,31 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dlrm.kernels import require_contiguous, require_integers, use_triton
-from dlrm.kernels.tt.indexing import LookupRequest
-from dlrm.kernels.tt.layout import FactorLayout, factor_layout
+from dlrm.kernels import require_integers, use_triton
+from dlrm.kernels.tt.indexing import LookupRequest, Strategy
+from dlrm.kernels.tt.layout import FactorLayout, TTShape, factor_layout
 from dlrm.kernels.tt.lookup import Lookup
-from dlrm.kernels.tt.reference import _tt_bags_torch, tt_vectors_torch
+from dlrm.kernels.tt.reference import tt_bags_torch, tt_vectors_torch
 from dlrm.kernels.update.in_backward import FusedUpdates
 from dlrm.utils.messages import did_you_mean
 
 PRECISIONS = ("ieee", "tf32", "tf32x3", "bf16")
-_MERGED_FROM = 24_000  # look-ups from which merging equal ids pays
-_MERGED_UP_TO = 1 << 23  # words of 32 bits to flag all ids: at most 268M rows, 32 MB
+_UNIQUE_FROM = 24_000  # look-ups from which it pays to find the unique ids
+_UNIQUE_UP_TO = 1 << 23  # 32-bit words to flag all ids: at most 268M rows, 32 MB
 
 
 class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: LookupRequest,
-        precision: str,
-        trains: bool,
+        request: LookupRequest,
+        options: dict[str, Any],
         weights: Tensor | None,
         *cores: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(weights, *cores)
-        ctx.look = Lookup(call, weights, cores, precision=precision, trains=trains)
-        return ctx.look.rows(pooled=True)
+        ctx.lookup = Lookup(request, weights, cores, **options)
+        return ctx.lookup.rows(pooled=True)
 
     @staticmethod
     @once_differentiable
@@ -42,47 +41,26 @@ class _Rows(torch.autograd.Function):
         weights, *cores = ctx.saved_tensors
         grad = grad.contiguous()
         d_weights = None
-        if ctx.needs_input_grad[3]:
-            d_weights = _weights_gradient(ctx.look, grad).to(weights.dtype)
-        grads = ctx.look.backward(grad, cores)
+        if ctx.needs_input_grad[2]:
+            d_weights = _weights_gradient(ctx.lookup, grad).to(weights.dtype)
+        grads = ctx.lookup.backward(grad, cores)
         pairs = zip(grads, cores, strict=True)
         in_type = (None if g is None else g.to(c.dtype) for g, c in pairs)
-        return None, None, None, d_weights, *in_type
+        return None, None, d_weights, *in_type
 
 
-def _weights_gradient(look: Lookup, grad: Tensor) -> Tensor:
+def _weights_gradient(lookup: Lookup, grad: Tensor) -> Tensor:
     """Gradient of the factor of each id: its row times the gradient of its bag, ``[n]``."""
-    call, bag_of = look.call, look.known.bag_of
-    assert bag_of is not None
-    bag = bag_of.clamp(min=0)
-    at = (bag % call.inner) * call.outer + bag // call.inner
-    return (look.rows(pooled=False) * grad.index_select(0, at)).sum(1)
-
-
-def _way(chain: FactorLayout, n: int, deterministic: bool | None) -> str:
-    if torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic:
-        return "ordered"
-    if n >= _MERGED_FROM and chain.words <= _MERGED_UP_TO and chain.number_of_spans <= n:
-        return "merged"
-    return "direct"
-
-
-def _precision(precision: str | None, device: str) -> str:
-    if precision is None:
-        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
-            return "bf16"
-        return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision is {precision!r}{did_you_mean(precision, PRECISIONS)}")
-    return precision
+    results = lookup.index.results
+    assert results.bag is not None
+    bag = results.bag.clamp(min=0)
+    row = (bag % results.batch) * results.tables + bag // results.batch
+    return (lookup.rows(pooled=False) * grad.index_select(0, row)).sum(1)
 
 
 def tt_vectors(
     cores: Sequence[Tensor],
-    p: Tensor,
-    core_offsets: Tensor,
-    q: Sequence[int],
-    ranks: Sequence[int],
+    shape: TTShape,
     tables: Tensor,
     ids: Tensor,
     *,
@@ -97,15 +75,13 @@ def tt_vectors(
     Args:
         cores: core ``k`` as ``[sum over tables of p_k, r_{k-1} * q_k * r_k]``: the slices, each
             row-major in ``(r_{k-1}, q_k, r_k)``, table after table.
-        p: number of slices of each core of each table, int64 ``[F, d]``.
-        core_offsets: first slice of each table in each core, int64 ``[F, d]``.
-        q: the factors of the embedding dim, ``d`` of them.
-        ranks: ``(1, r_1, ..., r_{d-1}, 1)``.
+        shape: factors and ranks of the tables.
         tables: table of each id, an integer tensor that broadcasts against ``ids``.
         ids: any integer tensor ``[...]``; every id lies inside its table.
-        skip: ids that are answered elsewhere, say by a cache, bool of the shape of ``ids``: their
-            rows are zeros without gradient, and cost nothing on a GPU.
-        updates: of cores that the backward pass may update itself, on a GPU.
+        skip: ids that are answered elsewhere, such as by a cache, bool of the shape of ``ids``:
+            their rows are zeros without gradient, and cost nothing on a GPU.
+        updates: optimizer steps of cores that the backward pass may apply itself, on a GPU; such a
+            core gets no gradient.
         impl: ``"triton"`` or ``"torch"``; by default Triton on a GPU for two to four cores of fp32
             or bf16.
         precision: how Triton multiplies fp32 matrices: ieee, tf32, tf32x3, or bf16, which also
@@ -120,8 +96,7 @@ def tt_vectors(
         them out as ``[B, F, D]``.
 
     Raises:
-        ValueError: ``ids`` are no integers, or on another device; ``skip`` has another shape; ``p``
-            or ``core_offsets`` are not contiguous.
+        ValueError: ``ids`` are no integers, or on another device; ``skip`` has another shape.
     """
     require_integers(cores[0], ids=ids)
     if skip is not None and (skip.shape, skip.dtype) != (ids.shape, torch.bool):
@@ -130,53 +105,38 @@ def tt_vectors(
         )
     if not _runs_triton(cores, impl) or not ids.numel():
         with torch.autocast(ids.device.type, enabled=False):  # it would cast sums and rows too
-            rows = tt_vectors_torch(cores, p, core_offsets, q, ranks, tables, ids)
+            rows = tt_vectors_torch(cores, shape, tables, ids)
         return rows if skip is None else rows.masked_fill(skip[..., None], 0.0)
     n = ids.numel()
-    outer, inner = ids.shape if ids.dim() == 2 else (1, 1)
+    num_tables, batch = ids.shape if ids.dim() == 2 else (1, 1)
     if tables.numel() == 1:
         per_table = n
-    elif ids.dim() == 2 and tables.shape == (outer, 1):
-        per_table = inner
+    elif ids.dim() == 2 and tables.shape == (num_tables, 1):
+        per_table = batch
     else:
         per_table, tables = 1, tables.expand(ids.shape)
-    chain = factor_layout(p, q, ranks)
-    call = LookupRequest(
-        chain=chain,
-        p=p,
-        starts=core_offsets,
+    layout = factor_layout(shape)
+    request = LookupRequest(
+        layout=layout,
         ids=ids.contiguous().view(-1),
         skip=None if skip is None else skip.contiguous().view(-1),
-        tables=tables.contiguous(),
+        table_of=tables.contiguous(),
         per_table=per_table,
-        results=n,
-        inner=inner,
-        outer=outer,
-        way=_way(chain, n, deterministic),
+        num_results=n,
+        batch=batch,
+        tables=num_tables,
+        strategy=_strategy(layout, n, deterministic),
         updates=updates,
     )
-    out = _look_up(call, None, cores, precision)
+    out = _look_up(request, None, cores, precision)
     if ids.dim() == 2:
         return out.view(*ids.t().shape, -1).transpose(0, 1)
     return out.view(*ids.shape, -1)
 
 
-def _look_up(
-    call: LookupRequest, weights: Tensor | None, cores: Sequence[Tensor], precision: str | None
-) -> Tensor:
-    require_contiguous(p=call.p, core_offsets=call.starts)
-    trains = torch.is_grad_enabled() and any(core.requires_grad for core in cores)
-    contiguous = (core.contiguous() for core in cores)
-    precision = _precision(precision, cores[0].device.type)
-    return _Rows.apply(call, precision, trains, weights, *contiguous)
-
-
 def tt_bags(
     cores: Sequence[Tensor],
-    p: Tensor,
-    core_offsets: Tensor,
-    q: Sequence[int],
-    ranks: Sequence[int],
+    shape: TTShape,
     ids: Tensor,
     offsets: Tensor,
     weights: Tensor | None = None,
@@ -190,7 +150,7 @@ def tt_bags(
     """Look up rows and pool them by bag, without a copy of every row.
 
     Args:
-        cores, p, core_offsets, q, ranks: as in :func:`tt_vectors`.
+        cores, shape: as in :func:`tt_vectors`.
         ids: ``[nnz]``, the ids of all bags, table by table. It may be longer than the bags are.
         offsets: ``[F * B + 1]``, where each bag begins in ``ids``.
         weights: a factor per id, ``[nnz]``; mode sum only. They get a gradient.
@@ -202,8 +162,7 @@ def tt_bags(
 
     Raises:
         ValueError: another mode, weights with mean or not one for each id, offsets of a wrong
-            length, ids or offsets that are no integers or on another device, ``p`` or
-            ``core_offsets`` that are not contiguous.
+            length, ids or offsets that are no integers or on another device.
     """
     require_integers(cores[0], ids=ids, offsets=offsets)
     if mode not in ("sum", "mean"):
@@ -215,30 +174,60 @@ def tt_bags(
             f"weights have shape {tuple(weights.shape)}, they must have that of ids, "
             f"{tuple(ids.shape)}"
         )
-    bags, tables = offsets.numel() - 1, p.shape[0]
+    bags, tables = offsets.numel() - 1, shape.p.shape[0]
     if bags < 0 or bags % tables:
         raise ValueError(f"offsets are {offsets.numel()}, they must be {tables} * B + 1")
     batch = bags // tables
     if not _runs_triton(cores, impl) or not ids.numel() or not bags:
         with torch.autocast(ids.device.type, enabled=False):
-            return _tt_bags_torch(cores, p, core_offsets, q, ranks, ids, offsets, weights, mode)
-    chain = factor_layout(p, q, ranks)
-    call = LookupRequest(
-        chain=chain,
-        p=p,
-        starts=core_offsets,
+            return tt_bags_torch(cores, shape, ids, offsets, weights, mode)
+    layout = factor_layout(shape)
+    request = LookupRequest(
+        layout=layout,
         ids=ids.contiguous(),
         offsets=offsets.contiguous(),
         mean=mode == "mean",
-        results=bags,
-        inner=batch,
-        outer=tables,
-        way=_way(chain, ids.numel(), deterministic),
+        num_results=bags,
+        batch=batch,
+        tables=tables,
+        strategy=_strategy(layout, ids.numel(), deterministic),
         updates=updates,
     )
     weights = None if weights is None else weights.contiguous()
-    out = _look_up(call, weights, cores, precision)
+    out = _look_up(request, weights, cores, precision)
     return out.view(batch, tables, -1).transpose(0, 1)
+
+
+def _look_up(
+    request: LookupRequest,
+    weights: Tensor | None,
+    cores: Sequence[Tensor],
+    precision: str | None,
+) -> Tensor:
+    options = {
+        "precision": _precision(precision, cores[0].device.type),
+        "trains": torch.is_grad_enabled() and any(core.requires_grad for core in cores),
+    }
+    return _Rows.apply(request, options, weights, *(core.contiguous() for core in cores))
+
+
+def _strategy(layout: FactorLayout, n: int, deterministic: bool | None) -> Strategy:
+    """The strategy for ``n`` look-ups; see :mod:`dlrm.kernels.tt.lookup`."""
+    if torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic:
+        return "ordered"
+    if n >= _UNIQUE_FROM and layout.words <= _UNIQUE_UP_TO and layout.num_segments <= n:
+        return "unique"
+    return "direct"
+
+
+def _precision(precision: str | None, device: str) -> str:
+    if precision is None:
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
+            return "bf16"
+        return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision!r}{did_you_mean(precision, PRECISIONS)}")
+    return precision
 
 
 def _runs_triton(cores: Sequence[Tensor], impl: str | None) -> bool:

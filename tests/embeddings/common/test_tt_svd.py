@@ -7,6 +7,7 @@ import torch
 
 from dlrm.embeddings.common import tt_svd as tt_algebra
 from dlrm.embeddings.tt import TT
+from dlrm.kernels.tt import TTShape
 
 SHAPES = [
     ((5, 7), (2, 3), (1, 4, 1)),
@@ -101,8 +102,8 @@ def test_fit_meets_rows_of_several_tables_and_leaves_the_others(d, chunk, monkey
     tables, ids = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 77, 2999, 3, 499])
     wanted = group.vectors(tables, ids) + 0.01 * torch.randn(5, 8)
     before = [group.to_dense(table) for table in range(2)]
-    shape = (group._p, group._core_offsets, group.q, group.ranks)
-    residual = tt_algebra.fit_rows(list(group.cores), *shape, tables, ids, wanted)
+    shape = TTShape(group._p, group.q, group.ranks)
+    residual = tt_algebra.fit_rows(list(group.cores), shape, tables, ids, wanted)
     got = group.vectors(tables, ids)
     assert residual == pytest.approx(((got - wanted).norm() / wanted.norm()).item(), rel=1e-4)
     assert residual < 0.1
@@ -123,23 +124,23 @@ def test_fits_of_rows_are_equal_to_the_bit(device):
     fits = []
     for _ in range(4):
         cores = [core.detach().clone() for core in group.cores]
-        shape = (group._p, group._core_offsets, group.q, group.ranks)
-        tt_algebra.fit_rows(cores, *shape, tables, ids, wanted)
+        shape = TTShape(group._p, group.q, group.ranks)
+        tt_algebra.fit_rows(cores, shape, tables, ids, wanted)
         fits.append(cores)
     for fit in fits[1:]:
         assert all(torch.equal(a, b) for a, b in zip(fits[0], fit, strict=True))
 
 
-def test_drift_penalty_is_the_mean_squared_change_of_the_table():
+def test_the_drift_is_the_mean_squared_change_of_the_table():
     group = TT([60], 8, rank=3, p=[3, 4, 5]).double()
     tables = torch.zeros(7, dtype=torch.int64)
     cores, k = list(group.cores), 1
-    shape = (group._p, group._core_offsets, group.q, group.ranks)
-    penalty = tt_algebra._drift_penalty(cores, *shape, tables, k)
+    shape = TTShape(group._p, group.q, group.ranks)
+    gradient = tt_algebra._drift_gradient(cores, shape, tables, k)
     change = torch.randn_like(cores[k])
     before = group.vectors(group._tables[0], torch.arange(60))
     with torch.no_grad():
         cores[k].add_(change)
     after = group.vectors(group._tables[0], torch.arange(60))
     drift = 7 * tt_algebra.DRIFT_WEIGHT * (after - before).square().sum(1).mean()
-    assert (change * penalty(change)).sum().item() == pytest.approx(drift.item())
+    assert (change * gradient(change)).sum().item() == pytest.approx(drift.item())

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dlrm.data.batch import Batch
 from dlrm.distributed.world import World
-from dlrm.kernels.tt import op, tt_bags, tt_vectors
+from dlrm.kernels.tt import TTShape, op, tt_bags, tt_vectors
 from dlrm.kernels.update.in_backward import FusedUpdates
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, apply_in_backward
@@ -39,10 +39,10 @@ class Cores:
 
     def __init__(self, name: str, device: torch.device) -> None:
         torch.manual_seed(1)
-        shapes, self.q, self.ranks = SHAPES[name]
+        shapes, q, ranks = SHAPES[name]
         self.p = torch.tensor(shapes, device=device)
-        self.starts = self.p.cumsum(0) - self.p
-        widths = [self.ranks[k] * q * self.ranks[k + 1] for k, q in enumerate(self.q)]
+        self.shape = TTShape(self.p, q, ranks)
+        widths = [ranks[k] * factor * ranks[k + 1] for k, factor in enumerate(q)]
         self.cores = [
             torch.randn(int(self.p[:, k].sum()), width, device=device, requires_grad=True)
             for k, width in enumerate(widths)
@@ -59,7 +59,7 @@ class Cores:
 
     def loss(self, step: int, updates: FusedUpdates | None = None) -> Tensor:
         tables = torch.arange(len(self.p), device=self.p.device)[:, None]
-        shared = (self.cores, self.p, self.starts, self.q, self.ranks)
+        shared = (self.cores, self.shape)
         rows = tt_vectors(*shared, tables, self.ids(step), updates=updates, **self.options)
         return (rows - 1).square().mean()
 
@@ -89,11 +89,11 @@ def train_apart(cores: Cores, optimizer: RowOptimizer, steps: int = 1) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("way", ["direct", "merged", "ordered"])
+@pytest.mark.parametrize("strategy", ["direct", "unique", "ordered"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", SHAPES)
-def test_cores_move_as_by_their_gradients(name, rule, way, device, monkeypatch):
-    monkeypatch.setattr(op, "_way", lambda *_: way)
+def test_cores_move_as_by_their_gradients(name, rule, strategy, device, monkeypatch):
+    monkeypatch.setattr(op, "_strategy", lambda *_: strategy)
     ours, theirs = Cores(name, device), Cores(name, device)
     train_apart(theirs, optimizer_of(theirs, rule, **RULES[rule]), steps=2)
     optimizer = optimizer_of(ours, rule, **RULES[rule])
@@ -118,7 +118,7 @@ def test_bags_with_weights_move_them_too(device):
         torch.manual_seed(2)
         weights = torch.randn(len(ids), device=device, requires_grad=True)
         with apply_in_backward([optimizer] if fuses else []) as updates:
-            shared = (cores.cores, cores.p, cores.starts, cores.q, cores.ranks)
+            shared = (cores.cores, cores.shape)
             out = tt_bags(*shared, ids, offsets, weights, updates=updates, **cores.options)
             out.square().mean().backward()
         assert (cores.cores[1].grad is None) is fuses
@@ -214,7 +214,7 @@ def test_slices_without_a_look_up_are_left_alone(device):
     cores = Cores("d3", device)
     with apply_in_backward([optimizer_of(cores, "adagrad", eps=0.0)]) as updates:
         cores.loss(0, updates).backward()
-    used = cores.ids(0) // cores.p[:, 2:] % cores.p[:, 1:2] + cores.starts[:, 1:2]
+    used = cores.ids(0) // cores.p[:, 2:] % cores.p[:, 1:2] + cores.shape.core_offsets()[:, 1:2]
     moved = cores.moves()[1].any(1)
     assert moved.nonzero().flatten().tolist() == used.unique().tolist()
     assert cores.cores[1].isfinite().all()

@@ -8,13 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm.kernels.tt import factors, lookup, op, tt_bags, tt_vectors, tt_vectors_torch
-from dlrm.kernels.tt import layout as chain
+from dlrm.kernels.tt import (
+    TTShape,
+    factors,
+    layout,
+    lookup,
+    op,
+    tt_bags,
+    tt_vectors,
+    tt_vectors_torch,
+)
 from dlrm.kernels.tt.layout import factor_layout
 from dlrm.kernels.update.dense import update_dense
 
 GPU = torch.cuda.is_available()
-WAYS = ("direct", "merged", "ordered")
+WAYS = ("direct", "unique", "ordered")
 ROUNDING = {"ieee": 2e-6, "tf32": 3e-3, "bf16": 1e-2}  # relative RMS; tf32 keeps 10 bits, bf16 7
 
 # p of each table, q, ranks: odd and even sizes; more slices than a slice has entries; one slice
@@ -57,11 +65,12 @@ class Group:
             size = int(self.p[:, k].sum()), self.ranks[k] * q * self.ranks[k + 1]
             core = torch.randn(size, device=device) / self.ranks[k + 1] ** 0.5
             self.cores.append(core.to(dtype).requires_grad_())
+        self.shape = TTShape(self.p, self.q, self.ranks)
         self.device = device
 
     @property
     def arguments(self) -> tuple:
-        return self.cores, self.p, self.offsets, self.q, self.ranks
+        return self.cores, self.shape
 
     def ids(self, batch: int, kind: str = "uniform") -> Tensor:
         """``[F, batch]`` ids: uniform, one id for all, or both ends of the tables."""
@@ -93,7 +102,7 @@ def close(got: Tensor, want: Tensor, tolerance: float, name: str = "rows") -> No
 
 def take(monkeypatch: pytest.MonkeyPatch, way: str) -> dict:
     """Arguments that make a look-up go this way, whatever its size."""
-    monkeypatch.setattr(op, "_way", lambda *_: way)
+    monkeypatch.setattr(op, "_strategy", lambda *_: way)
     return {"impl": "triton"}
 
 
@@ -184,10 +193,10 @@ def test_the_first_ids_of_a_table_may_be_most_of_a_batch(name, way, below, devic
 
 @pytest.mark.parametrize("name", ["d2-tall", "d3-broad"])
 def test_the_ids_of_a_right_factor_may_be_several_spans(name, device, monkeypatch):
-    monkeypatch.setattr(chain, "_SPAN", 1)
+    monkeypatch.setattr(layout, "_SEGMENT", 1)
     group = Group(name, device)
-    options = take(monkeypatch, "merged")
-    assert factor_layout(group.p, group.q, group.ranks).number_of_spans > sum(group.p[:, -1])
+    options = take(monkeypatch, "unique")
+    assert factor_layout(group.shape).num_segments > sum(group.p[:, -1])
     ids = group.ids(60)
     check_rows_and_gradients(group, torch.where(ids % 3 > 0, ids % 7, ids), options)
     check_rows_and_gradients(group, ids.clamp(min=int(group.p[0, -1])), options)  # none is hot
@@ -236,7 +245,7 @@ def test_ids_of_any_shape(shape, way, device, monkeypatch):
     assert all(core.grad is not None and core.grad.isfinite().all() for core in group.cores)
 
 
-@pytest.mark.parametrize("way", ["direct", "merged"])
+@pytest.mark.parametrize("way", ["direct", "unique"])
 def test_tables_may_be_named_per_id(way, device, monkeypatch):
     group = Group("d3-kaggle", device)
     tables = torch.randint(group.tables, (80,), device=device)
@@ -465,22 +474,23 @@ def test_a_cuda_graph_replays_on_new_ids(way, device, monkeypatch):
 
 def test_many_ids_are_merged_where_a_map_of_all_rows_is_small(device):
     small, huge = (
-        factor_layout(torch.tensor([[side] * 3], device=device), (2, 2, 2), (1, 2, 2, 1))
+        factor_layout(TTShape(torch.tensor([[side] * 3], device=device), (2, 2, 2), (1, 2, 2, 1)))
         for side in (100, 1000)
     )
-    assert op._way(small, 30_000, False) == "merged"
-    assert op._way(small, 30_000, True) == "ordered"
-    assert op._way(small, 3_000, False) == "direct"
-    assert op._way(huge, 30_000, False) == "direct"
-    tall = factor_layout(torch.tensor([[2, 2, 40_000]], device=device), (2, 2, 2), (1, 2, 2, 1))
-    assert op._way(tall, 30_000, False) == "direct"  # each right factor has few ids
-    assert op._way(tall, 50_000, False) == "merged"
+    assert op._strategy(small, 30_000, False) == "unique"
+    assert op._strategy(small, 30_000, True) == "ordered"
+    assert op._strategy(small, 3_000, False) == "direct"
+    assert op._strategy(huge, 30_000, False) == "direct"
+    tall_p = torch.tensor([[2, 2, 40_000]], device=device)
+    tall = factor_layout(TTShape(tall_p, (2, 2, 2), (1, 2, 2, 1)))
+    assert op._strategy(tall, 30_000, False) == "direct"  # each right factor has few ids
+    assert op._strategy(tall, 50_000, False) == "unique"
     torch.use_deterministic_algorithms(True)
     try:
-        assert op._way(small, 30_000, None) == "ordered"
+        assert op._strategy(small, 30_000, None) == "ordered"
     finally:
         torch.use_deterministic_algorithms(False)
-    assert op._way(small, 30_000, None) == "merged"
+    assert op._strategy(small, 30_000, None) == "unique"
 
 
 def test_errors_name_the_remedy(device):
@@ -504,14 +514,7 @@ def test_errors_name_the_remedy(device):
         tt_bags(*group.arguments, ids[0], offsets.float())
     with pytest.raises(ValueError, match=r"skip is torch\.int64 .*, it must be bool"):
         tt_vectors(*group.arguments, group.index(), ids, skip=ids.long())
-    cores, p, first, *rest = group.arguments
-    for name, places in (
-        ("p", (torch.stack([p, p], 2)[..., 0], first)),
-        ("core_offsets", (p, torch.stack([first, first], 2)[..., 0])),
-    ):
-        with pytest.raises(ValueError, match=rf"^{name} has .* strides .* contiguous: give {name}"):
-            tt_vectors(cores, *places, *rest, group.index(), ids, impl="triton")
-    tables = len(group.arguments[1])
+    tables = group.tables
     with pytest.raises(ValueError, match=rf"offsets are {tables + 2}, they must be {tables} \* B"):
         tt_bags(*group.arguments, ids[0], torch.zeros(tables + 2, dtype=torch.long, device=device))
     alone = Group("d2-tall", device)
@@ -520,6 +523,6 @@ def test_errors_name_the_remedy(device):
     huge = torch.tensor([[1 << 16, 1 << 16, 1]], device=device)
     with pytest.raises(ValueError, match=r"4294967296 pairs .* more balanced factors p"):
         tt_vectors(
-            group.cores, huge, torch.zeros_like(huge), *group.arguments[3:], group.index()[:1],
-            ids[:1], impl="triton",
+            group.cores, TTShape(huge, group.q, group.ranks), group.index()[:1], ids[:1],
+            impl="triton",
         )  # fmt: skip
