@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +30,7 @@ from dlrm.optim import RowOptimizer, Schedule
 from dlrm.sparse_arch.table_plan import AUTO, format_table_plan, table_plan_by_name
 from dlrm.training import checkpoint, metrics, profiling, run_directory, tracking
 from dlrm.training.data_parallel import GradientReducer, state_bytes
+from dlrm.training.prefetch import PreparedBatch
 from dlrm.training.step import TrainStep
 from dlrm.utils.atomic import atomic_write
 from dlrm.utils.device import is_out_of_memory, pick_device
@@ -49,7 +50,7 @@ class Run:
         world.wait()
         self.train_data = self._loader("train", config.batch_size)
         self.meta = self.train_data.meta
-        # Read from now on, that a damaged file be told before the work.
+        # Opened now, so that a damaged file is reported before the work.
         splits = [split for split in ("val", "test") if self.meta.has_rows(split)]
         self.held_out = {split: self._loader(split, config.eval_batch_size) for split in splits}
         if not len(self.train_data):
@@ -65,7 +66,9 @@ class Run:
         self.model = DLRM(**self.spec, sharding=self.sharding).to(self.device)
         if config.init_from and not restored:
             self.model.load_trained(checkpoint.load_model(config.init_from, self.device)[0])
-        self.optimizers = self._optimizers()
+        parts = self.model.dense_parameters(), self.model.sparse_arch.parameters()
+        specs = zip(parts, optimizer_specs(config.optim), strict=True)
+        self.optimizers = [RowOptimizer(own, rule, lr=lr, **o) for own, (rule, lr, o) in specs]
         self.state_bytes = state_bytes(self.model, self.optimizers[1], world)
         self.schedule = Schedule(self.optimizers, **config.optim.schedule)
         self.step = TrainStep(
@@ -90,47 +93,50 @@ class Run:
 
     def train(self) -> dict[str, float]:
         """Train, evaluate, and return the final metrics."""
-        config = self.config
-        self._announce()
-        eval_every = config.eval_every or max(len(self.train_data) // 4, 1)
-        data = self.train_data
+        config, data = self.config, self.train_data
+        if self.world.first:
+            self._print_plan()
+        eval_every = config.eval_every or max(len(data) // 4, 1)
         if config.init_from and not self.steps:
             self.fitted = {f"fitted/{k}": v for k, v in self._evaluate("test").items()}
             self.tracker.log(0, self.fitted)
         traced = config.profile and self.world.first
         profiler = profiling.Profiler(self.directory, self.device) if traced else None
-        clock = profiling.Clock(self.train_data)
+        clock = profiling.Clock(data)
         self.model.train()
-        done, atomic_write = data.samples(self.steps), data.samples(self.last_step)
-        with profiling.progress_bar(atomic_write, done, silent=not self.world.first) as progress:
-            for epoch in range(self.epoch, config.epochs):
-                if self.steps >= self.last_step:
-                    break
-                self.epoch = epoch
-                data.set_epoch(epoch)
-                for prepared in self.step.prefetcher(data):
-                    self.schedule.set(self.steps)
-                    self.steps += 1
-                    logging = self.steps % config.log_every == 0
-                    out = self.step(prepared, norms=logging)
-                    self.loss = out["loss"]
-                    clock.samples += prepared.batch.total_size
-                    progress.update(prepared.batch.total_size)
-                    if profiler:
-                        profiler.step()
-                    if self.steps % config.populate_every == 0:
-                        renewed = self.model.sparse_arch.renew_caches(self.optimizers[1])
-                        self.tracker.log(self.steps, renewed)
-                    if logging:
-                        self._log(out, clock, progress)
-                    if self.steps % eval_every == 0:
-                        with clock.paused():
-                            self._validate()
-                    if self.steps >= self.last_step:
-                        break
+        done, last = data.samples(self.steps), data.samples(self.last_step)
+        with profiling.progress_bar(last, done, silent=not self.world.first) as progress:
+            for prepared in self._batches():
+                self.schedule.set(self.steps)
+                self.steps += 1
+                logging = self.steps % config.log_every == 0
+                out = self.step(prepared, norms=logging)  # forward, loss, backward, update
+                self.loss = out["loss"]
+                clock.samples += prepared.batch.total_size
+                progress.update(prepared.batch.total_size)
+                if profiler:
+                    profiler.step()
+                if self.steps % config.populate_every == 0:
+                    renewed = self.model.sparse_arch.renew_caches(self.optimizers[1])
+                    self.tracker.log(self.steps, renewed)
+                if logging:
+                    self._log(out, clock, progress)
+                if self.steps % eval_every == 0:
+                    with clock.paused():
+                        self._validate()
         if profiler:
             self.tracker.text("profile", profiler.close())
         return self._finish(clock)
+
+    def _batches(self) -> Iterator[PreparedBatch]:
+        """The batches of the epochs that are left, up to the last step."""
+        while self.steps < self.last_step:
+            self.train_data.set_epoch(self.epoch)
+            for prepared in self.step.prefetcher(self.train_data):
+                yield prepared
+                if self.steps >= self.last_step:
+                    return
+            self.epoch += 1
 
     def _log(self, out: dict[str, torch.Tensor], clock: profiling.Clock, progress: tqdm) -> None:
         values = {f"train/{name}": float(value) for name, value in out.items()}
@@ -163,8 +169,9 @@ class Run:
         if (batches := self.held_out.get(split)) is None:
             return {}
         found = metrics.predict(self.model, batches, bf16=self.config.precision == "bf16")
-        in_order = self.world.in_order(*found, batches.rows, batches.batch_size)
-        return metrics.classification(*in_order)
+        return metrics.classification(
+            *self.world.in_order(*found, batches.rows, batches.batch_size)
+        )
 
     def _finish(self, clock: profiling.Clock) -> dict[str, float]:
         speed = clock.total() if clock.samples else {}
@@ -197,14 +204,7 @@ class Run:
             **asdict(self.config.loader) | in_full,
         )
 
-    def _optimizers(self) -> list[RowOptimizer]:
-        parameters = self.model.dense_parameters(), self.model.sparse_arch.parameters()
-        parts = zip(parameters, optimizer_specs(self.config.optim), strict=True)
-        return [RowOptimizer(own, rule, lr=lr, **options) for own, (rule, lr, options) in parts]
-
-    def _announce(self) -> None:
-        if not self.world.first:
-            return
+    def _print_plan(self) -> None:
         with atomic_write(self.directory / run_directory.CONFIG) as temporary:
             temporary.write_text(self.resolved)
         if self.sharding:
@@ -273,26 +273,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         if going_on := resumed_path(arguments):
             directory = run_directory.run_directory(going_on)
             saved = [f"--config={directory / run_directory.CONFIG}"]
-        with world.saying_once():
+        with world.print_once():
             config, resolved = parse([*arguments, *saved], kinds)
         if config.resume:
             refuse_with_resume(arguments)
         run = Run(config, resolved, world)
         run.train()
     except (ValueError, OSError) as error:
-        world.say_once(f"error: {error}")
+        world.print_error_once(f"error: {error}")
         return 2
     except KeyboardInterrupt:
-        world.say_once(
-            f"interrupted; {run_directory.resume_hint(run.directory if run else directory)}"
-        )
+        hint = run_directory.resume_hint(run.directory if run else directory)
+        world.print_error_once(f"interrupted; {hint}")
         return 130
     except (RuntimeError, MemoryError, TypeError) as error:
         if not is_out_of_memory(error):
             raise
-        world.say_once(
-            f"error: {profiling.out_of_memory_advice(config.data, config.model.embedding_dim)}"
-        )
+        advice = profiling.out_of_memory_advice(config.data, config.model.embedding_dim)
+        world.print_error_once(f"error: {advice}")
         return 2
     finally:
         world.leave()

@@ -79,7 +79,7 @@ class World:
             dist.init_process_group(
                 backend, store=group, rank=self.rank, world_size=self.size, timeout=TIMEOUT
             )
-            sys.excepthook = partial(_tell, self, sys.excepthook)
+            sys.excepthook = partial(_report_lost_peer, self, sys.excepthook)
         return device
 
     def before_leaving(self, act: Callable[[], object]) -> None:
@@ -125,15 +125,15 @@ class World:
         dist.broadcast_object_list(box, 0)
         return box[0]
 
-    def say_once(self, text: str) -> None:
-        """Print on stderr what several processes may come to say: the first to come does."""
+    def print_error_once(self, text: str) -> None:
+        """Print on stderr what several processes may have to report: the first to get here does."""
         if self._is_first_to("say"):
             print(text, file=sys.stderr)
 
     @contextmanager
-    def saying_once(self) -> Iterator[None]:
-        """What every process prints alike here, the first to come to the end prints: torchrun ends
-        the others when one ends with an error.
+    def print_once(self) -> Iterator[None]:
+        """Print once what every process prints inside: the first to reach the end does, since
+        torchrun ends the others when one ends with an error.
         """
         if self.size == 1:
             yield
@@ -217,18 +217,18 @@ class World:
         return logits, labels
 
 
-def _tell(
+def _report_lost_peer(
     world: World,
     otherwise: Callable[..., object],
     kind: type[BaseException],
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """Say in one line that an exchange broke off since another process is gone, unless that one
-    has told why.
+    """Report in one line that a collective failed because another process is gone, unless that one
+    has reported why.
     """
     if issubclass(kind, RuntimeError) and "by peer" in str(error):
-        world.say_once("error: another process has ended, see what was said of it")
+        world.print_error_once("error: another process has ended, see what was said of it")
     else:
         otherwise(kind, error, trace)
 

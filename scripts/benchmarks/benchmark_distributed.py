@@ -329,7 +329,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError("there is one process: start it with torchrun --nproc-per-node 2")
         run(options, world)
     except ValueError as error:
-        world.say_once(f"error: {error}")
+        world.print_error_once(f"error: {error}")
         return 2
     finally:
         world.leave()

@@ -259,7 +259,7 @@ def test_an_error_is_told_though_torchrun_is_gone(capsys):
     store = torch.distributed.TCPStore("localhost", 0, is_master=True)
     world = World(rank=0, size=2, _store=torch.distributed.TCPStore("localhost", store.port))
     del store
-    world.say_once("error: the loss is nan")
+    world.print_error_once("error: the loss is nan")
     assert capsys.readouterr().err.endswith("error: the loss is nan\n")
 
 
