@@ -6,7 +6,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +41,7 @@ class Run:
     def __init__(self, config: RunConfig, resolved: str, world: World) -> None:
         self.config, self.resolved, self.world = config, resolved, world
         self.device = world.join(pick_device(config.device))
-        name = config.name or f"{config.emb}-{datetime.now():%Y%m%d-%H%M%S-%f}"
-        new = Path(config.output) / name
+        new = Path(config.output) / (config.name or run_directory.new_name(config.emb))
         self.directory = world.from_first(lambda: run_directory.new_or_resumed(new, config.resume))
         if config.data == RunConfig.data and world.first:
             synthetic.write_demo(config.data)

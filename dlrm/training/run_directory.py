@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 
 CONFIG = "config.yaml"
@@ -43,6 +44,11 @@ def run_directory(path: str | Path) -> Path:
 def has_checkpoint(run: Path) -> bool:
     """Whether a run has written a checkpoint."""
     return (run / "checkpoints" / LATEST).exists()
+
+
+def new_name(kind: str) -> str:
+    """A name for a run of an embedding kind, by the time."""
+    return f"{kind}-{datetime.now():%Y%m%d-%H%M%S-%f}"
 
 
 def new_or_resumed(new: Path, resume: str | None) -> Path:
