@@ -17,7 +17,7 @@ from dlrm.kernels.lookup.tables import row_gradient
 from dlrm.kernels.streams import SideStream, side_stream_of
 from dlrm.kernels.update.row_sort import RowSorter, sort_rows
 
-ARRIVAL = 2  # the branch on which a process learns which of its rows have gradients
+ARRIVAL = 2  # the side stream on which a process learns which of its rows have gradients
 
 
 class PeerLookup:
@@ -33,7 +33,7 @@ class PeerLookup:
         height: rows of the largest weight of all processes.
         width: length of a row.
         asked: look-ups of a sample that each rank may have to serve.
-        wire: type in which gradients arrive; if None fp32, or that of the rows where it is wider.
+        comm_dtype: type in which gradients arrive; if None fp32, or that of the rows if wider.
     """
 
     def __init__(
@@ -42,12 +42,14 @@ class PeerLookup:
         height: int,
         width: int,
         asked: Sequence[int],
-        wire: torch.dtype | None = None,
+        comm_dtype: torch.dtype | None = None,
     ) -> None:
         self.world, self.height, self.width, self.asked = world, height, width, asked
-        self.wire = wire
+        self.comm_dtype = comm_dtype
         self._rows: SymmetricTensor | None = None
-        self._inboxes: dict[int, _Inbox] = {}  # by batch size; captured graphs know their addresses
+        self._recv_buffers: dict[
+            int, _RecvBuffer
+        ] = {}  # by batch size; captured graphs know their addresses
 
     def key_of(self, rank: int, row: int) -> int:
         """The key of a row of the weight of a rank."""
@@ -64,7 +66,7 @@ class PeerLookup:
         All processes must call it at once.
         """
         self._rows = None
-        self._inboxes.clear()
+        self._recv_buffers.clear()
         if device.type != self.world.device.type:
             return torch.zeros(rows, self.width, device=device, dtype=dtype)
         self._rows = SymmetricTensor(self.world, (self.height, self.width), dtype, device)
@@ -85,9 +87,9 @@ class PeerLookup:
 
     def sort(self, keys: Tensor) -> SortedLookups:
         """Sort the look-ups ``keys [B, S]``; it needs nothing of the rows, and no other process."""
-        plan = sort_rows(keys.view(-1), self.world.size * self.height)
-        places = torch.searchsorted(plan.rows, self._bounds)
-        return SortedLookups(plan, self._shares * len(keys) - places)
+        found = sort_rows(keys.view(-1), self.world.size * self.height)
+        places = torch.searchsorted(found.rows, self._bounds)
+        return SortedLookups(found, self._shares * len(keys) - places)
 
     def __call__(
         self, weight: Tensor, lookups: SortedLookups, batch: int, sorter: RowSorter | None = None
@@ -98,11 +100,11 @@ class PeerLookup:
         found: Tensor = _LookupAtPeers.apply(weight, lookups, batch, self, sorter)
         return found.view(batch, -1, self.width)
 
-    def inbox(self, batch: int, like: Tensor) -> _Inbox:
+    def recv_buffer(self, batch: int, like: Tensor) -> _RecvBuffer:
         """Where the keys and gradients of a batch of this size arrive."""
-        if batch not in self._inboxes:
-            self._inboxes[batch] = _Inbox(self, batch, like)
-        return self._inboxes[batch]
+        if batch not in self._recv_buffers:
+            self._recv_buffers[batch] = _RecvBuffer(self, batch, like)
+        return self._recv_buffers[batch]
 
     @property
     def rows(self) -> SymmetricTensor:
@@ -111,7 +113,7 @@ class PeerLookup:
         return self._rows
 
 
-class _Inbox:
+class _RecvBuffer:
     """Where peers write the rows and gradients of their look-ups: a section for each of them."""
 
     def __init__(self, peers: PeerLookup, batch: int, like: Tensor) -> None:
@@ -119,8 +121,8 @@ class _Inbox:
         slots = world.size * batch * max(asked)
         self.used = world.size * batch * asked[world.rank]
         self.keys = SymmetricTensor(world, (slots,), torch.int32, like.device, fill=-1)
-        wire = peers.wire or torch.promote_types(like.dtype, torch.float32)
-        self.gradients = SymmetricTensor(world, (slots, peers.width), wire, like.device)
+        comm_dtype = peers.comm_dtype or torch.promote_types(like.dtype, torch.float32)
+        self.gradients = SymmetricTensor(world, (slots, peers.width), comm_dtype, like.device)
 
     def take(self) -> Tensor:
         """Row of every slot, -1 where there is none, ``[used]``; the slots are free again."""
@@ -134,7 +136,7 @@ class _Sent:
     """What the backward pass of a look-up needs to know of it."""
 
     lookups: SortedLookups
-    inbox: _Inbox
+    buffer: _RecvBuffer
     rows: Tensor
     arrival: SideStream
 
@@ -149,23 +151,23 @@ class _LookupAtPeers(torch.autograd.Function):
         peers: PeerLookup,
         sorter: RowSorter | None,
     ) -> Tensor:
-        plan, shift = lookups.plan, lookups.shift
-        out = weight.new_empty(len(plan.rows), peers.width)
+        found, shift = lookups.sorted_rows, lookups.shift
+        out = weight.new_empty(len(found.rows), peers.width)
         peers.rows.barrier()  # all have updated their rows
         if not ctx.needs_input_grad[0]:
-            read_rows(peers.rows.block, plan, out)
+            read_rows(peers.rows.block, found, out)
             return out
-        inbox = peers.inbox(batch, weight)
-        read_rows(peers.rows.block, plan, out, inbox=inbox.keys.block, shift=shift)
+        buffer = peers.recv_buffer(batch, weight)
+        read_rows(peers.rows.block, found, out, inbox=buffer.keys.block, shift=shift)
         arrival = side_stream_of(weight.device, ARRIVAL)
         with arrival.fork():
-            inbox.keys.barrier()  # all have said which rows they look up
-            rows = inbox.take()
+            buffer.keys.barrier()  # all have said which rows they look up
+            rows = buffer.take()
             if sorter is not None:
                 sorter.submit(rows, len(weight))
         ctx.save_for_backward(weight)
         ctx.peers = peers
-        ctx.sent = _Sent(lookups, inbox, rows, arrival)
+        ctx.sent = _Sent(lookups, buffer, rows, arrival)
         return out
 
     @staticmethod
@@ -174,10 +176,10 @@ class _LookupAtPeers(torch.autograd.Function):
         sent, peers = ctx.sent, ctx.peers
         (weight,) = ctx.saved_tensors
         grads = grad.reshape(-1, peers.width)
-        arrived = sent.inbox.gradients
-        plan, shift = sent.lookups.plan, sent.lookups.shift
-        send_rows(grads, peers.height, plan, arrived.block, shift)
+        arrived = sent.buffer.gradients
+        found, shift = sent.lookups.sorted_rows, sent.lookups.shift
+        send_rows(grads, peers.height, found, arrived.block, shift)
         sent.arrival.join()
         arrived.barrier()  # all gradients are here
-        values = arrived.local[: sent.inbox.used]
+        values = arrived.local[: sent.buffer.used]
         return row_gradient(weight, sent.rows, values, True), None, None, None, None

@@ -1,6 +1,6 @@
 """Dense tables over many processes: ids go to the holders of rows, vectors come back.
 
-Every process holds some pieces of the tables (:mod:`dlrm.distributed.planner`), small tables in
+Every process holds some shards of the tables (:mod:`dlrm.distributed.planner`), small tables in
 full. A look-up sends the ids of the local samples to the holders, which look them up for the global
 batch, and send every process the vectors of its samples; the backward pass sends the gradients the
 same way back, so that a holder has the gradient rows of the global batch, which its optimizer
@@ -32,48 +32,52 @@ from dlrm.kernels.streams import side_stream_of
 from dlrm.utils.local_shards import LocalShards, saved_weight
 
 CHUNK = 1 << 20  # rows drawn at a time
-EXCHANGE = 1  # the branch beside which small tables are looked up, and their gradients reduced
+EXCHANGE = 1  # the side stream of what is exchanged, next to the look-up of small tables
 
 
 class ShardedTables(Embedding):
-    """Dense tables held in pieces by many processes; equal to a dense group of the same seed.
+    """Dense tables held in shards by many processes; equal to a dense group of the same seed.
 
     The state dict has the tables as one ``weight [sum(V), D]`` whose parts lie on many processes
     (:class:`~dlrm.utils.local_shards.LocalShards`), and takes a plain one as well.
 
     Args:
-        sharding: the processes, and the pieces of this group's tables, numbered as here. Tables
-            without a piece are replicated.
+        plan: the processes, and the shards of this group's tables, numbered as here. Tables
+            without a shard are replicated.
     """
 
     def __init__(
         self,
         num_embeddings: Sequence[int],
         embedding_dim: int,
-        sharding: ShardingPlan,
+        plan: ShardingPlan,
         **common: Unpack[Common],
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, **common)
-        pieces = sharding.pieces
-        self.world, self.wire = sharding.world, sharding.wire
-        cut = {piece.table for piece in pieces}
-        self.copied = [table for table in range(self.num_tables) if table not in cut]
-        by_table = {table: [p for p in pieces if p.table == table] for table in sorted(cut)}
+        self.world = plan.world
+        sharded = {shard.table for shard in plan.shards}
+        self.copied = [table for table in range(self.num_tables) if table not in sharded]
+        by_table = {
+            table: [s for s in plan.shards if s.table == table] for table in sorted(sharded)
+        }
         kinds: dict[type[Sharding], list[Shard]] = {TableWise: [], RowWise: [], ColumnWise: []}
         for own in by_table.values():
-            narrow = any(piece.width < embedding_dim for piece in own)
+            narrow = any(shard.width < embedding_dim for shard in own)
             kind = ColumnWise if narrow else RowWise if len(own) > 1 else TableWise
             kinds[kind] += own
-        self.cuts = nn.ModuleList(
-            kind(own, self.num_tables, sharding.world, sharding.wire, sharding.peers)
+        self.shardings = nn.ModuleList(
+            kind(own, self.num_tables, plan.world, plan.comm_dtype, plan.peers)
             for kind, own in kinds.items()
             if own
         )
         rows = [self.num_embeddings[table] for table in self.copied]
         self.replicated = nn.Parameter(torch.empty(sum(rows), embedding_dim)) if rows else None
-        for cut_, weight in zip(self._cuts(), self._new_weights(), strict=True):
-            self.register_parameter(cut_.name, weight)
-        self.order = [*self.copied, *(table for cut_ in self._cuts() for table in cut_.order)]
+        for sharding, weight in zip(self._shardings(), self._new_weights(), strict=True):
+            self.register_parameter(sharding.name, weight)
+        self.order = [
+            *self.copied,
+            *(table for sharding in self._shardings() for table in sharding.order),
+        ]
         self.register_buffer("_starts", row_offsets(rows or [0]), persistent=False)
         self.register_buffer("_copied", torch.tensor(self.copied).long(), persistent=False)
         self.register_buffer("_order", torch.tensor(self.order), persistent=False)
@@ -85,28 +89,28 @@ class ShardedTables(Embedding):
         self._tables_at = row_offsets(self.num_embeddings).tolist()
         self.reset_parameters()
 
-    def _cuts(self) -> list[Sharding]:
-        return list(self.cuts)  # type: ignore[arg-type]
+    def _shardings(self) -> list[Sharding]:
+        return list(self.shardings)  # type: ignore[arg-type]
 
     def _new_weights(self) -> list[nn.Parameter]:
-        """A weight per cut."""
+        """A weight per sharding."""
         where = torch.get_default_device(), torch.get_default_dtype()
-        weights = [nn.Parameter(cut.new_weight(*where)) for cut in self._cuts()]
+        weights = [nn.Parameter(sharding.new_weight(*where)) for sharding in self._shardings()]
         for weight in weights:
-            weight.grad_dtype = None  # that of the wire
+            weight.grad_dtype = None  # that in which gradients travel
         return weights
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What ``.to`` and its kind do: weights move to where peers can read them."""
-        cuts = [cut for cut in self._cuts() if cut.peer_lookup is not None]
-        held = {cut.name: self._parameters.pop(cut.name) for cut in cuts}
+        shardings = [sharding for sharding in self._shardings() if sharding.peer_lookup is not None]
+        held = {sharding.name: self._parameters.pop(sharding.name) for sharding in shardings}
         super()._apply(fn, recurse)
-        for cut in cuts:
-            weight = held[cut.name]
+        for sharding in shardings:
+            weight = held[sharding.name]
             assert weight is not None
             like = fn(weight.data[:0])
             if (like.device, like.dtype) != (weight.device, weight.dtype):
-                weight.data = cut.new_weight(like.device, like.dtype).copy_(weight.data)
+                weight.data = sharding.new_weight(like.device, like.dtype).copy_(weight.data)
         self._parameters.update(held)
         return self
 
@@ -123,17 +127,17 @@ class ShardedTables(Embedding):
 
     def at_peers(self) -> list[Sharding]:
         """Those whose rows peers read where they lie."""
-        return [cut for cut in self._cuts() if cut.at_peers]
+        return [sharding for sharding in self._shardings() if sharding.at_peers]
 
     def sort(self, ids: Tensor) -> list[SortedLookups]:
         """Sort the look-ups of ``ids [F, B]`` at peers, for each sharding: needs no rows, and no
         other process.
         """
-        return [cut.sort(ids) for cut in self.at_peers()]
+        return [sharding.sort(ids) for sharding in self.at_peers()]
 
     def local_parameters(self) -> list[nn.Parameter]:
         """Those of which every process has others."""
-        return [self.get_parameter(cut.name) for cut in self._cuts()]
+        return [self.get_parameter(sharding.name) for sharding in self._shardings()]
 
     def chunks(self, table: int) -> Iterator[tuple[str, Chunk]]:
         """Name of a parameter and where it holds a part of the table, for each local part."""
@@ -141,10 +145,10 @@ class ShardedTables(Embedding):
             at = int(self._starts[self.copied.index(table)])
             rows = (0, self.num_embeddings[table])
             yield "replicated", Chunk(at=at, rows=rows, columns=(0, self.embedding_dim))
-        for cut in self._cuts():
-            for piece, at in cut.held():
-                if piece.table == table:
-                    yield cut.name, Chunk(at=at, rows=piece.rows, columns=piece.columns)
+        for sharding in self._shardings():
+            for shard, at in sharding.held():
+                if shard.table == table:
+                    yield sharding.name, Chunk(at=at, rows=shard.rows, columns=shard.columns)
 
     def parts(
         self,
@@ -165,13 +169,13 @@ class ShardedTables(Embedding):
         side, sorted_ahead = side_stream_of(ids.device, EXCHANGE), iter(context.lookups)
         with side.fork():
             arriving = [
-                cut.start(
-                    self.get_parameter(cut.name),
+                sharding.start(
+                    self.get_parameter(sharding.name),
                     ids,
                     context,
-                    next(sorted_ahead, None) if cut.at_peers else None,
+                    next(sorted_ahead, None) if sharding.at_peers else None,
                 )
-                for cut in self._cuts()
+                for sharding in self._shardings()
             ]
         found = []
         if self.replicated is not None:
@@ -202,11 +206,13 @@ class ShardedTables(Embedding):
         pairs = torch.stack([own, flat.long()], 1)
         asked = torch.cat(self.world.gather(pairs, sizes))
         out = next(self.parameters()).new_zeros(len(asked), self.embedding_dim)
-        for cut in self._cuts():
-            weight = self.get_parameter(cut.name)
-            first = cut.first_column
-            found = cut.answer(weight, asked[:, 0], asked[:, 1], context)
-            out = out + nn.functional.pad(found, (first, self.embedding_dim - first - cut.width))
+        for sharding in self._shardings():
+            weight = self.get_parameter(sharding.name)
+            first = sharding.first_column
+            found = sharding.answer(weight, asked[:, 0], asked[:, 1], context)
+            out = out + nn.functional.pad(
+                found, (first, self.embedding_dim - first - sharding.width)
+            )
         give = [size * self.embedding_dim for size in sizes]
         got = exchange(out.view(-1), give, [flat.numel() * self.embedding_dim] * len(sizes))
         result = got.view(len(sizes), len(flat), self.embedding_dim).sum(0)

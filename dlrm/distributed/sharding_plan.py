@@ -31,9 +31,9 @@ class ShardingPlan:
     """How the tables of a model are sharded over processes."""
 
     world: World
-    pieces: Sequence[Shard]
+    shards: Sequence[Shard]
     """Of the tables that are not replicated."""
-    wire: torch.dtype | None = None
+    comm_dtype: torch.dtype | None = None
     """Type in which vectors and gradients travel, other than rows that peers read; None: theirs,
     and sums of gradients between peers in fp32 at least."""
     peers: bool = False
@@ -97,13 +97,13 @@ def make_sharding_plan(
     loads = [float(count.sum()) for count in counts()] if counts else [1.0] * len(names)
     narrow = torch.bfloat16 if comm_dtype == "bf16" else None
     peers = exchange == "peers" or (exchange == "auto" and in_reach(world))
-    pieces = plan_shards(
+    shards = plan_shards(
         num_embeddings, dim, world.size, sharding_types=types, loads=loads,
         page=page, room=_room() if peers else 0, column_wise=not whole_rows,
     )  # fmt: skip
-    text = describe_shards(pieces, dict(enumerate(names)), loads)
+    text = describe_shards(shards, dict(enumerate(names)), loads)
     text += f"\nexchange by {'peers' if peers else 'collectives'}"
-    return ShardingPlan(world=world, pieces=pieces, wire=narrow, peers=peers, text=text)
+    return ShardingPlan(world=world, shards=shards, comm_dtype=narrow, peers=peers, text=text)
 
 
 def sharded_from(threshold: int | None, dim: int) -> int:

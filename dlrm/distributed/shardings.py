@@ -1,4 +1,4 @@
-"""The pieces of tables that are cut in one way, and the exchange of their rows."""
+"""The shards of tables that are split in one way, and the exchange of their rows."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from dlrm.kernels.lookup.tables import lookup, lookup_tables
 
 
 class Sharding(nn.Module, ABC):
-    """The pieces of tables that are cut in one way, and the exchange with their holders.
+    """The shards of tables that are split in one way, and the exchange with their holders.
 
     Args:
-        pieces: of all ranks.
+        shards: of all ranks.
         num_tables: tables of the group.
         world: the processes.
-        wire: type in which vectors and gradients travel; rows that peers read are read as they are.
+        comm_dtype: type in which vectors and gradients travel; rows that peers read keep theirs.
         peers: processes read rows where they lie and write gradients there, where they can.
     """
 
@@ -33,54 +33,56 @@ class Sharding(nn.Module, ABC):
 
     def __init__(
         self,
-        pieces: Sequence[Shard],
+        shards: Sequence[Shard],
         num_tables: int,
         world: World,
-        wire: torch.dtype | None,
+        comm_dtype: torch.dtype | None,
         peers: bool,
     ) -> None:
         super().__init__()
-        self.world, self.wire = world, wire
-        self.by_rank = [[p for p in pieces if p.rank == rank] for rank in range(world.size)]
+        self.world, self.comm_dtype = world, comm_dtype
+        self.by_rank = [[p for p in shards if p.rank == rank] for rank in range(world.size)]
         self.mine = self.by_rank[world.rank]
-        self.width = self.mine[0].width if self.mine else max(piece.width for piece in pieces)
+        self.width = self.mine[0].width if self.mine else max(shard.width for shard in shards)
         self.first_column = self.mine[0].columns[0] if self.mine else 0
-        self.tables = sorted({piece.table for piece in pieces})
-        self.complete = len({(p.table, p.rows) for p in pieces}) == len(self.tables)
+        self.tables = sorted({shard.table for shard in shards})
+        self.complete = len({(p.table, p.rows) for p in shards}) == len(self.tables)
         at = [0]
-        for piece in self.mine:
-            at.append(at[-1] + piece.height)
+        for shard in self.mine:
+            at.append(at[-1] + shard.height)
         self.height = at.pop()
         held: Mapping[str, list[int]] = {
-            "_ask": [piece.table for own in self.by_rank for piece in own],
-            "_mine": [piece.table for piece in self.mine],
+            "_ask": [shard.table for own in self.by_rank for shard in own],
+            "_mine": [shard.table for shard in self.mine],
             "_first": [0] * num_tables,
             "_count": [0] * num_tables,
             "_place": [0] * num_tables,
         }
-        for piece, begin in zip(self.mine, at, strict=True):
-            held["_first"][piece.table] = piece.rows[0]
-            held["_count"][piece.table] = piece.height
-            held["_place"][piece.table] = begin
+        for shard, begin in zip(self.mine, at, strict=True):
+            held["_first"][shard.table] = shard.rows[0]
+            held["_count"][shard.table] = shard.height
+            held["_place"][shard.table] = begin
         for name, values in held.items():
             self.register_buffer(name, torch.tensor(values).long(), persistent=False)
-        self._ask: Tensor  # tables that each rank holds a piece of, rank after rank
-        self._mine: Tensor  # tables that this rank holds a piece of
-        self._first: Tensor  # [F], first row of the local piece of each table
+        self._ask: Tensor  # tables that each rank holds a shard of, rank after rank
+        self._mine: Tensor  # tables that this rank holds a shard of
+        self._first: Tensor  # [F], first row of the local shard of each table
         self._count: Tensor  # [F], its rows; 0 where there is none
         self._place: Tensor  # [F], where it begins in the weight
         self.peer_lookup: PeerLookup | None = None
-        if peers and len({piece.width for piece in pieces}) == 1:
+        if peers and len({shard.width for shard in shards}) == 1:
             self._reach()
 
     def _reach(self) -> None:
         """Give every row the key by which peers look it up."""
-        heights = [sum(piece.height for piece in own) for own in self.by_rank]
+        heights = [sum(shard.height for shard in own) for own in self.by_rank]
         asked = [len(own) for own in self.by_rank]
-        self.peer_lookup = PeerLookup(self.world, max(heights) + 1, self.width, asked, self.wire)
-        keys: dict[Shard, int] = {}  # of the first row of a piece
+        self.peer_lookup = PeerLookup(
+            self.world, max(heights) + 1, self.width, asked, self.comm_dtype
+        )
+        keys: dict[Shard, int] = {}  # of the first row of a shard
         for rank, own in enumerate(self.by_rank):
-            begins = accumulate((piece.height for piece in own[:-1]), initial=0)
+            begins = accumulate((shard.height for shard in own[:-1]), initial=0)
             keys |= {
                 p: self.peer_lookup.key_of(rank, at) for p, at in zip(own, begins, strict=False)
             }
@@ -91,12 +93,12 @@ class Sharding(nn.Module, ABC):
         self._slot_keys: Tensor  # [S], key of its row 0
 
     def _slots_of(self, keys: Mapping[Shard, int]) -> dict[str, list[int]]:
-        """What :meth:`keys` needs, from the key of each piece's first row."""
+        """What :meth:`keys` needs, from the key of each shard's first row."""
         place = {table: index for index, table in enumerate(self.order)}
-        slots = sorted(keys, key=lambda piece: (place[piece.table], piece.columns))
+        slots = sorted(keys, key=lambda shard: (place[shard.table], shard.columns))
         return {
-            "_slot_tables": [piece.table for piece in slots],
-            "_slot_keys": [keys[piece] for piece in slots],
+            "_slot_tables": [shard.table for shard in slots],
+            "_slot_keys": [keys[shard] for shard in slots],
         }
 
     @property
@@ -120,9 +122,9 @@ class Sharding(nn.Module, ABC):
         return self.tables
 
     def held(self) -> Iterator[tuple[Shard, int]]:
-        """The local pieces and where each begins in the weight."""
-        for piece in self.mine:
-            yield piece, int(self._place[piece.table])
+        """The local shards and where each begins in the weight."""
+        for shard in self.mine:
+            yield shard, int(self._place[shard.table])
 
     def answer(
         self, weight: Tensor, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT
@@ -165,7 +167,7 @@ class Sharding(nn.Module, ABC):
         return partial(self.finish, self._exchange(weight, ids, context))
 
     def _exchange(self, weight: Tensor, ids: Tensor, context: LookupContext) -> list[Tensor]:
-        """Ids to their holders, and vectors back: from every rank ``[B, pieces, width]``."""
+        """Ids to their holders, and vectors back: from every rank ``[B, shards, width]``."""
         batch = ids.shape[1]
         sizes = self.world.sizes(batch, ids.device, equal=context.equal_sizes)
         asked = exchange(
@@ -181,7 +183,7 @@ class Sharding(nn.Module, ABC):
                 )
             ],
             dim=1,
-        )  # [pieces, global batch]
+        )  # [shards, global batch]
         if self.complete:
             found = lookup_tables(weight, self._place[self._mine], asked, sorter=context.sorter)
         else:
@@ -189,7 +191,7 @@ class Sharding(nn.Module, ABC):
         widths = [own[0].width if own else 0 for own in self.by_rank]
         get = [batch * len(own) * w for own, w in zip(self.by_rank, widths, strict=True)]
         give = [size * len(self.mine) * self.width for size in sizes]
-        got = exchange(found.reshape(-1), give, get, self.wire)
+        got = exchange(found.reshape(-1), give, get, self.comm_dtype)
         return [
             part.view(batch, len(own), width)
             for part, own, width in zip(got.split(get), self.by_rank, widths, strict=True)
@@ -198,7 +200,7 @@ class Sharding(nn.Module, ABC):
 
     @abstractmethod
     def finish(self, chunks: list[Tensor]) -> list[Tensor]:
-        """Full vectors ``[B, F_i, D]`` from what every rank that holds a piece has sent."""
+        """Full vectors ``[B, F_i, D]`` from what every rank that holds a shard has sent."""
 
 
 class TableWise(Sharding):
@@ -208,32 +210,32 @@ class TableWise(Sharding):
 
     @property
     def order(self) -> list[int]:
-        return [piece.table for own in self.by_rank for piece in own]
+        return [shard.table for own in self.by_rank for shard in own]
 
     def finish(self, chunks: list[Tensor]) -> list[Tensor]:
         return chunks
 
 
 class RowWise(Sharding):
-    """Tables cut by rows: of every sample one holder sends the row, the others zeros."""
+    """Tables split by rows: of every sample one holder sends the row, the others zeros."""
 
     name = "by_rows"
 
     def __init__(
         self,
-        pieces: Sequence[Shard],
+        shards: Sequence[Shard],
         num_tables: int,
         world: World,
-        wire: torch.dtype | None,
+        comm_dtype: torch.dtype | None,
         peers: bool,
     ) -> None:
-        super().__init__(pieces, num_tables, world, wire, peers)
+        super().__init__(shards, num_tables, world, comm_dtype, peers)
         place = {table: slot for slot, table in enumerate(self.tables)}
-        slots = [place[piece.table] for own in self.by_rank for piece in own]
+        slots = [place[shard.table] for own in self.by_rank for shard in own]
         self.register_buffer("_slots", torch.tensor(slots), persistent=False)
         self._slots: Tensor  # place in the output of all that arrives
-        self._firsts: Tensor  # [pieces], first row of each, tables behind one another
-        self._moves: Tensor  # [pieces], how far the keys of its rows are from there
+        self._firsts: Tensor  # [shards], first row of each, tables behind one another
+        self._moves: Tensor  # [shards], how far the keys of its rows are from there
 
     def _slots_of(self, keys: Mapping[Shard, int]) -> dict[str, list[int]]:
         starts = [0]
@@ -244,14 +246,14 @@ class RowWise(Sharding):
         return {
             "_slot_tables": self.tables,
             "_slot_keys": starts[:-1],
-            "_firsts": [first[piece] for piece in ordered],
-            "_moves": [keys[piece] - first[piece] for piece in ordered],
+            "_firsts": [first[shard] for shard in ordered],
+            "_moves": [keys[shard] - first[shard] for shard in ordered],
         }
 
     def keys(self, ids: Tensor) -> Tensor:
         rows = super().keys(ids)
-        piece = torch.searchsorted(self._firsts, rows, right=True) - 1
-        return rows + self._moves[piece]
+        shard = torch.searchsorted(self._firsts, rows, right=True) - 1
+        return rows + self._moves[shard]
 
     def finish(self, chunks: list[Tensor]) -> list[Tensor]:
         arrived = torch.cat(chunks, dim=1)
@@ -261,7 +263,7 @@ class RowWise(Sharding):
 
 
 class ColumnWise(Sharding):
-    """Tables cut by columns: every holder sends a part of every vector."""
+    """Tables split by columns: every holder sends a part of every vector."""
 
     name = "by_columns"
 

@@ -234,7 +234,7 @@ def _report_lost_peer(
 
 
 def exchange(
-    x: Tensor, give: Sequence[int], get: Sequence[int], wire: torch.dtype | None = None
+    x: Tensor, give: Sequence[int], get: Sequence[int], comm_dtype: torch.dtype | None = None
 ) -> Tensor:
     """Send a part of ``x`` to every rank, and receive one from each; its gradient goes back.
 
@@ -242,12 +242,12 @@ def exchange(
         x: ``[n]``, the parts behind one another.
         give: elements for each rank, summing to n.
         get: elements from each rank.
-        wire: type in which values and gradients travel; their own if None.
+        comm_dtype: type in which values and gradients travel; their own if None.
 
     Returns:
-        ``[sum(get)]``, of the type of the wire.
+        ``[sum(get)]``, of that type.
     """
-    return _Exchange.apply(x if wire is None else x.to(wire), list(give), list(get))
+    return _Exchange.apply(x if comm_dtype is None else x.to(comm_dtype), list(give), list(get))
 
 
 class _Exchange(torch.autograd.Function):

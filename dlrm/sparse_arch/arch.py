@@ -39,7 +39,7 @@ class SparseArch(nn.Module):
         embedding_dim: length of a row.
         plan: kind and options of each table; see :func:`plan` and :func:`grouped`.
         check_ids: see :class:`~dlrm.embeddings.base.Embedding`.
-        sharding: pieces of tables that several processes hold.
+        sharding: shards of tables that several processes hold.
     """
 
     def __init__(
@@ -260,14 +260,14 @@ class SparseArch(nn.Module):
 
 
 def _own(sharding: ShardingPlan | None, slots: Sequence[int]) -> ShardingPlan | None:
-    """The pieces of a group's tables, numbered as there; None if it has none."""
+    """The shards of a group's tables, numbered as there; None if it has none."""
     place = {slot: table for table, slot in enumerate(slots)}
-    pieces = [
-        replace(piece, table=place[piece.table])
-        for piece in (sharding.pieces if sharding else ())
-        if piece.table in place
+    shards = [
+        replace(shard, table=place[shard.table])
+        for shard in (sharding.shards if sharding else ())
+        if shard.table in place
     ]
-    return replace(sharding, pieces=pieces) if sharding and pieces else None
+    return replace(sharding, shards=shards) if sharding and shards else None
 
 
 def grouped(plan: TablePlan) -> list[tuple[list[int], str, dict[str, Any]]]:

@@ -39,8 +39,8 @@ class GradientReducer:
         late: the others with dense gradients only.
         embeddings: replicated parameters of the embeddings.
         local: parameters of which every process has others.
-        resting: whether rows without a gradient stay as they are under a gradient of zeros, so
-            that no entry must be left out.
+        skips_zero_gradients: whether the optimizer leaves rows with a gradient of zeros alone,
+            so that no entry must be left out.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class GradientReducer:
         late: Iterable[nn.Parameter],
         embeddings: Iterable[nn.Parameter],
         local: Iterable[nn.Parameter] = (),
-        resting: bool = False,
+        skips_zero_gradients: bool = False,
     ) -> None:
         self.world = world
         self._early, self._late = list(early), list(late)
         self._embeddings, self._local = list(embeddings), set(local)
-        self._resting = resting
+        self._skips_zero_gradients = skips_zero_gradients
         self._missing = len(self._early)
         self._sent: tuple[Tensor, dist.Work] | None = None
         this = ref(self)  # a parameter must not keep all others alive
@@ -73,7 +73,7 @@ class GradientReducer:
         """For all parameters of a model.
 
         Args:
-            model: the same on every process, but for the pieces of tables.
+            model: the same on every process, but for the shards of tables.
             optimizer: of the embeddings.
             world: the processes.
 
@@ -89,8 +89,9 @@ class GradientReducer:
         rounded = [p for p in model.sparse_arch.parameters() if p.dtype == torch.bfloat16]
         if local and any(not p.is_cuda for p in rounded):
             raise ValueError(
-                "tables in bf16 are rounded by chance, which on CPUs replicas would not do alike "
-                "beside tables in pieces: use --sharding.by replicate or --tables.dtype fp32"
+                "tables in bf16 are updated with stochastic rounding, which would differ between "
+                "replicas on CPUs next to sharded tables: use --sharding.by replicate or "
+                "--tables.dtype fp32"
             )
         return cls(
             world,
@@ -98,7 +99,9 @@ class GradientReducer:
             late=model.bottom_mlp.parameters(),
             embeddings=[p for p in model.sparse_arch.parameters() if p not in local],
             local=local,
-            resting=all(_rests(group) for group in optimizer.param_groups),
+            skips_zero_gradients=all(
+                _skips_zero_gradients_in(group) for group in optimizer.param_groups
+            ),
         )
 
     def is_even(self, batch: Batch) -> bool:
@@ -188,7 +191,7 @@ class GradientReducer:
         minus = torch.full((), -1.0, device=values.device)
         found = sorter.result(rows) if sorter else None
         update_rows("sgd", table, rows, values, lr=minus, sorted_rows=found)
-        if self._resting:
+        if self._skips_zero_gradients:
             return [table]
         return [table, torch.zeros_like(table[:, 0]).index_fill_(0, rows, 1.0)]
 
@@ -200,7 +203,7 @@ class GradientReducer:
         """
         table, flat = flat.split([parameter.numel(), flat.numel() - parameter.numel()])
         grad = table.view_as(parameter).to(parameter.dtype)
-        if self._resting:
+        if self._skips_zero_gradients:
             parameter.grad = grad
             return flat
         height = len(parameter)
@@ -221,7 +224,7 @@ class GradientReducer:
         parameter.grad = row_gradient(parameter, rows, values, sparse=True)
 
 
-def _rests(group: dict[str, Any]) -> bool:
+def _skips_zero_gradients_in(group: dict[str, Any]) -> bool:
     """Whether a parameter stays as it is under a gradient of zeros."""
     moved = group.get("momentum") or group.get("weight_decay")
     return group["rule"] in ("sgd", "adagrad", "rowwise_adagrad") and not moved
@@ -240,7 +243,7 @@ def _give(parameters: Sequence[nn.Parameter], flat: Tensor) -> Tensor:
 
 
 def state_bytes(model: DLRM, optimizer: RowOptimizer, world: World) -> int:
-    """Bytes of the state that ``optimizer`` keeps for a model's embeddings, the pieces of tables
+    """Bytes of the state that ``optimizer`` keeps for a model's embeddings, the shards of tables
     on all processes counted and replicas once; every process calls it, between steps.
     """
     local = optimizer.state_bytes(model.sparse_arch.local_parameters())

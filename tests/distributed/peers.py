@@ -44,13 +44,13 @@ class Run:
             torch.manual_seed(3)
             self.whole = Dense(SIZES, dim)
             torch.manual_seed(3)
-            sharding = ShardingPlan(world=world, pieces=pieces, wire=wire, peers=True)
+            sharding = ShardingPlan(world=world, shards=pieces, comm_dtype=wire, peers=True)
             self.held = SparseArch(SIZES, dim, [("dense", {})] * len(SIZES), sharding=sharding)
-        cuts = self.held.groups[0]._cuts()
-        lookups = (c.peer_lookup for c in cuts)
+        shardings = self.held.groups[0]._shardings()
+        lookups = (c.peer_lookup for c in shardings)
         assert all(map(PeerLookup.serves, lookups, self.held.local_parameters()))
         assert self.held.at_peers
-        assert self.held.groups[0].at_peers() == cuts
+        assert self.held.groups[0].at_peers() == shardings
         rule = {"rule": "adagrad", "lr": 0.1}
         if wire is not None:
             rule = {"rule": "sgd", "lr": 0.01}
@@ -156,9 +156,9 @@ def check_wire(world):
     """Sums of gradients arrive in fp32, whatever the rows are of, if nothing else is asked for."""
     fp32, bf16 = torch.float32, torch.bfloat16
     for rows, wire, arriving in ((fp32, None, fp32), (bf16, None, fp32), (fp32, bf16, bf16)):
-        direct = PeerLookup(world, 10, 4, [1] * world.size, wire)
-        weight = direct.new_weight(5, world.device, rows)
-        assert direct.inbox(3, weight).gradients.local.dtype is arriving
+        peers = PeerLookup(world, 10, 4, [1] * world.size, wire)
+        weight = peers.new_weight(5, world.device, rows)
+        assert peers.recv_buffer(3, weight).gradients.local.dtype is arriving
 
 
 def main():

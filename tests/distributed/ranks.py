@@ -106,7 +106,7 @@ def check_training(world, name, kind, **options):
     """The losses of one process, and equal replicas."""
     one, whole = train(World(), kind, **{k: v for k, v in options.items() if k in COMMON})
     many, model = train(world, kind, **options)
-    exact = options.get("wire") != "bf16"
+    exact = options.get("comm_dtype") != "bf16"
     if not exact:
         one, many = one[::3], many[::3]  # losses alone
     worst = max(abs(a - b) for a, b in zip(one, many, strict=True))
@@ -144,7 +144,7 @@ def check_pages(world):
             torch.manual_seed(3)
             dense = Dense(sizes, 8, mode=mode)
             torch.manual_seed(3)
-            group = ShardedTables(sizes, 8, ShardingPlan(world=world, pieces=pieces), mode=mode)
+            group = ShardedTables(sizes, 8, ShardingPlan(world=world, shards=pieces), mode=mode)
             expected, found = dense(ids, offsets), group(ids, offsets)
             assert torch.equal(found, expected), (name, mode)
             for table, rows in enumerate(sizes):
@@ -186,7 +186,7 @@ def main():
     check_training(world, "clip", "dense", clip_norm=0.05)
     check_training(world, "replicas", "dense", by="replicate")
     for exchange in ("peers", "collective"):
-        options = {"wire": "bf16", "exchange": exchange, "clip_norm": 0.05}
+        options = {"comm_dtype": "bf16", "exchange": exchange, "clip_norm": 0.05}
         check_training(world, f"bf16, {exchange}", "dense", **options)
     ways = {"a": "row", "b": "column", "d": "row", "e": "table"}
     for exchange in ("peers", "collective"):

@@ -23,22 +23,22 @@ def test_which_tables_are_held_in_pieces():
     world = World(rank=0, size=2)
     assert make_sharding_plan(World(), NAMES, RECIPE) is None
     assert make_sharding_plan(world, NAMES, RECIPE, by="replicate") is None
-    assert {p.table for p in make_sharding_plan(world, NAMES, RECIPE, threshold=100).pieces} == {0}
-    assert {p.table for p in make_sharding_plan(world, NAMES, RECIPE, threshold=10).pieces} == {
+    assert {p.table for p in make_sharding_plan(world, NAMES, RECIPE, threshold=100).shards} == {0}
+    assert {p.table for p in make_sharding_plan(world, NAMES, RECIPE, threshold=10).shards} == {
         0,
         1,
     }
     assert make_sharding_plan(world, NAMES, RECIPE, threshold=None) is None
     large = {**RECIPE, "num_embeddings": [LARGE // 8, LARGE // 8 - 1, 150]}
-    assert {p.table for p in make_sharding_plan(world, NAMES, large, threshold=None).pieces} == {0}
+    assert {p.table for p in make_sharding_plan(world, NAMES, large, threshold=None).shards} == {0}
     paged = {**RECIPE, "plan": [("paged", {"page_size": 64})] * 3}
     found = make_sharding_plan(
         world, NAMES, paged, by="row", tables={"b": "replicate"}, comm_dtype="bf16"
     )
-    assert [(p.table, p.rows) for p in found.pieces] == [
+    assert [(p.table, p.rows) for p in found.shards] == [
         *((0, (0, 128)), (0, (128, 300)), (2, (0, 64)), (2, (64, 150))),
     ]
-    assert found.wire is torch.bfloat16
+    assert found.comm_dtype is torch.bfloat16
     assert "a rows 0-128" in found.text
 
 
@@ -47,7 +47,7 @@ def test_tables_are_placed_by_their_counted_load():
     counts = [torch.tensor([load - 1, 1]) for load in (90, 10, 50, 50)]
     world = World(rank=0, size=2)
     found = make_sharding_plan(world, [*"abcd"], recipe, lambda: counts, by="table")
-    held = {frozenset(p.table for p in found.pieces if p.rank == rank) for rank in (0, 1)}
+    held = {frozenset(p.table for p in found.shards if p.rank == rank) for rank in (0, 1)}
     assert held == {frozenset({0, 1}), frozenset({2, 3})}
     assert "50% of the look-ups" in found.text
 
@@ -91,7 +91,7 @@ def test_auto_cuts_no_columns_that_a_rule_needs_together():
     recipe = {**RECIPE, "embedding_dim": 32}
     for rule, columns in (("adagrad", {(0, 16), (16, 32)}), ("rowwise_adagrad", {(0, 32)})):
         found = make_sharding_plan(World(rank=0, size=2), NAMES, recipe, rule=rule, threshold=100)
-        assert {piece.columns for piece in found.pieces} == columns
+        assert {piece.columns for piece in found.shards} == columns
 
 
 def test_peers_are_for_processes_of_one_host(monkeypatch):
@@ -171,5 +171,5 @@ def test_rows_rounded_by_chance_need_gpus():
         **recipe, bottom_mlp=[4], top_mlp=[4], sharding=make_sharding_plan(world, NAMES, recipe)
     )
     optimizer = RowOptimizer(model.sparse_arch.parameters(), "sgd")
-    with pytest.raises(ValueError, match=r"rounded by chance.*use --sharding\.by replicate"):
+    with pytest.raises(ValueError, match=r"stochastic rounding.*use --sharding\.by replicate"):
         GradientReducer.of(model, optimizer, world)

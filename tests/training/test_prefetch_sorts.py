@@ -29,8 +29,8 @@ def check(prepared, batch):
     assert prepared.batch is batch
     (lookups,) = prepared.context.lookups
     flat = batch.ids.view(-1)
-    assert lookups.plan.rows.tolist() == flat.sort().values.tolist()
-    assert flat[lookups.plan.order].tolist() == lookups.plan.rows.tolist()
+    assert lookups.sorted_rows.rows.tolist() == flat.sort().values.tolist()
+    assert flat[lookups.sorted_rows.order].tolist() == lookups.sorted_rows.rows.tolist()
     assert lookups.shift.tolist() == batch.ids.sum(1).tolist()
 
 

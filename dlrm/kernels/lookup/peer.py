@@ -44,14 +44,16 @@ class PeerTensor:
 class SortedLookups:
     """Look-ups at peers, sorted by holder and row."""
 
-    plan: SortedRows
+    sorted_rows: SortedRows
     shift: Tensor
-    """By holder, how far their slots in its inbox are from their sorted places, ``[n]``."""
+    """For each holder, the distance from the sorted places to the slots in its receive buffer,
+    ``[n]``.
+    """
 
     @property
     def tensors(self) -> list[Tensor]:
         """All that there is to copy."""
-        return [self.plan.rows, self.plan.order, self.shift]
+        return [self.sorted_rows.rows, self.sorted_rows.order, self.shift]
 
     def like(self) -> SortedLookups:
         """Room for as many look-ups."""
