@@ -1,4 +1,4 @@
-"""Write the tables of README.md and docs/results.md from the results in ``benchmarks/``.
+"""Write the tables of README.md and docs/ from the results in ``benchmarks/``.
 
 ``python scripts/maintenance/readme_tables.py`` replaces what stands between the marks
 ``<!-- table: NAME -->`` and ``<!-- end -->``; with ``--check`` it only says whether that would
@@ -387,7 +387,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     tables = {table.__name__: table for table in TABLES}
     outdated = False
-    for path in (ROOT / "README.md", ROOT / "docs" / "results.md"):
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         old = path.read_text()
         new = MARK.sub(lambda mark: mark[1] + "\n" + tables[mark[2]]() + "\n" + mark[3], old)
         outdated |= new != old
