@@ -212,9 +212,9 @@ class DLRM(nn.Module):
                 "one row per dense feature"
             )
         stream = side_stream_of(ids.device)
-        begin = stream.mark()
+        begin = stream.record_event()
         bottom = self.bottom_mlp(dense.t())  # [B, D]; with a small batch it takes longer
-        with stream.fork(behind=begin):  # [B, F_g, D] of each group
+        with stream.fork(after=begin):  # [B, F_g, D] of each group
             embedded = self.sparse_arch(ids, offsets, bounds=bounds, context=context)
         stream.join()
         order = self.sparse_arch.feature_order.positions

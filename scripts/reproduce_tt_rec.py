@@ -35,8 +35,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from dlrm.data.schema import KAGGLE_CARDINALITIES, Meta
 from dlrm.embeddings.common.factorization import factorize_dim, factorize_rows
 from dlrm.embeddings.tt import clip_ranks, tt_weights
-from dlrm.training import benchmark as measure
-from dlrm.training import run_directory
+from dlrm.training import benchmark, run_directory
 from dlrm.utils.atomic import save_figure
 from dlrm.utils.program import Parser, count_arg, exit_status, figure_arg, path_arg, positive_arg
 
@@ -364,7 +363,7 @@ def publish(summary: pd.DataFrame, options: argparse.Namespace, report: dict[str
     draw(summary, options.plot)
     if options.json:
         results = json.loads(summary.to_json(orient="records"))
-        measure.write(options.json, {**report, "results": results})
+        benchmark.write(options.json, {**report, "results": results})
 
 
 def main(argv: list[str] | None = None) -> int:

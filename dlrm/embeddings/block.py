@@ -13,7 +13,7 @@ from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.budget import allocate
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.shared_rows import SharedRows, num_kept_of
-from dlrm.kernels.lookup.projected import lookup_widened, widen
+from dlrm.kernels.lookup.projected import lookup_projected, project
 
 CHUNK = 1 << 20  # rows at a time when fitting to a dense table
 
@@ -84,7 +84,7 @@ class Block(SharedRows):
             return rows
         if self.num_tables == 1:
             short = rows.reshape(-1, 1, self.dim)
-            return widen(short, self.projection).view(*ids.shape, self.embedding_dim)
+            return project(short, self.projection).view(*ids.shape, self.embedding_dim)
         # Tables come in any order: each row is the weights of a bag that holds the rows of its L.
         index = tables[..., None] * self.dim + torch.arange(self.dim, device=ids.device)
         return functional.embedding_bag(
@@ -97,7 +97,7 @@ class Block(SharedRows):
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         if self.projection is None:
             return super().lookup(ids, context)
-        return lookup_widened(
+        return lookup_projected(
             self.weight,
             self.projection,
             self._offsets,
@@ -118,7 +118,7 @@ class Block(SharedRows):
             return super().lookup_bags(ids, offsets, weights, context)
         if self.mode == "max":  # the maximum is one of projected rows
             return Embedding.lookup_bags(self, ids, offsets, weights, context)
-        return widen(super().lookup_bags(ids, offsets, weights, context), self.projection)
+        return project(super().lookup_bags(ids, offsets, weights, context), self.projection)
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:

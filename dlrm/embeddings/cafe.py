@@ -16,7 +16,7 @@ from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.fitting import fit_shared
 from dlrm.embeddings.common.hot_rows import PopulateReport
 from dlrm.embeddings.common.row_caches import CachesHotRows
-from dlrm.kernels.lookup.hashing import scatter, scramble
+from dlrm.kernels.lookup.hashing import hash32, hashed_offsets
 from dlrm.kernels.lookup.tables import lookup
 
 HOT, RIVALS = 8, 4  # slots of a bucket: with a row, and without one yet
@@ -116,11 +116,13 @@ class Cafe(CachesHotRows, Embedding):
     def _shared(self, tables: Tensor, ids: Tensor) -> Tensor:
         """The pieces that an id without a row of its own shares, ``[..., pieces]``."""
         size = self.shared_rows * self.pieces
-        return self.hot_rows * self.pieces + scatter(self._first[tables], ids, self.pieces, size)
+        return self.hot_rows * self.pieces + hashed_offsets(
+            self._first[tables], ids, self.pieces, size
+        )
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         keys = ids + self._starts[tables]
-        bucket = scramble(keys) % self.buckets
+        bucket = hash32(keys) % self.buckets
         match = self._keys[bucket, :HOT] == keys[..., None]  # [..., HOT]
         own = self._own(bucket * HOT + match.int().argmax(-1))
         places = torch.where(match.any(-1, keepdim=True), own, self._shared(tables, ids))
@@ -131,7 +133,7 @@ class Cafe(CachesHotRows, Embedding):
         keys = (ids + self._starts[tables]).reshape(-1)
         if not len(keys):
             return
-        bucket = scramble(keys) % self.buckets
+        bucket = hash32(keys) % self.buckets
         match = self._keys[bucket] == keys[:, None]  # [n, SLOTS]
         known = match.any(1)
         place = bucket * SLOTS + match.int().argmax(1)
@@ -142,7 +144,7 @@ class Cafe(CachesHotRows, Embedding):
 
     def _admit(self, keys: Tensor, bucket: Tensor, known: Tensor) -> None:
         """Let one unknown id of each bucket try to replace the weakest rival."""
-        turn = scramble(self._traffic[1])  # the only source of randomness
+        turn = hash32(self._traffic[1])  # the only source of randomness
         unknown = torch.zeros_like(self._scores[:, 0]).index_add_(0, bucket, (~known).int())
         shift = turn % len(keys)
         order = (torch.arange(len(keys), device=keys.device) + shift) % len(keys)
@@ -151,7 +153,7 @@ class Cafe(CachesHotRows, Embedding):
         challenger = keys[(last - shift) % len(keys)].to(self._keys.dtype)
         score, weakest = self._scores[:, HOT:].min(1, keepdim=True)
         weakest += HOT
-        draw = scramble(torch.arange(self.buckets, device=keys.device) ^ turn) / 2**32
+        draw = hash32(torch.arange(self.buckets, device=keys.device) ^ turn) / 2**32
         admitted = draw[:, None] * (score + 1) < unknown[:, None]
         incumbent = self._keys.gather(1, weakest)
         self._keys.scatter_(1, weakest, torch.where(admitted, challenger[:, None], incumbent))
@@ -213,7 +215,7 @@ class Cafe(CachesHotRows, Embedding):
         self._clear()
         length = torch.cat([weight.float().norm(dim=1) for weight in weights])
         order = length.sort(descending=True, stable=True).indices
-        bucket = scramble(order) % self.buckets
+        bucket = hash32(order) % self.buckets
         bucket, by_bucket = bucket.sort(stable=True)
         order = order[by_bucket]
         begins = torch.searchsorted(bucket, torch.arange(self.buckets, device=bucket.device))

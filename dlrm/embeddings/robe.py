@@ -14,7 +14,7 @@ from dlrm.embeddings.common.bags import row_offsets
 from dlrm.embeddings.common.budget import max_rows_options, split_by_rows
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.fitting import fit_shared
-from dlrm.kernels.lookup.hashing import scatter
+from dlrm.kernels.lookup.hashing import hashed_offsets
 from dlrm.kernels.lookup.tables import lookup
 
 
@@ -77,7 +77,7 @@ class Robe(Embedding):
     def _pieces_of(self, tables: Tensor, ids: Tensor) -> Tensor:
         """The rows of the array that are concatenated to the row of an id, ``[..., pieces]``."""
         first, size = self._first[tables], len(self.weight)
-        return scatter(first, ids, self.pieces, size, block=self.pieces_in_block)
+        return hashed_offsets(first, ids, self.pieces, size, block=self.pieces_in_block)
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         rows = self._pieces_of(tables, ids)

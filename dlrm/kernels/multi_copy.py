@@ -1,4 +1,4 @@
-"""Copy several matrices in one launch: to start a kernel takes as long as to copy a small batch."""
+"""Copy several matrices in one launch: a launch takes as long as the copy of a small batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BLOCK = 1024
 
 @triton.jit
 def _copy(sources, targets, orders, sizes, width, BLOCK: tl.constexpr):
-    """A block of one matrix: the programs go through them one after another."""
+    """Copy one block of one matrix; the blocks of all matrices are numbered in sequence."""
     block = tl.program_id(0)
     for k in tl.static_range(len(sources)):
         blocks = tl.cdiv(sizes[k], BLOCK)
@@ -42,13 +42,13 @@ def copy_together(
 
     Args:
         targets: ``[R, B]`` or ``[B]`` each, contiguous, of one B.
-        sources: of the same shapes and types.
-        orders: for each the row of the source that becomes each row of the target, ``[R]`` int64;
-            None for the same.
+        sources: one per target, of its shape and type.
+        orders: for each target the row of the source that each of its rows is copied from, ``[R]``
+            int64; None for the same row.
         impl: see :mod:`dlrm.kernels`.
 
     Raises:
-        ValueError: a source is not like its target, or a target not as said above.
+        ValueError: a source differs from its target, or a target is not as described above.
     """
     width = targets[0].shape[-1]
     for index, (target, source) in enumerate(zip(targets, sources, strict=True)):

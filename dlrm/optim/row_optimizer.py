@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dlrm.kernels.lookup.paged import ReplicaParameter
-from dlrm.kernels.offload.pinned_memory import zeros_beside
+from dlrm.kernels.offload.pinned_memory import zeros_in_same_memory
 from dlrm.kernels.offload.row_cache import CachedRows, cached_rows
 from dlrm.kernels.update.dense import update_dense
 from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
@@ -329,7 +329,7 @@ def _new_state(parameter: Tensor, rule: Rule) -> dict[str, Tensor]:
             for name, per_row in rule.states.items()
         }
     return {
-        name: zeros_beside(parameter, row if per_row else parameter.shape, wide)
+        name: zeros_in_same_memory(parameter, row if per_row else parameter.shape, wide)
         for name, per_row in rule.states.items()
     }
 

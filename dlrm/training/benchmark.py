@@ -1,4 +1,4 @@
-"""What benchmarks share: inputs, where they ran, how a GPU is timed, how results are written."""
+"""What benchmarks share: inputs, timing, the environment, and how results are written."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import platform
 import statistics
 import subprocess
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,10 @@ from torch import Tensor
 from dlrm.data.batch import Batch
 from dlrm.utils.atomic import atomic_write
 from dlrm.utils.device import cpu_count
+from dlrm.utils.program import Parser
 
 ROOT = Path(__file__).parents[2]
-LOAD_BEFORE = round(os.getloadavg()[0], 1)  # at the start; above 0: other programs ran as well
+LOAD_BEFORE = round(os.getloadavg()[0], 1)  # at the start; above 0 if other programs ran as well
 
 
 def environment() -> dict[str, Any]:
@@ -52,7 +55,7 @@ def environment() -> dict[str, Any]:
 
 def _commit() -> str | None:
     command = ["git", "rev-parse", "--short", "HEAD"]
-    with suppress(FileNotFoundError):  # of git, which a container may lack
+    with suppress(FileNotFoundError):  # a container may lack git
         git = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         return git.stdout.strip() or None
     return None
@@ -65,6 +68,14 @@ def _cpu_name() -> str:
     return names[0] if names else platform.machine()
 
 
+def parse_on_gpu(parser: Parser, argv: Sequence[str] | None) -> Namespace:
+    """Parse the options of a benchmark that needs a GPU; without one, exit with status 2."""
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("this benchmark needs a CUDA GPU")
+    return options
+
+
 def draw_ids(
     rows: Sequence[int],
     size: int,
@@ -73,9 +84,9 @@ def draw_ids(
     skewed: bool = True,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Random ids of tables of so many rows, ``[F, size]`` int32.
+    """Random ids of tables with these numbers of rows, ``[F, size]`` int32.
 
-    They are uniform, or log-uniform, which makes id i about i + 1 times as rare as id 0.
+    They are uniform, or log-uniform, so that id i is about i + 1 times as rare as id 0.
     """
     many = torch.tensor(rows, device=device, dtype=torch.float64)[:, None]
     shape = len(rows), size
@@ -99,21 +110,37 @@ def draw_batch(
     return Batch(dense, ids, labels.float())
 
 
-def gpu_milliseconds(run: Callable[[int], object], *, warm_up: int = 10, steps: int = 50) -> float:
-    """Median milliseconds of ``run(i)`` on the GPU over ``steps`` calls, by events.
+def gpu_milliseconds(
+    run: Callable[[int], object], *, warm_up: int = 10, steps: int = 50, queued: bool = False
+) -> float:
+    """Median milliseconds of ``run(i)`` on the GPU over ``steps`` calls, measured with events.
 
-    ``i`` counts the calls, so that ``run`` can take its inputs in turn.
+    Unlike ``triton.testing.do_bench``, which flushes the cache before each call and so hides its
+    launches, this measures calls as they follow one another in training.
+
+    Args:
+        run: gets the number of the call, so that it can take its inputs in turn.
+        warm_up: calls that are not measured.
+        steps: calls that are measured.
+        queued: leave out the cost of launching from Python: the GPU is kept busy until all calls
+            are queued. A queue holds about 1,000 launches. For what can't be captured.
     """
     for index in range(warm_up):
         run(index)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     torch.cuda.synchronize()
-    marks[0].record()
+    if queued:
+        began = time.perf_counter()
+        run(warm_up)
+        seconds = steps * (time.perf_counter() - began)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(int(4e9 * seconds))  # twice that long at 2 GHz
+    events[0].record()
     for index in range(steps):
         run(warm_up + index)
-        marks[index + 1].record()
+        events[index + 1].record()
     torch.cuda.synchronize()
-    return statistics.median(marks[i].elapsed_time(marks[i + 1]) for i in range(steps))
+    return statistics.median(a.elapsed_time(b) for a, b in pairwise(events))
 
 
 def cpu_milliseconds(run: Callable[[int], object], *, warm_up: int = 5, steps: int = 30) -> float:
@@ -129,56 +156,27 @@ def cpu_milliseconds(run: Callable[[int], object], *, warm_up: int = 5, steps: i
 
 
 def milliseconds(run: Callable[[int], object], device: torch.device | str, **counts: int) -> float:
-    """:func:`gpu_milliseconds` or :func:`cpu_milliseconds`, as the device asks for."""
+    """:func:`gpu_milliseconds` or :func:`cpu_milliseconds`, depending on the device."""
     timed = gpu_milliseconds if torch.device(device).type == "cuda" else cpu_milliseconds
     return timed(run, **counts)
 
 
-def queued_milliseconds(run: Callable[[int], object], *, warm_up: int = 4, steps: int = 8) -> float:
-    """As :func:`gpu_milliseconds`, without what launching from Python costs.
+def captured_milliseconds(works: Sequence[Callable[[], object]]) -> float:
+    """Median milliseconds of one of ``works``, captured in turn in one CUDA graph.
 
-    The GPU is kept waiting until the calls are queued, so that it goes from one to the next. A
-    queue holds about 1,000 launches.
+    The works do the same on different inputs, so that none finds its own in the cache.
     """
-    for index in range(warm_up):
-        run(index)
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    run(warm_up)
-    seconds = steps * (time.perf_counter() - began)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    torch.cuda.synchronize()
-    torch.cuda._sleep(int(4e9 * seconds))  # twice that long at 2 GHz
-    marks[0].record()
-    for index in range(steps):
-        run(warm_up + index)
-        marks[index + 1].record()
-    torch.cuda.synchronize()
-    return statistics.median(marks[i].elapsed_time(marks[i + 1]) for i in range(steps))
+    from triton.testing import do_bench_cudagraph
 
-
-def captured_milliseconds(works: Sequence[Callable[[], object]], *, repeats: int = 20) -> float:
-    """Median milliseconds of one of ``works``, replayed in turn from one CUDA graph.
-
-    The works are the same on different inputs, so that none finds its own in the cache; in a graph
-    no launch waits for Python.
-    """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    def all_in_turn() -> None:
         for work in works:
             work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for work in works:
-            work()
-    times = gpu_milliseconds(lambda _: graph.replay(), warm_up=1, steps=repeats)
-    return times / len(works)
+
+    return do_bench_cudagraph(all_in_turn, return_mode="median") / len(works)
 
 
 def release() -> None:
-    """Give the memory of dropped models and graphs back; forget what was compiled for them."""
+    """Free the memory of dropped models and graphs, and what was compiled for them."""
     torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
@@ -187,19 +185,16 @@ def release() -> None:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second, read and written, that a GPU streams: the ceiling of what moves memory."""
+    """Bytes per second that a copy on the GPU reads and writes: the limit of its memory."""
     source = torch.ones(2**28, device="cuda")
     target = torch.empty_like(source)
-    ways = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
-    fastest = min(captured_milliseconds([way] * 4) for way in ways)
+    copies = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
+    fastest = min(captured_milliseconds([copy]) for copy in copies)
     return 2 * source.nbytes / fastest * 1e3
 
 
 def write(path: str | Path, result: Mapping[str, Any]) -> None:
-    """Write a result and its environment as JSON, whole or not at all.
-
-    What is not a number becomes null: JSON has no word for it.
-    """
+    """Write a result and its environment as JSON, atomically; NaN and infinity become null."""
     path = Path(path)
     text = json.dumps({"environment": environment(), **result})
     plain = json.loads(text, parse_constant=lambda _: None)

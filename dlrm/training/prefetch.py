@@ -167,11 +167,11 @@ class SortPrefetcher(Prefetcher):
         self._side.join()
         found, self._next = self._next, None
         context = LookupContext(lookups=self._sort(batches[0]) if found is None else found)
-        self._begin = self._side.mark()
+        self._begin = self._side.record_event()
         return context
 
     def _overlap(self, batch: Batch) -> None:
-        with self._side.fork(behind=self._begin):
+        with self._side.fork(after=self._begin):
             self._next = self._sort(batch)
 
     def _sort(self, batch: Batch) -> list[SortedLookups]:

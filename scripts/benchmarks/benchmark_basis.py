@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from dlrm.embeddings.basis_linear import BasisLinear
 from dlrm.kernels.lookup.codebook import pack
-from dlrm.training import benchmark as measure
+from dlrm.training import benchmark
 from dlrm.utils.program import Parser
 
 INPUTS = 4  # different inputs in rotation
@@ -100,14 +100,14 @@ def compare(ours: BasisLinear, tokens: int) -> dict[str, Any]:
     result["linear_MB"] = sum(p.nbytes for p in linear.parameters()) / 1e6
     for name, backward in (("forward", False), ("forward_backward", True)):
         both = {
-            kind: measure.captured_milliseconds(works(layer, inputs, up, backward=backward))
+            kind: benchmark.captured_milliseconds(works(layer, inputs, up, backward=backward))
             for kind, layer in (("basis", ours), ("linear", linear))
         }
         result |= {f"{kind}_{name}": time for kind, time in both.items()}
         result[f"{name}_times_faster"] = both["linear"] / both["basis"]
     skewed(ours)
     again = works(ours, inputs, up, backward=True)
-    result["basis_forward_backward_skewed"] = measure.captured_milliseconds(again)
+    result["basis_forward_backward_skewed"] = benchmark.captured_milliseconds(again)
     return result
 
 
@@ -123,9 +123,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--parts", type=int, default=8)
     parser.add_argument("--clusters", type=int, default=384)
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16", "float32"])
-    options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("this benchmark needs a CUDA GPU")
+    options = benchmark.parse_on_gpu(parser, argv)
     parts, clusters, dtype = options.parts, options.clusters, getattr(torch, options.dtype)
     results = []
     for hidden in options.hidden:
@@ -138,7 +136,7 @@ def main(argv: list[str] | None = None) -> None:
             print(json.dumps(results[-1]), flush=True)
     if options.output:
         layer = {"dtype": options.dtype, "parts": parts, "clusters": clusters}
-        measure.write(options.output, {"unit": "ms", **layer, "results": results})
+        benchmark.write(options.output, {"unit": "ms", **layer, "results": results})
 
 
 def _round(value: Any) -> Any:

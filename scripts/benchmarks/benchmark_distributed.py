@@ -34,7 +34,7 @@ from dlrm.distributed.world import World
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.table_plan import make_table_plan
-from dlrm.training import benchmark as measure
+from dlrm.training import benchmark
 from dlrm.training.data_parallel import GradientReducer
 from dlrm.training.step import TrainStep
 from dlrm.utils.device import pick_device
@@ -93,7 +93,7 @@ class Case:
 def make_batches(rows: Sequence[int], size: int, seed: int, device: torch.device) -> list[Batch]:
     """Random batches on the device, their ids log-uniform."""
     generator = torch.Generator(device).manual_seed(seed)
-    return [measure.draw_batch(rows, size, device, generator=generator) for _ in range(4)]
+    return [benchmark.draw_batch(rows, size, device, generator=generator) for _ in range(4)]
 
 
 def make_step(
@@ -138,7 +138,7 @@ def check(case: Case, world: World, device: torch.device, options: argparse.Name
     begin = {name: value.clone() for name, value in one.state_dict().items()}
     expected = [float(step(whole[i % 4])["loss"]) for i in range(8)]
     del one, step
-    measure.release()
+    benchmark.release()
     many, step, _ = make_step(case, world, device, options, "fp32")
     many.load_state_dict(begin)
     del begin
@@ -162,7 +162,7 @@ def time_steps(step: TrainStep, batches: list[Batch], device: torch.device) -> f
     """Median milliseconds of a step on this process."""
     warm_up, steps = (12, 40) if device.type == "cuda" else (2, 3)
     prepared = step.prefetcher(cycle(batches))
-    return measure.milliseconds(
+    return benchmark.milliseconds(
         lambda _: step(next(prepared)), device, warm_up=warm_up, steps=steps
     )
 
@@ -264,14 +264,14 @@ def run(options: argparse.Namespace, world: World) -> None:
         results.append(result)
         if world.first:
             print({k: v for k, v in result.items() if k not in ("kernels", "plan")}, flush=True)
-            measure.write(options.output, {"results": results})
-        measure.release()
+            benchmark.write(options.output, {"results": results})
+        benchmark.release()
 
     cases = cases_of(options)
     for case in cases:
         if case.model in options.check:
             check(case, world, device, options)
-            measure.release()
+            benchmark.release()
     on_gpu = device.type == "cuda"
     memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else 0
     alone: dict[tuple[str, str, int], float] = {}

@@ -27,7 +27,7 @@ from dlrm.data.schema import Meta
 from dlrm.distributed.world import World
 from dlrm.embeddings import available
 from dlrm.training import metrics
-from dlrm.training.benchmark import ROOT, gpu_milliseconds, write
+from dlrm.training.benchmark import ROOT, gpu_milliseconds, parse_on_gpu, write
 from dlrm.utils.program import Parser
 
 sys.path.insert(0, str(ROOT))
@@ -134,9 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--checkpoint", action="store_true", help="write checkpoints, and time it")
     parser.add_argument("--output", type=Path, help="where to write the results as JSON")
     parser.add_argument("train", nargs="*", help="further options of train.py, after --")
-    options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("this benchmark needs a CUDA GPU")
+    options = parse_on_gpu(parser, argv)
     results = []
     for batch in options.batches:
         for kind in options.kinds:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dlrm.kernels.interaction import dot_interaction, dot_interaction_torch
-from dlrm.training import benchmark as measure
+from dlrm.training import benchmark
 from dlrm.utils.program import Parser
 
 INPUTS = 2  # batches in rotation, each larger than the cache at the sizes that matter
@@ -76,10 +76,10 @@ def times(op: Callable[..., Tensor], batches: Sequence[Inputs]) -> dict[str, flo
         batch.bottom.grad = batch.embedded.grad = None
         op(batch.bottom, batch.embedded).backward(batch.grad)
 
-    forward = measure.captured_milliseconds(
+    forward = benchmark.captured_milliseconds(
         [partial(op, x.bottom.detach(), x.embedded.detach()) for x in batches]
     )
-    whole = measure.captured_milliseconds([partial(both, batch) for batch in batches])
+    whole = benchmark.captured_milliseconds([partial(both, batch) for batch in batches])
     return {"forward": forward, "backward": whole - forward}
 
 
@@ -91,11 +91,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[2048, 16384, 65536])
     parser.add_argument("--types", nargs="+", choices=TYPES, default=list(TYPES))
     parser.add_argument("--output", type=Path, help="where to write the results as JSON")
-    options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("this benchmark needs a CUDA GPU")
+    options = benchmark.parse_on_gpu(parser, argv)
     torch.manual_seed(0)
-    bandwidth = measure.copy_bandwidth()
+    bandwidth = benchmark.copy_bandwidth()
     results: list[dict[str, Any]] = []
     for dim in options.dims:
         for size in options.batches:
@@ -120,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "results": results,
     }
     if options.output:
-        measure.write(options.output, record)
+        benchmark.write(options.output, record)
 
 
 if __name__ == "__main__":

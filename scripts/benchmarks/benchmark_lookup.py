@@ -25,7 +25,7 @@ from dlrm.kernels.lookup.tables import gather_rows, lookup_tables
 from dlrm.kernels.update.row_sort import SortedRows, sort_rows
 from dlrm.kernels.update.rules import RULES
 from dlrm.kernels.update.sparse import update_rows, update_rows_torch
-from dlrm.training import benchmark as measure
+from dlrm.training import benchmark
 from dlrm.utils.program import Parser
 
 INPUTS = 4  # different batches in rotation
@@ -46,7 +46,7 @@ class Setup:
         """New ids ``[F, B]`` int32, and gradients for them."""
         skewed = skew == "skewed"
         self.ids = [
-            measure.draw_ids(self.rows, batch, "cuda", skewed=skewed) for _ in range(INPUTS)
+            benchmark.draw_ids(self.rows, batch, "cuda", skewed=skewed) for _ in range(INPUTS)
         ]
         shape = (batch, len(self.rows), self.dim)
         self.grads = [
@@ -138,23 +138,23 @@ def ours(setup: Setup, rule: str) -> dict[str, float]:
         for ids, grad in zip(setup.ids, setup.grads, strict=True)
     ]
     return {
-        "forward": measure.captured_milliseconds(
+        "forward": benchmark.captured_milliseconds(
             [partial(gather, ids, setup.out, flat) for ids in setup.ids]
         ),
-        "sort": measure.captured_milliseconds(
+        "sort": benchmark.captured_milliseconds(
             [partial(sort_rows, rows, len(weight)) for rows in setup.flat]
         ),
-        "update": measure.captured_milliseconds(
+        "update": benchmark.captured_milliseconds(
             [partial(update, plan, grad) for plan, grad in zip(plans, grads, strict=True)]
         ),
-        "all": measure.captured_milliseconds(steps),
+        "all": benchmark.captured_milliseconds(steps),
         "all_eager": eager(steps),
     }
 
 
 def eager(works: Sequence[Callable[[], object]]) -> float:
     """Median ms of one of ``works`` called from Python in turn, launches included."""
-    return measure.gpu_milliseconds(lambda i: works[i % len(works)](), steps=20)
+    return benchmark.gpu_milliseconds(lambda i: works[i % len(works)](), steps=20)
 
 
 def peers(setup: Setup) -> dict[str, float]:
@@ -194,12 +194,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-rows", type=int, help="cap the rows of a table (small GPUs)")
     parser.add_argument("--no-peers", action="store_true", help="leave out PyTorch's look-ups")
     parser.add_argument("--output", type=Path, help="where to write the results as JSON")
-    options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("this benchmark needs a CUDA GPU")
+    options = benchmark.parse_on_gpu(parser, argv)
     torch.manual_seed(0)
     rows = [min(v, options.max_rows or v) for v in KAGGLE_CARDINALITIES]
-    bandwidth = measure.copy_bandwidth()
+    bandwidth = benchmark.copy_bandwidth()
     results: list[dict[str, Any]] = []
     for dim in options.dims:
         for name in options.dtypes:
@@ -228,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "results": results,
     }
     if options.output:
-        measure.write(options.output, record)
+        benchmark.write(options.output, record)
 
 
 def _round(value: Any) -> Any:

@@ -28,7 +28,7 @@ from dlrm.embeddings.offload import WINDOW
 from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
 from dlrm.sparse_arch.table_plan import make_table_plan
-from dlrm.training import benchmark as measure
+from dlrm.training import benchmark
 from dlrm.training.step import TrainStep
 from dlrm.utils.program import Parser, exit_status
 
@@ -50,7 +50,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], bool]] = {  # kind, options, rows
 def draw(rows: Sequence[int], size: int, seed: int, device: str) -> Batch:
     """A batch with log-uniform ids."""
     generator = torch.Generator(device).manual_seed(seed)
-    return measure.draw_batch(rows, size, device, generator=generator)
+    return benchmark.draw_batch(rows, size, device, generator=generator)
 
 
 def make_step(
@@ -172,7 +172,7 @@ def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
         expected = None
         for variant in options.variants:
             result, found = measure_one(variant, options, rows, rule, size)
-            measure.release()
+            benchmark.release()
             if expected and expected["found"] != found:
                 worst = max(abs(a - b) for a, b in zip(expected["found"], found, strict=True))
                 result["losses_differ_by"] = worst
@@ -182,7 +182,7 @@ def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
             result[f"speed of {expected['of']}"] = round(expected["ms"] / result["ms"], 3)
             results.append(result)
             print(result, flush=True)
-            measure.write(options.output, {"results": results})
+            benchmark.write(options.output, {"results": results})
     return results
 
 

@@ -2,11 +2,11 @@
 
     python scripts/benchmarks/benchmark_pages.py --output benchmarks/pages_h100.json
 
-On one GPU: rows gathered from pinned host memory and scattered back by kernels that follow page
-addresses, beside ``index_select`` and a copy through pinned tensors and beside plain copies, the
-link's ceiling. With two GPUs also: look-ups across both by address, by the portable path, and of a
-local table. On either: look-up, backward and update of all 26 Kaggle tables, dense and paged.
-Reports nothing if a result differs from plain indexing or from the dense tables.
+On one GPU: look-ups in pinned host memory by a kernel that follows page addresses, compared with
+``index_select`` and a copy through pinned tensors, and with plain copies, the limit of the link.
+With two GPUs also: look-ups across both by address, by the portable path, and of a local table. On
+either: look-up, backward and update of all 26 Kaggle tables, dense and paged. Reports nothing if a
+result differs from plain indexing or from the dense tables.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch import Tensor
 
 from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings import Embedding, build
-from dlrm.kernels.lookup.paged import Pages, gather_rows, lookup_pages, scatter_rows, stacked_pages
+from dlrm.kernels.lookup.paged import Pages, lookup_pages, pages_of
 from dlrm.kernels.offload.pinned_memory import mapped_tensor
 from dlrm.optim import RowOptimizer
-from dlrm.training import benchmark as measure
+from dlrm.training import benchmark
 from dlrm.utils.program import Parser
 
 ROWS, DIM = 131_072, 128  # of a transfer, fp32
@@ -48,54 +48,48 @@ def rate(milliseconds: float) -> float:
 
 def gpu_rate(run: Callable[[int], object], steps: int = 20) -> float:
     """GB/s of a transfer by events, launches included."""
-    return rate(measure.gpu_milliseconds(run, warm_up=4, steps=steps))
+    return rate(benchmark.gpu_milliseconds(run, warm_up=4, steps=steps))
 
 
 def wall_rate(run: Callable[[int], object]) -> float:
-    """GB/s of a transfer that the CPU has a part in."""
+    """GB/s of a transfer that involves the CPU."""
 
     def waited(index: int) -> None:
         run(index)
         torch.cuda.synchronize()
 
-    return rate(measure.cpu_milliseconds(waited, warm_up=2, steps=6))
+    return rate(benchmark.cpu_milliseconds(waited, warm_up=2, steps=6))
 
 
-def host_transfer(size: int, order: str, buffer: Tensor) -> dict[str, Any]:
-    """Gather and scatter of distinct rows of a table of ``size`` rows in host memory."""
+def concatenated(blocks: Sequence[Tensor]) -> Pages:
+    """Blocks of whole pages, one after another, read by the first GPU."""
+    counts = [-(-len(block) // PAGE) for block in blocks]
+    group = torch.arange(len(blocks)).repeat_interleave(torch.tensor(counts))
+    first = torch.cat([PAGE * torch.arange(count) for count in counts])
+    return pages_of([[block] for block in blocks], PAGE, group, first, "cuda:0")
+
+
+def host_lookups(size: int, order: str) -> dict[str, Any]:
+    """Look-ups of distinct rows of a table of ``size`` rows in host memory."""
     host, table = mapped_tensor((size, DIM), device="cuda")
     table.normal_()
-    pages = stacked_pages([table], PAGE, "cuda")
+    pages = concatenated([table])
     ids = [torch.randperm(size, device="cuda")[:ROWS] for _ in range(INPUTS)]
     if order == "ascending":
         ids = [rows.sort()[0] for rows in ids]
-    gather_rows(pages, ids[0], buffer)
-    torch.cuda.synchronize()
-    refuse(torch.equal(buffer.cpu(), host[ids[0].cpu()]), "the gather")
-    buffer.normal_()
-    scatter_rows(pages, ids[0], buffer)
-    torch.cuda.synchronize()
-    refuse(torch.equal(buffer.cpu(), host[ids[0].cpu()]), "the scatter")
-    result = {
-        "table_rows": size,
-        "order": order,
-        "gather": gpu_rate(lambda i: gather_rows(pages, ids[i % INPUTS], buffer)),
-        "scatter": gpu_rate(lambda i: scatter_rows(pages, ids[i % INPUTS], buffer)),
-    }
+    refuse(torch.equal(lookup_pages(pages, ids[0]).cpu(), host[ids[0].cpu()]), "the look-up")
     staging = torch.empty(ROWS, DIM, pin_memory=True)
     on_cpu = [rows.cpu() for rows in ids]
 
     def select(index: int) -> None:
         torch.index_select(host, 0, on_cpu[index % INPUTS], out=staging)
-        buffer.copy_(staging, non_blocking=True)
+        staging.to("cuda", non_blocking=True)
 
-    def put_back(index: int) -> None:
-        staging.copy_(buffer)
-        host.index_copy_(0, on_cpu[index % INPUTS], staging)
-
-    return result | {
+    return {
+        "table_rows": size,
+        "order": order,
+        "gather": gpu_rate(lambda i: lookup_pages(pages, ids[i % INPUTS])),
         "index_select_and_copy": wall_rate(select),
-        "copy_and_index_copy": wall_rate(put_back),
     }
 
 
@@ -113,10 +107,10 @@ def peer_lookups(size: int = 2**21) -> dict[str, Any]:
     devices = [torch.device("cuda:0"), torch.device("cuda:1")]
     half = size // 2
     blocks = [torch.randn(half, DIM, device=device) for device in devices]
-    both = stacked_pages(blocks, PAGE, devices[0])
+    both = concatenated(blocks)
     refuse(both.addresses is not None, "GPUs without access to each other")
-    away = stacked_pages(blocks[1:], PAGE, devices[0])
-    home = stacked_pages([torch.cat([b.to(devices[0]) for b in blocks])], PAGE, devices[0])
+    away = concatenated(blocks[1:])
+    home = concatenated([torch.cat([b.to(devices[0]) for b in blocks])])
     ids = [torch.randint(size, (ROWS,), device="cuda") for _ in range(INPUTS)]
     inner = [rows % half for rows in ids]
     expected = home.blocks[0][ids[0]]
@@ -125,7 +119,7 @@ def peer_lookups(size: int = 2**21) -> dict[str, Any]:
     buffers = [torch.empty(ROWS, DIM, device=device) for device in devices]
 
     def by_address(pages: Pages, rows: Sequence[Tensor]) -> float:
-        return gpu_rate(lambda i: gather_rows(pages, rows[i % INPUTS], buffers[0]))
+        return gpu_rate(lambda i: lookup_pages(pages, rows[i % INPUTS]))
 
     return {
         "copy_from_peer": gpu_rate(lambda _: buffers[0].copy_(buffers[1], non_blocking=True)),
@@ -161,7 +155,7 @@ def steps(options: dict[str, dict[str, Any]], batch: int, cap: int | None) -> di
     """Milliseconds of a step of the Kaggle tables, dense and paged in several ways."""
     rows = [min(rows, cap or rows) for rows in KAGGLE_CARDINALITIES]
     tables = [torch.randn(size, 16, device="cuda") for size in rows]
-    ids = torch.stack([measure.draw_ids(rows, batch, "cuda") for _ in range(INPUTS)])
+    ids = torch.stack([benchmark.draw_ids(rows, batch, "cuda") for _ in range(INPUTS)])
     grads = torch.randn(INPUTS, batch, len(rows), 16, device="cuda")
     probe = ids[0]
     before = torch.stack([table[probe[i]] for i, table in enumerate(tables)], 1)
@@ -178,10 +172,10 @@ def steps(options: dict[str, dict[str, Any]], batch: int, cap: int | None) -> di
         def run(index: int, step: Step = step) -> None:
             step(ids[index % INPUTS], grads[index % INPUTS])
 
-        result = {"eager": measure.gpu_milliseconds(run, steps=20), "error": error}
+        result = {"eager": benchmark.gpu_milliseconds(run, steps=20), "error": error}
         if "cuda:1" not in str(given):  # a graph is of one GPU
             works = [lambda i=i, run=run: run(i) for i in range(INPUTS)]
-            result["captured"] = measure.captured_milliseconds(works)
+            result["captured"] = benchmark.captured_milliseconds(works)
         results[name] = {key: float(f"{value:.3g}") for key, value in result.items()} | given
         print(name, json.dumps(results[name]), flush=True)
         del step, run
@@ -196,9 +190,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=16_384, help="samples of a step")
     parser.add_argument("--max-rows", type=int, help="cap the rows of a Kaggle table (small GPUs)")
     parser.add_argument("--output", type=Path, help="where to write the results as JSON")
-    options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("this benchmark needs a CUDA GPU")
+    options = benchmark.parse_on_gpu(parser, argv)
     if min(options.table_rows) < ROWS:
         parser.error(f"--table-rows must be at least {ROWS}: so many rows are moved")
     torch.manual_seed(0)
@@ -208,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     record["host"] = []
     for size in options.table_rows:
         for order in ("random", "ascending"):
-            record["host"].append(host_transfer(size, order, buffer))
+            record["host"].append(host_lookups(size, order))
             print(json.dumps(record["host"][-1]), flush=True)
     ways: dict[str, dict[str, Any]] = {
         "one GPU": {"devices": ["cuda:0"]},
@@ -222,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ways["a replica on each"] = {"devices": ["cuda:0+cuda:1"]}
     record["steps"] = {"batch": options.batch, **steps(ways, options.batch, options.max_rows)}
     if options.output:
-        measure.write(options.output, record)
+        benchmark.write(options.output, record)
 
 
 if __name__ == "__main__":

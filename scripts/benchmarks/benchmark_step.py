@@ -28,7 +28,7 @@ from dlrm.kernels.update.rules import OPTIONS
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.table_plan import make_table_plan
-from dlrm.training import benchmark as measure
+from dlrm.training import benchmark
 from dlrm.training.step import TrainStep
 from dlrm.utils.program import Parser, count_arg, exit_status
 
@@ -52,7 +52,7 @@ def cardinalities(device: str) -> list[int]:
 def make_batches(device: str, size: int, count_arg: int, skewed: bool) -> list[Batch]:
     """Random batches on the device."""
     rows = cardinalities(device)
-    return [measure.draw_batch(rows, size, device, skewed=skewed) for _ in range(count_arg)]
+    return [benchmark.draw_batch(rows, size, device, skewed=skewed) for _ in range(count_arg)]
 
 
 def make_step(
@@ -85,7 +85,7 @@ def measure_one(
     """Check a configuration against eager steps, then time it."""
     batches = make_batches(device, size, 8, skewed)
     expected = losses(make_step(device, kind, rule, precision, "eager")[1], batches)
-    measure.release()
+    benchmark.release()
     on_gpu = device != "cpu"
     held = torch.cuda.memory_allocated() if on_gpu else 0
     model, step = make_step(device, kind, rule, precision, mode)
@@ -101,7 +101,7 @@ def measure_one(
     for _ in range(CAPTURES if on_gpu else 1):
         step.close()
         counts = {"warm_up": 20, "steps": 60} if on_gpu else {}
-        times.append(measure.milliseconds(lambda i: step(batches[i % 8]), device, **counts))
+        times.append(benchmark.milliseconds(lambda i: step(batches[i % 8]), device, **counts))
     ms = statistics.median(times)
     footprint = sum(sum(parts.values()) for parts in model.sparse_arch.footprint())
     return {
@@ -160,9 +160,9 @@ def measure_all(options: argparse.Namespace) -> None:
     results = []
     for case in cases(options):
         results.append(measure_one(*case))
-        measure.release()
+        benchmark.release()
         print(results[-1], flush=True)
-        measure.write(options.output, {"results": results})
+        benchmark.write(options.output, {"results": results})
     print(pd.DataFrame(results).to_string(index=False))
 
 

@@ -25,7 +25,13 @@ from dlrm.embeddings.common.factorization import factorize_rows
 from dlrm.kernels.tt import TTShape, tt_bags, tt_vectors, tt_vectors_torch
 from dlrm.kernels.update.in_backward import FusedUpdates
 from dlrm.optim import RowOptimizer, apply_in_backward
-from dlrm.training.benchmark import copy_bandwidth, draw_ids, gpu_milliseconds, write
+from dlrm.training.benchmark import (
+    copy_bandwidth,
+    draw_ids,
+    gpu_milliseconds,
+    parse_on_gpu,
+    write,
+)
 from dlrm.utils.program import Parser
 
 INPUTS = 8  # different batches in rotation
@@ -262,9 +268,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS),
                         help="precision of products, or of all that is kept (bf16)")  # fmt: skip
     parser.add_argument("--output", type=Path, help="where to write the results as JSON")
-    options = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("this benchmark needs a CUDA GPU")
+    options = parse_on_gpu(parser, argv)
     torch.cuda.set_stream(torch.cuda.Stream())  # autograd and capture on one stream
     bandwidth = copy_bandwidth()
     results = []

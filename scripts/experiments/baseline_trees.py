@@ -17,7 +17,7 @@ import pandas as pd
 from sklearn.ensemble import HistGradientBoostingClassifier
 
 from dlrm.data.schema import Meta
-from dlrm.training import benchmark as measure
+from dlrm.training import benchmark
 from dlrm.training.metrics import classification
 from dlrm.utils.program import Parser, count_arg, exit_status, path_arg
 
@@ -101,7 +101,7 @@ def boost(options: Namespace) -> None:
     table = pd.DataFrame(results).set_index("seed")
     print(pd.concat([table, table.agg(["mean", "std"])]).to_string())
     if options.json:
-        measure.write(options.json, {"data": options.data.name, "results": results})
+        benchmark.write(options.json, {"data": options.data.name, "results": results})
 
 
 def main(argv: list[str] | None = None) -> int:

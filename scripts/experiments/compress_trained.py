@@ -21,8 +21,7 @@ from dlrm.data.frequencies import read_frequencies
 from dlrm.embeddings import available
 from dlrm.model import DLRM, WEIGHT_BYTES
 from dlrm.sparse_arch.table_plan import format_ratio, make_table_plan
-from dlrm.training import benchmark as measure
-from dlrm.training import checkpoint, metrics
+from dlrm.training import benchmark, checkpoint, metrics
 from dlrm.utils.messages import did_you_mean
 from dlrm.utils.program import Parser, count_arg, exit_status, path_arg, positive_arg
 
@@ -119,7 +118,7 @@ def compress(options: Namespace) -> None:
             rows.append(_mean(kind, ratio, found, rows[0]["auc"]))
     if options.json:
         record = {"data": Path(options.data).name, "split": options.split, "results": rows}
-        measure.write(options.json, record)
+        benchmark.write(options.json, record)
 
 
 def _mean(

@@ -28,7 +28,7 @@ import pandas as pd
 from dlrm.data.schema import Meta
 from dlrm.embeddings import available
 from dlrm.sparse_arch.table_plan import format_ratio
-from dlrm.training import benchmark as measure
+from dlrm.training import benchmark
 from dlrm.utils.messages import did_you_mean
 from dlrm.utils.program import Parser, count_arg, exit_status, figure_arg, path_arg, positive_arg
 
@@ -135,7 +135,7 @@ def publish(summary: pd.DataFrame, options: argparse.Namespace, report: dict[str
     compare.draw(summary, "samples/s", speed)
     if options.json:
         results = json.loads(summary.to_json(orient="records"))
-        measure.write(options.json, {**report, "results": results})
+        benchmark.write(options.json, {**report, "results": results})
 
 
 def compare_kinds(options: argparse.Namespace) -> None:

@@ -31,7 +31,7 @@ from dlrm.config.schema import HOUSEKEEPING
 from dlrm.data.schema import Meta
 from dlrm.distributed.world import World
 from dlrm.embeddings import available
-from dlrm.training import benchmark as measure
+from dlrm.training import benchmark
 from dlrm.training.tracking import RESULT, without
 from dlrm.utils.device import cpu_count
 
@@ -159,7 +159,7 @@ def train_one(directory: Path, arguments: list[str]) -> str | None:
         except Exception:
             traceback.print_exc()
             done = False
-    measure.release()
+    benchmark.release()
     if done:
         return None
     errors = [line for line in log.read_text().splitlines() if line.startswith("error")]
@@ -179,7 +179,7 @@ def step_speed(arguments: list[str], *, batches: int = 64) -> dict[str, float]:
         ``step, ms``, the median, and the ``samples/s`` that follow from it.
     """
     speed = _time_steps(arguments, batches)
-    measure.release()
+    benchmark.release()
     return speed
 
 
@@ -194,7 +194,7 @@ def _time_steps(arguments: list[str], batches: int) -> dict[str, float]:
         for batch in held:
             run.step(batch)
         run.model.sparse_arch.renew_caches(run.optimizers[1])
-        took = measure.milliseconds(lambda i: run.step(held[i % len(held)]), run.device)
+        took = benchmark.milliseconds(lambda i: run.step(held[i % len(held)]), run.device)
     return {"step, ms": took, "samples/s": 1e3 * config.batch_size / took}
 
 

@@ -287,11 +287,10 @@ def pages() -> str:
     found = read(name)
     link, peers = found["link"], found["peers"]
     near, *_, far, sorted_ = found["host"]
-    to, back, copy = "to_gpu", "to_host", peers["copy_from_peer"]
+    to, copy = "to_gpu", peers["copy_from_peer"]
     lines = [
-        ["pinned host memory, gather", near["gather"], link[to], near["index_select_and_copy"]],
-        ["pinned host memory, scatter", near["scatter"], link[back], near["copy_and_index_copy"]],
-        ["... gather from 4 GB", far["gather"], link[to], far["index_select_and_copy"]],
+        ["pinned host memory", near["gather"], link[to], near["index_select_and_copy"]],
+        ["... 4 GB of it", far["gather"], link[to], far["index_select_and_copy"]],
         ["... in ascending order", sorted_["gather"], link[to], sorted_["index_select_and_copy"]],
         ["another GPU", peers["all_on_peer"], copy, "-"],
         ["half on each GPU", peers["half_on_peer"], "-", peers["half_on_peer_portable"]],

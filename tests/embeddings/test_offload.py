@@ -14,7 +14,7 @@ import torch
 from dlrm.data.batch import Batch
 from dlrm.embeddings import build
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.kernels.offload import admission as row_moves
+from dlrm.kernels.offload import admission
 from dlrm.kernels.offload.pinned_memory import in_host_memory
 from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
@@ -145,7 +145,7 @@ def test_bf16_rows_rounded_by_chance_equal_dense(rule):
     ],
 )
 def test_the_kernels_move_rows_as_pytorch_does(device, monkeypatch, cache_rows, few):
-    monkeypatch.setattr(row_moves, "FEW", few)  # of more missing rows the rest stays in place
+    monkeypatch.setattr(admission, "FEW", few)  # of more missing rows the rest stays in place
     if device.type == "cuda":
         pytest.skip("the interpreter's; on a GPU see below")
     groups, optimizers = pair("adam", cache_rows, impl="triton")
@@ -182,12 +182,12 @@ def test_evaluation_reads_the_present_rows_and_moves_none():
     groups, optimizers = pair("adagrad", 9)
     train(groups, optimizers, 10)
     dense, offload = (group.eval() for group in groups)
-    before = offload.cached.index.owners.clone(), offload.cached.index.traffic.clone()
+    before = offload.cached.index.slot_to_row.clone(), offload.cached.index.traffic.clone()
     for _ in range(5):
         ids = draw(30)
         assert torch.equal(dense(ids), offload(ids))
     assert torch.equal(dense.to_dense(1), offload.to_dense(1))
-    assert torch.equal(before[0], offload.cached.index.owners)
+    assert torch.equal(before[0], offload.cached.index.slot_to_row)
     assert torch.equal(before[1], offload.cached.index.traffic)
 
 
@@ -355,7 +355,7 @@ def test_the_warmest_rows_stay():
         cold = 15 + (torch.arange(5) + 5 * index) % 85  # each once in 17 steps
         ids = torch.cat([hot, cold])[None] if index % 2 else cold[None]
         step(group, optimizer, ids, index)
-    owners = set(group.cached.index.owners.tolist())
+    owners = set(group.cached.index.slot_to_row.tolist())
     assert owners.issuperset(hot.tolist())
 
 

@@ -1,4 +1,4 @@
-"""Work on a second stream: ordered behind what it needs, before what needs it."""
+"""Work on a second stream: after what it needs, before what needs it."""
 
 import pytest
 import torch
@@ -15,51 +15,51 @@ def slow_sum(x):
 
 
 def test_both_sides_see_what_came_before(device):
-    branch = side_stream_of(torch.ones(1, device=device).device)
+    side = side_stream_of(torch.ones(1, device=device).device)
     for step in range(5):
         x = torch.full((512, 512), float(step), device=device)
-        with branch.fork():
-            beside = slow_sum(x)
+        with side.fork():
+            parallel = slow_sum(x)
         here = x.sum()
-        branch.join()
-        assert (beside - here).item() == 0
+        side.join()
+        assert (parallel - here).item() == 0
 
 
 def test_backward_passes_of_both_sides_meet(device):
-    branch = side_stream_of(torch.ones(1, device=device).device)
+    side = side_stream_of(torch.ones(1, device=device).device)
     x = torch.randn(256, 256, device=device, requires_grad=True)
-    with branch.fork():
-        beside = slow_sum(x * x)
+    with side.fork():
+        parallel = slow_sum(x * x)
     here = (3 * x).sum()
-    branch.join()
-    (beside + here).backward()
+    side.join()
+    (parallel + here).backward()
     torch.testing.assert_close(x.grad, 2 * x.detach() + 3, rtol=1e-3, atol=1e-3)
 
 
-def test_without_waiting_the_branch_goes_on_behind_its_own_work(device):
-    branch = side_stream_of(torch.ones(1, device=device).device)
+def test_without_waiting_the_side_continues_after_its_own_work(device):
+    side = side_stream_of(torch.ones(1, device=device).device)
     x = torch.ones(512, 512, device=device)
-    with branch.fork():
+    with side.fork():
         total = slow_sum(x)
-    with branch.fork(wait=False):
+    with side.fork(wait=False):
         doubled = 2 * total
-    branch.join()
+    side.join()
     assert doubled.item() == 2 * 512 * 512
 
 
-def test_behind_a_mark_the_branch_sees_what_came_before_it(device):
-    branch = side_stream_of(torch.ones(1, device=device).device)
+def test_after_an_event_the_side_sees_what_came_before_it(device):
+    side = side_stream_of(torch.ones(1, device=device).device)
     for step in range(5):
         x = slow_sum(torch.full((512, 512), float(step), device=device))
-        begin = branch.mark()
+        begin = side.record_event()
         here = slow_sum(torch.ones(512, 512, device=device))
-        with branch.fork(behind=begin):
-            beside = 2 * x
-        branch.join()
-        assert (beside + here).item() == (2 * step + 1) * 512 * 512
+        with side.fork(after=begin):
+            parallel = 2 * x
+        side.join()
+        assert (parallel + here).item() == (2 * step + 1) * 512 * 512
 
 
-def test_there_is_one_branch_per_device(device):
+def test_there_is_one_side_per_device(device):
     own = torch.ones(1, device=device).device
     assert side_stream_of(own) is side_stream_of(torch.zeros(1, device=device).device)
 
@@ -77,22 +77,22 @@ def test_streams_for_two_purposes_are_never_the_same():
 
 @pytest.mark.gpu
 def test_a_graph_keeps_the_fork(device):
-    branch = side_stream_of(torch.ones(1, device=device).device)
+    side = side_stream_of(torch.ones(1, device=device).device)
     x = torch.ones(512, 512, device=device)
 
     def work():
-        begin = branch.mark()
+        begin = side.record_event()
         here = x.sum()
-        with branch.fork(behind=begin):
-            beside = slow_sum(x)
-        branch.join()
-        return beside, here
+        with side.fork(after=begin):
+            parallel = slow_sum(x)
+        side.join()
+        return parallel, here
 
     work()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        beside, here = work()
+        parallel, here = work()
     for value in (2.0, 3.0):
         x.fill_(value)
         graph.replay()
-        assert beside.item() == here.item() == value * 512 * 512
+        assert parallel.item() == here.item() == value * 512 * 512

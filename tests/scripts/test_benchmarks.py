@@ -45,7 +45,7 @@ def test_pages_are_timed_beside_copies(tmp_path):
     small = ["--table-rows", "131072", "--batch", "300", "--max-rows", "1000"]
     main_of("benchmark_pages")([*small, "--output", str(output)])
     record = json.loads(output.read_text())
-    assert all(way["gather"] > 0 < way["scatter"] for way in record["host"])
+    assert all(way["gather"] > 0 for way in record["host"])
     assert record["steps"]["host"]["captured"] > 0
 
 

@@ -1,9 +1,9 @@
-"""Pool bags of rows of tables that stand behind one another in one weight, all in one launch.
+"""Pool bags of rows of tables that are concatenated in one weight, all in one launch.
 
 The gradient of the weight is an uncoalesced sparse COO tensor with one entry per look-up, whose
-values are those that arrive for the bags, repeated: see :mod:`dlrm.kernels.lookup.tables`.
+values repeat the gradient of its bag: see :mod:`dlrm.kernels.lookup.tables`.
 
-Bytes a look-up must move: the row read, its id, and the row written of each bag.
+Bytes that must be moved: a row and an id read per look-up, a row written per bag.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _pool(
     F: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     MODE: tl.constexpr,
 ):  # fmt: skip
-    """Pool the rows of a bag per table and sample; ``chosen`` gets the look-ups that max took."""
+    """Pool one bag per table and sample; ``chosen`` receives the look-ups that gave the maxima."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
     table = k % F
@@ -178,16 +178,15 @@ def lookup_bags(
     """Pool a bag of rows per table and sample.
 
     Args:
-        weight: the tables behind one another, ``[sum(V), D]``, contiguous; fp32 or bf16.
+        weight: the concatenated tables, ``[sum(V), D]``, contiguous; fp32 or bf16.
         starts: first row of each table, ``[F]`` int64.
         ids: ids of all bags, table by table, ``[nnz]`` int32 or int64 (not checked).
-        offsets: where each bag begins in ``ids``, and the end, ``[F * B + 1]``, from 0 to nnz (not
-            checked).
-        per_sample_weights: a factor per id, ``[nnz]``; mode sum only. Gets its gradient.
+        offsets: first id of each bag, then nnz, ``[F * B + 1]`` (not checked).
+        per_sample_weights: a factor per id, ``[nnz]``; mode sum only. It has a gradient.
         mode: sum, mean or max; an empty bag gives zeros.
         modulo, last: as in :func:`~dlrm.kernels.lookup.tables.lookup_tables`.
-        sparse: give the weight an uncoalesced COO gradient, its entries in the order of ``ids``;
-            else a dense one.
+        sparse: whether the gradient of the weight is an uncoalesced COO tensor, its entries in the
+            order of ``ids``, or a dense one.
         sorter: sorts the rows that will have a gradient ahead of their update.
         impl: see :mod:`dlrm.kernels`.
 
@@ -195,9 +194,9 @@ def lookup_bags(
         ``[B, F, D]``, contiguous.
 
     Raises:
-        ValueError: unknown mode, weights with another mode than sum or not one for each id,
-            offsets of a wrong length, ids or offsets that are no integers or on another device, or
-            what a kernel reads is not contiguous.
+        ValueError: unknown mode, per_sample_weights in another mode than sum or not one per id,
+            offsets of a wrong length, ids or offsets that are not integers or on another device,
+            or a tensor that a kernel reads is not contiguous.
     """
     require_integers(weight, ids=ids, offsets=offsets)
     if mode not in MODES:

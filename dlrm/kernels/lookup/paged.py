@@ -1,10 +1,10 @@
-"""Look up rows whose table is cut into pages, wherever the pages lie: one kernel, by address.
+"""Look up rows of a table that is cut into pages, wherever the pages lie: one kernel, by address.
 
-A table of page addresses says where each page begins: in this GPU's memory, in that of a peer GPU
-of the host, or in pinned host memory (:mod:`dlrm.kernels.offload.pinned_memory`). The kernel
-follows it, so that a look-up is one launch without copies, staging buffers or a word from the host.
-The portable path serves pages that have no address here, such as GPUs that can't reach each other:
-it partitions the ids by place with one sort, and each place looks up its share.
+A page table has the address of each page: in this GPU's memory, in that of a peer GPU of the host,
+or in pinned host memory (:mod:`dlrm.kernels.offload.pinned_memory`). The kernel follows it, so a
+look-up is one launch without copies, staging buffers or synchronization with the host. The portable
+path is for pages that have no address here, as on GPUs that can't access each other's memory: it
+partitions the ids by group with one sort, and each group looks up its own.
 
 Bytes a look-up of one row must move: 2 rows, its id and the address of its page.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,175 +29,67 @@ from dlrm.kernels.update.row_sort import RowSorter
 TILE = 4096  # elements of a program's tile
 
 
-@triton.jit
-def _pointers(
-    rows, addresses, k, inside, pages, like,
-    PAGE: tl.constexpr, LINES: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr,
-):  # fmt: skip
-    """Where the rows of entries ``k`` begin, and which entries have one."""
-    row = tl.load(rows + k, mask=inside, other=-1).to(tl.int64)
-    live = inside & (row >= 0)
-    page = row // PAGE
-    line = (k % LINES).to(tl.int64)
-    begin = tl.load(addresses + line * pages + page, mask=live, other=0)
-    size: tl.constexpr = like.dtype.element_ty.primitive_bitwidth // 8
-    at = (begin + (row - page * PAGE) * (D * size)).to(like.dtype)
-    return tl.multiple_of(at, ALIGN), live, page, row - page * PAGE
+class _PageTable(NamedTuple):
+    """Fields of :class:`Pages`, for the kernel."""
+
+    addresses: Tensor  # [REPLICAS, pages]
+    group: Tensor
+    first: Tensor
+    pages: int
 
 
 @triton.jit
 def _gather(
-    rows, addresses, out, count, flat, group, first, n, pages,
-    PAGE: tl.constexpr, LINES: tl.constexpr, GROUPS: tl.constexpr,
+    rows, table, out, flat, n,
+    PAGE: tl.constexpr, REPLICAS: tl.constexpr, GROUPS: tl.constexpr,
     D: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Fetch a row per entry; ``flat [GROUPS, n]`` gets its row in its group, -1 in the others."""
+    """Fetch the row of each look-up; ``flat [GROUPS, n]`` receives its row in its own group, and -1
+    in the others.
+    """
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
-    if count is not None:
-        inside &= k < tl.load(count)
-    at, live, page, within = _pointers(
-        rows, addresses, k, inside, pages, out, PAGE, LINES, D, ALIGN
-    )
+    row = tl.load(rows + k, mask=inside, other=0).to(tl.int64)
+    page = row // PAGE
+    within = row - page * PAGE
+    replica = (k % REPLICAS).to(tl.int64)
+    begin = tl.load(table.addresses + replica * table.pages + page, mask=inside, other=0)
+    size: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
+    at = tl.multiple_of((begin + within * (D * size)).to(out.dtype), ALIGN)
     column = tl.arange(0, BLOCK_D)[None, :]
-    mask = live[:, None] & (column < D)
+    mask = inside[:, None] & (column < D)
     value = tl.load(at[:, None] + column, mask=mask, other=0.0)
     tl.store(out + k.to(tl.int64)[:, None] * D + column, value, mask=mask)
     if flat is not None:
-        local = tl.load(first + page, mask=live, other=0) + within
-        owner = tl.load(group + page, mask=live, other=-1)
+        local = tl.load(table.first + page, mask=inside, other=0) + within
+        own = tl.load(table.group + page, mask=inside, other=-1)
         for index in tl.static_range(GROUPS):
             to = flat + tl.full((), index, tl.int64) * n + k
-            tl.store(to, tl.where(owner == index, local, -1), mask=inside)
+            tl.store(to, tl.where(own == index, local, -1), mask=inside)
 
 
-@triton.jit
-def _scatter(
-    rows, addresses, values, count, n, pages,
-    PAGE: tl.constexpr, LINES: tl.constexpr,
-    D: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Write a row per entry."""
-    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = k < n
-    if count is not None:
-        inside &= k < tl.load(count)
-    at, live, _, _ = _pointers(rows, addresses, k, inside, pages, values, PAGE, LINES, D, ALIGN)
-    column = tl.arange(0, BLOCK_D)[None, :]
-    mask = live[:, None] & (column < D)
-    value = tl.load(values + k.to(tl.int64)[:, None] * D + column, mask=mask, other=0.0)
-    tl.store(at[:, None] + column, value, mask=mask)
-
-
-def _sizes(pages: Pages, n: int) -> tuple[tuple[int], dict[str, int]]:
-    """Grid and constants for ``n`` entries."""
+def _launch_gather(pages: Pages, rows: Tensor, out: Tensor, flat: Tensor | None) -> None:
     assert pages.addresses is not None
-    block_d = triton.next_power_of_2(pages.dim)
+    n, block_d = rows.numel(), triton.next_power_of_2(pages.dim)
     block = max(4, min(256, TILE // block_d))
-    return (triton.cdiv(n, block),), {
-        "PAGE": pages.page_size,
-        "LINES": len(pages.addresses),
-        "D": pages.dim,
-        "ALIGN": pages.alignment,
-        "BLOCK": block,
-        "BLOCK_D": block_d,
-    }
-
-
-def gather_rows(
-    pages: Pages,
-    rows: Tensor,
-    out: Tensor,
-    *,
-    count: Tensor | None = None,
-    impl: str | None = None,
-) -> None:
-    """Fetch rows into a buffer, outside of autograd.
-
-    Args:
-        pages: the table.
-        rows: ``[n]`` int32 or int64; of an entry below 0 nothing is read or written.
-        out: where to write, ``[n, D]`` contiguous.
-        count: how many of the entries count, a tensor of one integer on the device of ``rows``, so
-            that the host need not know; all if None.
-        impl: see :mod:`dlrm.kernels`; PyTorch's waits for the host.
-    """
-    if _by_address(pages, rows, impl):
-        _launch_gather(pages, rows, out, count=count)
-        return
-    live = _live(rows, count)
-    out[live] = _gather_by_place(pages, rows[live])
-
-
-def scatter_rows(
-    pages: Pages,
-    rows: Tensor,
-    values: Tensor,
-    *,
-    count: Tensor | None = None,
-    impl: str | None = None,
-) -> None:
-    """Write the rows of a buffer into the pages, the way back of :func:`gather_rows`.
-
-    Args:
-        pages: the table, without replicas.
-        rows: ``[n]`` int32 or int64, no row twice; entries below 0 are left out.
-        values: ``[n, D]`` contiguous.
-        count, impl: as of :func:`gather_rows`.
-
-    Raises:
-        ValueError: there are replicas, of which only one would be written.
-    """
-    if any(len(replicas) > 1 for replicas in pages.groups):
-        raise ValueError("rows can't be scattered into pages that have replicas")
-    n = rows.numel()
-    if _by_address(pages, rows, impl):
-        grid, sizes = _sizes(pages, n)
-        if n:
-            _wait(pages, rows.device)
-            _scatter[grid](rows, pages.addresses, values, count, n, len(pages.group), **sizes)
-            _wait(pages, rows.device, back=True)
-        return
-    live = _live(rows, count)
-    parts = _partition(pages, rows[live])
-    with torch.no_grad():
-        for (block,), (entries, local) in zip(pages.groups, parts, strict=True):
-            block[local.to(block.device)] = values[live][entries].to(block.device)
-
-
-def _live(rows: Tensor, count: Tensor | None) -> Tensor:
-    """The entries that count, as indices."""
-    return (rows if count is None else rows[: int(count)]).ge(0).nonzero()[:, 0]
-
-
-def _launch_gather(
-    pages: Pages,
-    rows: Tensor,
-    out: Tensor,
-    *,
-    count: Tensor | None = None,
-    flat: Tensor | None = None,
-) -> None:
-    n = rows.numel()
-    grid, sizes = _sizes(pages, n)
     if n:
-        _wait(pages, rows.device)
-        _gather[grid](
-            rows, pages.addresses, out, count, flat, pages.group, pages.first, n,
-            len(pages.group), GROUPS=len(pages.groups), **sizes,
+        _wait_for_peers(pages, rows.device)
+        table = _PageTable(pages.addresses, pages.group, pages.first, len(pages.group))
+        _gather[triton.cdiv(n, block),](
+            rows, table, out, flat, n, PAGE=pages.page_size, REPLICAS=len(pages.addresses),
+            GROUPS=len(pages.groups), D=pages.dim, ALIGN=pages.alignment,
+            BLOCK=block, BLOCK_D=block_d,
         )  # fmt: skip
 
 
-def _wait(pages: Pages, reader: torch.device, *, back: bool = False) -> None:
-    """Order the kernel behind what peers do to their pages, or with ``back`` that behind it."""
+def _wait_for_peers(pages: Pages, reader: torch.device) -> None:
+    """Make the reader's stream wait for what peers do to their pages."""
     for peer in {block.device for block in pages.blocks if block.is_cuda} - {reader}:
-        ends = torch.cuda.current_stream(reader), torch.cuda.current_stream(peer)
-        behind, ahead = reversed(ends) if back else ends
-        behind.wait_stream(ahead)
+        torch.cuda.current_stream(reader).wait_stream(torch.cuda.current_stream(peer))
 
 
 def _by_address(pages: Pages, rows: Tensor, impl: str | None) -> bool:
-    """Whether the kernel runs; without a choice, wherever all pages have an address."""
+    """Whether the kernel runs; by default where all pages have an address."""
     if impl is None and pages.addresses is None:
         return False
     if use_triton(rows, impl):
@@ -208,9 +100,9 @@ def _by_address(pages: Pages, rows: Tensor, impl: str | None) -> bool:
 
 
 def _partition(pages: Pages, rows: Tensor) -> list[tuple[Tensor | slice, Tensor]]:
-    """For each group the entries of ``rows [n]`` that it holds, ascending, and their rows there.
+    """For each group the look-ups of ``rows [n]`` that it holds, ascending, and their rows there.
 
-    One sort, and one word to the host: how many entries each group has.
+    One sort and one synchronization: the host reads how many look-ups each group has.
     """
     page = rows // pages.page_size
     group = pages.group[page]
@@ -223,8 +115,8 @@ def _partition(pages: Pages, rows: Tensor) -> list[tuple[Tensor | slice, Tensor]
 
 
 @torch.no_grad()
-def _gather_by_place(pages: Pages, rows: Tensor) -> Tensor:
-    """The rows by the portable path; replicas share the entries of their group evenly."""
+def _gather_by_group(pages: Pages, rows: Tensor) -> Tensor:
+    """The rows by the portable path; replicas share the look-ups of their group evenly."""
     out = torch.empty(len(rows), pages.dim, dtype=pages.dtype, device=rows.device)
     for blocks, (entries, local) in zip(pages.groups, _partition(pages, rows), strict=True):
         shares = zip(blocks, local.chunk(len(blocks)), strict=False)
@@ -248,12 +140,12 @@ class _LookupPages(torch.autograd.Function):
         ctx.save_for_backward(rows)
         ctx.flat = None
         if not _by_address(pages, rows, impl):
-            return _gather_by_place(pages, rows)
+            return _gather_by_group(pages, rows)
         out = torch.empty(len(rows), pages.dim, dtype=pages.dtype, device=rows.device)
         one, learns = len(pages.groups) == 1, any(ctx.needs_input_grad)
         if learns and sparse and (one or _capturing(rows)):
             ctx.flat = rows.new_empty(len(pages.groups), len(rows), dtype=torch.int64)
-        _launch_gather(pages, rows, out, flat=ctx.flat)
+        _launch_gather(pages, rows, out, ctx.flat)
         if ctx.flat is not None and sorter is not None:
             for flat, (block, *_) in zip(ctx.flat, pages.groups, strict=True):
                 sorter.submit(flat, len(block))
@@ -278,7 +170,7 @@ class _LookupPages(torch.autograd.Function):
 
 
 def _own(values: Tensor, device: torch.device, copy: int) -> Tensor:
-    """A replica's own values: gradients are scaled in place."""
+    """Values for one replica of its own: gradients are scaled in place."""
     return values.to(device, copy=copy > 0)
 
 
@@ -296,16 +188,16 @@ def lookup_pages(
 ) -> Tensor:
     """Fetch rows, with a gradient for every block.
 
-    A block's gradient has one entry for each look-up of its pages, in order; of replicas each has
-    all of their group's, so that they stay equal. While a CUDA graph is captured, whose shapes
-    can't depend on the ids, it has one for every look-up instead, those of other groups with row
-    -1, which :func:`dlrm.kernels.update.sparse.update_rows` leaves out.
+    The gradient of a block has one entry for each look-up of its pages, in order. Each replica has
+    all entries of its group, so that replicas stay equal. While a CUDA graph is captured, whose
+    shapes can't depend on the ids, it has an entry for every look-up instead, with row -1 for those
+    of other groups, which :func:`dlrm.kernels.update.sparse.update_rows` skips.
 
     Args:
         pages: the table; its blocks may be parameters.
-        rows: any shape, int32 or int64, each of a page's rows (not checked), on the device that
+        rows: any shape, int32 or int64, each a row of the table (not checked), on the device that
             the pages were made for.
-        sparse: give the blocks COO gradients; else dense ones.
+        sparse: whether the gradients of the blocks are COO tensors or dense ones.
         sorter: sorts the rows that will have a gradient ahead of their update.
         impl: see :mod:`dlrm.kernels`; None runs Triton on a GPU if all pages have an address.
 
@@ -313,7 +205,7 @@ def lookup_pages(
         ``[*rows.shape, D]``, on the device of ``rows``.
 
     Raises:
-        ValueError: Triton is asked for and a page has no address.
+        ValueError: ``impl`` is "triton" and a page has no address.
     """
     flat = rows.reshape(-1).contiguous()
     out = _LookupPages.apply(pages, flat, sparse, sorter, impl, *pages.blocks)
@@ -332,8 +224,8 @@ class Pages:
     """Where the pages of a table lie: row r is row r % page_size of page r // page_size.
 
     Pages lie in blocks of memory, each a contiguous ``[rows, D]``. Blocks of one group are replicas
-    of each other, and a page lies in every block of its group, at the same row; look-ups are split
-    between them. Made by :func:`pages_of` or :func:`stacked_pages`.
+    of each other: a page lies in every block of its group, at the same row, and look-ups are split
+    between them. Made by :func:`pages_of`.
     """
 
     groups: tuple[tuple[Tensor, ...], ...]
@@ -345,10 +237,10 @@ class Pages:
     first: Tensor
     """The row of the blocks of its group at which each page begins, ``[pages]`` int64."""
     addresses: Tensor | None
-    """Address of each page, ``[R, pages]`` int64; look-up k takes line k % R. None if the reading
-    device can't follow one of them."""
+    """Address of each page, ``[R, pages]`` int64; look-up k takes row k % R, which spreads look-ups
+    over replicas. None if the reading device can't access one of them."""
     alignment: int
-    """Bytes of which every row's address is a multiple, up to 16."""
+    """Alignment of every row in bytes, up to 16."""
 
     @property
     def dim(self) -> int:
@@ -373,7 +265,7 @@ def pages_of(
     first: Tensor,
     device: torch.device | str,
 ) -> Pages:
-    """Pages at given places.
+    """Pages at given places in blocks.
 
     Args:
         groups: blocks ``[rows, D]``, contiguous, of one type and dim; those of a group are replicas
@@ -381,10 +273,10 @@ def pages_of(
         page_size: rows of a page.
         group: the group of each page, ``[pages]``.
         first: the row at which each page begins in its group's blocks, ``[pages]``.
-        device: which reads, and has the ids.
+        device: the device that reads, and has the ids.
 
     Raises:
-        ValueError: blocks that are not alike or not contiguous.
+        ValueError: blocks differ in type or dim, or one is not contiguous.
     """
     kept = tuple(tuple(replicas) for replicas in groups)
     blocks = [block for replicas in kept for block in replicas]
@@ -409,23 +301,8 @@ def pages_of(
     )
 
 
-def stacked_pages(blocks: Sequence[Tensor], page_size: int, device: torch.device | str) -> Pages:
-    """Blocks behind one another, cut into pages; each but the last must be a multiple of a page.
-
-    Raises:
-        ValueError: a block is not.
-    """
-    for block in blocks[:-1]:
-        if len(block) % page_size:
-            raise ValueError(f"a block has {len(block)} rows, it must be a multiple of {page_size}")
-    counts = torch.tensor([-(-len(block) // page_size) for block in blocks])
-    group = torch.arange(len(blocks)).repeat_interleave(counts)
-    within = torch.arange(len(group)) - (counts.cumsum(0) - counts)[group]
-    return pages_of([[block] for block in blocks], page_size, group, within * page_size, device)
-
-
 def reaches(reader: torch.device, memory: torch.device) -> bool:
-    """Whether a kernel on ``reader`` can follow an address of ``memory``; opens the way."""
+    """Whether a kernel on ``reader`` can access ``memory`` by address; enables peer access."""
     if reader.type != "cuda" or memory.type != "cuda":
         return reader.type == memory.type
     here = torch.cuda.current_device() if reader.index is None else reader.index
@@ -434,6 +311,6 @@ def reaches(reader: torch.device, memory: torch.device) -> bool:
     if not torch.cuda.can_device_access_peer(here, memory.index):
         return False
     ends = [torch.zeros(1, device=f"cuda:{index}") for index in (here, memory.index)]
-    ends[1].copy_(ends[0])  # PyTorch switches peer access on with the first copy each way
+    ends[1].copy_(ends[0])  # PyTorch enables peer access with the first copy each way
     ends[0].copy_(ends[1])
     return True

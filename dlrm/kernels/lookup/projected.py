@@ -1,12 +1,12 @@
-"""Look up short rows and widen them by a matrix per table, in one launch.
+"""Look up short rows and project them by one matrix per table, in one launch.
 
-:func:`lookup_widened` multiplies the rows ``[E]`` of a table by its matrix ``[E, D]`` where they
-are in registers. The backward is one launch as well: it reads the short rows again and makes both
-gradients, that of a matrix as partial sums over tiles of samples, which are then added in a fixed
-order.
+:func:`lookup_projected` multiplies the rows ``[E]`` of a table by its matrix ``[E, D]`` while they
+are in registers. The backward pass is one launch as well: it reads the short rows again and
+computes both gradients, that of a matrix as partial sums over tiles of samples, which are then
+added in a fixed order.
 
-Bytes a look-up must move: the short row and the id in, the wide row out; backward the wide and the
-short row in, a short one out.
+Bytes a look-up must move: the short row and the id in, the projected row out; backward the gradient
+and the short row in, the short row's gradient out.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dlrm.kernels.lookup.tables import lookup_tables, row_gradient, row_of
 from dlrm.kernels.update.row_sort import RowSorter
 
 BLOCK = 64  # samples of a tile
-TILES = 128  # partial sums of a matrix's gradient, at most
-WIDEST = 128  # rows up to this length are held in registers whole
+TILES = 128  # partial sums of the gradient of a matrix, at most
+MAX_DIM = 128  # a row up to this length fits in registers
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _forward(
     F: tl.constexpr, E: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of samples of one table; ``flat`` gets the rows, table after table."""
+    """Project a tile of samples of one table; ``flat`` receives their rows, table by table."""
     table = tl.program_id(1).to(tl.int64)
     sample = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = sample < batch
@@ -56,9 +56,9 @@ def _forward(
     mask = inside[:, None] & (at_e < E)
     short = tl.load(weight + row[:, None] * E + at_e, mask=mask, other=0.0).to(tl.float32)
     matrix = _load_matrix(projection, table, E, D, BLOCK_E, BLOCK_D)
-    wide = tl.dot(short, matrix, input_precision=PRECISION)
+    projected = tl.dot(short, matrix, input_precision=PRECISION)
     at = (sample.to(tl.int64) * F + table)[:, None] * D + at_d
-    tl.store(out + at, wide.to(out.dtype.element_ty), mask=inside[:, None] & (at_d < D))
+    tl.store(out + at, projected.to(out.dtype.element_ty), mask=inside[:, None] & (at_d < D))
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _backward(
     F: tl.constexpr, E: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``parts`` tiles of one table: gradients of their rows, and a sum for the matrix."""
+    """Gradients of the rows of ``parts`` tiles of one table, and their sum for the matrix."""
     table = tl.program_id(1).to(tl.int64)
     at_e, at_d = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_D)[None, :]
     matrix = tl.trans(_load_matrix(projection, table, E, D, BLOCK_E, BLOCK_D))
@@ -91,21 +91,21 @@ def _backward(
 
 
 def _sizes(weight: Tensor, projection: Tensor) -> dict[str, Any]:
-    """Arguments of the kernels that are fixed when they are compiled."""
-    tables, short, wide = projection.shape
+    """The compile-time arguments of the kernels."""
+    tables, short, dim = projection.shape
     exact = weight.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     return {
         "F": tables,
         "E": short,
-        "D": wide,
+        "D": dim,
         "BLOCK": BLOCK,
         "BLOCK_E": max(16, triton.next_power_of_2(short)),
-        "BLOCK_D": max(16, triton.next_power_of_2(wide)),
+        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
         "PRECISION": "tf32x3" if exact else "tf32",
     }
 
 
-class _LookupWidened(torch.autograd.Function):
+class _LookupProjected(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -153,7 +153,7 @@ class _LookupWidened(torch.autograd.Function):
         return grad_weight, partials.sum(0).to(projection.dtype), *[None] * 5
 
 
-def lookup_widened(
+def lookup_projected(
     weight: Tensor,
     projection: Tensor,
     starts: Tensor,
@@ -164,36 +164,38 @@ def lookup_widened(
     sorter: RowSorter | None = None,
     impl: str | None = None,
 ) -> Tensor:
-    """Fetch one short row per table and sample and multiply it by the table's matrix.
+    """Fetch one short row per table and sample, and multiply it by the table's matrix.
 
     Args:
-        weight: the tables behind one another, ``[sum(V), E]``, contiguous; fp32 or bf16.
+        weight: the concatenated tables, ``[sum(V), E]``, contiguous; fp32 or bf16.
         projection: the matrix of each table, ``[F, E, D]``, contiguous; of the same type.
         starts: first row of each table, ``[F]`` int64.
         ids: ``[F, B]``, int32 or int64, each inside its table (not checked).
         last: see :func:`~dlrm.kernels.lookup.tables.lookup_tables`.
-        sparse: give the weight an uncoalesced COO gradient; else a dense one.
+        sparse: whether the gradient of the weight is an uncoalesced COO tensor or a dense one.
         sorter: sorts the rows that will have a gradient ahead of their update.
-        impl: see :mod:`dlrm.kernels`. Rows longer than :data:`WIDEST` are multiplied by PyTorch.
+        impl: see :mod:`dlrm.kernels`. Rows longer than :data:`MAX_DIM` are multiplied by PyTorch.
 
     Returns:
         ``[B, F, D]``.
 
     Raises:
-        ValueError: ``ids`` are no integers, or on another device, or what a kernel reads is not
-            contiguous.
+        ValueError: ``ids`` are not integers or on another device, or a tensor that a kernel reads
+            is not contiguous.
     """
     require_integers(weight, ids=ids)
-    if not use_triton(weight, impl) or max(projection.shape[1:]) > WIDEST:
+    if not use_triton(weight, impl) or max(projection.shape[1:]) > MAX_DIM:
         short = lookup_tables(
             weight, starts, ids, last=last, sparse=sparse, sorter=sorter, impl=impl
         )
-        return widen(short, projection)
+        return project(short, projection)
     require_contiguous(weight=weight, projection=projection, starts=starts, last=last)
-    return _LookupWidened.apply(weight, projection, starts, ids.contiguous(), last, sparse, sorter)
+    return _LookupProjected.apply(
+        weight, projection, starts, ids.contiguous(), last, sparse, sorter
+    )
 
 
-def widen(short: Tensor, projection: Tensor) -> Tensor:
-    """``[B, F, E]`` to ``[B, F, D]``, each table by its own matrix, in PyTorch."""
+def project(short: Tensor, projection: Tensor) -> Tensor:
+    """Project ``short [B, F, E]`` to ``[B, F, D]``, each table by its own matrix, in PyTorch."""
     with torch.autocast(short.device.type, enabled=False):  # it would cast rows and gradients too
         return torch.bmm(short.transpose(0, 1), projection).transpose(0, 1)

@@ -1,11 +1,12 @@
-"""Compose the rows of two tables, by the quotient and the remainder of an id, in one launch.
+"""Compose rows of two tables, by the quotient and the remainder of an id, in one launch.
 
-:func:`lookup_quotient` fetches both rows of an id and writes their product, sum or concatenation;
-nothing between is written. Both weights have row gradients as in :mod:`dlrm.kernels.lookup.tables`;
-to multiply, one launch makes the values of both, reading the rows again.
+:func:`lookup_quotient` fetches both rows of an id and writes their product, sum or concatenation,
+without intermediate results in memory. Both weights have row gradients as in
+:mod:`dlrm.kernels.lookup.tables`; for the product, one launch computes the values of both and reads
+the rows again.
 
-Bytes a look-up must move: both rows and the id in, one row out; backward one row in, and to
-multiply both rows in and two out.
+Bytes a look-up must move: both rows and the id in, one row out; backward one row in, and for the
+product both rows in and two out.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def _compose(
     F: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr, MULTIPLY: tl.constexpr,
 ):  # fmt: skip
-    """Compose one row per table and sample; the first SPLIT columns are the quotient row's."""
+    """Compose one row per table and sample; the first SPLIT columns are of the quotient row."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
     sample, table = (k // F).to(tl.int64), k % F
@@ -61,7 +62,7 @@ def _product_backward(
     grad, quotient, remainder, flat_q, flat_r, values_q, values_r, n,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of each factor: what arrives, times the other factor."""
+    """The gradient of each factor: the incoming one, times the other factor."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
     row_q = tl.load(flat_q + k, mask=inside, other=0)
@@ -116,7 +117,7 @@ class _LookupQuotient(torch.autograd.Function):
         if ctx.operation == "concat":
             values = list(grad.split([quotient.shape[1], remainder.shape[1]], dim=1))
         elif ctx.operation == "add":
-            values = [grad, grad.clone()]  # of its own: gradients are scaled in place
+            values = [grad, grad.clone()]  # a copy: gradients are scaled in place
         else:
             values = [torch.empty_like(grad), torch.empty_like(grad)]
             grid, sizes = tiling(len(grad), grad.shape[1], TILE)
@@ -148,13 +149,13 @@ def lookup_quotient(
     """Compose ``quotient[id // collisions]`` and ``remainder[id % collisions]`` of each id.
 
     Args:
-        quotient, remainder: the tables behind one another, ``[sum(V_q), D_q]`` and
+        quotient, remainder: the concatenated tables, ``[sum(V_q), D_q]`` and
             ``[sum(V_r), D_r]``, contiguous; of the same type, fp32 or bf16.
         starts: first row of each table in the two, ``[F]`` int64 each.
         ids: ``[F, B]``, int32 or int64, each inside its table (not checked).
         collisions: the divisor of the ids, the same for all tables.
-        operation: multiply, add, or concat, for which the two lengths make up D.
-        sparse: give the weights uncoalesced COO gradients; else dense ones.
+        operation: multiply, add, or concat, for which D is the sum of the two lengths.
+        sparse: whether the gradients of the weights are uncoalesced COO tensors or dense ones.
         sorter: sorts the rows that will have a gradient ahead of their update.
         impl: see :mod:`dlrm.kernels`.
 
@@ -162,8 +163,8 @@ def lookup_quotient(
         ``[B, F, D]``, contiguous.
 
     Raises:
-        ValueError: ``ids`` are no integers, or on another device, or what a kernel reads is not
-            contiguous.
+        ValueError: ``ids`` are not integers or on another device, or a tensor that a kernel reads
+            is not contiguous.
     """
     require_integers(quotient, ids=ids)
     if not use_triton(quotient, impl):
@@ -199,5 +200,5 @@ def compose(q: Tensor, r: Tensor, operation: str) -> Tensor:
     if operation == "multiply":
         return q * r
     if operation == "add":
-        return q + 1 * r  # so that r has a gradient of its own: gradients are scaled in place
+        return q + 1 * r  # r gets a gradient of its own: gradients are scaled in place
     return torch.cat([q, r], -1)

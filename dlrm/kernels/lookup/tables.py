@@ -1,14 +1,14 @@
-"""Look up rows of tables that stand behind one another in one weight, all in one launch.
+"""Look up rows of tables that are concatenated in one weight, all in one launch.
 
 :func:`lookup` fetches rows by their index in the weight, :func:`lookup_tables` one row per table
 and sample. The gradient of the weight is an uncoalesced sparse COO tensor with one entry per
-look-up, whose values are the gradient that arrives, not a copy of it:
+look-up, whose values are the incoming gradient, not a copy of it:
 :func:`dlrm.kernels.update.sparse.update_rows` merges equal rows and updates the weight in one pass.
 
-Tables may have fewer rows than ids: ``modulo`` lets ids share rows by their remainder, ``last``
-lets all ids from some on share one row. The kernels do that arithmetic on the ids they have read.
+Tables may have fewer rows than ids: with ``modulo`` ids of equal remainder share a row, with
+``last`` all ids from that one on do. The kernels do this arithmetic on the ids they read.
 
-Bytes a look-up of one row must move: 2 rows, the one read and the one written, and its id.
+Bytes a look-up of one row must move: 2 rows, one read and one written, and its id.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch.nn import functional
 from dlrm.kernels import require_contiguous, require_integers, use_triton
 from dlrm.kernels.update.row_sort import RowSorter
 
-TILE = 4096  # elements of a tile: 32 a thread
+TILE = 4096  # elements of a tile: 32 per thread
 
 
 @triton.jit
 def row_of(id, table, starts, modulo, last):
-    """The row in the weight of an id of each ``table``."""
+    """The row in the weight of ids of each ``table``."""
     if modulo is not None:
         id %= tl.load(modulo + table).to(id.dtype)
     if last is not None:
@@ -46,7 +46,7 @@ def _gather(
     ids, starts, modulo, last, weight, out, flat, n, batch, stride_b, stride_f,
     F: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Fetch one row per table and sample, sample after sample; ``flat`` gets their indices."""
+    """Fetch one row per table and sample, sample by sample; ``flat`` receives their indices."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
     sample, table = (k // F).to(tl.int64), (k % F).to(tl.int64)
@@ -84,9 +84,9 @@ def gather_rows(
         weight: ``[sum(V), D]``, contiguous.
         starts: first row of each table, ``[F]``; None for zeros.
         ids: ``[F, B]``, contiguous.
-        out: where to write, ``[B, F, D]``; only its last dimension must be contiguous, so that it
-            may be a part of a larger buffer.
-        flat: gets the row in ``weight`` of every look-up, int64 ``[B, F]``.
+        out: output, ``[B, F, D]``; only its last dimension must be contiguous, so it may be part of
+            a larger buffer.
+        flat: receives the row in ``weight`` of every look-up, int64 ``[B, F]``.
         modulo, last: see :func:`lookup_tables`.
     """
     tables, batch = ids.shape
@@ -103,12 +103,12 @@ def row_gradient(weight: Tensor, flat: Tensor, values: Tensor, sparse: bool) -> 
     """The gradient of ``weight [V, D]`` from rows ``flat [n]`` and their ``values [n, D]``."""
     if not sparse:
         return torch.zeros_like(weight).index_add_(0, flat, values)
-    if not len(flat):  # accumulation writes to the memory of an empty gradient: it has its own
+    if not len(flat):  # accumulation writes to the memory of an empty gradient: give it its own
         flat, values = torch.empty_like(flat), torch.empty_like(values)
     with torch.sparse.check_sparse_tensor_invariants(False):  # they hold, and it would synchronise
-        # Autograd would copy what is not contiguous, and with it the rows that a planner knows.
-        # A single row cut from a longer one counts as contiguous, but keeps the stride that PyTorch
-        # takes for its length where it sums the rows, past the end of their memory.
+        # Autograd would copy what is not contiguous, and with it the rows that were sorted ahead.
+        # A single row cut from a longer one counts as contiguous, but keeps its stride, which
+        # PyTorch takes for the row length where it sums rows, past the end of their memory.
         values = values.contiguous().as_strided(values.shape, (values.shape[1], 1))
         return torch.sparse_coo_tensor(flat[None], values, weight.shape)
 
@@ -162,7 +162,7 @@ def lookup(
     Args:
         weight: ``[V, D]``, contiguous; fp32 or bf16.
         rows: any shape, int32 or int64, each in ``[0, V)`` (not checked).
-        sparse: give the weight an uncoalesced COO gradient; else a dense one.
+        sparse: whether the gradient of the weight is an uncoalesced COO tensor or a dense one.
         sorter: sorts the rows that will have a gradient ahead of their update.
         impl: see :mod:`dlrm.kernels`.
 
@@ -170,8 +170,8 @@ def lookup(
         ``[*rows.shape, D]``.
 
     Raises:
-        ValueError: ``rows`` are no integers, or on another device, or what a kernel reads is not
-            contiguous.
+        ValueError: ``rows`` are not integers or on another device, or a tensor that a kernel reads
+            is not contiguous.
     """
     require_integers(weight, rows=rows)
     if not use_triton(weight, impl):
@@ -196,14 +196,13 @@ def lookup_tables(
     """Fetch one row per table and sample.
 
     Args:
-        weight: the tables behind one another, ``[sum(V), D]``, contiguous; fp32 or bf16.
+        weight: the concatenated tables, ``[sum(V), D]``, contiguous; fp32 or bf16.
         starts: first row of each table, ``[F]`` int64.
         ids: ``[F, B]``, int32 or int64, each inside its table (not checked).
-        modulo: ids of a table share the row of their remainder by this, ``[F]`` int64; None: each
-            has its own.
-        last: ids of a table from this on share its row, ``[F]`` int64; None: each has its own.
-        sparse: give the weight an uncoalesced COO gradient, its entries sample after sample; else
-            a dense one.
+        modulo: ids of equal remainder share a row, ``[F]`` int64; None for no sharing.
+        last: ids from this one on share its row, ``[F]`` int64; None for no sharing.
+        sparse: whether the gradient of the weight is an uncoalesced COO tensor, with its entries
+            sample by sample, or a dense one.
         sorter: sorts the rows that will have a gradient ahead of their update.
         impl: see :mod:`dlrm.kernels`.
 
@@ -211,8 +210,8 @@ def lookup_tables(
         ``[B, F, D]``, contiguous.
 
     Raises:
-        ValueError: ``ids`` are not ``[F, B]``, no integers, or on another device, or what a kernel
-            reads is not contiguous.
+        ValueError: ``ids`` are not ``[F, B]``, not integers or on another device, or a tensor that
+            a kernel reads is not contiguous.
     """
     require_integers(weight, ids=ids)
     if ids.dim() != 2 or len(ids) != len(starts):

@@ -1,30 +1,31 @@
-"""Move rows between host memory and a cache of them on the GPU, ahead of their use.
+"""Admit rows of host memory to a cache on the GPU, and evict the least frequently used.
 
-A move lists the rows of a round of batches that have no slot in the cache, gives them the slots of
-the coldest rows, and exchanges the two: the old ones to the host, the new ones from it. Its shapes
-depend on the size of the batches alone and the host is told nothing, so that the lists can
-be made on a second stream while the round before computes. That round is not disturbed, since
-neither its rows nor the next ones lose their slots, and rows that it uses in host memory are not
-fetched.
+The batches whose rows are fetched together form a *window*. For each window the rows without a
+slot are listed, the slots with the lowest scores are given to them, and the two sets of rows change
+places: the old ones go to the host, the new ones come from it. All shapes depend on the batch size
+alone and the host reads nothing back, so the lists can be made on a second stream while the window
+before is computed. That window is not disturbed: neither its rows nor those of the next window lose
+their slots, and rows that it uses in host memory are not fetched.
 
-What costs is not bytes but the GPU's translation of host addresses. Seen on an H100, with 30,000
-rows of 64 bytes each way beside a step of 0.48 ms: within 256 MB of host memory they cost the step
-0.03 ms; in 1 GB 0.15 ms; in 2.2 GB 0.36 ms if moved as fast as the link can, by one program, which
-takes 0.8 ms for them, 0.06. While look-ups of addresses queue up, all else in their part of the GPU
-waits for its own. The copy engine moves as many bytes that lie behind one another for 0.001 ms.
-Hence kernels exchange rows only while a step waits for them, in ascending order, so that a page is
-met once; ahead of their use :mod:`dlrm.kernels.offload.prefetch` does.
+Bytes are not what costs, but the GPU's translation of host addresses. Measured on an H100 with
+30,000 rows of 64 bytes each way, during a step of 0.48 ms: within 256 MB of host memory they cost
+the step 0.03 ms; in 1 GB 0.15 ms; in 2.2 GB 0.36 ms if moved as fast as the link allows, and 0.06
+if moved by one program, which takes 0.8 ms. While address look-ups queue up, everything else in
+that part of the GPU waits for its own. The copy engine moves as many contiguous bytes for 0.001 ms.
+So kernels exchange rows only while a step waits for them, in ascending order, so that each page is
+visited once; ahead of their use :mod:`dlrm.kernels.offload.prefetch` does it.
 
-How warm a row is: each round that uses it adds 1, which decays by half in ``half_life`` rounds.
+The LFU score of a row: each window that uses it adds 1, and the sum halves every ``half_life``
+windows.
 
-Bytes that a move must transfer: each fetched row and its state once, each row that leaves once.
+Bytes that must be transferred: each fetched row and its state once, each evicted row once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 import triton
@@ -35,16 +36,79 @@ from dlrm.kernels import use_triton
 from dlrm.kernels.offload.transfer import RowMoves, exchange_rows
 
 BLOCK = 1024  # look-ups or slots of a program
-FEW = 4096  # look-ups up to which all may miss; of more, a quarter
-BINS = 256  # of warmth; the last is of slots that can't be taken
-COLDEST, WARMEST = -8, 10  # log2 of the warmth between which slots are told apart
+FEW = 4096  # look-ups up to which all may miss; of more, a quarter may
+BINS = tl.constexpr(256)  # of scores; the last holds the slots that can't be taken
+LOWEST, HIGHEST = tl.constexpr(-8), tl.constexpr(10)  # log2 of the scores that bins tell apart
 CLAIMED = tl.constexpr(-(2**31))  # in place of a slot, while a missing row is given one
-NONE = 2**31 - 1  # behind the last of the missing rows
+NO_ROW = 2**31 - 1  # after the last of the missing rows
+
+
+class _Index(NamedTuple):
+    """The fields of :class:`CacheIndex`, for kernels."""
+
+    row_to_slot: Tensor
+    slot_to_row: Tensor
+    last_used: Tensor
+    lfu_score: Tensor
+    step: Tensor
+    traffic: Tensor
+    half_life: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheIndex:
+    """Which rows are in the cache, where, and how often they are used."""
+
+    row_to_slot: Tensor
+    """Slot of each row, ``[V]`` int32; -1 without one, ``-2 - t`` if window t uses the row in host
+    memory."""
+    slot_to_row: Tensor
+    """Row of each slot, ``[C]`` int32; -1 of a free slot."""
+    last_used: Tensor
+    """Last window that uses the slot, ``[C]`` int32."""
+    lfu_score: Tensor
+    """Log2 of the LFU score, plus ``t / half_life``, ``[C]`` fp32. Later windows add more; so a
+    score need not be updated in order to decay."""
+    step: Tensor
+    """Number of the current window, from 1, 0-d int32."""
+    traffic: Tensor
+    """Look-ups so far, look-ups of cached rows, rows fetched, rows evicted, and batches, ``[5]``
+    int64."""
+    half_life: float
+    """Windows in which a score halves."""
+
+    @classmethod
+    def empty(cls, rows: int, capacity: int, half_life: float, device: torch.device) -> Self:
+        """An index of a table with ``rows`` rows and a cache with ``capacity`` slots, all free."""
+        return cls(
+            row_to_slot=torch.full((rows,), -1, dtype=torch.int32, device=device),
+            slot_to_row=torch.full((capacity,), -1, dtype=torch.int32, device=device),
+            last_used=torch.full((capacity,), -1, dtype=torch.int32, device=device),
+            lfu_score=torch.full((capacity,), -torch.inf, device=device),
+            step=torch.zeros((), dtype=torch.int32, device=device),
+            traffic=torch.zeros(5, dtype=torch.int64, device=device),
+            half_life=half_life,
+        )
+
+    def clear(self) -> None:
+        """Free all slots."""
+        for tensor in (self.row_to_slot, self.slot_to_row, self.last_used):
+            tensor.fill_(-1)
+        self.lfu_score.fill_(-torch.inf)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+
+# Kernels. AHEAD: the window is the next one, and the current one may be in progress. ------------
 
 
 @triton.jit
-def row_of(ids, starts, k, inside, batch):
-    """The row of each look-up of ``ids [F, batch]``."""
+def load_rows(ids, starts, k, inside, batch):
+    """The rows of look-ups ``k`` of ``ids [F, batch]``."""
     row = tl.load(ids + k, mask=inside, other=0).to(tl.int64)
     if starts is not None:
         row += tl.load(starts + k // batch, mask=inside, other=0)
@@ -52,169 +116,121 @@ def row_of(ids, starts, k, inside, batch):
 
 
 @triton.jit
-def _mark(
-    ids, starts, slots, stamps, clock, missing, counters, traffic, n, batch, most,
+def _append(counter, chosen):
+    """Places for the ``chosen`` elements at the end of a list, whose length ``counter`` is."""
+    ones = chosen.to(tl.int32)
+    begin = tl.atomic_add(counter, tl.sum(ones, 0), sem="relaxed")
+    return begin + tl.cumsum(ones, 0) - 1
+
+
+@triton.jit
+def _list_missing(
+    index, ids, starts, missing, counters, n, batch, most,
     AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Stamp the slots of a round's rows; list the rows without one, each once, ``most`` of them."""
+    """Mark the slots of the window's rows as used; list the rows without one, each once."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
-    row = row_of(ids, starts, k, inside, batch)
-    slot = tl.load(slots + row, mask=inside, other=CLAIMED)
-    held = slot >= 0
-    tl.atomic_add(traffic, tl.sum(inside.to(tl.int64), 0), sem="relaxed")
-    tl.atomic_add(traffic + 1, tl.sum(held.to(tl.int64), 0), sem="relaxed")
-    now = tl.load(clock)
-    mark = now + AHEAD
-    tl.store(stamps + slot, mark, mask=held)
-    busy = (slot <= -2 - now) & (slot != CLAIMED)  # the round under way uses it in host memory
-    tl.store(slots + row, -2 - mark, mask=busy)
+    row = load_rows(ids, starts, k, inside, batch)
+    slot = tl.load(index.row_to_slot + row, mask=inside, other=CLAIMED)
+    cached = slot >= 0
+    tl.atomic_add(index.traffic, tl.sum(inside.to(tl.int64), 0), sem="relaxed")
+    tl.atomic_add(index.traffic + 1, tl.sum(cached.to(tl.int64), 0), sem="relaxed")
+    now = tl.load(index.step)
+    window = now + AHEAD
+    tl.store(index.last_used + slot, window, mask=cached)
+    busy = (slot <= -2 - now) & (slot != CLAIMED)  # the current window uses it in host memory
+    tl.store(index.row_to_slot + row, -2 - window, mask=busy)
     absent = (slot < 0) & (slot > -2 - now)
-    absent &= tl.atomic_min(slots + row, CLAIMED, mask=absent, sem="relaxed") != CLAIMED
-    first = absent.to(tl.int32)
-    at = tl.atomic_add(counters, tl.sum(first, 0), sem="relaxed") + tl.cumsum(first, 0) - 1
+    old = tl.atomic_min(index.row_to_slot + row, CLAIMED, mask=absent, sem="relaxed")
+    absent &= old != CLAIMED  # another look-up of the same row has listed it
+    at = _append(counters, absent)
     tl.store(missing + at, row.to(tl.int32), mask=absent & (at < most))
-    tl.store(slots + row, -2 - mark, mask=absent & (at >= most))
+    tl.store(index.row_to_slot + row, -2 - window, mask=absent & (at >= most))
 
 
 @triton.jit
-def _bin_of(stamp, warm, now, half_life, LOW: tl.constexpr, HIGH: tl.constexpr,
-            BINS: tl.constexpr):  # fmt: skip
-    """The bin of each slot by its row's warmth, coldest first."""
-    free = stamp < now
-    scaled = (warm - now.to(tl.float32) / half_life - LOW) * ((BINS - 2) / (HIGH - LOW))
+def _bin_of(index, last_used, score, now):
+    """The bin of each slot by its score, lowest first."""
+    score -= now.to(tl.float32) / index.half_life
+    scaled = (score - LOWEST) * ((BINS - 2) / (HIGHEST - LOWEST))
     bin = tl.minimum(tl.maximum(scaled, 0.0), BINS - 2).to(tl.int32)
-    return tl.where(free, bin, BINS - 1)
+    return tl.where(last_used < now, bin, BINS - 1)
 
 
 @triton.jit
-def _count(
-    stamps, warmth, clock, histogram, half_life, C,
-    AHEAD: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BINS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Warm the slots of the round's rows; count the slots by warmth."""
+def _count_scores(index, histogram, capacity, AHEAD: tl.constexpr, BLOCK: tl.constexpr):
+    """Raise the scores of the slots that the window uses; count the slots by score."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    now = tl.load(clock)
-    mark = now + AHEAD
-    stamp = tl.load(stamps + slot, mask=slot < C, other=2**31 - 1)
-    warm = tl.load(warmth + slot, mask=slot < C, other=0.0)
-    time = mark.to(tl.float32) / half_life
-    tl.store(warmth + slot, time + tl.log2(1 + tl.exp2(warm - time)), mask=stamp == mark)
-    bin = _bin_of(stamp, warm, now, half_life, LOW, HIGH, BINS)
-    counts = tl.histogram(bin, BINS)
+    now = tl.load(index.step)
+    window = now + AHEAD
+    last_used = tl.load(index.last_used + slot, mask=slot < capacity, other=2**31 - 1)
+    score = tl.load(index.lfu_score + slot, mask=slot < capacity, other=0.0)
+    time = window.to(tl.float32) / index.half_life
+    raised = time + tl.log2(1 + tl.exp2(score - time))
+    tl.store(index.lfu_score + slot, raised, mask=last_used == window)
+    counts = tl.histogram(_bin_of(index, last_used, score, now), BINS)
     tl.atomic_add(histogram + tl.arange(0, BINS), counts, mask=counts > 0, sem="relaxed")
 
 
 @triton.jit
-def _choose(
-    slots, owners, stamps, warmth, clock, leaving, targets, counters, histogram, traffic,
-    most, half_life, C,
-    AHEAD: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BINS: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _evict(
+    index, leaving, targets, counters, histogram, most, capacity,
+    AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """List the coldest slots, as many as rows are missing or can be had, and the rows in them."""
-    pid = tl.program_id(0)
-    now = tl.load(clock)
-    mark = now + AHEAD
+    """List the slots with the lowest scores, one for each missing row if possible, and their rows.
+
+    All slots of the bins below a limit are taken, and at random as many of the limit's own bin as
+    are still needed.
+    """
+    now = tl.load(index.step)
+    window = now + AHEAD
     bins = tl.arange(0, BINS)
     counts = tl.load(histogram + bins, mask=bins < BINS - 1, other=0)
-    missed = tl.minimum(tl.load(counters), most)
-    wanted = tl.minimum(missed, tl.sum(counts, 0))
-    limit = tl.sum((tl.cumsum(counts, 0) < wanted).to(tl.int32), 0)  # of this bin some are taken
+    wanted = tl.minimum(tl.minimum(tl.load(counters), most), tl.sum(counts, 0))
+    limit = tl.sum((tl.cumsum(counts, 0) < wanted).to(tl.int32), 0)
     below = tl.sum(tl.where(bins < limit, counts, 0), 0)
     share = (wanted - below) / tl.maximum(tl.sum(tl.where(bins == limit, counts, 0), 0), 1)
 
-    slot = pid * BLOCK + tl.arange(0, BLOCK)
-    stamp = tl.load(stamps + slot, mask=slot < C, other=2**31 - 1)
-    warm = tl.load(warmth + slot, mask=slot < C, other=0.0)
-    bin = _bin_of(stamp, warm, now, half_life, LOW, HIGH, BINS)
-    chance = tl.rand(now, slot)  # all over the cache, rather than its first slots
-    some = (bin == limit) & (chance <= share * 1.05) & (wanted > below)
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    last_used = tl.load(index.last_used + slot, mask=slot < capacity, other=2**31 - 1)
+    score = tl.load(index.lfu_score + slot, mask=slot < capacity, other=0.0)
+    bin = _bin_of(index, last_used, score, now)
+    random = tl.rand(now, slot)  # all over the cache, not only its first slots
+    some = (bin == limit) & (random <= share * 1.05) & (wanted > below)
     taken = (bin < limit) | some
-    ones = taken.to(tl.int32)
-    at = tl.atomic_add(counters + 1, tl.sum(ones, 0), sem="relaxed") + tl.cumsum(ones, 0) - 1
+    at = _append(counters + 1, taken)
     taken &= at < wanted
-    old = tl.load(owners + slot, mask=taken, other=-1)
+    old = tl.load(index.slot_to_row + slot, mask=taken, other=-1)
     tl.store(leaving + at, old, mask=taken)
     tl.store(targets + at, slot, mask=taken)
-    tl.store(stamps + slot, mark, mask=taken)
-    tl.store(warmth + slot, mark.to(tl.float32) / half_life, mask=taken)
-    tl.store(slots + old, -1, mask=taken & (old >= 0))
-    if pid == 0:
+    tl.store(index.last_used + slot, window, mask=taken)
+    tl.store(index.lfu_score + slot, window.to(tl.float32) / index.half_life, mask=taken)
+    tl.store(index.row_to_slot + old, -1, mask=taken & (old >= 0))
+    if tl.program_id(0) == 0:
         tl.store(counters + 2, wanted)
-    left = tl.sum((taken & (old >= 0)).to(tl.int32), 0)
-    tl.atomic_add(counters + 3, left, sem="relaxed")
-    tl.atomic_add(traffic + 2, tl.sum(taken.to(tl.int64), 0), sem="relaxed")
-    tl.atomic_add(traffic + 3, left.to(tl.int64), sem="relaxed")
+    evicted = tl.sum((taken & (old >= 0)).to(tl.int32), 0)
+    tl.atomic_add(counters + 3, evicted, sem="relaxed")
+    tl.atomic_add(index.traffic + 2, tl.sum(taken.to(tl.int64), 0), sem="relaxed")
+    tl.atomic_add(index.traffic + 3, evicted.to(tl.int64), sem="relaxed")
 
 
 @triton.jit
-def _settle(
-    slots, owners, clock, missing, targets, counters, most,
-    AHEAD: tl.constexpr, BLOCK: tl.constexpr,
+def _assign(
+    index, missing, targets, counters, most, AHEAD: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Give the slots to the missing rows; those that find none are used where they lie."""
+    """Give the slots to the missing rows; rows that find none are used in host memory."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     moves = tl.minimum(tl.load(counters + 1), tl.load(counters + 2))
     inside = k < tl.minimum(tl.load(counters), most)
     row = tl.load(missing + k, mask=inside, other=0)
     slot = tl.load(targets + k, mask=k < moves, other=0)
-    tl.store(owners + slot, row, mask=k < moves)
-    place = tl.where(k < moves, slot, -2 - (tl.load(clock) + AHEAD))
-    tl.store(slots + row, place, mask=inside)
+    tl.store(index.slot_to_row + slot, row, mask=k < moves)
+    place = tl.where(k < moves, slot, -2 - (tl.load(index.step) + AHEAD))
+    tl.store(index.row_to_slot + row, place, mask=inside)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CacheIndex:
-    """Which rows have a slot of a cache, and which of them are warm."""
-
-    slots: Tensor
-    """Slot of each row, ``[V]`` int32; -1 without one, -2 - t if round t uses it in host memory."""
-    owners: Tensor
-    """Row of each slot, ``[C]`` int32, -1 of a free one."""
-    stamps: Tensor
-    """Latest round that uses it, ``[C]`` int32."""
-    warmth: Tensor
-    """Log2 of the warmth, ``[C]`` fp32, not decaying: it grows with time instead."""
-    clock: Tensor
-    """The round under way, counted from 1, 0-d int32."""
-    traffic: Tensor
-    """Look-ups so far, those that found a slot, rows fetched, rows written, and batches, ``[5]``
-    int64."""
-    half_life: float
-    """Rounds in which warmth halves."""
-
-    @classmethod
-    def empty(cls, rows: int, capacity: int, half_life: float, device: torch.device) -> Self:
-        """For a table of so many rows and a cache of so many, none of them used."""
-        return cls(
-            slots=torch.full((rows,), -1, dtype=torch.int32, device=device),
-            owners=torch.full((capacity,), -1, dtype=torch.int32, device=device),
-            stamps=torch.full((capacity,), -1, dtype=torch.int32, device=device),
-            warmth=torch.full((capacity,), -torch.inf, device=device),
-            clock=torch.zeros((), dtype=torch.int32, device=device),
-            traffic=torch.zeros(5, dtype=torch.int64, device=device),
-            half_life=half_life,
-        )
-
-    def clear(self) -> None:
-        """Free all slots."""
-        for tensor in (self.slots, self.owners, self.stamps):
-            tensor.fill_(-1)
-        self.warmth.fill_(-torch.inf)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of it."""
-        values = (getattr(self, field.name) for field in fields(self))
-        return sum(value.nbytes for value in values if isinstance(value, Tensor))
-
-
-def rows_of(ids: Tensor, starts: Tensor | None) -> Tensor:
-    """The rows of ``ids [F, B]``, ``[B, F]`` int64."""
-    rows = ids.long() if starts is None else ids + starts[:, None]
-    return rows.t().contiguous()
+# Launchers ------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -226,12 +242,12 @@ def move_rows(
     *,
     impl: str | None = None,
 ) -> None:
-    """Bring the rows of the round under way into the cache.
+    """Bring the rows of the current window into the cache.
 
     Args:
-        index: which rows have slots; will have changed.
+        index: the index of the cache; updated in place.
         tensors: what moves, each ``[V, columns]`` in host memory and ``[C, columns]`` in the cache.
-        ids: ``[F, B]`` contiguous, int32 or int64; B counts the samples of all its batches.
+        ids: ``[F, B]`` contiguous, int32 or int64; B is the number of samples of all its batches.
         starts: first row of each table, ``[F]`` int64; None for zeros.
         impl: see :mod:`dlrm.kernels`.
     """
@@ -243,38 +259,37 @@ def move_rows(
 
 @torch.no_grad()
 def list_moves(index: CacheIndex, ids: Tensor, starts: Tensor | None, *, ahead: bool) -> RowMoves:
-    """Give slots to the rows of a round, and say which rows have to move for that.
+    """Give slots to the rows of a window, and list the rows that have to move for that.
 
     Args:
-        index, ids, starts: as of :func:`move_rows`; at least one look-up.
-        ahead: the round is the one after that of the clock, which may be under way.
+        index, ids, starts: as in :func:`move_rows`; at least one look-up.
+        ahead: the window is the one after the current one, which may be in progress.
     """
-    n, capacity = ids.numel(), len(index.owners)
+    n, capacity = ids.numel(), len(index.slot_to_row)
     most = max(min(n, FEW), n // 4)
-    missing, leaving, targets = ids.new_full((3, most), NONE, dtype=torch.int32)
-    counters = torch.zeros(4 + BINS, dtype=torch.int32, device=ids.device)
-    batch, histogram, half_life = ids.shape[1], counters[4:], index.half_life
-    _mark[triton.cdiv(n, BLOCK),](
-        ids, starts, index.slots, index.stamps, index.clock, missing, counters, index.traffic,
-        n, batch, most, AHEAD=ahead, BLOCK=BLOCK,
-    )  # fmt: skip
-    warm = (index.stamps, index.warmth, index.clock)
-    options = {"AHEAD": ahead, "LOW": COLDEST, "HIGH": WARMEST, "BINS": BINS, "BLOCK": BLOCK}
+    missing, leaving, targets = ids.new_full((3, most), NO_ROW, dtype=torch.int32)
+    counters = torch.zeros(4 + BINS.value, dtype=torch.int32, device=ids.device)
+    counters, histogram = counters[:4], counters[4:]
+    own = _Index(*(getattr(index, name) for name in _Index._fields))
+    options = {"AHEAD": ahead, "BLOCK": BLOCK}
+    _list_missing[triton.cdiv(n, BLOCK),](
+        own, ids, starts, missing, counters, n, ids.shape[1], most, **options
+    )
     grid = (triton.cdiv(capacity, BLOCK),)
-    _count[grid](*warm, histogram, half_life, capacity, **options)
-    _choose[grid](
-        index.slots, index.owners, *warm, leaving, targets, counters, histogram, index.traffic,
-        most, half_life, capacity, **options,
-    )  # fmt: skip
+    _count_scores[grid](own, histogram, capacity, **options)
+    _evict[grid](own, leaving, targets, counters, histogram, most, capacity, **options)
     if not ahead:  # kernels walk through host memory in this order
         missing = missing.sort().values
         leaving, order = leaving.sort()
         targets = targets[order]
-    _settle[triton.cdiv(most, BLOCK),](
-        index.slots, index.owners, index.clock, missing, targets, counters, most,
-        AHEAD=ahead, BLOCK=BLOCK,
-    )  # fmt: skip
-    return RowMoves(missing=missing, leaving=leaving, targets=targets, counters=counters[:4])
+    _assign[triton.cdiv(most, BLOCK),](own, missing, targets, counters, most, **options)
+    return RowMoves(missing=missing, leaving=leaving, targets=targets, counters=counters)
+
+
+def flat_rows(ids: Tensor, starts: Tensor | None) -> Tensor:
+    """The rows of ``ids [F, B]``, ``[B, F]`` int64."""
+    rows = ids.long() if starts is None else ids + starts[:, None]
+    return rows.t().contiguous()
 
 
 @torch.no_grad()
@@ -286,30 +301,31 @@ def move_rows_torch(
     *,
     ahead: bool,
 ) -> None:
-    """:func:`move_rows` in PyTorch; ``ahead`` as of :func:`list_moves`."""
-    now = int(index.clock)
-    mark, busy, time = now + ahead, -2 - now, (now + ahead) / index.half_life
-    rows, uses = rows_of(ids, starts).unique(return_counts=True)
-    slot = index.slots[rows].long()
-    held = slot[slot >= 0]
-    index.stamps[held] = mark
-    index.warmth[held] = time + torch.log2(1 + torch.exp2(index.warmth[held] - time))
+    """:func:`move_rows` in PyTorch; ``ahead`` as in :func:`list_moves`."""
+    now = int(index.step)
+    window, time = now + ahead, (now + ahead) / index.half_life
+    rows, uses = flat_rows(ids, starts).unique(return_counts=True)
+    slot = index.row_to_slot[rows].long()
+    cached = slot[slot >= 0]
+    index.last_used[cached] = window
+    index.lfu_score[cached] = time + torch.log2(1 + torch.exp2(index.lfu_score[cached] - time))
 
-    index.slots[rows[slot <= busy]] = -2 - mark
-    missing = rows[(slot < 0) & (slot > busy)]
-    free = (index.stamps < now).nonzero()[:, 0]
-    taken = free[index.warmth[free].argsort(stable=True)[: len(missing)]]
-    index.slots[missing[len(taken) :]] = -2 - mark
+    busy = slot <= -2 - now  # the current window uses them in host memory
+    index.row_to_slot[rows[busy]] = -2 - window
+    missing = rows[(slot < 0) & ~busy]
+    free = (index.last_used < now).nonzero()[:, 0]
+    taken = free[index.lfu_score[free].argsort(stable=True)[: len(missing)]]
+    index.row_to_slot[missing[len(taken) :]] = -2 - window
     missing = missing[: len(taken)]
-    leaves = index.owners[taken] >= 0
-    leaving = index.owners[taken][leaves].long()
+    evicts = index.slot_to_row[taken] >= 0
+    leaving = index.slot_to_row[taken][evicts].long()
     for host, cache in tensors:
-        host[leaving] = cache[taken[leaves]]
+        host[leaving] = cache[taken[evicts]]
         cache[taken] = host[missing]
-    index.slots[leaving] = -1
-    index.slots[missing] = taken.int()
-    index.owners[taken] = missing.int()
-    index.stamps[taken] = mark
-    index.warmth[taken] = time
+    index.row_to_slot[leaving] = -1
+    index.row_to_slot[missing] = taken.int()
+    index.slot_to_row[taken] = missing.int()
+    index.last_used[taken] = window
+    index.lfu_score[taken] = time
     counts = [ids.numel(), int(uses[slot >= 0].sum()), len(missing), len(leaving)]
     index.traffic[:4] += torch.tensor(counts, device=ids.device)

@@ -1,14 +1,14 @@
-"""Host memory that a GPU reads and writes at its own address, as a tensor of that GPU.
+"""Mapped pinned (zero-copy) memory: host memory as a tensor of the GPU.
 
-Under unified addressing a kernel follows the address of a pinned host page as it follows one of
-its own memory, at the speed of the link. A tensor of the GPU over such memory has gradients,
-optimizers and kernels like any other, and takes no GPU memory.
+Under unified addressing a kernel reads and writes pinned host memory by its address, as it does its
+own memory, at the speed of the link. A GPU tensor over such memory has gradients, optimizers and
+kernels like any other, and takes no GPU memory.
 
-Seen on an H100, rows of 512 bytes: at random in up to 1 GB, 92% of the link's 55 GB/s; at random in
-4 GB 37%, since the GPU's translations of addresses reach no further, but 91% in ascending order.
-However the memory is allocated (registered with huge pages or small ones, ``cudaHostAlloc``,
-``cuMemCreate``), they reach as far. What computes beside waits for them too: see
-:mod:`dlrm.kernels.offload.admission`.
+Measured on an H100 with rows of 512 bytes: at random in up to 1 GB, 92% of the link's 55 GB/s; at
+random in 4 GB 37%, since the GPU's address translation reaches no further, but 91% in ascending
+order. This does not depend on how the memory is allocated (registered with huge or small pages,
+``cudaHostAlloc``, ``cuMemCreate``). Other kernels that run at the same time wait for the
+translation too: see :mod:`dlrm.kernels.offload.admission`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
-HUGE = 1 << 21  # bytes of a huge page: fewer translations, and pinned at 4 GB/s
+HUGE = 1 << 21  # bytes of a huge page: fewer translations, and memory is pinned at 4 GB/s
 
 
-_stretches: dict[int, Tensor] = {}
-"""What is pinned now, as bytes of the CPU, by address."""
+_regions: dict[int, Tensor] = {}
+"""The memory that is pinned now, as CPU tensors of bytes, by address."""
 
 
 class _Registered:
-    """A stretch of anonymous memory, pinned and known to the GPU while this object lives."""
+    """A region of anonymous memory, pinned and mapped while this object lives."""
 
     def __init__(self, size: int) -> None:
         self.address = 0
@@ -48,7 +48,7 @@ class _Registered:
                 f"{size:,} bytes of host memory can't be pinned (CUDA error {int(error)}): free "
                 "some, or raise the limit of locked memory (ulimit -l)"
             )
-        _stretches[self.address] = self.bytes
+        _regions[self.address] = self.bytes
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (size,),
             "typestr": "|u1",
@@ -57,7 +57,7 @@ class _Registered:
         }
 
     def __del__(self) -> None:
-        if _stretches.pop(self.address, None) is not None:
+        if _regions.pop(self.address, None) is not None:
             torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
@@ -66,20 +66,20 @@ def mapped_tensor(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cuda",
 ) -> tuple[Tensor, Tensor]:
-    """Pin host memory and give it to a GPU.
+    """Zeros in pinned host memory that a GPU can address.
 
     Args:
-        shape: of the tensors; their contents are zeros.
-        dtype: of the tensors.
+        shape: shape of the tensors.
+        dtype: type of the tensors.
         device: the GPU.
 
     Returns:
-        The memory as a tensor of the CPU and as one of the GPU. Either keeps it alive; pinned it
-        stays as long as the GPU's does. What is written to one is read from the other once the
+        The memory as a CPU tensor and as a GPU tensor. Either keeps it alive; it stays pinned as
+        long as the GPU tensor lives. What is written to one can be read from the other once the
         streams that write have finished.
 
     Raises:
-        ValueError: the system does not let so much memory be pinned.
+        ValueError: the system can't pin so much memory.
     """
     size = prod(shape) * dtype.itemsize
     with torch.cuda.device(device):
@@ -92,25 +92,25 @@ def mapped_tensor(
 
 
 def in_host_memory(tensor: Tensor) -> bool:
-    """Whether a tensor of a GPU is one of :func:`mapped_tensor`, or a part of one."""
-    return _place(tensor) is not None
+    """Whether a GPU tensor is one of :func:`mapped_tensor`, or a part of one."""
+    return _region_from(tensor) is not None
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """The CPU's view of a contiguous :func:`mapped_tensor`; other tensors as they are."""
+    """The CPU tensor of a contiguous :func:`mapped_tensor`; CPU tensors as they are."""
     if not tensor.is_cuda:
         return tensor
-    place = _place(tensor)
-    assert place is not None, "the tensor is in the memory of the GPU"
-    return place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    region = _region_from(tensor)
+    assert region is not None, "the tensor is in GPU memory"
+    return region[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
-def _place(tensor: Tensor) -> Tensor | None:
-    """What is pinned from the tensor's address on, as bytes of the CPU; None if nothing is."""
+def _region_from(tensor: Tensor) -> Tensor | None:
+    """The bytes of pinned memory from a tensor's address on; None if it lies elsewhere."""
     at = tensor.data_ptr()
-    for begin, stretch in list(_stretches.items()):  # others may come and go meanwhile
-        if begin <= at < begin + len(stretch):
-            return stretch[at - begin :]
+    for begin, region in list(_regions.items()):  # other threads may change it meanwhile
+        if begin <= at < begin + len(region):
+            return region[at - begin :]
     return None
 
 
@@ -122,8 +122,8 @@ def empty_on_host(like: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
-def zeros_beside(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros in the same kind of memory as ``tensor``: an optimizer's state lies with its rows."""
+def zeros_in_same_memory(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros in the same kind of memory as ``tensor``, for the state of an optimizer."""
     if tensor.is_cuda and in_host_memory(tensor):
         return mapped_tensor(shape, dtype, tensor.device)[1]
     return tensor.new_zeros(tuple(shape), dtype=dtype)

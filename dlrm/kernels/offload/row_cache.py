@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from dlrm.kernels import use_triton
 from dlrm.kernels.lookup.tables import row_gradient, tiling
-from dlrm.kernels.offload.admission import CacheIndex, move_rows, row_of, rows_of
-from dlrm.kernels.offload.pinned_memory import empty_on_host, in_host_memory, zeros_beside
+from dlrm.kernels.offload.admission import CacheIndex, flat_rows, load_rows, move_rows
+from dlrm.kernels.offload.pinned_memory import empty_on_host, in_host_memory, zeros_in_same_memory
 from dlrm.kernels.offload.prefetch import AsyncRowTransfer
 from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.kernels.update.sparse import CachedSlots
@@ -37,7 +37,7 @@ def _gather(
     """Fetch rows from their slots or the host, sample after sample; ``flat`` gets the rows."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
-    row = row_of(ids, starts, (k % F) * batch + k // F, inside, batch)
+    row = load_rows(ids, starts, (k % F) * batch + k // F, inside, batch)
     slot = tl.load(slots + row, mask=inside, other=-1)
     tl.store(flat + k, row, mask=inside)
     column = tl.arange(0, BLOCK_D)[None, :]
@@ -112,7 +112,7 @@ class CachedRows:
         weight: the table, ``[V, D]``, in host memory; a GPU's tensor is one of
             :func:`dlrm.kernels.offload.pinned_memory.mapped`.
         capacity: slots of the cache, 0 for none.
-        half_life: rounds in which the warmth of a row that is not used falls by half.
+        half_life: windows in which the LFU score of a row that is not used halves.
         impl: see :mod:`dlrm.kernels`.
     """
 
@@ -134,13 +134,13 @@ class CachedRows:
         capacity, device = self.capacity, weight.device
         self.tensors = [(weight, weight.new_zeros(capacity, weight.shape[1]))]
         self.index = CacheIndex.empty(len(weight), capacity, self.half_life, device)
-        self._carrier = AsyncRowTransfer(device)
+        self._transfer = AsyncRowTransfer(device)
         self.active = True
 
     def new_rows(self, columns: int, dtype: torch.dtype) -> Tensor:
         """Zeros ``[V, columns]`` in host memory that move with the rows of the table."""
         weight, _ = self.tensors[0]
-        host = zeros_beside(weight, (len(weight), columns), dtype)
+        host = zeros_in_same_memory(weight, (len(weight), columns), dtype)
         cache = torch.zeros(self.capacity, columns, dtype=dtype, device=weight.device)
         self.tensors.append((host, cache))
         return host
@@ -153,7 +153,7 @@ class CachedRows:
     @property
     def slots(self) -> Tensor:
         """Slot of each row, ``[V]`` int32; below 0 without one."""
-        return self.index.slots
+        return self.index.row_to_slot
 
     @property
     def cached_slots(self) -> CachedSlots:
@@ -188,15 +188,15 @@ class CachedRows:
         """
         if not self.moves:
             return
-        self._carrier.arrive()
-        self.index.clock.add_(1)
+        self._transfer.wait()
+        self.index.step.add_(1)
         self.index.traffic[4] += batches
         self.ready = True
         if now is not None:
-            self._carrier.join()
+            self._transfer.wait_all()
             move_rows(self.index, self.tensors, *now, impl=self.impl)
         if coming is not None:
-            self._carrier.begin(self.index, self.tensors, *coming, impl=self.impl)
+            self._transfer.start(self.index, self.tensors, *coming, impl=self.impl)
 
     def lookup(
         self,
@@ -230,7 +230,7 @@ class CachedRows:
             self.begin_window((ids, starts), None)
             self.ready = False  # what was announced may have lost its slots
         elif not training:
-            self._carrier.join()
+            self._transfer.wait_all()
         return _Lookup.apply(self.tensors[0][0], ids, starts, self, sparse, sorter)
 
     # The table as a whole ---------------------------------------------------------------------
@@ -240,9 +240,9 @@ class CachedRows:
         """Write the cached rows to the host; they stay in the cache."""
         if not self.active:
             return
-        self._carrier.join()
-        held = (self.index.owners >= 0).nonzero()[:, 0]
-        rows = self.index.owners[held].long()
+        self._transfer.wait_all()
+        held = (self.index.slot_to_row >= 0).nonzero()[:, 0]
+        rows = self.index.slot_to_row[held].long()
         for host, cache in self.tensors:
             host.index_copy_(0, rows, cache[held])
 
@@ -285,7 +285,7 @@ class _Lookup(torch.autograd.Function):
         if use_triton(ids, cached.impl):
             out, flat = _launch_gather(ids, starts, cached)
         else:
-            flat = rows_of(ids, starts).view(-1)
+            flat = flat_rows(ids, starts).view(-1)
             out = cached.cached_slots.read(weight, 0, flat)
         if ctx.needs_input_grad[0] and sorter is not None:
             sorter.submit(flat, len(weight))

@@ -1,28 +1,28 @@
-"""The hash of pieces: well spread, and the same in Triton and PyTorch."""
+"""The hash is uniform, and its offsets are the same in Triton and PyTorch."""
 
 import pytest
 import torch
 
-from dlrm.kernels.lookup.hashing import scatter, scatter_torch, scramble
+from dlrm.kernels.lookup.hashing import hash32, hashed_offsets, hashed_offsets_torch
 
 
 def test_different_keys_stay_different():
-    assert len(scramble(torch.arange(1_000_000)).unique()) == 1_000_000
-    assert scramble(torch.tensor(0)) == 0
-    assert scramble(torch.arange(-5, 5)).min() >= 0
-    assert scramble(torch.tensor([2**40 + 3, 2**62])).max() < 2**32
+    assert len(hash32(torch.arange(1_000_000)).unique()) == 1_000_000
+    assert hash32(torch.tensor(0)) == 0
+    assert hash32(torch.arange(-5, 5)).min() >= 0
+    assert hash32(torch.tensor([2**40 + 3, 2**62])).max() < 2**32
 
 
 def test_every_bit_of_a_key_turns_half_of_the_bits():
     keys = torch.randint(2**32, (2000,))
     for bit in range(32):
-        turned = scramble(keys) ^ scramble(keys ^ (1 << bit))
+        turned = hash32(keys) ^ hash32(keys ^ (1 << bit))
         share = sum(((turned >> place) & 1).double().mean() for place in range(32)) / 32
         assert share == pytest.approx(0.5, abs=0.03), bit
 
 
 def test_neighbours_are_spread_evenly():
-    counts = (scramble(torch.arange(100_000)) % 97).bincount(minlength=97).double()
+    counts = (hash32(torch.arange(100_000)) % 97).bincount(minlength=97).double()
     assert ((counts - counts.mean()).square() / counts.mean()).sum() < 97 + 4 * (2 * 97) ** 0.5
 
 
@@ -34,8 +34,8 @@ def test_neighbours_are_spread_evenly():
 def test_places_are_those_of_pytorch(first, ids, pieces, block, dtype, device):
     first = torch.randint(5000, first, device=device)
     ids = torch.randint(2**31 - 1, ids, device=device).to(dtype)
-    expected = scatter_torch(first, ids, pieces, 5000, block=block)
-    found = scatter(first, ids, pieces, 5000, block=block, impl="triton")
+    expected = hashed_offsets_torch(first, ids, pieces, 5000, block=block)
+    found = hashed_offsets(first, ids, pieces, 5000, block=block, impl="triton")
     assert found.shape == (*ids.shape, pieces)
     assert torch.equal(found, expected)
     assert ((found >= 0) & (found < 5000)).all()
@@ -43,5 +43,5 @@ def test_places_are_those_of_pytorch(first, ids, pieces, block, dtype, device):
 
 def test_shapes_that_only_broadcast_work_too(device):
     first, ids = torch.tensor([[5], [9]], device=device), torch.arange(7, device=device)
-    found = scatter(first, ids, 2, 100, impl="triton")
-    assert torch.equal(found, scatter_torch(first, ids, 2, 100))
+    found = hashed_offsets(first, ids, 2, 100, impl="triton")
+    assert torch.equal(found, hashed_offsets_torch(first, ids, 2, 100))

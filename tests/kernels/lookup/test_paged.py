@@ -1,16 +1,10 @@
-"""Pages by address and by place, against plain indexing; on a GPU also in pinned host memory."""
+"""Pages by address and by group, against plain indexing; on a GPU also in pinned host memory."""
 
 import pytest
 import torch
 
 from dlrm.kernels.lookup import paged as kernel
-from dlrm.kernels.lookup.paged import (
-    gather_rows,
-    lookup_pages,
-    pages_of,
-    scatter_rows,
-    stacked_pages,
-)
+from dlrm.kernels.lookup.paged import lookup_pages, pages_of
 from dlrm.kernels.offload.pinned_memory import mapped_tensor
 from dlrm.kernels.update.sparse import update_rows
 
@@ -55,6 +49,12 @@ def scattered(rows, page_size, dim, device, dtype=torch.float32, groups=(1, 2, 1
             block.copy_(torch.cat(held) if held else table[:0])
             blocks[-1].append(block.requires_grad_())
     return table, pages_of(blocks, page_size, group, first, device)
+
+
+def in_order(block, page_size, device):
+    """One block as pages that lie one after another."""
+    first = torch.arange(0, len(block), page_size)
+    return pages_of([[block]], page_size, torch.zeros_like(first), first, device)
 
 
 @IMPLS
@@ -163,41 +163,14 @@ def test_replicas_share_the_lookups(device):
         assert sorted(out[:, 0].tolist()) == [0.0] * 5 + [1.0] * 5
 
 
-@IMPLS
-@pytest.mark.parametrize("counted", [False, True])
-@pytest.mark.parametrize("dim", [8, 3])
-def test_the_mover_goes_there_and_back(device, impl, counted, dim):
-    cache, host = (
-        memory(8, dim, torch.float32, device),
-        memory(30, dim, torch.float32, device, True),
-    )
-    cache.normal_()
-    host.normal_()
-    table = torch.cat([cache, host])
-    pages = stacked_pages([cache, host], 4, device)
-    rows = torch.randperm(38, device=device)[:21]
-    rows[[0, 5, 20]] = -1
-    count = torch.tensor(17, device=device) if counted else None
-    live = (rows >= 0) & (torch.arange(21, device=device) < (17 if counted else 21))
-    out = torch.full((21, dim), 7.0, device=device)
-    gather_rows(pages, rows, out, count=count, impl=impl)
-    assert torch.equal(out[live], table[rows[live]])
-    assert (out[~live] == 7).all()
-    values = torch.randn(21, dim, device=device)
-    scatter_rows(pages, rows, values, count=count, impl=impl)
-    table[rows[live]] = values[live]
-    assert torch.equal(torch.cat([cache, host]), table)
-
-
 def test_blocks_need_not_begin_on_16_bytes(device):
     table = torch.randn(41, 4, device=device)
     flat = torch.zeros(41 * 4 + 1, device=device)
     block = flat[1:].view(41, 4)
     block.copy_(table)
     rows = torch.randint(41, (33,), device=device)
-    assert torch.equal(
-        lookup_pages(stacked_pages([block], 10, device), rows, impl="triton"), table[rows]
-    )
+    pages = in_order(block, 10, device)
+    assert torch.equal(lookup_pages(pages, rows, impl="triton"), table[rows])
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adam"])
@@ -225,16 +198,11 @@ def test_messages(device):
         pages_of([[block], [block.double()]], 4, where, where, device)
     with pytest.raises(ValueError, match="must be contiguous, of one type and of one dim"):
         pages_of([[block[:, :2]]], 4, where, where, device)
-    with pytest.raises(ValueError, match="a block has 6 rows, it must be a multiple of 4"):
-        stacked_pages([block, block], 4, device)
-    pages = pages_of([[block, block.clone()]], 4, where[:1], where[:1], device)
-    with pytest.raises(ValueError, match="can't be scattered into pages that have replicas"):
-        scatter_rows(pages, where.to(device), block[:2])
 
 
 def test_pages_out_of_reach_take_the_portable_path():
     block = torch.randn(6, 4)
-    pages = stacked_pages([block], 4, "cpu")
+    pages = in_order(block, 4, "cpu")
     object.__setattr__(pages, "addresses", None)
     rows = torch.tensor([5, 0])
     assert torch.equal(lookup_pages(pages, rows), block[rows])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dlrm.kernels.lookup import projected as kernel
-from dlrm.kernels.lookup.projected import lookup_widened
+from dlrm.kernels.lookup.projected import lookup_projected
 
 GPU = torch.cuda.is_available()
 SIZES = [3, 1, 20 * (4000 if GPU else 1)]
@@ -51,7 +51,7 @@ def test_rows_and_gradients(device, impl, batch, short, wide, index, dtype, spar
     weight, matrices, starts = make(short, wide, device, dtype)
     ids = draw(batch * (150 if GPU else 1), device)
     exact = [x.detach().double().requires_grad_() for x in (weight, matrices)]
-    out = lookup_widened(weight, matrices, starts, ids.to(index), sparse=sparse, impl=impl)
+    out = lookup_projected(weight, matrices, starts, ids.to(index), sparse=sparse, impl=impl)
     reference = torch.einsum("fbe,fed->bfd", exact[0][ids + starts[:, None]], exact[1])
     assert out.dtype == dtype
     assert rms(out, reference) < TOLERANCE[dtype]
@@ -73,9 +73,9 @@ def test_ids_from_the_last_on_share_its_row(device, impl):
     weight, matrices, starts = make(4, 16, device)
     ids = draw(20, device)
     last = torch.tensor(SIZES, device=device) - 1
-    out = lookup_widened(weight, matrices, starts, 3 * ids, last=last, impl=impl)
+    out = lookup_projected(weight, matrices, starts, 3 * ids, last=last, impl=impl)
     local = (3 * ids).minimum(last[:, None])
-    expected = lookup_widened(weight, matrices, starts, local, impl=impl)
+    expected = lookup_projected(weight, matrices, starts, local, impl=impl)
     torch.testing.assert_close(out, expected)
     grad = torch.randn_like(out)
     grads = [
@@ -88,7 +88,7 @@ def test_ids_from_the_last_on_share_its_row(device, impl):
 def test_no_samples(device):
     weight, matrices, starts = make(4, 16, device)
     ids = torch.empty(len(SIZES), 0, dtype=torch.int64, device=device)
-    out = lookup_widened(weight, matrices, starts, ids, impl="triton")
+    out = lookup_projected(weight, matrices, starts, ids, impl="triton")
     assert out.shape == (0, len(SIZES), 16)
     out.sum().backward()
     assert not matrices.grad.any()

@@ -7,7 +7,7 @@ from torch.nn import functional
 from dlrm.kernels.lookup import bags
 from dlrm.kernels.lookup import tables as kernel
 from dlrm.kernels.lookup.bags import MODES, lookup_bags
-from dlrm.kernels.lookup.projected import lookup_widened
+from dlrm.kernels.lookup.projected import lookup_projected
 from dlrm.kernels.lookup.quotient_remainder import lookup_quotient
 from dlrm.kernels.lookup.tables import gather_rows, lookup, lookup_tables
 
@@ -296,7 +296,10 @@ def test_what_kernels_read_in_order_must_lie_so(device):
             "starts_r",
             lambda **use: lookup_quotient(weight, weight, (starts, second), ids, 1, **use),
         ),
-        ("projection", lambda **use: lookup_widened(weight, matrices[..., :8], starts, ids, **use)),
+        (
+            "projection",
+            lambda **use: lookup_projected(weight, matrices[..., :8], starts, ids, **use),
+        ),
     ):
         with pytest.raises(ValueError, match=rf"^{name} has .* strides .* contiguous: give"):
             call(impl="triton")
@@ -350,7 +353,7 @@ def test_indices_are_integers_beside_the_weights(impl):
             lambda bad=bad: lookup_bags(weight, starts, bad(bags), offsets, impl=impl),
             lambda bad=bad: lookup_bags(weight, starts, bags, bad(offsets), impl=impl),
             lambda bad=bad: lookup_quotient(weight, weight, both, bad(one_each), 2, impl=impl),
-            lambda bad=bad: lookup_widened(weight, projection, starts, bad(one_each), impl=impl),
+            lambda bad=bad: lookup_projected(weight, projection, starts, bad(one_each), impl=impl),
         ):
             with pytest.raises(ValueError, match=message):
                 call()

@@ -8,13 +8,26 @@ import time
 import pytest
 import torch
 
-from dlrm.kernels.offload import prefetch as carrier
+from dlrm.kernels.offload import admission, prefetch, transfer
 from dlrm.kernels.offload.pinned_memory import mapped_tensor, on_host
 from dlrm.kernels.offload.row_cache import CachedParameter, CachedRows, cached_rows
+from dlrm.kernels.update import sparse
 from dlrm.kernels.update.rules import RULES, make_rule
 from dlrm.kernels.update.sparse import update_rows
 
-ROWS, DIM = 60, 5
+ROWS, DIM = 60, 3
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch):
+    """The interpreter runs programs one after another: few small ones, but more than one."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(sparse, "TILE", 1)
+        monkeypatch.setattr(admission, "BLOCK", 32)
+        monkeypatch.setattr(admission, "FEW", 64)
+        monkeypatch.setattr(transfer, "MOVERS", 2)
+        monkeypatch.setattr(transfer, "STAGERS", 2)
+        monkeypatch.setattr(transfer, "ROWS", 8)
 
 
 def in_host_memory(value, device):
@@ -50,38 +63,43 @@ def test_updates_equal_those_without_a_cache(device, rule, capacity):
         update_rows(
             rule, weight, rows, grads, host_states, lr=lr, cached=cached.cached_slots, impl="triton"
         )
-    assert cached.index.owners.ge(0).sum() >= min(capacity, 20)
+    assert cached.index.slot_to_row.ge(0).sum() >= min(capacity, 20)
     cached.flush()
     for mine, other in zip([weight, *host_states], [value, *states], strict=True):
         assert torch.equal(mine, other)
 
 
 def delay(monkeypatch, name, seconds=0.003):
-    """Have a thread that moves rows begin its work late."""
-    work = getattr(carrier, name)
+    """Delay a function of the thread that transfers rows."""
+    work = getattr(prefetch, name)
 
     def late(*arguments):
         time.sleep(seconds)
         return work(*arguments)
 
-    monkeypatch.setattr(carrier, name, late)
+    monkeypatch.setattr(prefetch, name, late)
 
 
-@pytest.mark.parametrize("capacity", [20, 60])
-@pytest.mark.parametrize(
-    ("rule", "dtype"),
-    [("adagrad", torch.float32), ("rowwise_adagrad", torch.float32), ("adam", torch.bfloat16)],
-)
-@pytest.mark.parametrize("late", [None, "_gather", "_store"])
-def test_moves_beside_the_step_change_nothing(device, monkeypatch, rule, dtype, capacity, late):
+FAST = [("adam", 20, None), ("adam", 20, "_gather"), ("adam", 20, "_store"), ("adagrad", 60, None)]
+MOVES = [
+    pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
+    for case in itertools.product(
+        ("adagrad", "rowwise_adagrad", "adam"), (20, 60), (None, "_gather", "_store")
+    )
+]
+
+
+@pytest.mark.parametrize(("rule", "capacity", "late"), MOVES)
+def test_moves_during_the_step_change_nothing(device, monkeypatch, rule, capacity, late):
+    dtype = torch.bfloat16 if rule == "adam" else torch.float32
     if late:
         delay(monkeypatch, late)
     rule, value, states, cached, host_states = make(device, capacity, rule, dtype)
     weight, lr = cached.tensors[0][0], torch.tensor(0.1, device=device)
-    seeds = [None, None]  # in PyTorch, chance rounds each table in its own way
+    seeds = [None, None]  # in PyTorch, stochastic rounding differs between the two tables
     if device.type == "cuda":
         seeds = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
-    rounds = 301 if device.type == "cuda" and not late else 21
+    rounds = 301 if device.type == "cuda" and not late else 15
     batches = [(torch.rand(50, device=device) ** 2 * ROWS).long() for _ in range(rounds)]
     for index, (rows, coming) in enumerate(itertools.pairwise(batches)):
         announced = index % 7 not in (0, 5)
@@ -131,11 +149,11 @@ def test_whoever_wants_the_table_waits_for_rows_on_their_way(device, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["_gather", "_store"])
-def test_what_goes_wrong_beside_the_step_is_raised_until_the_end(device, monkeypatch, name):
+def test_what_goes_wrong_in_the_thread_is_raised_until_the_end(device, monkeypatch, name):
     def fail(*_):
         raise RuntimeError("no such memory")
 
-    monkeypatch.setattr(carrier, name, fail)
+    monkeypatch.setattr(prefetch, name, fail)
     _, _, _, cached, _ = make(device, 20, "sgd")
     rows = torch.arange(20, device=device).view(2, 10)
     cached.begin_window((rows[:1], None), (rows[1:], None))
