@@ -34,17 +34,17 @@ TOLERANCE = {None: 1e-5, torch.bfloat16: 1e-2}  # sums in another order, or of r
 
 
 class Run:
-    """The same steps on whole tables, with all samples, and on pieces, with this process's."""
+    """The same steps on whole tables, with all samples, and on shards, with this process's."""
 
-    def __init__(self, world, ways, wire=None):
-        self.world, self.wire, device = world, wire, world.device
+    def __init__(self, world, sharding_types, comm_dtype=None):
+        self.world, self.comm_dtype, device = world, comm_dtype, world.device
         dim = 16 * world.size
-        pieces = plan_shards(SIZES, dim, world.size, ways=ways)
+        shards = plan_shards(SIZES, dim, world.size, sharding_types=sharding_types)
         with device:
             torch.manual_seed(3)
             self.whole = Dense(SIZES, dim)
             torch.manual_seed(3)
-            sharding = ShardingPlan(world=world, shards=pieces, comm_dtype=wire, peers=True)
+            sharding = ShardingPlan(world=world, shards=shards, comm_dtype=comm_dtype, peers=True)
             self.held = SparseArch(SIZES, dim, [("dense", {})] * len(SIZES), sharding=sharding)
         shardings = self.held.groups[0]._shardings()
         lookups = (c.peer_lookup for c in shardings)
@@ -52,7 +52,7 @@ class Run:
         assert self.held.at_peers
         assert self.held.groups[0].at_peers() == shardings
         rule = {"rule": "adagrad", "lr": 0.1}
-        if wire is not None:
+        if comm_dtype is not None:
             rule = {"rule": "sgd", "lr": 0.01}
         self.rules = [RowOptimizer(m.parameters(), **rule) for m in (self.whole, self.held)]
         for state in (state for rule in self.rules for state in rule.state.values()):
@@ -90,8 +90,8 @@ class Run:
         """Steps equal those on whole tables, in whatever order the batches come."""
         for index, found in enumerate(step(self.batches)):
             worst = float((found - self.step_whole(index)).abs().max())
-            assert worst < TOLERANCE[self.wire], worst
-        if self.wire is not None:
+            assert worst < TOLERANCE[self.comm_dtype], worst
+        if self.comm_dtype is not None:
             assert worst > TOLERANCE[None], "nothing was rounded"
 
     def at_once(self, batches):
@@ -152,28 +152,29 @@ def check_memory(world):
     assert not bytes_held(world.device)
 
 
-def check_wire(world):
+def check_comm_dtype(world):
     """Sums of gradients arrive in fp32, whatever the rows are of, if nothing else is asked for."""
     fp32, bf16 = torch.float32, torch.bfloat16
-    for rows, wire, arriving in ((fp32, None, fp32), (bf16, None, fp32), (fp32, bf16, bf16)):
-        peers = PeerLookup(world, 10, 4, [1] * world.size, wire)
+    for rows, comm_dtype, arriving in ((fp32, None, fp32), (bf16, None, fp32), (fp32, bf16, bf16)):
+        peers = PeerLookup(world, 10, 4, [1] * world.size, comm_dtype)
         weight = peers.new_weight(5, world.device, rows)
         assert peers.recv_buffer(3, weight).gradients.local.dtype is arriving
 
 
 def main():
-    """Check every way to cut tables."""
+    """Check every way to shard tables."""
     world = World.of_environment()
     on_gpu = torch.cuda.is_available()
     gpu = int(os.environ["LOCAL_RANK"]) % max(torch.cuda.device_count(), 1)
     world.join(torch.device("cuda", gpu) if on_gpu else torch.device("cpu"))
     check_memory(world)
-    check_wire(world)
+    check_comm_dtype(world)
     if sys.argv[1:] == ["triton"] and not on_gpu:
         BATCHES["cpu"], peer_rows.TILE = 14, 64
         peer_rows.use_triton = lambda *_: True
-    for ways in (["table"] * 4, ["column"] * 4, ["row"] * 4, ["row", "column", "row", "table"]):
-        run = Run(world, ways)
+    mixed = ["row", "column", "row", "table"]
+    for sharding_types in (["table"] * 4, ["column"] * 4, ["row"] * 4, mixed):
+        run = Run(world, sharding_types)
         run.compare(run.at_once)
         run.compare(run.sorted_ahead)
         if on_gpu:

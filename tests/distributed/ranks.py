@@ -129,22 +129,24 @@ def check_pages(world):
     sizes, page = [23, 10, 5], 4
     ways = {
         "row": [
-            piece for t, v in enumerate(sizes) for piece in shard_rows(t, v, 8, world.size, page)
+            shard for t, v in enumerate(sizes) for shard in shard_rows(t, v, 8, world.size, page)
         ],
-        "column": plan_shards(sizes, 8, world.size, ways=["column"] * 3),
-        "table": plan_shards(sizes, 8, world.size, ways=["table"] * 3),
-        "mixed": plan_shards(sizes, 8, world.size, ways=["row", "column", "replicate"], page=page),
+        "column": plan_shards(sizes, 8, world.size, sharding_types=["column"] * 3),
+        "table": plan_shards(sizes, 8, world.size, sharding_types=["table"] * 3),
+        "mixed": plan_shards(
+            sizes, 8, world.size, sharding_types=["row", "column", "replicate"], page=page
+        ),
     }
     edges = [[i for p in range(0, v, page) for i in (p, min(p + page, v) - 1)] for v in sizes]
     nested = [bag for own in edges for bag in (own, own[:1], [], own[::-1] * 2)]
     ids = torch.tensor([i for bag in nested for i in bag])
     offsets = torch.tensor([0, *(len(bag) for bag in nested)]).cumsum(0)
-    for name, pieces in ways.items():
+    for name, shards in ways.items():
         for mode in ("sum", "mean", "max"):
             torch.manual_seed(3)
             dense = Dense(sizes, 8, mode=mode)
             torch.manual_seed(3)
-            group = ShardedTables(sizes, 8, ShardingPlan(world=world, shards=pieces), mode=mode)
+            group = ShardedTables(sizes, 8, ShardingPlan(world=world, shards=shards), mode=mode)
             expected, found = dense(ids, offsets), group(ids, offsets)
             assert torch.equal(found, expected), (name, mode)
             for table, rows in enumerate(sizes):
