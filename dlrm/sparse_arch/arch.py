@@ -165,10 +165,6 @@ class SparseArch(nn.Module):
         shares = self.feature_order.split(groups, ids)
         return [found for i, group in groups.items() for found in group.sort(shares[i][0])]
 
-    def in_order(self, vectors: list[Tensor]) -> Tensor:
-        """The groups' vectors in one ``[B, F, D]``, in the order of the features."""
-        return self.feature_order.in_order(vectors)
-
     def embeddings(self) -> list[tuple[Embedding, list[int]]]:
         """Each group with the features whose tables it holds."""
         return list(zip(self.groups, self.feature_order.groups, strict=True))  # type: ignore[arg-type]

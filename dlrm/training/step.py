@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -17,13 +16,8 @@ from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, apply_in_backward, gradient_norm
 from dlrm.training.cuda_graph import StepGraphs
 from dlrm.training.data_parallel import GradientReducer
+from dlrm.training.modes import compile_mlps, mode_for, set_precision
 from dlrm.training.prefetch import PreparedBatch, make_prefetcher
-from dlrm.utils.messages import did_you_mean
-
-MODES = ("auto", "eager", "compile", "graph")
-PRECISIONS = ("fp32", "tf32", "bf16")
-FUSION = {"combo_kernels": True}  # one launch to cast all weights, one to sum several biases
-SHAPES = 64  # for which MLPs are compiled in one process: models share what PyTorch counts
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -52,6 +46,7 @@ class TrainStep:
 
     Attributes:
         prefetcher: prepares batches ahead of their step: ``step.prefetcher(batches)``.
+        graphs: the captured steps.
 
     Raises:
         ValueError: an unknown mode or precision, or graph without a GPU or with several.
@@ -68,34 +63,27 @@ class TrainStep:
         deterministic: bool = False,
         reducer: GradientReducer | None = None,
     ) -> None:
-        if precision not in PRECISIONS:
-            raise ValueError(
-                f"unknown precision {precision!r}{did_you_mean(precision, PRECISIONS)}"
-            )
         self.device = next(model.parameters()).device
-        self.mode = _mode_for(model, self.device, mode)
+        self.mode = mode_for(model, self.device, mode)
+        set_precision(precision, deterministic=deterministic)
         self.model, self.optimizers, self.reducer = model, optimizers, reducer
         self.clip_norm, self.precision = clip_norm, precision
-        torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
-        if deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # one for every stream
-            torch.use_deterministic_algorithms(True)
-            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         if self.mode != "eager":
-            _compile_mlps(model, self.device)
+            compile_mlps(model, self.device)
         self._loss = mean_loss if self.mode == "eager" else torch.compile(mean_loss, dynamic=False)
         embeddings = {id(parameter) for parameter in model.sparse_arch.parameters()}
-        self._of_embeddings = [
-            optimizer
-            for optimizer in optimizers
-            if embeddings.issuperset(map(id, _parameters(optimizer)))
-        ]
+        self._embedding_optimizers: list[RowOptimizer] = []  # of nothing else
+        self._other_optimizers: list[RowOptimizer] = []
+        for optimizer in optimizers:
+            own = (id(p) for group in optimizer.param_groups for p in group["params"])
+            alone = embeddings.issuperset(own)
+            (self._embedding_optimizers if alone else self._other_optimizers).append(optimizer)
         self._side = side_stream_of(self.device)
         self._sorter = RowSorter(self.device)
-        self._graphs = StepGraphs(self.device, model.sparse_arch.feature_order.by_group)
+        self.graphs = StepGraphs(self.device, model.sparse_arch.feature_order.by_group)
         self.prefetcher = make_prefetcher(model.sparse_arch, self.device, alone=reducer is None)
         if reducer is not None:  # captured graphs that exchange values must be gone by then
-            reducer.world.before_leaving(self._graphs.close)
+            reducer.world.before_leaving(self.graphs.close)
 
     def __call__(self, batch: Batch | PreparedBatch, *, norms: bool = False) -> dict[str, Tensor]:
         """Train on one batch.
@@ -112,17 +100,8 @@ class TrainStep:
         prepared = self.prefetcher.prepare(batch) if isinstance(batch, Batch) else batch
         even = self.reducer is None or self.reducer.is_even(prepared.batch)
         if self.mode == "graph" and prepared.batch.offsets is None and even:
-            return self._graphs(self._run, prepared, norms)
+            return self.graphs(self._run, prepared, norms)
         return self._run(prepared, norms)
-
-    def close(self) -> None:
-        """Drop the captured graphs; the next step of a batch size is captured anew."""
-        self._graphs.close()
-
-    @property
-    def preparing_seconds(self) -> float:
-        """Time spent in steps that were compiled or captured, or ran one by one before that."""
-        return self._graphs.preparing_seconds
 
     def _run(self, prepared: PreparedBatch, norms: bool) -> dict[str, Tensor]:
         batch, reducer = prepared.batch, self.reducer
@@ -166,11 +145,10 @@ class TrainStep:
     def _update(self) -> None:
         """Apply the gradients, those of the embeddings next to the backward pass of the MLPs."""
         with self._side.fork(wait=self.clip_norm is not None):
-            for optimizer in self._of_embeddings:
+            for optimizer in self._embedding_optimizers:
                 optimizer.step(sorter=self._sorter)
-        for optimizer in self.optimizers:
-            if optimizer not in self._of_embeddings:
-                optimizer.step(sorter=self._sorter)
+        for optimizer in self._other_optimizers:
+            optimizer.step(sorter=self._sorter)
         self._side.join()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -181,30 +159,3 @@ class TrainStep:
             grad = parameter.grad
             if grad is not None:  # in place: the sorter knows the rows of a sparse one
                 (grad._values() if grad.is_sparse else grad).mul_(factor.to(grad.device))
-
-
-def _parameters(optimizer: RowOptimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def _mode_for(model: DLRM, device: torch.device, mode: str) -> str:
-    """The mode that is meant by one of :data:`MODES`."""
-    if mode not in MODES:
-        raise ValueError(f"unknown step mode {mode!r}{did_you_mean(mode, MODES)}")
-    on_gpu = device.type == "cuda"
-    one = all(parameter.device == device for parameter in model.parameters())
-    if mode == "graph" and not (on_gpu and one):
-        raise ValueError(
-            "--step graph needs a GPU, and all tables in its memory or in pinned host memory; "
-            "use --step eager or compile"
-        )
-    auto = "eager" if not on_gpu else "graph" if one else "compile"
-    return auto if mode == "auto" else mode
-
-
-def _compile_mlps(model: DLRM, device: torch.device) -> None:
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, SHAPES)
-    for mlp in (model.bottom_mlp, model.top_mlp):
-        mlp.compile(dynamic=False, options=FUSION if device.type == "cuda" else None)

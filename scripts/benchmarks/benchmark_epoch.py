@@ -97,7 +97,7 @@ def measure_one(options: argparse.Namespace, kind: str, batch: int) -> dict[str,
         run = TimedRun(config, resolved, World.of_environment())
         final = run.train()
     seconds = run.seconds
-    preparing = run.step.preparing_seconds
+    preparing = run.step.graphs.preparing_seconds
     loop = final["speed/train_seconds"] - preparing
     rows = run.train_data.rows
     training, testing = round(loop, 4), round(seconds["test metrics"], 4)  # told figures add up

@@ -99,7 +99,7 @@ def measure_one(
         memory = {"peak_gpu_MB": round((torch.cuda.max_memory_allocated() - held) / 1e6, 1)}
     times = []
     for _ in range(CAPTURES if on_gpu else 1):
-        step.close()
+        step.graphs.close()
         counts = {"warm_up": 20, "steps": 60} if on_gpu else {}
         times.append(benchmark.milliseconds(lambda i: step(batches[i % 8]), device, **counts))
     ms = statistics.median(times)

@@ -80,7 +80,8 @@ class Run:
     def step_held(self, batch, context=NO_CONTEXT):
         context = replace(context, sorter=self.sorter, equal_sizes=True)
         with self.sorter:
-            out = self.held.in_order(self.held(batch.ids, context=context))
+            vectors = self.held(batch.ids, context=context)
+            out = self.held.feature_order.in_order(vectors)
             out.backward(self.up[self.mine])
             self.rules[1].step(sorter=self.sorter)
             self.rules[1].zero_grad()

@@ -19,7 +19,7 @@ def test_mixed_kinds_fill_their_own_slots():
     arch = SparseArch(SIZES, 8, table_plan)
     assert arch.feature_order.groups == [[0, 2], [1, 3]]
     ids = torch.stack([torch.randint(0, rows, (5,)) for rows in SIZES])
-    out = arch.in_order(arch(ids))
+    out = arch.feature_order.in_order(arch(ids))
     assert out.shape == (5, 4, 8)
     for group, slots in arch.embeddings():
         for table, slot in enumerate(slots):
@@ -27,7 +27,7 @@ def test_mixed_kinds_fill_their_own_slots():
     by_group = arch.feature_order.by_group
     assert by_group.tolist() == [0, 2, 1, 3]
     same = arch(ids[by_group], context=LookupContext(grouped=True))
-    assert torch.equal(arch.in_order(same), out)
+    assert torch.equal(arch.feature_order.in_order(same), out)
 
 
 @pytest.mark.parametrize("rows", [3, 5])
@@ -42,8 +42,10 @@ def test_mixed_kinds_with_a_weight_for_each_id():
     arch = SparseArch(SIZES, 4, table_plan)
     ids = torch.stack([torch.randint(0, rows, (5,)) for rows in SIZES]).int()
     weights = torch.rand(4, 5, requires_grad=True)
-    out = arch.in_order(arch(ids, None, weights))
-    bags = arch.in_order(arch(ids.view(-1), torch.arange(4 * 5 + 1), weights.view(-1)))
+    out = arch.feature_order.in_order(arch(ids, None, weights))
+    bags = arch.feature_order.in_order(
+        arch(ids.view(-1), torch.arange(4 * 5 + 1), weights.view(-1))
+    )
     torch.testing.assert_close(out, bags)
     grad = torch.randn_like(out)
     (got,), (want,) = (torch.autograd.grad(each, weights, grad) for each in (out, bags))
@@ -75,7 +77,7 @@ def test_mixed_kinds_with_bags():
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
     ids = torch.randint(0, 7, (int(lengths.sum()),))
     weights = torch.rand(len(ids))
-    out = arch.in_order(arch(ids, offsets, weights))
+    out = arch.feature_order.in_order(arch(ids, offsets, weights))
     homes = {slot: (g, t) for g, slots in arch.embeddings() for t, slot in enumerate(slots)}
     for slot, (group, table) in homes.items():
         for sample in range(2):

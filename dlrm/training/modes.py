@@ -1,0 +1,66 @@
+"""How a training step runs: eager, compiled or captured; its precision; deterministic or not."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from dlrm.model import DLRM
+from dlrm.utils.messages import did_you_mean
+
+MODES = ("auto", "eager", "compile", "graph")
+PRECISIONS = ("fp32", "tf32", "bf16")
+FUSION = {"combo_kernels": True}  # one launch to cast all weights, one to sum several biases
+SHAPES = 64  # for which MLPs are compiled in one process: models share what PyTorch counts
+
+
+def mode_for(model: DLRM, device: torch.device, mode: str) -> str:
+    """The mode of a step on a model: ``eager``, ``compile`` or ``graph``.
+
+    Args:
+        model: of the step.
+        device: of the step; tables may lie on others.
+        mode: one of :data:`MODES`.
+
+    Raises:
+        ValueError: an unknown mode, or graph without a GPU or with several.
+    """
+    if mode not in MODES:
+        raise ValueError(f"unknown step mode {mode!r}{did_you_mean(mode, MODES)}")
+    on_gpu = device.type == "cuda"
+    one = all(parameter.device == device for parameter in model.parameters())
+    if mode == "graph" and not (on_gpu and one):
+        raise ValueError(
+            "--step graph needs a GPU, and all tables in its memory or in pinned host memory; "
+            "use --step eager or compile"
+        )
+    auto = "eager" if not on_gpu else "graph" if one else "compile"
+    return auto if mode == "auto" else mode
+
+
+def set_precision(precision: str, *, deterministic: bool) -> None:
+    """Set how matrices are multiplied, and whether equal inputs give equal bits, in this process.
+
+    Args:
+        precision: one of :data:`PRECISIONS`.
+        deterministic: only ever switched on.
+
+    Raises:
+        ValueError: an unknown precision.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"unknown precision {precision!r}{did_you_mean(precision, PRECISIONS)}")
+    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # one for every stream
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def compile_mlps(model: DLRM, device: torch.device) -> None:
+    """Have ``torch.compile`` fuse the MLPs, once for each batch size."""
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, SHAPES)
+    for mlp in (model.bottom_mlp, model.top_mlp):
+        mlp.compile(dynamic=False, options=FUSION if device.type == "cuda" else None)
