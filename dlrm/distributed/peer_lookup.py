@@ -1,4 +1,4 @@
-"""Rows that processes of one host read where they lie, and gradients that they write there."""
+"""Look-ups in the memory of other processes of the host, which write gradients there as well."""
 
 from __future__ import annotations
 

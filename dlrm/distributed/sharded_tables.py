@@ -126,7 +126,7 @@ class ShardedTables(Embedding):
                     chunk.take(self.get_parameter(name), drawn, start)
 
     def at_peers(self) -> list[Sharding]:
-        """Those whose rows peers read where they lie."""
+        """Those whose rows peers read in this process's memory."""
         return [sharding for sharding in self._shardings() if sharding.at_peers]
 
     def sort(self, ids: Tensor) -> list[SortedLookups]:

@@ -26,7 +26,7 @@ class Sharding(nn.Module, ABC):
         num_tables: tables of the group.
         world: the processes.
         comm_dtype: type in which vectors and gradients travel; rows that peers read keep theirs.
-        peers: processes read rows where they lie and write gradients there, where they can.
+        peers: processes read rows and write gradients in each other's memory, where they can.
     """
 
     name = ""
@@ -103,7 +103,7 @@ class Sharding(nn.Module, ABC):
 
     @property
     def at_peers(self) -> bool:
-        """Whether peers read these rows where they lie."""
+        """Whether peers read these rows in this process's memory."""
         return self.peer_lookup is not None and self.peer_lookup.ready
 
     def sort(self, ids: Tensor) -> SortedLookups:
@@ -204,7 +204,7 @@ class Sharding(nn.Module, ABC):
 
 
 class TableWise(Sharding):
-    """Tables that lie whole on one rank each: what arrives is what is wanted."""
+    """Tables that are on one rank each: the vectors that arrive are complete."""
 
     name = "whole"
 
@@ -234,7 +234,7 @@ class RowWise(Sharding):
         slots = [place[shard.table] for own in self.by_rank for shard in own]
         self.register_buffer("_slots", torch.tensor(slots), persistent=False)
         self._slots: Tensor  # place in the output of all that arrives
-        self._firsts: Tensor  # [shards], first row of each, tables behind one another
+        self._firsts: Tensor  # [shards], first row of each, one table after another
         self._moves: Tensor  # [shards], how far the keys of its rows are from there
 
     def _slots_of(self, keys: Mapping[Shard, int]) -> dict[str, list[int]]:

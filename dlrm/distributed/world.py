@@ -239,7 +239,7 @@ def exchange(
     """Send a part of ``x`` to every rank, and receive one from each; its gradient goes back.
 
     Args:
-        x: ``[n]``, the parts behind one another.
+        x: ``[n]``, one part after the other.
         give: elements for each rank, summing to n.
         get: elements from each rank.
         comm_dtype: type in which values and gradients travel; their own if None.

@@ -124,7 +124,7 @@ class Embedding(nn.Module, ABC):
             weight_bytes: 4 for tables in fp32, 2 in bf16.
 
         Returns:
-            For each table the options of this kind, or None where the table had better stay dense.
+            For each table the options of this kind, or None if the table should stay dense.
 
         Raises:
             ValueError: no options of this kind fit into the budget.

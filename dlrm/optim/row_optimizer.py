@@ -34,13 +34,13 @@ class RowOptimizer(torch.optim.Optimizer):
     gradient over the row.
 
     The state of bf16 parameters is fp32 (bf16 has no number next to 256 that is one larger), and
-    they are rounded up or down by chance, so that steps too small for bf16 count on average.
+    they are updated with stochastic rounding, so that steps too small for bf16 count on average.
 
     Args:
         params: parameters or parameter groups.
         rule: one of :data:`RULES`.
         lr: learning rate.
-        stochastic: round bf16 parameters by chance; else to nearest.
+        stochastic: update bf16 parameters with stochastic rounding; otherwise round to nearest.
         options: those of the rule, named as in ``torch.optim``; see
         ``dlrm.kernels.update.rules.OPTIONS``.
 
@@ -105,7 +105,7 @@ class RowOptimizer(torch.optim.Optimizer):
                     dense.append(parameter)
             for device in {parameter.device for parameter in dense}:
                 here = [parameter for parameter in dense if parameter.device == device]
-                self._update_whole(here, rule, group)
+                self._update_dense(here, rule, group)
         return loss
 
     def _update_rows(
@@ -131,7 +131,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 seed=self._seed(group, [parameter]),
             )
 
-    def _update_whole(self, parameters: list[Tensor], rule: Rule, group: dict[str, Any]) -> None:
+    def _update_dense(self, parameters: list[Tensor], rule: Rule, group: dict[str, Any]) -> None:
         """Update parameters with dense gradients, few launches for all of them."""
         for parameter in parameters:
             if (cached := cached_rows(parameter)) is not None:
@@ -173,7 +173,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return here
 
     def _rounds(self, parameter: Tensor) -> bool:
-        """Whether a parameter is rounded by chance."""
+        """Whether a parameter is updated with stochastic rounding."""
         return self._stochastic and parameter.dtype == torch.bfloat16
 
     @torch.no_grad()
@@ -306,7 +306,7 @@ def _rule_of(group: dict[str, Any]) -> Rule:
 
 
 def _device(group: dict[str, Any]) -> torch.device | None:
-    """Where the rate and the seed of a group are: beside its first parameter, if it has one."""
+    """The device of a group's rate and seed: that of its first parameter, if it has one."""
     return next((parameter.device for parameter in group["params"]), None)
 
 

@@ -154,7 +154,7 @@ class SparseArch(nn.Module):
 
     @property
     def at_peers(self) -> bool:
-        """Whether peers read rows of tables where they lie."""
+        """Whether peers read rows of tables in each other's memory."""
         return any(isinstance(g, ShardedTables) and bool(g.at_peers()) for g in self.groups)
 
     def sort(self, ids: Tensor) -> list[SortedLookups]:
@@ -236,8 +236,8 @@ class SparseArch(nn.Module):
                 for name, rows in report.reset.items():
                     sources = report.sources.get(name)
                     optimizer.reset_rows(group.get_parameter(name), rows, sources)
-                told = report.values().items()
-                values |= {f"cache/{name}_{index}": value for name, value in told}
+                logged = report.values().items()
+                values |= {f"cache/{name}_{index}": value for name, value in logged}
         return values
 
     def sizes(self) -> dict[str, float]:

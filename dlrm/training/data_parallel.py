@@ -29,9 +29,10 @@ SMALL = 8  # rows for a sample of the global batch up to which a row gradient tr
 class GradientReducer:
     """Sums gradients over processes, so that replicas stay equal to the last bit.
 
-    The gradients of ``early`` parameters are sent as soon as the backward pass has them all, while
-    it goes on. Dense gradients travel together in one piece. The row gradients of a small table are
-    summed into a table and travel along; those of a larger one go to all processes, entry by entry.
+    Dense gradients are reduced in buckets. That of the ``early`` parameters is sent as soon as the
+    backward pass has them all, while it goes on. The row gradients of a small table are summed into
+    a table and reduced with the dense ones; those of a larger one go to all processes, entry by
+    entry.
 
     Args:
         world: the processes.
@@ -147,22 +148,22 @@ class GradientReducer:
             batch: of this process.
             context: that of its look-ups.
         """
-        whole, small, large = [], [], []
+        dense, small, large = [], [], []
         for parameter in self._embeddings:
             if parameter.grad is None:
                 continue
             if not parameter.grad.is_sparse:
-                whole.append(parameter)
+                dense.append(parameter)
             elif len(parameter) <= SMALL * batch.total_size:
                 small.append(parameter)
             else:
                 large.append(parameter)
-        grads = [p.grad for p in whole if p.grad is not None]
+        grads = [p.grad for p in dense if p.grad is not None]
         tables = [table for p in small for table in self._table(p, context.sorter)]
         if grads or tables:
             flat = _joined([*grads, *tables])
             dist.all_reduce(flat)
-            rest = _give(whole, flat)
+            rest = _give(dense, flat)
             for parameter in small:
                 rest = self._take(parameter, rest)
         for parameter in large:

@@ -1,4 +1,4 @@
-"""What embeddings with a cache of rows have besides the contract of all."""
+"""Mixins for embeddings that have a cache of rows."""
 
 from __future__ import annotations
 

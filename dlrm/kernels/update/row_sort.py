@@ -72,7 +72,7 @@ def sort_rows_together(
 
     Args:
         gradients: rows and number of rows of each. Rows may be ``[B, F]``, contiguous or so
-            transposed, if the columns are those of tables that stand behind one another, and no
+            transposed, if the columns are those of consecutive tables of one weight, and no
             entry is left out.
         impl: see :mod:`dlrm.kernels`.
     """
@@ -98,7 +98,7 @@ def _type_for(rows: int) -> torch.dtype:
 
 
 def _sort_tables(rows: Tensor, num_rows: int) -> SortedRows:
-    """Sort each column of ``rows [B, F]``: of tables behind one another that is all."""
+    """Sort each column of ``rows [B, F]``: of consecutive tables that is all."""
     batch, tables = rows.shape
     found = rows.new_empty(rows.numel(), dtype=_type_for(num_rows))
     order = rows.new_empty(rows.numel(), dtype=torch.int64)
@@ -111,12 +111,12 @@ def _sort_tables(rows: Tensor, num_rows: int) -> SortedRows:
 
 
 def _sort_lists(gradients: Sequence[tuple[Tensor, int]]) -> list[SortedRows]:
-    """Sort lists behind one another at once."""
+    """Sort several lists at once, as one."""
     if not gradients:
         return []
     lengths = [len(rows) for rows, _ in gradients]
     firsts = accumulate(lengths, initial=0)
-    # The tables behind one another; before each but the first one row, that of what is left out.
+    # One table after another; before each but the first one row, for what is left out.
     *bases, end = accumulate((number + 1 for _, number in gradients), initial=0)
     keys = gradients[0][0].new_empty(sum(lengths), dtype=_type_for(end))
     for (rows, _), base, part in zip(gradients, bases, keys.split(lengths), strict=True):
