@@ -64,8 +64,8 @@ class DeviceShuffleBuffer:
         return out
 
     def copy_arrived(self) -> None:
-        """Start to copy the row groups that have been read to the device."""
-        while self._reads and self._reads[0].done():
+        """Start to copy the row groups that have been read; errors are left to :meth:`wait`."""
+        while self._reads and self._reads[0].done() and not self._reads[0].exception():
             self._arrived.append(self._reads.popleft().result().to(self._device))
 
     def wait(self) -> None:

@@ -1,8 +1,9 @@
-"""Somebody else's Parquet, described by the script, is read by the loader."""
+"""Parquet from other programs, described by the script, is read by the loader."""
 
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -13,13 +14,22 @@ import pytest
 from dlrm.data.criteo import CriteoLoader
 from dlrm.data.schema import Meta
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "describe_parquet.py"
+ROOT = Path(__file__).parents[2]
 
 
-def describe(*arguments):
-    """The script's run with these arguments."""
-    command = [sys.executable, SCRIPT, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
+@pytest.fixture
+def describe(script, capsys):
+    """Runs the program in this process: its exit status, what it prints, and its errors."""
+    program = script("describe_parquet")
+
+    def run(*arguments):
+        try:
+            status = program.main([str(argument) for argument in arguments])
+        except SystemExit as stopped:
+            status = stopped.code
+        return SimpleNamespace(returncode=status, **capsys.readouterr()._asdict())
+
+    return run
 
 
 def frame(rows=200, seed=0):
@@ -49,11 +59,11 @@ def shop(tmp_path):
 ARGUMENTS = ("--train", "train-*.parquet", "--test", "test.parquet", "--label", "clicked")
 
 
-def test_described_files_are_read(shop):
+def test_described_files_are_read(shop, describe):
     run = describe(shop, *ARGUMENTS, "--dense", "price", "age")
-    assert run.returncode == 0, run.stderr
-    assert "train" in run.stdout
-    assert "25.00% positive" in run.stdout
+    assert run.returncode == 0, run.err
+    assert "train" in run.out
+    assert "25.00% positive" in run.out
     meta = Meta.read(shop)
     assert meta.dense == ("price", "age")
     assert meta.tables == ("item", "shop", "tags")
@@ -71,40 +81,40 @@ def test_described_files_are_read(shop):
     np.testing.assert_array_equal(batch.ids[400:], np.concatenate(expected["tags"]))
 
 
-def test_names_with_brackets_and_directories_of_files(shop):
+def test_names_with_brackets_and_directories_of_files(shop, describe):
     (shop / "train-0.parquet").rename(shop / "train[0].parquet")
     (shop / "rest").mkdir()
     (shop / "train-1.parquet").rename(shop / "rest" / "1.parquet")
     run = describe(shop, "--train", "train[0].parquet", "rest/", "--label", "clicked")
-    assert run.stderr == (
+    assert run.err == (
         f"error: {shop / 'rest'} is a directory; name the files in it, such as 'rest/*.parquet'\n"
     )
     run = describe(shop, "--train", "train[0].parquet", "rest/*.parquet", "--label", "clicked")
-    assert run.returncode == 0, run.stderr
+    assert run.returncode == 0, run.err
     assert Meta.read(shop).splits["train"].files == ("train[0].parquet", "rest/1.parquet")
 
 
-def test_columns_are_told_apart_by_type(shop):
+def test_columns_are_told_apart_by_type(shop, describe):
     assert describe(shop, *ARGUMENTS).returncode == 0
     meta = Meta.read(shop)
     assert meta.dense == ("price",)
     assert meta.tables == ("age", "item", "shop", "tags")
 
 
-def test_lists_of_fixed_size_are_features_too(tmp_path):
+def test_lists_of_fixed_size_are_features_too(tmp_path, describe):
     pairs = pa.array([[1, 2]] * 4, pa.list_(pa.int64(), 2))
     pq.write_table(pa.table({"label": [0, 1, 0, 1], "pair": pairs}), tmp_path / "x.parquet")
     run = describe(tmp_path, "--train", "x.parquet")
-    assert run.returncode == 0, run.stderr
+    assert run.returncode == 0, run.err
     (batch,) = CriteoLoader(tmp_path, "train", batch_size=4)
     assert batch.ids.tolist() == [1, 2] * 4
 
 
-def test_an_existing_description_is_kept_unless_told(shop):
+def test_an_existing_description_is_kept_unless_told(shop, describe):
     assert describe(shop, *ARGUMENTS).returncode == 0
     again = describe(shop, *ARGUMENTS, "--dense", "price")
     assert again.returncode == 2
-    assert "meta.json exists; use --overwrite to replace it" in again.stderr
+    assert "meta.json exists; use --overwrite to replace it" in again.err
     assert describe(shop, *ARGUMENTS, "--overwrite").returncode == 0
 
 
@@ -128,23 +138,30 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("kind", MISTAKES)
-def test_mistakes_are_one_line(shop, kind):
+def test_mistakes_are_one_line(shop, describe, kind):
     arguments, message = MISTAKES[kind]
     for path in shop.glob("*.parquet"):
         frame().assign(debt=-3, hashed=np.uint64(2**64 - 9)).to_parquet(path, index=False)
     (shop / "notes.txt").write_text("nothing of note")
     run = describe(shop, *arguments)
     assert run.returncode == 2
-    assert message in run.stderr
-    assert run.stderr.startswith("error: ")
-    assert run.stderr.count("\n") == 1
+    assert message in run.err
+    assert run.err.startswith("error: ")
+    assert run.err.count("\n") == 1
     assert not (shop / "meta.json").exists()
 
 
-def test_hashed_ids_are_warned_of(tmp_path):
+def test_hashed_ids_are_warned_of(tmp_path, describe):
     hashed = frame().assign(item=np.random.default_rng(0).integers(0, 2**62, 200))
     hashed.to_parquet(tmp_path / "train.parquet", index=False)
     run = describe(tmp_path, "--train", "train.parquet", "--label", "clicked")
-    assert run.returncode == 0, run.stderr
-    assert "warning: item needs a table of" in run.stderr
-    assert "shop" not in run.stderr
+    assert run.returncode == 0, run.err
+    assert "warning: item needs a table of" in run.err
+    assert "shop" not in run.err
+
+
+def test_as_a_program(shop):
+    command = [sys.executable, ROOT / "scripts/describe_parquet.py", shop, "--train", "no.parquet"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 2
+    assert run.stderr.startswith("error: no file 'no.parquet' in")

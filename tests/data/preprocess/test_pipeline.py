@@ -2,15 +2,16 @@
 
 import gzip
 import hashlib
-import importlib.util
 import json
 import math
 import multiprocessing
 import random
 import resource
+import shutil
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -22,7 +23,6 @@ import pytest
 from dlrm.data.criteo import CriteoLoader
 from dlrm.data.preprocess import passes
 from dlrm.data.preprocess import pipeline as prepare_module
-from dlrm.data.preprocess.passes import ROW_GROUP_ROWS
 from dlrm.data.preprocess.pipeline import Options, prepare, split_rows
 from dlrm.data.preprocess.workspace import Workspace
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, SPLITS, Meta
@@ -31,16 +31,17 @@ ROOT = Path(__file__).parents[3]
 SHARED = ROOT.parent / "shared" / "data"
 KAGGLE = SHARED / "criteo_kaggle_137k.tsv.gz"
 TERABYTE = SHARED / "criteo_terabyte_day0_10k.tsv.gz"
-BLOCK = 20_000  # bytes, some 90 rows: many blocks of few rows
-
-
-spec = importlib.util.spec_from_file_location("prepare_criteo", ROOT / "scripts/prepare_criteo.py")
-prepare_criteo = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(prepare_criteo)
+ROWS = 700  # of the file that most tests prepare
+BLOCK = 20_000  # bytes, some 90 rows: several blocks of few rows
 
 
 def raw_rows(count: int, seed: int = 0) -> list[list[str]]:
     """Rows of fields in Criteo's format: skewed, with missing and negative values."""
+    return [list(row) for row in _raw_rows(count, seed)]
+
+
+@cache
+def _raw_rows(count: int, seed: int) -> list[list[str]]:
     rng = random.Random(seed)
 
     def category(column: int) -> str:
@@ -65,7 +66,16 @@ def write_raw(path: Path, rows: list[list[str]]) -> Path:
 
 @pytest.fixture
 def raw(tmp_path):
-    return write_raw(tmp_path / "train.txt", raw_rows(1500))
+    """A raw file, which the test may change."""
+    return write_raw(tmp_path / "train.txt", raw_rows(ROWS))
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A raw file of 1,000 rows that stays as it is, prepared as ``whole``."""
+    directory = tmp_path_factory.mktemp("shared")
+    quiet(write_raw(directory / "raw", raw_rows(1000)), directory / "whole", block_bytes=BLOCK)
+    return directory
 
 
 def contents(directory: Path) -> dict[str, str]:
@@ -132,20 +142,22 @@ def check_against_plain_python(rows: list[list[str]], ranges: dict, output: Path
         Options(cap=7, dense_transform="log3"),
     ],
 )
-@pytest.mark.parametrize("block_bytes", [BLOCK, 1 << 24])
-def test_every_value(raw, tmp_path, options, block_bytes):
-    rows = raw_rows(1500)
-    quiet(raw, tmp_path / "out", options, block_bytes=block_bytes)
-    ranges = split_rows(options.split, [1500])
-    check_against_plain_python(rows, ranges, tmp_path / "out", options)
+def test_every_value(raw, tmp_path, options):
+    ranges = split_rows(options.split, [ROWS])
+    for name, block_bytes in (("blocks", BLOCK), ("one block", 1 << 24)):
+        quiet(raw, tmp_path / name, options, block_bytes=block_bytes)
+    check_against_plain_python(raw_rows(ROWS), ranges, tmp_path / "blocks", options)
+    for split in SPLITS:
+        tables = [pq.read_table(path / f"{split}.parquet") for path in tmp_path.glob("*block*")]
+        assert tables[0].equals(tables[1])
 
 
 def test_vocabularies_merged_in_chunks(raw, tmp_path, monkeypatch):
     monkeypatch.setattr(passes, "CHUNK_KEYS", 200)
     options = Options(min_count=2)
     quiet(raw, tmp_path / "out", options, block_bytes=BLOCK)
-    ranges = split_rows(options.split, [1500])
-    check_against_plain_python(raw_rows(1500), ranges, tmp_path / "out", options)
+    ranges = split_rows(options.split, [ROWS])
+    check_against_plain_python(raw_rows(ROWS), ranges, tmp_path / "out", options)
 
 
 @pytest.mark.parametrize(
@@ -229,22 +241,22 @@ def test_a_vocabulary_that_is_damaged_or_of_other_data_gives_no_ids(raw, tmp_pat
         assert not (out / "meta.json").exists()
 
 
-def test_columns_and_meta(raw, tmp_path):
-    meta = quiet(raw, tmp_path / "out", block_bytes=BLOCK)
-    schema = pq.read_schema(tmp_path / "out" / "train.parquet")
+def test_columns_and_meta(shared):
+    meta = Meta.read(shared / "whole")
+    schema = pq.read_schema(shared / "whole" / "train.parquet")
     assert schema.names == ["label", *CRITEO_DENSE, *CRITEO_CATEGORICAL]
     assert schema.types == [pa.uint8()] + [pa.float32()] * 13 + [pa.int32()] * 26
-    data = raw.read_bytes()
+    data = (shared / "raw").read_bytes()
     assert meta.inputs == (
-        {"name": "train.txt", "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()},
+        {"name": "raw", "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()},
     )
     assert meta.options["vocabulary"] == "train"
-    assert json.loads((tmp_path / "out" / "bad_rows.json").read_text())["skipped"] == 0
-    assert not (tmp_path / "out" / ".prepare").exists()
+    assert json.loads((shared / "whole" / "bad_rows.json").read_text())["skipped"] == 0
+    assert not (shared / "whole" / ".prepare").exists()
 
 
-def test_a_flipped_bit_in_the_results_is_found(raw, tmp_path):
-    quiet(raw, tmp_path)
+def test_a_flipped_bit_in_the_results_is_found(shared, tmp_path):
+    shutil.copytree(shared / "whole", tmp_path, dirs_exist_ok=True)
     path = tmp_path / "train.parquet"
     whole, group = path.read_bytes(), pq.read_metadata(path).row_group(0)
     for index in range(group.num_columns):
@@ -257,35 +269,34 @@ def test_a_flipped_bit_in_the_results_is_found(raw, tmp_path):
             list(CriteoLoader(tmp_path, "train", batch_size=100))
 
 
-def test_row_groups_are_of_one_size(tmp_path):
-    row = "\t".join(raw_rows(1)[0]) + "\n"
-    raw = tmp_path / "raw"
-    raw.write_text(row * (ROW_GROUP_ROWS + 5))
-    meta = quiet(raw, tmp_path / "out", Options(split=("1", "0", "0")), block_bytes=1 << 22)
+def test_row_groups_are_of_one_size(raw, tmp_path, monkeypatch):
+    monkeypatch.setattr(passes, "ROW_GROUP_ROWS", 300)
+    meta = quiet(raw, tmp_path / "out", Options(split=("1", "0", "0")), block_bytes=BLOCK)
     file = pq.ParquetFile(tmp_path / "out" / "train.parquet").metadata
-    assert [file.row_group(i).num_rows for i in range(2)] == [ROW_GROUP_ROWS, 5]
+    sizes = [file.row_group(i).num_rows for i in range(file.num_row_groups)]
+    assert sizes == [300] * (ROWS // 300) + [ROWS % 300]
     assert pq.read_metadata(tmp_path / "out" / "test.parquet").num_rows == 0
     assert meta.splits["test"].rows == 0
 
 
 def test_several_compressed_inputs_and_a_limit(tmp_path):
-    rows = raw_rows(900)
+    rows = raw_rows(450)
     days = []
-    for day, part in enumerate((rows[:400], rows[400:800], rows[800:])):
+    for day, part in enumerate((rows[:200], rows[200:400], rows[400:])):
         plain = write_raw(tmp_path / "plain", part).read_bytes()
         compressed = [gzip.compress(plain), pa.compress(plain, "zstd", asbytes=True), plain][day]
         days.append(tmp_path / f"day_{day}")
         days[-1].write_bytes(compressed)
     meta = quiet(days, tmp_path / "all", block_bytes=BLOCK)
     check_against_plain_python(
-        rows, split_rows(("days",), [400, 400, 100]), tmp_path / "all", Options()
+        rows, split_rows(("days",), [200, 200, 50]), tmp_path / "all", Options()
     )
     assert [record["name"] for record in meta.inputs] == ["day_0", "day_1", "day_2"]
 
-    options = Options(limit=500, split=("0.6", "0.2", "0.2"))
+    options = Options(limit=250, split=("0.6", "0.2", "0.2"))
     meta = quiet(days, tmp_path / "some", options, block_bytes=BLOCK)
-    ranges = split_rows(options.split, [500])
-    check_against_plain_python(rows[:500], ranges, tmp_path / "some", options)
+    ranges = split_rows(options.split, [250])
+    check_against_plain_python(rows[:250], ranges, tmp_path / "some", options)
     assert [record["name"] for record in meta.inputs] == ["day_0", "day_1"]
 
 
@@ -293,9 +304,12 @@ class Killed(BaseException):
     """Not caught by anything, like a signal."""
 
 
-def test_stopped_at_any_step_and_restarted_it_ends_with_the_same_bytes(tmp_path, monkeypatch):
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_stopped_at_any_step_and_restarted_it_ends_with_the_same_bytes(
+    tmp_path, monkeypatch, every
+):
     raw = write_raw(tmp_path / "raw", raw_rows(300))
-    replace = Path.replace  # by which all that is whole gets its name
+    replace = Path.replace  # by which all complete files get their names
     done, allowed = 0, math.inf
 
     def counted(path, target):
@@ -309,7 +323,7 @@ def test_stopped_at_any_step_and_restarted_it_ends_with_the_same_bytes(tmp_path,
     quiet(raw, tmp_path / "whole", Options(min_count=2), block_bytes=BLOCK)
     expected, steps = contents(tmp_path / "whole"), done
     assert steps > 35
-    for step in (0, 1, 3, 5, 20, *range(steps - 8, steps)):
+    for step in range(steps) if every else (1, 20, *range(steps - 8, steps, 2), steps - 1):
         out = tmp_path / f"out{step}"
         done, allowed = 0, step
         with pytest.raises(Killed):
@@ -321,10 +335,8 @@ def test_stopped_at_any_step_and_restarted_it_ends_with_the_same_bytes(tmp_path,
 
 
 @pytest.mark.parametrize("room", [1000, 2050, 4000])
-def test_where_there_is_no_room_the_file_is_named_and_a_restart_goes_on(tmp_path, room):
-    raw = write_raw(tmp_path / "raw", raw_rows(2000))
-    quiet(raw, tmp_path / "whole", block_bytes=BLOCK)
-    out = tmp_path / "out"
+def test_where_there_is_no_room_the_file_is_named_and_a_restart_goes_on(shared, tmp_path, room):
+    raw, out = shared / "raw", tmp_path / "out"
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(prepare_module, "index_columns", Mock(side_effect=Killed))
         with pytest.raises(Killed):
@@ -337,11 +349,12 @@ def test_where_there_is_no_room_the_file_is_named_and_a_restart_goes_on(tmp_path
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     quiet(raw, out, block_bytes=BLOCK)
-    assert contents(out) == contents(tmp_path / "whole")
+    assert contents(out) == contents(shared / "whole")
 
 
-def test_killed_again_and_again(raw, tmp_path):
-    quiet(raw, tmp_path / "whole", block_bytes=BLOCK)
+@pytest.mark.slow
+def test_killed_again_and_again(shared, tmp_path):
+    raw = shared / "raw"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([prepare_module.__name__])
     out, kills, patience = tmp_path / "out", 0, 0.05
@@ -359,7 +372,7 @@ def test_killed_again_and_again(raw, tmp_path):
         patience += 0.05
     quiet(raw, out, block_bytes=BLOCK)  # whatever the last kill left undone
     assert kills > 0
-    assert contents(out) == contents(tmp_path / "whole")
+    assert contents(out) == contents(shared / "whole")
 
 
 def test_blocks_of_an_earlier_run_are_used_but_not_those_of_other_options(raw, tmp_path):
@@ -414,10 +427,9 @@ def test_an_earlier_result_is_replaced_as_a_whole(raw, tmp_path):
     assert found == contents(tmp_path / "fresh")
 
 
-def test_a_cap_above_all_values_changes_nothing(raw, tmp_path):
-    quiet(raw, tmp_path / "capped", Options(cap=10**20), block_bytes=BLOCK)
-    quiet(raw, tmp_path / "free", Options(), block_bytes=BLOCK)
-    capped, free = contents(tmp_path / "capped"), contents(tmp_path / "free")
+def test_a_cap_above_all_values_changes_nothing(shared, tmp_path):
+    quiet(shared / "raw", tmp_path / "capped", Options(cap=10**20), block_bytes=BLOCK)
+    capped, free = contents(tmp_path / "capped"), contents(shared / "whole")
     assert capped.keys() == free.keys()
     assert all(capped[name] == free[name] for name in free if name.endswith(".parquet"))
 
@@ -510,17 +522,16 @@ def test_truncated_and_empty_files(raw, tmp_path, cut):
     report = json.loads((tmp_path / "out" / "bad_rows.json").read_text())
     assert report["kinds"] == {kind: 1}
     rows = sum(split.rows for split in Meta.read(tmp_path / "out").splits.values())
-    assert 1500 <= rows < 3000
-    assert (rows > 2000) == bool(cut)
+    assert ROWS <= rows < 2 * ROWS
+    assert (rows > 1.3 * ROWS) == bool(cut)
 
 
-def test_of_a_damaged_file_the_lines_before_the_damage_are_kept(tmp_path):
-    rows = raw_rows(9000)
-    whole = gzip.compress(write_raw(tmp_path / "plain", rows).read_bytes())
+def test_of_a_damaged_file_the_lines_before_the_damage_are_kept(raw, tmp_path):
+    whole = gzip.compress(raw.read_bytes())
     (tmp_path / "broken.gz").write_bytes(whole[:-8] + bytes(8))  # another checksum
     quiet(tmp_path / "broken.gz", tmp_path / "out", Options(bad_rows="skip"))
     kept = sum(split.rows for split in Meta.read(tmp_path / "out").splits.values())
-    assert 8800 < kept < 9000
+    assert 0.9 * ROWS < kept < ROWS
 
 
 def test_one_input_under_two_names(raw, tmp_path):
@@ -530,7 +541,9 @@ def test_one_input_under_two_names(raw, tmp_path):
 
 
 def test_nothing_to_train_on(raw, tmp_path):
-    with pytest.raises(ValueError, match="1500 good rows were read and --split 0 0 1 leaves none"):
+    with pytest.raises(
+        ValueError, match=f"{ROWS} good rows were read and --split 0 0 1 leaves none"
+    ):
         quiet(raw, tmp_path / "out", Options(split=("0", "0", "1")))
     quiet(raw, tmp_path / "out", Options(split=("0", "0", "1"), vocabulary="all"))
     raw.write_text("bad\n")
@@ -571,7 +584,7 @@ def test_wrong_paths(raw, tmp_path):
         quiet(raw, raw / "out")
 
 
-def script(*arguments: object) -> subprocess.CompletedProcess[str]:
+def run_script(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, ROOT / "scripts" / "prepare_criteo.py", *map(str, arguments)],
         capture_output=True,
@@ -582,13 +595,13 @@ def script(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_the_script(raw, tmp_path):
     out = tmp_path / "out"
-    result = script(raw, "--output", out, "--split", "0.5", "0", "0.5", "--cap", 30)
+    result = run_script(raw, "--output", out, "--split", "0.5", "0", "0.5", "--cap", 30)
     assert result.returncode == 0, result.stderr
-    assert "train           750 rows" in result.stdout
+    assert f"train {ROWS // 2:>13,} rows" in result.stdout
     assert "rows/s, peak memory" in result.stdout
     assert all(phase in result.stderr for phase in ("parse: 100%", "index: 100%", "write: 100%"))
     options = Options(split=("0.5", "0", "0.5"), cap=30)
-    check_against_plain_python(raw_rows(1500), split_rows(options.split, [1500]), out, options)
+    check_against_plain_python(raw_rows(ROWS), split_rows(options.split, [ROWS]), out, options)
 
 
 @pytest.mark.parametrize(
@@ -600,10 +613,13 @@ def test_the_script(raw, tmp_path):
         (["no-such-file", "--output", "out"], "no-such-file is not a file"),
     ],
 )
-def test_errors_of_the_script_are_one_line(arguments, message, capsys, tmp_path, monkeypatch):
+def test_errors_of_the_script_are_one_line(
+    arguments, message, script, capsys, tmp_path, monkeypatch
+):
+    program = script("prepare_criteo")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stopped:
-        sys.exit(prepare_criteo.main(arguments))
+        sys.exit(program.main(arguments))
     assert stopped.value.code == 2
     error = capsys.readouterr().err
     assert message in error
@@ -612,9 +628,10 @@ def test_errors_of_the_script_are_one_line(arguments, message, capsys, tmp_path,
 
 
 @pytest.mark.parametrize("days", [(0, 2, 9, 10, 11), (0, 10, 11, 2, 9)])
-def test_days_in_the_order_of_letters_are_noted(days, capsys, tmp_path):
+def test_days_in_the_order_of_letters_are_noted(days, script, capsys, tmp_path):
     paths = [str(write_raw(tmp_path / f"day_{day}.tsv", raw_rows(9, seed=day))) for day in days]
-    assert prepare_criteo.main([*paths, "--output", str(tmp_path / "out")]) == 0
+    program = script("prepare_criteo")
+    assert program.main([*paths, "--output", str(tmp_path / "out")]) == 0
     notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note")]
     known = f"note: {paths[2]} comes before {paths[3]}, but inputs must be in the order of time"
     assert [note.startswith(known) for note in notes] == [True] * (days[-1] == 9)
