@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dlrm.data.batch import Batch, RowBuffer, concatenate
 from dlrm.data.parquet import RowGroup, RowGroupReader
-from dlrm.data.shuffle import Interleave, ShuffleGroup, interleave
+from dlrm.data.shuffle import Interleave, ShuffleGroup, interleave, row_buffer
 
 
 class DeviceShuffleBuffer:
@@ -47,7 +47,7 @@ class DeviceShuffleBuffer:
         first = 0
         for row_group, mix in zip(group.row_groups, interleave(group), strict=True):
             # Pinned by this thread: calls to CUDA from others disturb the capture of a CUDA graph.
-            rows = reader.row_buffer(row_group.rows, pinned=pinned)
+            rows = row_buffer(reader, row_group.rows, pinned=pinned)
             self._reads.append(pool.submit(self._read, row_group, rows, mix, first))
             first += row_group.rows
 

@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from dlrm.data.batch import RowBuffer
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.utils.messages import did_you_mean
 
@@ -124,12 +123,6 @@ class RowGroupReader:
             ids = ids.astype(self.ids_dtype, copy=False)
             rows.bags.append(pa.LargeListArray.from_arrays(offsets, ids))
         return rows
-
-    def row_buffer(self, size: int, *, pinned: bool = False) -> RowBuffer:
-        """Room for the dense features, one-hot ids and labels of ``size`` rows."""
-        one_hot = sum(not column.multi_hot for column in self.meta.categorical)
-        dense, ids = len(self.meta.dense), self.ids_dtype
-        return RowBuffer(size, dense=dense, one_hot=one_hot, ids=ids, pinned=pinned)
 
     def labels(self, table: pa.Table, row_group: RowGroup) -> np.ndarray:
         """The labels in what :meth:`read_table` returned, ``[rows]`` bool or number.

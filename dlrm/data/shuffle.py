@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from dlrm.data.batch import Batch
+from dlrm.data.batch import Batch, RowBuffer
 from dlrm.data.parquet import RowGroup, RowGroupReader
 
 RUN = 64
@@ -178,6 +178,13 @@ class ShuffleBuffer:
         return self._bags
 
 
+def row_buffer(reader: RowGroupReader, size: int, *, pinned: bool = False) -> RowBuffer:
+    """Room for the dense features, one-hot ids and labels of ``size`` rows."""
+    dense, columns = len(reader.meta.dense), reader.meta.categorical
+    one_hot = sum(not column.multi_hot for column in columns)
+    return RowBuffer(size, dense=dense, one_hot=one_hot, ids=reader.ids_dtype, pinned=pinned)
+
+
 def assemble(
     reader: RowGroupReader, buffers: Sequence[ShuffleBuffer], first: int, last: int
 ) -> Batch:
@@ -189,7 +196,7 @@ def assemble(
         first: the first row.
         last: the row after the last one.
     """
-    out, start = reader.row_buffer(last - first), 0
+    out, start = row_buffer(reader, last - first), 0
     parts = [(buffer, buffer.group.between(first, last)) for buffer in buffers]
     for buffer, rows in parts:
         buffer.wait()
