@@ -14,27 +14,27 @@ from torch.nn import functional
 
 @dataclass(frozen=True, kw_only=True)
 class PopulateReport:
-    """What one renewal of a cache did."""
+    """What one call of ``cache_populate`` did."""
 
     hits: int
-    """Training look-ups since the last renewal that the cache answered."""
+    """Training look-ups since the last call that the cache answered."""
     lookups: int
-    """Training look-ups since the last renewal."""
+    """Training look-ups since the last call."""
     resident: int
     """Rows in the cache now."""
     admitted: int
-    """Rows that came into the cache."""
+    """Rows that entered the cache."""
     evicted: int
     """Rows that left the cache and were written back."""
     residual: float
-    """Of the evicted rows: norm of what the write-back missed, by the norm of the rows."""
+    """Norm of the error with which the evicted rows were written back, relative to their norm."""
     reset: dict[str, Tensor]
-    """Rows of parameters that changed owner, by parameter name: their optimizer state is void."""
+    """By parameter name, the rows that now belong to other ids: their optimizer state is void."""
     sources: dict[str, Tensor] = field(default_factory=dict)
-    """Where these rows are copies of others of the same parameter, those others."""
+    """The rows of the same parameter that these are copies of, where they are copies."""
 
     def values(self) -> dict[str, float]:
-        """The numbers, to be logged."""
+        """The numbers to log."""
         values = {
             name: value for name, value in vars(self).items() if name not in ("reset", "sources")
         }
@@ -42,20 +42,21 @@ class PopulateReport:
 
 
 class RowCache(nn.Module):
-    """Rows of a group of tables by key, the key being the row's place in the joint row space.
+    """A cache of the most frequently used rows of a group of tables: LFU with decayed counts.
 
-    Which rows are cached changes in :meth:`populate` only, so between two renewals everything has
-    a static shape and nothing waits for the device: a look-up searches the sorted keys, and an
-    observation goes into a ring of the last ``window`` look-ups. At a renewal these are counted
-    into a table of the ``2 * capacity`` most used keys, whose older counts decay. Nothing grows
-    with the number of rows of the tables.
+    The key of a row is its place among the rows of all tables. Which rows are cached changes in
+    :meth:`populate` alone, so that between two calls everything has a static shape and nothing
+    waits for the device: a look-up searches the sorted keys, and training look-ups are written to a
+    ring buffer of the last ``window`` keys. :meth:`populate` counts these into a table of the
+    ``2 * capacity`` most used keys, whose older counts decay. Nothing grows with the number of rows
+    of the tables.
 
     Args:
         num_rows: rows of all tables together.
         capacity: rows that are cached, at most all of them.
         dim: length of a row.
-        decay: factor on the counts at each renewal, in [0, 1].
-        window: look-ups remembered for the next renewal.
+        decay: factor on the older counts at each :meth:`populate`, in [0, 1].
+        window: look-ups that are remembered until they are counted.
         sparse: the gradient of the cached rows is a sparse COO tensor, one entry per look-up.
 
     Raises:
@@ -80,10 +81,10 @@ class RowCache(nn.Module):
         self.capacity = capacity = min(capacity, num_rows)
         self.decay = decay
         self.sparse = sparse
-        # The last row belongs to no key: look-ups that miss have it as their slot.
+        # The last row belongs to no key: it is the slot of look-ups that miss.
         self.rows = nn.Parameter(torch.zeros(capacity + 1, dim))
         keys = torch.int32 if num_rows < 2**31 else torch.int64
-        self.empty = torch.iinfo(keys).max  # the key of a slot without owner
+        self.empty = torch.iinfo(keys).max  # the key of an empty slot
         self.register_buffer("_keys", torch.full((capacity,), self.empty, dtype=keys))
         self.register_buffer("_slots", torch.arange(capacity, dtype=torch.int32))
         self.register_buffer("_tracked", torch.full((2 * capacity,), self.empty, dtype=keys))
@@ -91,13 +92,13 @@ class RowCache(nn.Module):
         self.register_buffer("_ring", torch.full((window,), self.empty, dtype=keys))
         self.register_buffer("_position", torch.zeros((), dtype=torch.int64))
         self.register_buffer("_traffic", torch.zeros(2, dtype=torch.int64))
-        self._keys: Tensor  # [capacity], owners in ascending order
-        self._slots: Tensor  # [capacity], the slot of each owner
-        self._tracked: Tensor  # [2 * capacity]
-        self._counts: Tensor  # [2 * capacity]
-        self._ring: Tensor  # [window]
-        self._position: Tensor  # [], where the ring goes on
-        self._traffic: Tensor  # [2], hits and look-ups since the last renewal
+        self._keys: Tensor  # [capacity], cached keys in ascending order
+        self._slots: Tensor  # [capacity], the slot of each
+        self._tracked: Tensor  # [2 * capacity], the most used keys
+        self._counts: Tensor  # [2 * capacity], their counts
+        self._ring: Tensor  # [window], keys that are not counted yet
+        self._position: Tensor  # [], where the next one is written
+        self._traffic: Tensor  # [2], hits and look-ups since the last populate
 
     def find(self, keys: Tensor) -> Tensor:
         """The slot of each key, ``capacity`` where it is not cached; the shape of ``keys``."""
@@ -111,7 +112,7 @@ class RowCache(nn.Module):
 
     @torch.no_grad()
     def observe(self, keys: Tensor) -> None:
-        """Count a batch of training look-ups, ``[F, B]`` or ``[nnz]``."""
+        """Remember a batch of training look-ups, ``[F, B]`` or ``[nnz]``, to be counted."""
         self._traffic[0] += (self.find(keys) < self.capacity).sum()
         self._traffic[1] += keys.numel()
         keys = keys.reshape(-1).to(self._ring.dtype)
@@ -122,7 +123,7 @@ class RowCache(nn.Module):
         self._position.add_(len(index))
 
     def stats(self) -> dict[str, int]:
-        """Hits and look-ups in training since the last renewal; waits for the device."""
+        """Hits and look-ups in training since the last populate; waits for the device."""
         hits, lookups = self._traffic.tolist()
         return {"hits": hits, "lookups": lookups}
 
@@ -132,34 +133,34 @@ class RowCache(nn.Module):
         read: Callable[[Tensor], Tensor],
         write: Callable[[Tensor, Tensor], float],
     ) -> PopulateReport:
-        """Renew the cache: the most used rows are in it from now on.
+        """Cache the most used rows from now on.
 
-        Rows that stay keep slot and value. A row is replaced only by one that was counted at
-        least once more. Gradients that wait for an optimizer are dropped, since they may belong
-        to former owners.
+        Rows that stay keep their slot and value. A row is replaced only by one that was counted at
+        least once more. Gradients that an optimizer has not applied yet are dropped, since they may
+        belong to rows that leave.
 
         Args:
-            read: gives the compressed rows ``[n, D]`` of ``keys [n]``; new rows start from these.
+            read: returns the compressed rows ``[n, D]`` of ``keys [n]``; new rows start from these.
             write: takes keys and rows that leave, writes them back into the compressed tables and
                 returns the relative residual.
         """
         stats = self.stats()
         order = self._slots.argsort()
-        owners = self._keys[order]  # by slot
-        chosen = self._most_used(owners)
-        stays = torch.isin(owners, chosen)
-        leaves = (~stays & (owners != self.empty)).nonzero()[:, 0]
+        cached = self._keys[order]  # by slot
+        chosen = self._most_used(cached)
+        stays = torch.isin(cached, chosen)
+        evicted = (~stays & (cached != self.empty)).nonzero()[:, 0]
         residual = 0.0
-        if len(leaves):
-            residual = write(owners[leaves].long(), self.rows[leaves])
-        admitted = chosen[~torch.isin(chosen, owners)]
+        if len(evicted):
+            residual = write(cached[evicted].long(), self.rows[evicted])
+        admitted = chosen[~torch.isin(chosen, cached)]
         slots = (~stays).nonzero()[: len(admitted), 0]
         if len(admitted):
             self.rows[slots] = read(admitted.long())
         self.rows.grad = None
-        owners[~stays] = self.empty
-        owners[slots] = admitted
-        keys, order = owners.sort()
+        cached[~stays] = self.empty
+        cached[slots] = admitted
+        keys, order = cached.sort()
         self._keys.copy_(keys)
         self._slots.copy_(order)
         self._traffic.zero_()
@@ -168,15 +169,15 @@ class RowCache(nn.Module):
             lookups=stats["lookups"],
             resident=len(chosen),
             admitted=len(admitted),
-            evicted=len(leaves),
+            evicted=len(evicted),
             residual=residual,
             reset={"rows": slots},
         )
 
-    def _most_used(self, owners: Tensor) -> Tensor:
-        """Count what the ring holds, empty it, and give the keys to be cached from now on."""
+    def _most_used(self, cached: Tensor) -> Tensor:
+        """Count the keys in the ring buffer, empty it, and return the keys to cache from now on."""
         seen, times = self._ring.unique(return_counts=True)
-        keys = torch.cat([owners, self._tracked, seen])
+        keys = torch.cat([cached, self._tracked, seen])
         counts = torch.cat([torch.zeros_like(self._counts[: self.capacity]), self._counts, times])
         counts[: len(keys) - len(seen)] *= self.decay
         keys, inverse = keys.unique(return_inverse=True)
@@ -187,7 +188,7 @@ class RowCache(nn.Module):
         self._tracked.fill_(self.empty)[: len(top)] = keys[top]
         self._counts.zero_()[: len(top)] = counts[top]
         self._ring.fill_(self.empty)
-        score = counts + torch.isin(keys, owners)
+        score = counts + torch.isin(keys, cached)  # of two with equal counts the cached one stays
         return keys[score.sort(descending=True, stable=True).indices[: self.capacity]]
 
     @torch.no_grad()
@@ -200,7 +201,7 @@ class RowCache(nn.Module):
             tensor.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or convert; counts stay in fp32: bf16 would not count beyond 256."""
+        """Move or convert the cache; counts stay in fp32, since bf16 cannot count beyond 256."""
         counts = self._counts
         super()._apply(fn, recurse)
         if self._counts.dtype != counts.dtype:
@@ -208,14 +209,14 @@ class RowCache(nn.Module):
         return self
 
     def nbytes(self) -> int:
-        """Bytes of rows, keys, counts and all else."""
+        """Bytes of the rows, keys, counts and everything else."""
         return sum(tensor.nbytes for tensor in self.state_dict().values())
 
 
 def _even_stride(n: int) -> int:
-    """A stride through ``n`` entries that meets each once, every stretch of it spread evenly.
+    """A stride through ``n`` entries that meets each once and spreads every part of them evenly.
 
-    So whichever part of a batch is left out or overwritten, no table is favoured.
+    Whichever part of a batch is left out or overwritten, no table loses more than others.
     """
     stride = max(round(0.618 * n), 1)
     while gcd(stride, n) > 1:
