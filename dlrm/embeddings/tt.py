@@ -32,21 +32,23 @@ class TT(CachesHotRows, Embedding):
     ``i_k`` of core ``k`` is a matrix ``[r_{k-1}, q_k r_k]`` and ``r_0 = r_d = 1``. ``prod(p)`` is
     at least the number of rows and ``prod(q)`` is the dim. All tables of a group have the same
     ``q`` and ranks; core ``k`` of all of them is one parameter ``cores.k`` of shape
-    ``[sum(p_k), r_{k-1} q_k r_k]``, a row per slice, the tables behind one another.
+    ``[sum(p_k), r_{k-1} q_k r_k]``: one row per slice, table after table.
 
     Args:
-        rank: length of the bonds between cores. Larger is closer to a dense table; the weights
-            grow with its square. Bonds longer than any table of the group can use are cut.
+        rank: TT rank, the size of the dimension that two neighboring cores share. A larger rank
+            comes closer to a dense table; the number of weights grows with its square. A rank that
+            no table of the group can use is reduced.
         d: number of cores.
-        q: factors of the dim, as ``2 2 4`` for 16; by default the most balanced ones.
-        p: factors of the number of rows, for every table of the group, their product at least
-            its rows; by default balanced ones, for each table its own.
-        cache_rows: rows, of all tables of the group together, that are kept uncompressed as well
-            and trained as such: the most used ones. 0 for no cache. The cache is empty
-            until it is renewed for the first time: by cache_populate, or --populate_every.
-        cache_window: training look-ups that are remembered to be counted at the next renewal; by
-            default 16 per cached row. Of more look-ups the last count.
-        cache_decay: factor on older counts at each renewal.
+        q: factors of the embedding dim, such as ``2 2 4`` for 16; by default the most balanced
+            ones.
+        p: factors of the number of rows, the same for every table of the group, whose product is
+            at least the number of rows; by default balanced ones for each table.
+        cache_rows: number of rows, of all tables of the group together, that are also kept
+            uncompressed and trained as such: the most used ones. 0 for no cache. The cache is
+            empty until it is populated for the first time, by cache_populate or --populate_every.
+        cache_window: training look-ups that are remembered until the cache is populated and counts
+            them; by default 16 per cached row. Of more look-ups the last ones count.
+        cache_decay: factor on older counts each time that the cache is populated.
 
     Raises:
         ValueError: factors that do not fit, or an option outside its range.
@@ -93,14 +95,8 @@ class TT(CachesHotRows, Embedding):
         self._row_offsets: Tensor  # [F], where each table begins among the keys of the cache
         self.cache = None
         if cache_rows:
-            self.cache = RowCache(
-                sum(self.num_embeddings),
-                cache_rows,
-                embedding_dim,
-                window=16 * cache_rows if cache_window is None else cache_window,
-                decay=cache_decay,
-                sparse=self.sparse,
-            )
+            rows = sum(self.num_embeddings), cache_rows
+            self.cache = _row_cache(*rows, embedding_dim, cache_window, cache_decay, self.sparse)
         self.reset_parameters()
 
     def _check_factors(self, d: int) -> None:
@@ -126,12 +122,12 @@ class TT(CachesHotRows, Embedding):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the cores anew, the deviation of the rows of a table being ``1 / sqrt(3 V)``.
+        """Draw the cores at random, such that the rows of a table deviate by ``1 / sqrt(3 V)``.
 
-        That is the deviation of U(-1/sqrt(V), 1/sqrt(V)), the start of dense tables. As in the
-        paper no entry is near zero: they are normal given ``|x| >= 2``. Slices are brought to
-        equal norm, so that rows of one leading digit deviate as all do, and the cores are scaled
-        by the mean square of the product, which :func:`mean_square` knows exactly for any rank.
+        That is the standard deviation of U(-1/sqrt(V), 1/sqrt(V)), from which dense tables start.
+        As in the paper no entry is near zero: they are normal, given that ``|x| >= 2``. Slices are
+        scaled to equal norm, so that the rows of one leading digit deviate as all do, and the cores
+        by the mean square of the product, which :func:`mean_square` gives exactly for any rank.
         """
         for core in self.cores:
             tail = torch.rand_like(core).neg_().add_(1).mul_(0.0227501)  # P(x < -2) is 0.02275
@@ -188,7 +184,7 @@ class TT(CachesHotRows, Embedding):
         *,
         skip: Tensor | None = None,
     ) -> Tensor:
-        """Rows as the cores give them."""
+        """Rows computed from the cores, without the cache."""
         cores, updates = list(self.cores), context.updates
         return tt_vectors(cores, self._shape, tables, ids, skip=skip, updates=updates)
 
@@ -201,28 +197,28 @@ class TT(CachesHotRows, Embedding):
             self.cache.observe(ids + self._row_offsets[tables])
 
     def cache_stats(self) -> dict[str, int]:
-        """Hits and look-ups of the cache in training since its last renewal, if there is one."""
+        """Hits and look-ups in training since the cache was last populated, if there is one."""
         return {} if self.cache is None else self.cache.stats()
 
     @torch.no_grad()
     def cache_populate(self) -> PopulateReport | None:
-        """Renew the cache, if there is one: from now on it holds the most used rows.
+        """Populate the cache, if there is one, with the rows that are used most now.
 
-        Rows that stay are not touched. Rows that leave are written back into the cores by a least
-        squares fit; new rows start from what the cores give. To be called between two steps; the
-        optimizer state of ``report.reset`` must be reset by the caller.
+        Rows that stay do not change. Rows that leave are written back into the cores by a least
+        squares fit; new rows start from what the cores give. Call it between two steps, and reset
+        the optimizer state of ``report.reset``.
         """
         if self.cache is None:
             return None
 
-        def place(keys: Tensor) -> tuple[Tensor, Tensor]:
+        def tables_and_ids(keys: Tensor) -> tuple[Tensor, Tensor]:
             tables = torch.bucketize(keys, self._row_offsets, right=True) - 1
             return tables, keys - self._row_offsets[tables]
 
         def write(keys: Tensor, rows: Tensor) -> float:
-            return fit_rows(list(self.cores), self._shape, *place(keys), rows)
+            return fit_rows(list(self.cores), self._shape, *tables_and_ids(keys), rows)
 
-        report = self.cache.populate(lambda keys: self._compressed(*place(keys)), write)
+        report = self.cache.populate(lambda keys: self._compressed(*tables_and_ids(keys)), write)
         reset = {f"cache.{name}": rows for name, rows in report.reset.items()}
         return replace(report, reset=reset)
 
@@ -230,7 +226,7 @@ class TT(CachesHotRows, Embedding):
     def load_dense(self, weights: Sequence[Tensor]) -> None:
         """Decompose dense tables, each ``[V, D]``, by TT-SVD; exact where the rank suffices.
 
-        A table needs about three times its own memory meanwhile. The cache is emptied.
+        This takes about three times the memory of a table. The cache is emptied.
         """
         self._check_dense(weights)
         if self.cache is not None:
@@ -242,7 +238,7 @@ class TT(CachesHotRows, Embedding):
                 core.copy_(new)
 
     def footprint(self) -> list[dict[str, int]]:
-        """Bytes of each table; the cache is shared out by the tables' rows."""
+        """Bytes of each table; those of the cache are divided in proportion to the rows."""
         size = self.cores[0].element_size()
         parts = [{"weights": tt_weights(p, self.q, self.ranks) * size} for p in self.p]
         if self.cache is not None:
@@ -267,19 +263,16 @@ class TT(CachesHotRows, Embedding):
         cache_window: int | None = None,
         cache_decay: float = 0.8,
     ) -> list[dict[str, Any] | None]:
-        """As few tables as possible, the largest, at the highest rank; see :class:`Embedding`.
+        """As few compressed tables as possible, at the highest rank; see :class:`Embedding`.
 
-        Tables are compressed, the largest first, until the budget is within reach of the default
-        rank (all of them if it is not), and the rank is the largest that fits, beside a cache if
-        there is one.
+        The largest tables are compressed, as many as it takes to meet the budget at the default
+        rank (all of them if that is not enough). Then the rank is the largest that fits, next to
+        the cache if there is one.
         """
         if cache_rows:
-            window = 16 * cache_rows if cache_window is None else cache_window
-            rows = sum(num_embeddings)
+            rows = sum(num_embeddings), cache_rows
             with torch.device("meta"):
-                cache = RowCache(
-                    rows, cache_rows, embedding_dim, decay=cache_decay, window=window, sparse=True
-                )
+                cache = _row_cache(*rows, embedding_dim, cache_window, cache_decay, sparse=True)
             if weight_bytes == 2:
                 cache.bfloat16()
             if cache.nbytes() >= budget:
@@ -289,37 +282,44 @@ class TT(CachesHotRows, Embedding):
                     "--tt.cache_window, or raise the budget"
                 )
             budget -= cache.nbytes()
-        row = weight_bytes * embedding_dim
-        order = sorted(range(len(num_embeddings)), key=lambda table: -num_embeddings[table])
-        shapes = [tuple(p) if p else factorize_rows(rows, d) for rows in num_embeddings]
-        widths = tuple(q) if q else factorize_dim(embedding_dim, d)
+        dense = [weight_bytes * embedding_dim * rows for rows in num_embeddings]
+        by_size = sorted(range(len(dense)), key=lambda table: -dense[table])
+        ps = [tuple(p) if p else factorize_rows(rows, d) for rows in num_embeddings]
+        qs = tuple(q) if q else factorize_dim(embedding_dim, d)
 
-        def clipped(compressed: int, rank: int) -> tuple[int, ...]:
-            group = [shapes[table] for table in order[:compressed]]
-            return clip_ranks(rank, group, widths) if group else ()
+        def ranks_of(compressed: Sequence[int], rank: int) -> tuple[int, ...]:
+            return clip_ranks(rank, [ps[t] for t in compressed], qs) if compressed else ()
 
-        def size(table: int, ranks: tuple[int, ...]) -> int:
-            train = tt_weights(shapes[table], widths, ranks)
-            return weight_bytes * min(train, num_embeddings[table] * embedding_dim)
+        def total(count: int, rank: int) -> int:
+            """Bytes of all tables if the ``count`` largest are compressed."""
+            compressed, others = by_size[:count], by_size[count:]
+            ranks = ranks_of(compressed, rank)
+            trains = (weight_bytes * tt_weights(ps[t], qs, ranks) for t in compressed)
+            smaller = map(min, trains, (dense[t] for t in compressed))
+            return sum(dense[t] for t in others) + sum(smaller)
 
-        def total(compressed: int, rank: int) -> int:
-            dense = row * sum(num_embeddings[table] for table in order[compressed:])
-            own = clipped(compressed, rank)
-            return dense + sum(size(t, own) for t in order[:compressed])
-
-        fewest = (n for n in range(len(order)) if total(n, DEFAULT_RANK) <= budget)
-        compressed = next(fewest, len(order))
+        enough = (n for n in range(len(dense)) if total(n, DEFAULT_RANK) <= budget)
+        count = next(enough, len(dense))
         highest = embedding_dim * max(num_embeddings)
-        rank = 1 + highest_level(lambda level: total(compressed, level + 1), highest, budget, "tt")
-        own = clipped(compressed, rank)
-        chosen = {
-            table for table in order[:compressed] if size(table, own) < row * num_embeddings[table]
-        }
-        return [{"rank": max(own)} if t in chosen else None for t in range(len(num_embeddings))]
+        rank = 1 + highest_level(lambda level: total(count, level + 1), highest, budget, "tt")
+        ranks = ranks_of(by_size[:count], rank)
+        return [
+            {"rank": max(ranks)}
+            if t in by_size[:count] and weight_bytes * tt_weights(ps[t], qs, ranks) < dense[t]
+            else None
+            for t in range(len(dense))
+        ]
 
     def extra_repr(self) -> str:
         """Also the ranks and factors."""
         return f"{super().extra_repr()}, ranks={list(self.ranks)}, q={list(self.q)}, p={self.p}"
+
+
+def _row_cache(
+    num_rows: int, capacity: int, dim: int, window: int | None, decay: float, sparse: bool
+) -> RowCache:
+    window = 16 * capacity if window is None else window
+    return RowCache(num_rows, capacity, dim, decay=decay, window=window, sparse=sparse)
 
 
 def slice_widths(q: Sequence[int], ranks: Sequence[int]) -> list[int]:
@@ -335,11 +335,11 @@ def tt_weights(p: Sequence[int], q: Sequence[int], ranks: Sequence[int]) -> int:
 def clip_ranks(rank: int, p: Sequence[Sequence[int]], q: Sequence[int]) -> tuple[int, ...]:
     """Ranks ``(1, r_1, .., 1)``: ``rank``, or less where no table can use as much.
 
-    Bond ``k`` joins a matrix of ``prod(p[:k]) prod(q[:k])`` rows and ``prod(p[k:]) prod(q[k:])``
-    columns; a longer bond than the smaller of the two adds weights and no freedom.
+    Rank ``k`` joins a matrix of ``prod(p[:k]) prod(q[:k])`` rows and ``prod(p[k:]) prod(q[k:])``
+    columns; a larger rank than the smaller of the two adds weights and no freedom.
     """
-    bonds = [
+    largest = [
         max(min(prod(t[:k]) * prod(q[:k]), prod(t[k:]) * prod(q[k:])) for t in p)
         for k in range(1, len(q))
     ]
-    return (1, *(min(rank, bond) for bond in bonds), 1)
+    return (1, *(min(rank, limit) for limit in largest), 1)

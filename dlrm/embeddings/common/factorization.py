@@ -13,9 +13,9 @@ MAX_PADDING = 1.25  # rows that rounding up may add: at most a quarter
 def factorize_rows(rows: int, d: int) -> tuple[int, ...]:
     """Balanced factors ``p`` with ``prod(p) >= rows``, ascending: 11,000,000 -> 200, 220, 250.
 
-    ``rows`` is rounded up to one, two, ... trailing zeros (by at most a quarter); of the best
-    factorisations of these numbers the most balanced one is taken. Where none is balanced (small
-    numbers, mostly) the factors are the root of ``rows``, rounded up or down.
+    ``rows`` is rounded up to one, two, ... trailing zeros (by at most a quarter), and the most
+    balanced factorization of any of these numbers is taken. Where none is balanced (mostly of small
+    numbers) the factors are the ``d``-th root of ``rows``, rounded up or down.
 
     Args:
         rows: number of rows V.
@@ -24,8 +24,8 @@ def factorize_rows(rows: int, d: int) -> tuple[int, ...]:
     Raises:
         ValueError: no row, or no factor.
 
-    Reference: Yin, Acun, Liu, Wu, "TT-Rec", arXiv 2101.11714; the rule gives its shapes for
-    Criteo's tables.
+    Reference: Yin, Acun, Liu, Wu, "TT-Rec", arXiv 2101.11714; this rule gives the shapes of the
+    paper for Criteo's tables.
     """
     if rows < 1 or d < 1:
         raise ValueError(f"rows and d must be at least 1, got {rows} and {d}")
@@ -43,7 +43,7 @@ def factorize_dim(dim: int, d: int) -> tuple[int, ...]:
 
 
 def balanced(n: int, d: int) -> tuple[int, ...]:
-    """The most balanced of all ascending factorisations of ``n`` into ``d`` factors."""
+    """The most balanced of all ascending factorizations of ``n`` into ``d`` factors."""
     return max(_factorizations(n, d, _divisors(n)), key=balance)
 
 

@@ -15,10 +15,11 @@ from torch.nn import functional
 from dlrm.kernels.tt import TTShape, tt_vectors
 
 MAX_EXACT_SIDE = 4096  # matrices longer than this on both sides get a randomized SVD
-FIT_CHUNK = 8192  # rows that are fitted at a time: each may need its own copy of a slice
+FIT_CHUNK = 8192  # rows that are looked up at a time: each may need its own copy of a slice
 FIT_STEPS = 12  # of conjugate gradients; more change neither residual nor drift
-# Weight of the mean squared change of all rows of a table against the error of the fitted rows. Of
-# 0.1, 1, 4 and no write-back, 4 gave the best test loss on Criteo (a sixth of the cache leaving).
+# Weight of the mean squared change of all rows of a table relative to the error of the fitted
+# rows. Of 0.1, 1, 4 and no write-back, 4 gave the best test loss on Criteo, with a sixth of the
+# cache leaving.
 DRIFT_WEIGHT = 4.0
 
 
@@ -34,8 +35,9 @@ def table_slices(cores: Sequence[Tensor], shape: TTShape, table: int) -> list[Te
 def left_grams(cores: Sequence[Tensor]) -> list[Tensor]:
     """Sums over all products of leading slices: ``out[k] = sum A^T A``, ``[r_k, r_k]``.
 
-    ``A [q_1 .. q_k, r_k]`` runs over the products of the first ``k`` cores' slices, ``prod(p[:k])``
-    of them, none of which is made: one step takes ``G^T M G`` to the next. float64.
+    ``A [q_1 .. q_k, r_k]`` are the ``prod(p[:k])`` products of slices of the first ``k`` cores. They
+    are not computed: ``out[k]`` is the sum of ``G^T out[k - 1] G`` over the slices ``G`` of a core.
+    float64.
     """
     gram = torch.ones(1, 1, dtype=torch.float64, device=cores[0].device)
     grams = [gram]
@@ -48,12 +50,12 @@ def left_grams(cores: Sequence[Tensor]) -> list[Tensor]:
 
 
 def right_grams(cores: Sequence[Tensor]) -> list[Tensor]:
-    """The same from the right: ``out[k] = sum B B^T``, ``B`` the products of cores from ``k``."""
+    """The same from the right: ``out[k] = sum B B^T``, ``B`` the products of cores ``k`` and on."""
     return left_grams([core.transpose(1, 3) for core in reversed(cores)])[::-1]
 
 
 def mean_square(cores: Sequence[Tensor]) -> float:
-    """Mean square of the entries of all ``prod(p)`` rows, exactly, without making them.
+    """The exact mean square of the entries of all ``prod(p)`` rows, without computing them.
 
     In expectation, for independent entries of variance ``s^2``, it is ``prod(r) s^(2 d)``.
     """
@@ -67,14 +69,14 @@ def tt_svd(
     """Decompose a dense table into tensor-train cores by successive truncated SVDs.
 
     The table, padded with zero rows to ``prod(p)``, becomes a tensor of the sides ``p_k q_k``;
-    each SVD splits off one side. The squared error is at most the sum of what the ``d - 1`` SVDs
-    leave out. Cores are scaled to equal deviation, so that one learning rate suits all of them.
+    each SVD splits off one side. The squared error is at most the sum of those of the ``d - 1``
+    SVDs. Cores are scaled to equal standard deviation, so that one learning rate suits all of them.
 
     Args:
         weight: ``[V, D]``.
         p: factors of the rows, ``prod(p) >= V``.
         q: factors of the dim, ``prod(q) == D``.
-        ranks: ``(1, r_1, .., 1)``; what a bond cannot use is filled with zeros.
+        ranks: ``(1, r_1, .., 1)``; a rank larger than the table can use is filled with zeros.
 
     Returns:
         The cores.
@@ -100,9 +102,9 @@ def tt_svd(
 def _truncated_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """The best ``left [m, rank] @ right [rank, n]``, padded with zeros beyond ``min(m, n)``.
 
-    The rows of ``right`` carry the singular values and ``left`` is orthonormal. A wide matrix
-    needs only the eigenvectors of its small Gram matrix, summed in float64; a tall one is small
-    by then; where both sides are long the SVD is randomized.
+    ``left`` is orthonormal, and the rows of ``right`` are scaled by the singular values. A wide
+    matrix needs only the eigenvectors of its small Gram matrix, summed in float64. A tall matrix is
+    always small here. Where both sides are long, the SVD is randomized.
     """
     m, n = matrix.shape
     usable = min(m, n, rank)
@@ -125,12 +127,12 @@ def _truncated_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 def fit_rows(
     cores: Sequence[Tensor], shape: TTShape, tables: Tensor, ids: Tensor, rows: Tensor
 ) -> float:
-    """Change the cores of a group so that some rows become ``rows``, and the others little.
+    """Change the cores of a group so that some rows become ``rows`` and others change little.
 
-    Only the largest core changes, for its slices are shared the least. Rows are linear in it, so
+    Only the largest core changes, since its slices are shared the least. Rows are linear in it, so
     this is a least squares problem: the error of the given rows plus the mean squared change of
     all rows of their tables, which is a quadratic form of the Gram matrices to the left and right
-    of the core. A few steps of conjugate gradients from no change solve it nearly.
+    of the core. A few steps of conjugate gradients, starting from no change, come close enough.
 
     Args:
         cores, shape, tables: as of :func:`~dlrm.kernels.tt.tt_vectors`; the cores are changed in
@@ -146,7 +148,7 @@ def fit_rows(
 
     def look_up(core: Tensor, part: slice) -> Tensor:
         trial = [*cores[:k], core, *cores[k + 1 :]]
-        # Every process fits its replica by itself: they stay equal.
+        # Every process fits its own replica, and they must stay equal.
         return tt_vectors(trial, shape, tables[part], ids[part], deterministic=True)
 
     def fit_gradient(core: Tensor, target: Tensor) -> Tensor:
@@ -165,7 +167,7 @@ def fit_rows(
     residual = fit_gradient(cores[k], rows)
     direction, square = residual, residual.square().sum()
     tiny, eps = torch.finfo(residual.dtype).tiny, torch.finfo(residual.dtype).eps
-    enough = eps**2 * square  # what is left then is rounding, which no step makes smaller
+    enough = eps**2 * square  # what is left below this is rounding, which no step can reduce
     for _ in range(FIT_STEPS):
         image = drift_gradient(direction) - fit_gradient(direction, zero_rows)
         curvature = (direction * image).sum()

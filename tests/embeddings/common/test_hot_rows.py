@@ -23,7 +23,7 @@ def use(group, *tables):
     return group(torch.cat(ids), offsets)
 
 
-def owners(group):
+def cached_ids(group):
     """Cached rows as (table, id), by slot."""
     cache = group.cache
     out = {}
@@ -43,7 +43,7 @@ def test_nothing_is_cached_before_the_first_populate():
     plain.load_state_dict(group.state_dict(), strict=False)
     for _ in range(3):
         torch.testing.assert_close(use(group, [1, 1, 2], [3]), use(plain, [1, 1, 2], [3]))
-    assert owners(group) == {}
+    assert cached_ids(group) == {}
     assert group.cache_stats() == {"hits": 0, "lookups": 12}
 
 
@@ -51,7 +51,7 @@ def test_counts_beyond_what_bf16_counts_to():
     group = make(cache_rows=1, cache_window=1000).bfloat16()
     use(group, [1] * 256 + [5] * 257, [3])
     group.cache_populate()
-    assert list(owners(group).values()) == [(0, 5)]
+    assert list(cached_ids(group).values()) == [(0, 5)]
     assert group.cache.rows.dtype == torch.bfloat16
 
 
@@ -77,7 +77,7 @@ def test_the_most_used_rows_are_cached_and_start_from_the_cores():
     before = [group.to_dense(table) for table in range(2)]
     use(group, [1, 1, 1, 2, 2, 399], [3, 3, 3, 3, 29])
     report = group.cache_populate()
-    assert sorted(owners(group).values()) == [(0, 1), (1, 3)]
+    assert sorted(cached_ids(group).values()) == [(0, 1), (1, 3)]
     assert (report.resident, report.admitted, report.evicted) == (2, 2, 0)
     assert report.lookups == 11
     assert report.hits == 0
@@ -92,7 +92,7 @@ def test_a_hit_trains_the_cached_row_and_a_miss_the_cores():
     group.cache_populate()
     use(group, [5, 5], [0]).sum().backward()
     assert all(core.grad is None or not core.grad.any() for core in group.cores)
-    slots = {slot: 2.0 if owner == (0, 5) else 1.0 for slot, owner in owners(group).items()}
+    slots = {slot: 2.0 if owner == (0, 5) else 1.0 for slot, owner in cached_ids(group).items()}
     grad = group.cache.rows.grad.to_dense()
     for slot in range(len(grad)):
         assert (grad[slot] == slots.get(slot, 0.0)).all()
@@ -112,7 +112,7 @@ def test_gradients_of_hits_and_misses_together():
         group.cache.rows.normal_()
     out = use(group, [5, 6, 9, 7], [0, 0, 2])
     cached = group.cache.rows
-    slots = {owner: slot for slot, owner in owners(group).items()}
+    slots = {owner: slot for slot, owner in cached_ids(group).items()}
     first = cached[slots[0, 5]] + plain.rows(0, torch.tensor([6, 7])).sum(0)
     second = 2 * cached[slots[1, 0]] + plain.rows(1, torch.tensor(2))
     expected = torch.stack([first + cached[slots[0, 9]], second])[None]
@@ -128,13 +128,13 @@ def test_rows_that_stay_keep_slot_value_and_optimizer_state():
     group = make(cache_rows=2)
     use(group, [1, 1, 1, 1, 2, 2], [0])
     group.cache_populate()
-    before = owners(group)
+    before = cached_ids(group)
     with torch.no_grad():
         group.cache.rows[:2] += 1.0
     kept = row(group, 0, 1)
     use(group, [1], [7] * 9)
     report = group.cache_populate()
-    after = owners(group)
+    after = cached_ids(group)
     assert sorted(after.values()) == [(0, 1), (1, 7)]
     stayed = next(slot for slot, owner in before.items() if owner == (0, 1))
     assert after[stayed] == (0, 1)
@@ -142,7 +142,7 @@ def test_rows_that_stay_keep_slot_value_and_optimizer_state():
     assert report.reset["cache.rows"].tolist() == [1 - stayed]
 
 
-def test_evicted_rows_are_written_back_and_the_residual_is_true():
+def test_evicted_rows_are_written_back_and_the_residual_is_correct():
     group = make(rank=16, cache_rows=4)
     use(group, [1, 2, 3, 4], [])
     group.cache_populate()
@@ -164,25 +164,25 @@ def test_evicted_rows_are_written_back_and_the_residual_is_true():
         torch.testing.assert_close(row(group, 0, index), group._compressed(ids * 0, ids).detach())
 
 
-def test_no_row_is_served_anothers_over_many_renewals():
+def test_no_id_gets_the_row_of_another_after_many_populates():
     group = make(cache_rows=8, cache_decay=0.3)
     generator = torch.Generator().manual_seed(1)
     for turn in range(12):
-        with torch.no_grad():  # every cached row carries the mark of its owner
-            for slot, (table, index) in owners(group).items():
+        with torch.no_grad():  # every cached row is marked with its table and id
+            for slot, (table, index) in cached_ids(group).items():
                 group.cache.rows[slot] = 1000.0 * table + index
         hot = torch.randint(SIZES[0], (9,), generator=generator).tolist()
-        marked = set(owners(group).values())
+        marked = set(cached_ids(group).values())
         use(group, hot * 3, [turn % SIZES[1]] * 4)
         group.cache_populate()
-        for slot, (table, index) in owners(group).items():
+        for slot, (table, index) in cached_ids(group).items():
             value = group.cache.rows[slot].detach()
             assert torch.equal(value, row(group, table, index))
             if (table, index) in marked:
                 assert (value == 1000.0 * table + index).all()
             else:
                 assert not (value == 1000.0 * table + index).all()
-        assert len(set(owners(group).values())) == len(owners(group))
+        assert len(set(cached_ids(group).values())) == len(cached_ids(group))
         assert not group.cache.rows[-1].any()
 
 
@@ -194,7 +194,7 @@ def test_a_row_is_not_replaced_by_one_used_as_often():
     assert group.cache_populate().evicted == 0
     use(group, [4, 4, 4], [])
     assert group.cache_populate().evicted == 1
-    assert list(owners(group).values()) == [(0, 4)]
+    assert list(cached_ids(group).values()) == [(0, 4)]
 
 
 def test_a_conversion_leaves_the_counts_alone():
@@ -213,7 +213,7 @@ def test_counts_decay():
         group.cache_populate()
     use(group, [4] * 6, [])  # 40 / 2 ** 4 is 2.5
     group.cache_populate()
-    assert list(owners(group).values()) == [(0, 4)]
+    assert list(cached_ids(group).values()) == [(0, 4)]
 
 
 def test_only_training_counts():
@@ -240,7 +240,7 @@ def test_hit_rate_is_of_the_training_look_ups_since_the_last_populate():
     assert group.cache_stats() == {"hits": 0, "lookups": 0}
 
 
-def test_pending_gradients_of_former_owners_are_dropped():
+def test_gradients_that_wait_for_an_optimizer_are_dropped():
     group = make(cache_rows=1)
     use(group, [1, 1], [])
     group.cache_populate()
@@ -259,7 +259,7 @@ def test_to_dense_sees_cached_rows_and_load_dense_empties_the_cache():
     assert (group.to_dense(0)[3] == 7.0).all()
     weights = [torch.randn(rows, 8) for rows in SIZES]
     group.load_dense(weights)
-    assert owners(group) == {}
+    assert cached_ids(group) == {}
     assert not (group.to_dense(0) == 7.0).any()
     assert group.cache_populate().resident == 0
 
@@ -273,7 +273,7 @@ def test_saved_and_restored_into_a_fresh_group():
     use(first, [300, 300, 300, 1], [7])  # counts that no populate has seen yet
     second = make()
     second.load_state_dict(copy.deepcopy(first.state_dict()))
-    assert owners(second) == owners(first)
+    assert cached_ids(second) == cached_ids(first)
     assert second.cache_stats() == first.cache_stats()
     for group in (first, second):
         use(group, [300, 20, 20], [7])
@@ -333,7 +333,7 @@ def test_empty_batches_and_int32_ids():
     assert use(group, [], []).shape == (1, 2, 8)
     group(torch.zeros(2, 3, dtype=torch.int32))
     group.cache_populate()
-    assert sorted(owners(group).values()) == [(0, 0), (1, 0)]
+    assert sorted(cached_ids(group).values()) == [(0, 0), (1, 0)]
     assert group(torch.zeros(2, 0, dtype=torch.int32)).shape == (0, 2, 8)
 
 

@@ -5,7 +5,7 @@ from math import prod
 import pytest
 import torch
 
-from dlrm.embeddings.common import tt_svd as tt_algebra
+from dlrm.embeddings.common import tt_svd
 from dlrm.embeddings.tt import TT
 from dlrm.kernels.tt import TTShape
 
@@ -36,8 +36,8 @@ def dense(cores):
 def test_grams_and_mean_square_are_those_of_the_dense_table(p, q, ranks):
     cores = make_cores(p, q, ranks)
     table = dense(cores)
-    assert tt_algebra.mean_square(cores) == pytest.approx(table.square().mean().item())
-    left, right = tt_algebra.left_grams(cores), tt_algebra.right_grams(cores)
+    assert tt_svd.mean_square(cores) == pytest.approx(table.square().mean().item())
+    left, right = tt_svd.left_grams(cores), tt_svd.right_grams(cores)
     for k in range(len(p) + 1):  # every bond sees the same sum of squares
         assert (left[k] * right[k]).sum().item() == pytest.approx(table.square().sum().item())
 
@@ -45,7 +45,7 @@ def test_grams_and_mean_square_are_those_of_the_dense_table(p, q, ranks):
 @every_shape
 def test_svd_recovers_a_train_of_its_own_ranks(p, q, ranks):
     table = dense(make_cores(p, q, ranks))
-    cores = tt_algebra.tt_svd(table, p, q, ranks)
+    cores = tt_svd.tt_svd(table, p, q, ranks)
     assert [tuple(core.shape) for core in cores] == [
         (p[k], ranks[k], q[k], ranks[k + 1]) for k in range(len(p))
     ]
@@ -58,7 +58,7 @@ def test_svd_error_is_within_the_bound_and_falls_with_the_rank(p, q, ranks):
     errors = []
     for rank in (1, 2, 4, 8, 200):
         clipped = (1, *[rank] * (len(p) - 1), 1)
-        cores = tt_algebra.tt_svd(table, p, q, clipped)
+        cores = tt_svd.tt_svd(table, p, q, clipped)
         errors.append((dense(cores)[: len(table)] - table).norm().item())
         deviations = torch.stack([core.square().mean() for core in cores])
         torch.testing.assert_close(deviations, deviations[:1].expand_as(deviations))
@@ -70,7 +70,7 @@ def test_svd_error_is_within_the_bound_and_falls_with_the_rank(p, q, ranks):
         unfolded[: len(table)] = table
         unfolded = unfolded.view(*p, *q).permute(0, 2, 1, 3).reshape(p[0] * q[0], -1)
         best = torch.linalg.svdvals(unfolded)[4:].norm().item()
-        cores = tt_algebra.tt_svd(table, p, q, ranks)
+        cores = tt_svd.tt_svd(table, p, q, ranks)
         error = dense(cores)
         error[: len(table)] -= table
         assert error.norm().item() == pytest.approx(best)
@@ -83,13 +83,13 @@ def test_svd_of_long_sides_is_randomized_and_nearly_as_good(monkeypatch):
     right = torch.linalg.qr(torch.randn(120, 60, dtype=torch.float64)).Q
     unfolded = (left * spectrum) @ right.T
     table = unfolded.view(p[0], q[0], p[1], q[1]).permute(0, 2, 1, 3).reshape(1200, 6)
-    monkeypatch.setattr(tt_algebra, "MAX_EXACT_SIDE", 10)
-    cores = tt_algebra.tt_svd(table, p, q, (1, rank, 1))
+    monkeypatch.setattr(tt_svd, "MAX_EXACT_SIDE", 10)
+    cores = tt_svd.tt_svd(table, p, q, (1, rank, 1))
     assert (dense(cores) - table).norm() < 1.01 * spectrum[rank:].norm()
 
 
 def test_svd_of_zeros():
-    cores = tt_algebra.tt_svd(torch.zeros(20, 4), (4, 5), (2, 2), (1, 3, 1))
+    cores = tt_svd.tt_svd(torch.zeros(20, 4), (4, 5), (2, 2), (1, 3, 1))
     assert all(torch.isfinite(core).all() for core in cores)
     assert dense([core.double() for core in cores]).abs().max() == 0
 
@@ -97,13 +97,13 @@ def test_svd_of_zeros():
 @pytest.mark.parametrize("d", [2, 3, 4])
 @pytest.mark.parametrize("chunk", [2, 8192])
 def test_fit_meets_rows_of_several_tables_and_leaves_the_others(d, chunk, monkeypatch):
-    monkeypatch.setattr(tt_algebra, "FIT_CHUNK", chunk)
+    monkeypatch.setattr(tt_svd, "FIT_CHUNK", chunk)
     group = TT([3000, 500], 8, rank=16, d=d)
     tables, ids = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 77, 2999, 3, 499])
     wanted = group.vectors(tables, ids) + 0.01 * torch.randn(5, 8)
     before = [group.to_dense(table) for table in range(2)]
     shape = TTShape(group._p, group.q, group.ranks)
-    residual = tt_algebra.fit_rows(list(group.cores), shape, tables, ids, wanted)
+    residual = tt_svd.fit_rows(list(group.cores), shape, tables, ids, wanted)
     got = group.vectors(tables, ids)
     assert residual == pytest.approx(((got - wanted).norm() / wanted.norm()).item(), rel=1e-4)
     assert residual < 0.1
@@ -125,7 +125,7 @@ def test_fits_of_rows_are_equal_to_the_bit(device):
     for _ in range(4):
         cores = [core.detach().clone() for core in group.cores]
         shape = TTShape(group._p, group.q, group.ranks)
-        tt_algebra.fit_rows(cores, shape, tables, ids, wanted)
+        tt_svd.fit_rows(cores, shape, tables, ids, wanted)
         fits.append(cores)
     for fit in fits[1:]:
         assert all(torch.equal(a, b) for a, b in zip(fits[0], fit, strict=True))
@@ -136,11 +136,11 @@ def test_the_drift_is_the_mean_squared_change_of_the_table():
     tables = torch.zeros(7, dtype=torch.int64)
     cores, k = list(group.cores), 1
     shape = TTShape(group._p, group.q, group.ranks)
-    gradient = tt_algebra._drift_gradient(cores, shape, tables, k)
+    gradient = tt_svd._drift_gradient(cores, shape, tables, k)
     change = torch.randn_like(cores[k])
     before = group.vectors(group._tables[0], torch.arange(60))
     with torch.no_grad():
         cores[k].add_(change)
     after = group.vectors(group._tables[0], torch.arange(60))
-    drift = 7 * tt_algebra.DRIFT_WEIGHT * (after - before).square().sum(1).mean()
+    drift = 7 * tt_svd.DRIFT_WEIGHT * (after - before).square().sum(1).mean()
     assert (change * gradient(change)).sum().item() == pytest.approx(drift.item())
