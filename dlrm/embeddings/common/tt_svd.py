@@ -35,9 +35,9 @@ def table_slices(cores: Sequence[Tensor], shape: TTShape, table: int) -> list[Te
 def left_grams(cores: Sequence[Tensor]) -> list[Tensor]:
     """Sums over all products of leading slices: ``out[k] = sum A^T A``, ``[r_k, r_k]``.
 
-    ``A [q_1 .. q_k, r_k]`` are the ``prod(p[:k])`` products of slices of the first ``k`` cores. They
-    are not computed: ``out[k]`` is the sum of ``G^T out[k - 1] G`` over the slices ``G`` of a core.
-    float64.
+    The ``A [q_1 .. q_k, r_k]`` are the ``prod(p[:k])`` products of slices of the first ``k`` cores.
+    They are not computed: ``out[k]`` is the sum of ``G^T out[k - 1] G`` over the slices ``G`` of a
+    core. In float64.
     """
     gram = torch.ones(1, 1, dtype=torch.float64, device=cores[0].device)
     grams = [gram]
