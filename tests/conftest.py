@@ -1,10 +1,17 @@
 """What every test needs to know: is there a GPU, and if not, Triton interprets its kernels."""
 
 import importlib
+import json
 import os
 import signal
+import subprocess
+import sys
+import threading
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run in several processes side by side
 
 import torch
 
@@ -13,12 +20,20 @@ if not torch.cuda.is_available():  # before anything imports triton
 
 import pytest
 
+ROOT = Path(__file__).parents[1]
+
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """Processes started here can be interrupted, though a job in the background ignores that."""
 
 
 def pytest_addoption(parser):
     parser.addoption("--part", default="0/1", help="run part i of n alone, as i/n, i from 0")
+
+
+def program_path(name):
+    """The file of a program: ``train``, or the name of one in ``scripts/``."""
+    (path,) = [*ROOT.glob(f"{name}.py"), *(ROOT / "scripts").rglob(f"{name}.py")]
+    return path
 
 
 def pytest_collection_modifyitems(config, items):
@@ -46,16 +61,95 @@ def device():
 
 @pytest.fixture
 def script(monkeypatch):
-    """Imports a program of ``scripts/`` by its name."""
-    root = Path(__file__).parents[1]
-    monkeypatch.syspath_prepend(str(root))
-    monkeypatch.chdir(root)
+    """Imports a program, ``train`` or one of ``scripts/``, by its name."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.chdir(ROOT)
 
     def load(name):
-        (path,) = (root / "scripts").rglob(f"{name}.py")
-        return importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
+        path = program_path(name).relative_to(ROOT)
+        return importlib.import_module(".".join(path.with_suffix("").parts))
 
     return load
+
+
+@pytest.fixture
+def run(script, capsys, monkeypatch):
+    """Runs a program in this process; returns what it printed."""
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # train.py sets its own
+
+    def run(name, *arguments, status=0):
+        capsys.readouterr()
+        try:
+            found = script(name).main([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            found = stop.code
+        printed = capsys.readouterr()
+        assert found == status, printed.out + printed.err
+        assert "Traceback" not in printed.err
+        return SimpleNamespace(stdout=printed.out, stderr=printed.err)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def _launcher(tmp_path_factory):
+    """Sends a request to launcher.py; returns the answer."""
+    command = [sys.executable, str(ROOT / "tests" / "launcher.py")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as server:
+
+        def request(**given):
+            print(json.dumps(given), file=server.stdin, flush=True)
+            return json.loads(server.stdout.readline())
+
+        yield request
+        server.stdin.close()
+
+
+@pytest.fixture
+def start(_launcher, tmp_path_factory):
+    """Starts a program in a process of its own, or in several as ``torchrun`` does."""
+    started = []
+
+    def start(program, *arguments, processes=1, file_size=None):
+        path = program if isinstance(program, Path) else program_path(program)
+        output = [str(tmp_path_factory.mktemp("output") / name) for name in ("out", "err")]
+        pid = _launcher(
+            program=str(path),
+            arguments=[str(argument) for argument in arguments],
+            processes=processes,
+            output=output,
+            file_size=file_size,
+        )
+        started.append(Process(pid, output, _launcher))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+class Process:
+    """A process that ``start`` started."""
+
+    def __init__(self, pid, output, launcher):
+        self.pid, self.returncode = pid, None
+        self._output, self._launcher = output, launcher
+
+    def poll(self, seconds=0):
+        """The exit status; None while it runs, for so many seconds at most."""
+        if self.returncode is None:
+            self.returncode = self._launcher(wait=[self.pid, seconds])
+        return self.returncode
+
+    def wait(self, seconds=240):
+        """The process when it has ended; what it printed is in ``stdout`` and ``stderr``."""
+        if self.poll(seconds) is None:
+            raise TimeoutError(f"process {self.pid} has not ended in {seconds} seconds")
+        self.stdout, self.stderr = (Path(path).read_text() for path in self._output)
+        return self
 
 
 @pytest.fixture(autouse=True)

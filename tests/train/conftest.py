@@ -1,0 +1,86 @@
+"""What tests of train.py share: data, the program, runs that are only read."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from dlrm.data import synthetic
+
+ROOT = Path(__file__).parents[2]
+
+SMALL = ["--model.bottom_mlp", "[16]", "--model.top_mlp", "[16]", "--batch_size", "256"]
+SMALL += ["--optim.warmup_steps", "5", "--device", "cpu"]
+KIND_OPTIONS = {
+    "tt": ["--tt.rank", "4", "--tt.cache_rows", "40", "--populate_every", "7"],
+    "hash": ["--hash.rows", "64"],
+    "drop": ["--drop.keep", "64"],
+    "robe": ["--robe.rows", "64"],
+    "cafe": ["--cafe.rows", "200", "--populate_every", "7"],
+}
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """Synthetic data, which no test writes to."""
+    directory = tmp_path_factory.mktemp("data") / "synthetic"
+    cardinalities = [3000 if column % 5 == 0 else 20 + column for column in range(26)]
+    synthetic.write(directory, rows=12_000, cardinalities=cardinalities, fractions=[0.8, 0.1, 0.1])
+    return directory
+
+
+@pytest.fixture
+def options():
+    """The options of a run of a kind of embeddings."""
+    return lambda kind: ["--emb", kind, *KIND_OPTIONS.get(kind, [])]
+
+
+@pytest.fixture
+def command(data, tmp_path):
+    """The arguments of train.py for a small run below ``tmp_path``."""
+
+    def command(name, *options, data=data, output=tmp_path):
+        name = ["--name", name] if name else []
+        return ["--data", data, "--output", output, *name, *SMALL, *options]
+
+    return command
+
+
+@pytest.fixture
+def train(run, command):
+    """Trains a small run below ``tmp_path``; returns what was printed."""
+
+    def train(name, *options, status=0, **places):
+        return run("train", *command(name, *options, **places), status=status)
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def two_steps(data, tmp_path_factory):
+    """A run of two steps, which no test writes to."""
+    output = tmp_path_factory.mktemp("runs")
+    given = ["--data", str(data), "--output", str(output), "--name", "run", "--max_steps", "2"]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(str(ROOT))
+        assert importlib.import_module("train").main([*given, *SMALL]) == 0
+    return output / "run"
+
+
+@pytest.fixture
+def lines():
+    """The logged lines of a run."""
+    return lambda run: [json.loads(line) for line in (run / "metrics.jsonl").open()]
+
+
+@pytest.fixture
+def losses(lines):
+    """The logged losses of a run by step."""
+    return lambda run: {x["step"]: x["train/loss"] for x in lines(run) if "train/loss" in x}
+
+
+@pytest.fixture
+def result():
+    """The final metrics of a run."""
+    return lambda run: json.loads((run / "result.json").read_text())["metrics"]

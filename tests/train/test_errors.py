@@ -1,0 +1,92 @@
+"""What is wrong is told in one line."""
+
+import shutil
+
+import pytest
+import torch
+
+
+def test_mistakes_are_one_line_and_leave_nothing(run, data, tmp_path):
+    cases = [
+        (["--data", tmp_path / "none"], "does not exist"),
+        (["--tables.kinds", "{C99: tt}"], "names table 'C99'"),
+        (["--budget", "heaps"], "no amount of memory"),
+        (["--budget", "2x"], "--emb dense takes no budget"),
+        (["--emb", "hash", "--budget", "1000000x"], "budget"),
+        (["--device", "gpu"], "--device is 'gpu'"),
+        (["--resume", tmp_path / "nothing"], "is not a checkpoint"),
+    ]
+    if not torch.cuda.is_available():
+        cases.append((["--device", "cuda"], "there is no CUDA GPU"))
+    for options, text in cases:
+        given = ["--data", data, "--output", tmp_path / "out", *options]
+        error = run("train", *given, status=2).stderr
+        assert text in error
+        assert error.count("error:") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_a_file_that_is_not_to_be_read_at_once_is_looked_at_all_the_same(
+    train, data, tmp_path, split
+):
+    damaged = shutil.copytree(data, tmp_path / "data")
+    (path,) = damaged.glob(f"{split}-*.parquet")
+    path.write_bytes(path.read_bytes()[:-100])
+    done = train("run", data=damaged, status=2)
+    assert f"{path} is not a complete Parquet file" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("room", [8000, 20_000])
+def test_no_room_for_what_a_run_reports_is_one_line(start, command, tmp_path, room):
+    given = command("run", "--log_every", "1", "--checkpoint", "false")
+    done = start("train", *given, file_size=room).wait()
+    assert done.returncode == 2
+    assert f"error: {tmp_path / 'run'} can't be written: [Errno 27] File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_diverging_run_says_so(train):
+    diverging = ["--optim.dense", "sgd", "--optim.lr", "1e30", "--log_every", "1"]
+    assert "lower --optim.lr" in train("run", *diverging, status=2).stderr
+
+
+def test_a_model_that_memory_has_no_room_for(train):
+    for dim in (10**11, 10**18, 10**20):  # beyond any memory, and twice beyond 64 bits
+        done = train("run", "--model.embedding_dim", dim, status=2)
+        assert "error: out of memory: the largest table, C" in done.stderr
+        assert "compress it with --emb and --budget" in done.stderr
+
+
+def test_an_epoch_of_one_batch_and_of_none(train):
+    done = train("x", "--batch_size", "9600", "--loader.drop_last", "--max_steps", "1")
+    assert "100%" in done.stderr
+    done = train("y", "--batch_size", "9601", "--loader.drop_last", status=2)
+    assert "leaves no batch at all" in done.stderr
+
+
+def test_a_run_is_not_overwritten(train, two_steps):
+    done = train(two_steps.name, "--max_steps", "2", output=two_steps.parent, status=2)
+    assert "choose another --name" in done.stderr
+
+
+def test_files_where_directories_are_wanted(run, train, two_steps, data, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    train("run", output=file, status=2)
+    run("predict", two_steps, data, file / "scores.parquet", status=2)
+    done = run("predict", two_steps, data, tmp_path, status=2)
+    assert f"error: {tmp_path} is a directory; name the Parquet file" in done.stderr
+    run("compare", two_steps, "--plot", file / "x.png", status=2)
+
+
+def test_bad_checkpoints_are_refused(run, data, tmp_path):
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    (bad / "about.pt").write_bytes(b"no checkpoint")
+    assert "can't be read as a checkpoint" in run("evaluate", bad, data, status=2).stderr
+    torch.save({"other": 1}, bad / "about.pt")
+    assert "not of a checkpoint of this program" in run("evaluate", bad, data, status=2).stderr
+    assert "is not a checkpoint" in run("evaluate", tmp_path, data, status=2).stderr
+    assert "no result.json in" in run("compare", tmp_path, status=2).stderr

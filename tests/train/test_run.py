@@ -1,0 +1,177 @@
+"""Whole runs of train.py: what they reach, report and write."""
+
+import json
+import re
+from datetime import datetime
+
+import pandas as pd
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dlrm.data import synthetic
+from dlrm.embeddings import available
+from dlrm.training import checkpoint, run_directory
+
+
+@pytest.mark.parametrize("kind", sorted(available()))
+def test_every_kind_trains_better_than_chance(kind, train, options, result, tmp_path):
+    given = [*options(kind), "--optim.lr", "0.02", "--tables.threshold", "1000"]
+    done = train("run", *given)
+    values = result(tmp_path / "run")
+    assert values["test/auc"] > 0.6
+    assert values["test/normalized_entropy"] < 1
+    assert values["test/auc"] < values["test/best_possible_auc"]
+    assert "test/auc" in done.stdout
+    if kind not in ("dense", "paged", "offload"):
+        assert values["embeddings/compression"] > 1.2
+    if kind in ("hash", "robe", "cafe"):  # kinds with an option for the rows of a table
+        tables = json.loads((tmp_path / "run" / "result.json").read_text())["tables"]
+        assert tables["C1"]["rows"] == 3000
+        assert tables["C1"][f"{kind}.rows"] == int(given[3])
+        assert tables["C2"] == {"rows": 21, "kind": "dense"}
+
+
+def test_tables_in_bf16_take_half_and_train(train, result, tmp_path):
+    train("run", "--tables.dtype", "bf16", "--optim.lr", "0.02")
+    values = result(tmp_path / "run")
+    assert values["embeddings/compression"] == 2
+    assert values["test/auc"] > 0.6
+
+
+def test_a_trained_model_is_compressed_and_trained_on(run, train, result, tmp_path):
+    train("dense")
+    given = ["--emb", "auto", "--budget", "3x", "--init_from", tmp_path / "dense"]
+    done = train("auto", *given, "--max_steps", "5", "--optim.lr", "0.001")
+    assert re.search(r"^ *C\d+ +[\d,]+ +block +dim \d, keep \d+$", done.stdout, re.MULTILINE)
+    dense, values = result(tmp_path / "dense"), result(tmp_path / "auto")
+    assert values["embeddings/compression"] > 3
+    assert (
+        abs(values["fitted/auc"] - dense["test/auc"])
+        < 0.01
+        > abs(values["test/auc"] - values["fitted/auc"])
+    )
+    run("train", "--resume", tmp_path / "auto", "--max_steps", "7")
+    resumed = result(tmp_path / "auto")
+    assert resumed["fitted/auc"] == values["fitted/auc"]
+    assert resumed["test/auc"] != values["test/auc"]
+    done = train("none", "--init_from", tmp_path / "nowhere", status=2)
+    assert "no checkpoint" in done.stderr
+
+
+def test_everything_that_is_reported_is_there(train, options, lines, result, tmp_path):
+    logged_last = ["--log_every=10", "--epochs=2", "--max_steps=40"]
+    done = train("run", *options("tt"), *logged_last)
+    assert "100%" in done.stderr  # of 37 batches of 256, one of 128, and two more of 256
+    directory = tmp_path / "run"
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    scalars = events.Tags()["scalars"]
+    for name in (
+        *("train/loss", "train/gradient_norm/dense", "train/gradient_norm/embeddings"),
+        *("lr/dense", "lr/embeddings", "speed/samples_per_second", "speed/data_wait_share"),
+        *("embeddings/weights_bytes", "embeddings/bytes", "embeddings/compression"),
+        *("memory/process_peak", "cache/hit_rate"),
+        *(f"{split}/{metric}" for split in ("val", "test") for metric in
+          ("auc", "accuracy", "log_loss", "normalized_entropy", "calibration")),
+    ):  # fmt: skip
+        assert name in scalars, name
+    assert "config/text_summary" in events.Tags()["tensors"]
+    assert "_hparams_/session_start_info" in events.summary_metadata
+    logged = {x["step"]: x["train/loss"] for x in lines(directory) if "train/loss" in x}
+    assert {e.step: pytest.approx(e.value) for e in events.Scalars("train/loss")} == logged
+    validated = [line["step"] for line in lines(directory) if "val/auc" in line]
+    assert validated == [e.step for e in events.Scalars("val/auc")] == sorted({*validated})
+    assert validated[-1] == lines(directory)[-1]["step"] == 40
+    for name in scalars:  # one value at a step, the last of which is the result
+        found = events.Scalars(name)
+        assert len({e.step for e in found}) == len(found), name
+        if (final := result(directory).get(name)) is not None:
+            assert found[-1].value == pytest.approx(final), name
+    assert (directory / "config.yaml").exists()
+
+
+def test_profile_writes_a_trace(train, tmp_path):
+    train("run", "--profile")
+    assert json.loads((tmp_path / "run" / "profile" / "trace.json").read_text())["traceEvents"]
+    assert "aten::" in (tmp_path / "run" / "profile" / "operations.txt").read_text()
+
+
+def test_an_option_that_a_budget_sets_is_noted(train):
+    given = ["--emb", "tt", "--budget", "4x", "--tt.rank", "999", "--tt.cache_decay", "0.5"]
+    done = train("run", "--max_steps", "1", *given)
+    assert done.stderr.count("note: ") == 1
+    assert "note: --tt.rank has no effect, --budget sets it" in done.stderr
+
+
+def test_runs_started_in_one_second_have_names_of_their_own(run, command, tmp_path, monkeypatch):
+    class Clock:
+        microseconds = iter([1, 2])
+
+        @classmethod
+        def now(cls):
+            return datetime(2025, 1, 1, microsecond=next(cls.microseconds))
+
+    monkeypatch.setattr(run_directory, "datetime", Clock)
+    for seed in range(2):
+        run("train", *command(None, "--max_steps", "1", "--seed", seed))
+    found = [json.loads(path.read_text()) for path in tmp_path.glob("dense-*/result.json")]
+    assert sorted(run["options"]["seed"] for run in found) == [0, 1]
+
+
+def test_evaluate_predict_and_compare_work_on_a_run(run, train, options, data, result, tmp_path):
+    train("a", *options("tt"))
+    train("b", "--emb", "dense", "--seed", "1")
+    train("c", "--emb", "dense", "--seed", "2")
+    again = json.loads(run("evaluate", tmp_path / "a", data, "--device", "cpu").stdout)
+    for name, value in result(tmp_path / "a").items():
+        if name.startswith("test/") and "best_possible" not in name:
+            assert again[name.removeprefix("test/")] == value, name
+    other = tmp_path / "other"
+    synthetic.write(other, rows=500, cardinalities=[20] * 26, fractions=[0.5, 0, 0.5])
+    done = run("evaluate", tmp_path / "a", other, "--device", "cpu")
+    note = "note: 26 tables of the data differ in size from the model's (C1 20 and not 3,000, "
+    assert note in done.stderr
+    meta = json.loads((other / "meta.json").read_text())
+    (other / "meta.json").write_text(json.dumps(meta | {"dense": meta["dense"][:12]}))
+    done = run("evaluate", tmp_path / "a", other, status=2)
+    assert f"error: {other} has 12 dense columns, the model 13" in done.stderr
+    best = tmp_path / "a" / "checkpoints" / "best"
+    assert "auc" in run("evaluate", best, data, "--split", "val").stdout
+
+    scores = tmp_path / "scores.parquet"
+    run("predict", tmp_path / "a", data, scores)
+    table = pd.read_parquet(scores)
+    labels = pd.read_parquet(sorted(data.glob("test*.parquet")))["label"]
+    assert table["label"].tolist() == labels.tolist()
+    assert table["probability"].between(0, 1).all()
+    assert table["probability"].mean() == pytest.approx(labels.mean(), rel=0.25)
+
+    runs = [tmp_path / name for name in "abc"]
+    board = tmp_path / "comparison"
+    plot = ("--plot", tmp_path / "plot.png", "--tensorboard", board)
+    done = run("compare", *runs, board, *plot)  # as runs/* the second time
+    assert f"left out: no result.json in {board}: " in done.stderr
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    events = EventAccumulator(str(board))
+    events.Reload()
+    assert events.Tags()["images"] == ["comparison/AUC"]
+    dense = next(line for line in done.stdout.splitlines() if " dense " in line)
+    assert "±" in dense
+    assert re.search(r"\b2\b", dense)
+
+
+def test_the_scores_of_a_diverged_model_are_refused_as_its_metrics_are(
+    run, two_steps, data, tmp_path
+):
+    model, _ = checkpoint.load_model(two_steps)
+    torch.nn.init.constant_(list(model.dense_parameters())[-1], float("nan"))
+    diverged, scores = tmp_path / "diverged", tmp_path / "scores.parquet"
+    (diverged / "checkpoints").mkdir(parents=True)
+    path = diverged / "checkpoints" / "step_1"
+    checkpoint.save(path, checkpoint.Parts(model), checkpoint.about(two_steps))
+    measured = run("evaluate", diverged, data, status=2)
+    done = run("predict", diverged, data, scores, status=2)
+    assert done.stderr == measured.stderr
+    assert done.stderr.startswith("error: the model's outputs are not finite")
+    assert not scores.exists()
