@@ -1,19 +1,23 @@
 # make run    set everything up, then train the default model on a synthetic demo
-# make test   set everything up, then run all tests
-# make lint   ruff and mypy
+# make test   set everything up, then run the tests but for the slow ones
+# make test-all   all tests
 # make test-gpu   the tests that need a GPU, and the kernel tests natively
+# make lint   ruff and mypy
 
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: run test test-gpu lint clean
+.PHONY: run test test-all test-gpu lint clean
 
 run: $(VENV)/.installed
 	$(BIN)/python train.py --emb tt
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
+
+test-all: $(VENV)/.installed
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

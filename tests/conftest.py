@@ -20,6 +20,8 @@ if not torch.cuda.is_available():  # before anything imports triton
 
 import pytest
 
+from dlrm.utils.device import cpu_count
+
 ROOT = Path(__file__).parents[1]
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -34,6 +36,12 @@ def program_path(name):
     """The file of a program: ``train``, or the name of one in ``scripts/``."""
     (path,) = [*ROOT.glob(f"{name}.py"), *(ROOT / "scripts").rglob(f"{name}.py")]
     return path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """As many processes as there are cores, but as many as fit in usual memory."""
+    return min(cpu_count(), 8)
 
 
 def pytest_collection_modifyitems(config, items):

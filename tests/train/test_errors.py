@@ -87,6 +87,6 @@ def test_bad_checkpoints_are_refused(run, data, tmp_path):
     (bad / "about.pt").write_bytes(b"no checkpoint")
     assert "can't be read as a checkpoint" in run("evaluate", bad, data, status=2).stderr
     torch.save({"other": 1}, bad / "about.pt")
-    assert "not of a checkpoint of this program" in run("evaluate", bad, data, status=2).stderr
+    assert "was not written by this program" in run("evaluate", bad, data, status=2).stderr
     assert "is not a checkpoint" in run("evaluate", tmp_path, data, status=2).stderr
     assert "no result.json in" in run("compare", tmp_path, status=2).stderr

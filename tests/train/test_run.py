@@ -56,7 +56,7 @@ def test_a_trained_model_is_compressed_and_trained_on(run, train, result, tmp_pa
     assert resumed["fitted/auc"] == values["fitted/auc"]
     assert resumed["test/auc"] != values["test/auc"]
     done = train("none", "--init_from", tmp_path / "nowhere", status=2)
-    assert "no checkpoint" in done.stderr
+    assert "is not a checkpoint" in done.stderr
 
 
 def test_everything_that_is_reported_is_there(train, options, lines, result, tmp_path):
