@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import same_results_runs as runs
+import same_results_runs as runs  # type: ignore[import-not-found]
 import torch
 from pyarrow import parquet
 
