@@ -273,15 +273,7 @@ class TT(CachesHotRows, Embedding):
             rows = sum(num_embeddings), cache_rows
             with torch.device("meta"):
                 cache = _row_cache(*rows, embedding_dim, cache_window, cache_decay, sparse=True)
-            if weight_bytes == 2:
-                cache.bfloat16()
-            if cache.nbytes() >= budget:
-                raise ValueError(
-                    f"a budget of {budget} bytes is used up by the cache of {cache.capacity} rows "
-                    f"({cache.nbytes()} bytes): set fewer --tt.cache_rows or a smaller "
-                    "--tt.cache_window, or raise the budget"
-                )
-            budget -= cache.nbytes()
+            budget = _without_cache(budget, cache.bfloat16() if weight_bytes == 2 else cache)
         dense = [weight_bytes * embedding_dim * rows for rows in num_embeddings]
         by_size = sorted(range(len(dense)), key=lambda table: -dense[table])
         ps = [tuple(p) if p else factorize_rows(rows, d) for rows in num_embeddings]
@@ -320,6 +312,18 @@ def _row_cache(
 ) -> RowCache:
     window = 16 * capacity if window is None else window
     return RowCache(num_rows, capacity, dim, decay=decay, window=window, sparse=sparse)
+
+
+def _without_cache(budget: int, cache: RowCache) -> int:
+    """What is left of a budget for the cores."""
+    left = budget - cache.nbytes()
+    if left <= 0:
+        raise ValueError(
+            f"a budget of {budget} bytes is used up by the cache of {cache.capacity} rows "
+            f"({cache.nbytes()} bytes): set fewer --tt.cache_rows or a smaller "
+            "--tt.cache_window, or raise the budget"
+        )
+    return left
 
 
 def slice_widths(q: Sequence[int], ranks: Sequence[int]) -> list[int]:

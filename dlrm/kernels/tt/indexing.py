@@ -99,41 +99,49 @@ class LookupIndex:
         self, request: LookupRequest, weights: Tensor | None, zeros: Mapping[str, int]
     ) -> None:
         self.request = request
-        ids, layout, n = request.ids, request.layout, request.ids.numel()
-        unique = request.strategy == "unique"
-        sizes = dict(zeros)
-        for side, pairs in (("left", layout.left), ("right", layout.right)):
-            if pairs is not None:
-                sizes |= {f"{side} flags": pairs.pairs, f"{side} total": 1}
-        if unique:
-            sizes |= {"bitmap": layout.words, "unique total": 1}
-        cleared = _zeros_in_one_launch(sizes, ids.device)
+        n, unique = request.ids.numel(), request.strategy == "unique"
+        cleared = _zeros_in_one_launch({**zeros, **self._own_zeros(unique)}, request.ids.device)
         self.zeros = {name: cleared[name].view(torch.float32) for name in zeros}
-        rows = 1 if unique else 2
-        scale = None if weights is None else weights.detach().float()
+        right: Tensor | None
         if request.offsets is None:
-            of_lookup, bag = list(ids.new_empty(rows, n, dtype=torch.int32)), None
+            left, right = request.ids.new_empty(2, n, dtype=torch.int32)
+            bag = None
         else:
             # Ids behind the last bag stay at -1: a buffer of static size may be longer than used.
-            *of_lookup, bag = ids.new_full((rows + 1, n), -1, dtype=torch.int32)
-            if request.mean:
-                scale = torch.empty(n, device=ids.device)
+            left, right, bag = request.ids.new_full((3, n), -1, dtype=torch.int32)
+        if unique:  # their right factors follow from their segments
+            right = None
+        scale = None if weights is None else weights.detach().float()
+        if request.mean:
+            scale = torch.empty(n, device=request.ids.device)
         self.results = ResultOfLookups(bag, scale, request.batch, request.tables)
-        self.left, self.right = (
-            FactorIndex(
-                pairs, of, n, flags=cleared.get(f"{side} flags"), total=cleared.get(f"{side} total")
-            )
-            for side, pairs, of in (
-                ("left", layout.left, of_lookup[0]),
-                ("right", layout.right, None if unique else of_lookup[1]),
-            )
-        )
+        self.left = self._factor_index("left", request.layout.left, left, cleared)
+        self.right = self._factor_index("right", request.layout.right, right, cleared)
         keys = self._new_keys() if unique else None
         self._index(keys, cleared.get("bitmap"))
         self.left.rank()
         self.right.rank()
         if keys is not None:
             self._number_unique(keys, cleared["bitmap"], cleared["unique total"])
+
+    def _own_zeros(self, unique: bool) -> dict[str, int]:
+        """Sizes of the zeros that the index itself needs, by name."""
+        layout = self.request.layout
+        sizes = {"bitmap": layout.words, "unique total": 1} if unique else {}
+        for side, pairs in (("left", layout.left), ("right", layout.right)):
+            if pairs is not None:
+                sizes |= {f"{side} flags": pairs.pairs, f"{side} total": 1}
+        return sizes
+
+    def _factor_index(
+        self,
+        side: str,
+        pairs: PairLayout | None,
+        of_lookup: Tensor | None,
+        zeros: Mapping[str, Tensor],
+    ) -> FactorIndex:
+        flags, total = zeros.get(f"{side} flags"), zeros.get(f"{side} total")
+        return FactorIndex(pairs, of_lookup, self.request.ids.numel(), flags, total)
 
     def _new_keys(self) -> Tensor:
         """For the keys of all ids; those behind the last bag are -1."""

@@ -107,25 +107,18 @@ def tt_vectors(
         with torch.autocast(ids.device.type, enabled=False):  # it would cast sums and rows too
             rows = tt_vectors_torch(cores, shape, tables, ids)
         return rows if skip is None else rows.masked_fill(skip[..., None], 0.0)
-    n = ids.numel()
+    layout, (table_of, per_table) = factor_layout(shape), _table_runs(tables, ids)
     num_tables, batch = ids.shape if ids.dim() == 2 else (1, 1)
-    if tables.numel() == 1:
-        per_table = n
-    elif ids.dim() == 2 and tables.shape == (num_tables, 1):
-        per_table = batch
-    else:
-        per_table, tables = 1, tables.expand(ids.shape)
-    layout = factor_layout(shape)
     request = LookupRequest(
         layout=layout,
         ids=ids.contiguous().view(-1),
         skip=None if skip is None else skip.contiguous().view(-1),
-        table_of=tables.contiguous(),
+        table_of=table_of,
         per_table=per_table,
-        num_results=n,
+        num_results=ids.numel(),
         batch=batch,
         tables=num_tables,
-        strategy=_strategy(layout, n, deterministic),
+        strategy=_strategy(layout, ids.numel(), deterministic),
         updates=updates,
     )
     out = _look_up(request, None, cores, precision)
@@ -165,18 +158,8 @@ def tt_bags(
             length, ids or offsets that are no integers or on another device.
     """
     require_integers(cores[0], ids=ids, offsets=offsets)
-    if mode not in ("sum", "mean"):
-        raise ValueError(f"mode is {mode!r}, it must be sum or mean")
-    if weights is not None and mode != "sum":
-        raise ValueError("weights need mode sum, not mean")
-    if weights is not None and weights.shape != ids.shape:
-        raise ValueError(
-            f"weights have shape {tuple(weights.shape)}, they must have that of ids, "
-            f"{tuple(ids.shape)}"
-        )
     bags, tables = offsets.numel() - 1, shape.p.shape[0]
-    if bags < 0 or bags % tables:
-        raise ValueError(f"offsets are {offsets.numel()}, they must be {tables} * B + 1")
+    _check_bags(ids, offsets, weights, mode, tables)
     batch = bags // tables
     if not _runs_triton(cores, impl) or not ids.numel() or not bags:
         with torch.autocast(ids.device.type, enabled=False):
@@ -209,6 +192,32 @@ def _look_up(
         "trains": torch.is_grad_enabled() and any(core.requires_grad for core in cores),
     }
     return _Rows.apply(request, options, weights, *(core.contiguous() for core in cores))
+
+
+def _table_runs(tables: Tensor, ids: Tensor) -> tuple[Tensor, int]:
+    """The tables of the ids: one for each run of so many ids."""
+    if tables.numel() == 1:
+        return tables.contiguous(), ids.numel()
+    if ids.dim() == 2 and tables.shape == (len(ids), 1):
+        return tables.contiguous(), ids.shape[1]
+    return tables.expand(ids.shape).contiguous(), 1
+
+
+def _check_bags(
+    ids: Tensor, offsets: Tensor, weights: Tensor | None, mode: str, tables: int
+) -> None:
+    """Raise unless the arguments of :func:`tt_bags` fit together."""
+    if mode not in ("sum", "mean"):
+        raise ValueError(f"mode is {mode!r}, it must be sum or mean")
+    if weights is not None and mode != "sum":
+        raise ValueError("weights need mode sum, not mean")
+    if weights is not None and weights.shape != ids.shape:
+        raise ValueError(
+            f"weights have shape {tuple(weights.shape)}, they must have that of ids, "
+            f"{tuple(ids.shape)}"
+        )
+    if not offsets.numel() or (offsets.numel() - 1) % tables:
+        raise ValueError(f"offsets are {offsets.numel()}, they must be {tables} * B + 1")
 
 
 def _strategy(layout: FactorLayout, n: int, deterministic: bool | None) -> Strategy:
