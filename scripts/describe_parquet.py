@@ -15,7 +15,7 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -78,25 +78,8 @@ def describe_files(
             label is missing or not in [0, 1]; an id is negative or too large.
     """
     first = next(name for names in files.values() for name in names)
-    _, schema = read_footer(directory / first)
-    if dense is None:
-        dense = [f.name for f in schema if pa.types.is_floating(f.type) and f.name != label]
-    if categorical is None:
-        taken = {label, *dense}
-        categorical = [
-            f.name
-            for f in schema
-            if (pa.types.is_integer(f.type) or is_list_of_ids(f.type)) and f.name not in taken
-        ]
-    if not categorical:
-        raise ValueError(
-            f"{directory / first}: no categorical columns, a model needs at least one: name a "
-            "column of integers or lists of integers with --categorical"
-        )
-    lists = {field.name for field in schema if pa.types.is_nested(field.type)}
-    columns = [Categorical(name=c, cardinality=0, multi_hot=c in lists) for c in categorical]
-    meta = Meta(label=label, dense=tuple(dense), categorical=tuple(columns), splits={})
-    reader = RowGroupReader(directory, meta)
+    meta = _columns(directory / first, label, dense, categorical)
+    columns, reader = meta.categorical, RowGroupReader(directory, meta)
     row_groups = {
         split: [row_group for name in names for row_group in reader.open(directory / name)]
         for split, names in files.items()
@@ -115,14 +98,12 @@ def describe_files(
                     ids = pc.list_flatten(ids) if column.multi_hot else ids
                     seen[column.name].update(column.name, row_group, ids)
                 progress.update(row_group.rows)
-    return Meta(
-        label=label,
-        dense=tuple(dense),
+    return replace(
+        meta,
         categorical=tuple(
-            Categorical(
-                name=column.name,
+            replace(
+                column,
                 cardinality=max(1, ids.largest + 1 + (ids.nulls > 0)),
-                multi_hot=column.multi_hot,
                 oov_id=ids.largest + 1 if ids.nulls else None,
             )
             for column, ids in zip(columns, seen.values(), strict=True)
@@ -133,6 +114,26 @@ def describe_files(
         },
         options={"made_by": DESCRIBED},
     )
+
+
+def _columns(
+    path: Path, label: str, dense: Sequence[str] | None, categorical: Sequence[str] | None
+) -> Meta:
+    """The columns of a file: the given ones, or the default by type."""
+    _, schema = read_footer(path)
+    if dense is None:
+        dense = [f.name for f in schema if pa.types.is_floating(f.type) and f.name != label]
+    if categorical is None:
+        ids = [f.name for f in schema if pa.types.is_integer(f.type) or is_list_of_ids(f.type)]
+        categorical = [name for name in ids if name not in {label, *dense}]
+    if not categorical:
+        raise ValueError(
+            f"{path}: no categorical columns, a model needs at least one: name a column of "
+            "integers or lists of integers with --categorical"
+        )
+    lists = {field.name for field in schema if pa.types.is_nested(field.type)}
+    columns = [Categorical(name=c, cardinality=0, multi_hot=c in lists) for c in categorical]
+    return Meta(label=label, dense=tuple(dense), categorical=tuple(columns), splits={})
 
 
 def _matching_files(directory: Path, patterns: Sequence[str]) -> tuple[str, ...]:

@@ -127,15 +127,15 @@ class CriteoLoader:
         self._iteration: weakref.ref[Generator[Batch, None, None]] | None = None
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, the same on every rank."""
-        whole, rest = divmod(self.rows, self.world_size * self.batch_size)
-        return whole + (rest > 0 and not self.drop_last)
+        """Batches of an epoch, the same on every rank."""
+        batches, rest = divmod(self.rows, self.world_size * self.batch_size)
+        return batches + (rest > 0 and not self.drop_last)
 
     def samples(self, batches: int) -> int:
         """Number of samples in the first ``batches`` batches of a training, over all ranks."""
         epochs, rest = divmod(batches, len(self))
-        whole = self.world_size * self.batch_size
-        return epochs * min(self.rows, len(self) * whole) + rest * whole
+        global_batch = self.world_size * self.batch_size
+        return epochs * min(self.rows, len(self) * global_batch) + rest * global_batch
 
     def __iter__(self) -> Iterator[Batch]:
         self.close()
@@ -220,10 +220,10 @@ class CriteoLoader:
 
     def _shares(self, start: int) -> Iterator[tuple[int, int, int]]:
         """First row and last row + 1 of this rank in each global batch, and the batch's end."""
-        whole = self.world_size * self.batch_size
-        for first in range(start, self.rows, whole):
-            rows = min(whole, self.rows - first)
-            if rows < whole and self.drop_last:
+        global_batch = self.world_size * self.batch_size
+        for first in range(start, self.rows, global_batch):
+            rows = min(global_batch, self.rows - first)
+            if rows < global_batch and self.drop_last:
                 return
             share, extra = divmod(rows, self.world_size)
             mine = first + self.rank * share + min(self.rank, extra)

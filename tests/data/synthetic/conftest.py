@@ -1,0 +1,38 @@
+"""A generator of Kaggle's size, rows of it, and the demo data, made once."""
+
+import pytest
+import torch
+
+from dlrm.data import synthetic
+from dlrm.data.synthetic.distributions import profiles
+from dlrm.data.synthetic.generator import Generator
+
+KAGGLE = profiles()["kaggle"]
+
+
+@pytest.fixture(scope="session")
+def kaggle():
+    """A generator of the full Kaggle size."""
+    return Generator(
+        KAGGLE.dense,
+        KAGGLE.categorical,
+        rows=KAGGLE.rows,
+        seed=0,
+        auc=0.8,
+        positives=0.256,
+        device=torch.device("cpu"),
+    )
+
+
+@pytest.fixture(scope="session")
+def sample(kaggle):
+    """A random sample of the full size, as many rows as the real sample has."""
+    return kaggle.rows(0, 137_139)
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory):
+    """The demo data set."""
+    directory = tmp_path_factory.mktemp("synthetic") / "demo"
+    synthetic.write_demo(directory)
+    return directory
