@@ -2,24 +2,13 @@
 
 import pytest
 import torch
+from torch.nn import functional
 
 from dlrm.kernels.interaction import dot_interaction, dot_interaction_torch
 
 GPU = torch.cuda.is_available()
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}  # relative RMS
+pytestmark = pytest.mark.usefixtures("nan_in_new_memory")
 IMPLS = ["triton", "torch"]
-
-
-def rms(value, reference):
-    value, reference = value.double(), reference.double()
-    return ((value - reference).norm() / reference.norm().clamp(min=1e-30)).item()
-
-
-@pytest.fixture(autouse=True)
-def _nan_in_new_memory():
-    torch.use_deterministic_algorithms(True, warn_only=True)  # also fills torch.empty with NaN
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def exact(bottom, embedded):
@@ -28,24 +17,28 @@ def exact(bottom, embedded):
     return torch.cat([bottom, (x @ x.mT)[:, row, column]], dim=1)
 
 
-def check(bottom, parts, order, impl, multiple=1):
-    """Output and every gradient against float64."""
-    out = dot_interaction(bottom, parts, order=order, multiple=multiple, impl=impl)
-    double = [x.detach().double().requires_grad_() for x in (bottom, *parts)]
-    joint = torch.cat(double[1:], dim=1)
-    reference = exact(double[0], joint if order is None else joint[:, order])
-    width = reference.shape[1]
-    assert out.dtype == bottom.dtype
-    assert out.shape[1] == -(-width // multiple) * multiple
-    assert not out[:, width:].any()
-    tolerance = TOLERANCE[bottom.dtype]
-    assert rms(out[:, :width], reference) < tolerance
-    grad = torch.randn_like(out)
-    out.backward(grad)
-    reference.backward(grad[:, :width].double())
-    for name, x, x64 in zip(["bottom", *range(len(parts))], (bottom, *parts), double, strict=True):
-        assert x.grad.dtype == x.dtype
-        assert rms(x.grad, x64.grad) < max(tolerance, TOLERANCE[x.dtype]), name
+@pytest.fixture
+def check(assert_matches):
+    """Compares the output and every gradient with float64."""
+
+    def check(bottom, parts, order, impl, multiple=1):
+        def padded(bottom, **parts):
+            joint = torch.cat(list(parts.values()), dim=1)
+            out = exact(bottom, joint if order is None else joint[:, order])
+            return functional.pad(out, (0, -out.shape[1] % multiple))
+
+        out, _ = assert_matches(
+            lambda bottom, **parts: dot_interaction(
+                bottom, list(parts.values()), order=order, multiple=multiple, impl=impl
+            ),
+            padded,
+            {"bottom": bottom, **{f"part_{i}": part for i, part in enumerate(parts)}},
+        )
+        pairs = sum(part.shape[1] for part in parts)
+        assert out.dtype == bottom.dtype
+        assert not out[:, bottom.shape[1] + pairs * (pairs + 1) // 2 :].any()
+
+    return check
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -54,7 +47,7 @@ def check(bottom, parts, order, impl, multiple=1):
     ("batch", "tables", "dim", "multiple"),
     [(7, 26, 16, 8), (1, 1, 4, 1), (5, 3, 20, 1), (3, 40, 100, 16), (2, 64, 256, 8)],
 )
-def test_matches_float64(device, impl, dtypes, batch, tables, dim, multiple):
+def test_matches_float64(device, check, impl, dtypes, batch, tables, dim, multiple):
     dtypes = [{"fp32": torch.float32, "bf16": torch.bfloat16}[name] for name in dtypes.split()]
     if dtypes[0] == torch.bfloat16 and impl == "triton" and not GPU:
         pytest.skip("Triton's interpreter multiplies bfloat16 matrices as if they were integers")
@@ -65,7 +58,7 @@ def test_matches_float64(device, impl, dtypes, batch, tables, dim, multiple):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_several_groups_in_another_order(device, impl):
+def test_several_groups_in_another_order(device, check, impl):
     bottom = torch.randn(5, 12, device=device).requires_grad_()
     parts = [torch.randn(5, f, 12, device=device).requires_grad_() for f in (2, 5, 1)]
     order = torch.randperm(8, device=device)
@@ -73,7 +66,7 @@ def test_several_groups_in_another_order(device, impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_groups_of_several_types(device, impl):
+def test_groups_of_several_types(device, check, impl):
     types = [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16]
     parts = [
         torch.randn(5, 3, 16, device=device, dtype=dtype, requires_grad=True) for dtype in types
@@ -82,19 +75,19 @@ def test_groups_of_several_types(device, impl):
     check(bottom, parts, torch.randperm(12, device=device), impl)
 
 
-def test_reads_its_inputs_where_they_lie(device):
+def test_reads_its_inputs_in_place(device, check, assert_close):
     buffer = torch.randn(6, 9, 24, device=device)
     embedded = buffer[:, 1:6, :20].requires_grad_()
     bottom = buffer[:, 8, :20].requires_grad_()
     transposed = torch.randn(4, 6, 20, device=device).requires_grad_()
     check(bottom, [embedded], None, "triton")
     out = dot_interaction(bottom, transposed.transpose(0, 1), impl="triton")
-    assert rms(out, exact(bottom, transposed.transpose(0, 1))) < 1e-6
+    assert_close(out, exact(bottom, transposed.transpose(0, 1)))
     out.sum().backward()
     assert transposed.grad.shape == transposed.shape
 
 
-def test_gradient_may_be_a_view(device):
+def test_gradient_may_be_a_view(device, assert_close):
     bottom = torch.randn(4, 8, device=device).requires_grad_()
     embedded = torch.randn(4, 3, 8, device=device).requires_grad_()
     out = dot_interaction(bottom, embedded, impl="triton")
@@ -102,8 +95,8 @@ def test_gradient_may_be_a_view(device):
     grads = bottom.grad.clone(), embedded.grad.clone()
     bottom.grad = embedded.grad = None
     dot_interaction_torch(bottom, embedded).sum().backward()
-    assert rms(grads[0], bottom.grad) < 1e-6
-    assert rms(grads[1], embedded.grad) < 1e-6
+    assert_close(grads[0], bottom.grad, "bottom")
+    assert_close(grads[1], embedded.grad, "embedded")
 
 
 def test_no_samples(device):
@@ -125,13 +118,14 @@ def test_messages():
 
 
 @pytest.mark.gpu
-def test_high_precision_setting_is_honoured():
+def test_high_precision_setting_is_honoured(assert_close):
     bottom, embedded = torch.randn(50, 16, device="cuda"), torch.randn(50, 26, 16, device="cuda")
     reference = exact(bottom.double().cpu(), embedded.double().cpu()).cuda()[:, 16:]
-    assert rms(dot_interaction(bottom, embedded)[:, 16:], reference) < 1e-6
+    assert_close(dot_interaction(bottom, embedded)[:, 16:], reference)
     torch.set_float32_matmul_precision("high")
     try:
-        error = rms(dot_interaction(bottom, embedded)[:, 16:], reference)
+        found = dot_interaction(bottom, embedded)[:, 16:].double()
     finally:
         torch.set_float32_matmul_precision("highest")
+    error = (found - reference).norm() / reference.norm()
     assert 1e-5 < error < 1e-3

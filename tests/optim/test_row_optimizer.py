@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dlrm.kernels.lookup.tables import row_gradient
-from dlrm.kernels.update.rules import round_stochastic
+from dlrm.kernels.update.rounding import round_stochastic
 from dlrm.optim import RULES, RowOptimizer, Schedule, gradient_norm
 
 TORCH = {  # rule, options as of both, torch's class

@@ -23,8 +23,8 @@ from dlrm.kernels.lookup.tables import row_gradient, tiling
 from dlrm.kernels.offload.admission import CacheIndex, flat_rows, load_rows, move_rows
 from dlrm.kernels.offload.pinned_memory import empty_on_host, in_host_memory, zeros_in_same_memory
 from dlrm.kernels.offload.prefetch import AsyncRowTransfer
+from dlrm.kernels.update.cached_slots import CachedSlots
 from dlrm.kernels.update.row_sort import RowSorter
-from dlrm.kernels.update.sparse import CachedSlots
 
 TILE = 2048  # elements of a tile: rows in host memory are waited for by few others
 

@@ -17,17 +17,16 @@ import triton.language as tl
 from torch import Tensor
 
 from dlrm.kernels import use_triton
+from dlrm.kernels.update.rounding import round_stochastic, store_rounded
 from dlrm.kernels.update.rules import (
     Rule,
     decay_step,
     foreach_update,
     hyper,
     make_rule,
-    round_stochastic,
     row_step,
     rule_step,
     store_after_all_read,
-    store_rounded,
 )
 
 TENSORS = 32  # of one launch: the kernel is compiled for their number

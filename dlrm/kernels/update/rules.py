@@ -258,13 +258,6 @@ def foreach_update(
     torch._foreach_sub_(values, torch._foreach_mul(steps, lr))
 
 
-def round_stochastic(value: Tensor) -> Tensor:
-    """Round fp32 to the bf16 above or below at random, so that the mean is exact."""
-    chance = torch.randint_like(value, 1 << 16, dtype=torch.int32)
-    rounded = ((value.view(torch.int32) + chance) & -65536).view(torch.float32)
-    return rounded.where(value == value, value).bfloat16()  # adding to a NaN's bits may overflow
-
-
 # The rules in Triton --------------------------------------------------------------------------
 
 
@@ -370,16 +363,6 @@ def _one_minus_exp(x):
     """``1 - exp(x)`` for x <= 0, by its series where the difference would cancel."""
     series = -x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5))))
     return tl.where(x > -0.1, series, 1 - tl.exp(x))
-
-
-@triton.jit
-def store_rounded(pointer, element, value, mask, seed, ROUND: tl.constexpr):
-    """Store fp32 in the type of ``pointer``; with ROUND, bf16 by stochastic rounding."""
-    if ROUND:
-        random = tl.randint(tl.load(seed), element.to(tl.int32)).to(tl.int32) & 0xFFFF
-        bits = (value.to(tl.int32, bitcast=True) + random) & -65536  # the upper half is the bf16
-        value = tl.where(value == value, bits.to(tl.float32, bitcast=True), value)
-    tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -18,7 +18,6 @@ up in order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -28,6 +27,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from dlrm.kernels import require_integers, use_triton
+from dlrm.kernels.update.cached_slots import CachedSlots
+from dlrm.kernels.update.rounding import round_stochastic, store_rounded
 from dlrm.kernels.update.row_sort import SortedRows, sort_rows
 from dlrm.kernels.update.rules import (
     Hyper,
@@ -36,46 +37,13 @@ from dlrm.kernels.update.rules import (
     foreach_update,
     hyper,
     make_rule,
-    round_stochastic,
     row_step,
     rule_step,
     store_after_all_read,
-    store_rounded,
 )
 
 TILE = 2048  # elements of a part of a tile
 MANY = 6000  # tiles that fill a GPU; beyond that, tiles have up to 8 parts
-
-
-@dataclass(frozen=True, kw_only=True)
-class CachedSlots:
-    """Rows whose current values are in a cache on the GPU, not in the table."""
-
-    slots: Tensor
-    """Slot of each row of the table, ``[V]`` int32; negative for a row that is not cached."""
-    caches: Sequence[Tensor]
-    """Cached rows of the weight and then of each of its states, ``[C, columns]`` each."""
-
-    def offsets(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        """Elements from the start of each tensor (weight, states) to that of its cache."""
-        return tuple(
-            (cache.data_ptr() - tensor.data_ptr()) // tensor.element_size()
-            for cache, tensor in zip(self.caches, tensors, strict=True)
-        )
-
-    def read(self, tensor: Tensor, index: int, rows: Tensor) -> Tensor:
-        """The current values of ``rows [n]`` of ``tensor``, whose cache is ``caches[index]``."""
-        slot, cache = self.slots[rows].long(), self.caches[index]
-        value = tensor.index_select(0, rows)
-        value[slot >= 0] = cache[slot[slot >= 0]]
-        return value
-
-    def write(self, tensor: Tensor, index: int, rows: Tensor, values: Tensor) -> None:
-        """Store ``values [n, columns]`` where :meth:`read` would find them; no row twice."""
-        slot, cache = self.slots[rows].long(), self.caches[index]
-        cached = slot >= 0
-        cache[slot[cached]] = values[cached]
-        tensor[rows[~cached]] = values[~cached]
 
 
 class _Entries(NamedTuple):

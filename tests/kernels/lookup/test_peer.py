@@ -38,9 +38,11 @@ def draw(peers, looked_up, device):
 
 @IMPLS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("peers", "looked_up", "dim"), [(1, 7, 4), (2, 61, 5), (3, 130, 16)])
+@pytest.mark.parametrize(
+    ("peers", "looked_up", "dim"), [(1, 7, 4), (2, 61, 5), (3, 130, 16) if GPU else (3, 30, 9)]
+)
 def test_rows_come_from_their_holders_and_gradients_go_there(
-    device, impl, dtype, peers, looked_up, dim
+    device, assert_close, impl, dtype, peers, looked_up, dim
 ):
     tables = torch.randn(peers, HEIGHT, dim, device=device).to(dtype)
     rows, keys = draw(peers, looked_up, device)
@@ -67,7 +69,7 @@ def test_rows_come_from_their_holders_and_gradients_go_there(
         assert sums[peer][~live].isnan().all()
         found = torch.zeros(HEIGHT, dim, device=device)
         found.index_add_(0, told[peer][live].long(), sums[peer][live])
-        torch.testing.assert_close(found, expected.view(peers, HEIGHT, dim)[peer])
+        assert_close(found, expected.view(peers, HEIGHT, dim)[peer], f"gradient of peer {peer}")
 
 
 @IMPLS
@@ -85,7 +87,7 @@ def test_equal_rows_are_read_and_sent_once_for_each_tile(device, impl):
 
 @IMPLS
 @pytest.mark.parametrize("of", ["a part of the features", "a sum"])
-def test_gradients_need_not_be_contiguous(device, impl, of):
+def test_gradients_need_not_be_contiguous(device, assert_close, impl, of):
     rows = torch.randint(HEIGHT, (37,), device=device)
     plan = sort_rows(rows, HEIGHT)
     if of == "a sum":
@@ -97,7 +99,7 @@ def test_gradients_need_not_be_contiguous(device, impl, of):
     send_rows(grads, HEIGHT, plan, ring([sums], 0), shift, impl=impl)
     found = torch.zeros(HEIGHT, 8, device=device).index_add_(0, plan.rows.long(), sums)
     expected = torch.zeros(HEIGHT, 8, device=device).index_add_(0, rows, grads)
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
 
 
 @IMPLS

@@ -14,20 +14,7 @@ from dlrm.kernels.lookup.tables import gather_rows, lookup, lookup_tables
 GPU = torch.cuda.is_available()
 SCALE = 400 if GPU else 1
 SIZES = [3, 1, 20 * SCALE, 7 * SCALE]
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}  # relative RMS
-
-
-def rms(value, reference):
-    value, reference = value.double(), reference.double()
-    return ((value - reference).norm() / reference.norm().clamp(min=1e-30)).item()
-
-
-def summed(grad):
-    """The gradient of a table as a dense tensor, sparse entries summed in float64."""
-    if not grad.is_sparse:
-        return grad
-    dense = torch.zeros(grad.shape, dtype=torch.float64, device=grad.device)
-    return dense.index_add_(0, grad._indices()[0], grad._values().double())
+pytestmark = pytest.mark.usefixtures("nan_in_new_memory")
 
 
 def tables(dim, device, dtype=torch.float32):
@@ -56,13 +43,6 @@ def bags_of(batch, device):
 
 
 @pytest.fixture(autouse=True)
-def _nan_in_new_memory():
-    torch.use_deterministic_algorithms(True, warn_only=True)  # also fills torch.empty with NaN
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch):
     if not GPU:
         monkeypatch.setattr(kernel, "TILE", 64)
@@ -80,35 +60,35 @@ def _small_tiles(monkeypatch):
         (2, 100, torch.int32, True),
     ],
 )
-def test_one_id_per_table(device, impl, dtype, batch, dim, index, sparse):
+def test_one_id_per_table(device, assert_matches, impl, dtype, batch, dim, index, sparse):
     weight, starts = tables(dim, device, dtype)
     ids = ids_of(batch * (SCALE if batch > 1 else 1), device)
-    out = lookup_tables(weight, starts, ids.to(index), sparse=sparse, impl=impl)
-    assert torch.equal(out, weight[(ids + starts[:, None]).t()])
-    grad = torch.randn_like(out)
-    out.backward(grad)
-    assert weight.grad.is_sparse == sparse
-    exact = weight.detach().double().requires_grad_()
-    exact[(ids + starts[:, None]).t()].backward(grad.double())
-    assert rms(summed(weight.grad), exact.grad) < TOLERANCE[dtype]
+    rows = (ids + starts[:, None]).t()
+    out, grads = assert_matches(
+        lambda weight: lookup_tables(weight, starts, ids.to(index), sparse=sparse, impl=impl),
+        lambda weight: weight[rows],
+        {"weight": weight},
+    )
+    assert torch.equal(out, weight[rows])
+    assert grads["weight"].is_sparse == sparse
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("share", ["modulo", "last"])
-def test_ids_that_share_rows(device, impl, index, share):
+def test_ids_that_share_rows(device, assert_matches, impl, index, share):
     weight, starts = tables(8, device)
     ids = 3 * ids_of(9 * SCALE, device)
     sizes = torch.tensor(SIZES, device=device)
     local = ids % sizes[:, None] if share == "modulo" else ids.minimum(sizes[:, None] - 1)
     number = {share: sizes if share == "modulo" else sizes - 1}
-    out = lookup_tables(weight, starts, ids.to(index), impl=impl, **number)
-    assert torch.equal(out, lookup_tables(weight, starts, local, impl="torch"))
-    grad = torch.randn_like(out)
-    out.backward(grad)
-    exact = weight.detach().double().requires_grad_()
-    lookup_tables(exact, starts, local, sparse=False, impl="torch").backward(grad.double())
-    assert rms(summed(weight.grad), exact.grad) < TOLERANCE[torch.float32]
+    rows = (local + starts[:, None]).t()
+    out, _ = assert_matches(
+        lambda weight: lookup_tables(weight, starts, ids.to(index), impl=impl, **number),
+        lambda weight: weight[rows],
+        {"weight": weight},
+    )
+    assert torch.equal(out, weight[rows])
 
 
 def test_gradient_is_one_entry_per_lookup_and_no_copy(device):
@@ -123,7 +103,7 @@ def test_gradient_is_one_entry_per_lookup_and_no_copy(device):
     assert weight.grad._values().data_ptr() == grad.data_ptr()
 
 
-def test_gradient_of_a_slice_of_a_larger_buffer(device):
+def test_gradient_of_a_slice_of_a_larger_buffer(device, assert_close):
     weight, starts = tables(8, device)
     ids = ids_of(6, device)
     out = lookup_tables(weight, starts, ids, impl="triton")
@@ -132,7 +112,7 @@ def test_gradient_of_a_slice_of_a_larger_buffer(device):
     joint.backward(grad)
     exact = torch.zeros_like(weight)
     exact.index_add_(0, (ids + starts[:, None]).t().flatten(), grad[:, 2:].reshape(-1, 8))
-    assert rms(weight.grad.to_dense(), exact) < 1e-6
+    assert_close(weight.grad, exact, "weight")
 
 
 def test_writes_into_a_part_of_a_larger_buffer(device):
@@ -195,60 +175,52 @@ def exact_bags(weight, starts, ids, offsets, scale, mode):
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize("mode", [*MODES, "weighted"])
 @pytest.mark.parametrize(("batch", "dim", "index"), [(6, 16, torch.int64), (5, 7, torch.int32)])
-def test_bags(device, impl, mode, batch, dim, index):
+def test_bags(device, assert_matches, impl, mode, batch, dim, index):
     weight, starts = tables(dim, device)
     ids, offsets = bags_of(batch * SCALE, device)
-    exact = weight.detach().double().requires_grad_()
-    scale = exact_scale = None
+    inputs = {"weight": weight}
     if mode == "weighted":
-        mode, scale = "sum", torch.randn(ids.shape, device=device).requires_grad_()
-        exact_scale = scale.detach().double().requires_grad_()
-    out = lookup_bags(
-        weight, starts, ids.to(index), offsets, per_sample_weights=scale, mode=mode, impl=impl
+        mode, inputs["scale"] = "sum", torch.randn(ids.shape, device=device).requires_grad_()
+
+    def pooled(weight, scale=None):
+        options = {"per_sample_weights": scale, "mode": mode, "impl": impl}
+        return lookup_bags(weight, starts, ids.to(index), offsets, **options)
+
+    out, _ = assert_matches(
+        pooled,
+        lambda weight, scale=None: exact_bags(weight, starts, ids, offsets, scale, mode),
+        inputs,
+        factors={"weight": 10},
     )
-    reference = exact_bags(exact, starts, ids, offsets, exact_scale, mode)
-    assert rms(out, reference) < 1e-6
     assert not out[0, 0].any()
-    grad = torch.randn_like(out)
-    out.backward(grad)
-    reference.backward(grad.double())
-    assert rms(summed(weight.grad), exact.grad) < 1e-5
-    if scale is not None:
-        assert rms(scale.grad, exact_scale.grad) < 1e-6
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize("share", ["modulo", "last"])
-def test_bags_of_ids_that_share_rows(device, impl, share):
+def test_bags_of_ids_that_share_rows(device, assert_matches, impl, share):
     weight, starts = tables(8, device)
     ids, offsets = bags_of(6 * SCALE, device)
     sizes = torch.tensor(SIZES, device=device)
-    counts = offsets[:: 6 * SCALE].diff()
-    size = sizes.repeat_interleave(counts)
+    size = sizes.repeat_interleave(offsets[:: 6 * SCALE].diff())
     local = (3 * ids) % size if share == "modulo" else (3 * ids).minimum(size - 1)
     number = {share: sizes if share == "modulo" else sizes - 1}
-    out = lookup_bags(weight, starts, 3 * ids, offsets, impl=impl, **number)
-    exact = weight.detach().double().requires_grad_()
-    reference = exact_bags(exact, starts, local, offsets, None, "sum")
-    assert rms(out, reference) < TOLERANCE[torch.float32]
-    grad = torch.randn_like(out)
-    out.backward(grad)
-    reference.backward(grad.double())
-    assert rms(summed(weight.grad), exact.grad) < 1e-5
+    assert_matches(
+        lambda weight: lookup_bags(weight, starts, 3 * ids, offsets, impl=impl, **number),
+        lambda weight: exact_bags(weight, starts, local, offsets, None, "sum"),
+        {"weight": weight},
+        factors={"weight": 10},
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_bags_of_bfloat16_rows(device, mode):
+def test_bags_of_bfloat16_rows(device, assert_matches, mode):
     weight, starts = tables(16, device, torch.bfloat16)
     ids, offsets = bags_of(4, device)
-    out = lookup_bags(weight, starts, ids, offsets, mode=mode, impl="triton")
-    exact = weight.detach().double().requires_grad_()
-    reference = exact_bags(exact, starts, ids, offsets, None, mode)
-    assert rms(out, reference) < TOLERANCE[torch.bfloat16]
-    grad = torch.randn_like(out)
-    out.backward(grad)
-    reference.backward(grad.double())
-    assert rms(summed(weight.grad), exact.grad) < TOLERANCE[torch.bfloat16]
+    assert_matches(
+        lambda weight: lookup_bags(weight, starts, ids, offsets, mode=mode, impl="triton"),
+        lambda weight: exact_bags(weight, starts, ids, offsets, None, mode),
+        {"weight": weight},
+    )
 
 
 def test_max_gives_the_gradient_to_the_first_of_equal_entries(device):

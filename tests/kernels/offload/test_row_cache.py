@@ -54,7 +54,7 @@ def make(device, capacity, rule, dtype=torch.float32):
 def test_updates_equal_those_without_a_cache(device, rule, capacity):
     rule, value, states, cached, host_states = make(device, capacity, rule)
     weight, lr = cached.tensors[0][0], torch.tensor(0.1, device=device)
-    for index in range(4):
+    for index in range(4 if device.type == "cuda" else 3):
         rows = (torch.rand(20, device=device) ** 2 * ROWS).long()
         grads = torch.randn(20, DIM, device=device)
         found = cached.lookup(rows[None], sparse=True, training=True)
@@ -80,7 +80,7 @@ def delay(monkeypatch, name, seconds=0.003):
     monkeypatch.setattr(prefetch, name, late)
 
 
-FAST = [("adam", 20, None), ("adam", 20, "_gather"), ("adam", 20, "_store"), ("adagrad", 60, None)]
+FAST = [("adam", 20, "_gather"), ("adam", 20, "_store"), ("adagrad", 60, None)]
 MOVES = [
     pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
     for case in itertools.product(

@@ -9,9 +9,6 @@ from dlrm.kernels.update.rules import RULES, make_rule
 from dlrm.kernels.update.sparse import update_rows, update_rows_torch
 
 GPU = torch.cuda.is_available()
-TOLERANCE = 1e-5  # relative RMS of what a step moves
-
-
 VARIANTS = {rule: make_rule(rule) for rule in RULES} | {
     "momentum": make_rule("sgd", momentum=0.9, weight_decay=0.1),
     "rmsprop_momentum": make_rule("rmsprop", momentum=0.5),
@@ -35,11 +32,6 @@ def double(tensors):
     return [t.double() if t.is_floating_point() else t.clone() for t in tensors]
 
 
-def rms(value, reference):
-    value, reference = value.double(), reference.double()
-    return ((value - reference).norm() / reference.norm().clamp(min=1e-30)).item()
-
-
 def draw(pattern, rows, entries, device):
     if pattern == "skewed":
         return (torch.rand(entries, device=device) ** 8 * rows).long()
@@ -52,11 +44,12 @@ def draw(pattern, rows, entries, device):
     return torch.randint(rows, (entries,), device=device)
 
 
-@pytest.fixture
-def _nan_in_new_memory():
-    torch.use_deterministic_algorithms(True, warn_only=True)  # also fills torch.empty with NaN
-    yield
-    torch.use_deterministic_algorithms(False)
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch):
+    """Without a GPU the smallest tiles, and several parts in each."""
+    if not GPU:
+        monkeypatch.setattr(kernel, "TILE", 1)
+        monkeypatch.setattr(kernel, "MANY", 2)
 
 
 @pytest.fixture(params=[1, 4000] if GPU else [1])
@@ -64,28 +57,32 @@ def scale(request, monkeypatch):
     """Small sizes cut into the smallest tiles, large ones (on a GPU) into those of the kernel."""
     if request.param == 1:
         monkeypatch.setattr(kernel, "TILE", 1)
-        monkeypatch.setattr(kernel, "MANY", 2)  # so that tiles have several parts
+        monkeypatch.setattr(kernel, "MANY", 2)
     return request.param
 
 
 PATTERNS = [
-    ("skewed", 83, 16),
+    ("skewed", 83, 16 if GPU else 4),
     ("one row", 70, 5),
     ("distinct", 33, 4),
     ("uniform", 1, 20),
-    ("uniform", 64, 33),
-    ("left out", 97, 12),
+    ("uniform", 40, 33 if GPU else 9),
+    ("left out", 97, 12 if GPU else 3),
 ]
-CASES = [  # the merging, which no rule has a part in, on the first rules alone
-    (name, *pattern)
-    for index, name in enumerate(VARIANTS)
-    for pattern in (PATTERNS if index < 3 else PATTERNS[-1:])
+CASES = [  # how entries are merged does not depend on the rule
+    *(("sgd", *pattern) for pattern in PATTERNS),
+    *((name, *PATTERNS[-1]) for name in VARIANTS if name != "sgd"),
+    *(
+        pytest.param(name, *pattern, marks=pytest.mark.slow)
+        for name in ("adagrad", "rowwise_adagrad")
+        for pattern in [*PATTERNS[:-1], ("skewed", 83, 16), ("uniform", 64, 33)]
+    ),
 ]
 
 
-@pytest.mark.usefixtures("_nan_in_new_memory")
+@pytest.mark.usefixtures("nan_in_new_memory")
 @pytest.mark.parametrize(("name", "pattern", "entries", "dim"), CASES)
-def test_steps_match_float64(device, scale, name, pattern, entries, dim):
+def test_steps_match_float64(device, scale, assert_close, name, pattern, entries, dim):
     rule = VARIANTS[name]
     rows, entries = 50 * scale, entries * scale
     weight = torch.randn(rows, dim, device=device)
@@ -94,14 +91,14 @@ def test_steps_match_float64(device, scale, name, pattern, entries, dim):
     lr = torch.tensor(
         10.0 if name == "adadelta" else 0.1, device=device
     )  # its first steps are tiny
-    for _ in range(3):
+    for _ in range(3 if GPU else 2):
         ids = draw(pattern, rows, entries, device)
         grads = torch.randn(entries, dim, device=device)
         update_rows(rule, value, ids, grads, states, lr=lr, impl="triton")
         update_rows_torch(rule, exact, ids, grads.double(), exact_states, lr=lr.double())
-    assert rms(value - weight, exact - weight) < TOLERANCE
-    for state, exact_state in zip(states, exact_states, strict=True):
-        assert rms(state, exact_state) < TOLERANCE
+    assert_close(value - weight, exact - weight, "weight", factor=10)
+    for state, found, expected in zip(rule.states, states, exact_states, strict=True):
+        assert_close(found, expected, state, dtype=torch.float32, factor=10)
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
@@ -159,15 +156,15 @@ def test_entries_below_zero_are_left_out_whatever_their_gradient(device):
         assert weight[:, 0].tolist() == [-1, 0, -1]
 
 
-@pytest.mark.parametrize("dim", [6, 300])  # of a wide row, several warps have a part each
+@pytest.mark.parametrize("dim", [6, 300] if GPU else [3])  # several warps share a wide row
 @every_rule
 def test_other_rows_keep_every_bit_and_runs_are_equal(device, scale, rule, dim):
-    rows, entries = 40 * scale, 60 * scale
+    rows, entries = 40 * scale, 45 * scale
     weight = torch.randn(rows, dim, device=device)
     ids = draw("skewed", rows // 2, entries, device)
     grads = torch.randn(entries, dim, device=device)
     results = []
-    for _ in range(4):
+    for _ in range(4 if GPU else 2):
         value, states = weight.clone(), states_of(rule, rows, dim, device)
         lr = torch.tensor(0.1, device=device)
         update_rows(rule, value, ids, grads, states, lr=lr, impl="triton")
@@ -180,8 +177,8 @@ def test_other_rows_keep_every_bit_and_runs_are_equal(device, scale, rule, dim):
     assert not any(state[untouched].any() for state in results[0][1:])
 
 
-def test_no_drift_over_many_steps(device):
-    steps, rows, dim = (3000, 500, 16) if GPU else (30, 12, 4)
+def test_no_drift_over_many_steps(device, assert_close):
+    steps, rows, dim = (3000, 500, 16) if GPU else (12, 12, 3)
     weight = torch.randn(rows, dim, device=device)
     value, states = weight.clone(), states_of(make_rule("adagrad"), rows, dim, device)
     exact, exact_states = weight.double(), double(states)
@@ -191,12 +188,12 @@ def test_no_drift_over_many_steps(device):
         grads = torch.randn(rows, dim, device=device)
         update_rows("adagrad", value, ids, grads, states, lr=lr, impl="triton")
         update_rows_torch("adagrad", exact, ids, grads.double(), exact_states, lr=lr.double())
-    assert rms(value - weight, exact - weight) < 1e-4
+    assert_close(value - weight, exact - weight, "weight", factor=100)
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 def test_bfloat16_rounds_without_bias(device, impl):
-    rows = 4096 if GPU else 256
+    rows = 4096 if GPU else 128
     ids, step = torch.arange(rows, device=device), 1 / 1024  # an eighth of bf16's spacing above 1
     grads = torch.full((rows, 4), -step, device=device)
     lr = torch.tensor(1.0, device=device)
@@ -248,8 +245,9 @@ def test_no_entries(device):
 @pytest.mark.parametrize("rows", [[7, 1, 40], [7, 2**31 - 9, 40]], ids=["int32", "int64"])
 def test_tables_whose_rows_are_sorted_together(device, rows):
     """Each as by itself; entries that are left out stay with their table."""
+    count = 900 if GPU else 60
     drawn = [
-        torch.randint(-1, 5 if number > 40 else number, (900,), device=device) for number in rows
+        torch.randint(-1, 5 if number > 40 else number, (count,), device=device) for number in rows
     ]
     drawn[1] = drawn[1].int()
     drawn[1][0] = rows[1] - 1  # beyond 32 bits with the rows of the table in front
@@ -260,7 +258,7 @@ def test_tables_whose_rows_are_sorted_together(device, rows):
         assert torch.equal(plan.order - plan.first, alone.order)
         if number > 40:  # no room for so many
             continue
-        weight, grads = torch.zeros(40, 3, device=device), torch.randn(900, 3, device=device)
+        weight, grads = torch.zeros(40, 3, device=device), torch.randn(count, 3, device=device)
         expected, lr = weight.clone(), torch.tensor(1.0, device=device)
         update_rows("sgd", weight, entries, grads, lr=lr, sorted_rows=plan, impl="triton")
         update_rows("sgd", expected, entries, grads, lr=lr, sorted_rows=alone, impl="triton")
@@ -268,7 +266,7 @@ def test_tables_whose_rows_are_sorted_together(device, rows):
         assert weight.any()
 
 
-@pytest.mark.parametrize("batch", [1, 40, 64])
+@pytest.mark.parametrize("batch", [1, 20, 32])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_short_lists_are_sorted_table_by_table(device, batch, dtype, transposed):
@@ -331,7 +329,7 @@ def test_flat_index_beyond_two_to_the_31():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1500, 3000])  # sorted table by table, and by passes
-def test_a_sorter_inside_a_graph(batch):
+def test_a_sorter_inside_a_graph(batch, assert_close):
     from dlrm.kernels.lookup.tables import lookup_tables
 
     weight = torch.randn(1000, 16, device="cuda").requires_grad_()
@@ -364,4 +362,4 @@ def test_a_sorter_inside_a_graph(batch):
         graph.replay()
         flat = (ids + starts[:, None]).view(-1)
         update_rows_torch("sgd", exact, flat, 2 * exact[flat], lr=lr.double())
-    assert rms(weight.detach() - start, exact - start) < TOLERANCE
+    assert_close(weight.detach() - start, exact - start, "weight", factor=10)

@@ -1,0 +1,29 @@
+"""Stochastic rounding of fp32 to bf16, in PyTorch and in Triton.
+
+Steps that are too small to change a bf16 number count on average: it is rounded up or down at
+random, with the probabilities that make the mean exact.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def round_stochastic(value: Tensor) -> Tensor:
+    """Round fp32 to bf16; draws from PyTorch's generator."""
+    chance = torch.randint_like(value, 1 << 16, dtype=torch.int32)
+    rounded = ((value.view(torch.int32) + chance) & -65536).view(torch.float32)
+    return rounded.where(value == value, value).bfloat16()  # adding to a NaN's bits may overflow
+
+
+@triton.jit
+def store_rounded(pointer, element, value, mask, seed, ROUND: tl.constexpr):
+    """Store fp32 in the type of ``pointer``; with ROUND, bf16 by stochastic rounding."""
+    if ROUND:
+        random = tl.randint(tl.load(seed), element.to(tl.int32)).to(tl.int32) & 0xFFFF
+        bits = (value.to(tl.int32, bitcast=True) + random) & -65536  # the upper half is the bf16
+        value = tl.where(value == value, bits.to(tl.float32, bitcast=True), value)
+    tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)
