@@ -49,7 +49,12 @@ def make(device, capacity, rule, dtype=torch.float32):
 
 
 @pytest.mark.parametrize(
-    ("rule", "capacity"), [*((rule, 7) for rule in RULES), ("adam", 0), ("adam", ROWS)]
+    ("rule", "capacity"),
+    [
+        *(("sgd", 7), ("adagrad", 7), ("rowwise_adagrad", 7), ("adam", 7)),
+        *(("adam", 0), ("adam", ROWS)),
+        *(pytest.param(rule, 7, marks=pytest.mark.slow) for rule in RULES[4:]),
+    ],
 )
 def test_updates_equal_those_without_a_cache(device, rule, capacity):
     rule, value, states, cached, host_states = make(device, capacity, rule)
