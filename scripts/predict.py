@@ -1,21 +1,22 @@
-"""Write a trained model's scores: ``python scripts/predict.py CHECKPOINT DATA OUT.parquet``."""
+"""Write the predictions of a trained model: ``python scripts/predict.py CHECKPOINT DATA OUTPUT``.
+
+The output is a Parquet file with the columns ``probability`` and ``label``, in row order.
+"""
 
 from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from pathlib import Path
 
 import pyarrow as pa
 from pyarrow import parquet
 
 from dlrm.distributed.world import World
 from dlrm.training import metrics
+from dlrm.training.evaluation import TrainedModel
 from dlrm.utils.atomic import atomic_write
-from dlrm.utils.program import Parser, count_arg, exit_status
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for the other scripts
-from scripts.evaluate import loaded
+from dlrm.utils.device import pick_device
+from dlrm.utils.program import Parser, count_arg, exit_status, path_arg
 
 
 def arguments() -> Parser:
@@ -23,34 +24,40 @@ def arguments() -> Parser:
     parser = Parser(__doc__)
     parser.add_argument("checkpoint", help="run directory, or one of its checkpoints/")
     parser.add_argument("data", help="prepared directory with meta.json")
-    parser.add_argument("output", help="Parquet file to write: probability and label, in row order")
-    parser.add_argument("--split", default="test", help="which split to score")
+    parser.add_argument("output", type=path_arg, help="Parquet file to write")
+    parser.add_argument("--split", default="test", help="split to predict")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--batch-size", type=count_arg, default=16384, help="samples per batch")
     return parser
 
 
 def predict(options: Namespace) -> None:
-    """Score the split."""
+    """Write the predictions for one split."""
     processes = World.of_environment().size
     if processes > 1:  # each would write the file
         raise ValueError(
-            f"predict.py is one process, here are {processes}: start it without torchrun"
+            f"predict.py runs in one process, but there are {processes}: start it without torchrun"
         )
-    output = Path(options.output)
+    output = options.output
     if output.is_dir():
         raise ValueError(f"{output} is a directory; name the Parquet file to write")
-    model, loader, bf16 = loaded(options.checkpoint, options)
+    trained = TrainedModel.load(
+        options.checkpoint,
+        options.data,
+        options.split,
+        device=pick_device(options.device),
+        batch_size=options.batch_size,
+    )
     schema = pa.schema({"probability": pa.float32(), "label": pa.float32()})
     output.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(output) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
-        for batch in loader:
-            logits, labels = metrics.predict(model, [batch], bf16=bf16)
+        for batch in trained.loader:
+            logits, labels = trained.predict(batch)
             metrics.require_outputs(logits)
             probabilities = metrics.sigmoid(logits).float().cpu().numpy()
             columns = [probabilities, labels.cpu().numpy()]
             writer.write_table(pa.table(columns, schema=schema))
-    print(f"{loader.rows:,} scores in {output}")
+    print(f"{trained.loader.rows:,} predictions in {output}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,7 +12,6 @@ import io
 import os
 import re
 import shutil
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +29,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from dlrm.data.schema import Meta
 from dlrm.distributed.world import World
 from dlrm.kernels.update.rules import make_rule
 from dlrm.model import DLRM
@@ -303,22 +301,6 @@ def load(
             raise KeyboardInterrupt from None
         raise ValueError(f"{directory} can't be read as a checkpoint: {_reason(error)}") from None
     parts.restore(groups)
-
-
-def note_other_tables(model: DLRM, meta: Meta) -> None:
-    """Print a note on tables whose size in the data differs from that in the model.
-
-    The ids of two preparations stand for different values.
-    """
-    pairs = zip(meta.tables, meta.cardinalities, model.sparse_arch.num_embeddings, strict=False)
-    others = [f"{name} {rows:,} and not {own:,}" for name, rows, own in pairs if rows != own]
-    if others:
-        text = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
-        print(
-            f"note: {len(others)} tables of the data differ in size from the model's ({text}): was "
-            "it prepared separately? prepare_criteo.py --ids-of gives rows the ids of earlier data",
-            file=sys.stderr,
-        )
 
 
 def load_model(path: str | Path, device: torch.device | str = "cpu") -> tuple[DLRM, dict[str, Any]]:

@@ -185,6 +185,21 @@ def quiet_tensorboard_thread(failure: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(failure)
 
 
+def read_result(directory: Path) -> dict[str, Any]:
+    """What :meth:`Tracker.finish` wrote: ``options``, ``metrics`` and more.
+
+    Raises:
+        ValueError: the file is damaged, or was written by another program.
+    """
+    path = directory / RESULT
+    try:
+        result = json.loads(path.read_text())
+        result["options"]["emb"], result["metrics"].keys()  # raise if they are not there
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a result of train.py: {error!r}; remove it") from None
+    return result
+
+
 class NoTracker(Tracker):
     """Writes nothing: for all processes but the first."""
 

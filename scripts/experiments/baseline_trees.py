@@ -1,9 +1,10 @@
-"""Gradient-boosted trees on the same data: a mark beside which to see a DLRM.
+"""Gradient-boosted trees on the same data, as a baseline for DLRM.
 
     python scripts/experiments/baseline_trees.py --data data/sample
 
-Each id is replaced by how often it occurs in training and by the share of positives among its
-other training rows (smoothed, and left out fold by fold, so that no row sees its own label).
+Each id is replaced by two features: how often it occurs in the training rows, and the share of
+positives among them. The share is smoothed, and computed out of fold, so that no row sees its own
+label.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from dlrm.training import benchmark
 from dlrm.training.metrics import classification
 from dlrm.utils.program import Parser, count_arg, exit_status, path_arg
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # for train.py and the other scripts
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other scripts
 from scripts.experiments.runner import require_rows
 
 FOLDS = 5
-PRIOR = 20.0  # pseudo-observations with the average share of positives
+PRIOR = 20.0  # number of pseudo-rows with the average share of positives
 
 
 def read(directory: Path, meta: Meta, split: str) -> pd.DataFrame:
@@ -33,50 +34,54 @@ def read(directory: Path, meta: Meta, split: str) -> pd.DataFrame:
     return pd.concat([pd.read_parquet(directory / file) for file in meta.splits[split].files])
 
 
-def shares(ids: pd.Series, labels: pd.Series, seen: pd.Series, base: float) -> np.ndarray:
-    """Smoothed share of positives of each value of ``seen``, measured on ``ids`` and ``labels``."""
-    sums = labels.groupby(ids).agg(["sum", "count"])
+def positive_shares(
+    ids: pd.Series, train_ids: pd.Series, train_labels: pd.Series, base: float
+) -> np.ndarray:
+    """The smoothed share of positives among the training rows of each id.
+
+    Args:
+        ids: the ids to encode.
+        train_ids, train_labels: the training rows.
+        base: the overall share, which unknown ids get.
+    """
+    sums = train_labels.groupby(train_ids).agg(["sum", "count"])
     rate = (sums["sum"] + PRIOR * base) / (sums["count"] + PRIOR)
-    return seen.map(rate).fillna(base).to_numpy()
+    return ids.map(rate).fillna(base).to_numpy()
 
 
 def features(
     meta: Meta, train: pd.DataFrame, test: pd.DataFrame, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Feature matrices of training and test rows."""
-    label = train[meta.label].astype(np.float64).reset_index(drop=True)
-    base = label.mean()
-    fold = pd.Series(np.random.default_rng(seed).integers(0, FOLDS, len(train)))
-    columns: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-    for name in meta.dense:
-        columns[0].append(train[name].to_numpy())
-        columns[1].append(test[name].to_numpy())
+    labels = train[meta.label].astype(np.float64).reset_index(drop=True)
+    base = labels.mean()
+    folds = pd.Series(np.random.default_rng(seed).integers(0, FOLDS, len(train)))
+    train_columns = [train[name].to_numpy() for name in meta.dense]
+    test_columns = [test[name].to_numpy() for name in meta.dense]
     for column in meta.categorical:
-        ids = train[column.name].reset_index(drop=True)
-        other = test[column.name]
+        ids, test_ids = train[column.name].reset_index(drop=True), test[column.name]
         counts = ids.value_counts()
-        columns[0].append(ids.map(counts).to_numpy())
-        columns[1].append(other.map(counts).fillna(0).to_numpy())
-        own = np.empty(len(train))
-        for k in range(FOLDS):
-            inside = fold == k
-            own[inside] = shares(ids[~inside], label[~inside], ids[inside], base)
-        columns[0].append(own)
-        columns[1].append(shares(ids, label, other, base))
-    return np.column_stack(columns[0]), np.column_stack(columns[1])
+        out_of_fold = np.empty(len(train))
+        for fold in range(FOLDS):
+            inside = folds == fold
+            out_of_fold[inside] = positive_shares(ids[inside], ids[~inside], labels[~inside], base)
+        train_columns += [ids.map(counts).to_numpy(), out_of_fold]
+        test_columns.append(test_ids.map(counts).fillna(0).to_numpy())
+        test_columns.append(positive_shares(test_ids, ids, labels, base))
+    return np.column_stack(train_columns), np.column_stack(test_columns)
 
 
 def arguments() -> Parser:
     """The command line."""
     parser = Parser(__doc__)
     parser.add_argument("--data", type=path_arg, required=True, help="prepared directory")
-    parser.add_argument("--seeds", type=count_arg, default=3, help="of the folds and of the trees")
-    parser.add_argument("--json", type=path_arg, help="where the result is written as JSON")
+    parser.add_argument("--seeds", type=count_arg, default=3, help="number of seeds")
+    parser.add_argument("--json", type=path_arg, help="also write the results to this JSON file")
     return parser
 
 
 def boost(options: Namespace) -> None:
-    """Train with several seeds and print the test metrics."""
+    """Train one model per seed, and print the test metrics."""
     meta = Meta.read(options.data)
     for split in ("train", "test"):
         require_rows(options.data, meta, split)
@@ -85,17 +90,16 @@ def boost(options: Namespace) -> None:
     train, test = (read(options.data, meta, split) for split in ("train", "test"))
     if {*train[meta.label]} != {0, 1}:
         raise ValueError(
-            f"{options.data}: labels of the train rows must be 0 and 1, some of each, for trees "
-            "to tell them apart"
+            f"{options.data}: the labels of the train rows must be 0 and 1, and both must occur"
         )
     results = []
     for seed in range(options.seeds):
-        inputs, others = features(meta, train, test, seed)
+        inputs, test_inputs = features(meta, train, test, seed)
         model = HistGradientBoostingClassifier(
             max_iter=300, learning_rate=0.05, min_samples_leaf=100, random_state=seed
         )
         model.fit(inputs, train[meta.label])
-        logits = model.decision_function(others)
+        logits = model.decision_function(test_inputs)
         labels = test[meta.label].to_numpy(np.float64, copy=True)
         results.append({"seed": seed, **classification(logits, labels)})
     table = pd.DataFrame(results).set_index("seed")

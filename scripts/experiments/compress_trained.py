@@ -1,10 +1,10 @@
-"""Compress a trained model and measure it again: every kind, at every size, without more training.
+"""Compress a trained model with every kind at several sizes, and evaluate it without retraining.
 
     python scripts/experiments/compress_trained.py runs/dense data/kaggle --json compressed.json
 
-The MLPs are taken over, and the tables of each kind are fitted to the trained ones; options follow
-from the memory budget. Several runs (seeds) are averaged. ``train.py --init_from`` does the same
-and trains on.
+The MLPs are copied, and the tables of each kind are fitted to the trained tables; the options of a
+kind follow from the memory budget. If several runs (seeds) are given, the results are their means.
+``train.py --init_from`` compresses a model in the same way and then trains it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from dlrm.data.frequencies import read_frequencies
 from dlrm.embeddings import available
 from dlrm.model import DLRM, WEIGHT_BYTES
 from dlrm.sparse_arch.table_plan import format_ratio, make_table_plan
-from dlrm.training import benchmark, checkpoint, metrics
+from dlrm.training import benchmark, checkpoint
+from dlrm.training.evaluation import TrainedModel
+from dlrm.utils.device import pick_device
 from dlrm.utils.messages import did_you_mean
 from dlrm.utils.program import Parser, count_arg, exit_status, path_arg, positive_arg
-
-sys.path.insert(0, str(Path(__file__).parents[2]))  # for train.py and the other scripts
-from scripts.evaluate import loaded
 
 
 def arguments() -> Parser:
@@ -39,34 +38,39 @@ def arguments() -> Parser:
     )
     ratios = [4, 10, 20, 40, 100]
     parser.add_argument(
-        "--ratios", nargs="+", type=positive_arg, default=ratios, help="of compression"
+        "--ratios", nargs="+", type=positive_arg, default=ratios, help="compression ratios"
     )
-    parser.add_argument("--split", default="test", help="which split to measure")
+    parser.add_argument("--split", default="test", help="split to evaluate on")
     parser.add_argument("--batch-size", type=count_arg, default=16384, help="samples per batch")
-    parser.add_argument("--seed", type=int, default=0, help="of fits that draw (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of fits that draw random numbers")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    parser.add_argument("--json", type=path_arg, help="where the result is written as JSON")
+    parser.add_argument("--json", type=path_arg, help="also write the results to this JSON file")
     return parser
 
 
-class Trained:
-    """A trained model, and its quality at any kind and size.
+class Compressor:
+    """A trained model, which it compresses and evaluates.
 
     Args:
         run: run directory or checkpoint.
-        options: the data, and how it is measured: see :func:`evaluate.loaded`.
+        options: the data, and how to evaluate.
     """
 
     def __init__(self, run: str, options: Namespace) -> None:
-        self.model, self.loader, self.bf16 = loaded(run, options)
-        self.recipe = checkpoint.about(run)["recipe"]
-        self.data, self.meta = options.data, self.loader.meta
-        self.device = self.loader.device
+        self.trained = TrainedModel.load(
+            run,
+            options.data,
+            options.split,
+            device=pick_device(options.device),
+            batch_size=options.batch_size,
+        )
+        self.spec = checkpoint.about(run)["recipe"]
+        self.data, self.meta = options.data, self.trained.loader.meta
 
-    def measure(self, model: DLRM) -> dict[str, float]:
-        """Quality and size of a model."""
-        found = metrics.predict(model, self.loader, bf16=self.bf16)
-        values = metrics.classification(*found)
+    def evaluate(self, model: DLRM | None = None) -> dict[str, float]:
+        """Quality and size of a model; None for the trained one."""
+        model = model or self.trained.model
+        values = self.trained.evaluate(model)
         sizes = model.sparse_arch.sizes()
         return {
             **{name: values[name] for name in ("auc", "log_loss", "accuracy")},
@@ -78,20 +82,20 @@ class Trained:
         """Quality and size at ``1 / ratio`` of the bytes of dense tables.
 
         Raises:
-            ValueError: the kind can't be as small.
+            ValueError: the kind can't be that small.
         """
-        chosen = make_table_plan(
+        plan = make_table_plan(
             self.meta.tables,
-            self.recipe["num_embeddings"],
-            self.recipe["embedding_dim"],
+            self.spec["num_embeddings"],
+            self.spec["embedding_dim"],
             kind,
             budget=format_ratio(ratio),
             counts=lambda: read_frequencies(self.data, self.meta),
-            weight_bytes=WEIGHT_BYTES[self.recipe.get("tables_dtype", "fp32")],
+            weight_bytes=WEIGHT_BYTES[self.spec.get("tables_dtype", "fp32")],
         )
-        model = DLRM(**{**self.recipe, "plan": chosen}).to(self.device)
-        model.load_trained(self.model)
-        return self.measure(model.eval())
+        model = DLRM(**{**self.spec, "plan": plan}).to(self.trained.loader.device)
+        model.load_trained(self.trained.model)
+        return self.evaluate(model.eval())
 
 
 def compress(options: Namespace) -> None:
@@ -100,36 +104,36 @@ def compress(options: Namespace) -> None:
         name for name, kind in available().items() if "for_budget" in vars(kind)
     ]
     torch.manual_seed(options.seed)
-    if options.json:  # a place that can't be had is better known before than after
+    if options.json:  # if it can't be written, fail now and not at the end
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)
     valid = ["auto", *available()]
     for kind in kinds:
         if kind not in valid:
             raise ValueError(f"unknown embedding kind {kind!r}{did_you_mean(kind, valid)}")
-    trained = [Trained(run, options) for run in options.runs]
-    rows = [_mean("trained", None, [model.measure(model.model) for model in trained])]
+    models = [Compressor(run, options) for run in options.runs]
+    rows = [_mean("trained", None, [model.evaluate() for model in models])]
     for kind in kinds:
         for ratio in options.ratios:
             try:
-                found = [model.compressed(kind, ratio) for model in trained]
+                results = [model.compressed(kind, ratio) for model in models]
             except ValueError as error:
                 print(f"{kind} at {format_ratio(ratio)}: {error}")
                 continue
-            rows.append(_mean(kind, ratio, found, rows[0]["auc"]))
+            rows.append(_mean(kind, ratio, results, rows[0]["auc"]))
     if options.json:
-        record = {"data": Path(options.data).name, "split": options.split, "results": rows}
-        benchmark.write(options.json, record)
+        report = {"data": Path(options.data).name, "split": options.split, "results": rows}
+        benchmark.write(options.json, report)
 
 
 def _mean(
-    kind: str, ratio: float | None, found: list[dict[str, float]], trained: float | None = None
+    kind: str, ratio: float | None, results: list[dict[str, float]], baseline: float | None = None
 ) -> dict[str, Any]:
-    """Average over seeds, and print."""
-    row: dict[str, Any] = {"emb": kind, "budget": ratio, "seeds": len(found)}
-    row |= {name: statistics.fmean(each[name] for each in found) for name in found[0]}
-    if trained is not None:
-        row["auc_change"] = row["auc"] - trained
-    change = "" if trained is None else f" ({row['auc_change']:+.4f})"
+    """Average the results over seeds, and print them; ``baseline`` is the AUC to compare with."""
+    row: dict[str, Any] = {"emb": kind, "budget": ratio, "seeds": len(results)}
+    row |= {name: statistics.fmean(each[name] for each in results) for name in results[0]}
+    if baseline is not None:
+        row["auc_change"] = row["auc"] - baseline
+    change = "" if baseline is None else f" ({row['auc_change']:+.4f})"
     print(
         f"{kind:8} {row['compression']:7.1f}x {row['bytes'] / 1e6:9.2f} MB  "
         f"AUC {row['auc']:.4f}{change}  log loss {row['log_loss']:.4f}",

@@ -1,18 +1,21 @@
-"""Compare embedding kinds at equal bytes: quality and throughput against memory.
+"""Compare embedding kinds at equal memory: quality and throughput.
 
     python scripts/experiments/frontier.py --data data/sample --config configs/criteo_sample.yaml
 
-Trains every kind at every compression ratio with several seeds, each run by ``train.py``, then
-writes one table, two plots and one JSON. With ``--rates`` and ``--validation DIR`` the learning
-rate of the embeddings is first chosen for each kind, by its AUC on the validation split of that
-data; ``--lr tt=0.002 hash=0.006`` gives rates that are known. A step of every model is timed alone,
-after all runs.
+Trains every kind at every compression ratio with several seeds. Each run is a run of ``train.py``.
+The results are a table, two plots (quality and speed against memory) and a JSON file. The time of a
+step is measured separately, after all runs.
 
-``drop``, which keeps the frequent rows and lets the rare ones share one, is the baseline that every
-method must beat. ``auto`` is the planner, which may mix kinds. ``tt+cache`` keeps the most used
-rows of a tensor train uncompressed as well: a tenth of the rows that dense tables of the same
-budget would have. Runs that have finished are not repeated, so an interrupted comparison goes on
-where it was.
+With ``--rates`` and ``--validation DIR``, the learning rate of the embeddings is first chosen for
+each kind: the one with the best AUC on the validation split of that data. ``--lr tt=0.002
+hash=0.006`` sets rates that are already known.
+
+``drop`` is the baseline that every method should beat: it keeps the frequent rows, and all others
+share one row. ``auto`` is the planner, which may mix kinds. ``tt+cache`` also keeps the most used
+rows of tensor-train tables uncompressed: a tenth of the rows that dense tables of the same budget
+would have.
+
+Finished runs are not repeated, so an interrupted comparison can be resumed.
 """
 
 from __future__ import annotations
@@ -30,11 +33,18 @@ from dlrm.embeddings import available
 from dlrm.sparse_arch.table_plan import format_ratio
 from dlrm.training import benchmark
 from dlrm.utils.messages import did_you_mean
-from dlrm.utils.program import Parser, count_arg, exit_status, figure_arg, path_arg, positive_arg
+from dlrm.utils.program import Parser, exit_status, positive_arg
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # for train.py and the other scripts
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other scripts
 from scripts import compare
-from scripts.experiments.runner import Pool, Run, require_rows, step_speed
+from scripts.experiments.runner import (
+    INTERRUPTED,
+    Runner,
+    RunSpec,
+    add_run_arguments,
+    require_rows,
+    step_speed,
+)
 
 CACHED = "tt+cache"
 KINDS = ("auto", "tt", CACHED, "qr", "block", "hash", "drop", "robe", "cafe")
@@ -44,18 +54,20 @@ def arguments() -> Parser:
     """The command line."""
     parser = Parser(__doc__)
     parser.add_argument("--data", required=True, help="prepared directory")
-    parser.add_argument("--config", help="YAML of the runs, as for train.py")
-    parser.add_argument("--kinds", nargs="+", default=KINDS, help="beside dense")
+    parser.add_argument("--config", help="configuration of the runs: a YAML file for train.py")
+    parser.add_argument("--kinds", nargs="+", default=KINDS, help="kinds to compare with dense")
     ratios = [2, 10, 30, 100, 300, 1000]
     parser.add_argument(
-        "--ratios", nargs="+", type=positive_arg, default=ratios, help="of compression"
+        "--ratios", nargs="+", type=positive_arg, default=ratios, help="compression ratios"
     )
-    parser.add_argument("--seeds", type=count_arg, default=3, help="runs per point (default: 3)")
     parser.add_argument(
         "--rates", nargs="+", type=positive_arg, help="learning rates to choose from"
     )
     parser.add_argument(
-        "--rates-at", type=positive_arg, default=10, help="ratio of the runs that choose"
+        "--rates-at",
+        type=positive_arg,
+        default=10,
+        help="compression ratio at which the learning rates are chosen",
     )
     parser.add_argument("--validation", help="prepared directory with a validation split")
     parser.add_argument(
@@ -64,21 +76,9 @@ def arguments() -> Parser:
         default=[],
         metavar="KIND=RATE",
         type=known_rate,
-        help="learning rates of the embeddings that are known",
+        help="known learning rates of the embeddings, e.g. tt=0.002",
     )
-    parser.add_argument(
-        "--runs", type=path_arg, default=Path("runs/frontier"), help="where runs go"
-    )
-    parser.add_argument("--jobs", type=count_arg, default=1, help="runs at a time (default: 1)")
-    parser.add_argument("--no-timing", action="store_true", help="leave out the step times")
-    parser.add_argument(
-        "--plot",
-        type=figure_arg,
-        default=Path("frontier.png"),
-        help="PNG, SVG or PDF to draw; that of the speed lies beside it",
-    )
-    parser.add_argument("--json", type=path_arg, help="where the result is written as JSON")
-    parser.add_argument("--options", nargs="*", default=[], help="more options, as epochs=2")
+    add_run_arguments(parser, "frontier")
     return parser
 
 
@@ -88,47 +88,60 @@ def known_rate(text: str) -> tuple[str, float]:
     try:
         return kind, positive_arg(rate)
     except argparse.ArgumentTypeError:
-        message = f"is {text!r}, it must be a kind and a rate, as tt=0.002"
+        message = f"is {text!r}, it must be a kind and a rate, e.g. tt=0.002"
         raise argparse.ArgumentTypeError(message) from None
 
 
-def point(kind: str, ratio: float, seed: int, rate: float | None, rows: int) -> Run:
-    """One run of a kind at a ratio; ``rows`` of all dense tables together."""
+def point(kind: str, ratio: float, seed: int, rate: float | None, rows: int) -> RunSpec:
+    """One run of a kind at a compression ratio.
+
+    Args:
+        kind, ratio, seed: what to train; the ratio of ``dense`` is always 1.
+        rate: learning rate of the embeddings; None for that of the configuration.
+        rows: number of rows of all dense tables together.
+    """
     options = [f"--emb={'tt' if kind == CACHED else kind}", f"--seed={seed}"]
     options += [f"--tt.cache_rows={round(rows / ratio / 10)}"] if kind == CACHED else []
     options += [] if rate is None else [f"--optim.embeddings_lr={rate:g}"]
     if kind == "dense":
-        return f"dense-{seed}", options
-    return f"{kind}-{format_ratio(ratio)}-{seed}", [*options, f"--budget={format_ratio(ratio)}"]
+        return RunSpec(f"dense-{seed}", options)
+    budget = format_ratio(ratio)
+    return RunSpec(f"{kind}-{budget}-{seed}", [*options, f"--budget={budget}"])
 
 
-def choose_rates(options: argparse.Namespace, pool: Pool) -> tuple[dict[str, float], list[str]]:
-    """The rate of each kind with the best AUC on validation, at one ratio, two seeds; and why some
-    of these runs could not be done."""
+def choose_rates(options: argparse.Namespace, runner: Runner) -> tuple[dict[str, float], list[str]]:
+    """Choose the learning rate of each kind by validation AUC, averaged over two seeds.
+
+    Returns:
+        The rate of each kind for which a run finished, and why some runs are impossible.
+    """
     rows = sum(Meta.read(options.validation).cardinalities)
-    tried: dict[tuple[str, float], list[Run]] = {}
+    candidates: dict[tuple[str, float], list[RunSpec]] = {}
     for kind in ("dense", *options.kinds):
         if kind in dict(options.lr):
             continue
         for rate in options.rates:
             runs = [point(kind, options.rates_at, seed, rate, rows) for seed in range(2)]
-            tried[kind, rate] = [(f"rate-{rate:g}-{name}", given) for name, given in runs]
-    impossible = pool.train([run for runs in tried.values() for run in runs], options.validation)
-    chosen: dict[str, tuple[float, float]] = {}
-    for (kind, rate), runs in tried.items():
-        found = [pool.metrics(name)["val/auc"] for name, _ in runs if pool.done(name)]
-        if None in found:
+            named = [RunSpec(f"rate-{rate:g}-{run.name}", run.options) for run in runs]
+            candidates[kind, rate] = named
+    todo = [run for runs in candidates.values() for run in runs]
+    impossible = runner.train(todo, options.validation)
+    best: dict[str, tuple[float, float]] = {}
+    for (kind, rate), runs in candidates.items():
+        names = [run.name for run in runs if runner.finished(run.name)]
+        aucs = [runner.metrics(name)["val/auc"] for name in names]
+        if None in aucs:
             raise ValueError(
-                f"{options.validation} has rows of one label alone in its val split, which no rate "
-                "can be chosen by: prepare it with more"
+                f"the val split of {options.validation} has rows of only one label, so no rate can "
+                "be chosen: prepare it with more rows"
             )
-        if found:
-            chosen[kind] = max(chosen.get(kind, (0.0, 0.0)), (sum(found) / len(found), rate))
-    return {kind: rate for kind, (_, rate) in chosen.items()}, impossible
+        if aucs:
+            best[kind] = max(best.get(kind, (0.0, 0.0)), (sum(aucs) / len(aucs), rate))
+    return {kind: rate for kind, (_, rate) in best.items()}, impossible
 
 
 def publish(summary: pd.DataFrame, options: argparse.Namespace, report: dict[str, object]) -> None:
-    """Print the table, draw the plots and write the JSON."""
+    """Print the table, and write the plots and the JSON file."""
     print(compare.render(summary))
     compare.draw(summary, "AUC", options.plot)
     speed = options.plot.with_stem(f"{options.plot.stem}_speed")
@@ -138,10 +151,13 @@ def publish(summary: pd.DataFrame, options: argparse.Namespace, report: dict[str
         benchmark.write(options.json, {**report, "results": results})
 
 
-def compare_kinds(options: argparse.Namespace) -> None:
-    """Train what is missing, then compare."""
-    meta = Meta.read(options.data)
-    require_rows(options.data, meta, "test")
+def check(options: argparse.Namespace) -> None:
+    """Check the options.
+
+    Raises:
+        ValueError: one of them is invalid.
+    """
+    require_rows(options.data, Meta.read(options.data), "test")
     if options.validation:
         require_rows(options.validation, Meta.read(options.validation), "val")
     valid = ["auto", CACHED, *available()]
@@ -150,22 +166,29 @@ def compare_kinds(options: argparse.Namespace) -> None:
             raise ValueError(f"unknown embedding kind {kind!r}{did_you_mean(kind, valid)}")
     if bool(options.rates) != bool(options.validation):
         raise ValueError("--rates and --validation go together")
+
+
+def compare_kinds(options: argparse.Namespace) -> None:
+    """Train the runs that are missing, then compare all."""
+    check(options)
+    meta = Meta.read(options.data)
     common = ["--checkpoint=false", *(f"--{option}" for option in options.options)]
     if options.config:
         common.insert(0, f"--config={Path(options.config).resolve()}")
-    pool = Pool(options.runs, options.jobs, common)
-    rates, impossible = choose_rates(options, pool) if options.rates else ({}, [])
+    runner = Runner(options.runs, options.jobs, common)
+    rates, impossible = choose_rates(options, runner) if options.rates else ({}, [])
     rates |= dict(options.lr)
     rows = sum(meta.cardinalities)
-    todo = [point("dense", 1, seed, rates.get("dense"), rows) for seed in range(options.seeds)]
+    runs = [point("dense", 1, seed, rates.get("dense"), rows) for seed in range(options.seeds)]
     for seed, ratio, kind in product(range(options.seeds), options.ratios, options.kinds):
-        todo.append(point(kind, ratio, seed, rates.get(kind), rows))
-    impossible += pool.train(todo, options.data)
+        runs.append(point(kind, ratio, seed, rates.get(kind), rows))
+    impossible += runner.train(runs, options.data)
     print(*impossible, sep="\n")
-    done = [options.runs / name for name in dict(todo) if pool.done(name)]
-    if not done:
-        raise ValueError("none of the runs could be done, for the reasons above")
-    summary = compare.summarize(compare.read(done))
+    options_of = dict(runs)
+    finished = [options.runs / name for name in options_of if runner.finished(name)]
+    if not finished:
+        raise ValueError("none of the runs is possible, for the reasons above")
+    summary = compare.summarize(compare.read(finished))
     report = {
         "data": Path(options.data).name,
         "config": options.config,
@@ -176,18 +199,16 @@ def compare_kinds(options: argparse.Namespace) -> None:
     }
     publish(summary, options, report)
     if not options.no_timing:
-        given = dict(todo)
-        for line, run in summary["run"].items():
-            alone = step_speed([*common, f"--data={options.data}", *given[run]])
-            summary.loc[line, ["samples/s", "samples/s std"]] = alone["samples/s"], None
+        for line, name in summary["run"].items():
+            speed = step_speed([*common, f"--data={options.data}", *options_of[name]])
+            summary.loc[line, ["samples/s", "samples/s std"]] = speed["samples/s"], None
         publish(summary, options, report)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program; returns the exit status."""
     options = arguments().parse_args(argv)
-    again = "interrupted; the same command goes on where it was"
-    return exit_status(lambda: compare_kinds(options), again)
+    return exit_status(lambda: compare_kinds(options), INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""Runs of ``train.py``, several at a time, for the scripts that compare them.
+"""Runs of ``train.py``, several at a time, for the programs that compare them.
 
-A worker process trains one run after another, so that PyTorch is loaded and its kernels are made
-once per process. What has finished is not repeated: an interrupted comparison goes on where it was.
+A worker process trains one run after another, so that it imports PyTorch and compiles kernels only
+once. Finished runs are not repeated, so an interrupted comparison can be resumed.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -21,7 +20,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import yaml
 from tqdm import tqdm
@@ -32,109 +31,125 @@ from dlrm.data.schema import Meta
 from dlrm.distributed.world import World
 from dlrm.embeddings import available
 from dlrm.training import benchmark
-from dlrm.training.tracking import RESULT, without
+from dlrm.training.tracking import RESULT, read_result, without
 from dlrm.utils.device import cpu_count
+from dlrm.utils.program import Parser, count_arg, figure_arg, path_arg
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))  # where train.py is
-Run = tuple[str, list[str]]  # name and options
+sys.path.insert(0, str(ROOT))  # for train.py
+INTERRUPTED = "interrupted; run the same command again to resume"
+
+
+class RunSpec(NamedTuple):
+    """A run to train."""
+
+    name: str
+    """Name of its directory."""
+    options: list[str]
+    """Options of ``train.py``."""
+
+
+def add_run_arguments(parser: Parser, name: str) -> None:
+    """Add the options that all comparisons have; ``name`` is part of the default paths."""
+    add = parser.add_argument
+    add("--seeds", type=count_arg, default=3, help="runs for each point of the comparison")
+    runs = Path("runs") / name
+    add("--runs", type=path_arg, default=runs, help="directory for the runs and their logs")
+    add("--jobs", type=count_arg, default=1, help="number of runs at a time")
+    add("--options", nargs="*", default=[], help="more options of train.py, e.g. epochs=2")
+    add("--no-timing", action="store_true", help="do not measure the time of a step")
+    plot = Path(f"{name}.png")
+    add("--plot", type=figure_arg, default=plot, help="plot to write: PNG, SVG or PDF")
+    add("--json", type=path_arg, help="also write the results to this JSON file")
 
 
 def require_rows(data: str | Path, meta: Meta, split: str) -> None:
-    """Raise unless a split has rows: before hours of training, not behind them."""
+    """Raise an error, before hours of training, if a split that is needed afterwards is empty."""
     if not meta.has_rows(split):
-        raise ValueError(f"{data} has no {split} rows, which are compared: prepare it with some")
+        raise ValueError(
+            f"{data} has no {split} rows, which the comparison needs: prepare it with some"
+        )
 
 
-class Pool:
+class Runner:
     """Trains runs into one directory.
 
     Args:
-        directory: of the runs and their logs; made if it is not there.
-        jobs: runs at a time; on a GPU they share it.
-        common: options of every run, before its own.
+        directory: for the runs and their logs; created if needed.
+        jobs: number of runs at a time; they share the GPU, if there is one.
+        common: options of all runs; the options of a single run override them.
     """
 
     def __init__(self, directory: Path, jobs: int, common: list[str]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.jobs, self.common = directory, jobs, common
 
-    def train(self, runs: list[Run], data: str | Path) -> list[str]:
-        """Train what has not finished; returns why some runs could not be done.
+    def train(self, runs: list[RunSpec], data: str | Path) -> list[str]:
+        """Train the runs that have not finished; returns why some of them are impossible.
 
         Raises:
-            ChildProcessError: a run was killed, or ended neither well nor in a clear message.
-            ValueError: one that has finished was of other options, or of other rows.
+            ChildProcessError: a run was killed, or failed without a clear error message.
+            ValueError: a finished run had other options, or other rows.
         """
         common = [f"--data={Path(data).resolve()}", f"--output={self.directory.resolve()}"]
         tasks = []
-        for name, options in dict(runs).items():  # once each, what was asked for twice
+        for name, options in dict(runs).items():  # the same run may be listed twice
             arguments = [*common, f"--name={name}", *self.common, *options]
-            if self.done(name):
-                self._require_alike(name, arguments, data)
+            if self.finished(name):
+                self._require_same(name, arguments, data)
             else:
                 tasks.append((self.directory / name, arguments))
-        with _threads(max(1, cpu_count() // self.jobs)):
-            spawn = multiprocessing.get_context("spawn")  # a fork can't use the GPU
+        with _thread_limit(max(1, cpu_count() // self.jobs)):
+            spawn = multiprocessing.get_context("spawn")  # a forked process can't use the GPU
             with ProcessPoolExecutor(self.jobs, spawn, initializer=_end_with_parent) as workers:
                 results = workers.map(train_one, *zip(*tasks, strict=True)) if tasks else iter(())
                 try:
                     return [why for why in tqdm(results, total=len(tasks), unit=" runs") if why]
-                except KeyboardInterrupt:  # the workers would go on with the next runs
+                except KeyboardInterrupt:  # the workers would continue with the next runs
                     for worker in multiprocessing.active_children():
                         worker.terminate()
                     raise
                 except BrokenProcessPool:
                     raise ChildProcessError(
-                        f"a process that trains was killed, as for want of memory; the log in "
-                        f"{self.directory} that was written last is its own. The same command goes "
-                        "on where it was; fewer --jobs need less memory"
+                        "a training process was killed, possibly because memory ran out; its log "
+                        f"is the most recent one in {self.directory}. Run the same command again "
+                        "to resume; fewer --jobs need less memory"
                     ) from None
 
-    def _require_alike(self, name: str, arguments: list[str], data: str | Path) -> None:
-        """Raise if the run of this name was of other options than these, or of other rows."""
-        told = StringIO()  # notes, or mistakes
+    def _require_same(self, name: str, arguments: list[str], data: str | Path) -> None:
+        """Raise an error if the finished run of this name had other options, or other rows."""
+        messages = StringIO()
         try:
-            with redirect_stderr(told):
-                options = yaml.safe_load(parse(arguments, available())[1])
+            with redirect_stderr(messages):
+                resolved = yaml.safe_load(parse(arguments, available())[1])
         except SystemExit:
-            print(told.getvalue(), end="", file=sys.stderr)
+            print(messages.getvalue(), end="", file=sys.stderr)
             raise
-        result = self._result(name, "options")
-        options, had = (without(own, HOUSEKEEPING) for own in (options, result["options"]))
-        others = [o for o in options.keys() & had.keys() if options[o] != had[o]]
-        if others:
+        result = read_result(self.directory / name)
+        options, old = (without(each, HOUSEKEEPING) for each in (resolved, result["options"]))
+        changed = [o for o in options.keys() & old.keys() if options[o] != old[o]]
+        if changed:
             raise ValueError(
-                f"{self.directory / name} has finished with another {', '.join(sorted(others))}: "
-                "give another --runs, or remove it"
+                f"{self.directory / name} has finished with another {', '.join(sorted(changed))}: "
+                "choose another --runs, or remove it"
             )
         if "rows" in result and result["rows"] != Meta.read(data).counts:
             raise ValueError(
-                f"{self.directory / name} has finished on other rows than {data} has now: give "
+                f"{self.directory / name} has finished on other rows than {data} has now: choose "
                 "another --runs, or remove it"
             )
 
-    def done(self, name: str) -> bool:
+    def finished(self, name: str) -> bool:
         """Whether a run has finished."""
         return (self.directory / name / RESULT).exists()
 
     def metrics(self, name: str) -> dict[str, float]:
-        """The final metrics of a run."""
-        return self._result(name, "metrics")["metrics"]
-
-    def _result(self, name: str, part: str) -> dict[str, Any]:
-        """What a finished run left, with this part."""
-        path = self.directory / name / RESULT
-        try:
-            result = json.loads(path.read_text())
-            result[part].keys()
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is no result of train.py: {error!r}; remove it") from None
-        return result
+        """The final metrics of a finished run."""
+        return read_result(self.directory / name)["metrics"]
 
 
 def _end_with_parent() -> None:
-    """In a worker: end when the program is killed, or it would train on beside the next start."""
+    """In a worker process: end when the program is killed, rather than train on without it."""
     parent = multiprocessing.parent_process()
     if parent is not None:
 
@@ -146,21 +161,28 @@ def _end_with_parent() -> None:
 
 
 def train_one(directory: Path, arguments: list[str]) -> str | None:
-    """In a worker: train a run into ``directory``; returns why it could not be done, if so."""
+    """In a worker process: train a run into ``directory``.
+
+    Returns:
+        The error message, if the options make the run impossible.
+
+    Raises:
+        ChildProcessError: the run failed without a clear error message.
+    """
     from train import main
 
     shutil.rmtree(directory, ignore_errors=True)
     log = directory.with_name(f"{directory.name}.log")
     with log.open("w") as output, redirect_stdout(output), redirect_stderr(output):
         try:
-            done = main(arguments) == 0
-        except SystemExit:  # options that can't be
-            done = False
+            succeeded = main(arguments) == 0
+        except SystemExit:  # invalid options
+            succeeded = False
         except Exception:
             traceback.print_exc()
-            done = False
+            succeeded = False
     benchmark.release()
-    if done:
+    if succeeded:
         return None
     errors = [line for line in log.read_text().splitlines() if line.startswith("error")]
     if not errors:
@@ -169,14 +191,14 @@ def train_one(directory: Path, arguments: list[str]) -> str | None:
 
 
 def step_speed(arguments: list[str], *, batches: int = 64) -> dict[str, float]:
-    """Speed of a training step alone, on batches that are on the device already.
+    """Speed of a training step alone, without loading data.
 
     Args:
         arguments: of the command line of ``train.py``.
-        batches: taken in turn; caches are filled from the first pass over them.
+        batches: number of batches to cycle through; a first pass over them fills the caches.
 
     Returns:
-        ``step, ms``, the median, and the ``samples/s`` that follow from it.
+        ``step, ms``, the median time of a step, and the resulting ``samples/s``.
     """
     speed = _time_steps(arguments, batches)
     benchmark.release()
@@ -184,23 +206,23 @@ def step_speed(arguments: list[str], *, batches: int = 64) -> dict[str, float]:
 
 
 def _time_steps(arguments: list[str], batches: int) -> dict[str, float]:
-    from train import Run as Training
+    from train import Run
 
     with tempfile.TemporaryDirectory() as output:
         config, resolved = parse([*arguments, f"--output={output}", "--name=timed"], available())
-        run = Training(config, resolved, World.of_environment())
-        held = [batch for batch, _ in zip(run.train_data, range(batches), strict=False)]
+        run = Run(config, resolved, World.of_environment())
+        inputs = [batch for batch, _ in zip(run.train_data, range(batches), strict=False)]
         run.model.train()
-        for batch in held:
+        for batch in inputs:
             run.step(batch)
         run.model.sparse_arch.renew_caches(run.optimizers[1])
-        took = benchmark.milliseconds(lambda i: run.step(held[i % len(held)]), run.device)
-    return {"step, ms": took, "samples/s": 1e3 * config.batch_size / took}
+        ms = benchmark.milliseconds(lambda i: run.step(inputs[i % len(inputs)]), run.device)
+    return {"step, ms": ms, "samples/s": 1e3 * config.batch_size / ms}
 
 
 @contextmanager
-def _threads(number: int) -> Iterator[None]:
-    """Have the processes that are started inside use so many threads each."""
+def _thread_limit(number: int) -> Iterator[None]:
+    """Limit the threads of each process started inside; values that are already set are kept."""
     names = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
     before = {name: os.environ.get(name) for name in names}
     os.environ |= {name: value or str(number) for name, value in before.items()}

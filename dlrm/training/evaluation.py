@@ -1,0 +1,101 @@
+"""A trained model, and the rows of prepared data to score with it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from dlrm.data.batch import Batch
+from dlrm.data.criteo import CriteoLoader
+from dlrm.data.schema import Meta
+from dlrm.model import DLRM
+from dlrm.training import metrics
+from dlrm.training.checkpoint import load_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """A model from a checkpoint, and a loader of the rows to score."""
+
+    model: DLRM
+    """In evaluation mode."""
+    loader: CriteoLoader
+    """Reads one split in order, on the device of the model."""
+    bf16: bool
+    """Whether the model was trained, and is evaluated, in bfloat16 autocast."""
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        data: str | Path,
+        split: str = "test",
+        *,
+        device: torch.device,
+        batch_size: int | None = None,
+    ) -> Self:
+        """Load a model and open its data.
+
+        Prints a note if the data was prepared separately from that of the model.
+
+        Args:
+            path: run directory or checkpoint.
+            data: prepared directory.
+            split: the split to score.
+            device: where to evaluate.
+            batch_size: samples per batch. Default: as in the evaluations of the run.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint or no such data.
+            ValueError: the checkpoint is damaged, or the data does not fit the model.
+        """
+        model, config = load_model(path, device)
+        loader = CriteoLoader(
+            data,
+            split,
+            batch_size=batch_size or config["eval_batch_size"],
+            device=device,
+            num_embeddings=model.sparse_arch.num_embeddings,
+        )
+        columns = len(loader.meta.dense)
+        if columns != model.num_dense:
+            raise ValueError(
+                f"{data} has {columns} dense columns, the model {model.num_dense}: name data that "
+                "was prepared like the model's training data"
+            )
+        _note_other_tables(model, loader.meta)
+        return cls(model=model, loader=loader, bf16=config["precision"] == "bf16")
+
+    def predict(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits and labels of one batch; see :func:`~dlrm.training.metrics.predict`."""
+        return metrics.predict(self.model, [batch], bf16=self.bf16)
+
+    def evaluate(self, model: DLRM | None = None) -> dict[str, float]:
+        """Metrics of all rows; see :func:`~dlrm.training.metrics.classification`.
+
+        Args:
+            model: another model with the same inputs, in place of the trained one.
+        """
+        outputs = metrics.predict(model or self.model, self.loader, bf16=self.bf16)
+        return metrics.classification(*outputs)
+
+
+def _note_other_tables(model: DLRM, meta: Meta) -> None:
+    """Print a note on tables whose size in the data differs from that in the model.
+
+    The ids of two preparations stand for different values.
+    """
+    pairs = zip(meta.tables, meta.cardinalities, model.sparse_arch.num_embeddings, strict=False)
+    others = [f"{name} {rows:,} and not {own:,}" for name, rows, own in pairs if rows != own]
+    if others:
+        text = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        print(
+            f"note: {len(others)} tables of the data differ in size from the model's ({text}): was "
+            "it prepared separately? prepare_criteo.py --ids-of gives rows the ids of earlier data",
+            file=sys.stderr,
+        )

@@ -1,0 +1,107 @@
+"""Tables of docs/compression.md."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from scripts.maintenance.tables.markdown import markdown, read, source, table
+
+
+def pivot(result: dict[str, Any], metric: str = "AUC") -> str:
+    """A metric of each kind by compression ratio, with its standard deviation over seeds."""
+    rows = {(row["emb"], row["budget"]): row for row in result["results"]}
+    ratios = sorted({ratio for _, ratio in rows if ratio}, key=lambda ratio: float(ratio[:-1]))
+    kinds = sorted({kind for (kind, at), row in rows.items() if at and row[metric] is not None})
+
+    def cell(kind: str, ratio: str) -> str:
+        row = rows.get((kind, ratio), {})
+        if row.get(metric) is None:
+            return "-"
+        text = number(row[metric])
+        if row[f"{metric} std"] is not None:
+            text += f" ± {row[f'{metric} std']:.4f}"
+        best = max(other[metric] or 0.0 for (_, at), other in rows.items() if at == ratio)
+        return f"**{text}**" if ratio and row[metric] == best else text
+
+    head = [f"`--emb` (dense: {cell('dense', '')})", *ratios]
+    return markdown(head, [[f"`{kind}`", *(cell(kind, r) for r in ratios)] for kind in kinds])
+
+
+def number(value: float) -> str:
+    """A share with four decimals, or a rate in thousands or millions."""
+    if value < 1:
+        return f"{value:.4f}"
+    return f"{value / 1e6:.1f} M" if value >= 1e6 else f"{value / 1e3:.1f} k"
+
+
+def sample() -> str:
+    """Quality of each kind at equal memory, on real data."""
+    trees = [result["auc"] for result in read("trees_sample")["results"]]
+    best = f"\nBoosted trees on the same rows reach {sum(trees) / len(trees):.4f}.\n"
+    return pivot(read("frontier_sample")) + best + source("frontier_sample")
+
+
+def sample_speed() -> str:
+    """Training throughput of the models in :func:`sample`."""
+    return pivot(read("frontier_sample"), "samples/s") + source("frontier_sample")
+
+
+def full() -> str:
+    """Quality of each kind at equal memory, on synthetic data of Kaggle's full size."""
+    result = read("frontier_h100")
+    best = f"\nThe best possible model reaches {result['best_possible']['auc']:.4f}.\n"
+    return pivot(result) + best + source("frontier_h100")
+
+
+def full_speed() -> str:
+    """Training throughput of the models in :func:`full`."""
+    return pivot(read("frontier_h100"), "samples/s") + source("frontier_h100")
+
+
+def tt_rec() -> str:
+    """The grid of TT-Rec on synthetic data of Kaggle's full size."""
+    return _grid("tt_rec_h100")
+
+
+def tt_rec_sample() -> str:
+    """The grid of TT-Rec on real data, with smaller tables and without step times."""
+    return _grid("tt_rec_sample")
+
+
+def _grid(name: str) -> str:
+    rows = read(name)["results"]
+    for r in rows:
+        kind = r["cell"].removeprefix("fitted-")
+        found = re.fullmatch(r"tt(\d+)-r(\d+)(?:-c([\d.e-]+))?", kind)
+        tables, rank, cache = found.groups() if found else ("-", "-", None)
+        what = "dense, compressed" if kind != r["cell"] else "TT" if found else "dense"
+        r |= {"what": what, "tables": tables, "rank": rank}
+        r["cache"] = f"{100 * float(cache):g}%" if cache else "-"
+        r["several"] = "" if r["loss, % std"] is None else f" ± {r['loss, % std']:.3f}"
+        r["step"] = "-" if r.get("step, ms") is None else f"{r['step, ms']:.2f}"
+    columns = {
+        **{"embeddings": "{what}", "tables": "{tables}", "rank": "{rank}", "cache": "{cache}"},
+        **{"compression": "{ratio:.1f}x", "MB": "{MB:,.1f}"},
+        **{"accuracy lost, points": "{loss, %:.3f}{several}", "AUC": "{AUC:.4f}"},
+        **({"step, ms": "{step}"} if "step, ms" in rows[0] else {}),
+    }
+    return table(columns, rows, name)
+
+
+def compressed() -> str:
+    """Change of the AUC when a trained model is compressed."""
+    results = read("compressed_sample")["results"]
+    changes = {(r["emb"], r["budget"]): r["auc_change"] for r in results if r["budget"]}
+    kinds, ratios = (list(dict.fromkeys(keys)) for keys in zip(*changes, strict=True))
+    kinds.sort(key=lambda kind: -changes.get((kind, 10.0), -1.0))
+
+    def change(kind: str, ratio: float) -> str:
+        return f"{changes[kind, ratio]:+.4f}" if (kind, ratio) in changes else "-"
+
+    rows = [[f"`{kind}`", *(change(kind, ratio) for ratio in ratios)] for kind in kinds]
+    head = ["`--emb`", *(f"{ratio:g}x" for ratio in ratios)]
+    return markdown(head, rows) + source("compressed_sample")
+
+
+TABLES = (sample, sample_speed, full, full_speed, tt_rec, tt_rec_sample, compressed)

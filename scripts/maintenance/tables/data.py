@@ -1,0 +1,40 @@
+"""Tables of docs/data.md."""
+
+from __future__ import annotations
+
+from scripts.maintenance.tables.markdown import markdown, read, table
+
+
+def prepare() -> str:
+    """Preparation: raw logs to Parquet."""
+    rows = read("prepare_criteo")["runs"]
+    columns = {
+        "M rows": "{millions:.3g}",
+        "seconds": "{seconds:.1f}",
+        "rows/s": "{rows_per_second:,}",
+        "peak memory, GB": "{peak_memory_gb:.2f}",
+    }
+    return table(columns, [{**r, "millions": r["rows"] / 1e6} for r in rows], "prepare_criteo")
+
+
+def loader() -> str:
+    """Loading: Parquet to batches."""
+
+    def million(rate: dict[str, float]) -> str:
+        return f"{rate['median'] / 1e6:.1f} M"
+
+    rows = []
+    for name in ("loader", "loader_h100"):
+        result = read(name)
+        place = "H100, 16 cores" if "h100" in name else "2 cores"
+        floors = [million(result["floors"][floor]) for floor in ("pyarrow_read", "plain_copy")]
+        rates = {(r["batch_size"], r["shuffle"]): r["rows_per_second"] for r in result["loader"]}
+        for size in sorted({size for size, _ in rates}):
+            ordered = [million(rates[size, shuffle]) for shuffle in (True, False)]
+            rows.append([place, f"{size:,}", *ordered, *floors])
+    head = ["where to", "batch", "shuffled, rows/s", "in order, rows/s"]
+    head += ["floor: pyarrow reads", "floor: a copy"]
+    return markdown(head, rows) + "\n*`benchmarks/loader.json`, `benchmarks/loader_h100.json`.*\n"
+
+
+TABLES = (prepare, loader)

@@ -1,0 +1,145 @@
+"""Tables of docs/speed.md."""
+
+from __future__ import annotations
+
+from operator import itemgetter
+
+from scripts.maintenance.tables.markdown import read, table
+
+
+def cpu_step() -> str:
+    """Training step on a CPU, compared with TorchRec."""
+    columns = {
+        "`--emb`": "`{kind}`",
+        "optimizer": "{rule}",
+        "precision": "{precision}",
+        "ms": "{ms:.1f}",
+        "times TorchRec's speed": "{times best peer}",
+    }
+    return table(columns, read("step_cpu")["results"], "step_cpu")
+
+
+def gpu_step() -> str:
+    """Captured training step on one GPU, compared with the fastest other library."""
+    return _steps("step_h100", {"times best peer": "{times best peer}"})
+
+
+def gpu_step_h200() -> str:
+    """Captured training step with more optimizers, without a comparison."""
+    return _steps("step_h200", {})
+
+
+def _steps(name: str, more: dict[str, str]) -> str:
+    columns = {
+        "`--emb`": "`{kind}`",
+        "optimizer": "{rule}",
+        "batch": "{batch:,}",
+        "ms": "{ms:.2f}",
+        "samples/s": "{Msamples/s:.1f} M",
+        **more,
+        "embeddings, MB": "{embedding_MB:,.0f}",
+        "peak GPU, MB": "{peak_gpu_MB:,.0f}",
+    }
+    return table(columns, sorted(read(name)["results"], key=itemgetter("kind", "batch")), name)
+
+
+def gpu_kinds() -> str:
+    """Captured training step of the kinds that store rows, compared with dense."""
+    results = sorted(read("step_kinds_h100")["results"], key=itemgetter("batch"))
+    dense = {r["batch"]: r["ms"] for r in results if r["kind"] == "dense"}
+    columns = {
+        "`--emb`": "`{kind}`",
+        "batch": "{batch:,}",
+        "ms": "{ms:.3f}",
+        "samples/s": "{Msamples/s:.1f} M",
+        "speed of dense": "{share:.2f}",
+        "embeddings, MB": "{embedding_MB:,.0f}",
+    }
+    rows = [{**r, "share": dense[r["batch"]] / r["ms"]} for r in results]
+    return table(columns, rows, "step_kinds_h100")
+
+
+def tt_alone() -> str:
+    """Tensor-train look-ups: forward, backward and SGD."""
+    shapes = {
+        "bags": ("4, 4, 4", 32, "512 bags of 20"),
+        "dim16": ("2, 2, 4", 32, "65,536"),
+        "dim64": ("4, 4, 4", 32, "65,536"),
+        "dim128-rank64": ("4, 4, 8", 64, "65,536"),
+        "4-cores": ("2, 2, 2, 2", 32, "65,536"),
+    }
+    results = {(r["case"], r["ids"]): r for r in read("tt_h100")["results"]}
+    rows = []
+    for case, (q, rank, lookups) in shapes.items():
+        uniform, skewed = results[case, "uniform"], results[case, "skewed"]
+        floor = max(uniform["floor_step_arithmetic_us"], uniform["floor_step_bytes_us"])
+        own = {"q": q, "rank": rank, "lookups": lookups, "floor": 1e-3 * floor}
+        peer = {"reference_ms": "-", "times_reference": "-"}
+        rows.append({**peer, **uniform, "skewed": skewed["step_ms"], **own})
+    columns = {
+        "q": "{q}",
+        "rank": "{rank}",
+        "look-ups": "{lookups}",
+        "uniform ids, ms": "{step_ms:.3f}",
+        "skewed, ms": "{skewed:.3f}",
+        "floor, ms": "{floor:.3f}",
+        "TT-Rec's kernel, ms": "{reference_ms}",
+        "times faster": "{times_reference}",
+    }
+    return table(columns, rows, "tt_h100")
+
+
+def lookup() -> str:
+    """Dense look-ups: forward, backward and update of 26 tables."""
+    rows = [r for r in read("lookup_h100")["results"] if r["ids"] == "skewed"]
+    for r in rows:
+        r["floor"] = r["forward_floor"] + r["update_floor"]
+        r["peer"] = f"{r['fbgemm']:.2f}" if r.get("fbgemm") else "-"
+    columns = {
+        "dim": "{dim}",
+        "batch": "{batch:,}",
+        "optimizer": "{rule}",
+        "ms": "{all:.3f}",
+        "floor by bytes, ms": "{floor:.3f}",
+        "FBGEMM, ms": "{peer}",
+        "`nn.EmbeddingBag`, ms": "{embedding_bags:.2f}",
+    }
+    return table(columns, rows, "lookup_h100")
+
+
+def basis() -> str:
+    """A codebook output layer, compared with a linear one."""
+    columns = {
+        "hidden": "{hidden:,}",
+        "vocabulary": "{vocabulary:,}",
+        "forward: linear, ms": "{linear_forward:.3f}",
+        "basis, ms": "{basis_forward:.3f}",
+        "times faster": "{forward_times_faster:.1f}",
+        "and backward: linear, ms": "{linear_forward_backward:.3f}",
+        "basis, both, ms": "{basis_forward_backward:.3f}",
+        "times faster, both": "{forward_backward_times_faster:.1f}",
+        "linear, MB": "{linear_MB:.0f}",
+        "basis, MB": "{basis_MB:.1f}",
+    }
+    return table(columns, read("basis_h100")["results"], "basis_h100")
+
+
+def epoch() -> str:
+    """An epoch on one GPU, from Parquet to test metrics."""
+    columns = {
+        "`--emb`": "`{kind}`",
+        "batch": "{batch:,}",
+        "training, s": "{training:.1f}",
+        "test metrics, s": "{test_metrics:.2f}",
+        "both, s": "{epoch:.1f}",
+        "waiting for data": "{wait_share:.0%}",
+        "rows/s": "{Mrows/s:.1f} M",
+        "start, s": "{start:.0f}",
+    }
+    rows = read("epoch_h100")["results"]
+    for r in rows:
+        r["start"] = r["building"] + r["compiling_and_capturing"]
+    return table(columns, rows, "epoch_h100")
+
+
+TABLES = (cpu_step, gpu_step, gpu_step_h200, gpu_kinds, tt_alone, lookup, basis, epoch)
