@@ -1,4 +1,4 @@
-"""Gradients of replicated parameters, summed over the processes."""
+"""All-reduce of the gradients of replicated parameters, for data parallelism."""
 
 from __future__ import annotations
 
@@ -23,25 +23,24 @@ from dlrm.kernels.update.sparse import update_rows
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, gradient_norm
 
-SMALL = 8  # rows for a sample of the global batch up to which a row gradient travels as a table
+SMALL = 8  # rows per sample of the global batch; larger tables send entries, not a dense gradient
 
 
 class GradientReducer:
-    """Sums gradients over processes, so that replicas stay equal to the last bit.
+    """Sums gradients over the processes, so that replicas stay bitwise equal.
 
-    Dense gradients are reduced in buckets. That of the ``early`` parameters is sent as soon as the
-    backward pass has them all, while it goes on. The row gradients of a small table are summed into
-    a table and reduced with the dense ones; those of a larger one go to all processes, entry by
-    entry.
+    The dense gradients form two buckets. The early one is sent while the backward pass is still
+    running, as soon as it is complete. The row gradients of small tables are converted to dense
+    ones and sent together in one all-reduce. Those of large tables are gathered from all processes.
 
     Args:
         world: the processes.
-        early: parameters with dense gradients that the backward pass meets first.
-        late: the others with dense gradients only.
+        early: dense parameters whose gradients the backward pass computes first.
+        late: all other dense parameters.
         embeddings: replicated parameters of the embeddings.
-        local: parameters of which every process has others.
-        skips_zero_gradients: whether the optimizer leaves rows with a gradient of zeros alone,
-            so that no entry must be left out.
+        local: parameters that are not replicated.
+        skips_zero_gradients: whether the optimizer leaves a row unchanged if its gradient is zero.
+            If not, a mask is sent too, to leave rows without a gradient out of the update.
     """
 
     def __init__(
@@ -60,29 +59,26 @@ class GradientReducer:
         self._skips_zero_gradients = skips_zero_gradients
         self._missing = len(self._early)
         self._sent: tuple[Tensor, dist.Work] | None = None
-        this = ref(self)  # a parameter must not keep all others alive
+        this = ref(self)  # so that a parameter does not keep the reducer alive
 
-        def arrived(_: Tensor) -> None:
+        def on_gradient(_: Tensor) -> None:
             if (reducer := this()) is not None:
-                reducer._arrived()
+                reducer._on_early_gradient()
 
         for parameter in self._early:
-            parameter.register_post_accumulate_grad_hook(arrived)
+            parameter.register_post_accumulate_grad_hook(on_gradient)
 
     @classmethod
     def of(cls, model: DLRM, optimizer: RowOptimizer, world: World) -> GradientReducer | None:
-        """For all parameters of a model.
+        """The reducer for all parameters of a model, or None if there is only one process.
 
         Args:
-            model: the same on every process, but for the shards of tables.
-            optimizer: of the embeddings.
+            model: the same on every process, except for the shards of tables.
+            optimizer: the optimizer of the embeddings.
             world: the processes.
 
-        Returns:
-            None for one process.
-
         Raises:
-            ValueError: replicas could not be kept equal.
+            ValueError: the replicas would not stay equal.
         """
         if world.size == 1:
             return None
@@ -106,47 +102,49 @@ class GradientReducer:
         )
 
     def is_even(self, batch: Batch) -> bool:
-        """Whether every process has as many samples in the step of a batch."""
+        """Whether every process has the same number of samples of a global batch."""
         return batch.total_size % self.world.size == 0
 
     def in_context(self, batch: Batch, context: LookupContext) -> LookupContext:
-        """The context with what the look-ups of a batch must know of the other processes."""
+        """The context of the look-ups of a batch, with what they need from other processes."""
         equal = batch.offsets is None and self.is_even(batch)
         gather_ids = partial(self.world.gather_ids, equal=equal)
         return replace(context, equal_sizes=equal, gather_ids=gather_ids)
 
-    def _arrived(self) -> None:
+    def _on_early_gradient(self) -> None:
         self._missing -= 1
         if not self._missing:
             self._missing = len(self._early)
-            flat = _joined([p.grad for p in self._early if p.grad is not None])
+            flat = _flatten([p.grad for p in self._early if p.grad is not None])
             self._sent = flat, dist.all_reduce(flat, async_op=True)
 
     @torch.no_grad()
     def reduce_dense(self, loss: Tensor) -> Tensor:
-        """Give the MLPs the gradient of the global batch, and return its loss.
+        """All-reduce the gradients of the dense parameters.
 
         Args:
-            loss: of the local samples, divided by all; 0-d.
+            loss: sum over the local samples, divided by the size of the global batch; 0-d.
+
+        Returns:
+            The loss of the global batch.
         """
-        flat = _joined([*(p.grad for p in self._late if p.grad is not None), loss])
+        flat = _flatten([*(p.grad for p in self._late if p.grad is not None), loss])
         work = dist.all_reduce(flat, async_op=True)
         if self._sent is not None:
             early, sent = self._sent
             sent.wait()
-            _give(self._early, early)
+            _set_gradients(self._early, early)
             self._sent = None
         work.wait()
-        return _give(self._late, flat).view(())
+        return _set_gradients(self._late, flat).view(())
 
     @torch.no_grad()
     def reduce_embeddings(self, batch: Batch, context: LookupContext) -> None:
-        """Give the replicated embeddings the gradient of the global batch, and wait for that of
-        the others.
+        """Reduce the gradients of replicated embeddings, and wait for the exchange of sharded ones.
 
         Args:
-            batch: of this process.
-            context: that of its look-ups.
+            batch: the samples of this process.
+            context: the context of its look-ups.
         """
         dense, small, large = [], [], []
         for parameter in self._embeddings:
@@ -159,15 +157,15 @@ class GradientReducer:
             else:
                 large.append(parameter)
         grads = [p.grad for p in dense if p.grad is not None]
-        tables = [table for p in small for table in self._table(p, context.sorter)]
+        tables = [table for p in small for table in self._dense_gradient(p, context.sorter)]
         if grads or tables:
-            flat = _joined([*grads, *tables])
+            flat = _flatten([*grads, *tables])
             dist.all_reduce(flat)
-            rest = _give(dense, flat)
+            rest = _set_gradients(dense, flat)
             for parameter in small:
-                rest = self._take(parameter, rest)
+                rest = self._set_dense_gradient(parameter, rest)
         for parameter in large:
-            self._collect(parameter, equal=context.equal_sizes and parameter.is_cuda)
+            self._gather_rows(parameter, equal=context.equal_sizes and parameter.is_cuda)
         if self._local:
             side_stream_of(self._late[0].device, EXCHANGE).join()
 
@@ -181,41 +179,44 @@ class GradientReducer:
         dist.all_reduce(local)
         return (norm.square() + local).sqrt()
 
-    def _table(self, parameter: nn.Parameter, sorter: RowSorter | None) -> list[Tensor]:
-        """A row gradient summed by row ``[V, D]`` and, if rows without must be known, a mark for
-        each that has an entry ``[V]``.
+    def _dense_gradient(self, parameter: nn.Parameter, sorter: RowSorter | None) -> list[Tensor]:
+        """A row gradient as a dense one ``[V, D]`` and, unless zero gradients are skipped, a mask
+        of the rows with a gradient ``[V]``.
         """
         assert parameter.grad is not None
         rows, values = parameter.grad._indices()[0], parameter.grad._values()
         wide = torch.promote_types(values.dtype, torch.float32)
         table = torch.zeros(parameter.shape, dtype=wide, device=values.device)
-        minus = torch.full((), -1.0, device=values.device)
+        minus_one = torch.full((), -1.0, device=values.device)
         found = sorter.result(rows) if sorter else None
-        update_rows("sgd", table, rows, values, lr=minus, sorted_rows=found)
+        update_rows("sgd", table, rows, values, lr=minus_one, sorted_rows=found)
         if self._skips_zero_gradients:
             return [table]
         return [table, torch.zeros_like(table[:, 0]).index_fill_(0, rows, 1.0)]
 
-    def _take(self, parameter: nn.Parameter, flat: Tensor) -> Tensor:
-        """Give a parameter its summed table from the front of ``flat``; returns what is left.
+    def _set_dense_gradient(self, parameter: nn.Parameter, flat: Tensor) -> Tensor:
+        """Set the gradient of a parameter from the front of ``flat``; returns the rest.
 
-        Where some rows must be left out, the gradient still has an entry for every row, so that its
-        shape does not depend on the ids: those without a mark have row -1.
+        Unless zero gradients are skipped, it has an entry for every row, so that its shape does not
+        depend on the ids. The row of an entry is -1 if the row has no gradient.
         """
         table, flat = flat.split([parameter.numel(), flat.numel() - parameter.numel()])
         grad = table.view_as(parameter).to(parameter.dtype)
         if self._skips_zero_gradients:
             parameter.grad = grad
             return flat
-        height = len(parameter)
-        marks, flat = flat.split([height, flat.numel() - height])
-        rows = torch.arange(height, device=marks.device).where(marks > 0, -1)
+        num_rows = len(parameter)
+        mask, flat = flat.split([num_rows, flat.numel() - num_rows])
+        rows = torch.arange(num_rows, device=mask.device).where(mask > 0, -1)
         parameter.grad = row_gradient(parameter, rows, grad, sparse=True)
         return flat
 
-    def _collect(self, parameter: nn.Parameter, *, equal: bool) -> None:
-        """All processes' entries of a row gradient, in the order of the ranks; with ``equal`` each
-        has as many.
+    def _gather_rows(self, parameter: nn.Parameter, *, equal: bool) -> None:
+        """Gather the entries of a row gradient from all processes, in the order of the ranks.
+
+        Args:
+            parameter: the table.
+            equal: whether each process has the same number of entries.
         """
         assert parameter.grad is not None
         rows, values = parameter.grad._indices()[0], parameter.grad._values()
@@ -226,17 +227,17 @@ class GradientReducer:
 
 
 def _skips_zero_gradients_in(group: dict[str, Any]) -> bool:
-    """Whether a parameter stays as it is under a gradient of zeros."""
+    """Whether a parameter stays unchanged if its gradient is zero."""
     moved = group.get("momentum") or group.get("weight_decay")
     return group["rule"] in ("sgd", "adagrad", "rowwise_adagrad") and not moved
 
 
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
+def _flatten(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def _give(parameters: Sequence[nn.Parameter], flat: Tensor) -> Tensor:
-    """Give parameters their gradients from the front of ``flat``; returns what is left."""
+def _set_gradients(parameters: Sequence[nn.Parameter], flat: Tensor) -> Tensor:
+    """Set the gradients of parameters from the front of ``flat``; returns the rest."""
     for parameter in parameters:
         own, flat = flat.split([parameter.numel(), flat.numel() - parameter.numel()])
         parameter.grad = own.view_as(parameter).to(parameter.dtype)
@@ -244,8 +245,8 @@ def _give(parameters: Sequence[nn.Parameter], flat: Tensor) -> Tensor:
 
 
 def state_bytes(model: DLRM, optimizer: RowOptimizer, world: World) -> int:
-    """Bytes of the state that ``optimizer`` keeps for a model's embeddings, the shards of tables
-    on all processes counted and replicas once; every process calls it, between steps.
+    """Bytes of the optimizer state of a model's embeddings: the shards of all processes, and
+    replicas once. Every process must call this function, between steps.
     """
     local = optimizer.state_bytes(model.sparse_arch.local_parameters())
     here = optimizer.state_bytes(model.sparse_arch.parameters())

@@ -70,7 +70,7 @@ def test_tt_rec_from_data_to_table_plot_and_json(script, data, tmp_path, capsys,
     capsys.readouterr()
     assert main([*given, "--no-timing", "--tt-lr", "0.7"]) == 2
     assert (
-        "tt3-r4-0 has finished with another optim: give another --runs" in capsys.readouterr().err
+        "tt3-r4-0 has finished with another optim: choose another --runs" in capsys.readouterr().err
     )
     # Nor for one of data that were made anew in the same place.
     rows = json.loads((tmp_path / "runs" / "dense-0" / "result.json").read_text())["rows"]
@@ -81,7 +81,7 @@ def test_tt_rec_from_data_to_table_plot_and_json(script, data, tmp_path, capsys,
     assert f"dense-0 has finished on other rows than {data} has now" in capsys.readouterr().err
     (tmp_path / "runs" / "dense-0" / "checkpoints").rename(tmp_path / "elsewhere")
     assert main([*given, "--no-timing"]) == 2
-    assert "dense-0 has no checkpoint, which --fine-tune begins with" in capsys.readouterr().err
+    assert "dense-0 has no checkpoint, which --fine-tune starts from" in capsys.readouterr().err
 
 
 def test_a_run_is_compared_with_the_dense_one_of_its_seed(script, tmp_path):
@@ -90,7 +90,8 @@ def test_a_run_is_compared_with_the_dense_one_of_its_seed(script, tmp_path):
         metrics = dict.fromkeys((f"test/{other}" for other in names), 0.5)
         metrics |= {"embeddings/bytes": 1.0, "embeddings/compression": 1.0}
         (tmp_path / name).mkdir()
-        result = {"metrics": {"test/accuracy": accuracy, **metrics}}
+        metrics |= {"test/accuracy": accuracy}
+        result = {"options": {"emb": "tt"}, "metrics": metrics}
         (tmp_path / name / "result.json").write_text(json.dumps(result))
 
     runs = {"dense-0": 0.7, "dense-1": 0.8, "tt3-r8-1": 0.78, "tt3-r8-2": 0.1, "fitted-tt3-r8": 0.6}
@@ -98,8 +99,8 @@ def test_a_run_is_compared_with_the_dense_one_of_its_seed(script, tmp_path):
         finish(name, accuracy)
     names = {"dense": ["dense-0", "dense-1"], "tt3-r8": ["tt3-r8-1", "tt3-r8-2"]}
     names |= {"fitted-tt3-r8": ["fitted-tt3-r8"]}
-    pool = script("runner").Pool(tmp_path, 1, [])
-    summary = script("reproduce_tt_rec").summarize(names, pool).set_index("cell")
+    runner = script("runner").Runner(tmp_path, 1, [])
+    summary = script("reproduce_tt_rec").summarize(names, runner).set_index("cell")
     assert summary["loss, %"].to_dict() == pytest.approx(
         {"dense": 0.0, "tt3-r8": 2.0, "fitted-tt3-r8": 10.0}
     )
@@ -157,13 +158,15 @@ def test_a_rate_that_could_not_be_tried_is_told_and_no_run_is_made_twice(
 def test_a_rate_is_not_chosen_by_rows_of_one_label(script, data, tmp_path, capsys):
     for name in ("rate-0.1-dense-0", "rate-0.1-dense-1"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "result.json").write_text('{"metrics": {"val/auc": null}}')
-    frontier, pool = script("frontier"), script("runner").Pool(tmp_path, 1, [])
-    pool.train = lambda *_: []
+        (tmp_path / name / "result.json").write_text(
+            '{"options": {"emb": "dense"}, "metrics": {"val/auc": null}}'
+        )
+    frontier, runner = script("frontier"), script("runner").Runner(tmp_path, 1, [])
+    runner.train = lambda *_: []
     given = ["--data", str(data), "--validation", str(data), "--rates", "0.1"]
     options = frontier.arguments().parse_args([*given, "--kinds", "dense"])
-    with pytest.raises(ValueError, match="has rows of one label alone in its val split"):
-        frontier.choose_rates(options, pool)
+    with pytest.raises(ValueError, match=f"val split of {data} has rows of only one label"):
+        frontier.choose_rates(options, runner)
 
 
 def test_mistakes_are_named(script, data, tmp_path, capsys):
@@ -182,15 +185,15 @@ def test_mistakes_are_named(script, data, tmp_path, capsys):
         (tt_rec, [], "error: --data is needed, or --ratios-only"),
         (tt_rec, ["--data", "nowhere"], "nowhere/meta.json does not exist"),
         (frontier, ["--data", str(data), "--rates", "0.1"], "--rates and --validation go together"),
-        (frontier, ["--data", bare], "no_test has no test rows, which are compared"),
-        (tt_rec, ["--data", bare], "no_test has no test rows, which are compared"),
+        (frontier, ["--data", bare], "no_test has no test rows, which the comparison needs"),
+        (tt_rec, ["--data", bare], "no_test has no test rows, which the comparison needs"),
         (frontier, ["--data", str(data), "--validation", bare], "no_test has no val rows"),
-        (trees, ["--data", bare], "no_test has no test rows, which are compared"),
+        (trees, ["--data", bare], "no_test has no test rows, which the comparison needs"),
         (trees, ["--data", str(tmp_path / "lists")], "lists has lists of ids; trees take one id"),
         (
             trees,
             ["--data", str(tmp_path / "ones")],
-            "labels of the train rows must be 0 and 1, some",
+            "labels of the train rows must be 0 and 1, and both",
         ),
         (frontier, ["--data", str(data), "--kinds", "ttt"], "kind 'ttt', did you mean 'tt'"),
         (frontier, ["--data", str(data), "--lr", "robr=0.1"], "kind 'robr', did you mean 'robe'"),
@@ -299,7 +302,7 @@ def test_what_makes_two_runs_different(script, tmp_path, capsys):
         finish(f"anew{size}", 0.1, {"test": [size, 9]}, emb="hash", data="d")
     compare = script("compare")
     summary = compare.summarize(compare.read(sorted(tmp_path.iterdir()))).set_index("run")
-    assert f"left out: {tmp_path / 'a_again'} repeats the seed of a run" in capsys.readouterr().err
+    assert f"left out: {tmp_path / 'a_again'} repeats the seed of an earlier run" in capsys.readouterr().err
     alone = ("bf16", "tt", "more", "mixed2", "mixed3", "largestNone", "largest7")
     alone += "anew100", "anew200"
     assert summary["seeds"].to_dict() == {"a": 2, **dict.fromkeys(alone, 1)}
@@ -331,13 +334,13 @@ def test_the_order_of_the_rows_makes_two_runs_different_and_threads_do_not(
     finish("a", 0, shuffle=True, readers=1, prefetch=4)
     finish("b", 1, shuffle=True, readers=8, prefetch=2)
     ordered = finish("ordered", 0, shuffle=False, readers=1, prefetch=4)
-    compare, pool = script("compare"), script("runner")
+    compare, runner = script("compare"), script("runner")
     summary = compare.summarize(compare.read(sorted(tmp_path.iterdir()))).set_index("run")
     assert summary["seeds"].to_dict() == {"a": 2, "ordered": 1}
     assert summary["options"]["ordered"] == "loader.shuffle=False"
-    monkeypatch.setattr(pool, "parse", lambda *_: (None, json.dumps(ordered)))
-    with pytest.raises(ValueError, match="a has finished with another loader: give another --runs"):
-        pool.Pool(tmp_path, 1, []).train([("a", [])], "data")
+    monkeypatch.setattr(runner, "parse", lambda *_: (None, json.dumps(ordered)))
+    with pytest.raises(ValueError, match="a has finished with another loader: choose another --runs"):
+        runner.Runner(tmp_path, 1, []).train([("a", [])], "data")
 
 
 @pytest.mark.parametrize(
@@ -387,12 +390,12 @@ def test_no_run_goes_on_when_the_program_is_killed(data, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["frontier", "reproduce_tt_rec"])
-def test_interrupted_it_ends_at_once_and_says_how_to_go_on(data, tmp_path, name):
+def test_interrupted_it_ends_at_once_and_says_how_to_resume(data, tmp_path, name):
     process = start(name, data, tmp_path)
     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does, to all of its processes
     error = process.communicate(timeout=30)[1]
     assert process.returncode == 130
-    assert "interrupted; the same command goes on where it was" in error
+    assert "interrupted; run the same command again to resume" in error
     assert "Traceback" not in error
     assert {path.name for path in tmp_path.iterdir()} == {"dense-0", "dense-0.log"}
 
@@ -401,7 +404,7 @@ def test_interrupted_it_ends_at_once_and_says_how_to_go_on(data, tmp_path, name)
 def test_no_run_at_all_is_an_error(script, data, tmp_path, capsys):
     given = ["--data", str(data), "--seeds", "1", "--runs", str(tmp_path), "--options", "epoch=1"]
     for name, choice, message in (
-        ("frontier", ["--kinds", "tt", "--ratios", "2"], "none of the runs could be done"),
+        ("frontier", ["--kinds", "tt", "--ratios", "2"], "none of the runs is possible"),
         ("reproduce_tt_rec", ["--tables", "3", "--ranks", "4"], "the dense model could not"),
     ):
         assert script(name).main([*given, *choice]) == 2
@@ -417,11 +420,10 @@ def test_no_run_at_all_is_an_error(script, data, tmp_path, capsys):
 def test_what_is_no_result_is_named(script, tmp_path, capsys, content):
     (tmp_path / "result.json").write_text(content)
     assert script("compare").main([str(tmp_path), "--plot", str(tmp_path / "plot.png")]) == 2
-    assert f"{tmp_path / 'result.json'} is no result of train.py" in capsys.readouterr().err
-    pool = script("runner").Pool(tmp_path.parent, 1, [])
-    if content != '{"options": {}, "metrics": {}}':
-        with pytest.raises(ValueError, match=r"is no result of train.py: .*; remove it"):
-            pool.train([(tmp_path.name, [])], "data")
+    assert f"{tmp_path / 'result.json'} is not a result of train.py" in capsys.readouterr().err
+    runner = script("runner").Runner(tmp_path.parent, 1, [])
+    with pytest.raises(ValueError, match=r"is not a result of train.py: .*; remove it"):
+        runner.train([(tmp_path.name, [])], "data")
 
 
 @pytest.mark.slow
@@ -437,7 +439,7 @@ def test_a_process_that_is_killed_is_told_in_one_line(script, data, tmp_path, ca
     given = ["--data", str(data), "--runs", str(tmp_path), "--kinds", "drop", "--ratios", "4"]
     assert script("frontier").main([*given, "--options", "epochs=1000", "device=cpu"]) == 2
     error = capfd.readouterr().err
-    assert "error: a process that trains was killed" in error
+    assert "error: a training process was killed" in error
     assert "Traceback" not in error
 
 
@@ -446,17 +448,17 @@ def test_options_that_cannot_be_are_told_beside_a_run_that_has_finished_too(
 ):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "result.json").write_text('{"options": {}}')
-    pool = script("runner").Pool(tmp_path, 1, ["--epoch=2"])
+    runner = script("runner").Runner(tmp_path, 1, ["--epoch=2"])
     with pytest.raises(SystemExit):
-        pool.train([("a", [])], "data")
+        runner.train([("a", [])], "data")
     assert "unknown option --epoch, did you mean --epochs?" in capsys.readouterr().err
 
 
 def test_a_run_that_crashes_is_no_result(script, tmp_path, monkeypatch):
-    pool = script("runner")
+    runner = script("runner")
     monkeypatch.setitem(sys.modules, "train", type("Train", (), {"main": lambda arguments: 1 / 0}))
     with pytest.raises(ChildProcessError, match=r"run a failed; see .*a\.log"):
-        pool.train_one(tmp_path / "a", [])
+        runner.train_one(tmp_path / "a", [])
     assert "ZeroDivisionError" in (tmp_path / "a.log").read_text()
 
 

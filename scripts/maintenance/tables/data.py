@@ -32,8 +32,8 @@ def loader() -> str:
         for size in sorted({size for size, _ in rates}):
             ordered = [million(rates[size, shuffle]) for shuffle in (True, False)]
             rows.append([place, f"{size:,}", *ordered, *floors])
-    head = ["where to", "batch", "shuffled, rows/s", "in order, rows/s"]
-    head += ["floor: pyarrow reads", "floor: a copy"]
+    head = ["machine", "batch", "shuffled, rows/s", "in order, rows/s"]
+    head += ["floor: pyarrow read", "floor: plain copy"]
     return markdown(head, rows) + "\n*`benchmarks/loader.json`, `benchmarks/loader_h100.json`.*\n"
 
 

@@ -15,11 +15,11 @@ def distributed() -> str:
     columns = {
         "model": "{name}, `{kind}`",
         "GPUs": "{gpus}",
-        "exchange by": "{exchange}{wire}",
-        "sharded from rows": "{threshold:,}",
+        "exchange": "{exchange}{wire}",
+        "threshold, rows": "{threshold:,}",
         "ms": "{ms:.2f}",
         "samples/s": "{Msamples/s:.1f} M",
-        "of linear scaling": "{scaling:.2f}",
+        "scaling efficiency": "{scaling:.2f}",
         "communicating or waiting, ms": "{communication_ms:.2f}",
     }
     for r in found:
@@ -55,10 +55,10 @@ def offload() -> str:
         "batch": "{batch:,}",
         "ms": "{ms:.2f}",
         "samples/s": "{Msamples/s:.1f} M",
-        "speed of dense": "{share}",
+        "speed relative to dense": "{share}",
         "hit rate": "{hit_rate:.2f}",
-        "MB each way": "{MB_in:.1f}",
-        "of the link": "{link_share:.0%}",
+        "MB in each direction": "{MB_in:.1f}",
+        "share of the link": "{link_share:.0%}",
     }
     rows = [r for r in read("offload_h100")["results"] if r["variant"] == "offload"]
     for r in rows:

@@ -52,7 +52,7 @@ def gpu_kinds() -> str:
         "batch": "{batch:,}",
         "ms": "{ms:.3f}",
         "samples/s": "{Msamples/s:.1f} M",
-        "speed of dense": "{share:.2f}",
+        "speed relative to dense": "{share:.2f}",
         "embeddings, MB": "{embedding_MB:,.0f}",
     }
     rows = [{**r, "share": dense[r["batch"]] / r["ms"]} for r in results]
@@ -115,7 +115,7 @@ def basis() -> str:
         "forward: linear, ms": "{linear_forward:.3f}",
         "basis, ms": "{basis_forward:.3f}",
         "times faster": "{forward_times_faster:.1f}",
-        "and backward: linear, ms": "{linear_forward_backward:.3f}",
+        "forward and backward: linear, ms": "{linear_forward_backward:.3f}",
         "basis, both, ms": "{basis_forward_backward:.3f}",
         "times faster, both": "{forward_backward_times_faster:.1f}",
         "linear, MB": "{linear_MB:.0f}",
@@ -131,7 +131,7 @@ def epoch() -> str:
         "batch": "{batch:,}",
         "training, s": "{training:.1f}",
         "test metrics, s": "{test_metrics:.2f}",
-        "both, s": "{epoch:.1f}",
+        "total, s": "{epoch:.1f}",
         "waiting for data": "{wait_share:.0%}",
         "rows/s": "{Mrows/s:.1f} M",
         "start, s": "{start:.0f}",
