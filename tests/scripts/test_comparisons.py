@@ -302,7 +302,8 @@ def test_what_makes_two_runs_different(script, tmp_path, capsys):
         finish(f"anew{size}", 0.1, {"test": [size, 9]}, emb="hash", data="d")
     compare = script("compare")
     summary = compare.summarize(compare.read(sorted(tmp_path.iterdir()))).set_index("run")
-    assert f"left out: {tmp_path / 'a_again'} repeats the seed of an earlier run" in capsys.readouterr().err
+    message = f"left out: {tmp_path / 'a_again'} repeats the seed of an earlier run"
+    assert message in capsys.readouterr().err
     alone = ("bf16", "tt", "more", "mixed2", "mixed3", "largestNone", "largest7")
     alone += "anew100", "anew200"
     assert summary["seeds"].to_dict() == {"a": 2, **dict.fromkeys(alone, 1)}
@@ -339,7 +340,7 @@ def test_the_order_of_the_rows_makes_two_runs_different_and_threads_do_not(
     assert summary["seeds"].to_dict() == {"a": 2, "ordered": 1}
     assert summary["options"]["ordered"] == "loader.shuffle=False"
     monkeypatch.setattr(runner, "parse", lambda *_: (None, json.dumps(ordered)))
-    with pytest.raises(ValueError, match="a has finished with another loader: choose another --runs"):
+    with pytest.raises(ValueError, match="a has finished with another loader: choose another"):
         runner.Runner(tmp_path, 1, []).train([("a", [])], "data")
 
 
