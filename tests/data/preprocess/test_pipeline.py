@@ -32,7 +32,7 @@ SHARED = ROOT.parent / "shared" / "data"
 KAGGLE = SHARED / "criteo_kaggle_137k.tsv.gz"
 TERABYTE = SHARED / "criteo_terabyte_day0_10k.tsv.gz"
 ROWS = 700  # of the file that most tests prepare
-BLOCK = 20_000  # bytes, some 90 rows: several blocks of few rows
+BLOCK = 35_000  # bytes, some 150 rows: several blocks of few rows
 
 
 def raw_rows(count: int, seed: int = 0) -> list[list[str]]:
