@@ -158,7 +158,7 @@ class _LookupAtPeers(torch.autograd.Function):
             read_rows(peers.rows.block, found, out)
             return out
         buffer = peers.recv_buffer(batch, weight)
-        read_rows(peers.rows.block, found, out, inbox=buffer.keys.block, shift=shift)
+        read_rows(peers.rows.block, found, out, recv_buffer=buffer.keys.block, shift=shift)
         arrival = side_stream_of(weight.device, ARRIVAL)
         with arrival.fork():
             buffer.keys.barrier()  # all have said which rows they look up

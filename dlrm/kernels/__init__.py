@@ -1,8 +1,8 @@
-"""GPU kernels, one file an op: Triton kernels, an autograd.Function, ``op()`` and ``op_torch()``.
+"""GPU kernels, one file per op: Triton kernels, an autograd.Function, ``op()`` and ``op_torch()``.
 
-``op()`` takes ``impl``: None runs Triton on a GPU and PyTorch elsewhere; ``"triton"`` or
-``"torch"`` names one of the two, so that tests can run the kernels through Triton's interpreter.
-Those of tensor trains fill a package, :mod:`dlrm.kernels.tt`.
+``op()`` has an argument ``impl``: None runs Triton on a GPU and PyTorch elsewhere; ``"triton"`` and
+``"torch"`` choose one of the two, so that tests can run the kernels in Triton's interpreter. The
+kernels of tensor trains are a package, :mod:`dlrm.kernels.tt`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-INTEGERS = (torch.int32, torch.int64)  # a kernel would compute with narrower ones and overflow
+INTEGERS = (torch.int32, torch.int64)  # arithmetic on narrower ones would overflow
 
 
 def use_triton(tensor: Tensor, impl: str | None) -> bool:
@@ -21,10 +21,10 @@ def use_triton(tensor: Tensor, impl: str | None) -> bool:
 
 
 def require_integers(weight: Tensor, **named: Tensor) -> None:
-    """Raise unless all of ``named`` hold integers and lie on the device of ``weight``.
+    """Check that all of ``named`` are int32 or int64 tensors on the device of ``weight``.
 
     Raises:
-        ValueError: one does not; a kernel would read it as something else.
+        ValueError: one is not; a kernel would misread it.
     """
     for name, tensor in named.items():
         if tensor.dtype not in INTEGERS:
@@ -39,7 +39,7 @@ def require_integers(weight: Tensor, **named: Tensor) -> None:
 
 
 def require_contiguous(**named: Tensor | None) -> None:
-    """Raise unless all of ``named`` are contiguous.
+    """Check that all of ``named`` are contiguous.
 
     Raises:
         ValueError: one is not; a kernel would read other elements.

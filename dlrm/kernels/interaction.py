@@ -1,10 +1,10 @@
 """Dot interaction: the dot products of all pairs of ``F + 1`` vectors, without the full matrix.
 
-The vectors are read where they lie, the bottom MLP's and the embeddings, and the products are
-written where the top MLP reads them: no concatenation, no ``[B, F + 1, F + 1]`` matrix, no gather.
+The output of the bottom MLP and the embeddings are read in place, and the products are written
+where the top MLP reads them: no concatenation, no ``[B, F + 1, F + 1]`` matrix, no gather.
 
-Bytes a sample must move, at ``e`` bytes an element and ``P = F (F + 1) / 2`` pairs: forward
-``(F + 1) D e`` in and ``(D + P) e`` out; backward both of those in and ``(F + 1) D e`` out.
+Bytes per sample that must be moved, with ``e`` bytes per element and ``P = F (F + 1) / 2`` pairs:
+forward ``(F + 1) D e`` in and ``(D + P) e`` out; backward both in and ``(F + 1) D e`` out.
 
 Reference: Naumov et al., "Deep Learning Recommendation Model for Personalization and
 Recommendation Systems", arXiv 1906.00091.
@@ -24,22 +24,22 @@ from torch.nn import functional
 
 from dlrm.kernels import use_triton
 
-CHUNK = 64  # columns, and in the backward vectors, that are multiplied at a time
+CHUNK = 64  # columns, and in the backward pass also vectors, that are multiplied at a time
 
 
 @triton.jit
-def _load_vectors(bottom, parts, sample, place, column, SIZES: tl.constexpr, D: tl.constexpr):
-    """The vectors of one sample in the bottom's type; ``place`` is -1 for the bottom vector."""
+def _load_vectors(bottom, parts, sample, position, column, SIZES: tl.constexpr, D: tl.constexpr):
+    """Vectors of one sample, in the type of ``bottom``, whose own position is -1."""
     inside = column < D
-    x = tl.load(bottom + column, mask=(place == -1) & inside, other=0.0)
+    x = tl.load(bottom + column, mask=(position == -1) & inside, other=0.0)
     pointer, stride_b, stride_f = parts[0]
-    base = pointer + sample * stride_b + place.to(tl.int64) * stride_f
-    known = (place >= 0) & (place < SIZES[0])
+    base = pointer + sample * stride_b + position.to(tl.int64) * stride_f
+    known = (position >= 0) & (position < SIZES[0])
     begin = SIZES[0]
     for part in tl.static_range(1, len(SIZES)):
         pointer, stride_b, stride_f = parts[part]
-        mine = (place >= begin) & (place < begin + SIZES[part])
-        at = sample * stride_b + (place - begin).to(tl.int64) * stride_f
+        mine = (position >= begin) & (position < begin + SIZES[part])
+        at = sample * stride_b + (position - begin).to(tl.int64) * stride_f
         if pointer.dtype == parts[0][0].dtype:  # one load for all of them
             base = tl.where(mine, pointer + at, base)
             known = known | mine
@@ -50,14 +50,14 @@ def _load_vectors(bottom, parts, sample, place, column, SIZES: tl.constexpr, D: 
 
 
 @triton.jit
-def _places(order, vector, F: tl.constexpr):
-    """Place of each vector among the parts: -1 for the bottom vector, ``F`` for padding."""
+def _positions(order, vector, F: tl.constexpr):
+    """Position of each vector among the parts: -1 for the bottom vector, ``F`` for padding."""
     if order is None:
-        place = vector - 1
+        position = vector - 1
     else:
-        place = tl.load(order + vector - 1, mask=(vector > 0) & (vector <= F), other=F)
-        place = tl.where(vector == 0, -1, place.to(tl.int32))
-    return place
+        position = tl.load(order + vector - 1, mask=(vector > 0) & (vector <= F), other=F)
+        position = tl.where(vector == 0, -1, position.to(tl.int32))
+    return position
 
 
 @triton.jit
@@ -66,16 +66,16 @@ def _forward(
     SIZES: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
     BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    """One sample: bottom vector, then the lower triangle of X X^T row by row, then zeros."""
+    """One sample: the bottom vector, then the lower triangle of X X^T row by row, then zeros."""
     sample = tl.program_id(0).to(tl.int64)
     bottom += sample * stride_bottom
     out += sample * stride_out
     vector = tl.arange(0, BLOCK_F)[:, None]
-    place = _places(order, vector, F)
+    position = _positions(order, vector, F)
     products = tl.zeros((BLOCK_F, BLOCK_F), tl.float32)
     for start in range(0, D, BLOCK_D):
         column = start + tl.arange(0, BLOCK_D)[None, :]
-        x = _load_vectors(bottom, parts, sample, place, column, SIZES, D)
+        x = _load_vectors(bottom, parts, sample, position, column, SIZES, D)
         products = tl.dot(x, tl.trans(x), products, input_precision=PRECISION)
         tl.store(out + column, tl.load(bottom + column, mask=column < D), mask=column < D)
     other = tl.arange(0, BLOCK_F)[None, :]
@@ -98,7 +98,7 @@ def _backward(
     grad += sample * stride_grad
     grad_bottom += sample * D
     vector = tl.arange(0, BLOCK_F)[:, None]
-    place = _places(order, vector, F)
+    position = _positions(order, vector, F)
     for start in range(0, D, BLOCK_D):
         column = start + tl.arange(0, BLOCK_D)[None, :]
         inside = column < D
@@ -110,18 +110,18 @@ def _backward(
             at = D + larger * (larger - 1) // 2 + smaller
             both = tl.load(grad + at, mask=(larger != smaller) & (larger <= F), other=0.0)
             others = other[:, None]
-            x = _load_vectors(bottom, parts, sample, _places(order, others, F), column, SIZES, D)
+            x = _load_vectors(bottom, parts, sample, _positions(order, others, F), column, SIZES, D)
             result = tl.dot(both.to(x.dtype), x, result, input_precision=PRECISION)
         first = (vector == 0) & inside
         result += tl.load(grad + column, mask=first, other=0.0).to(tl.float32)
         value = result.to(grad_bottom.dtype.element_ty)
         tl.store(grad_bottom + vector * D + column, value, mask=first)
-        base = grad_parts[0] + (sample * SIZES[0] + place) * D
-        known = (place >= 0) & (place < SIZES[0])
+        base = grad_parts[0] + (sample * SIZES[0] + position) * D
+        known = (position >= 0) & (position < SIZES[0])
         begin = SIZES[0]
         for part in tl.static_range(1, len(SIZES)):
-            mine = (place >= begin) & (place < begin + SIZES[part])
-            pointer = grad_parts[part] + (sample * SIZES[part] + place - begin) * D
+            mine = (position >= begin) & (position < begin + SIZES[part])
+            pointer = grad_parts[part] + (sample * SIZES[part] + position - begin) * D
             if pointer.dtype == base.dtype:
                 base = tl.where(mine, pointer, base)
                 known = known | mine
@@ -133,10 +133,10 @@ def _backward(
 
 
 def _sizes(parts: Sequence[Tensor], dtype: torch.dtype) -> dict[str, Any]:
-    """Compile-time sizes, and how fp32 is multiplied.
+    """Compile-time arguments.
 
-    Three tf32 products have the error of fp32; one has a thousand times that, and is what
-    ``torch.set_float32_matmul_precision("high")`` asks for.
+    fp32 is multiplied as three tf32 products, which have the error of fp32, or with
+    ``torch.set_float32_matmul_precision("high")`` as one, with a thousand times the error.
     """
     tables, dim = sum(part.shape[1] for part in parts), parts[0].shape[2]
     block_f = max(16, triton.next_power_of_2(tables + 1))
@@ -200,18 +200,18 @@ def dot_interaction(
     """The bottom vector, then the dot products of all pairs of the ``F + 1`` vectors.
 
     Args:
-        bottom: output of the bottom MLP, ``[B, D]``, fp32 or bf16. Its type is the result's.
-        embedded: the embeddings, ``[B, F, D]`` or several ``[B, F_i, D]`` that together make up F;
-            of the same or another type. Of all inputs only the last dimension must be contiguous.
-        order: ``[F]``: embedding ``f`` is number ``order[f]`` of ``embedded``, the parts being
-            counted through. None: they lie in order.
-        multiple: pad the width with zeros to a multiple of this. Matrix products on the tensor
-            cores want rows that begin on 16 bytes.
+        bottom: output of the bottom MLP, ``[B, D]``, fp32 or bf16; the result has its type.
+        embedded: the embeddings, ``[B, F, D]``, or several ``[B, F_i, D]`` that are concatenated;
+            of the same or another type. Only the last dimension of the inputs must be contiguous.
+        order: ``[F]``; embedding ``f`` is number ``order[f]`` of the concatenated ``embedded``.
+            None: the embeddings are in order.
+        multiple: pad the width with zeros to a multiple of this. Tensor cores need rows that are
+            aligned to 16 bytes.
         impl: see :mod:`dlrm.kernels`.
 
     Returns:
-        ``[B, D + F (F + 1) / 2]``, rounded up: ``bottom``, then for every vector, the bottom's
-        being number 0, its products with those before it.
+        ``[B, D + F (F + 1) / 2]``, padded: ``bottom``, then for every vector its products with
+        those before it, of which ``bottom`` is the first.
 
     Raises:
         ValueError: the shapes do not fit each other.

@@ -1,4 +1,4 @@
-"""Time a basis (codebook) output layer beside ``nn.Linear`` on a GPU, forward and backward.
+"""Time a basis (codebook) output layer and ``nn.Linear`` on a GPU, forward and backward.
 
     python scripts/benchmarks/benchmark_basis.py --output benchmarks/basis.json
 

@@ -243,7 +243,7 @@ SHAPES = [("kaggle", "dense"), ("kaggle", "tt"), ("terabyte", "dense")]
 
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
-    """Every way to exchange at every threshold, for the models and kinds asked for."""
+    """Every way to exchange at every threshold, for the requested models and kinds."""
     ways = [(wire, exchange) for exchange in options.exchanges for wire in options.wires]
     return [
         Case(model=model, kind=kind, wire=wire, exchange=exchange, threshold=threshold)

@@ -3,7 +3,7 @@
     python scripts/make_synthetic.py --like kaggle --output data/synthetic_kaggle
     python scripts/benchmarks/benchmark_epoch.py --data data/synthetic_kaggle
 
-Each run is train.py's own: its loop, its loader, its evaluation. Reported apart are the start
+Each run is train.py with its loop, loader and evaluation. Reported separately are the start
 (importing, building the model, compiling, capturing), the training loop, the evaluation of a split
 (its metrics also alone), and writing the checkpoint.
 """
@@ -100,7 +100,10 @@ def measure_one(options: argparse.Namespace, kind: str, batch: int) -> dict[str,
     preparing = run.step.graphs.preparing_seconds
     loop = final["speed/train_seconds"] - preparing
     rows = run.train_data.rows
-    training, testing = round(loop, 4), round(seconds["test metrics"], 4)  # told figures add up
+    training, testing = (
+        round(loop, 4),
+        round(seconds["test metrics"], 4),
+    )  # rounded, so that the figures add up
     result: dict[str, Any] = {
         "kind": kind,
         "batch": batch,

@@ -1,8 +1,8 @@
-"""Time the dot interaction on a GPU, forward and backward, beside PyTorch's and the floors.
+"""Time the dot interaction on a GPU, forward and backward, compared with PyTorch's and a bound.
 
     python scripts/benchmarks/benchmark_interaction.py --output benchmarks/interaction.json
 
-Captured as a CUDA graph. The floor is the least time in which the bytes can be moved. Reports
+Captured as a CUDA graph. The bound is the least time in which the bytes can be moved. Reports
 nothing if a result differs from PyTorch's in float64.
 """
 

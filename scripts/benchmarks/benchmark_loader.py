@@ -1,9 +1,9 @@
-"""Rows per second from Parquet to batches, beside the floors no loader can go below.
+"""Rows per second from Parquet to batches, compared with the bounds that no loader can exceed.
 
     python scripts/benchmarks/benchmark_loader.py --output benchmarks/loader.json
 
-Floors, on the same data and as many threads: reading the row groups with pyarrow and dropping them,
-and a plain copy of as many bytes as the batches hold.
+The bounds, on the same data with as many threads: reading the row groups with pyarrow, and a plain
+copy of as many bytes as the batches hold.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Time dense table-batched look-ups on a GPU: forward, sort, update, and all of it.
+"""Time dense table-batched look-ups on a GPU: forward, sort, update, and the whole step.
 
     python scripts/benchmarks/benchmark_lookup.py --output benchmarks/lookup.json
 
-All 26 Kaggle tables, captured as a CUDA graph and eager, uniform and skewed ids, beside
+All 26 Kaggle tables, captured as a CUDA graph and eager, uniform and skewed ids, compared with
 ``nn.EmbeddingBag``, one joint ``nn.Embedding``, published figures of FBGEMM, and the least time in
 which the bytes can be moved. Reports nothing if a result differs from PyTorch's in float64.
 """

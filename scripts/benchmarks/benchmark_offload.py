@@ -1,4 +1,4 @@
-"""Samples per second with tables in host memory, beside the same tables on the GPU.
+"""Samples per second with tables in host memory, compared with the same tables on the GPU.
 
     python scripts/benchmarks/benchmark_offload.py --output benchmarks/offload_h100.json
     python scripts/benchmarks/benchmark_offload.py --large --output FILE

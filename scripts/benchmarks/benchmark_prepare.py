@@ -1,9 +1,9 @@
-"""Rows per second and peak memory from raw logs to Parquet, beside a bare parse of the same rows.
+"""Rows per second and peak memory from raw logs to Parquet, compared with a plain parse.
 
     python scripts/benchmarks/benchmark_prepare.py --output benchmarks/prepare_criteo.json
 
 The raw rows are synthetic, with the 26 cardinalities of the whole Kaggle file; each size is the
-head of one file. What is timed is the whole program, from its start to its end. The bare parse is
+head of one file. The time is that of the whole program. The plain parse of the same rows is
 ``pyarrow.csv.read_csv`` with all threads, into numbers and strings that are dropped.
 """
 

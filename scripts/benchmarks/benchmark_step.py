@@ -4,9 +4,9 @@
     python scripts/benchmarks/benchmark_step.py --device cpu --output benchmarks/step_cpu.json
 
 The Kaggle model, on a GPU with its 26 tables at full size, on a CPU with tables of at most 20,000
-rows; ids with log-uniform skew, as in the figures of the peers. A mode whose losses differ from
-the eager ones is an error, not a result. A step that is captured is so five times, and the median
-is told: the driver schedules the branches of every CUDA graph anew.
+rows; ids with log-uniform skew, as in the published figures. A mode whose losses differ from the
+eager ones is an error, not a result. A step is captured five times, and the median is reported: the
+driver schedules the branches of every CUDA graph anew.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def measure_one(
 
 
 def cases(options: argparse.Namespace) -> Iterator[tuple[str, str, str, str, str, int, bool]]:
-    """All combinations that were asked for."""
+    """All requested combinations."""
     return itertools.product(
         [options.device],
         options.kinds,

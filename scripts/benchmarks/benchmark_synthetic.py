@@ -34,7 +34,7 @@ def time_run(output: Path, device: str, format: str, rows: int) -> dict[str, Any
     options = ["--like", "kaggle", "--rows", str(rows), "--format", format, "--device", device]
     start, cpu_before = time.perf_counter(), os.times()
     if subprocess.run([sys.executable, str(SCRIPT), *options, "--output", str(output)]).returncode:
-        raise SystemExit(2)  # it has told why
+        raise SystemExit(2)  # it has printed the reason
     seconds, cpu = time.perf_counter() - start, os.times()
     cpu_seconds = sum(cpu[2:4]) - sum(cpu_before[2:4])  # of child processes, user and system
     files = sorted(path for path in output.iterdir() if path.name != "meta.json")

@@ -2,10 +2,10 @@
 
     python scripts/benchmarks/benchmark_tt.py --output benchmarks/tt_h100.json
 
-Captured as a CUDA graph and eager, uniform and skewed ids, in each precision, beside plain PyTorch
-with the same cores, a dense ``nn.EmbeddingBag`` with sparse SGD of as many rows, published figures
-of the reference kernel, and two floors: the arithmetic and the bytes that cannot be spared. Reports
-nothing of a case whose rows or gradients differ from PyTorch's in float64.
+Captured as a CUDA graph and eager, uniform and skewed ids, in each precision, compared with plain
+PyTorch with the same cores, a dense ``nn.EmbeddingBag`` with sparse SGD and as many rows, published
+figures of the reference kernel, and two lower bounds: the necessary arithmetic and the necessary
+bytes. Reports nothing for a case whose rows or gradients differ from PyTorch's in float64.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Setup:
         backward, and so is every distinct id by its last slice. Bytes: forward ids, cores and rows
         once; backward ids, gradients of rows, cores, and in fp32 the gradients of those that are
         not updated there; the update reads these and reads and writes the cores. Both count what
-        three cores need, so four cores, which share more, may lie below.
+        three cores need; four cores, which share more, may be below it.
         """
         case = self.case
         left = case.q[0] * case.rank * case.q[1] * case.rank

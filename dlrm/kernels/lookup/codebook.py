@@ -1,9 +1,9 @@
-"""Logits of a vocabulary whose vectors are made of shared parts.
+"""Logits of a vocabulary whose vectors are composed of shared parts.
 
-Every entry ``v`` of the vocabulary names one of ``C`` centroids for each part ``p`` of its vector.
-The product of a token with the vector is then the sum of its products with the named centroids,
-``out[n, v] = sum_p products[p, code[v, p], n] + bias[v]``, and the products with all centroids are
-few. Codes are packed: 384 centroids need 9 bits, so 8 parts need 9 bytes an entry.
+Every entry ``v`` of the vocabulary has a code for each part ``p`` of its vector: the number of one
+of ``C`` centroids. The product of a token with the vector is then the sum of its products with
+these centroids, ``out[n, v] = sum_p products[p, code[v, p], n] + bias[v]``, and there are few
+products with centroids. Codes are packed: 384 centroids need 9 bits, so 8 parts need 9 bytes.
 
 Bytes that must move: ``out`` once. The products, a few hundred KB, stay in the caches.
 """
@@ -23,19 +23,19 @@ from torch.nn import functional
 from dlrm.kernels import require_contiguous, use_triton
 
 BLOCK_V, BLOCK_N = 64, 64  # entries and tokens of a tile of the output
-STRETCH = 512  # entries of a centroid that one program adds up
+SEGMENT = 512  # entries of a centroid that one program sums
 SUM_M, SUM_N = 8, 128  # entries of a centroid, and tokens, that are summed at a time
 
 
 def code_bits(clusters: int) -> int:
-    """Bits of a code that tells ``clusters`` apart."""
+    """Bits of a code with so many values."""
     return max(1, (clusters - 1).bit_length())
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes ``[V, parts]``, each below ``2^bits`` (16 bits at most), as uint8 ``[V, bytes]``.
 
-    The codes of a row stand behind one another, the lowest bit first.
+    The codes of a row are concatenated, lowest bit first.
     """
     rows, parts = codes.shape
     packed = torch.zeros(rows, (parts * bits + 7) // 8, dtype=torch.uint8, device=codes.device)
@@ -62,20 +62,20 @@ def unpack(packed: Tensor, parts: int, bits: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Members:
-    """Which entries have each centroid, for the backward pass.
+    """The entries of each centroid, for the backward pass.
 
-    A centroid's entries are cut into stretches of at most ``STRETCH``, so that it does not wait
-    for one centroid that many entries share.
+    They are cut into segments of at most ``SEGMENT``, so that no program has to sum all of a
+    centroid that many entries share.
     """
 
     order: Tensor  # [parts, V] int32, the entries of each part ordered by code
-    stretches: Tensor  # [S, 2] int32, begin and end in order, flat; empty ones at the end
-    first: Tensor  # [parts * clusters + 1] int32, the first stretch of each centroid
+    segments: Tensor  # [S, 2] int32, begin and end in order, flat; empty ones at the end
+    first: Tensor  # [parts * clusters + 1] int32, the first segment of each centroid
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it all."""
-        return self.order.nbytes + self.stretches.nbytes + self.first.nbytes
+        """Bytes of all tensors."""
+        return self.order.nbytes + self.segments.nbytes + self.first.nbytes
 
 
 def members(packed: Tensor, parts: int, bits: int, clusters: int) -> Members:
@@ -85,11 +85,11 @@ def members(packed: Tensor, parts: int, bits: int, clusters: int) -> Members:
     centroids = torch.arange(parts * clusters + 1, device=packed.device)
     bounds = torch.searchsorted(codes, centroids)
     lengths = bounds.diff()
-    first = functional.pad(((lengths + STRETCH - 1) // STRETCH).cumsum(0), (1, 0))
-    stretch = torch.arange(parts * (clusters + len(packed) // STRETCH), device=packed.device)
-    owner = torch.searchsorted(first, stretch, right=True) - 1  # parts * clusters if there is none
-    begin = bounds[owner] + STRETCH * (stretch - first[owner])
-    end = torch.minimum(begin + STRETCH, bounds[(owner + 1).clamp(max=len(bounds) - 1)])
+    first = functional.pad(((lengths + SEGMENT - 1) // SEGMENT).cumsum(0), (1, 0))
+    segment = torch.arange(parts * (clusters + len(packed) // SEGMENT), device=packed.device)
+    owner = torch.searchsorted(first, segment, right=True) - 1  # parts * clusters if there is none
+    begin = bounds[owner] + SEGMENT * (segment - first[owner])
+    end = torch.minimum(begin + SEGMENT, bounds[(owner + 1).clamp(max=len(bounds) - 1)])
     entries = order % max(len(packed), 1)
     return Members(entries.int(), torch.stack([begin, end], 1).int(), first.int())
 
@@ -99,7 +99,7 @@ def _sum_forward(
     products, codes, bias, out, tokens, entries, clusters, width,
     PARTS: tl.constexpr, BITS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add up the products that each entry names, for a tile of entries and tokens."""
+    """Sum the products that each entry selects, for a tile of entries and tokens."""
     v = (tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = v < entries
@@ -129,17 +129,17 @@ def _sum_forward(
 
 
 @triton.jit
-def _turn(
-    grad, turned, bias, tokens, entries, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr
+def _transpose(
+    grad, transposed, bias, tokens, entries, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Transpose ``grad [N, V]``: an entry's gradients stand together. Sum them for the bias."""
+    """Transpose ``grad [N, V]``: entries become contiguous. Sum the gradient of the bias."""
     v = (tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)[:, None]
     total = tl.zeros((BLOCK_V, BLOCK_N), tl.float32)
     for first in range(0, tokens, BLOCK_N):
         n = (first + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
         mask = (v < entries) & (n < tokens)
         value = tl.load(grad + n * entries + v, mask=mask, other=0.0)
-        tl.store(turned + v * tokens + n, value, mask=mask)
+        tl.store(transposed + v * tokens + n, value, mask=mask)
         total += value.to(tl.float32)
     if bias is not None:
         summed = tl.sum(total, 1, keep_dims=True)
@@ -147,13 +147,13 @@ def _turn(
 
 
 @triton.jit
-def _sum_stretches(
-    grad, order, stretches, out, tokens, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+def _sum_segments(
+    grad, order, segments, out, tokens, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Add up the gradients ``grad [V, N]`` of the entries in a stretch, as ``out [S, N]``."""
-    stretch = tl.program_id(0).to(tl.int64)
+    """Sum the gradients ``grad [V, N]`` of the entries in a segment, as ``out [S, N]``."""
+    segment = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    begin, end = tl.load(stretches + 2 * stretch), tl.load(stretches + 2 * stretch + 1)
+    begin, end = tl.load(segments + 2 * segment), tl.load(segments + 2 * segment + 1)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for at in range(begin, end, BLOCK_M):
         member = at + tl.arange(0, BLOCK_M)
@@ -162,22 +162,22 @@ def _sum_stretches(
         mask = live[:, None] & (n < tokens)[None, :]
         value = tl.load(grad + v[:, None] * tokens + n[None, :], mask=mask, other=0.0)
         total += value.to(tl.float32)
-    tl.store(out + stretch * tokens + n, tl.sum(total, 0), mask=n < tokens)
+    tl.store(out + segment * tokens + n, tl.sum(total, 0), mask=n < tokens)
 
 
 @triton.jit
-def _add_stretches(
+def _add_segments(
     sums, first, out, tokens, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Add up the sums ``[S, N]`` of the stretches of one centroid."""
+    """Sum the sums ``[S, N]`` of the segments of one centroid."""
     centroid = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin, end = tl.load(first + centroid), tl.load(first + centroid + 1)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for at in range(begin, end, BLOCK_M):
-        stretch = (at + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-        mask = (stretch < end) & (n < tokens)[None, :]
-        total += tl.load(sums + stretch * tokens + n[None, :], mask=mask, other=0.0)
+        segment = (at + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+        mask = (segment < end) & (n < tokens)[None, :]
+        total += tl.load(sums + segment * tokens + n[None, :], mask=mask, other=0.0)
     to = out + centroid * tokens + n
     tl.store(to, tl.sum(total, 0).to(out.dtype.element_ty), mask=n < tokens)
 
@@ -214,17 +214,23 @@ class _CodebookSum(torch.autograd.Function):
         out = grad.new_zeros(ctx.shape)
         bias = grad.new_zeros(entries) if ctx.has_bias else None
         if grad.numel():
-            turned = grad.new_empty(entries, tokens)
-            _turn[triton.cdiv(entries, BLOCK_V),](
-                grad.contiguous(), turned, bias, tokens, entries, BLOCK_V=BLOCK_V, BLOCK_N=BLOCK_N
+            transposed = grad.new_empty(entries, tokens)
+            _transpose[triton.cdiv(entries, BLOCK_V),](
+                grad.contiguous(),
+                transposed,
+                bias,
+                tokens,
+                entries,
+                BLOCK_V=BLOCK_V,
+                BLOCK_N=BLOCK_N,
             )
-            sums = grad.new_empty(len(index.stretches), tokens, dtype=torch.float32)
+            sums = grad.new_empty(len(index.segments), tokens, dtype=torch.float32)
             columns = triton.cdiv(tokens, SUM_N)
-            _sum_stretches[len(sums), columns](
-                turned, index.order, index.stretches, sums, tokens,
+            _sum_segments[len(sums), columns](
+                transposed, index.order, index.segments, sums, tokens,
                 BLOCK_M=SUM_M, BLOCK_N=SUM_N, num_warps=2,
             )  # fmt: skip
-            _add_stretches[parts * clusters, columns](
+            _add_segments[parts * clusters, columns](
                 sums, index.first, out, tokens, BLOCK_M=SUM_M, BLOCK_N=SUM_N, num_warps=2
             )
         return out, None, bias, None, None
@@ -239,14 +245,14 @@ def codebook_sum(
     *,
     impl: str | None = None,
 ) -> Tensor:
-    """Add up, for every token and entry of the vocabulary, the products that the entry names.
+    """Sum, for every token and entry of the vocabulary, the products that the entry selects.
 
     Args:
-        products: of every centroid with every token, ``[parts, clusters, N]``.
+        products: products of every centroid with every token, ``[parts, clusters, N]``.
         codes: packed codes of each entry, uint8 ``[V, bytes]``, contiguous; see :func:`pack`.
         bias: ``[V]``, or None.
-        bits: of a code.
-        index: what :func:`members` gives for these codes; the backward pass of the kernel needs it.
+        bits: bits of a code.
+        index: ``members(codes, ...)``; the backward pass of the kernel needs it.
         impl: see :mod:`dlrm.kernels`.
 
     Returns:
@@ -254,7 +260,7 @@ def codebook_sum(
         every run: no atomic additions.
 
     Raises:
-        ValueError: ``codes`` are not contiguous, where a kernel reads them.
+        ValueError: the kernel runs and ``codes`` are not contiguous.
     """
     if not use_triton(products, impl):
         return codebook_sum_torch(products, codes, bias, bits)

@@ -1,13 +1,13 @@
-"""Read rows that lie with peers, and send them gradients: each distinct row crosses a link once.
+"""Read rows of peers and send them gradients: each unique row crosses a link once.
 
-The look-ups are sorted by holder and row. A *run* is what equal rows there are within a tile of
-the sorted look-ups; a row that is looked up more often than a tile is long has several runs.
-:func:`read_rows` fetches the row of a run once, over NVLink if need be, and writes it to all
-look-ups of the run; :func:`send_rows` sums the gradients of a run and writes the sum into the
-memory of the holder, which merges the runs of all peers as it updates. No shape depends on the ids
-and nothing waits for the host.
+The look-ups are sorted by holder and row. A *run* is the look-ups of one row within a tile of the
+sorted look-ups; a row with more look-ups than fit in a tile has several runs. :func:`read_rows`
+fetches the row of a run once, over NVLink if need be, and writes it to all look-ups of the run;
+:func:`send_rows` sums the gradients of a run and writes the sum to the memory of the holder, which
+merges the runs of all peers in its update. No shape depends on the ids, and nothing waits for the
+host.
 
-Bytes over the link: a row a run each way. Bytes in local memory: two rows a look-up each way.
+Bytes over the link: one row per run each way. Bytes in local memory: two rows per look-up each way.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from dlrm.kernels.update.row_sort import SortedRows
 from dlrm.kernels.update.sparse import add_equal
 
 TILE = 4096  # elements of a tile
-READERS = 528  # programs, four for each multiprocessor of an H100: they fill links and memory
-SENDERS = 528  # likewise; of rows of 128 elements an H100 runs up to 660 at a time, and 924 readers
+READERS = 528  # programs, four per multiprocessor of an H100: enough to fill links and memory
+SENDERS = 528  # likewise; of 128 columns an H100 runs up to 660 at a time, and 924 readers
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerTensor:
-    """A tensor of equal shape with every peer, this process's own first."""
+    """A tensor of the same shape on every peer; this process's own comes first."""
 
     local: Tensor
     addresses: Tensor
-    """Where each begins, ``[n]`` int64 on the device."""
+    """Address of each, ``[n]`` int64 on the device."""
     tensors: list[Tensor]
-    """All of them, for PyTorch; the kernels need the addresses alone."""
+    """All of them, for PyTorch; the kernels need only the addresses."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class SortedLookups:
 
 @triton.jit
 def _tile(keys, tile, n, HEIGHT, RUN: tl.constexpr):
-    """Sorted look-ups of a tile: where, holder, row there, first of a run, last of one."""
+    """Look-ups of a tile: index, mask, key, holder, row there, first of a run, last of one."""
     at = tl.arange(0, RUN)
     k = tile * RUN + at
     inside = k < n
@@ -76,7 +76,7 @@ def _tile(keys, tile, n, HEIGHT, RUN: tl.constexpr):
 
 @triton.jit
 def _pointer(addresses, peer, at, inside, like, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
-    """Where row ``at`` of a peer's block begins."""
+    """Pointer to row ``at`` of the peer's tensor."""
     size: tl.constexpr = like.dtype.element_ty.primitive_bitwidth // 8
     begin = tl.load(addresses + peer, mask=inside, other=0)
     return tl.multiple_of((begin + at.to(tl.int64) * (WIDTH * size)).to(like.dtype), ALIGN)
@@ -84,15 +84,15 @@ def _pointer(addresses, peer, at, inside, like, WIDTH: tl.constexpr, ALIGN: tl.c
 
 @triton.jit
 def _read(
-    keys, order, weights, out, inbox, shift, like, n, tiles, HEIGHT,
+    keys, order, weights, out, recv_buffer, shift, like, n, tiles, HEIGHT,
     PEERS: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr,
     RUN: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Fetch a row per run for all its look-ups; tell its holder which rows will have gradients."""
+    """Fetch the row of each run for all its look-ups; send its key to the holder."""
     column = tl.arange(0, BLOCK_D)[None, :]
     each = tl.cdiv(tiles, PEERS)
     for index in range(tl.program_id(0), each * PEERS, tl.num_programs(0)):
-        tile = index % PEERS * each + index // PEERS  # from all peers at a time
+        tile = index % PEERS * each + index // PEERS  # from all peers at once
         k, inside, key, peer, row, first, last = _tile(keys, tile, n, HEIGHT, RUN)
         at = _pointer(weights, peer, row, inside, out, D, ALIGN)
         mask = column < D
@@ -102,23 +102,23 @@ def _read(
         entry = tl.load(order + k, mask=inside, other=0)
         to = out + entry[:, None] * D + column
         tl.store(to, value.to(out.dtype.element_ty), mask=inside[:, None] & mask)
-        if inbox is not None:
+        if recv_buffer is not None:
             slot = tl.load(shift + peer, mask=inside, other=0) + k
-            to = _pointer(inbox, peer, slot, inside, like, 1, 4)
+            to = _pointer(recv_buffer, peer, slot, inside, like, 1, 4)
             tl.store(to, tl.where(last, row, -1).to(tl.int32), mask=inside)
 
 
 @triton.jit
 def _send(
-    keys, order, grads, inbox, shift, like, n, tiles, HEIGHT,
+    keys, order, grads, recv_buffer, shift, like, n, tiles, HEIGHT,
     PEERS: tl.constexpr, D: tl.constexpr, ALIGN: tl.constexpr,
     RUN: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Sum the gradients of a run, and write the sum where its holder merges it."""
+    """Sum the gradients of each run, and write the sum to the memory of its holder."""
     column = tl.arange(0, BLOCK_D)[None, :]
     each = tl.cdiv(tiles, PEERS)
     for index in range(tl.program_id(0), each * PEERS, tl.num_programs(0)):
-        tile = index % PEERS * each + index // PEERS  # to all peers at a time
+        tile = index % PEERS * each + index // PEERS  # to all peers at once
         k, inside, key, peer, _, _, last = _tile(keys, tile, n, HEIGHT, RUN)
         entry = tl.load(order + k, mask=inside, other=0)
         mask = column < D
@@ -126,18 +126,18 @@ def _send(
         equal = tl.broadcast_to(key[:, None], (RUN, BLOCK_D))
         total, _ = tl.associative_scan((grad.to(tl.float32), equal), 0, add_equal)
         slot = tl.load(shift + peer, mask=inside, other=0) + k
-        to = _pointer(inbox, peer, slot, inside, like, D, ALIGN)
+        to = _pointer(recv_buffer, peer, slot, inside, like, D, ALIGN)
         live = (inside & last)[:, None] & mask
         tl.store(to[:, None] + column, total.to(like.dtype.element_ty), mask=live)
 
 
 def _launch(
-    plan: SortedRows, dim: int, block: PeerTensor, programs: int
+    sorted_rows: SortedRows, dim: int, block: PeerTensor, programs: int
 ) -> tuple[tuple[int], int, dict[str, int]]:
     """Grid, tiles, and constants for sorted look-ups of rows of ``dim``."""
     block_d = triton.next_power_of_2(dim)
     run = run_length(dim)
-    tiles = triton.cdiv(len(plan.rows), run)
+    tiles = triton.cdiv(len(sorted_rows.rows), run)
     peers = len(block.addresses)
     return (
         (min(programs, triton.cdiv(tiles, peers) * peers),),
@@ -160,10 +160,10 @@ def run_length(dim: int) -> int:
 
 def read_rows(
     weights: PeerTensor,
-    plan: SortedRows,
+    sorted_rows: SortedRows,
     out: Tensor,
     *,
-    inbox: PeerTensor | None = None,
+    recv_buffer: PeerTensor | None = None,
     shift: Tensor | None = None,
     impl: str | None = None,
 ) -> None:
@@ -171,96 +171,101 @@ def read_rows(
 
     Args:
         weights: each peer's rows, ``[H, D]``.
-        plan: the look-ups sorted by key, ``prepare(keys, n * H)``; the key of row r of peer p is
-            ``p * H + r``.
-        out: gets the rows in the order of the look-ups, ``[N, D]``.
-        inbox: each peer's memory for keys, ``[slots]`` int32: it gets the row of look-up k at slot
-            ``shift[p] + k``, if that is the last of its run, else -1. None: it need not know.
+        sorted_rows: the look-ups sorted by key, ``sort_rows(keys, n * H)``; the key of row r of
+            peer p is ``p * H + r``.
+        out: receives the rows in the order of the look-ups, ``[N, D]``.
+        recv_buffer: each peer's buffer for rows that will have gradients, ``[slots]`` int32. Slot
+            ``shift[p] + k`` receives the row of sorted look-up k if it is the last of its run, and
+            -1 otherwise. None: nothing is sent.
         shift: ``[n]`` int64 on the device.
         impl: see :mod:`dlrm.kernels`.
     """
     if not use_triton(out, impl):
-        _read_torch(weights, plan, out, inbox, shift)
+        _read_torch(weights, sorted_rows, out, recv_buffer, shift)
         return
-    grid, tiles, sizes = _launch(plan, out.shape[1], weights, READERS)
+    grid, tiles, sizes = _launch(sorted_rows, out.shape[1], weights, READERS)
     if tiles:
-        keys, like = (None, None) if inbox is None else (inbox.addresses, inbox.local)
+        keys, like = (
+            (None, None) if recv_buffer is None else (recv_buffer.addresses, recv_buffer.local)
+        )
         _read[grid](
-            plan.rows, plan.order, weights.addresses, out, keys, shift, like, len(plan.rows),
-            tiles, len(weights.local), **sizes,
+            sorted_rows.rows, sorted_rows.order, weights.addresses, out, keys, shift, like,
+            len(sorted_rows.rows), tiles, len(weights.local), **sizes,
         )  # fmt: skip
 
 
 def send_rows(
     grads: Tensor,
     height: int,
-    plan: SortedRows,
-    inbox: PeerTensor,
+    sorted_rows: SortedRows,
+    recv_buffer: PeerTensor,
     shift: Tensor,
     *,
     impl: str | None = None,
 ) -> None:
-    """Sum gradients by run and write the sums into the memory of the rows' holders.
+    """Sum gradients by run and write the sums to the memory of the rows' holders.
 
     Args:
-        grads: of the look-ups, ``[N, D]``.
-        height: H, the rows of a peer.
-        plan, shift: as of :func:`read_rows`.
-        inbox: each peer's memory for gradients, ``[slots, D]``; a run's sum goes to the slot where
-            :func:`read_rows` has put its key, and slots with key -1 stay as they are.
+        grads: gradients of the look-ups, ``[N, D]``.
+        height: H, the number of rows of a peer.
+        sorted_rows, shift: as in :func:`read_rows`.
+        recv_buffer: each peer's buffer for gradients, ``[slots, D]``. The sum of a run goes to the
+            slot that received its row in :func:`read_rows`; slots with -1 are not written.
         impl: see :mod:`dlrm.kernels`.
     """
     if not use_triton(grads, impl):
-        _send_torch(grads, height, plan, inbox, shift)
+        _send_torch(grads, height, sorted_rows, recv_buffer, shift)
         return
-    grid, tiles, sizes = _launch(plan, grads.shape[1], inbox, SENDERS)
+    grid, tiles, sizes = _launch(sorted_rows, grads.shape[1], recv_buffer, SENDERS)
     if tiles:
         _send[grid](
-            plan.rows, plan.order, grads.contiguous(), inbox.addresses, shift, inbox.local,
-            len(plan.rows), tiles, height, **sizes,
+            sorted_rows.rows, sorted_rows.order, grads.contiguous(), recv_buffer.addresses, shift,
+            recv_buffer.local, len(sorted_rows.rows), tiles, height, **sizes,
         )  # fmt: skip
 
 
-def _last_of_runs(plan: SortedRows, dim: int) -> Tensor:
+def _last_of_runs(sorted_rows: SortedRows, dim: int) -> Tensor:
     """Whether a sorted look-up is the last of its run, ``[N]``."""
-    keys = plan.rows
+    keys = sorted_rows.rows
     last = torch.ones_like(keys, dtype=torch.bool)
     last[:-1] = keys[1:] != keys[:-1]
     last[run_length(dim) - 1 :: run_length(dim)] = True
     return last
 
 
-def _shares(plan: SortedRows, height: int, peers: int) -> list[Tensor]:
-    """For each peer the sorted look-ups of its rows, as places in the order."""
-    holder = plan.rows // height
+def _by_holder(sorted_rows: SortedRows, height: int, peers: int) -> list[Tensor]:
+    """For each peer, the indices of the sorted look-ups of its rows."""
+    holder = sorted_rows.rows // height
     return [(holder == peer).nonzero()[:, 0] for peer in range(peers)]
 
 
 def _read_torch(
     weights: PeerTensor,
-    plan: SortedRows,
+    sorted_rows: SortedRows,
     out: Tensor,
-    inbox: PeerTensor | None,
+    recv_buffer: PeerTensor | None,
     shift: Tensor | None,
 ) -> None:
     """:func:`read_rows` in PyTorch."""
     height = len(weights.local)
-    rows = plan.rows % height
-    told = rows.where(_last_of_runs(plan, out.shape[1]), -1).int()
-    for peer, share in enumerate(_shares(plan, height, len(weights.tensors))):
-        out[plan.order[share]] = weights.tensors[peer][rows[share]]
-        if inbox is not None and shift is not None:
-            inbox.tensors[peer][shift[peer] + share] = told[share]
+    rows = sorted_rows.rows % height
+    keys = rows.where(_last_of_runs(sorted_rows, out.shape[1]), -1).int()
+    for peer, share in enumerate(_by_holder(sorted_rows, height, len(weights.tensors))):
+        out[sorted_rows.order[share]] = weights.tensors[peer][rows[share]]
+        if recv_buffer is not None and shift is not None:
+            recv_buffer.tensors[peer][shift[peer] + share] = keys[share]
 
 
 def _send_torch(
-    grads: Tensor, height: int, plan: SortedRows, inbox: PeerTensor, shift: Tensor
+    grads: Tensor, height: int, sorted_rows: SortedRows, recv_buffer: PeerTensor, shift: Tensor
 ) -> None:
     """:func:`send_rows` in PyTorch."""
-    last = _last_of_runs(plan, grads.shape[1])
+    last = _last_of_runs(sorted_rows, grads.shape[1])
     run = last.cumsum(0) - last.long()
     sums = grads.new_zeros(int(last.sum()), grads.shape[1], dtype=torch.float32)
-    sums.index_add_(0, run, grads[plan.order].float())
-    for peer, share in enumerate(_shares(plan, height, len(inbox.tensors))):
+    sums.index_add_(0, run, grads[sorted_rows.order].float())
+    for peer, share in enumerate(_by_holder(sorted_rows, height, len(recv_buffer.tensors))):
         share = share[last[share]]
-        inbox.tensors[peer][shift[peer] + share] = sums[run[share]].to(inbox.local.dtype)
+        recv_buffer.tensors[peer][shift[peer] + share] = sums[run[share]].to(
+            recv_buffer.local.dtype
+        )

@@ -47,14 +47,14 @@ def test_nine_bits_for_384_clusters():
     assert pack(torch.randint(384, (10, 8)), code_bits(384)).shape == (10, 9)
 
 
-@pytest.mark.parametrize("stretch", [1, 16, 512])
-def test_members_are_all_entries_by_centroid(stretch, monkeypatch):
-    monkeypatch.setattr(codebook, "STRETCH", stretch)
+@pytest.mark.parametrize("segment", [1, 16, 512])
+def test_members_are_all_entries_by_centroid(segment, monkeypatch):
+    monkeypatch.setattr(codebook, "SEGMENT", segment)
     codes = torch.randint(7, (100, 3))
     codes[:, 1] = 4  # one centroid has all
     found = members(pack(codes, 3), 3, 3, 7)
-    spans = found.stretches.tolist()
-    assert all(end <= begin + stretch for begin, end in spans)
+    spans = found.segments.tolist()
+    assert all(end <= begin + segment for begin, end in spans)
     for part in range(3):
         for name in range(7):
             begin, end = found.first[7 * part + name : 7 * part + name + 2].tolist()
@@ -66,7 +66,7 @@ def test_members_are_all_entries_by_centroid(stretch, monkeypatch):
 
 
 def test_gradients_of_centroids_that_many_entries_share(device, assert_matches, monkeypatch):
-    monkeypatch.setattr(codebook, "STRETCH", 16)
+    monkeypatch.setattr(codebook, "SEGMENT", 16)
     codes = torch.zeros(90, 2, dtype=torch.int64, device=device)
     codes[:20] = torch.randint(9, (20, 2), device=device)
     packed = pack(codes, 4)

@@ -46,7 +46,9 @@ def test_rows_come_from_their_holders_and_gradients_go_there(
 ):
     tables = torch.randn(peers, HEIGHT, dim, device=device).to(dtype)
     rows, keys = draw(peers, looked_up, device)
-    told = [torch.full((peers * looked_up,), -1, device=device).int() for _ in range(peers)]
+    keys_received = [
+        torch.full((peers * looked_up,), -1, device=device).int() for _ in range(peers)
+    ]
     sums = [torch.full((peers * looked_up, dim), torch.nan, device=device) for _ in range(peers)]
     grads = torch.randn(peers, looked_up, dim, device=device)
     bounds = HEIGHT * torch.arange(peers, device=device)
@@ -57,18 +59,20 @@ def test_rows_come_from_their_holders_and_gradients_go_there(
         read_rows(ring(list(tables), rank), plan, out, impl=impl)
         assert torch.equal(out, tables.view(-1, dim)[rows[rank]])
         out.fill_(torch.nan)
-        inbox = ring(told, rank)
-        read_rows(ring(list(tables), rank), plan, out, inbox=inbox, shift=shift, impl=impl)
+        recv_buffer = ring(keys_received, rank)
+        read_rows(
+            ring(list(tables), rank), plan, out, recv_buffer=recv_buffer, shift=shift, impl=impl
+        )
         assert torch.equal(out, tables.view(-1, dim)[rows[rank]])
         send_rows(grads[rank], HEIGHT, plan, ring(sums, rank), shift, impl=impl)
     expected = torch.zeros(peers * HEIGHT, dim, device=device)
     expected.index_add_(0, rows.view(-1), grads.view(-1, dim))
     for peer in range(peers):
-        live = told[peer] >= 0
+        live = keys_received[peer] >= 0
         assert not sums[peer][live].isnan().any()
         assert sums[peer][~live].isnan().all()
         found = torch.zeros(HEIGHT, dim, device=device)
-        found.index_add_(0, told[peer][live].long(), sums[peer][live])
+        found.index_add_(0, keys_received[peer][live].long(), sums[peer][live])
         assert_close(found, expected.view(peers, HEIGHT, dim)[peer], f"gradient of peer {peer}")
 
 
@@ -76,11 +80,13 @@ def test_rows_come_from_their_holders_and_gradients_go_there(
 def test_equal_rows_are_read_and_sent_once_for_each_tile(device, impl):
     count = 5 * run_length(8) // 2
     plan = sort_rows(torch.zeros(count, dtype=torch.int64, device=device), HEIGHT)
-    told = torch.full((count,), -1, device=device).int()
+    keys_received = torch.full((count,), -1, device=device).int()
     out, shift = torch.empty(count, 8, device=device), torch.zeros(1, dtype=int, device=device)
     table = torch.randn(HEIGHT, 8, device=device)
-    read_rows(ring([table], 0), plan, out, inbox=ring([told], 0), shift=shift, impl=impl)
-    assert (told == 0).nonzero()[:, 0].tolist() == [
+    read_rows(
+        ring([table], 0), plan, out, recv_buffer=ring([keys_received], 0), shift=shift, impl=impl
+    )
+    assert (keys_received == 0).nonzero()[:, 0].tolist() == [
         run_length(8) - 1, 2 * run_length(8) - 1, count - 1
     ]  # fmt: skip
 
