@@ -28,11 +28,14 @@ TILE = 1024  # elements of a tile
 
 @triton.jit
 def _pool(
-    ids, offsets, starts, modulo, last, weight, scale, out, flat, chosen, n, batch,
+    ids, offsets, tables, weight, scale, out, flat, chosen, n, batch,
     F: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     MODE: tl.constexpr,
 ):  # fmt: skip
-    """Pool one bag per table and sample; ``chosen`` receives the look-ups that gave the maxima."""
+    """Pool one bag per table and sample; ``chosen`` receives the look-ups that gave the maxima.
+
+    ``tables`` has the ``starts``, ``modulo`` and ``last`` of :func:`row_of`.
+    """
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
     table = k % F
@@ -45,7 +48,7 @@ def _pool(
     for step in range(tl.max(length, 0)):
         live = step < length
         at = begin + step
-        row = row_of(tl.load(ids + at, mask=live, other=0), table, starts, modulo, last)
+        row = row_of(tl.load(ids + at, mask=live, other=0), table, tables[0], tables[1], tables[2])
         if flat is not None:
             tl.store(flat + at, row, mask=live)
         mask = live[:, None] & (column < D)
@@ -133,7 +136,7 @@ class _LookupBags(torch.autograd.Function):
         grid, sizes = tiling(bags, dim, TILE)
         if bags:
             _pool[grid](
-                ids, offsets, starts, modulo, last, weight, scale, out, flat, chosen,
+                ids, offsets, (starts, modulo, last), weight, scale, out, flat, chosen,
                 bags, bags // tables, F=tables, MODE=mode, **sizes,
             )  # fmt: skip
         if flat is not None and ctx.needs_input_grad[0] and sorter is not None:
@@ -198,6 +201,28 @@ def lookup_bags(
             offsets of a wrong length, ids or offsets that are not integers or on another device,
             or a tensor that a kernel reads is not contiguous.
     """
+    _check(weight, starts, ids, offsets, per_sample_weights, mode)
+    if not use_triton(weight, impl):
+        return lookup_bags_torch(
+            weight, starts, ids, offsets, per_sample_weights, mode, modulo, last, sparse
+        )
+    require_contiguous(weight=weight, starts=starts, modulo=modulo, last=last)
+    if per_sample_weights is not None:
+        per_sample_weights = per_sample_weights.contiguous()
+    ids, offsets = ids.contiguous(), offsets.contiguous()
+    return _LookupBags.apply(
+        weight, per_sample_weights, starts, ids, offsets, modulo, last, mode, sparse, sorter
+    )
+
+
+def _check(
+    weight: Tensor,
+    starts: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    mode: str,
+) -> None:
     require_integers(weight, ids=ids, offsets=offsets)
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}{did_you_mean(mode, MODES)}")
@@ -213,17 +238,6 @@ def lookup_bags(
             f"{offsets.numel()} offsets for {len(starts)} tables: there must be one more than "
             "tables times samples"
         )
-    if not use_triton(weight, impl):
-        return lookup_bags_torch(
-            weight, starts, ids, offsets, per_sample_weights, mode, modulo, last, sparse
-        )
-    require_contiguous(weight=weight, starts=starts, modulo=modulo, last=last)
-    if per_sample_weights is not None:
-        per_sample_weights = per_sample_weights.contiguous()
-    ids, offsets = ids.contiguous(), offsets.contiguous()
-    return _LookupBags.apply(
-        weight, per_sample_weights, starts, ids, offsets, modulo, last, mode, sparse, sorter
-    )
 
 
 def lookup_bags_torch(

@@ -63,7 +63,7 @@ def _forward(
 
 @triton.jit
 def _backward(
-    grad, flat, weight, projection, values, partials, batch, stride_b, stride_f, parts,
+    grad, flat, weight, projection, values, partials, batch, strides, parts,
     F: tl.constexpr, E: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +79,7 @@ def _backward(
         row = tl.load(flat + k, mask=inside, other=0)
         mask = inside[:, None] & (at_e < E)
         short = tl.load(weight + row[:, None] * E + at_e, mask=mask, other=0.0).to(tl.float32)
-        at = (sample.to(tl.int64) * stride_b + table * stride_f)[:, None] + at_d
+        at = (sample.to(tl.int64) * strides[0] + table * strides[1])[:, None] + at_d
         arrived = tl.load(grad + at, mask=inside[:, None] & (at_d < D), other=0.0)
         arrived = arrived.to(tl.float32)
         value = tl.dot(arrived, matrix, input_precision=PRECISION)
@@ -146,7 +146,7 @@ class _LookupProjected(torch.autograd.Function):
         partials = torch.empty(tiles, *projection.shape, device=grad.device)
         if batch:
             _backward[tiles, tables](
-                grad, flat, weight, projection, values, partials, batch, *grad.stride()[:2], parts,
+                grad, flat, weight, projection, values, partials, batch, grad.stride()[:2], parts,
                 **_sizes(weight, projection),
             )  # fmt: skip
         grad_weight = row_gradient(weight, flat, values, ctx.sparse)

@@ -29,20 +29,23 @@ TILE = 4096  # elements of a tile
 
 @triton.jit
 def _compose(
-    ids, starts_q, starts_r, quotient, remainder, out, flat_q, flat_r, n, batch, collisions,
+    ids, starts, quotient, remainder, out, flat, n, batch, collisions,
     F: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr, MULTIPLY: tl.constexpr,
 ):  # fmt: skip
-    """Compose one row per table and sample; the first SPLIT columns are of the quotient row."""
+    """Compose one row per table and sample; the first SPLIT columns are of the quotient row.
+
+    ``starts`` and ``flat`` are pairs, one for each weight.
+    """
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
     sample, table = (k // F).to(tl.int64), k % F
     id = tl.load(ids + table * batch + sample, mask=inside, other=0)
-    row_q = tl.load(starts_q + table) + id // collisions
-    row_r = tl.load(starts_r + table) + id % collisions
-    if flat_q is not None:
-        tl.store(flat_q + k, row_q, mask=inside)
-        tl.store(flat_r + k, row_r, mask=inside)
+    row_q = tl.load(starts[0] + table) + id // collisions
+    row_r = tl.load(starts[1] + table) + id % collisions
+    if flat[0] is not None:
+        tl.store(flat[0] + k, row_q, mask=inside)
+        tl.store(flat[1] + k, row_r, mask=inside)
     column = tl.arange(0, BLOCK_D)[None, :]
     mask = inside[:, None] & (column < D)
     if SPLIT < D:
@@ -99,7 +102,7 @@ class _LookupQuotient(torch.autograd.Function):
         grid, sizes = tiling(ids.numel(), dim, TILE)
         if ids.numel():
             _compose[grid](
-                ids, *starts, quotient, remainder, out, *flat, ids.numel(), batch, collisions,
+                ids, starts, quotient, remainder, out, flat, ids.numel(), batch, collisions,
                 F=tables, SPLIT=quotient.shape[1], MULTIPLY=operation == "multiply", **sizes,
             )  # fmt: skip
         for rows, weight in zip(flat, (quotient, remainder), strict=True):
