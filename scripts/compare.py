@@ -57,7 +57,10 @@ def arguments() -> Parser:
     parser = Parser(__doc__)
     parser.add_argument("runs", nargs="+", type=path_arg, help="run directories")
     parser.add_argument(
-        "--plot", type=figure_arg, default=Path("compare.png"), help="plot to write: PNG, SVG, PDF"
+        "--plot",
+        type=figure_arg,
+        default=Path("compare.png"),
+        help="plot to write: PNG, SVG or PDF",
     )
     parser.add_argument("--metric", choices=QUALITY, default="AUC", help="metric of the plot")
     parser.add_argument("--json", type=path_arg, help="also write the table to this JSON file")

@@ -78,7 +78,11 @@ def arguments() -> Parser:
         metavar=("TABLES", "RANK"),
         help="number of tables and rank of the models with a cache",
     )
-    parser.add_argument("--tt-lr", type=positive_arg, help="learning rate of the TT models")
+    parser.add_argument(
+        "--tt-lr",
+        type=positive_arg,
+        help="learning rate of the TT embeddings (default: that of the configuration)",
+    )
     parser.add_argument(
         "--fine-tune",
         type=count_arg,

@@ -42,7 +42,7 @@ def arguments() -> Parser:
     )
     parser.add_argument("--split", default="test", help="split to evaluate on")
     parser.add_argument("--batch-size", type=count_arg, default=16384, help="samples per batch")
-    parser.add_argument("--seed", type=int, default=0, help="seed of fits that draw random numbers")
+    parser.add_argument("--seed", type=int, default=0, help="seed of random fits (default: 0)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--json", type=path_arg, help="also write the results to this JSON file")
     return parser

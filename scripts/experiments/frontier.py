@@ -3,8 +3,8 @@
     python scripts/experiments/frontier.py --data data/sample --config configs/criteo_sample.yaml
 
 Trains every kind at every compression ratio with several seeds. Each run is a run of ``train.py``.
-The results are a table, two plots (quality and speed against memory) and a JSON file. The time of a
-step is measured separately, after all runs.
+The results are a table, a plot of quality against memory (``--plot``), one of speed (``_speed`` is
+added to its name), and a JSON file. The time of a step is measured separately, after all runs.
 
 With ``--rates`` and ``--validation DIR``, the learning rate of the embeddings is first chosen for
 each kind: the one with the best AUC on the validation split of that data. ``--lr tt=0.002
