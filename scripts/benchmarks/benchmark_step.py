@@ -49,10 +49,10 @@ def cardinalities(device: str) -> list[int]:
     return [min(rows, cap) for rows in KAGGLE_CARDINALITIES]
 
 
-def make_batches(device: str, size: int, count_arg: int, skewed: bool) -> list[Batch]:
+def make_batches(device: str, size: int, count: int, skewed: bool) -> list[Batch]:
     """Random batches on the device."""
     rows = cardinalities(device)
-    return [benchmark.draw_batch(rows, size, device, skewed=skewed) for _ in range(count_arg)]
+    return [benchmark.draw_batch(rows, size, device, skewed=skewed) for _ in range(count)]
 
 
 def make_step(
