@@ -14,7 +14,8 @@ import sys
 import time
 import uuid
 
-PRELOADED = ["train", "scripts.evaluate", "scripts.predict", "torch.distributed.launcher.api"]
+PRELOADED = ["train", "scripts.evaluate", "scripts.predict", "torch._dynamo"]
+PRELOADED += ["torch.distributed.launcher.api"]
 
 
 def run(program, arguments):

@@ -1,7 +1,8 @@
 """Run by ``torchrun`` in test_distributed.py: tables that peers hold, against whole ones.
 
 On GPUs the steps are captured too; several processes may share one. On CPUs rows are exchanged by
-PyTorch, with the argument ``triton`` by the kernels, through Triton's interpreter.
+PyTorch, with the argument ``triton`` by the kernels, through Triton's interpreter; ``short``
+checks two steps of one sharding.
 """
 
 import os
@@ -170,10 +171,15 @@ def main():
     world.join(torch.device("cuda", gpu) if on_gpu else torch.device("cpu"))
     check_memory(world)
     check_comm_dtype(world)
-    if sys.argv[1:] == ["triton"] and not on_gpu:
+    if "triton" in sys.argv and not on_gpu:
         BATCHES["cpu"], peer_rows.TILE = 14, 64
         peer_rows.use_triton = lambda *_: True
     mixed = ["row", "column", "row", "table"]
+    if "short" in sys.argv:
+        run = Run(world, mixed)
+        del run.batches[2:]
+        run.compare(run.at_once)
+        return finish(world)
     for sharding_types in (["table"] * 4, ["column"] * 4, ["row"] * 4, mixed):
         run = Run(world, sharding_types)
         run.compare(run.at_once)
@@ -184,6 +190,11 @@ def main():
             run.compare(partial(run.captured, prefetcher=sorts))
     run = Run(world, ["table"] * 4, torch.bfloat16)
     run.compare(run.at_once)
+    finish(world)
+
+
+def finish(world):
+    """Leave the process group, and say so."""
     world.leave()
     if world.first:
         print("all is equal")

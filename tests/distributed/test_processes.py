@@ -17,32 +17,31 @@ from dlrm.data import synthetic
 from dlrm.distributed.world import World
 from dlrm.utils.device import pick_device
 
-ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 ENVIRONMENT["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # two processes may share a GPU
 OPTIONS = ["--device", "cpu", "--model.bottom_mlp", "[8]", "--model.top_mlp", "[8]"]
 OPTIONS += ["--batch_size", "180", "--optim.warmup_steps", "5", "--log_every", "1"]
 OPTIONS += ["--sharding.threshold", "1000", "--eval_every", "10", "--eval_batch_size", "500"]
 
-pytestmark = pytest.mark.slow
+
+@pytest.fixture
+def torchrun(start):
+    """Runs a program in several processes."""
+
+    def torchrun(processes, program, *arguments):
+        return start(program, *arguments, processes=processes).wait()
+
+    return torchrun
 
 
-def torchrun(processes, *arguments, wait=True):
+def real_torchrun(processes, *arguments):
+    """The program torchrun itself, in a process of its own."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
     command += ["--standalone", *(str(argument) for argument in arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, **pipes)
-    if not wait:
-        return process
-    out, err = process.communicate(timeout=240)
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
-
-
-def alone(*arguments):
-    command = [sys.executable, *(str(argument) for argument in arguments)]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done
+    return subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, **pipes)
 
 
 @pytest.fixture(scope="module")
@@ -65,40 +64,51 @@ def result(run):
     return json.loads((run / "result.json").read_text())["metrics"]
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_every_kind_and_way_equals_one_process(processes):
-    done = torchrun(processes, "tests/distributed/ranks.py")
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_kind_and_way_equals_one_process(torchrun, processes):
+    done = torchrun(processes, HERE / "ranks.py")
     assert "all is equal" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
     ("processes", "impl"),
-    [(2, []), (2, ["triton"]), (4, []), pytest.param(3, [], marks=pytest.mark.gpu)],
+    [
+        (2, []),
+        (2, ["triton", "short"]),
+        pytest.param(2, ["triton"], marks=pytest.mark.slow),
+        pytest.param(4, [], marks=pytest.mark.slow),
+    ],
 )
-def test_tables_that_peers_hold_equal_whole_ones(processes, impl):
-    done = torchrun(processes, "tests/distributed/peers.py", *impl)
+def test_tables_that_peers_hold_equal_whole_ones(torchrun, processes, impl):
+    done = torchrun(processes, HERE / "peers.py", *impl)
     assert "all is equal" in done.stdout, done.stdout + done.stderr
 
 
-def test_a_run_of_several_processes(data, tmp_path):
+@pytest.mark.gpu
+def test_tables_that_gpus_hold_equal_whole_ones():
+    out, error = real_torchrun(3, HERE / "peers.py").communicate(timeout=240)
+    assert "all is equal" in out, out + error
+
+
+def test_a_run_of_several_processes(run, torchrun, data, tmp_path):
     """Losses, metrics and checkpoints: of two processes, resumed by one and by three."""
-    common = ["train.py", *OPTIONS, "--data", data, "--output", tmp_path, "--epochs", "2"]
+    common = [*OPTIONS, "--data", data, "--output", tmp_path, "--epochs", "2"]
     common += ["--emb", "paged", "--optim.embeddings", "adam"]
-    alone(*common, "--name", "one")
+    run("train", *common, "--name", "one")
     expected = losses(tmp_path / "one")
     assert len(expected) == 2 * 18  # the last batch of an epoch has 141 rows
     # stopped in the first epoch, behind the last evaluation
     peers = ["--sharding.exchange", "peers"]
-    done = torchrun(2, *common, *peers, "--name", "two", "--max_steps", "15")
+    done = torchrun(2, "train", *common, *peers, "--name", "two", "--max_steps", "15")
     assert done.returncode == 0, done.stderr
     assert "rank 1: " in done.stdout
     assert "exchange by peers" in done.stdout
     assert done.stdout.count("training rows") == 1
     shutil.copytree(tmp_path / "two", tmp_path / "again", symlinks=True)
-    alone("train.py", "--resume", tmp_path / "again", "--max_steps", "36")
+    run("train", "--resume", tmp_path / "again", "--max_steps", "36")
     assert losses(tmp_path / "again") == pytest.approx(expected, abs=1e-5)
     collective = ["--sharding.exchange", "collective", "--max_steps", "36"]
-    done = torchrun(3, "train.py", "--resume", tmp_path / "two", *collective)
+    done = torchrun(3, "train", "--resume", tmp_path / "two", *collective)
     assert done.returncode == 0, done.stderr
     assert "exchange by collectives" in done.stdout
     assert losses(tmp_path / "two") == pytest.approx(expected, abs=1e-5)
@@ -107,30 +117,30 @@ def test_a_run_of_several_processes(data, tmp_path):
     for name, rel in (("embeddings/bytes", 0), ("embeddings/optimizer_bytes", 1e-3)):
         assert three[name] == pytest.approx(one[name], rel=rel)
     # the metrics of one process given the same weights, to the last digit
-    measured = alone("scripts/evaluate.py", tmp_path / "two", data, "--device", "cpu").stdout
+    measured = run("evaluate", tmp_path / "two", data, "--device", "cpu").stdout
     metrics = result(tmp_path / "two")
     for name, value in json.loads(measured).items():
         if name not in ("split", "rows"):
             assert metrics[f"test/{name}"] == pytest.approx(value, abs=1e-7), name
 
 
-def test_a_checkpoint_of_pieces_of_one_column(data, tmp_path):
+def test_a_checkpoint_of_pieces_of_one_column(run, torchrun, data, tmp_path):
     """Of the shape of a state with one number a row, which Adam has too."""
-    common = ["train.py", *OPTIONS, "--data", data, "--output", tmp_path, "--name", "run"]
+    common = [*OPTIONS, "--data", data, "--output", tmp_path, "--name", "run"]
     common += ["--model.embedding_dim", "2", "--optim.embeddings", "adam", "--max_steps", "6"]
-    done = torchrun(2, *common, "--sharding.by", "column", "--sharding.threshold", "0")
+    done = torchrun(2, "train", *common, "--sharding.by", "column", "--sharding.threshold", "0")
     assert done.returncode == 0, done.stderr
-    found = alone("scripts/evaluate.py", tmp_path / "run", data, "--device", "cpu").stdout
+    found = run("evaluate", tmp_path / "run", data, "--device", "cpu").stdout
     assert json.loads(found)["auc"] == pytest.approx(result(tmp_path / "run")["test/auc"], abs=1e-7)
-    alone("train.py", "--resume", tmp_path / "run", "--max_steps", "8")
+    run("train", "--resume", tmp_path / "run", "--max_steps", "8")
     assert max(losses(tmp_path / "run")) == 8
 
 
-def test_killed_and_resumed_equals_uninterrupted(data, tmp_path):
+def test_killed_and_resumed_equals_uninterrupted(torchrun, data, tmp_path):
     """A killed process ends all; the run goes on from its last checkpoint."""
-    common = ["train.py", *OPTIONS, "--data", data, "--output", tmp_path, "--epochs", "30"]
+    common = [*OPTIONS, "--data", data, "--output", tmp_path, "--epochs", "30"]
     common += ["--emb", "tt", "--tt.rank", "4", "--tt.cache_rows", "40", "--populate_every", "7"]
-    process = torchrun(2, *common, "--name", "killed", wait=False)
+    process = real_torchrun(2, "train.py", *common, "--name", "killed")
     log = tmp_path / "killed" / "metrics.jsonl"
     deadline = time.time() + 120
     while time.time() < deadline and process.poll() is None:
@@ -146,33 +156,33 @@ def test_killed_and_resumed_equals_uninterrupted(data, tmp_path):
     names = {path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()}
     assert {"latest", "best"} <= names
     step = max(losses(tmp_path / "killed")) + 10
-    torchrun(2, "train.py", "--resume", tmp_path / "killed", "--max_steps", step)
-    torchrun(2, *common, "--name", "whole", "--max_steps", step)
+    torchrun(2, "train", "--resume", tmp_path / "killed", "--max_steps", step)
+    torchrun(2, "train", *common, "--name", "whole", "--max_steps", step)
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
 
 
-def test_an_error_is_told_once(data, tmp_path):
-    common = ["train.py", *OPTIONS, "--data", data, "--output", tmp_path]
+def test_an_error_is_told_once(torchrun, data, tmp_path):
+    common = [*OPTIONS, "--data", data, "--output", tmp_path]
     for options, text in (
         (["--batch_size", "181"], "can't be shared evenly by 2 processes: use 180 or 182"),
         (["--optim.lr", "1e30", "--optim.dense", "sgd"], "the loss is"),
     ):
-        done = torchrun(2, *common, *options)
+        done = torchrun(2, "train", *common, *options)
         assert done.returncode == 1
         assert done.stderr.count("error: ") == 1, done.stderr
         assert text in done.stderr
         assert len(re.findall("exitcode *: 2", done.stderr)) >= 1
 
 
-def test_what_one_process_has_told_the_others_leave_at_that(data, tmp_path):
+def test_what_one_process_has_told_the_others_leave_at_that(torchrun, data, tmp_path):
     (tmp_path / "run").mkdir()
-    done = torchrun(2, "train.py", *OPTIONS, "--data", data, "--output", tmp_path, "--name", "run")
+    done = torchrun(2, "train", *OPTIONS, "--data", data, "--output", tmp_path, "--name", "run")
     assert done.returncode == 1
     assert "run exists: choose another --name, or remove it" in done.stderr
     assert done.stderr.count("error: ") == 1, done.stderr
 
 
-def test_a_full_disk_of_one_process_is_told(data, tmp_path):
+def test_a_full_disk_of_one_process_is_told(torchrun, data, tmp_path):
     """An archive of PyTorch's that can't be written says what is amiss to its own process only."""
     program = tmp_path / "full.py"
     program.write_text(
@@ -188,33 +198,33 @@ def test_a_full_disk_of_one_process_is_told(data, tmp_path):
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
-def test_another_batch_is_refused_by_any_number_of_processes(data, tmp_path):
-    common = ["train.py", *OPTIONS, "--data", data, "--output", tmp_path, "--name", "run"]
-    alone(*common, "--batch_size", "181", "--max_steps", "3")
-    done = torchrun(2, "train.py", "--resume", tmp_path / "run", "--batch_size", "180")
+def test_another_batch_is_refused_by_any_number_of_processes(run, torchrun, data, tmp_path):
+    common = [*OPTIONS, "--data", data, "--output", tmp_path, "--name", "run"]
+    run("train", *common, "--batch_size", "181", "--max_steps", "3")
+    done = torchrun(2, "train", "--resume", tmp_path / "run", "--batch_size", "180")
     assert done.returncode == 1
     assert "batch_size is 180 here and 181 in the state" in done.stderr, done.stderr
 
 
-def test_scores_are_written_by_one_process(data, tmp_path):
-    done = torchrun(2, "scripts/predict.py", tmp_path, data, tmp_path / "scores.parquet")
+def test_scores_are_written_by_one_process(torchrun, data, tmp_path):
+    done = torchrun(2, "predict", tmp_path, data, tmp_path / "scores.parquet")
     assert done.returncode == 1
     assert "error: predict.py runs in one process, but there are 2: start it" in done.stderr
     assert not (tmp_path / "scores.parquet").exists()
 
 
-def test_metrics_are_printed_by_one_process(data, tmp_path):
-    alone("train.py", *OPTIONS, "--data", data, "--output", tmp_path, "--name", "run",
+def test_metrics_are_printed_by_one_process(run, torchrun, data, tmp_path):
+    run("train", *OPTIONS, "--data", data, "--output", tmp_path, "--name", "run",
           "--max_steps", "1")  # fmt: skip
-    done = torchrun(2, "scripts/evaluate.py", tmp_path / "run", data, "--device", "cpu")
+    done = torchrun(2, "evaluate", tmp_path / "run", data, "--device", "cpu")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["auc"] == result(tmp_path / "run")["test/auc"]
-    done = torchrun(2, "scripts/evaluate.py", tmp_path, data)
+    done = torchrun(2, "evaluate", tmp_path, data)
     assert done.returncode == 1
     assert done.stderr.count("error: ") == 1, done.stderr
 
 
-def test_a_mistake_is_told_though_the_first_process_comes_last(tmp_path):
+def test_a_mistake_is_told_though_the_first_process_comes_last(torchrun, tmp_path):
     program = tmp_path / "late.py"
     program.write_text(
         "import os, sys, time\n"

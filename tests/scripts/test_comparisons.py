@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -32,6 +33,13 @@ def data(tmp_path_factory):
     return directory
 
 
+@pytest.fixture
+def in_this_process(script, monkeypatch):
+    """Runs are trained here, one after another, not in processes that import everything anew."""
+    here = contextlib.nullcontext(SimpleNamespace(map=map))
+    monkeypatch.setattr(script("runner"), "ProcessPoolExecutor", lambda *_, **__: here)
+
+
 def test_the_ratios_of_the_paper_at_once(script, capsys):
     assert script("reproduce_tt_rec").main(["--ratios-only"]) == 0
     printed = capsys.readouterr().out
@@ -44,7 +52,7 @@ def test_the_ratios_of_the_paper_at_once(script, capsys):
         assert line in printed
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("in_this_process")
 def test_tt_rec_from_data_to_table_plot_and_json(script, data, tmp_path, capsys, monkeypatch):
     given = ["--data", str(data), "--config", "configs/demo.yaml", "--tables", "3", "--ranks", "4"]
     given += ["--caches", "0.01", "--cache-at", "3", "4", "--seeds", "1", "--fine-tune", "2"]
@@ -106,7 +114,7 @@ def test_a_run_is_compared_with_the_dense_one_of_its_seed(script, tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("in_this_process")
 def test_a_frontier_with_chosen_rates(script, data, tmp_path, capsys):
     given = ["--data", str(data), "--validation", str(data), "--rates", "0.01", "0.02"]
     given += ["--kinds", "block", "auto", "tt+cache", "--ratios", "4", "100", "--rates-at", "4"]
@@ -401,7 +409,7 @@ def test_interrupted_it_ends_at_once_and_says_how_to_resume(data, tmp_path, name
     assert {path.name for path in tmp_path.iterdir()} == {"dense-0", "dense-0.log"}
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("in_this_process")
 def test_no_run_at_all_is_an_error(script, data, tmp_path, capsys):
     given = ["--data", str(data), "--seeds", "1", "--runs", str(tmp_path), "--options", "epoch=1"]
     for name, choice, message in (
