@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,10 +27,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 """Processes started here can be interrupted, though a job in the background ignores that."""
 
 
-def pytest_addoption(parser):
-    parser.addoption("--part", default="0/1", help="run part i of n alone, as i/n, i from 0")
-
-
 def program_path(name):
     """The file of a program: ``train``, or the name of one in ``scripts/``."""
     (path,) = [*ROOT.glob(f"{name}.py"), *(ROOT / "scripts").rglob(f"{name}.py")]
@@ -44,7 +39,7 @@ def pytest_xdist_auto_num_workers():
     return min(cpu_count(), 8)
 
 
-def pytest_collection_modifyitems(config, items):
+def pytest_collection_modifyitems(items):
     """Skip what needs a GPU where there is none, and run slow tests last.
 
     Where there is one, the tests of the kernels run natively, and they and all that use the device
@@ -52,12 +47,10 @@ def pytest_collection_modifyitems(config, items):
     """
     for item in items:
         if torch.cuda.is_available():
-            if "kernels" in item.path.parts or "device" in item.fixturenames:
+            if ROOT / "tests" / "kernels" in item.path.parents or "device" in item.fixturenames:
                 item.add_marker(pytest.mark.gpu)
         elif "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
-    part, parts = map(int, config.getoption("--part").split("/"))
-    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part]
     items.sort(key=lambda item: "slow" in item.keywords)
 
 
