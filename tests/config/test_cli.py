@@ -80,6 +80,7 @@ def test_option_without_value(capsys):
         ("--batch_size", "99999999999999999999", "it must be 1 .. 2**31 - 1"),
         ("--name", "", "name is '', it must name a directory in output"),
         ("--name", "../other", "name is '../other', it must name a directory in output"),
+        ("--name", "..", "name is '..', it must name a directory in output"),
         ("--emb", "TT", "did you mean 'tt'"),
         ("--emb", "Auto", "did you mean 'auto'"),
         ("--emb", "auto", "--emb auto needs a budget: set --budget 20MB or --budget 100x"),
@@ -128,6 +129,14 @@ def test_options_of_the_rules_are_checked_by_the_rules(capsys):
         ("adamw", config.optim.lr, {"betas": (0.8, 0.9), "weight_decay": 0.1}),
         ("adadelta", config.optim.lr, {"weight_decay": 0.1, "rho": 0.8}),
     ]
+
+
+@pytest.mark.parametrize(("given", "rate"), [([], 0.5), (["0"], 0.0), (["0.25"], 0.25)])
+def test_the_embeddings_have_a_learning_rate_of_their_own(given, rate):
+    """0 freezes them."""
+    option = ["--optim.embeddings_lr"] if given else []
+    config, _ = parse(["--optim.lr", "0.5", *option, *given], KINDS)
+    assert [lr for _, lr, _ in optimizer_specs(config.optim)] == [0.5, rate]
 
 
 def test_yaml_sets_and_the_command_line_overrides(tmp_path):

@@ -119,6 +119,18 @@ def test_order_depends_on_seed_and_epoch_alone(data):
     assert order(window=3) != reference
 
 
+@pytest.mark.parametrize("window", [1, 3])
+def test_rows_of_one_row_group_come_in_another_order_in_every_epoch(tmp_path, window):
+    write(tmp_path, columns(), files=1, row_group_size=ROWS)
+    loader = CriteoLoader(tmp_path, "train", batch_size=100, shuffle=True, window=window)
+    orders = []
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        orders.append(rows(loader))
+        assert sorted(orders[-1]) == list(range(ROWS))
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+
+
 def test_window_mixes_row_groups(data):
     loader = CriteoLoader(data, "train", batch_size=ROWS, shuffle=True, window=4)
     (batch,) = loader

@@ -153,6 +153,31 @@ def test_saved_state_continues_to_the_last_digit(rule):
     assert torch.equal(table, other)
 
 
+def test_saved_state_continues_the_stochastic_rounding(device, monkeypatch):
+    """Kernels draw from the seed of the parameter group."""
+    monkeypatch.setattr("dlrm.kernels.update.sparse.use_triton", lambda *_: True)
+
+    def make(weight):
+        table = torch.nn.Parameter(weight.clone())
+        return table, RowOptimizer([table], "sgd", lr=1 / 1024)  # an eighth of a spacing
+
+    def step(table, optimizer):
+        values = torch.full_like(table, -1.0)
+        rows = torch.arange(len(table), device=device)
+        table.grad = row_gradient(table, rows, values, sparse=True)
+        optimizer.step()
+
+    table, optimizer = make(torch.ones(16, 8, dtype=torch.bfloat16, device=device))
+    for _ in range(2):
+        step(table, optimizer)
+    other, restored = make(table.detach())
+    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert restored.param_groups[0]["seed"] == 2
+    for each in ((table, optimizer), (other, restored)):
+        step(*each)
+    assert torch.equal(table, other)
+
+
 def test_foreign_state_is_refused():
     table = torch.nn.Parameter(torch.ones(4, 2))
     state = RowOptimizer([table], "sgd").state_dict()

@@ -1,9 +1,12 @@
 """What is wrong is told in one line."""
 
+import re
 import shutil
 
 import pytest
 import torch
+
+from dlrm.data import synthetic
 
 
 def test_mistakes_are_one_line_and_leave_nothing(run, data, tmp_path):
@@ -79,6 +82,16 @@ def test_files_where_directories_are_wanted(run, train, two_steps, data, tmp_pat
     done = run("predict", two_steps, data, tmp_path, status=2)
     assert f"error: {tmp_path} is a directory; name the Parquet file" in done.stderr
     run("compare", two_steps, "--plot", file / "x.png", status=2)
+
+
+def test_ids_outside_the_tables_of_the_model_are_refused(run, two_steps, tmp_path):
+    """Even if they lie within the tables of the data."""
+    other = tmp_path / "other"
+    synthetic.write(other, rows=500, cardinalities=[4000] * 26, fractions=[0.5, 0, 0.5])
+    for program, *rest in (("evaluate",), ("predict", tmp_path / "scores.parquet")):
+        done = run(program, two_steps, other, *rest, "--device", "cpu", status=2)
+        assert re.search(r"error: .*, outside the table of [\d,]+ rows; ids lie in", done.stderr)
+    assert not (tmp_path / "scores.parquet").exists()
 
 
 def test_bad_checkpoints_are_refused(run, data, tmp_path):

@@ -102,6 +102,16 @@ def test_what_the_user_keeps_beside_checkpoints_stays(tmp_path):
     assert checkpoint.about(directory / "before_the_change")["recipe"] == recipe
 
 
+def test_characters_in_the_name_of_a_checkpoint_stand_for_themselves(tmp_path):
+    recipe, model, optimizers = make("dense")
+    save(tmp_path / "epoch.1", recipe, model, optimizers)
+    own = {"epoch_1", "epochs2"}
+    for name in own:
+        shutil.copytree(tmp_path / "epoch.1", tmp_path / name)
+    save(tmp_path / "epoch.2", recipe, model, optimizers)
+    assert {path.name for path in tmp_path.iterdir()} == {"latest", "epoch.2", *own}
+
+
 def test_the_run_of_a_checkpoint(tmp_path, monkeypatch):
     recipe, model, optimizers = make("dense")
     directory = tmp_path / "run" / "checkpoints"

@@ -75,7 +75,8 @@ def test_labels_that_are_no_probabilities_are_refused(label):
         classification(np.zeros(3), np.array([1.0, 0.0, label]))
 
 
-def test_predict_keeps_order_and_restores_the_mode():
+@pytest.mark.parametrize("training", [True, False])
+def test_predict_keeps_order_and_restores_the_mode(training):
     class Sum(torch.nn.Module):
         def forward(self, dense, ids, offsets):
             assert not self.training
@@ -85,9 +86,9 @@ def test_predict_keeps_order_and_restores_the_mode():
         Batch(torch.full((2, n), float(n)), torch.full((3, n), n), torch.arange(n) % 2.0)
         for n in (2, 3, 0)
     ]
-    model = Sum().train()
+    model = Sum().train(training)
     logits, labels = predict(model, batches)
     assert logits.tolist() == [10, 10, 15, 15, 15]
     assert labels.tolist() == [0, 1, 0, 1, 0]
-    assert model.training
+    assert model.training is training
     assert [len(part) for part in predict(model, [])] == [0, 0]

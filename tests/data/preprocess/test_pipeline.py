@@ -417,6 +417,21 @@ def test_a_changed_input_is_read_again(raw, tmp_path):
     check_against_plain_python(rows, ranges, tmp_path / "out", Options())
 
 
+def test_a_restart_reads_an_input_again_that_changed_but_not_in_size(raw, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(prepare_module, "index_columns", Mock(side_effect=Killed))
+        with pytest.raises(Killed):
+            quiet(raw, tmp_path / "out", block_bytes=BLOCK)
+    assert list((tmp_path / "out" / ".prepare" / "blocks").iterdir())
+    rows, size = raw_rows(ROWS), raw.stat().st_size
+    for row in rows:
+        row[0] = str(1 - int(row[0]))
+    assert write_raw(raw, rows).stat().st_size == size
+    quiet(raw, tmp_path / "out", block_bytes=BLOCK)
+    ranges = split_rows(("days",), [ROWS])
+    check_against_plain_python(rows, ranges, tmp_path / "out", Options())
+
+
 def test_an_earlier_result_is_replaced_as_a_whole(raw, tmp_path):
     quiet(raw, tmp_path / "out", Options(vocabulary="all"), block_bytes=BLOCK)
     (tmp_path / "out" / "mine.txt").write_text("not touched")

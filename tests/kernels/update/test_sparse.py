@@ -101,6 +101,18 @@ def test_steps_match_float64(device, scale, assert_close, name, pattern, entries
         assert_close(found, expected, state, dtype=torch.float32, factor=10)
 
 
+def test_a_row_has_the_gradients_of_all_tiles_that_it_lies_in(device, monkeypatch):
+    """There are so many that the second kernel adds up their sums in several rounds."""
+    monkeypatch.setattr(kernel, "TILE", 1)
+    monkeypatch.setattr(kernel, "MANY", 10**9)  # tiles of 16 entries, 64 tiles a round
+    entries = 16 * 64 + 40
+    weight, lr = torch.zeros(3, 1, device=device), torch.ones((), device=device)
+    ids = torch.ones(entries, dtype=torch.int64, device=device)
+    ids[:7] = 0
+    update_rows("sgd", weight, ids, -torch.ones_like(ids)[:, None].float(), lr=lr, impl="triton")
+    assert weight.flatten().tolist() == [7, entries - 7, 0]
+
+
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 def test_equal_rows_are_summed_before_the_rule(device, impl):
     weight = torch.zeros(3, 4, device=device)

@@ -1,0 +1,45 @@
+"""How gradients are summed over processes, seen from one whose peers look nothing up."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlrm.data.batch import Batch
+from dlrm.distributed.world import World
+from dlrm.embeddings.common.context import LookupContext
+from dlrm.model import DLRM
+from dlrm.optim import RowOptimizer
+from dlrm.training.data_parallel import GradientReducer
+
+RULES = {
+    "plain": ("sgd", {}),
+    "decay": ("sgd", {"weight_decay": 0.1}),
+    "momentum": ("sgd", {"momentum": 0.9}),
+    "adagrad_decay": ("adagrad", {"weight_decay": 0.1}),
+    "adamw": ("adamw", {}),
+}
+
+
+def train(world, rule, options):
+    """The rows of a small table after two steps, the second of which looks others up."""
+    torch.manual_seed(0)
+    recipe = {"num_dense": 2, "num_embeddings": [9], "embedding_dim": 4, "plan": [("dense", {})]}
+    model = DLRM(**recipe, bottom_mlp=[4], top_mlp=[4])
+    optimizer = RowOptimizer(model.sparse_arch.parameters(), rule, lr=0.1, **options)
+    reducer = GradientReducer.of(model, optimizer, world)
+    for ids in ([0, 3, 3], [3, 7, 8]):
+        batch = Batch(torch.randn(2, 3), torch.tensor([ids]), torch.ones(3), total=3 * world.size)
+        model(batch.dense, batch.ids).square().sum().backward()
+        if reducer is not None:
+            reducer.reduce_embeddings(batch, LookupContext())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.sparse_arch.to_dense()[0]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rows_that_no_process_looks_up_stay(name, monkeypatch):
+    """Weight decay and momentum move no row without a gradient, as in one process alone."""
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    expected = train(World(), *RULES[name])
+    torch.testing.assert_close(train(World(0, 2), *RULES[name]), expected)
