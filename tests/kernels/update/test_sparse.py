@@ -106,11 +106,12 @@ def test_a_row_has_the_gradients_of_all_tiles_that_it_lies_in(device, monkeypatc
     monkeypatch.setattr(kernel, "TILE", 1)
     monkeypatch.setattr(kernel, "MANY", 10**9)  # tiles of 16 entries, 64 tiles a round
     entries = 16 * 64 + 40
-    weight, lr = torch.zeros(3, 1, device=device), torch.ones((), device=device)
+    weight, lr = torch.zeros(3, 4, device=device), torch.ones((), device=device)
     ids = torch.ones(entries, dtype=torch.int64, device=device)
     ids[:7] = 0
-    update_rows("sgd", weight, ids, -torch.ones_like(ids)[:, None].float(), lr=lr, impl="triton")
-    assert weight.flatten().tolist() == [7, entries - 7, 0]
+    grads = torch.full((entries, 4), -1.0, device=device)
+    update_rows("sgd", weight, ids, grads, lr=lr, impl="triton")
+    assert weight[:, -1].tolist() == [7, entries - 7, 0]
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
