@@ -48,11 +48,11 @@ class Run:
         world.wait()
         self.train_data = self._loader("train", config.batch_size)
         self.meta = self.train_data.meta
-        # Opened now, so that a damaged file is reported before the work.
+        # Opened here, so that a damaged file is reported before training.
         splits = [split for split in ("val", "test") if self.meta.has_rows(split)]
         self.held_out = {split: self._loader(split, config.eval_batch_size) for split in splits}
         if not len(self.train_data):
-            raise ValueError("--loader.drop_last leaves no batch at all: lower --batch_size")
+            raise ValueError("--loader.drop_last leaves no batch: lower --batch_size")
         self.spec = model_spec(config, self.meta)
         restored = checkpoint.about(config.resume, spec=self.spec) if config.resume else None
         torch.manual_seed(config.seed)
@@ -139,7 +139,7 @@ class Run:
     def _log(self, out: dict[str, torch.Tensor], clock: profiling.Clock, progress: tqdm) -> None:
         values = {f"train/{name}": float(value) for name, value in out.items()}
         values |= self.model.sparse_arch.cache_stats()
-        if self.steps < self.last_step:  # else in the final metrics, of this step too
+        if self.steps < self.last_step:  # those of the last step are final metrics
             values |= clock.lap() | profiling.peak_memory(self.device)
         for name, optimizer in zip(("dense", "embeddings"), self.optimizers, strict=True):
             values[f"lr/{name}"] = float(optimizer.param_groups[0]["lr"])
@@ -156,7 +156,7 @@ class Run:
         if values:
             self.tracker.log(self.steps, {f"val/{k}": v for k, v in values.items()})
         if self.config.checkpoint:
-            if self.loss is not None:  # what diverged is not to replace what did not
+            if self.loss is not None:  # a diverged state must not replace a good one
                 metrics.require_finite(float(self.loss), self.steps)
             better = values.get("auc", float("-inf")) > self.best
             self.best = values["auc"] if better else self.best
@@ -224,7 +224,7 @@ class Run:
         )
 
     def _embedding_sizes(self) -> dict[str, float]:
-        """Bytes of the embeddings and of their optimizer state, which no ratio counts."""
+        """Bytes of the embeddings, and of their optimizer state, which the ratio leaves out."""
         sizes = self.model.sparse_arch.sizes() | {"optimizer_bytes": float(self.state_bytes)}
         return {f"embeddings/{name}": size for name, size in sizes.items()}
 
@@ -263,13 +263,13 @@ class Run:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    kinds, world = available(), World.of_environment()
+    kinds, world = available(), World.from_environment()
     run, directory, saved = None, None, []
     threading.excepthook = tracking.quiet_tensorboard_thread
     try:
         world.meet()
-        if going_on := resumed_path(arguments):
-            directory = run_directory.run_directory(going_on)
+        if resumed := resumed_path(arguments):
+            directory = run_directory.run_directory(resumed)
             saved = [f"--config={directory / run_directory.CONFIG}"]
         with world.print_once():
             config, resolved = parse([*arguments, *saved], kinds)

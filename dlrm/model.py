@@ -197,7 +197,7 @@ class DLRM(nn.Module):
         Args:
             dense: ``[N, B]``.
             ids: ``[F, B]``, or ``[nnz]`` with ``offsets [F * B + 1]``.
-            bounds: ``offsets[::B]`` if the host knows them; otherwise it may have to wait for them.
+            bounds: ``offsets[::B]``, if on the host; otherwise the host may wait for the device.
             context: what a training step knows of the look-ups.
 
         Returns:
@@ -213,7 +213,7 @@ class DLRM(nn.Module):
             )
         stream = side_stream_of(ids.device)
         begin = stream.record_event()
-        bottom = self.bottom_mlp(dense.t())  # [B, D]; with a small batch it takes longer
+        bottom = self.bottom_mlp(dense.t())  # [B, D]; first, as it takes longer for small batches
         with stream.fork(after=begin):  # [B, F_g, D] of each group
             embedded = self.sparse_arch(ids, offsets, bounds=bounds, context=context)
         stream.join()
@@ -240,7 +240,8 @@ class DLRM(nn.Module):
             shapes = [[p.shape for p in part.parameters()] for part in (own, other)]
             if type(own) is not type(other) or shapes[0] != shapes[1]:
                 raise ValueError(
-                    f"the trained model has another {name}: use the --model options of that model"
+                    f"the trained model has a different {name}: use the --model options of that "
+                    "model"
                 )
             own.load_state_dict(other.state_dict())
         self.sparse_arch.load_dense(trained.sparse_arch.to_dense())

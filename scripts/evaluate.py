@@ -46,7 +46,7 @@ def evaluate(options: Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program; returns the exit status."""
-    if not World.of_environment().first:  # under torchrun, one process prints the metrics
+    if not World.from_environment().first:  # under torchrun, one process prints the metrics
         return 0
     options = arguments().parse_args(argv)
     return exit_status(lambda: evaluate(options))

@@ -33,7 +33,7 @@ def arguments() -> Parser:
 
 def predict(options: Namespace) -> None:
     """Write the predictions for one split."""
-    processes = World.of_environment().size
+    processes = World.from_environment().size
     if processes > 1:  # each would write the file
         raise ValueError(
             f"predict.py runs in one process, but there are {processes}: start it without torchrun"
@@ -53,7 +53,7 @@ def predict(options: Namespace) -> None:
     with atomic_write(output) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
         for batch in trained.loader:
             logits, labels = trained.predict(batch)
-            metrics.require_outputs(logits)
+            metrics.require_finite_logits(logits)
             probabilities = metrics.sigmoid(logits).float().cpu().numpy()
             columns = [probabilities, labels.cpu().numpy()]
             writer.write_table(pa.table(columns, schema=schema))

@@ -1,7 +1,11 @@
 """The house rules that a reader can't see at a glance: who imports whom."""
 
 import ast
+import re
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -33,6 +37,11 @@ KERNELS_BELOW = {
 }
 """The same for the rooms of ``dlrm.kernels``; "" is the package itself."""
 
+REFERENCE = re.compile(
+    r":(func|class|meth|mod|data|attr):`~?([\w.]+)`|``(dlrm(?:\.\w+)+)(?:\(\))?``"
+)
+PROJECT_FILE = re.compile(r"\b(?:scripts|tests|docs|notebooks|configs)/[\w/]+\.\w+")
+
 
 def imports(path):
     for node in ast.walk(ast.parse(path.read_text())):
@@ -40,6 +49,33 @@ def imports(path):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
+
+
+def module_name(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def docstrings(node, owner=None):
+    """Every string that stands alone, with the name of the class around it."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Expr) and isinstance(getattr(child.value, "value", None), str):
+            yield owner, child.value.value
+        yield from docstrings(child, child.name if isinstance(child, ast.ClassDef) else owner)
+
+
+def resolves(name, *scopes):
+    """Whether a name is an attribute of one of the scopes, or an importable path."""
+    for scope in scopes:
+        try:
+            attrgetter(name)(scope)
+            return True
+        except AttributeError:
+            pass
+    try:
+        resolve_name(name)
+    except (AttributeError, ImportError):
+        return False
+    return "." in name
 
 
 def room_of(module, package="dlrm"):
@@ -55,7 +91,7 @@ def room_of(module, package="dlrm"):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_go_one_way(path):
-    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    name = module_name(path)
     found = set(imports(path))
     assert not {module.partition(".")[0] for module in found} & {"train", "scripts", "tests"}
     if room := room_of(name):
@@ -80,6 +116,21 @@ def test_public_names_have_docstrings(path):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
             jit = any("jit" in ast.unparse(d) for d in node.decorator_list)
             assert jit or ast.get_docstring(node), node.name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_docstrings_refer_to_what_there_is(path):
+    source, module = path.read_text(), import_module(module_name(path))
+    missing = [file for file in PROJECT_FILE.findall(source) if not (ROOT / file).exists()]
+    for owner, text in docstrings(ast.parse(source)):
+        scopes = [module] if owner is None else [getattr(module, owner), module]
+        for role, name, dotted in REFERENCE.findall(text):
+            found = resolves(name or dotted, *scopes)
+            if role == "attr":  # may be set in __init__ alone
+                found = found or f"self.{name}" in source
+            if not found:
+                missing.append(name or dotted)
+    assert not missing
 
 
 def test_the_program_is_short_enough_to_be_read_in_one_go():

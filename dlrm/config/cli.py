@@ -21,15 +21,15 @@ from dlrm.utils.messages import did_you_mean
 
 
 def parse(argv: Sequence[str], kinds: Mapping[str, type]) -> tuple[RunConfig, str]:
-    """Read a run's configuration from the command line and the YAML file it may name.
+    """Read a run's configuration from the command line and the YAML file of ``--config``.
 
     Args:
-        argv: arguments without the program's name. ``--config FILE`` sets what the other options
-            then override; dashes and underscores in names are the same.
+        argv: arguments without the program's name. They override the options in the file. Dashes
+            and underscores in names are the same.
         kinds: embedding kinds by name; their ``options()`` become ``--<kind>.<option>``.
 
     Returns:
-        The configuration, and the same resolved as YAML that ``--config`` reads back.
+        The configuration, and all its options as YAML that ``--config`` reads back.
 
     Raises:
         SystemExit: with status 2 after printing every mistake; with 0 after ``--help``.
@@ -53,7 +53,7 @@ def parse(argv: Sequence[str], kinds: Mapping[str, type]) -> tuple[RunConfig, st
             print(f"error: {problem}", file=sys.stderr)
         print("See --help for every option; nothing was started.", file=sys.stderr)
         raise SystemExit(2)
-    if not config.resume:  # else the run's own file says which kinds there are
+    if not config.resume:  # else the kinds are those of the run's own file
         _note_idle(argv, config, kinds)
     return config, _resolved(schema, given)
 
@@ -61,7 +61,7 @@ def parse(argv: Sequence[str], kinds: Mapping[str, type]) -> tuple[RunConfig, st
 def resumed_path(argv: Sequence[str]) -> str | None:
     """The value of ``--resume``; the options of that run apply as well."""
     found = [values for name, values in _tokens(argv, []) if name == "resume"]
-    return " ".join(found[-1]) if found and found[-1] else None  # the last counts
+    return " ".join(found[-1]) if found and found[-1] else None  # the last one wins
 
 
 def refuse_with_resume(argv: Sequence[str]) -> None:
@@ -120,7 +120,7 @@ def _from_file(
 ) -> Iterator[tuple[str, Any, str]]:
     try:
         content = yaml.safe_load(Path(path).read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:  # of a date that is none, too
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: an impossible date
         problems.append(f"--config {path} can't be read: {' '.join(str(error).split())}")
         return
     if not isinstance(content, dict):
@@ -140,7 +140,7 @@ def _from_file(
 
 
 def _suggestion(name: str, schema: Mapping[str, Option]) -> str:
-    """What to write in place of an unknown option."""
+    """The new name of an unknown option, or a similar one."""
     if name in RENAMED:
         return f": it is called --{RENAMED[name]} now"
     match = [full for full in schema if full.rpartition(".")[2] == name]
@@ -228,21 +228,20 @@ def _methods(
     for full, value in given.items():
         kind, _, name = full.partition(".")
         if kind not in kinds or value == kinds[kind].options()[name].default:  # type: ignore[attr-defined]
-            continue  # so that a resolved configuration, which has them all, means the same
+            continue  # the file of a run lists the defaults too
         methods[kind][name] = value
     for kind, options in methods.items():
         for name, value in options.items():
             for table, single in (value if isinstance(value, dict) else {"default": value}).items():
                 why = _refusal(kinds[kind], dim, {name: single})
-                if why and _refusal(
-                    kinds[kind], dim, options_of_table(table, options)
-                ):  # as d and q
+                # Some options are valid only together, such as d and q of tt.
+                if why and _refusal(kinds[kind], dim, options_of_table(table, options)):
                     problems.append(f"--{kind}.{name} {single}: {why}")
     return methods
 
 
 def _refusal(kind: type, dim: int, options: Mapping[str, Any]) -> str:
-    """Why a kind does not take these options; nothing if it does."""
+    """Why a kind refuses these options; empty if it takes them."""
     try:
         kind([1], dim, **options)
     except ValueError as error:
@@ -250,7 +249,7 @@ def _refusal(kind: type, dim: int, options: Mapping[str, Any]) -> str:
     except (RuntimeError, MemoryError, TypeError) as error:
         if not is_out_of_memory(error):
             raise
-        return "memory has no room for that; lower it"
+        return "there is not enough memory for that; lower it"
     return ""
 
 
@@ -258,7 +257,7 @@ def _resolved(schema: Mapping[str, Option], given: Mapping[str, Any]) -> str:
     """All options with their values as nested YAML."""
     nested: dict[str, Any] = {}
     for name, option in schema.items():
-        if name == "resume":  # what a run went on from is not part of what it is
+        if name == "resume":  # not part of the configuration
             continue
         value = given.get(name, option.default)
         value = list(value) if isinstance(value, tuple) else value

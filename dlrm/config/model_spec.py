@@ -1,4 +1,4 @@
-"""The arguments of a model, from a configuration and the data it is for."""
+"""The arguments of a model, from a configuration and the data."""
 
 from __future__ import annotations
 

@@ -12,12 +12,12 @@ def optimizer_specs(optim: OptimConfig) -> list[tuple[str, float, dict[str, Any]
     """Rule, learning rate and options of the dense part, and of the embeddings.
 
     Raises:
-        ValueError: an option that neither rule has a use for, or a value out of range.
+        ValueError: an option that neither rule uses, or a value out of range.
     """
     given, rules = optim.rule_options, (optim.dense, optim.embeddings)
     idle = [name for name in given if not any(name in OPTIONS[rule] for rule in rules)]
     if idle:
-        neither = f"neither {rules[0]} nor {rules[1]} has a use for it"
+        neither = f"neither {rules[0]} nor {rules[1]} uses it"
         raise ValueError("; ".join(f"{name} is set, but {neither}" for name in idle))
     rates = optim.lr, optim.lr if optim.embeddings_lr is None else optim.embeddings_lr
     specs = []

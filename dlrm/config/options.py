@@ -61,7 +61,7 @@ def option_schema(kinds: Mapping[str, type]) -> dict[str, Option]:
         for name, option in options.items():
             own = hints[name]
             if name in cls.per_table:  # type: ignore[attr-defined]
-                # A list, one for each table of a group, is for code: here tables have names.
+                # Lists, with a value for each table of a group, are for code: here, use names.
                 own = Union[tuple(a for a in get_args(own) if get_origin(a) is not list)]  # noqa: UP007
             schema[f"{kind}.{name}"] = Option(
                 own | dict[str, own],  # type: ignore[valid-type]
@@ -88,14 +88,14 @@ def make_parser(schema: Mapping[str, Option]) -> ArgumentParser:
     for name, option in schema.items():
         group = made.get(name.partition(".")[0], parser) if "." in name else parser
         text = " ".join(option.help.replace("``", "").split())
-        made_of = {"type": option.type, "default": option.default, "help": text}
-        action = group.add_argument(f"--{name}", **made_of)
-        action.option_strings = [f"--{name}"]  # lists have a second, to append, unknown here
+        kwargs = {"type": option.type, "default": option.default, "help": text}
+        action = group.add_argument(f"--{name}", **kwargs)
+        action.option_strings = [f"--{name}"]  # jsonargparse adds --NAME+ to append to lists
     return parser
 
 
 def typed_value(parser: ArgumentParser, schema: Mapping[str, Option], name: str, value: Any) -> Any:
-    """``value`` as the type of the option; a single value is a list of one where a list is needed.
+    """Convert ``value`` to the type of an option; a single value may stand for a list of one.
 
     Raises:
         ArgumentError: it can't be converted.
@@ -105,7 +105,7 @@ def typed_value(parser: ArgumentParser, schema: Mapping[str, Option], name: str,
     try:
         plain = isinstance(value, str | date)
         text = str(value) if plain else json.dumps(value, default=str)
-    except (TypeError, ValueError) as error:  # names that are no text, values inside themselves
+    except (TypeError, ValueError) as error:  # keys that are not text, circular values
         raise ArgumentError(None, str(error)) from None
     try:
         typed = parser.parse_args([f"--{name}={text}"])[name]

@@ -15,7 +15,7 @@ HOUSEKEEPING = {
 """Options that do not change the results of a run."""
 
 RENAMED = {"sharding.wire": "sharding.comm_dtype"}
-"""Old names of options, and the present ones."""
+"""Old names of options, and the new ones."""
 
 
 def _require(**conditions: tuple[bool, str]) -> None:

@@ -43,7 +43,7 @@ class World:
     _store: dist.Store | None = field(default=None, repr=False)
 
     @classmethod
-    def of_environment(cls) -> World:
+    def from_environment(cls) -> World:
         """The world that torchrun describes; one process without it."""
         return cls(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
 

@@ -39,15 +39,15 @@ class Embedding(nn.Module, ABC):
         padding_idx: rows of this id do not take part in a bag and get no gradient.
         sparse: row gradients are sparse COO tensors, one entry per look-up, and no dense gradient
             of a table is made. Small parameters (TT cores, projections) have dense gradients.
-        check_ids: raise on ids outside their table. Costs a pass over the ids; whoever has
-            checked them already (the loader has) may turn it off.
+        check_ids: raise on ids outside their table. Costs a pass over the ids; turn it off if they
+            are checked elsewhere, as by the loader.
     """
 
     per_table: ClassVar[frozenset[str]] = frozenset()
-    """Options that may be a list, one for each table, so that tables which differ in them alone
-    still make one group."""
+    """Options that may be a list with a value for each table, so that tables which differ only in
+    these form one group."""
     budget_by_counts: ClassVar[bool] = False
-    """Whether :meth:`for_budget` makes use of how often each id occurs."""
+    """Whether :meth:`for_budget` uses how often each id occurs."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Embedding(nn.Module, ABC):
         Args:
             tables: table of each id, an integer tensor that broadcasts against ``ids``.
             ids: any integer tensor ``[...]``; every id lies inside its table.
-            context: what a training step knows of its look-ups; ops get its ``sorter``.
+            context: what a training step prepared for its look-ups; ops get its ``sorter``.
 
         Returns:
             The rows, ``[..., D]``.
@@ -97,12 +97,12 @@ class Embedding(nn.Module, ABC):
         """Fit the parameters to dense tables, each ``[V, D]``, as well as the kind allows.
 
         Raises:
-            ValueError: the tables are not of this group's shapes.
+            ValueError: the tables have other shapes than this group's.
         """
 
     @abstractmethod
     def footprint(self) -> list[dict[str, int]]:
-        """Bytes of each table by part (weights, codes, cache, index), all that is kept counted."""
+        """Bytes of each table by part (weights, codes, cache, index), nothing left out."""
 
     @classmethod
     def for_budget(
@@ -134,8 +134,8 @@ class Embedding(nn.Module, ABC):
         )
 
     @classmethod
-    def here(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options under which trained tables load on this machine, whose devices may differ."""
+    def options_on_this_machine(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of trained tables with the devices of this machine."""
         return dict(options)
 
     # What every kind has ----------------------------------------------------------------------
@@ -158,8 +158,8 @@ class Embedding(nn.Module, ABC):
 
     @classmethod
     def from_dense(cls, weights: Sequence[Tensor], **options: Any) -> Self:
-        """Compress trained tables: a group of this kind fitted to ``weights``, each ``[V, D]``, on
-        the device and of the type of the first.
+        """Compress trained tables: a group of this kind fitted to ``weights``, each ``[V, D]``,
+        with the device and dtype of the first.
         """
         group = cls([len(w) for w in weights], weights[0].shape[1], **options)
         group.to(weights[0]).load_dense(weights)
@@ -168,9 +168,9 @@ class Embedding(nn.Module, ABC):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         meta = self._sizes.is_meta
         super()._apply(fn, recurse)
-        if meta and not self._sizes.is_meta:  # by to_empty: what is not in a state dict is lost
+        if meta and not self._sizes.is_meta:  # by to_empty: no state dict has these buffers
             raise ValueError(
-                "tables from the meta device lack their index: make them on a real one"
+                "tables from the meta device lack their index: create them on a real device"
             )
         return self
 
@@ -215,13 +215,13 @@ class Embedding(nn.Module, ABC):
                 of all bags, table by table.
             offsets: ``[F * B + 1]``, where each bag begins in ``ids``.
             per_sample_weights: a factor per id, of the shape of ``ids``; mode sum only.
-            context: what a training step knows of these look-ups.
+            context: what a training step prepared for these look-ups.
 
         Returns:
-            ``[B, F, D]``; an empty bag gives zeros.
+            ``[B, F, D]``, zeros for an empty bag.
 
         Raises:
-            ValueError: shapes do not fit, or weights with mean or max, or offsets do not rise from
+            ValueError: wrong shapes, or weights with mean or max, or offsets that do not rise from
                 0 to nnz (with ``check_ids``).
             IndexError: an id lies outside its table (with ``check_ids``).
         """
@@ -280,7 +280,7 @@ class Embedding(nn.Module, ABC):
         return self.lookup_bags(ids, offsets, weights, context)
 
     def _observe(self, tables: Tensor, ids: Tensor, context: LookupContext) -> None:
-        """Count the ids of a training batch, those of all processes, if this kind does."""
+        """Count the ids of a training batch over all processes, if this kind counts them."""
         if self.training and isinstance(self, CachesHotRows) and self.has_cache:
             if context.gather_ids is not None:
                 tables, ids = context.gather_ids(tables, ids)

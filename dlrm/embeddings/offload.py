@@ -17,29 +17,28 @@ from dlrm.kernels.lookup.tables import lookup, lookup_tables
 from dlrm.kernels.offload.pinned_memory import empty_on_host
 from dlrm.kernels.offload.row_cache import CachedParameter
 
-WINDOW = 16  # batches whose rows are fetched together, at most
-ENOUGH = 1 << 21  # look-ups of a window: more would gain little and take more memory on their way
+MAX_WINDOW = 16  # batches of a prefetch window
+MAX_LOOKUPS = 1 << 21  # of a prefetch window: more would gain little and take more memory
 
 
 class Offload(PrefetchesRows, Embedding):
     """Every row in full, in pinned host memory with its optimizer state; the GPU caches rows.
 
-    Nothing but speed depends on the cache: what is computed and what is saved are those of
-    ``dense``, and so are the initial rows. The ids of the coming batches are known, so their rows
-    are fetched, and others written back, while those before are computed, several batches at once
-    (:mod:`dlrm.kernels.offload.prefetch`); in several processes, which all have all of the tables,
-    only once they are looked up, since each updates what the others use. ``.to(device)`` leaves the
-    rows in host memory and lets the device see them there.
+    The cache changes only the speed: results, checkpoints and initial rows are those of ``dense``.
+    Rows of coming batches are fetched, and others written back, while earlier batches are computed
+    (:mod:`dlrm.kernels.offload.prefetch`). With several processes, each of which has all tables,
+    rows are fetched when they are looked up, since an update on one changes the rows of all.
+    ``.to(device)`` leaves the rows in host memory and maps them for the device.
 
-    Once there is an optimizer, what is written to the weight in place, but for ``load_state_dict``
-    and :meth:`load_dense`, is lost where a row is in the cache: ``cached.release()`` before.
+    Once there is an optimizer, call ``cached.release()`` before you write to the weight in place;
+    otherwise the write is lost for rows in the cache. ``load_state_dict`` and :meth:`load_dense`
+    do so.
 
     Args:
-        cache_rows: rows that the GPU holds, of all tables with the same options; 0 for none. By
-            default cache_share of them.
-        cache_share: share of the rows that the GPU holds, if cache_rows is not set.
-        half_life: prefetch windows in which a row that is not used comes to count half as much,
-            when rows are chosen to leave the cache.
+        cache_rows: rows in the GPU's cache, over all tables with the same options; 0 for none.
+            Default: cache_share of the rows.
+        cache_share: share of the rows in the GPU's cache, if cache_rows is not set.
+        half_life: number of prefetch windows in which the LFU score of an unused row halves.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Offload(PrefetchesRows, Embedding):
         if rows >= 2**31:
             raise ValueError(
                 f"the tables have {rows:,} rows together, offload takes up to 2^31 - 1: give some "
-                "of them options of their own, so that they form another group"
+                "of them other options, so that they form another group"
             )
         capacity = round(cache_share * rows) if cache_rows is None else min(cache_rows, rows)
         self.weight = CachedParameter(
@@ -78,7 +77,7 @@ class Offload(PrefetchesRows, Embedding):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the rows anew, as dense tables are drawn."""
+        """Initialize the rows like those of dense tables."""
         self.cached.release()
         for rows in self.weight.split(self.num_embeddings):
             nn.init.uniform_(rows, -(len(rows) ** -0.5), len(rows) ** -0.5)
@@ -109,14 +108,15 @@ class Offload(PrefetchesRows, Embedding):
         )
 
     def window_size(self, lookups: int) -> int:
-        """As many as the cache holds two windows of, if an eighth of their ids are distinct."""
+        """So large that two windows fit into the cache if an eighth of their ids are unique."""
         if not self.cached.capacity:
             return 0
-        return max(1, min(WINDOW, min(4 * self.cached.capacity, ENOUGH) // max(lookups, 1)))
+        most = min(4 * self.cached.capacity, MAX_LOOKUPS)
+        return max(1, min(MAX_WINDOW, most // max(lookups, 1)))
 
     @property
     def rows_ready(self) -> bool:
-        """Whether the rows of the window are still where :meth:`begin_window` has put them."""
+        """Whether the rows of the window are still where :meth:`begin_window` put them."""
         return self.cached.ready or not self.cached.moves
 
     def begin_window(self, now: Sequence[Lookups], coming: Sequence[Lookups]) -> None:
@@ -125,7 +125,7 @@ class Offload(PrefetchesRows, Embedding):
         self.cached.begin_window(self._rows_of(now), self._rows_of(coming), batches=batches)
 
     def _rows_of(self, batches: Sequence[Lookups]) -> tuple[Tensor, Tensor | None] | None:
-        """The ids of several batches as those of one, and where the tables begin."""
+        """The ids of several batches as of one, and where the tables begin."""
         if not batches:
             return None
         if all(offsets is None for _, offsets in batches):
@@ -141,15 +141,15 @@ class Offload(PrefetchesRows, Embedding):
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:
-        """Take over the rows of dense tables, each ``[V, D]``."""
+        """Copy the rows of dense tables, each ``[V, D]``."""
         self._check_dense(weights)
         self.cached.release()
         for rows, weight in zip(self.weight.split(self.num_embeddings), weights, strict=True):
             rows.copy_(weight)
 
     def footprint(self) -> list[dict[str, int]]:
-        """Bytes of each table: ``host`` in host memory; on the GPU, once an optimizer is there,
-        ``cache``, rows with their state, and ``index``, which rows these are.
+        """Bytes of each table: ``host`` in host memory; on the GPU, once there is an optimizer,
+        ``cache`` for cached rows with their state, and ``index`` for which rows these are.
         """
         row = self.embedding_dim * self.weight.element_size()
         tables = [{"host": rows * row} for rows in self.num_embeddings]
@@ -161,8 +161,8 @@ class Offload(PrefetchesRows, Embedding):
         return tables
 
     def cache_stats(self) -> Mapping[str, float]:
-        """Look-ups so far, those whose row was on the GPU before their window was fetched, the
-        batches they are of, and the bytes that came from the host and went there.
+        """Look-ups so far, ``hits`` on rows that were cached before their window was fetched,
+        batches as ``steps``, and bytes moved from the host and back.
         """
         if not self.cached.active:
             return {}
@@ -174,7 +174,7 @@ class Offload(PrefetchesRows, Embedding):
     # The rows stay in host memory, and the cache is no part of the state ----------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What ``.to`` and its kind do: the rows take on the type, the device sees them."""
+        """For ``.to`` and the like: cast the rows, and map them for the device."""
         weight = self._parameters.pop("weight")
         assert weight is not None
         super()._apply(fn, recurse)
@@ -186,7 +186,7 @@ class Offload(PrefetchesRows, Embedding):
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep: bool) -> None:
-        self.cached.release()  # who has the weight may also write to it
+        self.cached.release()  # the weight in a state dict may be written to
         super()._save_to_state_dict(destination, prefix, keep)
 
     def _load_from_state_dict(self, *arguments: Any) -> None:

@@ -89,7 +89,7 @@ class Paged(Embedding):
         self.reset_parameters()
 
     @classmethod
-    def here(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+    def options_on_this_machine(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         try:
             parse_devices(options.get("devices") or ())
         except ValueError:

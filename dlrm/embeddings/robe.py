@@ -74,13 +74,13 @@ class Robe(Embedding):
         bound = (self.num_tables / sum(self.num_embeddings)) ** 0.5
         nn.init.uniform_(self.weight, -bound, bound)
 
-    def _pieces_of(self, tables: Tensor, ids: Tensor) -> Tensor:
+    def _chunks_of(self, tables: Tensor, ids: Tensor) -> Tensor:
         """The rows of the array that are concatenated to the row of an id, ``[..., pieces]``."""
         first, size = self._first[tables], len(self.weight)
         return hashed_offsets(first, ids, self.pieces, size, block=self.pieces_in_block)
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
-        rows = self._pieces_of(tables, ids)
+        rows = self._chunks_of(tables, ids)
         return lookup(self.weight, rows, sparse=self.sparse, sorter=context.sorter).flatten(-2)
 
     @torch.no_grad()
@@ -88,7 +88,7 @@ class Robe(Embedding):
         """Set each weight to the mean of those of ``weights``, each ``[V, D]``, that share it."""
         self._check_dense(weights)
         tables = self._tables
-        fit_shared(self.weight, weights, lambda table, ids: self._pieces_of(tables[table], ids))
+        fit_shared(self.weight, weights, lambda table, ids: self._chunks_of(tables[table], ids))
 
     def footprint(self) -> list[dict[str, int]]:
         """Bytes of each table; the array is divided in proportion to the tables' rows."""

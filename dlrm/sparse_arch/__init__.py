@@ -1,1 +1,1 @@
-"""All tables of a model: the kind of each, and their joint look-up."""
+"""The tables of a model: the kind of each, and their joint look-up."""

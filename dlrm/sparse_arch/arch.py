@@ -18,11 +18,11 @@ from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.row_caches import CachesHotRows, CachesRows, PrefetchesRows
 from dlrm.embeddings.registry import available, build
 from dlrm.kernels.lookup.peer import SortedLookups
-from dlrm.sparse_arch.feature_order import FeatureOrder, Share
+from dlrm.sparse_arch.feature_order import FeatureOrder
 from dlrm.sparse_arch.table_plan import TablePlan
 
 
-class _Resets(Protocol):
+class _ResetsRows(Protocol):
     def reset_rows(
         self, parameter: Tensor, rows: Tensor, sources: Tensor | None = None
     ) -> None: ...
@@ -31,13 +31,13 @@ class _Resets(Protocol):
 class SparseArch(nn.Module):
     """A list of groups of tables, each of one kind.
 
-    The groups' vectors are not copied into one tensor: the interaction reads them where they lie,
-    those of feature ``f`` at ``feature_order.positions[f]``, counted through the groups.
+    The vectors of the groups are not copied into one tensor: the interaction reads them in place,
+    those of feature ``f`` at position ``feature_order.positions[f]`` of all groups together.
 
     Args:
         num_embeddings: rows of each table, in feature order.
         embedding_dim: length of a row.
-        plan: kind and options of each table; see :func:`plan` and :func:`grouped`.
+        plan: kind and options of each table; see :func:`group_tables`.
         check_ids: see :class:`~dlrm.embeddings.base.Embedding`.
         sharding: shards of tables that several processes hold.
     """
@@ -54,12 +54,12 @@ class SparseArch(nn.Module):
         super().__init__()
         self.num_embeddings = tuple(num_embeddings)
         self.embedding_dim = embedding_dim
-        groups = grouped(plan)
+        groups = group_tables(plan)
         self.groups = nn.ModuleList()
         returned: list[list[int]] = []
         for slots, kind, options in groups:
             rows = [num_embeddings[slot] for slot in slots]
-            own = _own(sharding, slots)
+            own = _sharding_of(slots, sharding)
             group: Embedding
             if own is None:
                 group = build(kind, rows, embedding_dim, check_ids=check_ids, **options)
@@ -69,9 +69,9 @@ class SparseArch(nn.Module):
                 returned.append([slots[table] for table in group.order])
             self.groups.append(group)
         self.feature_order = FeatureOrder([slots for slots, _, _ in groups], returned)
-        # Dense tables last: one launch, where the others are chains of several.
-        self._turns = sorted(range(len(groups)), key=lambda index: groups[index][1] == "dense")
-        self._moved: Counter[str] = Counter()  # by caches, up to the last call of cache_stats
+        # Dense tables last: they take one launch, the others a chain of several.
+        self._launch_order = sorted(range(len(groups)), key=lambda i: groups[i][1] == "dense")
+        self._last_stats: Counter[str] = Counter()  # of the caches of host memory
 
     def forward(
         self,
@@ -86,30 +86,31 @@ class SparseArch(nn.Module):
 
         Args:
             ids, offsets, per_sample_weights: of all features, as in ``Embedding.forward``.
-            bounds: where the ids of each table begin, and the end, ``[F + 1]``; without it they
-                may have to be read from the offsets, and the host waits for the device.
-            context: what a training step knows of these look-ups.
+            bounds: where the ids of each table begin, and the end, ``[F + 1]``; without it the host
+                may have to read them from the offsets, and waits for the device.
+            context: what a training step prepared for these look-ups.
 
         Returns:
-            The vectors of each group, ``[B, F_g, D]``; of sharded ones in several parts.
+            The vectors of each group, ``[B, F_g, D]``; of a sharded one in several parts.
         """
+        order = self._launch_order
         shares = self.feature_order.split(
-            self._turns, ids, offsets, per_sample_weights, bounds=bounds, grouped=context.grouped
+            order, ids, offsets, per_sample_weights, bounds=bounds, grouped=context.grouped
         )
         contexts = self._contexts(context)
-        found = {index: self._look_up(index, shares[index], contexts) for index in self._turns}
+        found: dict[int, list[Tensor]] = {}
+        for index in order:
+            group, share, own = self.groups[index], shares[index], contexts[index]
+            if isinstance(group, ShardedTables):
+                found[index] = group.parts(*share, context=own)
+            else:
+                found[index] = [group(*share, context=own)]
         if context.sorter is not None:
             context.sorter.sort()
         return [part for index in range(len(self.groups)) for part in found[index]]
 
-    def _look_up(self, index: int, share: Share, contexts: Sequence[LookupContext]) -> list[Tensor]:
-        group, context = self.groups[index], contexts[index]
-        if isinstance(group, ShardedTables):
-            return group.parts(*share, context=context)
-        return [group(*share, context=context)]
-
     def _contexts(self, context: LookupContext) -> list[LookupContext]:
-        """The context of each group, with its own of the sorted look-ups."""
+        """The context of each group, with the sorted look-ups of that group."""
         if not context.lookups:
             return [context] * len(self.groups)
         lookups = iter(context.lookups)
@@ -119,7 +120,7 @@ class SparseArch(nn.Module):
     # Work ahead of a step ---------------------------------------------------------------------
 
     def window_size(self, lookups: int) -> int:
-        """How many batches of so many look-ups make a good prefetch window, whose rows are fetched
+        """Number of batches of ``lookups`` look-ups in a prefetch window, whose rows are fetched
         together; 0 if no group fetches rows.
         """
         tables = len(self.num_embeddings)
@@ -148,7 +149,7 @@ class SparseArch(nn.Module):
 
     @property
     def rows_ready(self) -> bool:
-        """Whether the rows of the window are still where :meth:`begin_window` has put them."""
+        """Whether the rows of the window are still where :meth:`begin_window` put them."""
         caches = (group for group in self.groups if isinstance(group, PrefetchesRows))
         return all(group.rows_ready for group in caches)
 
@@ -158,8 +159,9 @@ class SparseArch(nn.Module):
         return any(isinstance(g, ShardedTables) and bool(g.at_peers()) for g in self.groups)
 
     def sort(self, ids: Tensor) -> list[SortedLookups]:
-        """Sort the look-ups of ``ids [F, B]`` at peers, for ``LookupContext.lookups``: needs no
-        rows, and no other process.
+        """Sort the look-ups of ``ids [F, B]`` at peers, for ``LookupContext.lookups``.
+
+        This reads no rows and does not communicate.
         """
         groups = {i: g for i, g in enumerate(self.groups) if isinstance(g, ShardedTables)}
         shares = self.feature_order.split(groups, ids)
@@ -173,7 +175,7 @@ class SparseArch(nn.Module):
         """Fit each table to a dense one ``[V, D]``, in feature order, as well as its kind allows.
 
         Raises:
-            ValueError: the tables are not of the shapes of this one's.
+            ValueError: the tables have other shapes.
         """
         for group, slots in self.embeddings():
             group.load_dense([weights[slot] for slot in slots])
@@ -188,7 +190,7 @@ class SparseArch(nn.Module):
         return [tables[slot] for slot in range(len(tables))]
 
     def local_parameters(self) -> list[nn.Parameter]:
-        """Parameters of which every process has others."""
+        """Parameters that differ between processes: the shards of tables."""
         sharded = [group for group in self.groups if isinstance(group, ShardedTables)]
         return [parameter for group in sharded for parameter in group.local_parameters()]
 
@@ -201,8 +203,8 @@ class SparseArch(nn.Module):
         return tables
 
     def cache_stats(self) -> dict[str, float]:
-        """Share of the training look-ups that the caches of the groups answered, if any has one;
-        and of caches of host memory, since the last call, the megabytes moved per step.
+        """Hit rate of the caches in training, if there are any; and of caches of host memory, the
+        megabytes moved per step since the last call.
         """
         sums: Counter[str] = Counter()
         steps = 0
@@ -216,18 +218,18 @@ class SparseArch(nn.Module):
         values = {"cache/hit_rate": sums["hits"] / sums["lookups"]}
         if steps:
             sums["steps"] = steps  # of all groups alike
-            before, self._moved = self._moved, sums
+            before, self._last_stats = self._last_stats, sums
             for name in ("in", "out"):
                 size = sums[f"bytes_{name}"] - before[f"bytes_{name}"]
                 values[f"cache/MB_{name}_per_step"] = size / max(steps - before["steps"], 1) / 1e6
         return values
 
-    def renew_caches(self, optimizer: _Resets) -> dict[str, float]:
-        """Renew the caches of rows, where groups have one; rows that change owner start with fresh
-        optimizer state, or with that of the row that they copy.
+    def renew_caches(self, optimizer: _ResetsRows) -> dict[str, float]:
+        """Renew the caches of hot rows. Rows that change owner get fresh optimizer state, or that
+        of the row that they copy.
 
         Returns:
-            What the renewals did, to be logged.
+            Values to log.
         """
         values: dict[str, float] = {}
         for index, (group, _) in enumerate(self.embeddings()):
@@ -241,10 +243,8 @@ class SparseArch(nn.Module):
         return values
 
     def sizes(self) -> dict[str, float]:
-        """Bytes by part and in all, and the compression: how many times larger dense tables are.
-
-        Compression is measured against the same tables uncompressed in fp32, and counts all that
-        is kept for look-ups.
+        """Bytes by part and in total, and the compression: how many times larger the same tables
+        are if dense in fp32. Everything that look-ups need counts.
         """
         parts: dict[str, float] = {}
         for table in self.footprint():
@@ -255,38 +255,38 @@ class SparseArch(nn.Module):
         return {**parts, "bytes": total, "compression": dense / total}
 
 
-def _own(sharding: ShardingPlan | None, slots: Sequence[int]) -> ShardingPlan | None:
-    """The shards of a group's tables, numbered as there; None if it has none."""
-    place = {slot: table for table, slot in enumerate(slots)}
+def _sharding_of(slots: Sequence[int], sharding: ShardingPlan | None) -> ShardingPlan | None:
+    """The shards of a group's tables, numbered within the group; None if it has none."""
+    index = {slot: table for table, slot in enumerate(slots)}
     shards = [
-        replace(shard, table=place[shard.table])
+        replace(shard, table=index[shard.table])
         for shard in (sharding.shards if sharding else ())
-        if shard.table in place
+        if shard.table in index
     ]
     return replace(sharding, shards=shards) if sharding and shards else None
 
 
-def grouped(plan: TablePlan) -> list[tuple[list[int], str, dict[str, Any]]]:
-    """The tables that are looked up together: of one kind, with equal options.
+def group_tables(plan: TablePlan) -> list[tuple[list[int], str, dict[str, Any]]]:
+    """Group the tables that are looked up together: those of one kind with equal options.
 
-    Options that a kind takes per table may differ; the group has a list of them.
+    Options in ``Embedding.per_table`` may differ; the group has a list of their values.
 
     Returns:
-        For each group its tables, its kind and its options.
+        The tables, the kind and the options of each group.
     """
     kinds = available()
 
-    def free(kind: str) -> frozenset[str]:
+    def per_table(kind: str) -> frozenset[str]:
         return kinds[kind].per_table if kind in kinds else frozenset()
 
     members: dict[str, list[int]] = {}
     for table, (kind, options) in enumerate(plan):
-        named = sorted(options.items())  # equal in whatever order they came
-        equal = [(name, None if name in free(kind) else own) for name, own in named]
+        named = sorted(options.items())  # in whatever order they came
+        equal = [(name, None if name in per_table(kind) else own) for name, own in named]
         members.setdefault(repr((kind, equal)), []).append(table)
     groups = []
     for tables in members.values():
         kind, options = plan[tables[0]]
-        lists = {n: [plan[t][1][n] for t in tables] for n in options if n in free(kind)}
+        lists = {n: [plan[t][1][n] for t in tables] for n in options if n in per_table(kind)}
         groups.append((tables, kind, {**options, **lists}))
     return groups

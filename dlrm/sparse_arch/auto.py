@@ -1,15 +1,15 @@
 """``--emb auto``: the kind and size of each table that make the best use of a budget of bytes.
 
-How much a table loses by compression follows from how often its ids occur. The effect of an id that
-occurs ``n`` times in training is known to a fraction of ``n / (n + RARE)``, and it is used ``n``
-times: the utility of a row of its own is ``n^2 / (n + RARE)``. A row of ``d`` weights, projected to
-the embedding dim by the matrix of its table, keeps all of that but a part that falls as ``1 / d``.
+How much a table loses by compression follows from how often its ids occur. An id that occurs ``n``
+times in training has a fraction ``n / (n + RARE)`` of its effect learned, and is used ``n`` times:
+the utility of a row of its own is ``n^2 / (n + RARE)``. A row of ``d`` weights, projected to the
+embedding dim by the matrix of its table, keeps all of that except a part that falls as ``1 / d``.
 All bytes have the same price. At that price each table gets the number of rows and the row length
 with the highest utility minus price, and the price is such that all tables together use up the
 budget: no byte would be of more use in another table.
 
-The other ids of a table, the rare ones, share a row. A table that keeps all rows at full length is
-``dense``, one that keeps some of them is ``drop``, and one with shorter rows is ``block``.
+The rare ids of a table share a row. A table that keeps all rows at full length is ``dense``, one
+that keeps some of them is ``drop``, and one with shorter rows is ``block``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Table:
     Args:
         rows: number of ids V.
         embedding_dim: length D of a full row.
-        count: occurrences of each id, ``[V]``, in falling order but for single ids.
+        count: occurrences of each id, ``[V]``, in falling order except for single ids.
         weight_bytes: bytes of a weight.
     """
 
@@ -129,8 +129,8 @@ def choose_tables(
             f"least {total(choice)} bytes; raise the budget"
         )
     # At any price, either all ids with equal counts keep a row or none, and from one price to the
-    # next a table may change its row length. So bytes are left over: each time, they go to the
-    # table with the largest gain.
+    # next a table may change its row length. So bytes are left over. They go to the table with the
+    # largest gain, again and again.
     while True:
         gains = []
         for index, (table, own) in enumerate(zip(tables, choice, strict=True)):

@@ -1,4 +1,4 @@
-"""Which features a group of tables looks up, and where their vectors are found."""
+"""The order of the features: in a batch, by groups of tables, and in the vectors returned."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Share = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class FeatureOrder(nn.Module):
-    """The order of the features in a batch, and that by groups of tables.
+    """The order of the features in a batch and by groups of tables.
 
     Args:
         groups: features of each group, in the order of its tables.
@@ -56,12 +56,12 @@ class FeatureOrder(nn.Module):
         bounds: Sequence[int] | None = None,
         grouped: bool = False,
     ) -> dict[int, Share]:
-        """The parts of a batch that concern the tables of some groups.
+        """The parts of a batch that belong to some groups, by group.
 
         Args:
-            groups: their numbers.
+            groups: indices of the groups.
             ids, offsets, weights: of all features, as in ``Embedding.forward``.
-            bounds: what :meth:`bounds` gives, where it is known.
+            bounds: the result of :meth:`bounds`; computed if empty or None.
             grouped: ``ids [F, B]`` are in the order of :attr:`by_group`.
         """
         if len(self.groups) == 1:

@@ -53,7 +53,7 @@ def make_table_plan(
         kinds: the kind of single tables by name, whatever their size.
         budget: memory for all tables together, as :func:`parse_bytes` reads it; it decides the
             options of the tables to compress.
-        counts: returns how often each id of each table occurs; called if a budget depends on it.
+        counts: returns how often each id of each table occurs; called if the budget needs it.
         weight_bytes: 4 for tables in fp32, 2 in bf16.
 
     Raises:
@@ -95,9 +95,9 @@ def options_of_table(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plan_for_this_machine(plan: TablePlan) -> TablePlan:
-    """The table plan of a trained model as it loads on this machine; see :meth:`Embedding.here`."""
+    """The table plan of a trained model with the devices of this machine."""
     kinds = available()
-    return [(kind, kinds[kind].here(options)) for kind, options in plan]
+    return [(kind, kinds[kind].options_on_this_machine(options)) for kind, options in plan]
 
 
 def format_table_plan(names: Sequence[str], num_embeddings: Sequence[int], plan: TablePlan) -> str:
@@ -132,7 +132,7 @@ def parse_bytes(text: str, dense_bytes: int) -> int:
         amount = dense_bytes / number if unit == "X" else number * _UNITS[unit or "B"]
         if amount < MAX_BYTES:
             return int(amount)
-    raise ValueError(f"{text!r} is no amount of memory: write 20MB, 512KiB, 4000000 or 100x")
+    raise ValueError(f"{text!r} is not an amount of memory: write 20MB, 512KiB, 4000000 or 100x")
 
 
 def format_ratio(ratio: float) -> str:
@@ -183,7 +183,7 @@ def _fit_budget(
     counts: Callable[[], Sequence[Tensor]] | None,
     weight_bytes: int,
 ) -> TablePlan:
-    """Kind and options of the chosen tables, from what dense tables leave of a budget."""
+    """Kind and options of the chosen tables, within what dense tables leave of a budget."""
     row = weight_bytes * embedding_dim
     limit = parse_bytes(budget, 4 * embedding_dim * sum(num_embeddings))
     dense = row * sum(rows for table, rows in enumerate(num_embeddings) if table not in chosen)
@@ -203,7 +203,7 @@ def _fit_budget(
     if kind == AUTO:
         known = counts_of_chosen()
         if known is None:
-            raise ValueError("--emb auto needs to know how often each id occurs: pass counts")
+            raise ValueError("--emb auto needs the number of occurrences of each id: pass counts")
         return choose_tables(sizes, embedding_dim, limit - dense, known, weight_bytes=weight_bytes)
     cls = available()[kind]
     accepted = inspect.signature(cls.for_budget).parameters

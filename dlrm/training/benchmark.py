@@ -86,7 +86,7 @@ def draw_ids(
 ) -> Tensor:
     """Random ids of tables with these numbers of rows, ``[F, size]`` int32.
 
-    They are uniform, or log-uniform, so that id i is about i + 1 times as rare as id 0.
+    They are uniform or, if skewed, log-uniform: id i is about i + 1 times as rare as id 0.
     """
     many = torch.tensor(rows, device=device, dtype=torch.float64)[:, None]
     shape = len(rows), size
@@ -119,11 +119,11 @@ def gpu_milliseconds(
     launches, this measures calls as they follow one another in training.
 
     Args:
-        run: gets the number of the call, so that it can take its inputs in turn.
+        run: gets the number of the call, to choose its inputs by.
         warm_up: calls that are not measured.
         steps: calls that are measured.
         queued: leave out the cost of launching from Python: the GPU is kept busy until all calls
-            are queued. A queue holds about 1,000 launches. For what can't be captured.
+            are queued. A queue holds about 1,000 launches. Use it for what can't be captured.
     """
     for index in range(warm_up):
         run(index)
@@ -162,9 +162,9 @@ def milliseconds(run: Callable[[int], object], device: torch.device | str, **cou
 
 
 def captured_milliseconds(works: Sequence[Callable[[], object]]) -> float:
-    """Median milliseconds of one of ``works``, captured in turn in one CUDA graph.
+    """Median milliseconds of one of ``works``, all captured in one CUDA graph.
 
-    The works do the same on different inputs, so that none finds its own in the cache.
+    They do the same on different inputs, so that no input is still in the GPU's cache.
     """
     from triton.testing import do_bench_cudagraph
 

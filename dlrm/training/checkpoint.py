@@ -91,7 +91,7 @@ class Parts:
         saved = zip(self._optimizers, self._states, groups or self.groups(), strict=True)
         for optimizer, state, options in saved:
             for group, old in zip(state["param_groups"], options, strict=True):
-                # The other options keep the values of the present run.
+                # The other options keep the values of this run.
                 group.update({name: old[name] for name in ("rule", "lr", "seed") if name in old})
             optimizer.load_state_dict(state)
 
@@ -107,7 +107,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 class _Writer(dcp.FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """As in the base class, but raise the cause of an error: other processes get no more."""
+        """As in the base class, but raise the cause of an error, for other processes to see."""
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
@@ -119,7 +119,7 @@ class _LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """As in the base class, but take every value as it is."""
+        """As in the base class, but without copying or flattening values."""
         self.state_dict = self.original_state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
@@ -144,7 +144,7 @@ def save(
     Args:
         path: where to write it: ``checkpoints/NAME_NUMBER`` in the directory of a run.
         parts: the tensors.
-        about: everything else; that of the first process is written.
+        about: everything else; the first process writes its own.
         links: names of links to this checkpoint.
         world: the processes of the run; None for one process.
 
@@ -239,7 +239,7 @@ def about(path: str | Path, *, spec: Mapping[str, Any] | None = None) -> dict[st
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        ValueError: it was not written by this program, or has another model.
+        ValueError: it was not written by this program, or is of a different model.
     """
     file = find_checkpoint(path) / ABOUT
     try:
@@ -252,8 +252,8 @@ def about(path: str | Path, *, spec: Mapping[str, Any] | None = None) -> dict[st
     changed = [name for name, value in (spec or {}).items() if value != saved.get(name)]
     if changed:
         raise ValueError(
-            f"{file} is of a model with another {', '.join(changed)}: resume with the data and the "
-            "model options of that run, or start a new run"
+            f"{file} is of a model with a different {', '.join(changed)}: resume with the data and "
+            "the model options of that run, or start a new run"
         )
     return state
 
@@ -271,12 +271,12 @@ def load(
     Args:
         path: as for :func:`find_checkpoint`.
         model, optimizers: what to restore.
-        groups: parameter groups of the optimizers, from :func:`about`; None keeps the present ones.
+        groups: parameter groups of the optimizers, from :func:`about`; None keeps the current ones.
         world: the processes of the run; None for one process.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        ValueError: it is damaged, or has another model or optimizer.
+        ValueError: it is damaged, or of a different model or optimizer.
     """
     directory, parts = find_checkpoint(path), Parts(model, optimizers)
     for own, old in zip(parts.groups(), groups or [], strict=bool(groups)):
@@ -306,7 +306,7 @@ def load(
 def load_model(path: str | Path, device: torch.device | str = "cpu") -> tuple[DLRM, dict[str, Any]]:
     """The trained model of a checkpoint, in evaluation mode, and the configuration of its run.
 
-    Tables that were on devices which this machine lacks are put on ``device``.
+    Tables on devices that this machine lacks are put on ``device``.
 
     Raises:
         FileNotFoundError, ValueError: as :func:`about` and :func:`load`.

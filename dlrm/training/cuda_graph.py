@@ -1,6 +1,6 @@
 """Training steps captured as CUDA graphs.
 
-Launches, which otherwise are most of the time of a small batch, then cost next to nothing.
+A graph is launched at once. Otherwise launches take most of the time of a small batch.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from dlrm.kernels.multi_copy import copy_together
 from dlrm.kernels.streams import stream_of
 from dlrm.training.prefetch import PreparedBatch
 
-WARM_UP = 3  # steps of a shape that run one by one before it is captured
+WARM_UP = 3  # steps of a batch size before one is captured
 
 Step = Callable[[PreparedBatch, bool], dict[str, Tensor]]
-"""Trains on a prepared batch, with gradient norms or without."""
+"""Trains on a prepared batch, with or without gradient norms."""
 
 Key = tuple[int, bool, bool, bool]
-"""Of a captured step: batch size, with norms, rows fetched ahead, look-ups sorted ahead."""
+"""Batch size, with norms, rows fetched ahead, look-ups sorted ahead."""
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A step of one batch size as a CUDA graph, and where it reads and writes."""
+    """A step of one batch size as a CUDA graph, its inputs and its outputs."""
 
     graph: torch.cuda.CUDAGraph
     static: PreparedBatch
@@ -40,16 +40,15 @@ class Captured:
 class StepGraphs:
     """CUDA graphs of a step, one for each batch size that comes up often.
 
-    The first steps of a size run one by one, as capture asks for.
+    The first steps of a size run without a graph: capture needs a warm-up.
 
     Args:
         device: of the step.
-        by_group: the order in which a captured step has the ids of the features, ``[F]``: its
+        by_group: the features in the order in which a captured step reads their ids, ``[F]``; its
             context says ``grouped``.
 
     Attributes:
-        preparing_seconds: time spent in steps that were compiled or captured, or ran one by one
-            before that.
+        preparing_seconds: time spent in steps that were compiled, captured or ran as a warm-up.
     """
 
     def __init__(self, device: torch.device, by_group: Tensor) -> None:
@@ -62,12 +61,12 @@ class StepGraphs:
         """Run the step or replay it.
 
         Args:
-            step: the same one every time; it does not wait for the GPU.
+            step: the same one in every call; it must not wait for the GPU.
             prepared: a one-hot batch.
-            norms: an argument of the step.
+            norms: passed on to the step.
 
         Returns:
-            What the step returns; a captured one writes to the same place every time.
+            What the step returns; a captured one writes to the same memory every time.
         """
         context = prepared.context
         key = prepared.batch.size, norms, context.rows_fetched, bool(context.lookups)
@@ -76,18 +75,18 @@ class StepGraphs:
             out = self._prepare(key, step, prepared, norms)
             self.preparing_seconds += time.perf_counter() - began
             return out
-        self._place(captured.static, prepared)
+        self._copy_inputs(captured.static, prepared)
         captured.graph.replay()
         return captured.out
 
     def close(self) -> None:
-        """Drop the graphs; the next step of a batch size is captured anew."""
+        """Drop the graphs; the next step of a batch size is captured again."""
         self._captured.clear()
 
     def _prepare(
         self, key: Key, step: Step, prepared: PreparedBatch, norms: bool
     ) -> dict[str, Tensor]:
-        """A step of a batch size that is not captured yet, and may be now."""
+        """Run a step of a batch size without a graph; capture it after the warm-up."""
         self._seen[key] += 1
         if self._seen[key] > WARM_UP:
             captured = self._captured[key] = self._capture(step, prepared, norms)
@@ -95,13 +94,13 @@ class StepGraphs:
             return captured.out
         # The short last batch of an epoch is not worth the seconds of compiling for its size.
         size = prepared.batch.size
-        known = not self._captured or any(size == other for other, *_ in self._captured)
-        compiles = known or self._seen[key] == WARM_UP
+        compiled = not self._captured or any(size == other for other, *_ in self._captured)
+        compiles = compiled or self._seen[key] == WARM_UP
         with nullcontext() if compiles else set_stance("force_eager"):
             return self._warm_up(step, prepared, norms)
 
     def _warm_up(self, step: Step, prepared: PreparedBatch, norms: bool) -> dict[str, Tensor]:
-        """A step one by one on a side stream."""
+        """Run a step on a side stream, as capture will."""
         current, side = torch.cuda.current_stream(), stream_of(self._device, "steps")
         side.wait_stream(current)
         with torch.cuda.stream(side):
@@ -114,18 +113,18 @@ class StepGraphs:
         lookups = [each.like() for each in prepared.context.lookups]
         context = replace(prepared.context, grouped=True, lookups=lookups)
         static = PreparedBatch(batch=prepared.batch.clone(), context=context)
-        self._place(static, prepared)
+        self._copy_inputs(static, prepared)
         graph = torch.cuda.CUDAGraph()
-        if not self._captured:  # one replay follows the other: graphs share their memory
+        if not self._captured:  # replays never overlap, so all graphs share one memory pool
             self._pool = torch.cuda.graph_pool_handle()
-        # Meanwhile a thread may fetch rows, with streams and memory of its own.
+        # Another thread may fetch rows meanwhile, with streams and memory of its own.
         stream = stream_of(self._device, "steps")
         with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
             out = step(static, norms)
         return Captured(graph, static, out)
 
-    def _place(self, to: PreparedBatch, prepared: PreparedBatch) -> None:
-        """Copy a batch to where a captured step reads it."""
+    def _copy_inputs(self, to: PreparedBatch, prepared: PreparedBatch) -> None:
+        """Copy a batch to the tensors that a captured step reads."""
         copy_together(
             (to.batch.dense, to.batch.labels, to.batch.ids),
             (prepared.batch.dense, prepared.batch.labels, prepared.batch.ids),

@@ -171,11 +171,11 @@ class GradientReducer:
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """As :func:`dlrm.optim.gradient_norm`, over all processes."""
-        everything = list(parameters)
-        norm = gradient_norm(p for p in everything if p not in self._local)
-        if not self._local.intersection(everything):
+        parameters = list(parameters)
+        norm = gradient_norm(p for p in parameters if p not in self._local)
+        if not self._local.intersection(parameters):
             return norm
-        local = gradient_norm(p for p in everything if p in self._local).square()
+        local = gradient_norm(p for p in parameters if p in self._local).square()
         dist.all_reduce(local)
         return (norm.square() + local).sqrt()
 

@@ -40,7 +40,7 @@ def classification(logits: Tensor | np.ndarray, labels: Tensor | np.ndarray) -> 
         raise ValueError("there are no samples to measure")
     if not ((labels >= 0) & (labels <= 1)).all():
         raise ValueError("labels must lie in [0, 1]: write -1 and 1 as 0 and 1")
-    require_outputs(logits)
+    require_finite_logits(logits)
     # log(1 + exp(-|x|)) + max(x, 0) - x y: exact where the probability rounds to 0 or 1
     zero = logits.new_zeros(())
     loss = float((torch.logaddexp(zero, logits) - logits * labels).mean())
@@ -60,8 +60,8 @@ def classification(logits: Tensor | np.ndarray, labels: Tensor | np.ndarray) -> 
 def auc(scores: Tensor, labels: Tensor) -> float:
     """The area under the ROC curve, exactly.
 
-    It is the share of pairs of a positive and a negative that are in the right order, a tie
-    counting half. All counts are integers, so the order of the samples makes no difference.
+    It is the share of pairs of a positive and a negative that are in the right order; a tie counts
+    half. All counts are integers, so the order of the samples makes no difference.
 
     Args:
         scores: ``[n]``.
@@ -94,7 +94,7 @@ def require_finite(loss: float, step: int) -> None:
         )
 
 
-def require_outputs(logits: Tensor) -> None:
+def require_finite_logits(logits: Tensor) -> None:
     """Raise if the outputs of a model are not finite.
 
     Raises:

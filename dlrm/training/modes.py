@@ -12,7 +12,7 @@ from dlrm.utils.messages import did_you_mean
 MODES = ("auto", "eager", "compile", "graph")
 PRECISIONS = ("fp32", "tf32", "bf16")
 FUSION = {"combo_kernels": True}  # one launch to cast all weights, one to sum several biases
-SHAPES = 64  # for which MLPs are compiled in one process: models share what PyTorch counts
+SHAPES = 64  # that MLPs may be compiled for in one process: all models share PyTorch's limit
 
 
 def mode_for(model: DLRM, device: torch.device, mode: str) -> str:
@@ -20,7 +20,7 @@ def mode_for(model: DLRM, device: torch.device, mode: str) -> str:
 
     Args:
         model: of the step.
-        device: of the step; tables may lie on others.
+        device: of the step; tables may be on others.
         mode: one of :data:`MODES`.
 
     Raises:
@@ -40,11 +40,11 @@ def mode_for(model: DLRM, device: torch.device, mode: str) -> str:
 
 
 def set_precision(precision: str, *, deterministic: bool) -> None:
-    """Set how matrices are multiplied, and whether equal inputs give equal bits, in this process.
+    """Set the precision of matrix products and determinism for the whole process.
 
     Args:
         precision: one of :data:`PRECISIONS`.
-        deterministic: only ever switched on.
+        deterministic: use deterministic algorithms; False leaves that as it is.
 
     Raises:
         ValueError: an unknown precision.
@@ -53,7 +53,7 @@ def set_precision(precision: str, *, deterministic: bool) -> None:
         raise ValueError(f"unknown precision {precision!r}{did_you_mean(precision, PRECISIONS)}")
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # one for every stream
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a workspace per stream
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 

@@ -19,12 +19,12 @@ from dlrm.sparse_arch.arch import SparseArch
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedBatch:
-    """A batch, and what was done ahead of its step."""
+    """A batch, and what was prepared ahead of its step."""
 
     batch: Batch
     """On the device of the step."""
     context: LookupContext = NO_CONTEXT
-    """What is known of its look-ups."""
+    """What was prepared for its look-ups."""
 
 
 class Prefetcher(ABC):
@@ -33,25 +33,25 @@ class Prefetcher(ABC):
         for prepared in prefetcher(batches):
             step(prepared)
 
-    It holds back as many batches as it prepares ahead, and is asked for the next one when the step
-    of the last is under way.
+    It reads as many batches ahead as it prepares. The next one is prepared while the step of the
+    last one still runs on the GPU.
 
     Attributes:
-        samples_held: of the batches that were taken and not given out yet, over all processes.
+        samples_held: samples of the batches that were read but not yielded yet, over all processes.
     """
 
     def __init__(self) -> None:
         self.samples_held = 0
 
     def __call__(self, batches: Iterable[Batch]) -> Iterator[PreparedBatch]:
-        """The batches in their order, which must stay as they are until their step."""
+        """Yield the batches in order. They must not change until their step."""
         self._reset()
         source = iter(batches)
         held = deque(islice(source, 1))
         held.extend(islice(source, self.look_ahead(held[0].size) if held else 0))
         while held:
             self.samples_held = sum(batch.total_size for batch in islice(held, 1, None))
-            # Kept here: what follows may use its memory again, as soon as it is dropped.
+            # Held until the step has been launched: then its memory may be reused.
             prepared = PreparedBatch(batch=held[0], context=self._prepare(list(held)))
             yield prepared
             held.popleft()
@@ -66,23 +66,23 @@ class Prefetcher(ABC):
 
     @abstractmethod
     def look_ahead(self, samples: int) -> int:
-        """How many batches of so many samples behind the present one are of use."""
+        """Number of batches of ``samples`` samples to read ahead of the current one."""
 
     @abstractmethod
     def _reset(self) -> None:
-        """Forget the batches that were seen."""
+        """Forget the batches so far."""
 
     @abstractmethod
     def _prepare(self, batches: Sequence[Batch]) -> LookupContext:
-        """Prepare the first batch; the others follow it."""
+        """Prepare the first batch; the others come next."""
 
     @abstractmethod
     def _overlap(self, batch: Batch) -> None:
-        """Prepare what can be of the next batch while the step of the last one is under way."""
+        """Begin to prepare the next batch while the step of the last one runs."""
 
 
 class NoPrefetcher(Prefetcher):
-    """For tables of which nothing can be prepared."""
+    """For tables that need no preparation."""
 
     def look_ahead(self, samples: int) -> int:
         return 0
@@ -98,16 +98,15 @@ class NoPrefetcher(Prefetcher):
 
 
 class RowPrefetcher(Prefetcher):
-    """Fetches the rows of tables in host memory, those of several batches at a time.
+    """Fetches the rows of tables in host memory, for several batches at a time.
 
-    Such a prefetch window has its rows fetched while the batches of the one before are computed.
-    Rows of several batches lie nearer to one another than those of one, so that fewer pages of host
-    memory are visited for each; what is found out about them is found out once. The first batch is
-    a window by itself, for whose rows the step waits, and so is one before which something else
-    moved the rows, such as saving.
+    Consecutive batches form a prefetch window. Its rows are fetched while the batches of the window
+    before are computed. A larger window visits fewer pages of host memory per row, and looks up a
+    row in the cache index once. The first batch is a window by itself, and its step waits for its
+    rows. So is a batch before which the rows were moved otherwise, as by saving.
 
     Args:
-        arch: the tables; one prefetcher at a time may fetch their rows.
+        arch: the tables; only one prefetcher at a time may fetch their rows.
     """
 
     def __init__(self, arch: SparseArch) -> None:
@@ -120,14 +119,14 @@ class RowPrefetcher(Prefetcher):
         return max(2 * size - 1, 0)
 
     def _reset(self) -> None:
-        self._left = 0  # batches left of the window under way
+        self._left = 0  # batches left of the current window
         self._coming = 0  # batches of the next window
 
     def _prepare(self, batches: Sequence[Batch]) -> LookupContext:
         if not self._arch.rows_ready:
             self._reset()
         if not self._left:
-            fetched, self._coming = self._coming, 0  # for good if this window can't begin
+            fetched, self._coming = self._coming, 0  # it stays 0 if begin_window raises
             count = fetched or 1
             size = self._arch.window_size(batches[0].ids.numel())
             coming = batches[count : count + size]
@@ -137,14 +136,14 @@ class RowPrefetcher(Prefetcher):
         return LookupContext(rows_fetched=True)
 
     def _overlap(self, batch: Batch) -> None:
-        """Nothing: the rows of a whole window are on their way."""
+        """Do nothing: the rows of a whole window are being fetched."""
 
 
 class SortPrefetcher(Prefetcher):
-    """Sorts the look-ups of a batch at peers before its step, which begins with them.
+    """Sorts the look-ups of a batch at peers ahead of its step, which begins with them.
 
-    A sort needs the ids alone: those of the next batch are sorted next to the step under way, those
-    of the first before it. Batches with bags of ids go without.
+    A sort needs only ids: those of the next batch are sorted during the current step. Batches with
+    bags of ids are not sorted.
 
     Args:
         arch: the tables.
@@ -154,7 +153,7 @@ class SortPrefetcher(Prefetcher):
     def __init__(self, arch: SparseArch, device: torch.device) -> None:
         super().__init__()
         self._arch = arch
-        self._side = SideStream(device, priority=0)  # nobody waits for it
+        self._side = SideStream(device, priority=0)  # no step waits for it
         self._reset()
 
     def look_ahead(self, samples: int) -> int:
@@ -179,7 +178,7 @@ class SortPrefetcher(Prefetcher):
 
 
 def make_prefetcher(arch: SparseArch, device: torch.device, *, alone: bool) -> Prefetcher:
-    """What can be prepared for these tables, by one process or by each of several."""
-    if alone:  # what others update must not move
+    """The prefetcher for these tables, in a single process or in each of several."""
+    if alone:  # else rows that other processes update would move
         return RowPrefetcher(arch) if arch.window_size(1) else NoPrefetcher()
     return SortPrefetcher(arch, device) if arch.at_peers else NoPrefetcher()

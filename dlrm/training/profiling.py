@@ -38,7 +38,7 @@ class Clock:
     """Training time without evaluations: samples per second and the share spent waiting for data.
 
     Args:
-        data: a loader; its ``wait_seconds`` are the time that its consumer has waited.
+        data: a loader; ``wait_seconds`` is the time that its consumer has waited.
     """
 
     def __init__(self, data: Any) -> None:
@@ -134,7 +134,7 @@ class Profiler:
     def close(self) -> str:
         """End profiling; returns the most expensive operations and how to open the trace."""
         self._profile.stop()
-        if self._table is None:  # an existing trace is from before the run was resumed
+        if self._table is None:  # a trace may be left from before the run was resumed
             return "the run was too short for a profile, which needs 13 steps"
         return (
             f"{self.trace}: open it at https://ui.perfetto.dev or chrome://tracing\n{self._table}"

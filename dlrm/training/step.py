@@ -26,12 +26,12 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class TrainStep:
-    """A training step on one device, without a synchronisation with the host.
+    """A training step on one device that never makes the host wait for it.
 
     ``eager`` runs operation by operation. ``compile`` has ``torch.compile`` fuse the MLPs.
     ``graph`` does so too and captures the whole step, the optimizers included, as a CUDA graph
     for each batch size that comes up often (:mod:`dlrm.training.cuda_graph`). ``auto`` is ``graph``
-    on a GPU, ``compile`` where tables lie on other devices as well, and ``eager`` elsewhere.
+    on a GPU, ``compile`` if some tables are on other devices, and ``eager`` elsewhere.
     Batches with bags of ids change their shape from step to step and are never captured.
 
     Args:
@@ -39,7 +39,7 @@ class TrainStep:
         optimizers: together they own every parameter.
         precision: of the matrix products: ``fp32``; ``tf32`` on a GPU; or ``bf16``, autocast of
             the MLPs, the interaction and the products of TT cores; parameters stay in fp32.
-        clip_norm: scale all gradients down to this norm together; None for not at all.
+        clip_norm: clip the norm of all gradients together to this value; None: no clipping.
         mode: one of ``auto``, ``eager``, ``compile``, ``graph``.
         deterministic: equal seeds give equal bits on a GPU as well; holds for the whole process.
         reducer: sums the gradients over the processes, if there are several.
@@ -89,13 +89,13 @@ class TrainStep:
         """Train on one batch.
 
         Args:
-            batch: on the model's device, best from :attr:`prefetcher`; with several processes this
-                one's share.
-            norms: also give the gradient norms of the dense part and of the embeddings.
+            batch: on the model's device, preferably from :attr:`prefetcher`; with several
+                processes, the share of this one.
+            norms: also return the gradient norms of the dense part and of the embeddings.
 
         Returns:
             ``loss`` (and ``gradient_norm/dense``, ``gradient_norm/embeddings``) as 0-d tensors,
-            to be read before the next step: a captured one writes to the same place.
+            to be read before the next step: a captured one writes to the same memory.
         """
         prepared = self.prefetcher.prepare(batch) if isinstance(batch, Batch) else batch
         even = self.reducer is None or self.reducer.is_even(prepared.batch)
@@ -116,7 +116,7 @@ class TrainStep:
                     batch.dense, batch.ids, batch.offsets, batch.bounds, context=context
                 )
             loss = self._loss(logits, batch.labels)
-            if reducer is not None:  # a mean over no samples is not a number
+            if reducer is not None:  # the mean over no samples would be NaN
                 share = batch.size / batch.total_size
                 loss = loss * share if batch.size else logits.float().sum()
             loss.backward()
@@ -143,7 +143,7 @@ class TrainStep:
         return {"gradient_norm/dense": dense, "gradient_norm/embeddings": embeddings}
 
     def _update(self) -> None:
-        """Apply the gradients, those of the embeddings next to the backward pass of the MLPs."""
+        """Apply the gradients; embeddings are updated while the MLPs' backward pass still runs."""
         with self._side.fork(wait=self.clip_norm is not None):
             for optimizer in self._embedding_optimizers:
                 optimizer.step(sorter=self._sorter)
@@ -157,5 +157,5 @@ class TrainStep:
     def _scale_gradients(self, factor: Tensor) -> None:
         for parameter in self.model.parameters():
             grad = parameter.grad
-            if grad is not None:  # in place: the sorter knows the rows of a sparse one
+            if grad is not None:  # in place: the sorter finds sparse ones by the address of rows
                 (grad._values() if grad.is_sparse else grad).mul_(factor.to(grad.device))

@@ -57,7 +57,7 @@ names, that it shows."""
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
-    """The entries of a JSON lines file; a last line that was cut off by a kill is skipped.
+    """The entries of a JSON lines file; an incomplete last line is skipped.
 
     Raises:
         ValueError: another line is damaged.
@@ -80,11 +80,11 @@ class Tracker:
 
     Args:
         directory: directory of the run; created if needed.
-        step: step from which a run is resumed. Later entries, of steps that were lost in the
-            interruption, are removed from both files. None for a new run.
+        step: step from which a run is resumed; later entries, of steps that were lost, are removed.
+            None for a new run.
 
     Raises:
-        ValueError: a new run in the directory of another one.
+        ValueError: a new run in the directory of another one, or a damaged file.
     """
 
     def __init__(self, directory: Path, *, step: int | None = None) -> None:

@@ -323,7 +323,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cap", type=int, default=40_000_000, help="rows of a table at most")
     parser.add_argument("--output", default="benchmarks/distributed.json")
     options = parser.parse_args(argv)
-    world = World.of_environment()
+    world = World.from_environment()
     try:
         if world.size == 1:
             raise ValueError("there is one process: start it with torchrun --nproc-per-node 2")

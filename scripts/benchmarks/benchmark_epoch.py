@@ -94,7 +94,7 @@ def measure_one(options: argparse.Namespace, kind: str, batch: int) -> dict[str,
     """One epoch; returns its seconds by part, and what the run reports."""
     with tempfile.TemporaryDirectory() as directory:
         config, resolved = parse(arguments(options, kind, batch, directory), available())
-        run = TimedRun(config, resolved, World.of_environment())
+        run = TimedRun(config, resolved, World.from_environment())
         final = run.train()
     seconds = run.seconds
     preparing = run.step.graphs.preparing_seconds

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dlrm.data.batch import Batch
 from dlrm.data.schema import KAGGLE_CARDINALITIES, TERABYTE_CARDINALITIES
-from dlrm.embeddings.offload import WINDOW
+from dlrm.embeddings.offload import MAX_WINDOW
 from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
 from dlrm.sparse_arch.table_plan import make_table_plan
@@ -36,7 +36,7 @@ NAMES = [f"C{i}" for i in range(1, 27)]
 LINK = 53e9  # bytes a second each way between pinned host memory and an H100 (PCIe 5), as measured
 WARM_UP, CHECKED = 150, 30
 SPAN, SPANS = (
-    3 * WINDOW,
+    3 * MAX_WINDOW,
     5,
 )  # steps of whole prefetch windows that are timed together, and how often
 VARIANTS: dict[str, tuple[str, dict[str, Any], bool]] = {  # kind, options, rows fetched ahead

@@ -210,7 +210,7 @@ def _time_steps(arguments: list[str], batches: int) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as output:
         config, resolved = parse([*arguments, f"--output={output}", "--name=timed"], available())
-        run = Run(config, resolved, World.of_environment())
+        run = Run(config, resolved, World.from_environment())
         inputs = [batch for batch, _ in zip(run.train_data, range(batches), strict=False)]
         run.model.train()
         for batch in inputs:

@@ -68,8 +68,8 @@ def test_option_without_value(capsys):
         ("--tables.largest", "-1", "largest is -1"),
         ("--sharding.tables", "{C3: rows}", "each must be one of auto, replicate, table, row"),
         ("--tables.kinds", "{C1: ttt}", "did you mean 'tt'"),
-        ("--optim.betas", "[0.9, 1.0]", "betas is set, but neither adagrad nor adagrad has a use"),
-        ("--optim.alpha", "0.9", "alpha is set, but neither adagrad nor adagrad has a use for it"),
+        ("--optim.betas", "[0.9, 1.0]", "betas is set, but neither adagrad nor adagrad uses it"),
+        ("--optim.alpha", "0.9", "alpha is set, but neither adagrad nor adagrad uses it"),
         ("--optim.clip_norm", "0", "clip_norm must be above 0"),
         ("--loader.window", "0", "window is 0"),
         ("--max_steps", "0", "max_steps is 0"),
@@ -89,7 +89,7 @@ def test_option_without_value(capsys):
         ("--optim.eps", ".inf", "eps is inf, it must be finite"),
         ("--optim.decay_start", "-5", "decay_start is -5"),
         ("--optim.decay_steps", "9", "must be at least 1, and 1 without decay_start"),
-        ("--budget", "heaps", "--budget: 'heaps' is no amount of memory"),
+        ("--budget", "heaps", "--budget: 'heaps' is not an amount of memory"),
         ("--data", "", "--data is empty, it must name a directory"),
         ("--output", "", "--output is empty, it must name a directory"),
         ("--resume", "", "--resume is empty, it must name a run or a checkpoint"),
@@ -105,7 +105,7 @@ def test_bad_values_name_option_and_rule(capsys, option, value, rule):
 @pytest.mark.parametrize("rows", [10**14, 10**18, 10**20])
 def test_an_option_of_a_kind_that_memory_has_no_room_for(capsys, rows):
     text = mistakes(capsys, "--emb", "cafe", "--cafe.rows", f"{{C3: {rows}}}")
-    assert f"error: --cafe.rows {rows}: memory has no room for that; lower it\n" in text
+    assert f"error: --cafe.rows {rows}: there is not enough memory for that; lower it\n" in text
 
 
 def test_text_is_one_value(capsys):

@@ -165,7 +165,7 @@ def check_comm_dtype(world):
 
 def main():
     """Check every way to shard tables."""
-    world = World.of_environment()
+    world = World.from_environment()
     on_gpu = torch.cuda.is_available()
     gpu = int(os.environ["LOCAL_RANK"]) % max(torch.cuda.device_count(), 1)
     world.join(torch.device("cuda", gpu) if on_gpu else torch.device("cpu"))

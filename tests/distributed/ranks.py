@@ -174,7 +174,7 @@ def check_pages(world):
 
 def main():
     """Check all that there is, or what the arguments name."""
-    world = World.of_environment()
+    world = World.from_environment()
     world.join(torch.device("cpu"))
     check_pages(world)
     for kind in sorted(available()):

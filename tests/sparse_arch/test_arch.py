@@ -6,7 +6,7 @@ import torch
 from dlrm.data.batch import Batch
 from dlrm.embeddings.common.context import LookupContext
 from dlrm.optim import RowOptimizer
-from dlrm.sparse_arch.arch import SparseArch, grouped
+from dlrm.sparse_arch.arch import SparseArch, group_tables
 from dlrm.sparse_arch.table_plan import make_table_plan
 from dlrm.training.prefetch import make_prefetcher
 
@@ -55,7 +55,7 @@ def test_mixed_kinds_with_a_weight_for_each_id():
 def test_tables_that_differ_in_an_option_per_table_make_one_group():
     table_plan = [("drop", {"keep": 3}), ("block", {"dim": 2, "keep": 9})]
     table_plan += [("drop", {"keep": 5}), ("block", {"dim": 3, "keep": 9})]
-    assert grouped(table_plan) == [
+    assert group_tables(table_plan) == [
         ([0, 2], "drop", {"keep": [3, 5]}),
         ([1], "block", {"dim": 2, "keep": [9]}),
         ([3], "block", {"dim": 3, "keep": [9]}),
@@ -67,7 +67,7 @@ def test_tables_that_differ_in_an_option_per_table_make_one_group():
 def test_tables_of_equal_options_make_one_group_in_whatever_order_they_come():
     options = {"tt": {"rank": {"b": 2}, "cache_rows": 100}}
     found = make_table_plan(NAMES, [4000, 4000, 7, 4000], 8, "tt", options=options, budget="10x")
-    assert [slots for slots, kind, _ in grouped(found) if kind == "tt"] == [[0, 1, 3]]
+    assert [slots for slots, kind, _ in group_tables(found) if kind == "tt"] == [[0, 1, 3]]
 
 
 def test_mixed_kinds_with_bags():

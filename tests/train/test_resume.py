@@ -98,7 +98,7 @@ def test_a_resumed_run_keeps_its_model(run, two_steps):
     before = (two_steps / "config.yaml").read_text()
     for options in (["--emb", "tt"], ["--model.embedding_dim", "8"]):
         done = run("train", "--resume", two_steps, *options, status=2)
-        assert "is of a model with another" in done.stderr
+        assert "is of a model with a different" in done.stderr
     assert (two_steps / "config.yaml").read_text() == before
 
 

@@ -184,7 +184,7 @@ def test_a_disk_that_is_full_behind_the_tensors_leaves_what_there_was(tmp_path):
 def test_others_are_refused(tmp_path, caplog):
     recipe, model, optimizers = make("dense")
     about = save(tmp_path / "checkpoints" / "step_1", recipe, model, optimizers)
-    with pytest.raises(ValueError, match="is of a model with another embedding_dim, plan"):
+    with pytest.raises(ValueError, match="is of a model with a different embedding_dim, plan"):
         checkpoint.about(tmp_path, spec={**recipe, "embedding_dim": 4, "plan": []})
     groups = copy.deepcopy(about["groups"])
     _, model, others = make("dense", rule="sgd")

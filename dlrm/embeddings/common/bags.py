@@ -31,7 +31,7 @@ def bag_indices(offsets: Tensor, count: int) -> Tensor:
 
 
 def pool(vectors: Tensor, offsets: Tensor, mode: str, weights: Tensor | None) -> Tensor:
-    """Reduce bags of ``vectors [nnz, D]`` to ``[bags, D]``; an empty bag gives zeros.
+    """Reduce bags of ``vectors [nnz, D]`` to ``[bags, D]``; zeros for an empty bag.
 
     Args:
         vectors: the vectors of all bags, one bag after another.

@@ -59,7 +59,7 @@ def max_rows(tables: Sequence[int], row_bytes: int, budget: int, kind: str) -> i
 def max_rows_options(
     tables: Sequence[int], row_bytes: int, budget: int, kind: str
 ) -> list[dict[str, Any] | None]:
-    """The option ``rows`` of each table, as of :func:`max_rows`; None where all rows fit."""
+    """The option ``rows`` of each table by :func:`max_rows`; None where all rows fit."""
     rows = max_rows(tables, row_bytes, budget, kind)
     return [None if table <= rows else {"rows": rows} for table in tables]
 

@@ -1,4 +1,4 @@
-"""What a training step knows of the look-ups of its batch."""
+"""What a training step prepared for the look-ups of its batch."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from dlrm.kernels.update.row_sort import RowSorter
 
 @dataclass(frozen=True, kw_only=True)
 class LookupContext:
-    """What a training step knows of the look-ups of its batch, passed down from it to the ops.
+    """What a training step prepared for the look-ups of its batch, passed down to the ops.
 
-    Every look-up gives the same vectors and gradients without it.
+    Without it, look-ups return the same vectors and gradients.
     """
 
     sorter: RowSorter | None = None
     """Sorts the rows that will have a gradient while forward and backward run."""
     updates: FusedUpdates | None = None
-    """Of parameters that the backward pass may update itself."""
+    """Updates that the backward pass may apply itself."""
     rows_fetched: bool = False
-    """The rows in host memory have been fetched ahead: they are those of the prefetch window."""
+    """Rows in host memory were fetched ahead, with their prefetch window."""
     lookups: Sequence[SortedLookups] = ()
-    """The look-ups of sharded tables at peers, sorted ahead: one for each sharding; else empty."""
+    """Look-ups at peers that were sorted ahead, one for each sharding; or empty."""
     equal_sizes: bool = False
-    """Every process has as many look-ups, one for each sample: no sizes need be exchanged."""
+    """Every process has the same number of one-hot samples, so sizes need not be exchanged."""
     grouped: bool = False
-    """The ids of a model are in the order of its groups of tables, not in that of the features."""
+    """The ids are in the order of the groups of tables, not in that of the features."""
     gather_ids: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
-    """Adds to the tables and ids of this process's batch those of the others."""
+    """Gathers the tables and ids of the batches of all processes."""
 
 
 NO_CONTEXT = LookupContext()
-"""Of a look-up outside of a training step."""
+"""For look-ups outside a training step."""

@@ -18,13 +18,13 @@ class CachesRows(ABC):
 
     @abstractmethod
     def cache_stats(self) -> Mapping[str, float]:
-        """``hits`` and ``lookups`` of training batches so far; and ``steps``, ``bytes_in`` and
-        ``bytes_out``, moved to the GPU and back, of a cache in front of host memory.
+        """``hits`` and ``lookups`` in training so far; for a cache of host memory also ``steps``,
+        ``bytes_in`` (to the GPU) and ``bytes_out``.
         """
 
 
 class CachesHotRows(CachesRows):
-    """An embedding that counts the ids of training batches, and keeps the most used rows apart."""
+    """An embedding that counts the ids of training batches and caches the most used rows."""
 
     @property
     def has_cache(self) -> bool:
@@ -37,33 +37,33 @@ class CachesHotRows(CachesRows):
 
     @abstractmethod
     def cache_populate(self) -> PopulateReport | None:
-        """Renew the cache, if there is one. The caller must reset the optimizer state of the
-        report's ``reset``: rows of parameters that have changed owner.
+        """Renew the cache, if there is one. The caller must reset the optimizer state of the rows
+        in the report's ``reset``, which have changed owner.
         """
 
 
 class PrefetchesRows(CachesRows):
     """An embedding that fetches the rows of coming training batches while others are computed.
 
-    Consecutive batches make up a prefetch window, whose rows are fetched together.
+    The rows of several consecutive batches, a prefetch window, are fetched together.
     """
 
     @abstractmethod
     def window_size(self, lookups: int) -> int:
-        """How many batches of so many look-ups make a good prefetch window; 0 without a cache."""
+        """Number of batches of ``lookups`` look-ups in a prefetch window; 0 without a cache."""
 
     @abstractmethod
     def begin_window(self, now: Sequence[Lookups], coming: Sequence[Lookups]) -> None:
-        """Begin a prefetch window of training look-ups; those that follow are of its batches.
+        """Begin a prefetch window: the training look-ups that follow are of its batches.
 
         Args:
-            now: its batches, whose rows are fetched at once; empty if they were the ``coming``
-                ones of the window before.
-            coming: those of the next window: their rows are fetched next to the look-ups of this
-                one. They must stay as they are until then.
+            now: its batches, whose rows are fetched at once; empty if they were ``coming`` in the
+                window before.
+            coming: the batches of the next window, whose rows are fetched during this one. They
+                must not change until then.
         """
 
     @property
     @abstractmethod
     def rows_ready(self) -> bool:
-        """Whether the rows of the window are still where :meth:`begin_window` has put them."""
+        """Whether the rows of the window are still where :meth:`begin_window` put them."""

@@ -1,7 +1,7 @@
-"""Optimizer updates that are applied in the backward pass, instead of returning a gradient.
+"""Optimizer updates that are applied in the backward pass, which then returns no gradient.
 
-A gradient that is computed in one place, all at once, need not be written and read again: whoever
-has the optimizer passes its updates down to the look-ups, and an op that can apply one takes it.
+A gradient that one kernel computes need not be written and read again. The training step passes
+the updates of its optimizers down to the look-ups, and an op that can apply one takes it.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ class FusedUpdate:
     Args:
         rule: the rule.
         lr: learning rate, a 0-d tensor on the parameter's device.
-        states: what the rule keeps, in the order of ``rule.states``.
+        states: the state of the optimizer, in the order of ``rule.states``.
     """
 
     rule: Rule
     lr: Tensor
     states: Sequence[Tensor]
-    takers: int = 0  # forward passes that read the parameter, and took this
+    takers: int = 0  # forward passes that read the parameter and took its update
     applied: bool = False
 
     @property
     def due(self) -> bool:
-        """Whether the one who took it may apply it: others would read what has moved."""
+        """Whether the backward pass may apply it: no other pass needs the parameter unchanged."""
         return self.takers == 1
 
     def done(self, parameter: Tensor) -> None:
-        """Note that it was applied; autograd then refuses to go back through older look-ups."""
+        """Record that it was applied; autograd then refuses to go back through older look-ups."""
         self.applied = True
         increment_version(parameter)
 
@@ -46,8 +46,8 @@ class FusedUpdate:
 class FusedUpdates:
     """The updates of a step that its backward pass may apply, passed down to the look-ups.
 
-    They are on offer inside ``with``, for one forward and one backward pass. An update that was not
-    applied by the end of the block is void, and the parameter has a gradient.
+    They can be taken inside ``with``, in one forward and one backward pass. A parameter whose
+    update was not applied by the end of the block has a gradient.
 
     Args:
         parameters: of the model.
@@ -68,11 +68,10 @@ class FusedUpdates:
             update.takers = 0
 
     def take(self, parameter: Tensor) -> FusedUpdate | None:
-        """The update of a parameter that a forward pass reads, to apply in the backward pass if
-        due.
+        """The update of a parameter that a forward pass reads; the backward pass applies it if due.
 
         Raises:
-            ValueError: it was applied already.
+            ValueError: it was already applied.
         """
         update = self._updates.get(id(parameter)) if self._open else None
         if update is None or not parameter.requires_grad:
@@ -80,8 +79,8 @@ class FusedUpdates:
         if update.applied:
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} is looked up again after the "
-                "backward pass that updated it: give each forward and backward pass a block of "
-                "its own"
+                "backward pass that updated it: use one apply_in_backward block for each forward "
+                "and backward pass"
             )
         update.takers += 1
         return update

@@ -19,14 +19,14 @@ from torch import Tensor
 from dlrm.kernels import use_triton
 from dlrm.kernels.streams import stream_of
 
-LONGEST = 2048  # entries of a table that one program sorts: of more, a radix sort is as fast
+LONGEST = 2048  # entries of a table that one program sorts: for more, a radix sort is as fast
 
 
 @triton.jit
 def _sort_table(
     rows, found, order, batch, stride_b, stride_f, SIZE: tl.constexpr, BITS: tl.constexpr
 ):
-    """Sort the entries of one table by their row, equal ones by their place."""
+    """Sort the entries of one table by their row, stably."""
     table = tl.program_id(0).to(tl.int64)
     sample = tl.arange(0, SIZE)
     inside = sample < batch
@@ -43,7 +43,7 @@ class SortedRows:
     """The entries of a row gradient sorted by row; they may be part of a longer list."""
 
     rows: Tensor  # [n] int32 or int64, ascending: the row of each entry, plus base
-    order: Tensor  # [n] int64, the entry that stands there, plus first
+    order: Tensor  # [n] int64, the index of each entry, plus first
     base: int = 0
     first: int = 0
 
@@ -52,12 +52,11 @@ def sort_rows(rows: Tensor, num_rows: int) -> SortedRows:
     """Sort the entries of a row gradient.
 
     Args:
-        rows: row of each entry, ``[n]`` int32 or int64; -1 for one that is left out.
+        rows: row of each entry, ``[n]`` int32 or int64; -1 for an entry to leave out.
         num_rows: rows V of the table; below 2^31 the sort takes half the time.
 
     Returns:
-        The plan for :func:`dlrm.kernels.update.sparse.update_rows`, equal rows in order of their
-        entries.
+        The entries for :func:`dlrm.kernels.update.sparse.update_rows`; the sort is stable.
     """
     return sort_rows_together([(rows, num_rows)])[0]
 
@@ -67,12 +66,12 @@ def sort_rows_together(
 ) -> list[SortedRows]:
     """Sort the entries of several row gradients, each as :func:`sort_rows` does.
 
-    A radix sort is a chain of a dozen small kernels: one of a longer list takes little more. Lists
-    of several tables with few entries each are sorted table by table, in one kernel.
+    A radix sort is a chain of a dozen small kernels, and sorting a longer list takes little more.
+    Lists of several tables with few entries each are sorted table by table, in one kernel.
 
     Args:
-        gradients: rows and number of rows of each. Rows may be ``[B, F]``, contiguous or so
-            transposed, if the columns are those of consecutive tables of one weight, and no
+        gradients: rows and number of rows of each. Rows may be ``[B, F]``, contiguous or the
+            transpose of that, if the columns belong to consecutive tables of one weight and no
             entry is left out.
         impl: see :mod:`dlrm.kernels`.
     """
@@ -89,7 +88,7 @@ def _is_short(rows: Tensor, impl: str | None) -> bool:
 
 
 def _entries(rows: Tensor) -> Tensor:
-    """The rows as they lie, ``[n]``: entry by entry of the gradient."""
+    """The rows in the order of memory, which is that of the gradient's entries, ``[n]``."""
     return rows if rows.dim() == 1 else rows.as_strided((rows.numel(),), (1,))
 
 
@@ -98,7 +97,7 @@ def _type_for(rows: int) -> torch.dtype:
 
 
 def _sort_tables(rows: Tensor, num_rows: int) -> SortedRows:
-    """Sort each column of ``rows [B, F]``: of consecutive tables that is all."""
+    """Sort each column of ``rows [B, F]``; for consecutive tables that sorts all entries."""
     batch, tables = rows.shape
     found = rows.new_empty(rows.numel(), dtype=_type_for(num_rows))
     order = rows.new_empty(rows.numel(), dtype=torch.int64)
@@ -116,7 +115,7 @@ def _sort_lists(gradients: Sequence[tuple[Tensor, int]]) -> list[SortedRows]:
         return []
     lengths = [len(rows) for rows, _ in gradients]
     firsts = accumulate(lengths, initial=0)
-    # One table after another; before each but the first one row, for what is left out.
+    # One table after another, with a row between them for the entries that are left out.
     *bases, end = accumulate((number + 1 for _, number in gradients), initial=0)
     keys = gradients[0][0].new_empty(sum(lengths), dtype=_type_for(end))
     for (rows, _), base, part in zip(gradients, bases, keys.split(lengths), strict=True):
@@ -129,8 +128,8 @@ def _sort_lists(gradients: Sequence[tuple[Tensor, int]]) -> list[SortedRows]:
 class RowSorter:
     """Sorts the rows of look-ups on a stream of its own, while forward and backward run.
 
-    A step owns one and passes it down. Every look-up on a GPU submits the rows that will have a
-    gradient, and whoever applies the gradient asks for the result::
+    A training step owns one and passes it down. A look-up on a GPU submits the rows that will have
+    a gradient, and the optimizer takes the result::
 
         with RowSorter(device) as sorter:
             lookup(weight, ids, sorter=sorter).square().sum().backward()
@@ -138,31 +137,31 @@ class RowSorter:
             found = sorter.result(rows)
             update_rows("sgd", weight, rows, values, lr=lr, sorted_rows=found)
 
-    Rows submitted before :meth:`sort` are sorted together. The stream is joined where the block
-    ends, so that a CUDA graph can hold the whole of it.
+    Rows submitted before :meth:`sort` are sorted together. The stream is joined at the end of the
+    block, so that a CUDA graph can capture all of it.
 
     Args:
-        device: without a GPU nothing is sorted ahead.
+        device: on a CPU nothing is sorted ahead.
     """
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         device = torch.device(device)
         self._stream = stream_of(device, "sorts") if device.type == "cuda" else None
         self._submitted: list[tuple[Tensor, int]] = []
-        self._sorted: dict[int, tuple[Tensor, SortedRows]] = {}  # by where the rows lie
+        self._sorted: dict[int, tuple[Tensor, SortedRows]] = {}  # by the address of the rows
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # Without rows the stream has no part in what may be a capture.
+        # Without rows the stream must not be joined: it takes no part in a capture.
         if self._stream is not None and (self._submitted or self._sorted):
             torch.cuda.current_stream().wait_stream(self._stream)
         self._submitted.clear()
         self._sorted.clear()
 
     def submit(self, rows: Tensor, num_rows: int) -> None:
-        """Have the rows of a gradient sorted; they must stay as they are until the block ends.
+        """Have the rows of a gradient sorted; they must not change until the block ends.
 
         Args:
             rows, num_rows: see :func:`sort_rows_together`.
@@ -172,17 +171,17 @@ class RowSorter:
             self._submitted.append((rows, num_rows))
 
     def sort(self) -> None:
-        """Begin to sort what was submitted so far: for now no look-up will follow."""
+        """Begin to sort what was submitted so far; call it after the last look-up."""
         submitted, self._submitted = self._submitted, []
         if submitted:
-            # Memory of this stream, freed where the block ends and used again in the next one.
+            # Memory of this stream, freed at the end of the block and reused in the next one.
             with torch.cuda.stream(self._stream):
                 found = sort_rows_together(submitted)
             for (rows, _), each in zip(submitted, found, strict=True):
                 self._sorted[rows.data_ptr()] = rows, each
 
     def result(self, rows: Tensor) -> SortedRows | None:
-        """The sorted rows of a look-up; None if these are not rows that one has submitted."""
+        """The sorted rows of a look-up; None if they were not submitted."""
         self.sort()
         found = self._sorted.get(rows.data_ptr())
         if found is None or self._stream is None or found[0].numel() != rows.numel():
