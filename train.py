@@ -267,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run, directory, saved = None, None, []
     threading.excepthook = tracking.quiet_tensorboard_thread
     try:
-        world.meet()
+        world.rendezvous()
         if resumed := resumed_path(arguments):
             directory = run_directory.run_directory(resumed)
             saved = [f"--config={directory / run_directory.CONFIG}"]

@@ -122,12 +122,13 @@ def test_public_names_have_docstrings(path):
 def test_docstrings_refer_to_what_there_is(path):
     source, module = path.read_text(), import_module(module_name(path))
     missing = [file for file in PROJECT_FILE.findall(source) if not (ROOT / file).exists()]
-    for owner, text in docstrings(ast.parse(source)):
-        scopes = [module] if owner is None else [getattr(module, owner), module]
+    for cls, text in docstrings(ast.parse(source)):
+        scopes = [module] if cls is None else [getattr(module, cls), module]
         for role, name, dotted in REFERENCE.findall(text):
             found = resolves(name or dotted, *scopes)
-            if role == "attr":  # may be set in __init__ alone
-                found = found or f"self.{name}" in source
+            if role == "attr":  # of an instance, or a field without a default
+                owner, _, field = name.rpartition(".")
+                found = found or f"self.{field}" in source or (owner and resolves(owner))
             if not found:
                 missing.append(name or dotted)
     assert not missing

@@ -124,7 +124,9 @@ def test_a_trained_model_that_is_kept_whole_scores_the_same():
 def test_a_trained_model_of_another_shape_is_refused():
     with pytest.raises(ValueError, match="has 3 dense features, this one 4: it was"):
         small().load_trained(DLRM(3, SIZES, 8, DENSE_PLAN, bottom_mlp=[6], top_mlp=[9]))
-    with pytest.raises(ValueError, match="the trained model has a different top_mlp: use the --model"):
+    with pytest.raises(
+        ValueError, match="the trained model has a different top_mlp: use the --model"
+    ):
         small().load_trained(small(top_mlp=[7]))
     with pytest.raises(ValueError, match="dense tables have shapes"):
         small().load_trained(DLRM(4, [8, 300, 5], 8, DENSE_PLAN, bottom_mlp=[6], top_mlp=[9]))

@@ -1,1 +1,1 @@
-"""Tables and gradients over many processes."""
+"""Tables sharded over many processes."""

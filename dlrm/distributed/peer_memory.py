@@ -1,4 +1,4 @@
-"""Tensors that every process of a host can address, for kernels that read and write them."""
+"""Tensors that every process of a host can address, for kernels that access them directly."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from dlrm.distributed.world import World
 from dlrm.kernels.lookup.peer import PeerTensor
 
 
-def one_host(world: World) -> bool:
+def on_one_host(world: World) -> bool:
     """Whether all processes run on this host."""
     return world.size in (1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
-def in_reach(world: World) -> bool:
+def peers_accessible(world: World) -> bool:
     """Whether all processes have GPUs of one host that can read and write each other's memory."""
-    if not (world.size > 1 and one_host(world) and torch.cuda.is_available()):
+    if not (world.size > 1 and on_one_host(world) and torch.cuda.is_available()):
         return False
     gpus = range(world.size)
     return torch.cuda.device_count() >= world.size and all(
@@ -44,8 +44,8 @@ def bytes_held(device: torch.device) -> int:
 class SymmetricTensor:
     """A tensor of the same shape on every process of a host, which all of them can address.
 
-    On GPUs it is in ``torch.distributed``'s symmetric memory, on CPUs in unlinked shared files. All
-    processes must create it at the same time.
+    On GPUs it is in PyTorch's symmetric memory, on CPUs in unlinked shared files. All processes
+    must create it at the same time.
 
     Args:
         world: the processes, which have joined a process group.
@@ -56,7 +56,7 @@ class SymmetricTensor:
 
     Attributes:
         local: the tensor of this process.
-        block: the tensors of all processes, in the order of ``World.ring``.
+        peers: the tensors of all processes, in the order of ``World.ring``.
     """
 
     def __init__(
@@ -73,26 +73,26 @@ class SymmetricTensor:
             assert dist.group.WORLD is not None
             device = torch.device("cuda", torch.cuda.current_device())
             self.local = symmetric_memory.empty(*shape, dtype=dtype, device=device)
-            torch.cuda.synchronize(device)  # it is zeroed on a stream that nobody waits for
+            torch.cuda.synchronize(device)  # it is zeroed on a stream of its own
             self._handle = symmetric_memory.rendezvous(self.local, dist.group.WORLD)
-            # In some versions the addresses of peers for barriers are copied on such a stream too.
+            # In some versions the addresses for barriers are copied on such a stream too.
             torch.cuda.synchronize(device)
             bases = self._handle.buffer_ptrs
-            within = self.local.data_ptr() - bases[world.rank]
-            places = [bases[rank] + within for rank in world.ring]
+            offset = self.local.data_ptr() - bases[world.rank]
+            pointers = [bases[rank] + offset for rank in world.ring]
         else:
-            parts = _shared(world, shape, dtype)
-            tensors = [parts[rank] for rank in world.ring]
+            by_rank = _shared(world, shape, dtype)
+            tensors = [by_rank[rank] for rank in world.ring]
             self.local = tensors[0]
-            places = [tensor.data_ptr() for tensor in tensors]
-        addresses = torch.tensor(places, device=device)
-        self.block = PeerTensor(local=self.local, addresses=addresses, tensors=tensors)
+            pointers = [tensor.data_ptr() for tensor in tensors]
+        addresses = torch.tensor(pointers, device=device)
+        self.peers = PeerTensor(local=self.local, addresses=addresses, tensors=tensors)
         self.local.fill_(fill)
-        self.barrier()  # no process writes before all have filled theirs
+        self.barrier()  # no process writes to another before all are filled
         _held.add(self)
 
     def barrier(self) -> None:
-        """Let later work wait for all processes; can be captured in a CUDA graph."""
+        """Make later work wait for all processes; can be captured in a CUDA graph."""
         if self._handle is not None:
             self._handle.barrier()
         else:

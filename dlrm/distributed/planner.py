@@ -47,7 +47,7 @@ def greedy(
     Args:
         costs: cost of each item by resource (bytes, look-ups).
         ranks: number of ranks.
-        least: amount of each resource that all ranks together have to spare; zeros if not given.
+        least: amount of each resource below which the total of all ranks does not count as a load.
 
     Returns:
         The items of each rank.
@@ -68,14 +68,14 @@ def greedy(
 def imbalance(shards: Sequence[Shard], loads: Sequence[float], ranks: int, room: int = 0) -> float:
     """How far the fullest or busiest rank exceeds the ideal; 1 is perfect.
 
-    In the ideal every byte is held once and every look-up done once, in equal shares. A row-wise
+    Ideally, every byte is held once and every look-up is done once, in equal shares. A row-wise
     table is looked up by each of its ranks, for every id.
 
     Args:
         shards: of all tables.
         loads: look-ups of each table, in any unit.
         ranks: number of ranks.
-        room: number of weights up to which no rank counts as too full.
+        room: number of weights that a rank may hold without counting as too full.
     """
     held, busy = [0.0] * ranks, [0.0] * ranks
     useful: dict[int, float] = {}
@@ -135,7 +135,7 @@ def plan_shards(
         embedding_dim: length of a row.
         ranks: number of ranks.
         sharding_types: one of ``SHARDING_TYPES`` for each table; a replicated table has no shards.
-        loads: look-ups of each table, in any unit; equal if not known.
+        loads: look-ups of each table, in any unit; equal by default.
         page: rows of a page; row-wise shards begin at multiples of it.
         room: see :func:`imbalance`.
         column_wise: whether ``auto`` may shard column-wise.

@@ -1,13 +1,12 @@
-"""Dense tables over many processes: ids go to the holders of rows, vectors come back.
+"""Dense tables sharded over many processes.
 
-Every process holds some shards of the tables (:mod:`dlrm.distributed.planner`), small tables in
-full. A look-up sends the ids of the local samples to the holders, which look them up for the global
-batch, and send every process the vectors of its samples; the backward pass sends the gradients the
-same way back, so that a holder has the gradient rows of the global batch, which its optimizer
-applies locally. GPUs of one host do without these collectives: they read distinct rows where they
-lie, and write merged gradients there (:mod:`dlrm.distributed.peer_lookup`). One-hot batches are
-exchanged in shapes that depend on the plan alone: nothing waits for the host, and a CUDA graph can
-hold all of it.
+Every process holds some shards of the tables (:mod:`dlrm.distributed.planner`), and small tables in
+full. A look-up sends the ids of the local samples to the holders of their rows. These look them up
+for the global batch and send every process the vectors of its samples. The backward pass sends the
+gradients back, so that each holder has the row gradients of the global batch, which its optimizer
+applies locally. GPUs of one host need no collectives: they read unique rows from each other's
+memory and write merged gradients there (:mod:`dlrm.distributed.peer_lookup`). The shapes of one-hot
+batches depend only on the plan: nothing waits for the host, and a CUDA graph can capture it all.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ from dlrm.kernels.lookup.tables import lookup, lookup_tables
 from dlrm.kernels.streams import side_stream_of
 from dlrm.utils.local_shards import LocalShards, saved_weight
 
-CHUNK = 1 << 20  # rows drawn at a time
-EXCHANGE = 1  # the side stream of what is exchanged, next to the look-up of small tables
+CHUNK = 1 << 20  # rows initialized at a time
+EXCHANGE = 1  # the side stream of the exchange, next to the look-up of small tables
 
 
 class ShardedTables(Embedding):
     """Dense tables held in shards by many processes; equal to a dense group of the same seed.
 
-    The state dict has the tables as one ``weight [sum(V), D]`` whose parts lie on many processes
-    (:class:`~dlrm.utils.local_shards.LocalShards`), and takes a plain one as well.
+    The state dict has the tables as one ``weight [sum(V), D]`` in shards on many processes
+    (:class:`~dlrm.utils.local_shards.LocalShards`); a plain tensor can be loaded as well.
 
     Args:
-        plan: the processes, and the shards of this group's tables, numbered as here. Tables
-            without a shard are replicated.
+        plan: the processes, and the shards of this group's tables, numbered within the group.
+            Tables without a shard are replicated.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class ShardedTables(Embedding):
         super().__init__(num_embeddings, embedding_dim, **common)
         self.world = plan.world
         sharded = {shard.table for shard in plan.shards}
-        self.copied = [table for table in range(self.num_tables) if table not in sharded]
+        self.replicated_tables = [t for t in range(self.num_tables) if t not in sharded]
         by_table = {
             table: [s for s in plan.shards if s.table == table] for table in sorted(sharded)
         }
@@ -70,22 +69,23 @@ class ShardedTables(Embedding):
             for kind, own in kinds.items()
             if own
         )
-        rows = [self.num_embeddings[table] for table in self.copied]
+        rows = [self.num_embeddings[table] for table in self.replicated_tables]
         self.replicated = nn.Parameter(torch.empty(sum(rows), embedding_dim)) if rows else None
         for sharding, weight in zip(self._shardings(), self._new_weights(), strict=True):
             self.register_parameter(sharding.name, weight)
         self.order = [
-            *self.copied,
+            *self.replicated_tables,
             *(table for sharding in self._shardings() for table in sharding.order),
         ]
         self.register_buffer("_starts", row_offsets(rows or [0]), persistent=False)
-        self.register_buffer("_copied", torch.tensor(self.copied).long(), persistent=False)
+        replicated = torch.tensor(self.replicated_tables).long()
+        self.register_buffer("_replicated", replicated, persistent=False)
         self.register_buffer("_order", torch.tensor(self.order), persistent=False)
         self.register_buffer("_back", self._order.argsort(), persistent=False)
         self._starts: Tensor  # [replicated tables], where each begins
-        self._copied: Tensor  # [replicated tables]
+        self._replicated: Tensor  # [replicated tables]
         self._order: Tensor  # [F]
-        self._back: Tensor  # [F], place of each table among the parts
+        self._back: Tensor  # [F], position of each table in the order
         self._tables_at = row_offsets(self.num_embeddings).tolist()
         self.reset_parameters()
 
@@ -97,11 +97,11 @@ class ShardedTables(Embedding):
         where = torch.get_default_device(), torch.get_default_dtype()
         weights = [nn.Parameter(sharding.new_weight(*where)) for sharding in self._shardings()]
         for weight in weights:
-            weight.grad_dtype = None  # that in which gradients travel
+            weight.grad_dtype = None  # gradients have the type in which they are sent
         return weights
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What ``.to`` and its kind do: weights move to where peers can read them."""
+        """For ``.to`` and the like: move weights to memory that peers can read."""
         shardings = [sharding for sharding in self._shardings() if sharding.peer_lookup is not None]
         held = {sharding.name: self._parameters.pop(sharding.name) for sharding in shardings}
         super()._apply(fn, recurse)
@@ -116,33 +116,31 @@ class ShardedTables(Embedding):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the rows anew, as a dense group would: every process draws all and keeps its own."""
+        """Initialize the rows as a dense group does: every process draws all and keeps its own."""
         like = next(self.parameters())
         for table, rows in enumerate(self.num_embeddings):
             for start in range(0, rows, CHUNK):
                 drawn = like.new_empty(min(CHUNK, rows - start), self.embedding_dim)
                 nn.init.uniform_(drawn, -(rows**-0.5), rows**-0.5)
                 for name, chunk in self.chunks(table):
-                    chunk.take(self.get_parameter(name), drawn, start)
+                    chunk.copy_rows(self.get_parameter(name), drawn, start)
 
     def at_peers(self) -> list[Sharding]:
-        """Those whose rows peers read in this process's memory."""
+        """The shardings whose rows peers read in this process's memory."""
         return [sharding for sharding in self._shardings() if sharding.at_peers]
 
     def sort(self, ids: Tensor) -> list[SortedLookups]:
-        """Sort the look-ups of ``ids [F, B]`` at peers, for each sharding: needs no rows, and no
-        other process.
-        """
+        """Sort the look-ups of ``ids [F, B]`` at peers, for each sharding."""
         return [sharding.sort(ids) for sharding in self.at_peers()]
 
     def local_parameters(self) -> list[nn.Parameter]:
-        """Those of which every process has others."""
+        """The parameters that differ between processes."""
         return [self.get_parameter(sharding.name) for sharding in self._shardings()]
 
     def chunks(self, table: int) -> Iterator[tuple[str, Chunk]]:
-        """Name of a parameter and where it holds a part of the table, for each local part."""
-        if table in self.copied:
-            at = int(self._starts[self.copied.index(table)])
+        """The local chunks of a table, each with the name of the parameter that holds it."""
+        if table in self.replicated_tables:
+            at = int(self._starts[self.replicated_tables.index(table)])
             rows = (0, self.num_embeddings[table])
             yield "replicated", Chunk(at=at, rows=rows, columns=(0, self.embedding_dim))
         for sharding in self._shardings():
@@ -157,9 +155,10 @@ class ShardedTables(Embedding):
         weights: Tensor | None = None,
         context: LookupContext = NO_CONTEXT,
     ) -> list[Tensor]:
-        """As :meth:`forward`, the vectors where they arrive: ``[B, F_i, D]``, tables in ``order``.
+        """As :meth:`forward`, without copying the parts ``[B, F_i, D]`` together; tables in
+        ``order``.
 
-        Every process must call it at once.
+        Every process must call it at the same time.
         """
         if offsets is not None or weights is not None or self.padding_idx is not None:
             found = self(ids, offsets, weights, context=context)
@@ -168,7 +167,7 @@ class ShardedTables(Embedding):
             self._check(self._tables[:, None], ids)
         side, sorted_ahead = side_stream_of(ids.device, EXCHANGE), iter(context.lookups)
         with side.fork():
-            arriving = [
+            finish = [
                 sharding.start(
                     self.get_parameter(sharding.name),
                     ids,
@@ -179,18 +178,12 @@ class ShardedTables(Embedding):
             ]
         found = []
         if self.replicated is not None:
-            own = ids.index_select(0, self._copied)
+            own, sorter = ids.index_select(0, self._replicated), context.sorter
             found.append(
-                lookup_tables(
-                    self.replicated,
-                    self._starts,
-                    own,
-                    sparse=self.sparse,
-                    sorter=context.sorter,
-                )
+                lookup_tables(self.replicated, self._starts, own, sparse=self.sparse, sorter=sorter)
             )
         side.join()
-        for vectors in arriving:
+        for vectors in finish:
             found += vectors()
         return found
 
@@ -200,16 +193,16 @@ class ShardedTables(Embedding):
         return torch.cat([part.to(like) for part in found], 1).index_select(1, self._back)
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
-        """As every kind does, for other ids on every process; all must call it at once."""
+        """As every kind does, for the ids of every process; all must call it at the same time."""
         flat, own = ids.reshape(-1), tables.expand_as(ids).reshape(-1)
         sizes = self.world.sizes(len(flat), flat.device)
         pairs = torch.stack([own, flat.long()], 1)
-        asked = torch.cat(self.world.gather(pairs, sizes))
-        out = next(self.parameters()).new_zeros(len(asked), self.embedding_dim)
+        all_tables, all_ids = torch.cat(self.world.gather(pairs, sizes)).unbind(1)
+        out = next(self.parameters()).new_zeros(len(all_ids), self.embedding_dim)
         for sharding in self._shardings():
             weight = self.get_parameter(sharding.name)
             first = sharding.first_column
-            found = sharding.answer(weight, asked[:, 0], asked[:, 1], context)
+            found = sharding.lookup_local(weight, all_tables, all_ids, context)
             out = out + nn.functional.pad(
                 found, (first, self.embedding_dim - first - sharding.width)
             )
@@ -217,9 +210,9 @@ class ShardedTables(Embedding):
         got = exchange(out.view(-1), give, [flat.numel() * self.embedding_dim] * len(sizes))
         result = got.view(len(sizes), len(flat), self.embedding_dim).sum(0)
         if self.replicated is not None:
-            places = torch.full_like(self._tables, -1)
-            places[self._copied] = self._starts
-            at = places[own]
+            starts = torch.full_like(self._tables, -1)
+            starts[self._replicated] = self._starts
+            at = starts[own]
             mine = (at >= 0).nonzero()[:, 0]
             rows = (at + flat)[mine]
             local = lookup(self.replicated, rows, sparse=self.sparse, sorter=context.sorter)
@@ -228,11 +221,11 @@ class ShardedTables(Embedding):
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:
-        """Take over the local parts of dense tables, each ``[V, D]``."""
+        """Copy the local chunks of dense tables, each ``[V, D]``."""
         self._check_dense(weights)
         for table, weight in enumerate(weights):
             for name, chunk in self.chunks(table):
-                chunk.take(self.get_parameter(name), weight, 0)
+                chunk.copy_rows(self.get_parameter(name), weight, 0)
 
     def footprint(self) -> list[dict[str, int]]:
         """Bytes of each table, over all processes; replicas are counted once."""
@@ -242,9 +235,9 @@ class ShardedTables(Embedding):
     # State dicts ------------------------------------------------------------------------------
 
     def shards(self, tensors: Mapping[str, Tensor], *, per_row: bool = False) -> LocalShards:
-        """Tensors laid out like the parameters of these names as one over all processes.
+        """Shards of one tensor over all processes, from local tensors by name of the parameter.
 
-        They are the parameters, or states of an optimizer with an entry per weight or per row.
+        These are the parameters, or states of an optimizer with an entry per weight or per row.
         """
         found = []
         width = 1 if per_row else self.embedding_dim
@@ -274,14 +267,14 @@ class ShardedTables(Embedding):
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A part of a table in a parameter, beginning there at row ``at``."""
+    """A part of a table that begins at row ``at`` of a parameter."""
 
     at: int
     rows: tuple[int, int]
     columns: tuple[int, int]
 
-    def take(self, parameter: Tensor, rows: Tensor, start: int) -> None:
-        """Copy what belongs here from ``rows [n, D]``, which are the table's from ``start`` on."""
+    def copy_rows(self, parameter: Tensor, rows: Tensor, start: int) -> None:
+        """Copy the rows of this chunk from ``rows [n, D]``, the table's rows from ``start`` on."""
         low, high = max(self.rows[0], start), min(self.rows[1], start + len(rows))
         if low < high:
             to = parameter[self.at + low - self.rows[0] : self.at + high - self.rows[0]]

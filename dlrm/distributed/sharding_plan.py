@@ -1,4 +1,4 @@
-"""The sharding of a model over processes: which shards each holds, and how they are exchanged.
+"""The sharding of a model over processes: which shards each holds, and how rows are exchanged.
 
 :mod:`dlrm.distributed.planner` assigns the shards, :mod:`dlrm.distributed.sharded_tables` looks
 them up.
@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlrm.distributed.peer_memory import in_reach, one_host
+from dlrm.distributed.peer_memory import on_one_host, peers_accessible
 from dlrm.distributed.planner import Shard, describe_shards, plan_shards
 from dlrm.distributed.world import World
 from dlrm.utils.messages import did_you_mean
 
 EXCHANGES = ("auto", "peers", "collective")
-# Weights of a table from which sending rows is faster than summing the gradients of replicas, which
-# are 12,000 rows of dim 128 or 96,000 of dim 16. Measured on four H200: the Terabyte model takes
-# 4.51 ms a step if tables are sharded from 12,000 rows, 4.86 from 50,000; the Kaggle model with tt
-# takes 1.74 ms with one table of 93,145 rows sharded, 1.61 with none.
+# Number of weights from which a table is sharded by default: 12,000 rows of dim 128, or 96,000 of
+# dim 16. Measured on four H200: the Terabyte model takes 4.51 ms a step if tables are sharded from
+# 12,000 rows, 4.86 from 50,000; the Kaggle model with tt takes 1.74 ms with one table of 93,145
+# rows sharded, 1.61 with none.
 LARGE = 1_536_000
 
 
@@ -34,8 +34,8 @@ class ShardingPlan:
     shards: Sequence[Shard]
     """Of the tables that are not replicated."""
     comm_dtype: torch.dtype | None = None
-    """Type in which vectors and gradients travel, other than rows that peers read; None: theirs,
-    and sums of gradients between peers in fp32 at least."""
+    """Type in which vectors and gradients are sent, except rows that peers read. None: their own,
+    and at least fp32 for sums of gradients between peers."""
     peers: bool = False
     """Whether processes read and write rows in each other's memory."""
     text: str = ""
@@ -66,18 +66,17 @@ def make_sharding_plan(
         rule: rule of the optimizer of the embeddings, one of ``dlrm.kernels.update.rules.RULES``.
         by: sharding type, one of ``planner.SHARDING_TYPES``.
         tables: sharding types of single tables by name.
-        threshold: dense tables of fewer rows are replicated; None for as many rows as have
-            ``LARGE`` weights.
+        threshold: replicate dense tables with fewer rows; None: with fewer than ``LARGE`` weights.
         comm_dtype: fp32 or bf16, see :class:`ShardingPlan`.
-        exchange: peers, collective, or auto: peers where GPUs of one host reach each other.
+        exchange: peers, collective, or auto: peers if GPUs of one host can access each other.
 
     Returns:
         None if nothing is sharded: with one process, or if all tables are replicated.
 
     Raises:
         ValueError: an unknown name, sharding type or exchange; a table whose kind or optimizer rule
-            does not allow its sharding type; pages with devices of their own; or processes that
-            can't be peers.
+            does not allow its sharding type; pages on devices of their own; or processes that
+            can't access each other.
     """
     num_embeddings, plan = spec["num_embeddings"], spec["plan"]
     _check_exchange(world, exchange)
@@ -86,7 +85,7 @@ def make_sharding_plan(
     types = _sharding_types(names, spec, by, tables or {}, sharded_from(threshold, dim))
     if world.size == 1 or set(types) == {"replicate"}:
         return None
-    whole_rows = rule == "rowwise_adagrad"  # its one sum of a row is of all columns
+    whole_rows = rule == "rowwise_adagrad"  # its state of a row is a sum over all columns
     if whole_rows and "column" in types:
         raise ValueError(
             f"--sharding shards {names[types.index('column')]} by column, but --optim.embeddings "
@@ -96,7 +95,7 @@ def make_sharding_plan(
     page = min((o["page_size"] for _, o in plan if "page_size" in o), default=1)
     loads = [float(count.sum()) for count in counts()] if counts else [1.0] * len(names)
     narrow = torch.bfloat16 if comm_dtype == "bf16" else None
-    peers = exchange == "peers" or (exchange == "auto" and in_reach(world))
+    peers = exchange == "peers" or (exchange == "auto" and peers_accessible(world))
     shards = plan_shards(
         num_embeddings, dim, world.size, sharding_types=types, loads=loads,
         page=page, room=_room() if peers else 0, column_wise=not whole_rows,
@@ -148,7 +147,7 @@ def _check_devices(world: World, plan: Sequence[tuple[str, Mapping[str, Any]]]) 
 def _room() -> int:
     """Number of weights that fit into a third of each GPU's memory, with optimizer state.
 
-    Up to this size, whole tables are faster than balanced memory.
+    Up to this size, table-wise sharding is faster than balanced memory.
     """
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return min((gpu.total_memory // 12 for gpu in gpus), default=0)
@@ -157,12 +156,12 @@ def _room() -> int:
 def _check_exchange(world: World, exchange: str) -> None:
     if exchange not in EXCHANGES:
         raise ValueError(f"unknown exchange {exchange!r}{did_you_mean(exchange, EXCHANGES)}")
-    if exchange == "peers" and not one_host(world):
+    if exchange == "peers" and not on_one_host(world):
         raise ValueError(
             "--sharding.exchange peers needs all processes on one host, these are on several: use "
             "--sharding.exchange collective"
         )
-    if exchange == "peers" and world.device.type == "cuda" and not in_reach(world):
+    if exchange == "peers" and world.device.type == "cuda" and not peers_accessible(world):
         raise ValueError(
             "--sharding.exchange peers needs GPUs that read each other's memory, these can't: use "
             "--sharding.exchange collective"

@@ -1,4 +1,4 @@
-"""The shards of tables that are split in one way, and the exchange of their rows."""
+"""Sharding strategies: table-wise, row-wise and column-wise, and the exchange of their rows."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from dlrm.kernels.lookup.tables import lookup, lookup_tables
 
 
 class Sharding(nn.Module, ABC):
-    """The shards of tables that are split in one way, and the exchange with their holders.
+    """The shards of tables with one sharding type, and the exchange of rows with their holders.
 
     Args:
         shards: of all ranks.
         num_tables: tables of the group.
         world: the processes.
-        comm_dtype: type in which vectors and gradients travel; rows that peers read keep theirs.
-        peers: processes read rows and write gradients in each other's memory, where they can.
+        comm_dtype: type in which vectors and gradients are sent; rows that peers read keep theirs.
+        peers: processes read rows and write gradients in each other's memory, if they can.
     """
 
     name = ""
@@ -52,33 +52,32 @@ class Sharding(nn.Module, ABC):
             at.append(at[-1] + shard.height)
         self.height = at.pop()
         held: Mapping[str, list[int]] = {
-            "_ask": [shard.table for own in self.by_rank for shard in own],
+            "_requested": [shard.table for own in self.by_rank for shard in own],
             "_mine": [shard.table for shard in self.mine],
             "_first": [0] * num_tables,
             "_count": [0] * num_tables,
-            "_place": [0] * num_tables,
+            "_start": [0] * num_tables,
         }
         for shard, begin in zip(self.mine, at, strict=True):
             held["_first"][shard.table] = shard.rows[0]
             held["_count"][shard.table] = shard.height
-            held["_place"][shard.table] = begin
+            held["_start"][shard.table] = begin
         for name, values in held.items():
             self.register_buffer(name, torch.tensor(values).long(), persistent=False)
-        self._ask: Tensor  # tables that each rank holds a shard of, rank after rank
+        self._requested: Tensor  # tables that each rank holds a shard of, rank after rank
         self._mine: Tensor  # tables that this rank holds a shard of
         self._first: Tensor  # [F], first row of the local shard of each table
-        self._count: Tensor  # [F], its rows; 0 where there is none
-        self._place: Tensor  # [F], where it begins in the weight
+        self._count: Tensor  # [F], its rows; 0 without one
+        self._start: Tensor  # [F], where it begins in the weight
         self.peer_lookup: PeerLookup | None = None
         if peers and len({shard.width for shard in shards}) == 1:
-            self._reach()
+            self._make_peer_lookup()
 
-    def _reach(self) -> None:
-        """Give every row the key by which peers look it up."""
+    def _make_peer_lookup(self) -> None:
         heights = [sum(shard.height for shard in own) for own in self.by_rank]
-        asked = [len(own) for own in self.by_rank]
+        lookups = [len(own) for own in self.by_rank]
         self.peer_lookup = PeerLookup(
-            self.world, max(heights) + 1, self.width, asked, self.comm_dtype
+            self.world, max(heights) + 1, self.width, lookups, self.comm_dtype
         )
         keys: dict[Shard, int] = {}  # of the first row of a shard
         for rank, own in enumerate(self.by_rank):
@@ -94,8 +93,8 @@ class Sharding(nn.Module, ABC):
 
     def _slots_of(self, keys: Mapping[Shard, int]) -> dict[str, list[int]]:
         """What :meth:`keys` needs, from the key of each shard's first row."""
-        place = {table: index for index, table in enumerate(self.order)}
-        slots = sorted(keys, key=lambda shard: (place[shard.table], shard.columns))
+        position = {table: index for index, table in enumerate(self.order)}
+        slots = sorted(keys, key=lambda shard: (position[shard.table], shard.columns))
         return {
             "_slot_tables": [shard.table for shard in slots],
             "_slot_keys": [keys[shard] for shard in slots],
@@ -112,31 +111,31 @@ class Sharding(nn.Module, ABC):
         return self.peer_lookup.sort(self.keys(ids))
 
     def keys(self, ids: Tensor) -> Tensor:
-        """By which peers look up ``ids [F, B]``: ``[B, S]``, S a multiple of the tables."""
+        """The keys by which ``ids [F, B]`` are looked up at peers, ``[B, S]``."""
         keys = ids.index_select(0, self._slot_tables) + self._slot_keys[:, None]
         return keys.t().contiguous()
 
     @property
     def order(self) -> list[int]:
-        """The tables in the order in which their vectors are given."""
+        """The tables in the order in which their vectors are returned."""
         return self.tables
 
     def held(self) -> Iterator[tuple[Shard, int]]:
         """The local shards and where each begins in the weight."""
         for shard in self.mine:
-            yield shard, int(self._place[shard.table])
+            yield shard, int(self._start[shard.table])
 
-    def answer(
+    def lookup_local(
         self, weight: Tensor, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT
     ) -> Tensor:
-        """Rows of ``ids`` of ``tables``, ``[..., width]``; zeros for those that others hold."""
+        """Rows of ``ids`` of ``tables``, ``[..., width]``; zeros for those of other ranks."""
         rows = ids - self._first[tables]
         inside = (rows >= 0) & (rows < self._count[tables])
-        rows = torch.where(inside, rows + self._place[tables], self.height)
+        rows = torch.where(inside, rows + self._start[tables], self.height)
         return lookup(weight, rows, sparse=True, sorter=context.sorter) * inside[..., None]
 
     def new_weight(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Zeros for the local rows, and one row more, for ids that others hold."""
+        """Zeros for the local rows, and one more row, for ids of other ranks."""
         if self.peer_lookup is not None:
             return self.peer_lookup.new_weight(self.height + 1, device, dtype)
         return torch.zeros(self.height + 1, self.width, device=device, dtype=dtype)
@@ -154,11 +153,11 @@ class Sharding(nn.Module, ABC):
             weight: the local rows.
             ids: of this process's samples.
             context: see ``Embedding.forward``.
-            lookups: what :meth:`sort` gives for the ids, where it is known.
+            lookups: the result of :meth:`sort`, if the ids were sorted ahead.
 
         Returns:
-            What gives the full vectors ``[B, F_i, D]``, tables in ``order``, to be called where
-            they are wanted.
+            A function that returns the full vectors ``[B, F_i, D]``, tables in ``order``, and joins
+            what of the exchange is still running.
         """
         peers = self.peer_lookup if context.equal_sizes else None
         if peers is not None and peers.serves(weight):
@@ -167,27 +166,22 @@ class Sharding(nn.Module, ABC):
         return partial(self.finish, self._exchange(weight, ids, context))
 
     def _exchange(self, weight: Tensor, ids: Tensor, context: LookupContext) -> list[Tensor]:
-        """Ids to their holders, and vectors back: from every rank ``[B, shards, width]``."""
+        """Send ids to their holders and receive vectors: ``[B, shards, width]`` of every rank."""
         batch = ids.shape[1]
         sizes = self.world.sizes(batch, ids.device, equal=context.equal_sizes)
-        asked = exchange(
-            ids.index_select(0, self._ask).view(-1),
+        counts = [len(self.mine) * size for size in sizes]
+        received = exchange(
+            ids.index_select(0, self._requested).view(-1),
             [len(own) * batch for own in self.by_rank],
-            [len(self.mine) * size for size in sizes],
+            counts,
         )
-        asked = torch.cat(
-            [
-                part.view(len(self.mine), size)
-                for part, size in zip(
-                    asked.split([len(self.mine) * size for size in sizes]), sizes, strict=True
-                )
-            ],
-            dim=1,
-        )  # [shards, global batch]
-        if self.complete:
-            found = lookup_tables(weight, self._place[self._mine], asked, sorter=context.sorter)
+        parts = zip(received.split(counts), sizes, strict=True)
+        requests = torch.cat([part.view(len(self.mine), size) for part, size in parts], dim=1)
+        if self.complete:  # requests are [shards, global batch]
+            found = lookup_tables(weight, self._start[self._mine], requests, sorter=context.sorter)
         else:
-            found = self.answer(weight, self._mine[:, None], asked, context).transpose(0, 1)
+            found = self.lookup_local(weight, self._mine[:, None], requests, context)
+            found = found.transpose(0, 1)
         widths = [own[0].width if own else 0 for own in self.by_rank]
         get = [batch * len(own) * w for own, w in zip(self.by_rank, widths, strict=True)]
         give = [size * len(self.mine) * self.width for size in sizes]
@@ -200,13 +194,13 @@ class Sharding(nn.Module, ABC):
 
     @abstractmethod
     def finish(self, chunks: list[Tensor]) -> list[Tensor]:
-        """Full vectors ``[B, F_i, D]`` from what every rank that holds a shard has sent."""
+        """Full vectors ``[B, F_i, D]`` from those that the holders of shards sent."""
 
 
 class TableWise(Sharding):
-    """Tables that are on one rank each: the vectors that arrive are complete."""
+    """Tables that are on one rank each, which sends full vectors."""
 
-    name = "whole"
+    name = "table_wise"
 
     @property
     def order(self) -> list[int]:
@@ -217,9 +211,9 @@ class TableWise(Sharding):
 
 
 class RowWise(Sharding):
-    """Tables split by rows: of every sample one holder sends the row, the others zeros."""
+    """Tables split by rows: for every id one holder sends the row, the others zeros."""
 
-    name = "by_rows"
+    name = "row_wise"
 
     def __init__(
         self,
@@ -230,12 +224,12 @@ class RowWise(Sharding):
         peers: bool,
     ) -> None:
         super().__init__(shards, num_tables, world, comm_dtype, peers)
-        place = {table: slot for slot, table in enumerate(self.tables)}
-        slots = [place[shard.table] for own in self.by_rank for shard in own]
+        position = {table: slot for slot, table in enumerate(self.tables)}
+        slots = [position[shard.table] for own in self.by_rank for shard in own]
         self.register_buffer("_slots", torch.tensor(slots), persistent=False)
-        self._slots: Tensor  # place in the output of all that arrives
+        self._slots: Tensor  # position of each received vector in the output
         self._firsts: Tensor  # [shards], first row of each, one table after another
-        self._moves: Tensor  # [shards], how far the keys of its rows are from there
+        self._shifts: Tensor  # [shards], keys of its rows minus these rows
 
     def _slots_of(self, keys: Mapping[Shard, int]) -> dict[str, list[int]]:
         starts = [0]
@@ -247,25 +241,25 @@ class RowWise(Sharding):
             "_slot_tables": self.tables,
             "_slot_keys": starts[:-1],
             "_firsts": [first[shard] for shard in ordered],
-            "_moves": [keys[shard] - first[shard] for shard in ordered],
+            "_shifts": [keys[shard] - first[shard] for shard in ordered],
         }
 
     def keys(self, ids: Tensor) -> Tensor:
         rows = super().keys(ids)
         shard = torch.searchsorted(self._firsts, rows, right=True) - 1
-        return rows + self._moves[shard]
+        return rows + self._shifts[shard]
 
     def finish(self, chunks: list[Tensor]) -> list[Tensor]:
-        arrived = torch.cat(chunks, dim=1)
-        arrived = arrived.to(torch.promote_types(arrived.dtype, torch.float32))
-        out = arrived.new_zeros(len(arrived), len(self.tables), self.width)
-        return [out.index_add(1, self._slots, arrived)]
+        received = torch.cat(chunks, dim=1)
+        received = received.to(torch.promote_types(received.dtype, torch.float32))
+        out = received.new_zeros(len(received), len(self.tables), self.width)
+        return [out.index_add(1, self._slots, received)]
 
 
 class ColumnWise(Sharding):
     """Tables split by columns: every holder sends a part of every vector."""
 
-    name = "by_columns"
+    name = "column_wise"
 
     def finish(self, chunks: list[Tensor]) -> list[Tensor]:
         return [torch.cat(chunks, dim=2)]

@@ -28,7 +28,7 @@ TIMEOUT = timedelta(minutes=30)  # of a collective: others wait while one evalua
 class World:
     """The processes of a run, and this one among them.
 
-    A process alone needs no process group: every exchange is then the identity.
+    A single process needs no process group: every collective is then the identity.
 
     Args:
         rank: of this process.
@@ -39,7 +39,9 @@ class World:
     size: int = 1
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     """Where this process computes."""
-    _endings: list[WeakMethod[Callable[[], object]]] = field(default_factory=list, repr=False)
+    _before_leaving: list[WeakMethod[Callable[[], object]]] = field(
+        default_factory=list, repr=False
+    )
     _store: dist.Store | None = field(default=None, repr=False)
 
     @classmethod
@@ -57,8 +59,8 @@ class World:
         """All ranks, from this one on."""
         return [(self.rank + step) % self.size for step in range(self.size)]
 
-    def meet(self) -> None:
-        """Find the other processes, so that one can speak for all; needs no device."""
+    def rendezvous(self) -> None:
+        """Connect to the store that the processes share; needs no device."""
         if self.size > 1 and self._store is None:
             store, _, _ = next(rendezvous("env://", timeout=TIMEOUT))
             self._store = dist.PrefixStore("dlrm", store)
@@ -69,11 +71,11 @@ class World:
         if self.size > 1:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            # Its functions keep the group of when it is imported, which torch else does to compile;
-            # a group that is kept has threads that may abort the process at its end.
+            # This module keeps a reference to the group at its import, which torch.compile triggers
+            # otherwise. The threads of such a group may abort the process at exit.
             import_module("torch.distributed.nn.functional")
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            self.meet()
+            self.rendezvous()
             assert self._store is not None
             group = dist.PrefixStore("group", self._store)
             dist.init_process_group(
@@ -83,28 +85,28 @@ class World:
         return device
 
     def before_leaving(self, act: Callable[[], object]) -> None:
-        """Have a method called before the process group is left, if its object is still there:
-        captured graphs that exchange values must be gone by then.
+        """Call a method before the process group is destroyed, if its object still exists:
+        captured graphs with collectives must be dropped by then.
         """
-        self._endings.append(WeakMethod(act))
+        self._before_leaving.append(WeakMethod(act))
 
     def leave(self) -> None:
-        """Leave the process group; nothing is waited for."""
-        for ending in self._endings:
-            if (act := ending()) is not None:
+        """Destroy the process group without waiting for the others."""
+        for reference in self._before_leaving:
+            if (act := reference()) is not None:
                 act()
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
     def share(self, batch_size: int, *, even: bool = True) -> int:
-        """Samples of each process in a batch of all.
+        """Samples per process of a global batch.
 
         Args:
-            batch_size: of all.
-            even: it must be shared out evenly; else it is rounded up.
+            batch_size: of the global batch.
+            even: require equal shares; otherwise round up.
 
         Raises:
-            ValueError: it can't be.
+            ValueError: the shares are not equal.
         """
         share, rest = divmod(batch_size, self.size)
         if not even:
@@ -112,13 +114,13 @@ class World:
         if rest:
             raise ValueError(
                 f"--batch_size {batch_size} can't be shared evenly by {self.size} processes: use "
-                f"{max(share, 1) * self.size} or {(max(share, 1) + 1) * self.size}, or, to go on "
-                "with a run, a number of processes that divides it"
+                f"{max(share, 1) * self.size} or {(max(share, 1) + 1) * self.size}, or, to resume "
+                "a run, a number of processes that divides it"
             )
         return share
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What the first process makes, on every process."""
+        """Call ``make`` on the first process and return its result on every process."""
         if self.size == 1:
             return make()
         box: list[Any] = [make() if self.first else None]
@@ -126,14 +128,14 @@ class World:
         return box[0]
 
     def print_error_once(self, text: str) -> None:
-        """Print on stderr what several processes may have to report: the first to get here does."""
-        if self._is_first_to("say"):
+        """Print an error that several processes may report: only the first to get here prints."""
+        if self._is_first_to("print an error"):
             print(text, file=sys.stderr)
 
     @contextmanager
     def print_once(self) -> Iterator[None]:
-        """Print once what every process prints inside: the first to reach the end does, since
-        torchrun ends the others when one ends with an error.
+        """Print once what every process prints inside the block. The first to reach the end prints,
+        since torchrun ends the others when one exits with an error.
         """
         if self.size == 1:
             yield
@@ -143,7 +145,7 @@ class World:
             with redirect_stdout(out), redirect_stderr(error):
                 yield
         finally:
-            if self._is_first_to("say alike"):
+            if self._is_first_to("print"):
                 print(out.getvalue(), end="", flush=True)
                 print(error.getvalue(), end="", file=sys.stderr, flush=True)
 
@@ -159,7 +161,7 @@ class World:
             dist.barrier()
 
     def sizes(self, count: int, device: torch.device, *, equal: bool = False) -> list[int]:
-        """``count`` of every rank; known to be ``equal``, they need not be exchanged."""
+        """``count`` of every rank; if they are ``equal``, nothing is exchanged."""
         if equal or self.size == 1:
             return [count] * self.size
         mine = torch.tensor([count], device=device)
@@ -182,7 +184,7 @@ class World:
         self, tables: Tensor, ids: Tensor, *, equal: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Tables and ids of a batch over all processes, in its order: ``[F, 1]`` and ``[F, B]``, or
-        both ``[nnz]``, table by table. With ``equal`` every process has as many.
+        both ``[nnz]``, table by table. With ``equal`` every process has the same number.
         """
         sizes = self.sizes(ids.shape[-1], ids.device, equal=equal)
         if ids.dim() == 2:
@@ -197,7 +199,7 @@ class World:
         """Logits and labels of all rows of a split, on every rank, in the order of the rows.
 
         Args:
-            logits, labels: of this rank's share of every batch, as ``CriteoLoader`` deals them out.
+            logits, labels: of this rank's share of every batch of a ``CriteoLoader``.
             rows: of the split.
             share: samples of each rank in a batch.
         """
@@ -224,11 +226,11 @@ def _report_lost_peer(
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """Report in one line that a collective failed because another process is gone, unless that one
-    has reported why.
+    """Report in one line that a collective failed because another process is gone, unless that
+    process has printed an error.
     """
     if issubclass(kind, RuntimeError) and "by peer" in str(error):
-        world.print_error_once("error: another process has ended, see what was said of it")
+        world.print_error_once("error: another process has ended; see its error")
     else:
         otherwise(kind, error, trace)
 
@@ -236,13 +238,13 @@ def _report_lost_peer(
 def exchange(
     x: Tensor, give: Sequence[int], get: Sequence[int], comm_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Send a part of ``x`` to every rank, and receive one from each; its gradient goes back.
+    """All-to-all: send a part of ``x`` to every rank, and receive one from each; differentiable.
 
     Args:
         x: ``[n]``, one part after the other.
         give: elements for each rank, summing to n.
         get: elements from each rank.
-        comm_dtype: type in which values and gradients travel; their own if None.
+        comm_dtype: type in which values and gradients are sent; that of ``x`` if None.
 
     Returns:
         ``[sum(get)]``, of that type.

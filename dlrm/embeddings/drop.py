@@ -57,7 +57,7 @@ class Drop(SharedRows):
         counts: Sequence[Tensor] | None = None,
         weight_bytes: int = 4,
     ) -> list[dict[str, Any] | None]:
-        """Keep the ids that are most frequent in all tables together; see :class:`Embedding`.
+        """Keep the ids that are most frequent in all tables together.
 
         Without ``counts`` every table keeps the same number of ids.
         """

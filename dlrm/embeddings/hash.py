@@ -64,5 +64,5 @@ class Hash(SharedRows):
         counts: Sequence[Tensor] | None = None,
         weight_bytes: int = 4,
     ) -> list[dict[str, Any] | None]:
-        """The largest ``rows``, the same for all tables, that fits; see :class:`Embedding`."""
+        """The largest ``rows``, the same for all tables, that fits."""
         return max_rows_options(num_embeddings, weight_bytes * embedding_dim, budget, cls.kind())

@@ -1,4 +1,4 @@
-"""Optimizers that update only the rows a batch touched, and the learning-rate schedule."""
+"""Optimizers that update only the rows that a batch uses, and the learning-rate schedule."""
 
 from dlrm.kernels.update.rules import RULES
 from dlrm.optim.row_optimizer import RowOptimizer, apply_in_backward, gradient_norm

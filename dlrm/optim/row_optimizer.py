@@ -1,4 +1,4 @@
-"""Optimizers that update only the rows a batch touched, and the learning-rate schedule."""
+"""Optimizers that update only the rows that a batch uses."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from dlrm.kernels.update.sparse import update_rows
 class RowOptimizer(torch.optim.Optimizer):
     """The rules of ``torch.optim`` for parameters with dense or sparse gradients.
 
-    A sparse gradient (COO, one entry per look-up, as the embeddings give) updates the rows it
-    names and no others; equal ids are merged first, so a row used twice with gradients 1 and 10
-    moves by -11 under SGD with learning rate 1. Momentum, decay and all else a rule does happens
-    to a row when it is touched; touched in every step it moves as under ``torch.optim``, bias
-    corrections included: steps are counted per row. A parameter with a dense gradient is updated
-    in full. The learning rate is a tensor, so that a captured CUDA graph sees it change.
+    A sparse gradient (COO, one entry per look-up, as of the embeddings) updates only the rows that
+    have entries. Equal ids are merged first, so a row used twice with gradients 1 and 10 moves by
+    -11 under SGD with learning rate 1. Momentum and decay apply to a row only when it is used. A
+    row used in every step moves as under ``torch.optim``, bias corrections included: steps are
+    counted per row. A parameter with a dense gradient is updated in full. The learning rate is a
+    tensor, so that a captured CUDA graph sees it change.
 
-    Row-wise Adagrad keeps one accumulator per row, the running sum of the mean of the squared
-    gradient over the row.
+    Row-wise Adagrad keeps one accumulator per row, the sum of the mean squared gradients of the
+    row.
 
-    The state of bf16 parameters is fp32 (bf16 has no number next to 256 that is one larger), and
-    they are updated with stochastic rounding, so that steps too small for bf16 count on average.
+    The state of bf16 parameters is in fp32 (in bf16, 256 + 1 is 256). They are updated with
+    stochastic rounding, so that steps too small for bf16 count on average.
 
     Args:
         params: parameters or parameter groups.
-        rule: one of :data:`RULES`.
+        rule: one of :data:`dlrm.optim.RULES`.
         lr: learning rate.
         stochastic: update bf16 parameters with stochastic rounding; otherwise round to nearest.
         options: those of the rule, named as in ``torch.optim``; see
         ``dlrm.kernels.update.rules.OPTIONS``.
 
     Raises:
-        ValueError: an unknown rule, an option it has no use for, or a value out of range.
+        ValueError: an unknown rule, an option of another rule, or a value out of range.
 
     Reference: Duchi et al., JMLR 2011 (Adagrad); Kingma and Ba, ICLR 2015 (Adam, Adamax);
     Loshchilov and Hutter, ICLR 2019 (AdamW); Zeiler, arXiv 1212.5701 (Adadelta).
@@ -65,11 +65,11 @@ class RowOptimizer(torch.optim.Optimizer):
         super().__init__(params, {"rule": rule, "lr": lr, **OPTIONS[rule], **options})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take on further parameters, with options of their own where the group has them."""
+        """Add parameters, with the options of the group or else those of the optimizer."""
         rule = param_group.get("rule", self.defaults["rule"])
         make_rule(rule)
         for name, value in {**OPTIONS[rule], **self._given}.items():
-            param_group.setdefault(name, value)  # another rule than that of the others has its own
+            param_group.setdefault(name, value)  # the rule may differ from that of the others
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         lr = float(group["lr"])
@@ -89,8 +89,8 @@ class RowOptimizer(torch.optim.Optimizer):
         """Apply the gradients.
 
         Args:
-            closure: computes them, and gives the loss, which is returned.
-            sorter: the one that the look-ups had; it has sorted the rows of sparse gradients.
+            closure: computes them and returns the loss, which this returns too.
+            sorter: that of the look-ups, which sorted the rows of sparse gradients.
         """
         loss = None
         if closure is not None:
@@ -111,12 +111,12 @@ class RowOptimizer(torch.optim.Optimizer):
     def _update_rows(
         self, parameter: Tensor, rule: Rule, group: dict[str, Any], sorter: RowSorter | None
     ) -> None:
-        """Update the rows that a sparse gradient names."""
+        """Update the rows of a sparse gradient."""
         assert parameter.grad is not None
         rows, cached = parameter.grad._indices()[0], cached_rows(parameter)
         states, device = self._states(parameter, rule), parameter.device
         if cached is not None and not cached.keeps(states):
-            cached.stop()  # it was that of a later optimizer, or none
+            cached.stop()  # it moves the states of another optimizer, or none
             cached = None
         with torch.cuda.device_of(parameter):  # kernels start on the current GPU
             update_rows(
@@ -132,7 +132,7 @@ class RowOptimizer(torch.optim.Optimizer):
             )
 
     def _update_dense(self, parameters: list[Tensor], rule: Rule, group: dict[str, Any]) -> None:
-        """Update parameters with dense gradients, few launches for all of them."""
+        """Update parameters with dense gradients, in few launches."""
         for parameter in parameters:
             if (cached := cached_rows(parameter)) is not None:
                 cached.release()
@@ -149,27 +149,27 @@ class RowOptimizer(torch.optim.Optimizer):
             )
 
     def _states(self, parameter: Tensor, rule: Rule) -> list[Tensor]:
-        """What the rule keeps for a parameter."""
+        """The states of the rule for a parameter."""
         states = self.state[parameter]
         if states.keys() != rule.states.keys():
             raise ValueError(
-                f"momentum became {rule.momentum} after the optimizer was made with another: keep "
-                "it at 0, or above 0, from the start; OneCycleLR does with cycle_momentum=False"
+                f"momentum became {rule.momentum} after the optimizer was created: keep it at 0, "
+                "or above 0, from the start (for OneCycleLR set cycle_momentum=False)"
             )
         return list(states.values())
 
     def _seed(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> Tensor | None:
-        """The seed of an update on one device, which moves it on; None if it rounds nothing."""
+        """The seed of an update on one device, which advances it; None if nothing is rounded."""
         if not any(map(self._rounds, parameters)):
             return None
         if "seed" not in group:
             raise ValueError(
-                "parameters became bf16 after their optimizer was made: cast them first"
+                "parameters became bf16 after their optimizer was created: cast them first"
             )
         seed: Tensor = group["seed"]
         here = seed.to(parameters[0].device)
         if here is not seed:
-            seed.add_(1)  # the update moves the copy on
+            seed.add_(1)  # the update advances only the copy
         return here
 
     def _rounds(self, parameter: Tensor) -> bool:
@@ -178,26 +178,25 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def reset_rows(self, parameter: Tensor, rows: Tensor, sources: Tensor | None = None) -> None:
-        """Forget the state of some rows, whose meaning has changed (a cache slot's new owner).
-
-        They get that of the rows ``sources``, of which they are copies, or none.
+        """Reset the state of rows that stand for other ids now, as when a cache slot changes owner:
+        to that of the rows ``sources`` that they copy, or to zero.
         """
         for state in self.state[parameter].values():
             state[rows] = 0 if sources is None else state[sources]
 
     def state_bytes(self, parameters: Iterable[Tensor]) -> int:
-        """Bytes of optimizer state kept for ``parameters``."""
+        """Bytes of the optimizer state of ``parameters``."""
         states = (self.state[parameter] for parameter in parameters if parameter in self.state)
         return sum(tensor.nbytes for state in states for tensor in state.values())
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore states and rates in place, so that a captured graph keeps seeing them, and all
-        else that the groups held, such as options and what a schedule of torch keeps there.
+        """Restore states and rates in place, so that captured graphs see them, and whatever else
+        the groups held, such as options and values of a ``torch`` scheduler.
         """
         saved = state_dict["param_groups"]
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
-            raise ValueError("the saved optimizer is of other parameters than this one")
+            raise ValueError("the saved optimizer has other parameters than this one")
         for group, old in zip(self.param_groups, saved, strict=True):
             if (rule := old.get("rule", "one of torch.optim")) != group["rule"]:
                 raise ValueError(f"the saved optimizer is {rule}, this is {group['rule']}")
@@ -215,7 +214,7 @@ class RowOptimizer(torch.optim.Optimizer):
                     if given[name].shape != tensor.shape:
                         raise ValueError(
                             f"the saved {name} has shape {tuple(given[name].shape)}, this "
-                            f"optimizer's has {tuple(tensor.shape)}: it is of other parameters"
+                            f"optimizer's has {tuple(tensor.shape)}: it has other parameters"
                         )
                 if (cached := cached_rows(parameter)) is not None:
                     cached.release()
@@ -225,13 +224,13 @@ class RowOptimizer(torch.optim.Optimizer):
             group.update({name: deepcopy(old[name]) for name in old.keys() - in_place})
 
     def state_dict(self) -> dict[str, Any]:
-        """As in the base class; of rows in host memory it is the state of all, cached ones too."""
+        """As in the base class, after writing cached rows back to host memory."""
         for _, cached in _caches(self):
             cached.release()
         return super().state_dict()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy has: the base class names its own attributes alone."""
+        """For copies: the base class returns only its own attributes."""
         for _, cached in _caches(self):
             cached.flush()
         own = {"_stochastic": self._stochastic, "_given": self._given}
@@ -239,28 +238,28 @@ class RowOptimizer(torch.optim.Optimizer):
 
 
 def apply_in_backward(optimizers: Iterable[RowOptimizer]) -> FusedUpdates:
-    """Let a backward pass update parameters itself, where that spares it their gradients.
+    """Let the backward pass update parameters itself where that saves writing their gradients.
 
     ::
 
         with apply_in_backward([optimizer]) as updates:
             loss(bag(ids, context=LookupContext(updates=updates))).backward()
-        optimizer.step()  # whatever has a gradient
+        optimizer.step()  # all parameters that have a gradient
         optimizer.zero_grad()
 
-    This updates middle cores of tensor trains in fp32 that Triton kernels look up, once in the
-    block: by SGD, Adagrad, and row-wise Adagrad up to 64 columns of a slice, ``q_k r_k`` (with
-    four cores ``r_{k-1} q_k`` for the third), all without momentum and decay. The others have
-    their gradients as usual.
+    It applies to the middle cores of tensor trains in fp32 that Triton kernels look up once in the
+    block, under SGD, Adagrad, and row-wise Adagrad up to 64 columns of a slice, ``q_k r_k`` (with
+    four cores ``r_{k-1} q_k`` for the third), without momentum and decay. All other parameters
+    have gradients as usual.
 
-    For a step in which nobody asks for the gradients: no clipping, no norms, no sum over processes
-    or over several backward passes, no other use of the cores than their look-up.
+    Use it for steps that need no gradients: without clipping or norms, without a sum over processes
+    or several backward passes, and with cores that are used for look-ups only.
 
     Args:
         optimizers: those of the model's parameters.
 
     Raises:
-        ValueError: on a look-up after the backward pass of the block.
+        ValueError: a look-up after the backward pass of the block.
     """
     parameters: list[Tensor] = []
     updates = []
@@ -268,7 +267,7 @@ def apply_in_backward(optimizers: Iterable[RowOptimizer]) -> FusedUpdates:
         for group in optimizer.param_groups:
             rule = _rule_of(group)
             for parameter in group["params"]:
-                if parameter.grad is None:  # else it is a sum
+                if parameter.grad is None:  # else gradients are being accumulated
                     lr, states = _rate(group).to(parameter.device), optimizer.state[parameter]
                     parameters.append(parameter)
                     updates.append(FusedUpdate(rule=rule, lr=lr, states=list(states.values())))
@@ -276,7 +275,7 @@ def apply_in_backward(optimizers: Iterable[RowOptimizer]) -> FusedUpdates:
 
 
 def _caches(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, CachedRows]]:
-    """The parameters with a cache of rows before them, and that."""
+    """The parameters with a cache of rows, and the caches."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if (cached := cached_rows(parameter)) is not None:
@@ -284,7 +283,7 @@ def _caches(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, CachedRo
 
 
 def _write_back(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Before a step of another optimizer, which knows no caches: end those of its parameters."""
+    """Before a step of another optimizer, which ignores caches: stop those of its parameters."""
     if isinstance(optimizer, RowOptimizer):
         return
     for parameter, cached in _caches(optimizer):
@@ -311,7 +310,7 @@ def _device(group: dict[str, Any]) -> torch.device | None:
 
 
 def _rate(group: dict[str, Any]) -> Tensor:
-    """The learning rate of a group; a number that was set by hand becomes a tensor."""
+    """The learning rate of a group; a number that someone set becomes a tensor."""
     if not isinstance(group["lr"], Tensor):
         group["lr"] = torch.tensor(float(group["lr"]), device=_device(group))
     rate: Tensor = group["lr"]
@@ -319,7 +318,7 @@ def _rate(group: dict[str, Any]) -> Tensor:
 
 
 def _new_state(parameter: Tensor, rule: Rule) -> dict[str, Tensor]:
-    """Zeros for what the rule keeps; of rows in host memory they lie there too, and move along."""
+    """Zeros for the states of the rule, which move with rows in host memory."""
     wide, row = _wide(parameter), (*parameter.shape[:1], *[1] * (parameter.dim() - 1))
     cached = cached_rows(parameter)
     if cached is not None:
@@ -338,7 +337,7 @@ def _new_state(parameter: Tensor, rule: Rule) -> dict[str, Tensor]:
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The 2-norm of all gradients together, equal ids merged first; 0-d, on their first device.
 
-    Those of type ``ReplicaParameter`` have another one's gradient and do not count.
+    A ``ReplicaParameter`` has the gradient of another parameter and does not count.
     """
     norms: list[Tensor] = []
     for parameter in parameters:
@@ -353,8 +352,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 def _merged(grad: Tensor) -> Tensor:
     """The rows of a sparse gradient with equal ids summed, padded with zeros to its entries.
 
-    Unlike ``coalesce`` it has a shape that does not depend on the ids, so that a CUDA graph can
-    hold it.
+    Unlike that of ``coalesce``, the shape does not depend on the ids, so that a CUDA graph can
+    capture it.
     """
     rows, order = grad._indices()[0].sort()
     segment = torch.cat([rows.new_zeros(1), (rows.diff() != 0).cumsum(0)])[: len(rows)]

@@ -13,7 +13,7 @@ class Schedule:
     """Linear warm-up, a plateau, then polynomial decay of the learning rates.
 
     Args:
-        optimizers: their present rates are the peak rates.
+        optimizers: their current rates are the peak rates.
         warmup: steps over which the rate rises linearly.
         decay_start: step at which the decay begins; None for never.
         decay_steps: steps over which the rate falls to zero.
@@ -44,7 +44,7 @@ class Schedule:
         return max(left, 0.0) ** self._power
 
     def set(self, step: int) -> None:
-        """Give every optimizer its rate for ``step``."""
+        """Set the rate of every optimizer for ``step``."""
         factor = self.factor(step)
         for group, peak in zip(self._groups, self._peaks, strict=True):
             _rate(group).fill_(peak * factor)

@@ -142,7 +142,7 @@ def check_memory(world):
     assert (memory.local == 7).all()
     memory.barrier()
     if world.device.type == "cpu":
-        memory.block.tensors[1][0] = world.rank  # of the next process
+        memory.peers.tensors[1][0] = world.rank  # of the next process
     memory.barrier()
     if world.device.type == "cpu":
         assert (memory.local[0] == (world.rank - 1) % world.size).all()

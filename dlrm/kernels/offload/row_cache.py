@@ -1,9 +1,9 @@
-"""Rows in host memory, of which a GPU holds the most used: moved by rounds, ahead of their use.
+"""Tables in host memory, with a cache of their most used rows on the GPU.
 
-Every row has a place in host memory, which the GPU reads and writes at its own address
-(:mod:`dlrm.kernels.offload.pinned_memory`). Some have a slot of a cache on the GPU as well, which
-then stands for them; with a row moves what an optimizer keeps for it. A row that found no slot is
-used where it lies, so a cache of any size gives the same result, down to none. How rows move:
+All rows are in pinned host memory, which the GPU reads and writes directly
+(:mod:`dlrm.kernels.offload.pinned_memory`). Some have a slot in the cache, which then holds their
+values; optimizer state moves with the rows. Rows without a slot are read and updated in host
+memory, so results do not depend on the size of the cache. Rows are moved by
 :mod:`dlrm.kernels.offload.admission` and, ahead of their use, :mod:`dlrm.kernels.offload.prefetch`.
 """
 
@@ -26,7 +26,7 @@ from dlrm.kernels.offload.prefetch import AsyncRowTransfer
 from dlrm.kernels.update.cached_slots import CachedSlots
 from dlrm.kernels.update.row_sort import RowSorter
 
-TILE = 2048  # elements of a tile: rows in host memory are waited for by few others
+TILE = 2048  # elements of a tile: few other rows wait for one in host memory
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def _gather(
     ids, starts, slots, weight, gap, out, flat, n, batch,
     F: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Fetch rows from their slots or the host, sample after sample; ``flat`` gets the rows."""
+    """Read rows from the cache or the host, sample after sample; ``flat`` gets their numbers."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
     row = load_rows(ids, starts, (k % F) * batch + k // F, inside, batch)
@@ -47,17 +47,18 @@ def _gather(
     tl.store(out + k.to(tl.int64)[:, None] * D + column, value, mask=mask)
 
 
-Round = tuple[Tensor, Tensor | None]  # ids [F, B] of a round, and where their tables begin
+Window = tuple[Tensor, Tensor | None]
+"""The ids ``[F, B]`` of a prefetch window, and where their tables begin."""
 
 
 class CachedParameter(nn.Parameter):
     """A table in host memory, with a cache of its rows.
 
-    A copy, or one that is loaded, lies in host memory as well and has a cache of its own, which
-    rests until there is an optimizer.
+    A copy is in host memory as well, with a cache of its own, which is inactive until there is an
+    optimizer.
 
     Args:
-        data: the rows, ``[V, D]``; those in the memory of a GPU are moved to that of the host.
+        data: the rows, ``[V, D]``; rows on a GPU are moved to host memory.
         requires_grad: see ``nn.Parameter``.
         capacity, half_life, impl: see :class:`CachedRows`.
     """
@@ -91,28 +92,28 @@ class CachedParameter(nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """What pickle and ``torch.save`` keep: rows that are all written back."""
+        """For pickle and ``torch.save``: the rows after all are written back."""
         self.cached.flush()
         return type(self), (self.data, *self._settings())
 
 
 def cached_rows(parameter: Tensor) -> CachedRows | None:
-    """The cache in front of a parameter; None if it has none."""
+    """The cache of a parameter; None if it has none."""
     return parameter.cached if isinstance(parameter, CachedParameter) else None
 
 
 class CachedRows:
     """The rows of a table in host memory, and a cache of some of them on the GPU.
 
-    It rests until an optimizer that knows of it, as ``RowOptimizer`` does, calls :meth:`start`;
-    until then, and for other optimizers, the table is one like any other. On a CPU both lie in
-    the same memory and all is as on a GPU, in PyTorch.
+    It is inactive until an optimizer that supports it, such as ``RowOptimizer``, calls
+    :meth:`start`. Until then, and for other optimizers, the table is like any other. On a CPU, both
+    are in the same memory and PyTorch does all that the kernels do.
 
     Args:
-        weight: the table, ``[V, D]``, in host memory; a GPU's tensor is one of
-            :func:`dlrm.kernels.offload.pinned_memory.mapped`.
+        weight: the table, ``[V, D]``, in host memory; for a GPU a
+            :func:`dlrm.kernels.offload.pinned_memory.mapped_tensor`.
         capacity: slots of the cache, 0 for none.
-        half_life: windows in which the LFU score of a row that is not used halves.
+        half_life: windows in which the LFU score of an unused row halves.
         impl: see :mod:`dlrm.kernels`.
     """
 
@@ -124,11 +125,11 @@ class CachedRows:
         self.impl = impl
         self.tensors = [(weight, weight)]  # in host memory, in the cache
         self.active = False
-        self.ready = False  # the rows of the round are where it expects them
+        self.ready = False  # the rows of the window are where begin_window put them
 
     @torch.no_grad()
     def start(self) -> None:
-        """Begin to cache, with an empty cache; what :meth:`new_rows` made before is forgotten."""
+        """Begin to cache, with an empty cache and without the states of :meth:`new_rows`."""
         self.release()
         weight, _ = self.tensors[0]
         capacity, device = self.capacity, weight.device
@@ -152,39 +153,39 @@ class CachedRows:
 
     @property
     def slots(self) -> Tensor:
-        """Slot of each row, ``[V]`` int32; below 0 without one."""
+        """Slot of each row, ``[V]`` int32; negative without one."""
         return self.index.row_to_slot
 
     @property
     def cached_slots(self) -> CachedSlots:
-        """What :func:`dlrm.kernels.update.sparse.update_rows` needs to know of the cache."""
+        """The cache as :func:`dlrm.kernels.update.sparse.update_rows` reads it."""
         return CachedSlots(slots=self.slots, caches=[cache for _, cache in self.tensors])
 
     def nbytes(self) -> tuple[int, int]:
-        """Bytes of the cached rows with their states, and of what keeps track of them."""
+        """Bytes of the cached rows with their states, and of the index."""
         if not self.active:
             return 0, 0
         return sum(cache.nbytes for _, cache in self.tensors), self.index.nbytes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, or what is loaded, is the cache of the copied parameter."""
+        """For copies: the cache of the copied parameter."""
         weight = self.tensors[0][0]
         assert isinstance(weight, CachedParameter), "a cache is copied with its parameter"
         return getattr, (weight, "cached")
 
     # Looking up and moving --------------------------------------------------------------------
 
-    def begin_window(self, now: Round | None, coming: Round | None, *, batches: int = 1) -> None:
-        """Begin a round of training look-ups, of the rows that were last said to be coming.
+    def begin_window(self, now: Window | None, coming: Window | None, *, batches: int = 1) -> None:
+        """Begin a prefetch window, by default that of the ``coming`` ids of the last call.
 
-        Until the next call all training look-ups must be of this round, and are told so.
+        Until the next call, all training look-ups must be of this window, with ``fetched``.
 
         Args:
-            now: ids of this round and starts, as of :meth:`lookup`, if they were not announced:
-                their rows are fetched first.
-            coming: those of the next round: their rows are fetched beside the look-ups of this
-                one and all that comes with them. The ids must stay as they are until then.
-            batches: in how many steps these ids are used.
+            now: ids and starts of this window, as for :meth:`lookup`, if they were not ``coming``
+                in the last call; their rows are fetched at once.
+            coming: those of the next window, whose rows are fetched during this one. The ids must
+                not change until then.
+            batches: number of batches in ``now`` and ``coming``.
         """
         if not self.moves:
             return
@@ -208,18 +209,18 @@ class CachedRows:
         fetched: bool = False,
         sorter: RowSorter | None = None,
     ) -> Tensor:
-        """Fetch rows, with a gradient for the table.
+        """Look up rows, with a gradient for the table.
 
-        In training the rows are moved into the cache first, if no round did that. Otherwise
-        nothing moves, and rows without a slot are read from the host.
+        In training, rows that were not fetched with a window are moved into the cache first.
+        Otherwise nothing moves, and rows without a slot are read from the host.
 
         Args:
             ids: ``[F, B]`` int32 or int64, one per table and sample.
             starts: first row of each table, ``[F]`` int64; None for zeros.
             sparse: see :func:`dlrm.kernels.lookup.tables.lookup_tables`.
             training: an update of these rows will follow.
-            fetched: the rows are those of the round under way, which :meth:`begin_window` fetched.
-            sorter: sorts the rows that will have a gradient ahead of their update.
+            fetched: the rows are of the current window, so :meth:`begin_window` fetched them.
+            sorter: sorts the rows that will have a gradient, ahead of their update.
 
         Returns:
             ``[B, F, D]``.
@@ -228,7 +229,7 @@ class CachedRows:
         ids = ids.contiguous()
         if training and not fetched:
             self.begin_window((ids, starts), None)
-            self.ready = False  # what was announced may have lost its slots
+            self.ready = False  # rows of the next window may have lost their slots
         elif not training:
             self._transfer.wait_all()
         return _Lookup.apply(self.tensors[0][0], ids, starts, self, sparse, sorter)
@@ -256,12 +257,12 @@ class CachedRows:
         self.ready = False
 
     def keeps(self, states: Sequence[Tensor]) -> bool:
-        """Whether rows move, and with them just these tensors of :meth:`new_rows`."""
+        """Whether rows move together with exactly these tensors of :meth:`new_rows`."""
         own = [id(host) for host, _ in self.tensors[1:]]
         return self.active and own == [id(state) for state in states]
 
     def stop(self) -> None:
-        """Write all back and cache no longer, until the next :meth:`start`."""
+        """Write all rows back and stop caching until the next :meth:`start`."""
         if not self.active:
             return
         self.release()
@@ -281,7 +282,7 @@ class _Lookup(torch.autograd.Function):
         sorter: RowSorter | None,
     ) -> Tensor:
         tables, batch = ids.shape
-        ctx.weight, ctx.sparse = weight, sparse  # saved, it would count as changed by every move
+        ctx.weight, ctx.sparse = weight, sparse  # not saved: moving rows changes the weight
         if use_triton(ids, cached.impl):
             out, flat = _launch_gather(ids, starts, cached)
         else:
@@ -301,7 +302,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def _launch_gather(ids: Tensor, starts: Tensor | None, cached: CachedRows) -> tuple[Tensor, Tensor]:
-    """The rows ``[B * F, D]`` that ids mean, and their numbers ``[B * F]``."""
+    """The rows of ids, ``[B * F, D]``, and their numbers ``[B * F]``."""
     weight, _ = cached.tensors[0]
     gap, *_ = cached.cached_slots.offsets([host for host, _ in cached.tensors])
     (tables, batch), dim, n = ids.shape, weight.shape[1], ids.numel()
