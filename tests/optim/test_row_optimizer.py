@@ -183,7 +183,7 @@ def test_foreign_state_is_refused():
     state = RowOptimizer([table], "sgd").state_dict()
     with pytest.raises(ValueError, match="the saved optimizer is sgd, this is adam"):
         RowOptimizer([table], "adam").load_state_dict(state)
-    with pytest.raises(ValueError, match="it has other parameters"):
+    with pytest.raises(ValueError, match="the saved optimizer has other parameters"):
         RowOptimizer([table, torch.nn.Parameter(torch.ones(1))], "sgd").load_state_dict(state)
     with pytest.raises(ValueError, match="the saved sgd keeps nothing, this one momentum"):
         RowOptimizer([table], "sgd", momentum=0.9).load_state_dict(state)

@@ -112,7 +112,7 @@ def test_the_planner_is_a_kind_of_the_plan():
     assert largest == [("dense", {}), *choose_tables([4000], 8, 12960 - 1600, counts[1:])]
     with pytest.raises(ValueError, match="--emb auto needs a budget: set --budget"):
         make_table_plan(names, sizes, 8, "auto")
-    with pytest.raises(ValueError, match="needs to know how often each id occurs"):
+    with pytest.raises(ValueError, match="needs the number of occurrences of each id"):
         make_table_plan(names, sizes, 8, "auto", budget="10x")
 
 

@@ -89,7 +89,7 @@ def test_batches_with_and_without_offsets_may_alternate(kinds, device):
 def moves(plan, device, monkeypatch):
     """Samples whose rows each move of twelve steps brings, and whether ahead of them."""
     moved = []
-    monkeypatch.setattr(offload, "WINDOW", 4)
+    monkeypatch.setattr(offload, "MAX_WINDOW", 4)
     begin = CachedRows.begin_window
 
     def count(cached, *windows, batches):
