@@ -226,6 +226,7 @@ def test_a_captured_graph_learns_the_same_ids():
     theirs = copy.deepcopy(ours).cuda()
     ids = torch.zeros(2, 256, dtype=torch.int64, device="cuda")
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         theirs(ids)
     torch.cuda.current_stream().wait_stream(stream)

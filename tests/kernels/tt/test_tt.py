@@ -437,6 +437,7 @@ def test_a_cuda_graph_replays_on_new_ids(strategy, device, use, assert_close):
         return rows.detach(), *torch.autograd.grad(rows, cores, grad)
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
         torch.cuda.synchronize()

@@ -362,6 +362,7 @@ def test_a_sorter_inside_a_graph(batch, assert_close):
             weight.grad = None
 
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
     torch.cuda.synchronize()
