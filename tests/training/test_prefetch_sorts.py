@@ -1,5 +1,6 @@
 """Look-ups that are sorted ahead: each batch's once, next to the step of the one before."""
 
+import pytest
 import torch
 
 from dlrm.data.batch import Batch
@@ -68,6 +69,20 @@ def test_a_single_batch_is_sorted_before_its_step(device):
     check(prefetcher.prepare(second), second)
     check(next(iteration), third)
     assert len(arch.sorted) == 3
+
+
+def test_what_was_sorted_for_a_step_that_never_came_is_forgotten(device):
+    first, second, third = (draw(20, device) for _ in range(3))
+
+    def source():
+        yield first
+        yield second
+        raise OSError("damaged file")
+
+    prefetcher = SortPrefetcher(Arch(), device)
+    with pytest.raises(OSError, match="damaged"):
+        list(prefetcher(source()))
+    check(prefetcher.prepare(third), third)
 
 
 def test_bags_of_ids_go_without(device):
