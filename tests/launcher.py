@@ -84,6 +84,7 @@ def main():
     sys.path.insert(1, os.getcwd())
     for name in PRELOADED:
         importlib.import_module(name)
+    del sys.path[1]
     gc.freeze()
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     for line in requests:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,9 +36,14 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def in_this_process(script, monkeypatch):
-    """Runs are trained here, one after another, not in processes that import everything anew."""
-    here = contextlib.nullcontext(SimpleNamespace(map=map))
-    monkeypatch.setattr(script("runner"), "ProcessPoolExecutor", lambda *_, **__: here)
+    """Runs are trained here, one after another, not in processes that import everything anew, and
+    their steps are timed on few batches.
+    """
+    runner, here = script("runner"), contextlib.nullcontext(SimpleNamespace(map=map))
+    monkeypatch.setattr(runner, "ProcessPoolExecutor", lambda *_, **__: here)
+    for name in ("reproduce_tt_rec", "frontier"):
+        few = partial(runner.step_speed, batches=4)
+        monkeypatch.setattr(script(name), "step_speed", few)
 
 
 def test_the_ratios_of_the_paper_at_once(script, capsys):
@@ -397,8 +403,9 @@ def test_no_run_goes_on_when_the_program_is_killed(data, tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["frontier", "reproduce_tt_rec"])
+@pytest.mark.parametrize(
+    "name", ["frontier", pytest.param("reproduce_tt_rec", marks=pytest.mark.slow)]
+)
 def test_interrupted_it_ends_at_once_and_says_how_to_resume(data, tmp_path, name):
     process = start(name, data, tmp_path)
     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does, to all of its processes
@@ -435,7 +442,6 @@ def test_what_is_no_result_is_named(script, tmp_path, capsys, content):
         runner.train([(tmp_path.name, [])], "data")
 
 
-@pytest.mark.slow
 def test_a_process_that_is_killed_is_told_in_one_line(script, data, tmp_path, capfd):
     def kill():
         until = time.monotonic() + 60

@@ -3,6 +3,7 @@
 import json
 import re
 from datetime import datetime
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -12,6 +13,20 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dlrm.data import synthetic
 from dlrm.embeddings import available
 from dlrm.training import checkpoint, run_directory
+
+REAL = Path(__file__).parents[3] / "shared" / "data" / "criteo_kaggle_137k.tsv.gz"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL.exists(), reason="the real sample is not here")
+def test_real_rows_from_raw_logs_to_a_trained_model(run, result, tmp_path):
+    options = ["--split", "0.85", "0", "0.15", "--min-count", "2", "--limit", "60000"]
+    run("prepare_criteo", REAL, "--output", tmp_path / "data", *options)
+    config = ["--config", "configs/criteo_sample.yaml", "--device", "cpu"]
+    for kind, floor in (("dense", 0.73), ("tt", 0.72)):
+        given = [*config, "--data", tmp_path / "data", "--output", tmp_path, "--name", kind]
+        run("train", *given, "--emb", kind)
+        assert result(tmp_path / kind)["test/auc"] > floor
 
 
 @pytest.mark.parametrize("kind", sorted(available()))
