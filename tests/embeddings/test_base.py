@@ -261,5 +261,5 @@ def test_bytes_are_split_by_rows(amount):
 def test_tables_from_the_meta_device_are_given_no_memory(kind):
     """Where rows lie is not in the state dict: robe would look up others, and say nothing."""
     model = nn.Sequential(EmbeddingBag(50, 8, kind=kind)).to("meta")
-    with pytest.raises(ValueError, match="make them on a real one"):
+    with pytest.raises(ValueError, match="create them on a real device"):
         model.to_empty(device="cpu")
