@@ -103,14 +103,14 @@ class EmbeddingBag(nn.Module):
             input: ids, ``[B, L]`` (bags of equal length) or ``[nnz]`` with ``offsets``.
             offsets: start of each bag, ``[B]``, or ``[B + 1]`` with ``include_last_offset``.
             per_sample_weights: a factor for each id, shaped like ``input``; mode sum only.
-            context: what a training step knows of these look-ups.
+            context: what a training step prepared for these look-ups.
 
         Returns:
             ``[B, D]``.
 
         Raises:
             ValueError: offsets or weights do not match the ids.
-            IndexError: an id lies outside the table.
+            IndexError: an id is outside the table.
         """
         if per_sample_weights is not None and per_sample_weights.shape != input.shape:
             raise ValueError(

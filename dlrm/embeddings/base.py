@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dlrm.embeddings.common.bags import MODES, bag_indices, check_offsets, pool
+from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.row_caches import CachesHotRows
 from dlrm.kernels import require_integers
@@ -85,7 +86,7 @@ class Embedding(nn.Module, ABC):
 
         Args:
             tables: table of each id, an integer tensor that broadcasts against ``ids``.
-            ids: any integer tensor ``[...]``; every id lies inside its table.
+            ids: any integer tensor ``[...]``; every id is inside its table.
             context: what a training step prepared for its look-ups; ops get its ``sorter``.
 
         Returns:
@@ -105,23 +106,8 @@ class Embedding(nn.Module, ABC):
         """Bytes of each table by part (weights, codes, cache, index), nothing left out."""
 
     @classmethod
-    def for_budget(
-        cls,
-        num_embeddings: Sequence[int],
-        embedding_dim: int,
-        budget: int,
-        *,
-        counts: Sequence[Tensor] | None = None,
-        weight_bytes: int = 4,
-    ) -> list[dict[str, Any] | None]:
-        """Choose the options that come closest to ``budget`` bytes from below.
-
-        Args:
-            num_embeddings: rows of each table.
-            embedding_dim: length of a row.
-            budget: bytes for all these tables together.
-            counts: how often each id of each table occurs, in order of the ids, where known.
-            weight_bytes: 4 for tables in fp32, 2 in bf16.
+    def for_budget(cls, budget: Budget) -> list[dict[str, Any] | None]:
+        """Choose the options that come closest to a budget from below.
 
         Returns:
             For each table the options of this kind, or None if the table should stay dense.
@@ -183,7 +169,7 @@ class Embedding(nn.Module, ABC):
         """Materialise rows of one table: ``ids [...]`` to ``[..., D]``.
 
         Raises:
-            IndexError: an id lies outside the table.
+            IndexError: an id is outside the table.
         """
         tables = self._tables[table]
         self._check(tables, ids)
@@ -223,7 +209,7 @@ class Embedding(nn.Module, ABC):
         Raises:
             ValueError: wrong shapes, or weights with mean or max, or offsets that do not rise from
                 0 to nnz (with ``check_ids``).
-            IndexError: an id lies outside its table (with ``check_ids``).
+            IndexError: an id is outside its table (with ``check_ids``).
         """
         if per_sample_weights is not None and self.mode != "sum":
             raise ValueError(f"per_sample_weights need mode sum, this embedding has {self.mode}")

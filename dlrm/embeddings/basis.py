@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.bags import row_offsets
-from dlrm.embeddings.common.budget import allocate
+from dlrm.embeddings.common.budget import Budget, allocate
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.fitting import kmeans
 from dlrm.kernels.lookup.codebook import code_bits, pack, unpack
@@ -72,7 +72,7 @@ class Basis(Embedding):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw codes anew, and centroids, U(-1/sqrt(V), 1/sqrt(V)) for a table of V ids."""
+        """Draw random codes, and centroids U(-1/sqrt(V), 1/sqrt(V)) for a table of V ids."""
         for table, (codes, centroids) in enumerate(self._tables_of_codes()):
             nn.init.uniform_(centroids, -(len(codes) ** -0.5), len(codes) ** -0.5)
             for part in codes.split(CHUNK):
@@ -108,22 +108,14 @@ class Basis(Embedding):
         ]
 
     @classmethod
-    def for_budget(
-        cls,
-        num_embeddings: Sequence[int],
-        embedding_dim: int,
-        budget: int,
-        *,
-        counts: Sequence[Tensor] | None = None,
-        weight_bytes: int = 4,
-    ) -> list[dict[str, Any] | None]:
-        """For each table the longest codes that fit; see :class:`Embedding`.
+    def for_budget(cls, budget: Budget) -> list[dict[str, Any] | None]:
+        """For each table the longest codes that fit.
 
         All tables get an equal number of bytes. A row keeps at least one byte of codes, so no
         budget below 1/64 of dense tables of dim 16 fits.
         """
-        row = weight_bytes * embedding_dim
-        divisors = [parts for parts in range(1, embedding_dim + 1) if embedding_dim % parts == 0]
+        row, dim = budget.row_bytes, budget.embedding_dim
+        divisors = [parts for parts in range(1, dim + 1) if dim % parts == 0]
 
         def size(rows: int, option: tuple[int, int] | None) -> int:
             if option is None:
@@ -143,9 +135,10 @@ class Basis(Embedding):
             _, clusters, parts = max(fitting, default=(1, 2, 1))
             return (parts, clusters) if size(rows, (parts, clusters)) < rows * row else None
 
+        options = allocate(budget.num_embeddings, longest, size, budget.size, cls.kind())
         return [
             None if option is None else {"parts": option[0], "clusters": option[1]}
-            for option in allocate(num_embeddings, longest, size, budget, cls.kind())
+            for option in options
         ]
 
 

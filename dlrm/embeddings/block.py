@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dlrm.embeddings.base import Common, Embedding
-from dlrm.embeddings.common.budget import allocate
+from dlrm.embeddings.common.budget import Budget, allocate
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.shared_rows import SharedRows, num_kept_of
 from dlrm.kernels.lookup.projected import lookup_projected, project
@@ -72,7 +72,7 @@ class Block(SharedRows):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw rows and matrices anew."""
+        """Initialize rows and matrices."""
         super().reset_parameters()
         if self.projection is not None:
             for matrix in self.projection:
@@ -148,20 +148,13 @@ class Block(SharedRows):
         return parts
 
     @classmethod
-    def for_budget(
-        cls,
-        num_embeddings: Sequence[int],
-        embedding_dim: int,
-        budget: int,
-        *,
-        counts: Sequence[Tensor] | None = None,
-        weight_bytes: int = 4,
-    ) -> list[dict[str, Any] | None]:
-        """For each table the largest block dim that fits; see :class:`Embedding`.
+    def for_budget(cls, budget: Budget) -> list[dict[str, Any] | None]:
+        """For each table the largest block dim that fits.
 
         All tables get an equal number of bytes. A row keeps at least one weight, so no budget below
         ``1 / D`` of the dense tables fits.
         """
+        embedding_dim, weight_bytes = budget.embedding_dim, budget.weight_bytes
 
         def size(rows: int, dim: int) -> int:
             matrix = dim * embedding_dim if dim < embedding_dim else 0
@@ -174,7 +167,5 @@ class Block(SharedRows):
                 return embedding_dim
             return dim
 
-        return [
-            None if dim == embedding_dim else {"dim": dim}
-            for dim in allocate(num_embeddings, largest, size, budget, cls.kind())
-        ]
+        options = allocate(budget.num_embeddings, largest, size, budget.size, cls.kind())
+        return [None if dim == embedding_dim else {"dim": dim} for dim in options]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.bags import row_offsets
-from dlrm.embeddings.common.budget import highest_level, split_by_rows
+from dlrm.embeddings.common.budget import Budget, highest_level, split_by_rows
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.fitting import fit_shared
 from dlrm.embeddings.common.hot_rows import PopulateReport
@@ -27,12 +27,12 @@ HOT_FRACTION = 0.3  # of the memory
 
 
 class Cafe(CachesHotRows, Embedding):
-    """The hottest ids have rows of their own, all others share pieces of rows as in ``robe``.
+    """The hottest ids have their own rows, all others share pieces of rows as in ``robe``.
 
     Which ids are hot is learned during training, so ids may be in any order. Each id of each table
     belongs to one bucket of a sketch. A bucket has 8 slots with a row each and 4 more for rivals; a
     slot holds an id and its score, the number of its look-ups in training (in the paper: the sum of
-    the norms of its gradients, which a look-up does not know yet). An id without a slot replaces
+    the norms of its gradients, which a look-up does not have yet). An id without a slot replaces
     the weakest rival, of score ``s``, with probability ``1 / (s + 1)`` and starts at ``s + 1``, so
     that scores are right on average and the many rare ids do not drive out the frequent ones.
     Owners of rows change in :meth:`cache_populate` only: rivals whose score exceeds that of owners
@@ -243,20 +243,13 @@ class Cafe(CachesHotRows, Embedding):
 
     @classmethod
     def for_budget(
-        cls,
-        num_embeddings: Sequence[int],
-        embedding_dim: int,
-        budget: int,
-        *,
-        counts: Sequence[Tensor] | None = None,
-        weight_bytes: int = 4,
-        hot: float = HOT_FRACTION,
+        cls, budget: Budget, *, hot: float = HOT_FRACTION
     ) -> list[dict[str, Any] | None]:
-        """The largest ``rows``, the same for all tables, that fits; see :class:`Embedding`."""
-        row = weight_bytes * embedding_dim
+        """The largest ``rows``, the same for all tables, that fits."""
+        row, num_embeddings = budget.row_bytes, budget.num_embeddings
 
         def size(table: int, rows: int) -> int:
-            buckets, shared = _sizes(max(rows, 1), hot, embedding_dim)
+            buckets, shared = _sizes(max(rows, 1), hot, budget.embedding_dim)
             sketch = buckets * SLOTS * SLOT_BYTES + COUNTER_BYTES
             return (buckets * HOT + min(table, shared)) * row + sketch
 
@@ -264,7 +257,7 @@ class Cafe(CachesHotRows, Embedding):
             return sum(min(table * row, size(table, rows)) for table in num_embeddings)
 
         highest = int(2 * max(num_embeddings) / max(1 - hot, 0.01)) + 100
-        rows = highest_level(cost, highest, budget, cls.kind())
+        rows = highest_level(cost, highest, budget.size, cls.kind())
         return [
             None if table * row <= size(table, rows) else {"rows": max(rows, 1)}
             for table in num_embeddings

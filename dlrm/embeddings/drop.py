@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlrm.embeddings.base import Common
-from dlrm.embeddings.common.budget import max_rows
+from dlrm.embeddings.common.budget import Budget, max_rows
 from dlrm.embeddings.shared_rows import SharedRows, num_kept_of
 
 
@@ -48,26 +48,17 @@ class Drop(SharedRows):
             rows[-1] = tail.mean(0)
 
     @classmethod
-    def for_budget(
-        cls,
-        num_embeddings: Sequence[int],
-        embedding_dim: int,
-        budget: int,
-        *,
-        counts: Sequence[Tensor] | None = None,
-        weight_bytes: int = 4,
-    ) -> list[dict[str, Any] | None]:
+    def for_budget(cls, budget: Budget) -> list[dict[str, Any] | None]:
         """Keep the ids that are most frequent in all tables together.
 
         Without ``counts`` every table keeps the same number of ids.
         """
-        row = weight_bytes * embedding_dim
-        rows = max_rows(num_embeddings, row, budget, cls.kind())
-        keep = [rows - 1] * len(num_embeddings)
-        if counts is not None:
+        num_embeddings = budget.num_embeddings
+        keep = [max_rows(budget, cls.kind()) - 1] * len(num_embeddings)
+        if budget.counts is not None:
             # A table that keeps all ids but the last needs no shared row: that row is the last's.
-            others = [count[:-1] for count in counts]
-            keep = most_frequent(others, budget // row - len(num_embeddings))
+            others = [count[:-1] for count in budget.counts]
+            keep = most_frequent(others, budget.size // budget.row_bytes - len(num_embeddings))
         return [
             None if table <= own + 1 else {"keep": own}
             for table, own in zip(num_embeddings, keep, strict=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlrm.embeddings.base import Common
-from dlrm.embeddings.common.budget import max_rows_options
+from dlrm.embeddings.common.budget import Budget, max_rows_options
 from dlrm.embeddings.shared_rows import SharedRows
 
 
@@ -55,14 +55,6 @@ class Hash(SharedRows):
             rows.copy_(total / count)
 
     @classmethod
-    def for_budget(
-        cls,
-        num_embeddings: Sequence[int],
-        embedding_dim: int,
-        budget: int,
-        *,
-        counts: Sequence[Tensor] | None = None,
-        weight_bytes: int = 4,
-    ) -> list[dict[str, Any] | None]:
+    def for_budget(cls, budget: Budget) -> list[dict[str, Any] | None]:
         """The largest ``rows``, the same for all tables, that fits."""
-        return max_rows_options(num_embeddings, weight_bytes * embedding_dim, budget, cls.kind())
+        return max_rows_options(budget, cls.kind())

@@ -1,4 +1,4 @@
-"""Dense tables divided into pages, which may lie on several devices of one process."""
+"""Dense tables divided into pages, which may be on several devices of one process."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ DeviceGroup = tuple[str, ...]
 class Paged(Embedding):
     """Dense tables in pages: row ``i`` is row ``i % page_size`` of page ``i // page_size``.
 
-    A page lies in the memory of a GPU, in pinned host memory, or in plain host memory. Where the
-    GPU that looks up can address all pages, a single kernel reads them; otherwise each device looks
-    up its own part. Every device has one weight with one gradient, and its own optimizer state.
+    A page is in the memory of a GPU, in pinned host memory, or in plain host memory. If the GPU
+    that looks up can address all pages, a single kernel reads them; otherwise each device looks up
+    its own part. Every device has one weight with one gradient, and its own optimizer state.
     Results, initial rows and checkpoints are the same as those of ``dense``: tables saved on two
     devices load on one.
 
     Args:
         page_size: rows of a page; the last page of a table may be shorter.
-        devices: where pages lie, in equal shares: cuda:0, cuda:1, ...; host (pinned host memory,
+        devices: where pages are, in equal shares: cuda:0, cuda:1, ...; host (pinned host memory,
             which GPUs can read); cpu; or cuda:0+cuda:1 for a replica on each, which share the
-            look-ups and get the same updates. By default all pages lie on the model's device.
-            Repeat a device to give it a larger share; every cpu counts as a device of its own.
+            look-ups and get the same updates. By default all pages are on the model's device.
+            Repeat a device to give it a larger share; every cpu counts as a separate device.
         placement: balanced puts the hottest pages where access is cheapest (a GPU, then host, then
             cpu) and balances load and bytes among equal devices; cyclic puts page k on entry k % n
             of devices, so that a list with an entry for each page decides for each.
@@ -145,7 +145,7 @@ class Paged(Embedding):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the rows anew, as dense tables are drawn."""
+        """Initialize the rows like those of dense tables."""
         pages = self._rows_of_pages()
         for table, count in zip(self.num_embeddings, self._page_counts, strict=True):
             for replicas in islice(pages, count):
@@ -186,7 +186,7 @@ class Paged(Embedding):
             footprint.append({name: part for name, part in parts.items() if part})
         return footprint
 
-    # The state does not depend on where the pages lie ----------------------------------------
+    # The state does not depend on where the pages are ----------------------------------------
 
     def shards(self, tensors: Mapping[str, Tensor], *, per_row: bool = False) -> LocalShards:
         """Tensors laid out like the blocks as shards of one tensor, in the order of the tables.

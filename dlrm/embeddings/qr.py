@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.bags import row_offsets
-from dlrm.embeddings.common.budget import allocate
+from dlrm.embeddings.common.budget import Budget, allocate
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.lookup.quotient_remainder import compose, lookup_quotient
 from dlrm.kernels.lookup.tables import lookup
@@ -65,7 +65,7 @@ class QR(Embedding):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw both tables anew.
+        """Initialize both tables.
 
         With multiply, entries of remainder rows start near 1 or -1: ids that share a quotient row
         start uncorrelated, and its gradient is as large as that of a dense row. Small random
@@ -128,23 +128,16 @@ class QR(Embedding):
 
     @classmethod
     def for_budget(
-        cls,
-        num_embeddings: Sequence[int],
-        embedding_dim: int,
-        budget: int,
-        *,
-        counts: Sequence[Tensor] | None = None,
-        weight_bytes: int = 4,
-        operation: Operation = "multiply",
+        cls, budget: Budget, *, operation: Operation = "multiply"
     ) -> list[dict[str, Any] | None]:
         """For each table the fewest collisions that fit, all tables getting equal bytes."""
-        quotient_dim, remainder_dim = dims(embedding_dim, operation)
+        quotient_dim, remainder_dim = dims(budget.embedding_dim, operation)
 
         def size(rows: int, collisions: int | None) -> int:
             if collisions is None:
-                return weight_bytes * rows * embedding_dim
+                return rows * budget.row_bytes
             quotients = -(-rows // collisions)
-            return weight_bytes * (quotients * quotient_dim + collisions * remainder_dim)
+            return budget.weight_bytes * (quotients * quotient_dim + collisions * remainder_dim)
 
         def fewest(rows: int, room: int) -> int | None:
             choices = [None, *range(2, isqrt(rows) + 1)]  # beyond the root the size rises again
@@ -152,9 +145,9 @@ class QR(Embedding):
             choice = choices[min(first, len(choices) - 1)]
             return choice if size(rows, choice) < size(rows, None) else None
 
+        options = allocate(budget.num_embeddings, fewest, size, budget.size, cls.kind())
         return [
-            None if collisions is None else {"collisions": collisions}
-            for collisions in allocate(num_embeddings, fewest, size, budget, cls.kind())
+            None if collisions is None else {"collisions": collisions} for collisions in options
         ]
 
     def _parts(self) -> Iterator[tuple[int, Tensor, Tensor]]:

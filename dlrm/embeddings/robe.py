@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.bags import row_offsets
-from dlrm.embeddings.common.budget import max_rows_options, split_by_rows
+from dlrm.embeddings.common.budget import Budget, max_rows_options, split_by_rows
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.fitting import fit_shared
 from dlrm.kernels.lookup.hashing import hashed_offsets
@@ -70,17 +70,17 @@ class Robe(Embedding):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the array anew, U(-1/sqrt(V), 1/sqrt(V)) for tables of V ids on average."""
+        """Initialize the array: U(-1/sqrt(V), 1/sqrt(V)) for tables of V ids on average."""
         bound = (self.num_tables / sum(self.num_embeddings)) ** 0.5
         nn.init.uniform_(self.weight, -bound, bound)
 
-    def _chunks_of(self, tables: Tensor, ids: Tensor) -> Tensor:
+    def _pieces_of(self, tables: Tensor, ids: Tensor) -> Tensor:
         """The rows of the array that are concatenated to the row of an id, ``[..., pieces]``."""
         first, size = self._first[tables], len(self.weight)
         return hashed_offsets(first, ids, self.pieces, size, block=self.pieces_in_block)
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
-        rows = self._chunks_of(tables, ids)
+        rows = self._pieces_of(tables, ids)
         return lookup(self.weight, rows, sparse=self.sparse, sorter=context.sorter).flatten(-2)
 
     @torch.no_grad()
@@ -88,7 +88,7 @@ class Robe(Embedding):
         """Set each weight to the mean of those of ``weights``, each ``[V, D]``, that share it."""
         self._check_dense(weights)
         tables = self._tables
-        fit_shared(self.weight, weights, lambda table, ids: self._chunks_of(tables[table], ids))
+        fit_shared(self.weight, weights, lambda table, ids: self._pieces_of(tables[table], ids))
 
     def footprint(self) -> list[dict[str, int]]:
         """Bytes of each table; the array is divided in proportion to the tables' rows."""
@@ -96,14 +96,6 @@ class Robe(Embedding):
         return [{"weights": part} for part in parts]
 
     @classmethod
-    def for_budget(
-        cls,
-        num_embeddings: Sequence[int],
-        embedding_dim: int,
-        budget: int,
-        *,
-        counts: Sequence[Tensor] | None = None,
-        weight_bytes: int = 4,
-    ) -> list[dict[str, Any] | None]:
-        """The largest ``rows``, the same for all tables, that fits; see :class:`Embedding`."""
-        return max_rows_options(num_embeddings, weight_bytes * embedding_dim, budget, cls.kind())
+    def for_budget(cls, budget: Budget) -> list[dict[str, Any] | None]:
+        """The largest ``rows``, the same for all tables, that fits."""
+        return max_rows_options(budget, cls.kind())

@@ -53,7 +53,7 @@ class SharedRows(Embedding):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the rows anew, U(-b, b) with b = sqrt(D / row_dim / V) for a table of V ids."""
+        """Initialize the rows: U(-b, b) with b = sqrt(D / row_dim / V) for a table of V ids."""
         scale = (self.embedding_dim / self.weight.shape[1]) ** 0.5
         for table, rows in zip(self.num_embeddings, self.rows_by_table(), strict=True):
             bound = scale * table**-0.5
@@ -113,7 +113,7 @@ class SharedRows(Embedding):
 def num_kept_of(
     num_embeddings: Sequence[int], keep: int | Sequence[int] | None, kind: str
 ) -> tuple[int, ...]:
-    """Rows of each table of which the first ``keep`` ids have a row each and the others share one.
+    """Rows of each table if the first ``keep`` ids have a row each and the others share one.
 
     Args:
         num_embeddings: ids of each table.

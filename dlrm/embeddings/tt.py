@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.bags import row_offsets
-from dlrm.embeddings.common.budget import highest_level, split_by_rows
+from dlrm.embeddings.common.budget import Budget, highest_level, split_by_rows
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.factorization import factorize_dim, factorize_rows
 from dlrm.embeddings.common.hot_rows import PopulateReport, RowCache
@@ -142,7 +142,7 @@ class TT(CachesHotRows, Embedding):
 
     @property
     def _shape(self) -> TTShape:
-        """What the ops need to know besides the cores."""
+        """What the ops need next to the cores."""
         return TTShape(self._p, self.q, self.ranks)
 
     def _slices(self, table: int) -> list[Tensor]:
@@ -250,12 +250,8 @@ class TT(CachesHotRows, Embedding):
     @classmethod
     def for_budget(
         cls,
-        num_embeddings: Sequence[int],
-        embedding_dim: int,
-        budget: int,
+        budget: Budget,
         *,
-        counts: Sequence[Tensor] | None = None,
-        weight_bytes: int = 4,
         d: int = 3,
         q: list[int] | None = None,
         p: list[int] | None = None,
@@ -263,18 +259,20 @@ class TT(CachesHotRows, Embedding):
         cache_window: int | None = None,
         cache_decay: float = 0.8,
     ) -> list[dict[str, Any] | None]:
-        """As few compressed tables as possible, at the highest rank; see :class:`Embedding`.
+        """As few compressed tables as possible, at the highest rank.
 
         The largest tables are compressed, as many as it takes to meet the budget at the default
         rank (all of them if that is not enough). Then the rank is the largest that fits, next to
         the cache if there is one.
         """
+        num_embeddings, embedding_dim = budget.num_embeddings, budget.embedding_dim
+        weight_bytes, left = budget.weight_bytes, budget.size
         if cache_rows:
             rows = sum(num_embeddings), cache_rows
             with torch.device("meta"):
                 cache = _row_cache(*rows, embedding_dim, cache_window, cache_decay, sparse=True)
-            budget = _without_cache(budget, cache.bfloat16() if weight_bytes == 2 else cache)
-        dense = [weight_bytes * embedding_dim * rows for rows in num_embeddings]
+            left = _without_cache(left, cache.bfloat16() if weight_bytes == 2 else cache)
+        dense = [budget.row_bytes * rows for rows in num_embeddings]
         by_size = sorted(range(len(dense)), key=lambda table: -dense[table])
         ps = [tuple(p) if p else factorize_rows(rows, d) for rows in num_embeddings]
         qs = tuple(q) if q else factorize_dim(embedding_dim, d)
@@ -290,10 +288,10 @@ class TT(CachesHotRows, Embedding):
             smaller = map(min, trains, (dense[t] for t in compressed))
             return sum(dense[t] for t in others) + sum(smaller)
 
-        enough = (n for n in range(len(dense)) if total(n, DEFAULT_RANK) <= budget)
+        enough = (n for n in range(len(dense)) if total(n, DEFAULT_RANK) <= left)
         count = next(enough, len(dense))
         highest = embedding_dim * max(num_embeddings)
-        rank = 1 + highest_level(lambda level: total(count, level + 1), highest, budget, "tt")
+        rank = 1 + highest_level(lambda level: total(count, level + 1), highest, left, "tt")
         ranks = ranks_of(by_size[:count], rank)
         return [
             {"rank": max(ranks)}
@@ -315,7 +313,7 @@ def _row_cache(
 
 
 def _without_cache(budget: int, cache: RowCache) -> int:
-    """What is left of a budget for the cores."""
+    """The bytes of a budget that the cache leaves for the cores."""
     left = budget - cache.nbytes()
     if left <= 0:
         raise ValueError(

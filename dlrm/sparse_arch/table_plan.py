@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
+from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.registry import available
 from dlrm.sparse_arch.auto import choose_tables
 from dlrm.utils.messages import did_you_mean
@@ -215,7 +216,6 @@ def _fit_budget(
                 "budget"
             )
     known = counts_of_chosen() if cls.budget_by_counts else None
-    fitted = cls.for_budget(
-        sizes, embedding_dim, limit - dense, counts=known, weight_bytes=weight_bytes, **fixed
-    )
+    rest = Budget(sizes, embedding_dim, limit - dense, counts=known, weight_bytes=weight_bytes)
+    fitted = cls.for_budget(rest, **fixed)
     return [("dense", {}) if found is None else (kind, found) for found in fitted]

@@ -12,6 +12,7 @@ from torch.nn import functional
 from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings.basis import Basis
 from dlrm.embeddings.basis_linear import BasisLinear
+from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.common.fitting import kmeans
 from dlrm.kernels.lookup.codebook import unpack
 
@@ -101,7 +102,7 @@ def test_options_that_do_not_fit_are_refused(options, message):
 @pytest.mark.parametrize("compression", [4, 10, 30, 50])
 def test_the_budget_is_used_up_at_kaggle_size(compression):
     budget = sum(KAGGLE_CARDINALITIES) * 16 * 4 // compression
-    chosen = Basis.for_budget(KAGGLE_CARDINALITIES, 16, budget)
+    chosen = Basis.for_budget(Budget(KAGGLE_CARDINALITIES, 16, budget))
     total = 0
     for rows, options in zip(KAGGLE_CARDINALITIES, chosen, strict=True):
         with torch.device("meta"):

@@ -3,6 +3,7 @@ import torch
 
 from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings.block import Block
+from dlrm.embeddings.common.budget import Budget
 
 
 def test_rows_are_widened_by_the_matrix_of_their_table():
@@ -92,7 +93,7 @@ def test_a_block_dim_outside_the_embedding_dim_is_refused(dim):
 @pytest.mark.parametrize("compression", [2, 4, 10])
 def test_the_budget_is_used_up_at_kaggle_size(compression):
     budget = sum(KAGGLE_CARDINALITIES) * 16 * 4 // compression
-    chosen = Block.for_budget(KAGGLE_CARDINALITIES, 16, budget)
+    chosen = Block.for_budget(Budget(KAGGLE_CARDINALITIES, 16, budget))
     total = sum(
         16 * table if options is None else (16 + table) * options["dim"]
         for table, options in zip(KAGGLE_CARDINALITIES, chosen, strict=True)
@@ -103,4 +104,4 @@ def test_the_budget_is_used_up_at_kaggle_size(compression):
 def test_a_budget_below_one_weight_per_row_is_refused():
     budget = sum(KAGGLE_CARDINALITIES) * 16 * 4 // 17
     with pytest.raises(ValueError, match="--emb block: these tables need at least 1350"):
-        Block.for_budget(KAGGLE_CARDINALITIES, 16, budget)
+        Block.for_budget(Budget(KAGGLE_CARDINALITIES, 16, budget))

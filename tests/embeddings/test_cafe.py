@@ -5,6 +5,7 @@ import torch
 
 from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings.cafe import HOT, SLOTS, Cafe
+from dlrm.embeddings.common.budget import Budget
 
 SIZES = [5000, 300]
 
@@ -210,7 +211,7 @@ def test_options_outside_their_range_are_refused(options, message):
 @pytest.mark.parametrize("compression", [10, 100, 1000])
 def test_the_budget_is_used_up_at_kaggle_size(compression):
     budget = sum(KAGGLE_CARDINALITIES) * 16 * 4 // compression
-    chosen = Cafe.for_budget(KAGGLE_CARDINALITIES, 16, budget)
+    chosen = Cafe.for_budget(Budget(KAGGLE_CARDINALITIES, 16, budget))
     tables = [v for v, options in zip(KAGGLE_CARDINALITIES, chosen, strict=True) if options]
     (rows,) = {options["rows"] for options in chosen if options}
     group = Cafe(tables, 16, rows=rows)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.func import functional_call
 
 from dlrm.embeddings import EmbeddingBag, available, build
+from dlrm.embeddings.common.budget import Budget
 
 SIZES = [1, 3, 40, 131]
 # Options under which small tables are compressed; kinds that are not named have none to set.
@@ -519,11 +520,11 @@ def test_a_budget_is_kept(kind, compression, dtype):
     counts = [torch.arange(rows, 0, -1) for rows in sizes]
     if "for_budget" not in vars(available()[kind]):
         with pytest.raises(ValueError, match=f"{kind} takes no budget"):
-            available()[kind].for_budget(sizes, dim, budget)
+            available()[kind].for_budget(Budget(sizes, dim, budget))
         return
     for known in (None, counts):
         chosen = available()[kind].for_budget(
-            sizes, dim, budget, counts=known, weight_bytes=dtype.itemsize
+            Budget(sizes, dim, budget, counts=known, weight_bytes=dtype.itemsize)
         )
         groups = [
             build("dense" if options is None else kind, [rows], dim, **(options or {})).to(dtype)
@@ -537,10 +538,10 @@ def test_a_budget_is_kept(kind, compression, dtype):
 def test_a_budget_may_be_generous_or_too_small(kind):
     if "for_budget" not in vars(available()[kind]):
         pytest.skip("takes no budget")
-    assert available()[kind].for_budget([500, 3], 8, 503 * 8 * 4) == [None, None]
+    assert available()[kind].for_budget(Budget([500, 3], 8, 503 * 8 * 4)) == [None, None]
     with pytest.raises(ValueError, match=r"budget of 10 bytes .* at least (\d+)") as error:
-        available()[kind].for_budget([500, 3], 8, 10)
+        available()[kind].for_budget(Budget([500, 3], 8, 10))
     smallest = int(re.search(r"at least ([\d,]+)", str(error.value))[1].replace(",", ""))
-    available()[kind].for_budget([500, 3], 8, smallest)
+    available()[kind].for_budget(Budget([500, 3], 8, smallest))
     with pytest.raises(ValueError, match="budget"):
-        available()[kind].for_budget([500, 3], 8, smallest - 1)
+        available()[kind].for_budget(Budget([500, 3], 8, smallest - 1))

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from dlrm.data.schema import KAGGLE_CARDINALITIES
+from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.drop import Drop, most_frequent
 
 
@@ -49,19 +50,19 @@ def test_a_budget_keeps_the_most_frequent_ids_of_all_tables():
     counts = [torch.tensor([9, 8, 7, 1, 1, 1]), torch.tensor([2, 1, 1, 1])]
     row = 8 * 4
     # Six rows, two of which are for the rest of either table: 9, 8, 7 and 2 are kept.
-    assert Drop.for_budget([6, 4], 8, 6 * row, counts=counts) == [{"keep": 3}, {"keep": 1}]
-    assert Drop.for_budget([6, 4], 8, 6 * row) == [{"keep": 2}, {"keep": 2}]
+    assert Drop.for_budget(Budget([6, 4], 8, 6 * row, counts=counts)) == [{"keep": 3}, {"keep": 1}]
+    assert Drop.for_budget(Budget([6, 4], 8, 6 * row)) == [{"keep": 2}, {"keep": 2}]
     with pytest.raises(ValueError, match="at least 64 bytes"):
-        Drop.for_budget([6, 4], 8, 2 * row - 1, counts=counts)
+        Drop.for_budget(Budget([6, 4], 8, 2 * row - 1, counts=counts))
 
 
 def test_a_table_that_is_kept_whole_has_no_shared_row_to_pay():
     counts = [torch.tensor([9, 8, 7]), torch.tensor([6, 5]), torch.tensor([4, 3, 2, 1, 1])]
     row = 8 * 4
     for rows, keep in ((6, 0), (7, 1), (8, 2), (9, 3)):  # of the last table, the others are whole
-        found = Drop.for_budget([3, 2, 5], 8, rows * row, counts=counts)
+        found = Drop.for_budget(Budget([3, 2, 5], 8, rows * row, counts=counts))
         assert found == [None, None, {"keep": keep}]
-    assert Drop.for_budget([3, 2, 5], 8, 10 * row, counts=counts) == [None] * 3
+    assert Drop.for_budget(Budget([3, 2, 5], 8, 10 * row, counts=counts)) == [None] * 3
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_the_budget_is_used_up_at_kaggle_size(compression, known, cap):
     tables = [min(rows, cap) for rows in KAGGLE_CARDINALITIES]
     budget = sum(tables) * 16 * 4 // compression
     counts = [2**20 // torch.arange(1, rows + 1) for rows in tables] if known else None
-    chosen = Drop.for_budget(tables, 16, budget, counts=counts)
+    chosen = Drop.for_budget(Budget(tables, 16, budget, counts=counts))
     rows = [
         table if options is None else options["keep"] + 1
         for table, options in zip(tables, chosen, strict=True)

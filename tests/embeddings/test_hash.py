@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from dlrm.data.schema import KAGGLE_CARDINALITIES
+from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.hash import Hash
 
 
@@ -33,7 +34,7 @@ def test_fewer_than_one_row_is_refused():
 @pytest.mark.parametrize("compression", [4, 10, 30, 100, 1000])
 def test_the_budget_is_used_up_at_kaggle_size(compression):
     budget = sum(KAGGLE_CARDINALITIES) * 16 * 4 // compression
-    chosen = Hash.for_budget(KAGGLE_CARDINALITIES, 16, budget)
+    chosen = Hash.for_budget(Budget(KAGGLE_CARDINALITIES, 16, budget))
     rows = [
         table if options is None else options["rows"]
         for table, options in zip(KAGGLE_CARDINALITIES, chosen, strict=True)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dlrm.data.schema import KAGGLE_CARDINALITIES
+from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.qr import QR
 
 every_operation = pytest.mark.parametrize("operation", ["multiply", "add", "concat"])
@@ -128,7 +129,7 @@ def test_concat_of_one_column_is_refused():
 @pytest.mark.parametrize("compression", [4, 10, 30, 100, 1000])
 def test_the_budget_is_used_up_at_kaggle_size(operation, compression):
     budget = sum(KAGGLE_CARDINALITIES) * 16 * 4 // compression
-    chosen = QR.for_budget(KAGGLE_CARDINALITIES, 16, budget, operation=operation)
+    chosen = QR.for_budget(Budget(KAGGLE_CARDINALITIES, 16, budget), operation=operation)
     width = 8 if operation == "concat" else 16
     total = sum(
         16 * table

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from dlrm.data.schema import KAGGLE_CARDINALITIES
+from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.robe import Robe
 
 
@@ -10,7 +11,7 @@ def test_all_tables_share_one_array():
     assert group.weight.shape == (50 + 50 + 40, 4)
     assert sum(part["weights"] for part in group.footprint()) == 140 * 4 * 4
     places = [
-        group._chunks_of(torch.tensor(t), torch.arange(v)) for t, v in enumerate([300, 200, 40])
+        group._pieces_of(torch.tensor(t), torch.arange(v)) for t, v in enumerate([300, 200, 40])
     ]
     used = [set(place.view(-1).tolist()) for place in places]
     assert used[0] & used[1]
@@ -21,7 +22,7 @@ def test_all_tables_share_one_array():
 def test_a_row_is_made_of_pieces():
     group = Robe([100, 60], 12, rows=10, block=3)
     assert group.weight.shape == (80, 3)
-    places = group._chunks_of(torch.tensor(1), torch.tensor(17))
+    places = group._pieces_of(torch.tensor(1), torch.tensor(17))
     assert places.shape == (4,)
     torch.testing.assert_close(
         group.rows(1, torch.tensor(17)), group.weight[places].view(12), rtol=0, atol=0
@@ -35,7 +36,7 @@ def test_by_default_a_row_has_four_pieces_if_that_is_possible():
 def test_ids_of_a_block_are_neighbours_on_a_circle():
     group = Robe([100, 60], 4, rows=10, block=12)
     for table in (0, 1):
-        places = group._chunks_of(torch.tensor(table), torch.arange(60)).view(20, 3)
+        places = group._pieces_of(torch.tensor(table), torch.arange(60)).view(20, 3)
         assert torch.equal(places[:, 1], (places[:, 0] + 1) % 20)
         assert torch.equal(places[:, 2], (places[:, 0] + 2) % 20)
         assert len(places[:, 0].unique()) > 8
@@ -44,7 +45,7 @@ def test_ids_of_a_block_are_neighbours_on_a_circle():
 def test_places_are_spread_evenly():
     group = Robe([200_000, 100_000], 4, rows=1000, block=4)
     for table, rows in enumerate([200_000, 100_000]):
-        places = group._chunks_of(torch.tensor(table), torch.arange(rows))
+        places = group._pieces_of(torch.tensor(table), torch.arange(rows))
         counts = places.view(-1).bincount(minlength=2000).double()
         expected = rows / 2000
         assert counts.mean() == expected
@@ -54,7 +55,7 @@ def test_places_are_spread_evenly():
 def test_tables_meet_in_few_of_the_same_ids():
     group = Robe([100_000, 100_000], 4, rows=1000, block=4)
     ids = torch.arange(100_000)
-    first, second = (group._chunks_of(torch.tensor(table), ids).view(-1) for table in (0, 1))
+    first, second = (group._pieces_of(torch.tensor(table), ids).view(-1) for table in (0, 1))
     assert (first == second).sum() == 0
     assert 20 < (first == second.roll(1)).sum() < 90  # 50 by chance
 
@@ -62,7 +63,7 @@ def test_tables_meet_in_few_of_the_same_ids():
 def test_the_fit_is_the_mean_of_those_that_share_by_squared_length():
     weights = [torch.randn(30, 4), torch.randn(50, 4)]
     group = Robe.from_dense(weights, rows=10, block=2)
-    rows = [group._chunks_of(torch.tensor(t), torch.arange(len(w))) for t, w in enumerate(weights)]
+    rows = [group._pieces_of(torch.tensor(t), torch.arange(len(w))) for t, w in enumerate(weights)]
     places = torch.cat([own.view(-1) for own in rows])
     pieces = torch.cat([weight.view(-1, 2) for weight in weights])
     mass = torch.cat(weights).square().sum(1).repeat_interleave(2)[:, None]
@@ -96,7 +97,7 @@ def test_fewer_than_one_row_is_refused():
 @pytest.mark.parametrize("compression", [4, 100, 1000])
 def test_the_budget_is_used_up_at_kaggle_size(compression):
     budget = sum(KAGGLE_CARDINALITIES) * 16 * 4 // compression
-    chosen = Robe.for_budget(KAGGLE_CARDINALITIES, 16, budget)
+    chosen = Robe.for_budget(Budget(KAGGLE_CARDINALITIES, 16, budget))
     rows = [
         table if options is None else options["rows"]
         for table, options in zip(KAGGLE_CARDINALITIES, chosen, strict=True)
@@ -106,7 +107,7 @@ def test_the_budget_is_used_up_at_kaggle_size(compression):
 
 
 @pytest.mark.gpu
-def test_a_gpu_finds_the_same_chunks_of():
+def test_a_gpu_finds_the_same_pieces_of():
     group = Robe([3_000_000_000 // 4096, 500], 8, rows=100, block=4)
     ids = torch.stack([torch.randint(rows, (64,)) for rows in group.num_embeddings])
     expected = group(ids)

@@ -8,6 +8,7 @@ from torch.func import functional_call
 
 from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings import EmbeddingBag, build
+from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.tt import TT, clip_ranks, tt_weights
 
 # Rows of the 26 tables of Criteo Terabyte with ids modulo 10,000,000.
@@ -198,7 +199,7 @@ def test_autocast_leaves_the_look_up_in_full_precision():
 def test_budgets_are_met_closely(ratio):
     sizes = KAGGLE_CARDINALITIES
     budget = 64 * sum(sizes) // ratio
-    options = TT.for_budget(sizes, 16, budget)
+    options = TT.for_budget(Budget(sizes, 16, budget))
     chosen = [rows for rows, own in zip(sizes, options, strict=True) if own]
     assert sorted(chosen, reverse=True) == sorted(sizes, reverse=True)[: len(chosen)]
     (rank,) = {own["rank"] for own in options if own}
@@ -211,15 +212,15 @@ def test_budgets_are_met_closely(ratio):
 
 def test_budgets_at_the_ends():
     sizes = [100000, 3, 50]
-    assert TT.for_budget(sizes, 16, 64 * sum(sizes)) == [None] * 3
+    assert TT.for_budget(Budget(sizes, 16, 64 * sum(sizes))) == [None] * 3
     with pytest.raises(ValueError, match=r"budget of 100 bytes .* --emb tt") as error:
-        TT.for_budget(sizes, 16, 100)
+        TT.for_budget(Budget(sizes, 16, 100))
     smallest = int(str(error.value).split("at least ")[1].split()[0])
     rank_one = build("tt", sizes, 16, rank=1).footprint()
     assert smallest == sum(part["weights"] for part in rank_one)
-    assert TT.for_budget(sizes, 16, smallest) == [{"rank": 1}] * 3
+    assert TT.for_budget(Budget(sizes, 16, smallest)) == [{"rank": 1}] * 3
     with pytest.raises(ValueError, match=f"at least {smallest} bytes"):
-        TT.for_budget(sizes, 16, smallest - 1)
+        TT.for_budget(Budget(sizes, 16, smallest - 1))
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,7 @@ def test_state_moves_between_groups():
 
 @pytest.mark.parametrize(("rows", "budget"), [(20_000, 900_000), (5_000, 250_000)])
 def test_a_budget_counts_bonds_as_short_as_they_are_cut(rows, budget):
-    (options,) = TT.for_budget([rows], 16, budget)
+    (options,) = TT.for_budget(Budget([rows], 16, budget))
     sizes = [
         sum(TT([rows], 16, rank=options["rank"] + more).footprint()[0].values()) for more in (0, 1)
     ]

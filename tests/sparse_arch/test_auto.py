@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dlrm.data.schema import KAGGLE_CARDINALITIES
+from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.drop import Drop
 from dlrm.sparse_arch.arch import SparseArch
 from dlrm.sparse_arch.auto import RARE, Table, choose_tables
@@ -87,7 +88,8 @@ def test_frequent_ids_get_more_bytes():
 def test_it_is_worth_more_than_the_best_of_full_rows():
     sizes, counts = [5000, 300], [zipf(5000), zipf(300)]
     budget = 64 * 5300 // 20
-    drop = [("drop", own or {}) for own in Drop.for_budget(sizes, 16, budget, counts=counts)]
+    kept = Drop.for_budget(Budget(sizes, 16, budget, counts=counts))
+    drop = [("drop", own or {}) for own in kept]
     assert utility(choose_tables(sizes, 16, budget, counts), counts, 16) > utility(drop, counts, 16)
 
 

@@ -4,10 +4,34 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 Option = TypeVar("Option")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that some tables may take, for which a kind chooses its options."""
+
+    num_embeddings: Sequence[int]
+    """Rows of each table."""
+    embedding_dim: int
+    """Length of a row."""
+    size: int
+    """Bytes for all these tables together."""
+    counts: Sequence[Tensor] | None = None
+    """How often each id of each table occurs, in order of the ids, if it is known."""
+    weight_bytes: int = 4
+    """4 for tables in fp32, 2 in bf16."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of an uncompressed row."""
+        return self.weight_bytes * self.embedding_dim
 
 
 def highest_level(cost: Callable[[int], int], highest: int, budget: int, kind: str) -> int:
@@ -37,13 +61,11 @@ def highest_level(cost: Callable[[int], int], highest: int, budget: int, kind: s
     return bisect_right(range(highest + 1), budget, key=cost) - 1
 
 
-def max_rows(tables: Sequence[int], row_bytes: int, budget: int, kind: str) -> int:
+def max_rows(budget: Budget, kind: str) -> int:
     """The largest limit on the rows of a table, at least 1, under which all tables fit.
 
     Args:
-        tables: rows of each table; those below the limit keep all of them.
-        row_bytes: bytes of a row.
-        budget: bytes for all tables.
+        budget: the tables, those below the limit keep all rows, and the bytes for them.
         kind: the embedding kind, for the message.
 
     Raises:
@@ -51,17 +73,15 @@ def max_rows(tables: Sequence[int], row_bytes: int, budget: int, kind: str) -> i
     """
 
     def cost(rows: int) -> int:
-        return row_bytes * sum(min(table, max(rows, 1)) for table in tables)
+        return budget.row_bytes * sum(min(own, max(rows, 1)) for own in budget.num_embeddings)
 
-    return highest_level(cost, max(tables), budget, kind)
+    return highest_level(cost, max(budget.num_embeddings), budget.size, kind)
 
 
-def max_rows_options(
-    tables: Sequence[int], row_bytes: int, budget: int, kind: str
-) -> list[dict[str, Any] | None]:
+def max_rows_options(budget: Budget, kind: str) -> list[dict[str, Any] | None]:
     """The option ``rows`` of each table by :func:`max_rows`; None where all rows fit."""
-    rows = max_rows(tables, row_bytes, budget, kind)
-    return [None if table <= rows else {"rows": rows} for table in tables]
+    rows = max_rows(budget, kind)
+    return [None if own <= rows else {"rows": rows} for own in budget.num_embeddings]
 
 
 def allocate(

@@ -31,7 +31,7 @@ class PopulateReport:
     reset: dict[str, Tensor]
     """By parameter name, the rows that now belong to other ids: their optimizer state is void."""
     sources: dict[str, Tensor] = field(default_factory=dict)
-    """The rows of the same parameter that these are copies of, where they are copies."""
+    """The rows of the same parameter that these are copies of, if they are copies."""
 
     def values(self) -> dict[str, float]:
         """The numbers to log."""
@@ -44,9 +44,9 @@ class PopulateReport:
 class RowCache(nn.Module):
     """A cache of the most frequently used rows of a group of tables: LFU with decayed counts.
 
-    The key of a row is its place among the rows of all tables. Which rows are cached changes in
-    :meth:`populate` alone, so that between two calls everything has a static shape and nothing
-    waits for the device: a look-up searches the sorted keys, and training look-ups are written to a
+    The key of a row is its index among the rows of all tables. The cached rows change only in
+    :meth:`populate`, so that between two calls everything has a static shape and nothing waits for
+    the device: a look-up searches the sorted keys, and training look-ups are written to a
     ring buffer of the last ``window`` keys. :meth:`populate` counts these into a table of the
     ``2 * capacity`` most used keys, whose older counts decay. Nothing grows with the number of rows
     of the tables.
@@ -214,7 +214,7 @@ class RowCache(nn.Module):
 
 
 def _even_stride(n: int) -> int:
-    """A stride through ``n`` entries that meets each once and spreads every part of them evenly.
+    """A stride through ``n`` entries that visits each once and spreads every part of them evenly.
 
     Whichever part of a batch is left out or overwritten, no table loses more than others.
     """

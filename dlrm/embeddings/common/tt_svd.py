@@ -132,7 +132,7 @@ def fit_rows(
     Only the largest core changes, since its slices are shared the least. Rows are linear in it, so
     this is a least squares problem: the error of the given rows plus the mean squared change of
     all rows of their tables, which is a quadratic form of the Gram matrices to the left and right
-    of the core. A few steps of conjugate gradients, starting from no change, come close enough.
+    of the core. A few steps of conjugate gradients, starting from no change, are enough.
 
     Args:
         cores, shape, tables: as of :func:`~dlrm.kernels.tt.tt_vectors`; the cores are changed in
