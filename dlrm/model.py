@@ -198,7 +198,7 @@ class DLRM(nn.Module):
             dense: ``[N, B]``.
             ids: ``[F, B]``, or ``[nnz]`` with ``offsets [F * B + 1]``.
             bounds: ``offsets[::B]``, if on the host; otherwise the host may wait for the device.
-            context: what a training step knows of the look-ups.
+            context: what a training step prepared for the look-ups.
 
         Returns:
             Logits, ``[B]``.

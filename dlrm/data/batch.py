@@ -16,9 +16,9 @@ class Batch:
 
     A one-hot batch has ``ids [F, B]`` and no offsets. A batch with multi-hot features has the ids
     of all bags as ``ids [nnz]``, table by table, and ``offsets [F * B + 1]``: the bag of feature
-    ``f`` and sample ``b`` is ``ids[offsets[f * B + b] : offsets[f * B + b + 1]]``. ``bounds`` says
-    on the host where the ids of each table begin; it is optional, and saves a model from waiting
-    for the device to read it from the offsets.
+    ``f`` and sample ``b`` is ``ids[offsets[f * B + b] : offsets[f * B + b + 1]]``. The optional
+    ``bounds`` has on the host where the ids of each table begin, so that a model need not wait for
+    the device to read it from the offsets.
     """
 
     dense: Tensor  # [N, B] float32
@@ -26,7 +26,7 @@ class Batch:
     labels: Tensor  # [B] float32
     offsets: Tensor | None = None  # [F * B + 1] int64
     bounds: tuple[int, ...] | None = None  # offsets[::B], on the host
-    total: int | None = None  # samples of all processes, where this batch is one's share of them
+    total: int | None = None  # samples of all processes, if this batch is the share of one
 
     @property
     def size(self) -> int:
@@ -78,7 +78,7 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
 
 
 class RowBuffer:
-    """A one-hot batch in one piece of memory, so that a single copy brings it to a GPU.
+    """A one-hot batch in one buffer, so that a single copy transfers it to a GPU.
 
     Its columns are NumPy arrays to fill; :meth:`to` makes tensors of them. This is done for each
     batch, and every call to PyTorch costs microseconds, so there are few of them.

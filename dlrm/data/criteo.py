@@ -53,7 +53,7 @@ class CriteoLoader:
         directory: the directory of ``meta.json``.
         split: name of a split in ``meta.json``.
         batch_size: samples per batch and rank, B.
-        shuffle: mix the rows, differently in each epoch; otherwise they come in file order.
+        shuffle: mix the rows, differently in each epoch; otherwise keep the order of the file.
         seed: seed of the shuffle, not negative.
         rank: this process, in ``[0, world_size)``.
         world_size: number of ranks.
@@ -106,7 +106,7 @@ class CriteoLoader:
             if value < 1:
                 raise ValueError(f"{name} is {value}, it must be at least 1")
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank is {rank}, it must lie in [0, world_size={world_size})")
+            raise ValueError(f"rank is {rank}, it must be in [0, world_size={world_size})")
         if seed < 0:
             raise ValueError(f"seed is {seed}, it must not be negative")
         if torch.device(device).type not in ("cpu", "cuda"):
@@ -169,8 +169,8 @@ class CriteoLoader:
         """The position after the last batch that was yielded; the same on every rank, JSON-able.
 
         Args:
-            unused: samples at the end of what was yielded, over all ranks, that are to come again:
-                those that a prefetcher holds.
+            unused: samples that were yielded but not used, over all ranks, such as those that a
+                prefetcher holds; they will be yielded again.
         """
         position = self._position - unused
         return {"epoch": self.epoch, "position": position, "order": self._order()}

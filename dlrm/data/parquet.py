@@ -243,7 +243,7 @@ def _labels(array: pa.Array, where: str) -> np.ndarray:
     labels = array.to_numpy(zero_copy_only=False)
     if labels.dtype != bool and not (labels.min(initial=0) >= 0 and labels.max(initial=1) <= 1):
         row = np.flatnonzero(~((labels >= 0) & (labels <= 1)))[0]
-        raise ValueError(f"{where}: row {row} is {labels[row]}; a label must lie in [0, 1]")
+        raise ValueError(f"{where}: row {row} is {labels[row]}; a label must be in [0, 1]")
     return labels
 
 
@@ -284,6 +284,6 @@ def _ids(array: pa.Array, where: str, oov_id: int | None, cardinality: int) -> n
         value = np.flatnonzero(unsigned >= limit)[0]
         raise ValueError(
             f"{where}: value {value} is id {ids[value]}, outside the table of {cardinality} rows; "
-            f"ids lie in [0, {cardinality}): enlarge the table or correct the data"
+            f"ids must be in [0, {cardinality}): enlarge the table or correct the data"
         )
     return ids

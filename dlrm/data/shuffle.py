@@ -1,4 +1,4 @@
-"""Shuffle buffers in host memory: reader threads fill them, batches are cut from them."""
+"""Shuffle buffers in host memory: reader threads fill them, and batches are slices of them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ positions of a buffer takes 5 times as long on a server CPU."""
 
 @dataclass(frozen=True, kw_only=True)
 class ShuffleGroup:
-    """Row groups that are shuffled together, and their place in the order of the epoch."""
+    """Row groups that are shuffled together, and their position in the epoch."""
 
     start: int
-    """Rows of the epoch that come before."""
+    """Rows of the epoch before them."""
     row_groups: tuple[RowGroup, ...]
     seed: tuple[int, ...] | None
     """Seed of the order of the rows; None keeps that of the file, for a single row group."""
@@ -72,7 +72,7 @@ def shuffle_groups(
 class Interleave:
     """The positions in a shuffle buffer of the rows of one row group.
 
-    The rows are permuted and then cut into runs. Run ``i`` becomes run ``slots[i]`` of the buffer.
+    The rows are permuted and split into runs. Run ``i`` becomes run ``slots[i]`` of the buffer.
     The rows that do not fill a run go to ``rest``.
     """
 

@@ -17,7 +17,7 @@ class SideStream:
         side = side_stream_of(device)
         start = side.record_event()
         bottom = mlp(dense)
-        with side.fork(after=start):  # may use all that was computed before the event
+        with side.fork(after=start):  # may use everything computed before the event
             embedded = look_up(ids)  # in parallel with the MLP
         side.join()  # what follows may use both
 
@@ -25,7 +25,7 @@ class SideStream:
     there as well, and a CUDA graph keeps the fork.
 
     Memory that is allocated in a fork must be freed there, or between the join and the next fork:
-    it goes back to the side stream, which waits before its next fork for whatever then used it.
+    it returns to the pool of the side stream, which waits for all users of it at the next fork.
 
     Args:
         device: the device; there are no streams if it is not a GPU.

@@ -211,7 +211,7 @@ def _without_warning() -> Iterator[None]:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """The errors behind an error, in all processes."""
+    """The errors that caused an error, in all processes."""
     if not isinstance(error, CheckpointException):
         return [error]
     return [cause for failure in error.failures.values() for cause in _chain(failure[0])]

@@ -1,6 +1,6 @@
 """Training steps captured as CUDA graphs.
 
-A graph is launched at once. Otherwise launches take most of the time of a small batch.
+A captured step is a single launch; otherwise launches take most of the time of a small batch.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def classification(logits: Tensor | np.ndarray, labels: Tensor | np.ndarray) -> 
     if len(logits) == 0:
         raise ValueError("there are no samples to measure")
     if not ((labels >= 0) & (labels <= 1)).all():
-        raise ValueError("labels must lie in [0, 1]: write -1 and 1 as 0 and 1")
+        raise ValueError("labels must be in [0, 1]: write -1 and 1 as 0 and 1")
     require_finite_logits(logits)
     # log(1 + exp(-|x|)) + max(x, 0) - x y: exact where the probability rounds to 0 or 1
     zero = logits.new_zeros(())

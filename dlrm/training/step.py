@@ -26,7 +26,7 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class TrainStep:
-    """A training step on one device that never makes the host wait for it.
+    """A training step on one device, without synchronizing with the host.
 
     ``eager`` runs operation by operation. ``compile`` has ``torch.compile`` fuse the MLPs.
     ``graph`` does so too and captures the whole step, the optimizers included, as a CUDA graph

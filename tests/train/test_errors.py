@@ -90,7 +90,9 @@ def test_ids_outside_the_tables_of_the_model_are_refused(run, two_steps, tmp_pat
     synthetic.write(other, rows=500, cardinalities=[4000] * 26, fractions=[0.5, 0, 0.5])
     for program, *rest in (("evaluate",), ("predict", tmp_path / "scores.parquet")):
         done = run(program, two_steps, other, *rest, "--device", "cpu", status=2)
-        assert re.search(r"error: .*, outside the table of [\d,]+ rows; ids lie in", done.stderr)
+        assert re.search(
+            r"error: .*, outside the table of [\d,]+ rows; ids must be in", done.stderr
+        )
     assert not (tmp_path / "scores.parquet").exists()
 
 

@@ -71,7 +71,7 @@ def test_logits_and_labels_of_other_shapes_are_refused(shapes):
 
 @pytest.mark.parametrize("label", [-1.0, 2.0, np.nan])
 def test_labels_that_are_no_probabilities_are_refused(label):
-    with pytest.raises(ValueError, match=r"labels must lie in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"labels must be in \[0, 1\]"):
         classification(np.zeros(3), np.array([1.0, 0.0, label]))
 
 

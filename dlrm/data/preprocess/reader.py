@@ -131,7 +131,7 @@ class RawFile:
 def _whole_lines(
     path: Path, chunks: Iterator[bytes], block_bytes: int
 ) -> Iterator[tuple[bytes, Exception | None]]:
-    """Cut ``chunks`` after line ends; the last piece comes with the error that ended it, if any."""
+    """Blocks of whole lines, the last with the error that ended the input, if any."""
     buffer, damage = bytearray(), None
     try:
         for chunk in chunks:
@@ -195,7 +195,7 @@ def _unzstd(first: bytes, pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 class _Joined:
-    """Pieces of bytes as a file object, with what pyarrow needs of it."""
+    """Chunks of bytes as a file object, as far as pyarrow needs it."""
 
     closed = False
 

@@ -209,7 +209,7 @@ def _check(
     if not 0.5 <= auc < 1:
         raise ValueError(f"auc is {auc}, it must be at least 0.5 and below 1")
     if not 0 < positives < 1:
-        raise ValueError(f"positives is {positives}, it must lie between 0 and 1")
+        raise ValueError(f"positives is {positives}, it must be between 0 and 1")
     if fractions is not None and (
         len(fractions) != 3 or min(fractions) < 0 or not abs(sum(fractions) - 1) <= 1e-6
     ):

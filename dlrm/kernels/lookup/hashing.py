@@ -47,11 +47,11 @@ def _hashed_offsets(
 def hashed_offsets(
     first: Tensor, ids: Tensor, pieces: int, size: int, *, block: int = 1, impl: str | None = None
 ) -> Tensor:
-    """Where the pieces of rows lie in an array that all tables share.
+    """Offsets of the pieces of rows in an array that all tables share.
 
-    A table, flattened row by row, is cut into blocks. Block ``b`` begins ``hash32(b)`` pieces after
-    the table's own ``first`` offset, and the array wraps around. So the same block of two tables is
-    never at the same offset.
+    A table, flattened row by row, is divided into blocks. Block ``b`` begins ``hash32(b)`` pieces
+    after the ``first`` offset of the table, and the array wraps around. So the same block of two
+    tables is never at the same offset.
 
     Args:
         first: first offset of the table of each id, int64; of the shape of ``ids``, or one that

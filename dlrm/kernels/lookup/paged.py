@@ -221,11 +221,11 @@ class ReplicaParameter(nn.Parameter):
 
 @dataclass(frozen=True, kw_only=True)
 class Pages:
-    """Where the pages of a table lie: row r is row r % page_size of page r // page_size.
+    """Where the pages of a table are: row r is row r % page_size of page r // page_size.
 
-    Pages lie in blocks of memory, each a contiguous ``[rows, D]``. Blocks of one group are replicas
-    of each other: a page lies in every block of its group, at the same row, and look-ups are split
-    between them. Made by :func:`pages_of`.
+    Pages are in blocks of memory, each a contiguous ``[rows, D]``. Blocks of one group are replicas
+    of each other: a page is in every block of its group, at the same row, and look-ups are split
+    between them. Created by :func:`pages_of`.
     """
 
     groups: tuple[tuple[Tensor, ...], ...]
@@ -265,7 +265,7 @@ def pages_of(
     first: Tensor,
     device: torch.device | str,
 ) -> Pages:
-    """Pages at given places in blocks.
+    """Pages at given rows of blocks.
 
     Args:
         groups: blocks ``[rows, D]``, contiguous, of one type and dim; those of a group are replicas

@@ -46,17 +46,17 @@ class SortedLookups:
 
     sorted_rows: SortedRows
     shift: Tensor
-    """For each holder, the distance from the sorted places to the slots in its receive buffer,
+    """For each holder, the slot of a look-up in its receive buffer minus its sorted position,
     ``[n]``.
     """
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that there is to copy."""
+        """All tensors, to copy them."""
         return [self.sorted_rows.rows, self.sorted_rows.order, self.shift]
 
     def like(self) -> SortedLookups:
-        """Room for as many look-ups."""
+        """Uninitialized look-ups of the same number."""
         rows, order, shift = map(torch.empty_like, self.tensors)
         return SortedLookups(SortedRows(rows, order), shift)
 

@@ -1,19 +1,19 @@
 """Admit rows of host memory to a cache on the GPU, and evict the least frequently used.
 
-The batches whose rows are fetched together form a *window*. For each window the rows without a
-slot are listed, the slots with the lowest scores are given to them, and the two sets of rows change
-places: the old ones go to the host, the new ones come from it. All shapes depend on the batch size
-alone and the host reads nothing back, so the lists can be made on a second stream while the window
-before is computed. That window is not disturbed: neither its rows nor those of the next window lose
-their slots, and rows that it uses in host memory are not fetched.
+The batches whose rows are fetched together form a *window*. For each window, the rows without a
+slot are listed and get the slots with the lowest scores: the old rows are written to the host, and
+the new ones read from it. All shapes depend only on the batch size and the host reads nothing back,
+so the lists can be made on a second stream while the window before is computed. That window is not
+disturbed: neither its rows nor those of the next window lose their slots, and rows that it uses in
+host memory are not fetched.
 
-Bytes are not what costs, but the GPU's translation of host addresses. Measured on an H100 with
-30,000 rows of 64 bytes each way, during a step of 0.48 ms: within 256 MB of host memory they cost
-the step 0.03 ms; in 1 GB 0.15 ms; in 2.2 GB 0.36 ms if moved as fast as the link allows, and 0.06
-if moved by one program, which takes 0.8 ms. While address look-ups queue up, everything else in
-that part of the GPU waits for its own. The copy engine moves as many contiguous bytes for 0.001 ms.
-So kernels exchange rows only while a step waits for them, in ascending order, so that each page is
-visited once; ahead of their use :mod:`dlrm.kernels.offload.prefetch` does it.
+The cost is not in the bytes but in the GPU's translation of host addresses. Measured on an H100
+with 30,000 rows of 64 bytes each way, during a step of 0.48 ms: within 256 MB of host memory they
+cost the step 0.03 ms; in 1 GB 0.15 ms; in 2.2 GB 0.36 ms if moved as fast as the link allows, and
+0.06 if moved by one program, which takes 0.8 ms. While translations queue up, everything else in
+that part of the GPU waits. The copy engine moves as many contiguous bytes for 0.001 ms. So kernels
+move rows only while a step waits for them, in ascending order, so that each page is visited once;
+ahead of their use :mod:`dlrm.kernels.offload.prefetch` moves them.
 
 The LFU score of a row: each window that uses it adds 1, and the sum halves every ``half_life``
 windows.
@@ -117,7 +117,7 @@ def load_rows(ids, starts, k, inside, batch):
 
 @triton.jit
 def _append(counter, chosen):
-    """Places for the ``chosen`` elements at the end of a list, whose length ``counter`` is."""
+    """Positions for the ``chosen`` elements at the end of a list of ``counter`` elements."""
     ones = chosen.to(tl.int32)
     begin = tl.atomic_add(counter, tl.sum(ones, 0), sem="relaxed")
     return begin + tl.cumsum(ones, 0) - 1
@@ -180,7 +180,7 @@ def _evict(
 ):  # fmt: skip
     """List the slots with the lowest scores, one for each missing row if possible, and their rows.
 
-    All slots of the bins below a limit are taken, and at random as many of the limit's own bin as
+    All slots of the bins below a limit are taken, and of the limit's bin a random part, as many as
     are still needed.
     """
     now = tl.load(index.step)
@@ -219,7 +219,7 @@ def _evict(
 def _assign(
     index, missing, targets, counters, most, AHEAD: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Give the slots to the missing rows; rows that find none are used in host memory."""
+    """Assign the slots to the missing rows; rows without one are used in host memory."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     moves = tl.minimum(tl.load(counters + 1), tl.load(counters + 2))
     inside = k < tl.minimum(tl.load(counters), most)
@@ -242,7 +242,7 @@ def move_rows(
     *,
     impl: str | None = None,
 ) -> None:
-    """Bring the rows of the current window into the cache.
+    """Move the rows of the current window into the cache.
 
     Args:
         index: the index of the cache; updated in place.
@@ -259,7 +259,7 @@ def move_rows(
 
 @torch.no_grad()
 def list_moves(index: CacheIndex, ids: Tensor, starts: Tensor | None, *, ahead: bool) -> RowMoves:
-    """Give slots to the rows of a window, and list the rows that have to move for that.
+    """Assign slots to the rows of a window, and list the rows that must move.
 
     Args:
         index, ids, starts: as in :func:`move_rows`; at least one look-up.

@@ -6,22 +6,21 @@ contiguous rows: by 0.05 ms of a step of 0.48 on an H100. The copy engine does n
 the rows and copy those that are evicted out of the cache; a thread of the host gathers the rows to
 fetch, then stores the evicted ones; kernels put the fetched rows into their slots.
 
-Why no row is used while it is on its way. Window t is the current one, and a transfer fetches the
+Why no row is used during its transfer. Window t is the current one, and a transfer fetches the
 rows of window t + 1. They are gathered during window t; the rows that are evicted for them are
 stored then or during window t + 1.
 
 - The lists are made after the last step of window t - 1. Rows that window t uses, in a slot or in
   host memory, are on neither list, and rows of window t + 1 are not evicted. So window t neither
-  reads nor updates a row that is gathered or stored, nor does window t + 1 one that is stored; they
-  may share a cache line with one, no more.
+  reads nor updates a row that is gathered or stored, nor does window t + 1 one that is stored; at
+  most they share a cache line with one.
 - What windows before t updated in host memory is there: the thread waits for the lists. What they
-  updated in a slot is copied out after that, before other rows come to the slot.
-- Window t + 1 begins when :meth:`AsyncRowTransfer.wait` has seen its rows gathered, after their
-  copies.
+  updated in a slot is copied out after that, before the slot gets another row.
+- Window t + 1 begins after :meth:`AsyncRowTransfer.wait`, when its rows are gathered and copied.
 - A row that is evicted and used again is read from host memory by the next transfer at the
   earliest, or in place by window t + 2. The thread gathers the rows of the next transfer when those
   of this one are stored, and window t + 2 begins when they have arrived.
-- Everything else that reads or writes the table, and a window that was not announced, begins with
+- Everything else that reads or writes the table, and a window that was not prefetched, begins with
   :meth:`AsyncRowTransfer.wait_all`, which waits for the stores as well.
 
 Bytes over the link: each row and its state once each way, and 8 for the lists.
@@ -100,8 +99,8 @@ class AsyncRowTransfer:
         the kernels that put them into their slots.
 
         Raises:
-            Exception: what went wrong in the thread; again on every call, since there are slots
-                whose rows never came, or rows that were not stored.
+            Exception: an error in the thread, on every later call too, since slots lack their
+                rows, or rows were not stored.
         """
         if self._coming is not None:
             transfer, gathered = self._coming
@@ -148,7 +147,7 @@ class _Rows:
 def _gather(transfer: _Transfer, before: Future[None] | None) -> _Rows:
     """Copy the evicted rows to the host, and the fetched ones to the GPU."""
     if before is not None:
-        before.result()  # done by now, or what went wrong
+        before.result()  # done by now; raises its error
     _wait(transfer.listed)
     missing, _, (_, taken, wanted, _) = transfer.lists
     count = min(int(taken), int(wanted))
@@ -165,7 +164,7 @@ def _gather(transfer: _Transfer, before: Future[None] | None) -> _Rows:
 
 @torch.no_grad()
 def _store(transfer: _Transfer, gathered: Future[_Rows]) -> None:
-    """Write the evicted rows to their places."""
+    """Write the evicted rows to host memory."""
     evicted, copied = gathered.result().evicted, gathered.result().copied
     _wait(copied)
     rows = transfer.lists[1][: len(evicted[0])].long()
@@ -184,7 +183,7 @@ def _pinned(like: Tensor, length: int) -> Tensor:
 
 
 def _to_host(tensor: Tensor, count: int | None = None) -> Tensor:
-    """A copy of the first rows, or all, in host memory, complete once the stream has made it."""
+    """Copy the first rows, or all, to host memory, asynchronously."""
     return _pinned(tensor, len(tensor))[:count].copy_(tensor[:count], non_blocking=True)
 
 

@@ -1,4 +1,4 @@
-"""Copy the rows that change places, between a cache and host memory or between it and a buffer.
+"""Copy fetched and evicted rows, between a cache and host memory or between it and a buffer.
 
 Bytes that must be moved: each row once each way.
 """
@@ -18,12 +18,12 @@ STAGERS = 256  # programs that copy them within GPU memory
 
 
 class RowMoves(NamedTuple):
-    """Which rows change places, of ``most`` that may."""
+    """Which rows are fetched and evicted, at most ``most`` of each."""
 
     missing: Tensor
     """Rows to fetch, ``[most]`` int32; ascending unless they are listed ahead."""
     leaving: Tensor
-    """Rows evicted for them, ``[most]`` int32, -1 where the slot was free; likewise."""
+    """Rows evicted for them, ``[most]`` int32, in the same order; -1 if the slot was free."""
     targets: Tensor
     """Their slots, ``[most]`` int32."""
     counters: Tensor

@@ -1,7 +1,7 @@
 """Triton kernels that find the factors of ids, and the unique ones; see :mod:`dlrm.kernels.tt`.
 
-A factor is a slice of the first or last core, or a *pair* of slices of the two cores there. What
-the kernels need to know of a table is a row of :attr:`~dlrm.kernels.tt.layout.FactorLayout.tables`.
+A factor is a slice of the first or last core, or a *pair* of slices of the two cores there. The
+kernels get a row of :attr:`~dlrm.kernels.tt.layout.FactorLayout.tables` for each table.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class IndexOutputs(NamedTuple):
-    """What is noted of every look-up; None is left out."""
+    """What is stored of every look-up; None is not."""
 
     left: Tensor | None  # [n] left factor, -1 for none
     right: Tensor | None  # [n] right factor
@@ -91,7 +91,7 @@ def index_ids(
     ids, skip, table_of, per_table, tables, out, n,
     CORES: tl.constexpr, WIDE: tl.constexpr, RUNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Index every look-up; if they come in runs of one table each, a program is in one run."""
+    """Index every look-up; if they are in runs of one table each, a program is in one run."""
     pid = tl.program_id(0)
     if RUNS:
         blocks = tl.cdiv(per_table, BLOCK)

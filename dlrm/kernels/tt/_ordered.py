@@ -1,7 +1,8 @@
-"""Triton kernels that sum gradients in an order of the look-ups, so that they repeat exactly.
+"""Triton kernels that sum gradients in a fixed order of the look-ups, so that they are
+deterministic.
 
-See :mod:`dlrm.kernels.tt.lookup`. A *segment* is the look-ups of one factor, which ``order``
-brings together; a *chunk* is the ``STEPS`` look-ups that one row of a program walks over.
+See :mod:`dlrm.kernels.tt.lookup`. A *segment* is the look-ups of one factor, which are adjacent in
+``order``; a *chunk* is the ``STEPS`` look-ups that one row of a program loops over.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def segment_gradients(
     """Gradient of the left factors, ``grad [A, C] @ right' [C, R]``, or of the right ones.
 
     Each of the ``BLOCK`` chunks of a program sums segment by segment. The chunk in which a segment
-    begins stores its sum; what later chunks have of it goes to a row for each chunk, behind the
+    begins stores its sum. Later chunks store their part of it in a row per chunk, after the
     ``num_rows`` rows of ``out``, for :func:`add_partial_sums`.
     """
     a, r, c = tl.arange(0, padded(A, 2)), tl.arange(0, padded(R, 2)), tl.arange(0, padded(C, 2))
@@ -93,7 +94,7 @@ def add_partial_sums(
     factor, order, out, num_rows, n,
     LENGTH: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Complete the segment that begins in a chunk and goes on: add what later chunks have of it."""
+    """Complete the segment that begins in a chunk and continues: add the parts of later chunks."""
     chunk = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     first = chunk * STEPS

@@ -1,9 +1,9 @@
 """Triton kernels that multiply out pairs of slices; see :mod:`dlrm.kernels.tt`.
 
 A pair is a slice ``[Q, R]`` of the small (outer) core and one ``[R, N]`` of the big core next to
-it; their product is ``[Q, N]``. The slots of one big slice lie together, those in ``segments``, in
-the order of their pairs. ``LEFT``: the product is a left factor, and all three are row-major; of a
-right factor they are column-major.
+it; their product is ``[Q, N]``. The slots of one big slice are adjacent, in the order of their
+pairs; ``segments`` has their range. ``LEFT``: the product is a left factor, and all three are
+row-major; for a right factor they are column-major.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class UpdateArguments(NamedTuple):
 
 @triton.jit
 def multiply(x, y, total, PRECISION: tl.constexpr):
-    """``x @ y``, added to ``total`` if that is given; both become bf16 if one of them is."""
+    """``x @ y``, added to ``total`` unless it is None; both are cast to bf16 if one is bf16."""
     if PRECISION == "bf16" or x.dtype == tl.bfloat16 or y.dtype == tl.bfloat16:
         product = tl.dot(x.to(tl.bfloat16), y.to(tl.bfloat16), total)
     else:
@@ -58,7 +58,7 @@ def product_at(slot, j, c, Q: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr)
 def rank_pairs(
     flags, pair_start, small_start, total, slots, members, segments, BLOCK: tl.constexpr
 ):
-    """Give slots to the pairs in use of one big slice, and note the small slice of each.
+    """Assign slots to the pairs in use of one big slice, and store the small slice of each.
 
     Which big slice comes first varies from run to run, and no result depends on it.
     """
@@ -123,7 +123,7 @@ def big_gradient(
 ):  # fmt: skip
     """Gradient of a big slice, ``N`` in tiles: the sum over its slots of ``small' @ grad``.
 
-    ``grad @ big'`` of each slot is added to ``d_small``, if that is given, atomically. With a rule
+    ``grad @ big'`` of each slot is added to ``d_small``, unless it is None, atomically. With a rule
     the gradient updates ``big``, of which no other program reads this tile, and is not stored.
     """
     at = tl.program_id(0)

@@ -25,11 +25,11 @@ class FactorOfLookups(NamedTuple):
 class ResultOfLookups(NamedTuple):
     """The result to which every look-up adds.
 
-    Results are numbered table by table and lie sample by sample: result ``k`` is row
+    Results are numbered table by table and stored sample by sample: result ``k`` is row
     ``(k % batch) * tables + k // batch``.
     """
 
-    bag: Tensor | None  # [n] None: look-up k alone gives result k
+    bag: Tensor | None  # [n] None: look-up k alone is result k
     scale: Tensor | None  # [n] the factor of each row
     batch: int
     tables: int
@@ -37,7 +37,7 @@ class ResultOfLookups(NamedTuple):
 
 @triton.jit
 def result_row(result, results):
-    """Where a result lies."""
+    """The row of a result."""
     return (result % results.batch).to(tl.int64) * results.tables + result // results.batch
 
 

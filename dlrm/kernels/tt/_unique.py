@@ -1,8 +1,8 @@
 """Triton kernels for the unique ids of a TT look-up; see :mod:`dlrm.kernels.tt.lookup`.
 
-The ids of one segment (:class:`~dlrm.kernels.tt.layout.Segments`), which share a right factor, lie
-one after another: a program has some of one segment, and multiplies tiles of them by that factor on
-the tensor cores. A tile has ``BM`` rows ``(id, A)``.
+The ids of one segment (:class:`~dlrm.kernels.tt.layout.Segments`) are adjacent and share a right
+factor: a program takes some of one segment, and multiplies tiles of them by that factor on the
+tensor cores. A tile has ``BM`` rows ``(id, A)``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dlrm.kernels.tt.layout import padded
 
 
 class UniqueIds(NamedTuple):
-    """The factors of the unique ids, and where those of a segment are."""
+    """The factors of the unique ids, and the range of ids of each segment."""
 
     left: Tensor  # [slots or slices, A * R]
     right: Tensor  # [slots or slices, R * C]
@@ -49,7 +49,7 @@ def _part(ids, IDS: tl.constexpr):
 
 @triton.jit
 def _tile(ids, first, end, A: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
-    """Rows ``(id, A)`` of a tile: their number, where their left factors lie, and these."""
+    """Rows ``(id, A)`` of a tile: index, mask, offsets of their left factors, and these."""
     m, r = tl.arange(0, BM), tl.arange(0, padded(R, 16))
     at = first + m // A
     row = (m < BM // A * A) & (at < end)

@@ -1,4 +1,4 @@
-"""The two factors of rows in tensor-train format: products of cores, and the way back to these.
+"""The two factors of rows in tensor-train format: products of cores, and their gradients.
 
 See :mod:`dlrm.kernels.tt` for what a factor, a pair and a slot are.
 """
@@ -22,14 +22,14 @@ from dlrm.kernels.update.rules import hyper
 
 # Rows and columns of the tile that a program multiplies, by kernel; measured on an H100.
 _TILES = {"pair_products": (16, 64), "big_gradient": (64, 64), "small_gradient_parts": (64, 32)}
-_FEW = 64  # rows of a slice on average, of which a tall tile would be padding for the most part
-_MANY = 800  # programs, which had better be light ones then
-_PROGRAMS = 4096  # that keep a GPU busy
-_FUSED_RULES = ("sgd", "adagrad", "rowwise_adagrad")  # they leave alone what has no gradient
+_FEW = 64  # rows of a slice on average, below which a tall tile would be mostly padding
+_MANY = 800  # programs from which light ones are faster
+_PROGRAMS = 4096  # enough to keep a GPU busy
+_FUSED_RULES = ("sgd", "adagrad", "rowwise_adagrad")  # a zero gradient changes nothing
 
 
 class ZerosOnce:
-    """Zeros that the forward pass has filled for the backward pass; a second one gets new ones."""
+    """Zeros that the forward pass allocated for one backward pass; a second one gets new ones."""
 
     def __init__(self, zeros: Tensor | None) -> None:
         self._zeros = zeros
@@ -69,7 +69,7 @@ class Factor:
     def multiply(
         self, cores: Sequence[Tensor], precision: str, updates: FusedUpdates | None
     ) -> None:
-        """Compute the products of the pairs in use; without pairs there is nothing to do.
+        """Compute the products of the pairs in use, if the factors are pairs.
 
         ``updates`` are those that the backward pass may apply.
         """
@@ -156,7 +156,7 @@ class Factor:
         return d_small
 
     def order(self) -> Tensor:
-        """Look-ups in an order in which those with an equal factor lie together."""
+        """The look-ups sorted by factor."""
         of_lookup, pairs = self.index.of_lookup, self.index.pairs
         assert of_lookup is not None
         number = len(self.data) if pairs is None else pairs.pairs
@@ -185,7 +185,7 @@ class Factor:
         assert index.pairs is not None
         slices = len(index.segments)
         most = min(index.pairs.pairs_per_slice, index.num_slots) * tiles["Q"]
-        # A program without any costs a microsecond.
+        # A program without rows costs a microsecond.
         each = triton.cdiv(_PROGRAMS, slices)
         average = triton.cdiv(index.n * tiles["Q"], slices * tiles["BM"])
         return slices, min(each, average, triton.cdiv(most, tiles["BM"]))

@@ -1,4 +1,4 @@
-"""What a look-up in tensor-train tables needs to know of its ids, whatever is in the cores.
+"""The index of a look-up in tensor-train tables: what depends on its ids, but not on the cores.
 
 See :mod:`dlrm.kernels.tt`.
 """
@@ -24,7 +24,7 @@ Strategy = Literal["direct", "unique", "ordered"]
 
 @dataclass(frozen=True, kw_only=True)
 class LookupRequest:
-    """What a look-up is asked for, apart from the tensors that have gradients."""
+    """The arguments of a look-up, apart from the tensors that have gradients."""
 
     layout: FactorLayout
     ids: Tensor  # [n], contiguous
@@ -45,7 +45,7 @@ class FactorIndex:
 
     Args:
         pairs: those that the factors are products of; None if the factors are slices.
-        of_lookup: slice or pair of every look-up, int32 ``[n]``, to be filled; None if not asked.
+        of_lookup: slice or pair of every look-up, int32 ``[n]``, to be filled; None if not needed.
         n: look-ups.
         flags: zeros, to flag the pairs in use.
         total: a zero, to count them.
@@ -73,7 +73,7 @@ class FactorIndex:
             self.segments = flags.new_empty(len(pairs.small_start), 2)
 
     def rank(self) -> None:
-        """Give the pairs in use their slots; without pairs there is nothing to do."""
+        """Assign slots to the pairs in use, if the factors are pairs."""
         if self.pairs is not None:
             rank_pairs[(len(self.segments),)](
                 self.flags, self.pairs.pair_start, self.pairs.small_start, self.total, self.slots,
@@ -82,7 +82,7 @@ class FactorIndex:
 
 
 class LookupIndex:
-    """All that is known of the ids of one look-up.
+    """The factors of the ids of one look-up, and its unique ids.
 
     Args:
         request: the look-up.
@@ -107,7 +107,7 @@ class LookupIndex:
             left, right = request.ids.new_empty(2, n, dtype=torch.int32)
             bag = None
         else:
-            # Ids behind the last bag stay at -1: a buffer of static size may be longer than used.
+            # Ids after the last bag stay at -1: a buffer of static size may be longer than used.
             left, right, bag = request.ids.new_full((3, n), -1, dtype=torch.int32)
         if unique:  # their right factors follow from their segments
             right = None
@@ -144,7 +144,7 @@ class LookupIndex:
         return FactorIndex(pairs, of_lookup, self.request.ids.numel(), flags, total)
 
     def _new_keys(self) -> Tensor:
-        """For the keys of all ids; those behind the last bag are -1."""
+        """A buffer for the keys of all ids, -1 after the last bag."""
         request = self.request
         dtype = torch.int64 if request.layout.words >= 1 << 26 else torch.int32
         keys = torch.empty_like(request.ids, dtype=dtype)
@@ -187,7 +187,7 @@ class LookupIndex:
 
 
 def _zeros_in_one_launch(sizes: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
-    """Buffers of zeros, int32, each of which begins on 16 bytes."""
+    """Buffers of zeros, int32, each aligned to 16 bytes."""
     whole = [-(-size // 4) * 4 for size in sizes.values()]
     parts = torch.zeros(sum(whole), dtype=torch.int32, device=device).split(whole)
     return {name: part[:size] for (name, size), part in zip(sizes.items(), parts, strict=True)}

@@ -102,7 +102,7 @@ class PairLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """The bitmap of all ids, cut where a right factor begins, and after ``_SEGMENT`` words."""
+    """The bitmap of all ids, split where a right factor begins, and after ``_SEGMENT`` words."""
 
     start: Tensor  # [segments + 1] first word of each
     right: Tensor  # [segments] its right factor
@@ -114,7 +114,7 @@ class FactorLayout:
     """How the rows of a group of tables are split into a left and a right factor.
 
     Every id has a key, its bit in a bitmap of ``words`` 32-bit words. The keys of one right factor
-    lie together and begin with a word.
+    are adjacent and begin with a word.
     """
 
     cores: int
@@ -132,12 +132,12 @@ class FactorLayout:
 
     @cached_property
     def num_segments(self) -> int:
-        """As many as :attr:`segments` has."""
+        """Number of segments; does not build :attr:`segments`."""
         return sum(count * triton.cdiv(words, _SEGMENT) for count, words in self.right_factors)
 
     @cached_property
     def segments(self) -> Segments:
-        """Made when first asked for: small batches of large tables do without."""
+        """Built on first use: small batches of large tables do not need it."""
         starts: list[Tensor] = []
         rights: list[Tensor] = []
         first = end = 0  # right factor and word
@@ -190,7 +190,7 @@ _layouts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def factor_layout(shape: TTShape) -> FactorLayout:
-    """The layout of a group, made once: reading ``p`` waits for the GPU."""
+    """The layout of a group, built once: reading ``p`` waits for the GPU."""
     p, q, ranks = shape
     layouts = _layouts.setdefault(p, {})
     key = (tuple(q), tuple(ranks), p._version)

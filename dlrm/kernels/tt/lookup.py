@@ -1,11 +1,11 @@
-"""One look-up in tables in tensor-train format on its way through the Triton kernels.
+"""One look-up in tables in tensor-train format, by Triton kernels.
 
 See :mod:`dlrm.kernels.tt`. There are three strategies. *Direct*: each look-up multiplies its two
 factors, and adds its part of their gradients atomically. *Unique*, for many look-ups: the unique
-ids are numbered first, so that those with the same right factor lie together, and whole tiles of
-them are multiplied by that one factor on the tensor cores. How often an id occurs matters only for
-the copies of its row and for the sum of its gradients. *Ordered*: as direct, but gradients are
-summed in an order of the look-ups, so that they repeat to the last bit.
+ids are numbered first, so that those with the same right factor are adjacent, and tiles of them are
+multiplied by that one factor on the tensor cores. How often an id occurs matters only for the
+copies of its row and for the sum of its gradients. *Ordered*: as direct, but gradients are summed
+in a fixed order, so that they are deterministic.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from dlrm.kernels.tt.factors import Factor, ZerosOnce
 from dlrm.kernels.tt.indexing import LookupIndex, LookupRequest
 from dlrm.kernels.tt.layout import padded
 
-_STEPS = 8  # look-ups that one chunk of the ordered backward pass walks over
+_STEPS = 8  # look-ups of a chunk of the ordered backward pass
 _TILE = 2048  # numbers that a program of 4 warps holds
-_TILES_EACH = 4  # tiles of unique ids that a program walks over, on average
-_PARTS = 32  # programs of a segment at most
+_TILES_EACH = 4  # tiles of unique ids per program, on average
+_PARTS = 32  # programs per segment, at most
 
 
 class Lookup:
@@ -67,7 +67,7 @@ class Lookup:
             self._compute_unique_rows(trains)
 
     def rows(self, *, pooled: bool) -> Tensor:
-        """The results, ``[results, D]`` as they lie, or without pooling the row of every id."""
+        """The results in the order of memory, ``[results, D]``, or unpooled the row of every id."""
         request, sizes = self.request, self.request.layout.sizes
         offsets, results, num_results = request.offsets, self.index.results, request.num_results
         if not pooled:
@@ -91,7 +91,7 @@ class Lookup:
         return out
 
     def backward(self, grad: Tensor, cores: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients of all cores from that of the results, ``[results, D]``, in fp32.
+        """Gradients of all cores from the gradient of the results, ``[results, D]``, in fp32.
 
         Cores that are updated here have none.
         """

@@ -77,7 +77,7 @@ def tt_vectors(
             row-major in ``(r_{k-1}, q_k, r_k)``, table after table.
         shape: factors and ranks of the tables.
         tables: table of each id, an integer tensor that broadcasts against ``ids``.
-        ids: any integer tensor ``[...]``; every id lies inside its table.
+        ids: any integer tensor ``[...]``; every id is inside its table.
         skip: ids that are answered elsewhere, such as by a cache, bool of the shape of ``ids``:
             their rows are zeros without gradient, and cost nothing on a GPU.
         updates: optimizer steps of cores that the backward pass may apply itself, on a GPU; such a
@@ -85,18 +85,18 @@ def tt_vectors(
         impl: ``"triton"`` or ``"torch"``; by default Triton on a GPU for two to four cores of fp32
             or bf16.
         precision: how Triton multiplies fp32 matrices: ieee, tf32, tf32x3, or bf16, which also
-            halves what is kept of the products of two cores; by default bf16 under autocast to it,
-            else what ``torch.set_float32_matmul_precision`` says. Rows have the type of the cores,
-            whose gradients are summed in fp32.
-        deterministic: make the gradients of equal inputs equal to the last bit, which takes an
-            ordering of the look-ups; by default what ``torch.use_deterministic_algorithms`` says.
+            halves the buffers of products of two cores; by default bf16 under autocast to it, else
+            that of ``torch.set_float32_matmul_precision``. Rows have the type of the cores, whose
+            gradients are summed in fp32.
+        deterministic: make the gradients of equal inputs bitwise equal, by sorting the look-ups; by
+            default that of ``torch.use_deterministic_algorithms``.
 
     Returns:
         The rows, ``[..., D]`` with ``D = prod(q)``. Of two-dimensional ``ids [F, B]`` Triton lays
         them out as ``[B, F, D]``.
 
     Raises:
-        ValueError: ``ids`` are no integers, or on another device; ``skip`` has another shape.
+        ValueError: ``ids`` are not integers or on another device; ``skip`` has another shape.
     """
     require_integers(cores[0], ids=ids)
     if skip is not None and (skip.shape, skip.dtype) != (ids.shape, torch.bool):

@@ -1,4 +1,4 @@
-"""What an update needs to know of a cache in front of a table in host memory."""
+"""The cache of a table in host memory, as an update sees it."""
 
 from __future__ import annotations
 

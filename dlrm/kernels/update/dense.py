@@ -129,8 +129,7 @@ def update_dense(
 
     Args:
         rule: a rule of :func:`~dlrm.kernels.update.rules.make_rule`, or the name of one with its
-            default options. A row, of which some rules keep one number, is what shares a first
-            index.
+            default options. Rules with a state per row take the first dimension as rows.
         parameters: of any shape, all on one device.
         grads: gradient of each, of its shape.
         states: state of each, in the order of ``rule.states``, zeros at first: of its shape, or

@@ -21,7 +21,7 @@ from dlrm.utils.messages import did_you_mean
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A rule and the values of its options; those that it has no use for stay at these defaults."""
+    """A rule and the values of its options; those that it does not use stay at these defaults."""
 
     name: str
     betas: tuple[float, float] = (0.0, 0.0)
@@ -75,7 +75,7 @@ def make_rule(name: str, **options: Any) -> Rule:
         options: some of the rule's :data:`OPTIONS`; the others have their defaults.
 
     Raises:
-        ValueError: an unknown rule, an option that it has no use for, or a value out of range.
+        ValueError: an unknown rule, an option of another rule, or a value out of range.
     """
     if name not in OPTIONS:
         raise ValueError(f"unknown optimizer {name!r}{did_you_mean(name, RULES)}")
@@ -94,19 +94,19 @@ States = dict[str, list[Tensor]]
 
 TorchStep = Callable[[Rule, list[Tensor], States], Sequence[Tensor]]
 """From the gradients ``[V, ...]`` of several parameters to their steps, before the learning rate.
-It brings the states, ``[V, ...]`` or per row ``[V, 1, ...]``, up to date in place."""
+It updates the states, ``[V, ...]`` or per row ``[V, 1, ...]``, in place."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Definition:
-    """What a rule is, whatever the values of its options."""
+    """What does not depend on the values of a rule's options."""
 
     options: dict[str, Any]
     """Defaults by name; the names are those of ``torch.optim``."""
     weight_states: tuple[str, ...] = ()
-    """What it keeps of every weight: up to two numbers."""
+    """States with a number per weight, up to two."""
     row_state: Literal["sum", "steps"] | None = None
-    """What it keeps of every row: the sum of its mean squared gradients, or its count of steps."""
+    """State with a number per row: the sum of its mean squared gradients, or its count of steps."""
     decoupled_decay: bool = False
     """Whether weight decay shrinks the weight itself and leaves the gradient alone."""
     torch_step: TorchStep
@@ -217,7 +217,7 @@ def _roots(squares: Sequence[Tensor], eps: float) -> list[Tensor]:
 
 
 def _corrections(steps: list[Tensor], beta: float) -> list[Tensor]:
-    """What a moment is divided by after so many steps."""
+    """The bias corrections of a moment: ``1 - beta ** count``."""
     return [-torch.expm1(count * math.log(beta or 1e-38)) for count in steps]
 
 

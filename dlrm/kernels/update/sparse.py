@@ -1,6 +1,6 @@
 """Update the rows of a table from the gradients of its look-ups, in one pass.
 
-``n`` look-ups give ``n`` gradient rows, many of them for the same row of the table. They are
+``n`` look-ups have ``n`` gradient rows, many of them for the same row of the table. They are
 sorted by row (:mod:`dlrm.kernels.update.row_sort`: this needs only the ids and can run ahead of
 time) and summed per row, and the rule is applied once to each row that was used. There is no dense
 gradient, no coalesced copy, no count of unique rows on the host, and the result is deterministic.
@@ -8,11 +8,11 @@ gradient, no coalesced copy, no count of unique rows on the host, and the result
 Bytes an update must move: every gradient row and its row number once, every unique row of the
 weight and its state twice.
 
-The sorted gradients are cut into tiles of equal length, so that a row with tens of thousands of
-them costs no more than as many rows with one each. A tile sums equal rows by a segmented scan, one
-part after another, and updates the rows that lie entirely inside it. The partial sums of a row that
-crosses a tile boundary (at most two per tile) go to a buffer, and a second, small kernel adds them
-up in order.
+The sorted gradients are split into tiles of equal length, so that 10,000 gradients of one row cost
+no more than one gradient of 10,000 rows. A tile sums equal rows by a segmented scan, one part after
+another, and updates the rows that are entirely inside it. The partial sums of a row that crosses a
+tile boundary (at most two per tile) go to a buffer, and a second, small kernel adds them up in
+order.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Table(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What the update of every row needs."""
+    """The arguments of the update of every row."""
 
     lr: Tensor
     hyper: Hyper
@@ -74,7 +74,7 @@ class _Step(NamedTuple):
 
 @triton.jit
 def add_equal(sum_a, row_a, sum_b, row_b):
-    """Combine function of a segmented scan: sums start anew where the row changes."""
+    """Combine function of a segmented scan: sums restart where the row changes."""
     return tl.where(row_a == row_b, sum_a + sum_b, sum_b), row_b
 
 
@@ -154,7 +154,7 @@ def _merge(
     column = tl.arange(0, BLOCK_D)[None, :]
     last_row = before
     last_sum = tl.zeros((1, BLOCK_D), tl.float32)
-    # Skipped entries come first: of a list with room to spare they fill tiles, which end here.
+    # Skipped entries are sorted to the front. A tile of nothing else has no more to do.
     last = tl.minimum(begin + BLOCK * PARTS, entries.n) - 1
     highest = tl.load(entries.rows + last) - entries.base
     for part in range(tl.where(highest < 0, PARTS, 0), PARTS):
@@ -164,7 +164,7 @@ def _merge(
         row = _row_at(entries, k, inside)
         following = _row_at(entries, k + 1, k + 1 < entries.n)
         entry = tl.load(entries.order + k, mask=inside, other=0) - entries.first
-        slot = _slot_of(row, table, row >= 0)  # in flight while the sums are made
+        slot = _slot_of(row, table, row >= 0)  # in flight while the sums are computed
         mask = (row >= 0)[:, None] & (column < D)  # the gradient of a skipped entry is not read
         grad = tl.load(grads + entry[:, None] * D + column, mask=mask, other=0.0).to(tl.float32)
         keys = tl.broadcast_to(row[:, None], (BLOCK, BLOCK_D))
@@ -175,7 +175,7 @@ def _merge(
         late = row == before  # it began in an earlier tile
         _update(row, slot, total, ends & ~late, table, step, D, RULE, ROUND)
         end_of_part = at == BLOCK - 1
-        crosses = end_of_part & inside & ~ends & (part == PARTS - 1)  # it goes on in the next tile
+        crosses = end_of_part & inside & ~ends & (part == PARTS - 1)  # into the next tile
         spill = ((ends & late) | crosses)[:, None] & (column < D)
         to = tile.to(tl.int64) * 2 + tl.where(late, 0, 1)
         tl.store(partials + to[:, None] * D + column, total, mask=spill)
@@ -189,7 +189,7 @@ def _finish(
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr,
     RULE: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Update the row that begins in this tile and goes on in the next, if there is one."""
+    """Update the row that begins in this tile and crosses into the next, if there is one."""
     tile = tl.program_id(0)
     end = (tile + 1) * BLOCK
     row = tl.load(entries.rows + end - 1) - entries.base
@@ -226,7 +226,7 @@ def update_rows(
     seed: Tensor | None = None,
     impl: str | None = None,
 ) -> None:
-    """Apply one optimizer step, in place, to the rows that a row gradient names.
+    """Apply one optimizer step, in place, to the rows of a row gradient.
 
     Gradients of equal rows are summed first. Nothing is read back by the host and no shape depends
     on the ids, so a CUDA graph can capture the call.
@@ -242,8 +242,7 @@ def update_rows(
         lr: learning rate, a 0-d fp32 tensor.
         sorted_rows: ``sort_rows(rows, V)`` if that was computed ahead; the kernels then read it in
             place of ``rows``.
-        cached: the rows of ``weight`` and ``states`` that are in a cache, where these tensors lie
-            in host memory.
+        cached: the cached rows of ``weight`` and ``states``, if these are in host memory.
         seed: a 0-d int64 tensor. With it bf16 rows are rounded stochastically, without bias, and
             the seed increases by one; without it they are rounded to nearest.
         impl: see :mod:`dlrm.kernels`.
@@ -270,7 +269,7 @@ def update_rows(
         if cached is not None:
             table = _Table(tensors, cached.slots, cached.offsets(tensors))
         _launch(rule, sorted_rows, grads.contiguous(), table, _Step(lr, hyper(rule), seed))
-    if seed is not None:  # without gradients too: every process rounds its replicas alike
+    if seed is not None:  # without gradients too, so that every process rounds replicas alike
         seed.add_(1)
 
 
