@@ -214,8 +214,9 @@ def test_a_second_backward_pass_gives_the_same(strategy, device, use, assert_clo
 @pytest.mark.parametrize("kind", ["equal", "skewed", "ends"])
 def test_ids_that_repeat_and_ids_at_both_ends(kind, strategy, device, matches):
     group = Group("kaggle" if GPU else "d3-kaggle", device)
-    # 70,000 numbers of one sign, added one after another in fp32, lose some digits.
-    factor = 500 if GPU and strategy != "ordered" else 10
+    # Adding 70,000 equal numbers one after another in fp32 rounds the same way each time. The bound
+    # of the relative error is 70,000 * 2**-24, or 4e-3; up to 5.5e-4 was seen.
+    factor = 2000 if GPU and strategy != "ordered" else 10
     ids = group.ids(70_000 if GPU else 40, kind)
     matches(group, ids, strategy, factor=factor, grad=lambda rows: 2 * rows.detach())
 
