@@ -12,10 +12,10 @@ from torch.nn import functional
 from dlrm.distributed.sharding_plan import ShardingPlan
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.interaction import dot_interaction
-from dlrm.kernels.streams import side_stream_of
 from dlrm.sparse_arch.arch import SparseArch
 from dlrm.sparse_arch.table_plan import TablePlan
 from dlrm.utils.messages import did_you_mean
+from dlrm.utils.streams import side_stream_of
 
 INTERACTIONS = ("dot", "dcn")
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2}  # by the dtype of the tables

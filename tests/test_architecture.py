@@ -27,13 +27,12 @@ BELOW["config"] = BELOW["training"] = (*BELOW["model"], "model")
 
 KERNELS_BELOW = {
     "": (),
-    "streams": ("",),
-    "update": ("", "streams"),
-    "multi_copy": ("", "streams"),
-    "interaction": ("", "streams"),
-    "lookup": ("", "streams", "update"),
-    "tt": ("", "streams", "update"),
-    "offload": ("", "streams", "update", "lookup", "tt"),
+    "update": ("",),
+    "multi_copy": ("",),
+    "interaction": ("",),
+    "lookup": ("", "update"),
+    "tt": ("", "update"),
+    "offload": ("", "update", "lookup", "tt"),
 }
 """The same for the rooms of ``dlrm.kernels``; "" is the package itself."""
 

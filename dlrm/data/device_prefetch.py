@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from dlrm.data.batch import Batch
+from dlrm.utils.streams import stream_of
 
 QUEUED = 8  # batches whose work may be queued on the GPU
 
@@ -20,7 +21,7 @@ def prefetch_to_device(
     Batches are made and copied on a stream of their own, and are ready for the current stream of
     the consumer when they are yielded.
     """
-    stream = torch.cuda.Stream(device)
+    stream = stream_of(device, "loads")
     made: deque[tuple[Batch, int, torch.cuda.Event]] = deque()
     queued: deque[torch.cuda.Event] = deque()
     while True:

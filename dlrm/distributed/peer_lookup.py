@@ -14,10 +14,8 @@ from dlrm.distributed.peer_memory import SymmetricTensor
 from dlrm.distributed.world import World
 from dlrm.kernels.lookup.peer import SortedLookups, read_rows, send_rows
 from dlrm.kernels.lookup.tables import row_gradient
-from dlrm.kernels.streams import SideStream, side_stream_of
 from dlrm.kernels.update.row_sort import RowSorter, sort_rows
-
-ARRIVAL = 2  # the side stream on which a process receives the rows that will have gradients
+from dlrm.utils.streams import SideStream, side_stream_of
 
 
 class PeerLookup:
@@ -158,7 +156,7 @@ class _PeerLookup(torch.autograd.Function):
             return out
         buffer = peers.recv_buffer(batch, weight)
         read_rows(peers.rows.peers, found, out, recv_buffer=buffer.keys.peers, shift=shift)
-        arrival = side_stream_of(weight.device, ARRIVAL)
+        arrival = side_stream_of(weight.device, "arrival")
         with arrival.fork():
             buffer.keys.barrier()  # all have sent the rows that they look up
             rows = buffer.take()

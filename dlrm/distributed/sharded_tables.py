@@ -27,11 +27,10 @@ from dlrm.embeddings.common.bags import row_offsets
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.lookup.tables import lookup, lookup_tables
-from dlrm.kernels.streams import side_stream_of
 from dlrm.utils.local_shards import LocalShards, saved_weight
+from dlrm.utils.streams import side_stream_of
 
 CHUNK = 1 << 20  # rows initialized at a time
-EXCHANGE = 1  # the side stream of the exchange, next to the look-up of small tables
 
 
 class ShardedTables(Embedding):
@@ -165,7 +164,7 @@ class ShardedTables(Embedding):
             return [found.index_select(1, self._order)]
         if self.check_ids:
             self._check(self._tables[:, None], ids)
-        side, sorted_ahead = side_stream_of(ids.device, EXCHANGE), iter(context.lookups)
+        side, sorted_ahead = side_stream_of(ids.device, "exchange"), iter(context.lookups)
         with side.fork():
             finish = [
                 sharding.start(

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.compiler import set_stance
 
 from dlrm.kernels.multi_copy import copy_together
-from dlrm.kernels.streams import stream_of
 from dlrm.training.prefetch import PreparedBatch
+from dlrm.utils.streams import stream_of
 
 WARM_UP = 3  # steps of a batch size before one is captured
 

@@ -13,15 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dlrm.data.batch import Batch
-from dlrm.distributed.sharded_tables import EXCHANGE
 from dlrm.distributed.world import World
 from dlrm.embeddings.common.context import LookupContext
 from dlrm.kernels.lookup.tables import row_gradient
-from dlrm.kernels.streams import side_stream_of
 from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.kernels.update.sparse import update_rows
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, gradient_norm
+from dlrm.utils.streams import side_stream_of
 
 SMALL = 8  # rows per sample of the global batch; larger tables send entries, not a dense gradient
 
@@ -167,7 +166,7 @@ class GradientReducer:
         for parameter in large:
             self._gather_rows(parameter, equal=context.equal_sizes and parameter.is_cuda)
         if self._local:
-            side_stream_of(self._late[0].device, EXCHANGE).join()
+            side_stream_of(self._late[0].device, "exchange").join()
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """As :func:`dlrm.optim.gradient_norm`, over all processes."""

@@ -13,8 +13,8 @@ import torch
 from dlrm.data.batch import Batch
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.lookup.peer import SortedLookups
-from dlrm.kernels.streams import SideStream
 from dlrm.sparse_arch.arch import SparseArch
+from dlrm.utils.streams import side_stream_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ class SortPrefetcher(Prefetcher):
     def __init__(self, arch: SparseArch, device: torch.device) -> None:
         super().__init__()
         self._arch = arch
-        self._side = SideStream(device, priority=0)  # no step waits for it
+        self._side = side_stream_of(device, "lookups")
         self._reset()
 
     def look_ahead(self, samples: int) -> int:

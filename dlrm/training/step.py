@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dlrm.data.batch import Batch
-from dlrm.kernels.streams import side_stream_of
 from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, apply_in_backward, gradient_norm
@@ -18,6 +17,7 @@ from dlrm.training.cuda_graph import StepGraphs
 from dlrm.training.data_parallel import GradientReducer
 from dlrm.training.modes import compile_mlps, mode_for, set_precision
 from dlrm.training.prefetch import PreparedBatch, make_prefetcher
+from dlrm.utils.streams import side_stream_of
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ from dlrm.kernels import use_triton
 from dlrm.kernels.offload.admission import CacheIndex, list_moves, move_rows_torch
 from dlrm.kernels.offload.pinned_memory import on_host
 from dlrm.kernels.offload.transfer import RowMoves, put_rows, take_rows
-from dlrm.kernels.streams import SideStream
+from dlrm.utils.streams import SideStream, side_stream_of
 
 Tensors = Sequence[tuple[Tensor, Tensor]]  # in host memory, in the cache
 
@@ -52,7 +52,7 @@ class AsyncRowTransfer:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._side_stream = SideStream(device)
+        self._side_stream = side_stream_of(device, "rows")
         # The thread shares its work among most cores. With all of them it waits for others: a step
         # of Adam took 1.2 ms with 16 of 16, 0.87 with 12, 1.1 with 8.
         cores = max(torch.get_num_threads() * 3 // 4, 1)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dlrm.kernels import use_triton
-from dlrm.kernels.streams import stream_of
+from dlrm.utils.streams import stream_of
 
 LONGEST = 2048  # entries of a table that one program sorts: for more, a radix sort is as fast
 

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from dlrm.kernels.streams import side_stream_of, stream_of
+from dlrm.data.batch import Batch
+from dlrm.data.device_prefetch import prefetch_to_device
+from dlrm.utils.streams import PURPOSES, side_stream_of, stream_of
 
 
 def slow_sum(x):
@@ -67,12 +69,28 @@ def test_there_is_one_side_per_device(device):
 @pytest.mark.gpu
 def test_streams_for_two_purposes_are_never_the_same():
     device = torch.device("cuda")
-    steps, sorts = stream_of(device, "steps"), stream_of(device, "sorts")
+    streams = {purpose: stream_of(device, purpose) for purpose in PURPOSES}
+    assert len({stream.cuda_stream for stream in streams.values()}) == len(PURPOSES)
+    same = torch.device("cuda", torch.cuda.current_device())
     for _ in range(40):  # PyTorch has 32, and begins again
         torch.cuda.Stream()
-        assert stream_of(device, "steps") is steps
-        assert stream_of(torch.device("cuda", torch.cuda.current_device()), "sorts") is sorts
-    assert steps.cuda_stream != sorts.cuda_stream
+        assert {purpose: stream_of(same, purpose) for purpose in PURPOSES} == streams
+
+
+@pytest.mark.gpu
+def test_batches_of_many_epochs_are_loaded_on_a_stream_of_their_own(device):
+    """A loader that took a new stream for each epoch would come to that of the sorts, and write its
+    batches over sorted rows that an update still reads.
+    """
+    others = {stream_of(device, purpose).cuda_stream for purpose in PURPOSES if purpose != "loads"}
+
+    def batches():
+        assert torch.cuda.current_stream().cuda_stream not in others
+        yield Batch(torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.int64), torch.zeros(2)), 0
+
+    for _ in range(40):
+        ((batch, _),) = prefetch_to_device(batches(), device)
+        assert batch.labels.is_cuda
 
 
 @pytest.mark.gpu

@@ -28,14 +28,11 @@ class SideStream:
     it returns to the pool of the side stream, which waits for all users of it at the next fork.
 
     Args:
-        device: the device; there are no streams if it is not a GPU.
-        priority: 0 is that of the current stream, -1 a higher one.
+        stream: the second stream; None if there is no GPU.
     """
 
-    def __init__(self, device: torch.device, priority: int = -1) -> None:
-        # Its kernels are many and small; they go first where both streams have one ready.
-        on_gpu = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device, priority=priority) if on_gpu else None
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
 
     def record_event(self) -> torch.cuda.Event | None:
         """Record an event on the current stream, for :meth:`fork`."""
@@ -66,26 +63,42 @@ class SideStream:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 
-_PURPOSES = ("steps", "sorts")
+PURPOSES = {
+    "loads": 0,  # batches are copied to the GPU
+    "steps": 0,  # steps warm up and are captured
+    "sorts": 0,  # rows are sorted for the update
+    "lookups": 0,  # look-ups of the next batch are sorted; no step waits for it
+    # Many small kernels, which go first where both streams have one ready:
+    "parallel": -1,  # look-ups and their update, next to the MLPs
+    "exchange": -1,  # vectors and gradients of sharded tables
+    "arrival": -1,  # rows from peers that will have gradients
+    "rows": -1,  # rows of tables in host memory
+}
+"""What the streams of a GPU are for, and their priorities; -1 is higher than that of the current
+stream."""
 
 
 @cache
 def _streams(index: int) -> dict[str, torch.cuda.Stream]:
     """One stream for each purpose, all made together, so that no two are the same."""
-    return {purpose: torch.cuda.Stream(index) for purpose in _PURPOSES}
+    return {
+        purpose: torch.cuda.Stream(index, priority=priority)
+        for purpose, priority in PURPOSES.items()
+    }
 
 
 def stream_of(device: torch.device, purpose: str) -> torch.cuda.Stream:
-    """The stream of a GPU for ``steps`` or ``sorts``, the same one for every caller.
+    """The stream of a GPU for one of :data:`PURPOSES`, the same one for every caller.
 
-    PyTorch has a pool of 32 streams and hands them out in turn. If every model took new ones, two
-    of them would in time be the same, and a CUDA graph would run in sequence what was meant to run
-    in parallel.
+    PyTorch has a pool of 32 streams for each priority and hands them out in turn. If every model or
+    epoch took new ones, two purposes would in time share a stream. Then memory that one of them
+    frees is overwritten by the other while kernels on a third stream still read it, and what is
+    launched during a capture becomes part of the graph.
     """
     return _streams(torch.cuda.current_device() if device.index is None else device.index)[purpose]
 
 
 @cache
-def side_stream_of(device: torch.device, number: int = 0) -> SideStream:
-    """A side stream of a device, the same one for every caller with this number."""
-    return SideStream(device)
+def side_stream_of(device: torch.device, purpose: str = "parallel") -> SideStream:
+    """The side stream of a device for one of :data:`PURPOSES`, the same one for every caller."""
+    return SideStream(stream_of(device, purpose) if device.type == "cuda" else None)
