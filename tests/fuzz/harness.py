@@ -1,0 +1,337 @@
+"""What the fuzzers share: cases that run in forks with limits, their outcomes, and a report.
+
+A fuzzer is a program that gives :func:`main` a function for each kind of input::
+
+    def flipped(rng: random.Random, directory: Path) -> Case:
+        path = directory / "meta.json"  # an empty directory, removed after the case
+        path.write_bytes(flip_bits(rng, ORIGINAL))
+        return Case(what="bits flipped", size=path.stat().st_size, run=lambda: judge(path))
+
+    if __name__ == "__main__":
+        sys.exit(main({"meta": flipped}))
+
+``run`` is called in a fork of this process, which costs milliseconds if the fuzzer has imported all
+that it needs. It returns an :class:`Outcome`, or raises: a ``ValueError`` or ``OSError`` of one
+line is a refusal. To run a program, use :func:`refusal`. Case ``i`` depends on the seed, its kind
+and ``i`` alone: ``--seed S --kind K --first I --count 1`` repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import random
+import resource
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # a fuzzer imports train and scripts
+
+LONGEST_MESSAGE = 2000
+CLOSING = "See --help for every option; nothing was started."
+
+
+class Outcome(StrEnum):
+    """How a case ended."""
+
+    REFUSED = "refused in one line"
+    EQUAL = "accepted, equal"
+    SKIPPED = "accepted, rows skipped and counted"
+    SILENT = "SILENTLY WRONG"
+    TRACEBACK = "TRACEBACK"
+    MESSAGE = "BAD MESSAGE"
+    """Refused, but not in one line of printable characters."""
+    HANG = "HANG"
+    MEMORY = "MEMORY"
+    DIED = "DIED"
+
+
+GOOD = (Outcome.REFUSED, Outcome.EQUAL, Outcome.SKIPPED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a case may take."""
+
+    seconds: float = 10
+    memory: int = 500 << 20
+    """Bytes that may be added to the memory of the process, besides ``memory_per_byte``."""
+    memory_per_byte: float = 2
+    """Bytes of memory for each byte of the case's files."""
+
+
+DEFAULT = Limits()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """An input, and what judges how it is treated."""
+
+    what: str
+    """The kind of mutation, for the report."""
+    run: Callable[[], Outcome]
+    """Called in a fork. What it prints is shown if the outcome is bad."""
+    size: int = 0
+    """Bytes of the input."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How a case ended, and what it took."""
+
+    outcome: Outcome
+    detail: str
+    seconds: float
+    memory: int
+
+
+def run_case(run: Callable[[], Outcome], limits: Limits = DEFAULT, size: int = 0) -> Result:
+    """Call ``run`` in a fork with limits.
+
+    Args:
+        run: what to call.
+        limits: what it may take.
+        size: bytes of the input.
+    """
+    began, allowed = time.monotonic(), limits.memory + round(limits.memory_per_byte * size)
+    receiver, sender = os.pipe()
+    sys.stdout.flush()  # or the fork prints it once more
+    if not (child := os.fork()):
+        os.close(receiver)
+        _serve(run, allowed, sender)
+    os.close(sender)
+    answer, until = b"", began + limits.seconds
+    while select.select([receiver], [], [], max(0, until - time.monotonic()))[0]:
+        if not (piece := os.read(receiver, 1 << 16)):
+            break
+        answer += piece
+    else:
+        os.kill(child, signal.SIGKILL)
+    os.close(receiver)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    seconds = time.monotonic() - began
+    if status == -signal.SIGKILL and seconds >= limits.seconds:
+        outcome, detail, memory = Outcome.HANG, f"not ended in {limits.seconds} s", 0
+    elif status or not answer:
+        outcome, detail, memory = Outcome.DIED, f"ended with status {status}", 0
+    else:
+        text, detail, memory = json.loads(answer)
+        outcome = Outcome(text)
+        if memory > allowed:
+            detail = f"{memory >> 20} MB, allowed {allowed >> 20} ({outcome}: {detail})"
+            outcome = Outcome.MEMORY
+    return Result(outcome=outcome, detail=detail, seconds=seconds, memory=memory)
+
+
+def refusal(program: Callable[[Sequence[str]], int | None], *arguments: object) -> str | None:
+    """Run the ``main`` of a program: its error message if it refused, None if it succeeded.
+
+    Raises:
+        BadMessage: it failed, but not with status 2 and one line that begins with ``error:``.
+        AssertionError: it printed a traceback.
+    """
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = program([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    printed = out.getvalue() + err.getvalue()
+    print(printed)
+    assert "Traceback" not in printed, printed
+    if not is_printable(printed.replace("\r", "")):  # progress bars return to the line's start
+        raise BadMessage(printed)
+    if not status:
+        return None
+    message = err.getvalue().rpartition("error: ")[2].replace(CLOSING, "").strip()
+    if status != 2 or "error: " not in err.getvalue() or "\n" in message:
+        raise BadMessage(f"status {status}: {printed}")
+    return message
+
+
+class BadMessage(Exception):
+    """A refusal that is not one printable line."""
+
+
+def flip_bits(rng: random.Random, data: bytes, most: int = 4) -> bytes:
+    """``data`` with 1 to ``most`` bits changed."""
+    changed = bytearray(data)
+    for _ in range(rng.randint(1, most) if data else 0):
+        changed[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def mutate(rng: random.Random, data: bytes) -> tuple[str, bytes]:
+    """One mutation of the bytes of a file, and its name."""
+    start, stop = sorted(rng.choices(range(len(data) + 1), k=2))
+    few = min(stop, start + rng.choice((1, 2, 8, 64, 4096)))
+    mutations = {
+        "bits": lambda: flip_bits(rng, data),
+        "truncated": lambda: data[:start],
+        "removed": lambda: data[:start] + data[few:],
+        "repeated": lambda: data[:few] + data[start:],
+        "zeroed": lambda: data[:start] + bytes(few - start) + data[few:],
+        "random": lambda: data[:start] + rng.randbytes(few - start) + data[few:],
+        "appended": lambda: data + rng.randbytes(rng.choice((1, 10, 1000))),
+        "moved": lambda: data[:start] + data[stop:] + data[start:stop],
+    }
+    name = rng.choice([*mutations])
+    return name, mutations[name]()
+
+
+MakeCase = Callable[[random.Random, Path], Case]
+
+
+def fuzz(
+    kind: str,
+    make: MakeCase,
+    *,
+    seed: int,
+    first: int = 0,
+    count: int,
+    limits: Limits = DEFAULT,
+    stop_at: float = float("inf"),
+) -> Counter[tuple[str, Outcome]]:
+    """Run cases ``first .. first + count - 1``; prints the bad ones.
+
+    Args:
+        kind: name of the kind of input.
+        make: makes a case in an empty directory.
+        seed: on which all cases depend.
+        first: number of the first case.
+        count: number of cases.
+        limits: what a case may take.
+        stop_at: time, by ``time.monotonic``, after which no case is begun.
+
+    Returns:
+        How many cases of each mutation had which outcome.
+    """
+    counts: Counter[tuple[str, Outcome]] = Counter()
+    for index in range(first, first + count):
+        if time.monotonic() > stop_at:
+            break
+        directory = Path(tempfile.mkdtemp(prefix="fuzz-"))
+        try:
+            case = make(random.Random(f"{seed} {kind} {index}"), directory)
+            result = run_case(case.run, limits, case.size)
+        finally:
+            shutil.rmtree(directory)
+        counts[case.what, result.outcome] += 1
+        if result.outcome not in GOOD:
+            print(f"{kind}, {case.what}: {result.outcome} in {result.seconds:.1f} s")
+            print(f"  repeat it: --kind {kind} --seed {seed} --first {index} --count 1")
+            print("  " + result.detail.strip()[-3000:].replace("\n", "\n  "), flush=True)
+    return counts
+
+
+def report(kind: str, counts: Counter[tuple[str, Outcome]]) -> bool:
+    """Print a table of the outcomes; returns whether all are good."""
+    mutations = sorted({what for what, _ in counts})
+    outcomes = [outcome for outcome in Outcome if any(counts[w, outcome] for w in mutations)]
+    width = max(map(len, (*mutations, kind)), default=0)
+    print(f"{kind:{width}}  {'  '.join(outcomes)}  in all")
+    for what in (*mutations, None):
+        cells = [
+            sum(n for (w, o), n in counts.items() if what in (w, None) and o == outcome)
+            for outcome in outcomes
+        ]
+        line = "  ".join(f"{n:>{len(o)},}" for n, o in zip(cells, outcomes, strict=True))
+        print(f"{what or 'in all':{width}}  {line}  {sum(cells):>6,}")
+    return all(outcome in GOOD for outcome in outcomes)
+
+
+def main(kinds: Mapping[str, MakeCase], argv: Sequence[str] | None = None) -> int:
+    """Run a fuzzer; returns the exit status, 1 if a case had a bad outcome.
+
+    Args:
+        kinds: what makes a case of each kind of input.
+        argv: the command line, by default that of the process.
+    """
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="of all cases (default: 0)")
+    parser.add_argument("--count", type=int, default=100, help="cases of each kind (default: 100)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first (default: 0)")
+    parser.add_argument("--kind", nargs="+", choices=[*kinds], default=[*kinds], help="of input")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="stop a kind after these (default: no)"
+    )
+    options = parser.parse_args(argv)
+    good = True
+    for kind in options.kind:
+        began = time.monotonic()
+        counts = fuzz(
+            kind,
+            kinds[kind],
+            seed=options.seed,
+            first=options.first,
+            count=options.count,
+            stop_at=began + options.seconds,
+        )
+        good &= report(kind, counts)
+        print(f"{counts.total():,} cases in {time.monotonic() - began:.0f} s\n", flush=True)
+    return 0 if good else 1
+
+
+def _serve(run: Callable[[], Outcome], allowed: int, sender: int) -> None:
+    """In the fork: call ``run``, and send its outcome, what it printed and its memory."""
+    with tempfile.TemporaryFile() as printed:
+        os.dup2(printed.fileno(), 1)
+        os.dup2(printed.fileno(), 2)
+        sys.stdout, sys.stderr = (os.fdopen(stream, "w") for stream in (1, 2))
+        before = _reset_peak()
+        # A guard for the machine, far above what is allowed: address space is not memory.
+        address_space = _status("VmSize") + 2 * allowed + (8 << 30)
+        resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
+        try:
+            outcome, detail = run(), ""
+        except MemoryError as error:
+            outcome, detail = Outcome.MEMORY, repr(error)
+        except BadMessage as error:
+            outcome, detail = Outcome.MESSAGE, str(error)
+        except (ValueError, OSError) as error:
+            outcome, detail = Outcome.REFUSED, str(error)
+            if not is_printable(detail) or "\n" in detail or len(detail) > LONGEST_MESSAGE:
+                outcome = Outcome.MESSAGE
+        except BaseException:
+            outcome, detail = Outcome.TRACEBACK, traceback.format_exc()
+        memory = max(0, _status("VmHWM") - before)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        printed.seek(0)
+        detail = printed.read().decode(errors="replace")[-2000:] + detail[-4000:]
+    answer = json.dumps([outcome, detail, memory]).encode()
+    while answer:
+        answer = answer[os.write(sender, answer) :]
+    os._exit(0)
+
+
+def is_printable(text: str) -> bool:
+    """Whether a terminal shows the text as it is: no escapes, but line ends and tabs."""
+    return text.replace("\n", "").replace("\t", "").isprintable()
+
+
+def _reset_peak() -> int:
+    """Let the peak memory of this process begin at what it has now, which is returned."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _status(name: str) -> int:
+    """A size in /proc/self/status in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError(f"/proc/self/status has no {name}")
