@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dlrm.utils import signals
+
+if __name__ == "__main__":
+    signals.exit_quietly()  # during the imports, which take seconds
+
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +25,8 @@ from dlrm.config.model_spec import model_spec
 from dlrm.config.optimizers import optimizer_specs
 from dlrm.config.schema import HOUSEKEEPING, RunConfig
 from dlrm.data import synthetic
-from dlrm.data.criteo import CriteoLoader
 from dlrm.data.frequencies import read_frequencies
+from dlrm.distributed.interruption import Interruption
 from dlrm.distributed.sharding_plan import make_sharding_plan
 from dlrm.distributed.world import World
 from dlrm.embeddings import available
@@ -29,10 +35,12 @@ from dlrm.optim import RowOptimizer, Schedule
 from dlrm.sparse_arch.table_plan import AUTO, format_table_plan, table_plan_by_name
 from dlrm.training import checkpoint, metrics, profiling, run_directory, tracking
 from dlrm.training.data_parallel import GradientReducer, state_bytes
+from dlrm.training.loaders import make_loader
 from dlrm.training.prefetch import PreparedBatch
 from dlrm.training.step import TrainStep
 from dlrm.utils.atomic import atomic_write
-from dlrm.utils.device import is_out_of_memory, pick_device
+from dlrm.utils.device import pick_device
+from dlrm.utils.program import exit_status
 
 
 class Run:
@@ -46,11 +54,13 @@ class Run:
         if config.data == RunConfig.data and world.first:
             synthetic.write_demo(config.data)
         world.wait()
-        self.train_data = self._loader("train", config.batch_size)
+        loader = partial(make_loader, config.data, world, self.device)
+        options = asdict(config.loader) | {"seed": config.seed}
+        self.train_data = loader("train", config.batch_size, options)
         self.meta = self.train_data.meta
         # Opened here, so that a damaged file is reported before training.
-        splits = [split for split in ("val", "test") if self.meta.has_rows(split)]
-        self.held_out = {split: self._loader(split, config.eval_batch_size) for split in splits}
+        splits = filter(self.meta.has_rows, ("val", "test"))
+        self.held_out = {s: loader(s, config.eval_batch_size, options) for s in splits}
         if not len(self.train_data):
             raise ValueError("--loader.drop_last leaves no batch: lower --batch_size")
         self.spec = model_spec(config, self.meta)
@@ -78,9 +88,9 @@ class Run:
             deterministic=config.deterministic,
             reducer=GradientReducer.of(self.model, self.optimizers[1], world),
         )
-        self.steps, self.epoch, self.best = 0, 0, float("-inf")
-        steps = config.epochs * len(self.train_data)
-        self.last_step = min(config.max_steps or steps, steps)
+        self.interruption = Interruption(world)
+        self.steps, self.saved, self.epoch, self.best = 0, -1, 0, float("-inf")
+        self.last_step = min(config.max_steps or 2**31, config.epochs * len(self.train_data))
         self.fitted: dict[str, float] = {}  # metrics after --init_from, before any step
         self.validated: tuple[int, dict[str, float]] = (-1, {})  # step and metrics of the last
         self.loss: torch.Tensor | None = None  # of the last step
@@ -98,6 +108,8 @@ class Run:
         if config.init_from and not self.steps:
             self.fitted = {f"fitted/{k}": v for k, v in self._evaluate("test").items()}
             self.tracker.log(0, self.fitted)
+        if self.steps % eval_every == 0 < self.steps:  # interrupted before or in its evaluation
+            self._validate()
         traced = config.profile and self.world.first
         profiler = profiling.Profiler(self.directory, self.device) if traced else None
         clock = profiling.Clock(data)
@@ -122,6 +134,7 @@ class Run:
                 if self.steps % eval_every == 0:
                     with clock.paused():
                         self._validate()
+                self.interruption.check(self._stop)
         if profiler:
             self.tracker.text("profile", profiler.close())
         return self._finish(clock)
@@ -156,8 +169,6 @@ class Run:
         if values:
             self.tracker.log(self.steps, {f"val/{k}": v for k, v in values.items()})
         if self.config.checkpoint:
-            if self.loss is not None:  # a diverged state must not replace a good one
-                metrics.require_finite(float(self.loss), self.steps)
             better = values.get("auc", float("-inf")) > self.best
             self.best = values["auc"] if better else self.best
             self._save([run_directory.LATEST] + [run_directory.BEST] * better)
@@ -166,16 +177,16 @@ class Run:
     def _evaluate(self, split: str) -> dict[str, float]:
         if (batches := self.held_out.get(split)) is None:
             return {}
-        found = metrics.predict(self.model, batches, bf16=self.config.precision == "bf16")
-        return metrics.classification(
-            *self.world.in_order(*found, batches.rows, batches.batch_size)
-        )
+        watched = self.interruption.between(batches, self._stop)
+        found = metrics.predict(self.model, watched, bf16=self.config.precision == "bf16")
+        found = self.world.in_order(*found, batches.rows, batches.batch_size)
+        return metrics.classification(*found)
 
     def _finish(self, clock: profiling.Clock) -> dict[str, float]:
-        speed = clock.total() if clock.samples else {}
         val = {f"val/{k}": v for k, v in self._validate().items()}  # logged there
         final = {f"test/{k}": v for k, v in self._evaluate("test").items()}
-        final |= self.fitted | self._embedding_sizes() | speed | profiling.peak_memory(self.device)
+        final |= self.fitted | self._embedding_sizes() | profiling.peak_memory(self.device)
+        final |= clock.total() if clock.samples else {}
         best, rows = self.meta.planted.get("test", {}), self.meta.counts
         final |= {f"test/best_possible_{name}": value for name, value in best.items()}
         self.tracker.log(self.steps, final)
@@ -187,20 +198,6 @@ class Run:
             print(pd.Series(final).map("{:,.6g}".format).to_string())
             print(f"results in {self.directory}; tensorboard --logdir {self.directory.parent}")
         return final
-
-    def _loader(self, split: str, batch_size: int) -> CriteoLoader:
-        training = split == "train"
-        in_full = {} if training else {"shuffle": False, "drop_last": False}
-        return CriteoLoader(
-            self.config.data,
-            split,
-            batch_size=self.world.share(batch_size, even=training),
-            rank=self.world.rank,
-            world_size=self.world.size,
-            seed=self.config.seed,
-            device=self.device,
-            **asdict(self.config.loader) | in_full,
-        )
 
     def _print_plan(self) -> None:
         with atomic_write(self.directory / run_directory.CONFIG) as temporary:
@@ -230,6 +227,8 @@ class Run:
 
     def _save(self, links: Sequence[str]) -> None:
         """Write a checkpoint; the batch size in it is that of all processes."""
+        if self.loss is not None:  # a diverged state must not replace a good one
+            metrics.require_finite(float(self.loss), self.steps)
         parts = checkpoint.Parts(self.model, self.optimizers)
         loader = self.train_data.state_dict(unused=self.step.prefetcher.samples_held)
         loader["order"]["batch_size"] *= self.world.size
@@ -242,10 +241,18 @@ class Run:
             "epoch": self.epoch,
             "best": self.best,
             "fitted": self.fitted,
+            "validated": self.validated,
             "random": torch.get_rng_state(),
         }
         path = self.directory / "checkpoints" / f"step_{self.steps}"
         checkpoint.save(path, parts, about, links=links, world=self.world)
+        self.saved = self.steps
+
+    def _stop(self) -> None:
+        """Leave an interrupted run so that it can be resumed."""
+        if self.config.checkpoint and self.saved != self.steps:
+            self._save([run_directory.LATEST])
+        self.tracker.close()
 
     def _restore(self, path: str, state: dict[str, Any]) -> None:
         order, here = state["loader"]["order"], self.config.batch_size
@@ -256,43 +263,36 @@ class Run:
         checkpoint.load(path, self.model, self.optimizers, groups=state["groups"], world=self.world)
         self.train_data.load_state_dict(state["loader"])
         self.steps, self.epoch, self.best = state["steps"], state["epoch"], state["best"]
-        self.fitted = state.get("fitted", {})
+        self.saved, self.fitted, self.validated = self.steps, state["fitted"], state["validated"]
         torch.set_rng_state(state["random"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    kinds, world = available(), World.from_environment()
-    run, directory, saved = None, None, []
-    threading.excepthook = tracking.quiet_tensorboard_thread
-    try:
+    world, hint = World.from_environment(), partial(run_directory.resume_hint, None)
+
+    def work() -> None:
+        nonlocal hint
+        saved = []
         world.rendezvous()
         if resumed := resumed_path(arguments):
             directory = run_directory.run_directory(resumed)
             saved = [f"--config={directory / run_directory.CONFIG}"]
+            hint = partial(run_directory.resume_hint, directory)
         with world.print_once():
-            config, resolved = parse([*arguments, *saved], kinds)
-        if config.resume:
-            refuse_with_resume(arguments)
-        run = Run(config, resolved, world)
-        run.train()
-    except (ValueError, OSError) as error:
-        world.print_error_once(f"error: {error}")
-        return 2
-    except KeyboardInterrupt:
-        hint = run_directory.resume_hint(run.directory if run else directory)
-        world.print_error_once(f"interrupted; {hint}")
-        return 130
-    except (RuntimeError, MemoryError, TypeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        advice = profiling.out_of_memory_advice(config.data, config.model.embedding_dim)
-        world.print_error_once(f"error: {advice}")
-        return 2
+            config, resolved = parse([*arguments, *saved], available())
+        refuse_with_resume(arguments, config.resume)
+        with profiling.out_of_memory_advice(config.data, config.model.embedding_dim):
+            run = Run(config, resolved, world)
+            hint = partial(run_directory.resume_hint, run.directory, saving=config.checkpoint)
+            run.train()
+
+    threading.excepthook = tracking.quiet_tensorboard_thread
+    try:
+        return exit_status(work, lambda: f"interrupted; {hint()}", world.print_error_once)
     finally:
         world.leave()
-    return 0
 
 
 if __name__ == "__main__":

@@ -9,6 +9,11 @@ reported and left out.
 
 from __future__ import annotations
 
+from dlrm.utils import signals
+
+if __name__ == "__main__":
+    signals.exit_quietly()  # during the imports
+
 import json
 import sys
 from argparse import Namespace

@@ -10,6 +10,11 @@ more row for nulls if the column has any.
 
 from __future__ import annotations
 
+from dlrm.utils import signals
+
+if __name__ == "__main__":
+    signals.exit_quietly()  # during the imports
+
 import glob
 import sys
 from argparse import Namespace

@@ -5,6 +5,11 @@ Prints the metrics as JSON.
 
 from __future__ import annotations
 
+from dlrm.utils import signals
+
+if __name__ == "__main__":
+    signals.exit_quietly()  # during the imports
+
 import json
 import sys
 from argparse import Namespace

@@ -9,6 +9,11 @@ The same options give the same bytes on every device.
 
 from __future__ import annotations
 
+from dlrm.utils import signals
+
+if __name__ == "__main__":
+    signals.exit_quietly()  # during the imports
+
 import argparse
 import sys
 import time

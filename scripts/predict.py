@@ -5,6 +5,11 @@ The output is a Parquet file with the columns ``probability`` and ``label``, in 
 
 from __future__ import annotations
 
+from dlrm.utils import signals
+
+if __name__ == "__main__":
+    signals.exit_quietly()  # during the imports
+
 import sys
 from argparse import Namespace
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from dlrm.utils import signals
+
+if __name__ == "__main__":
+    signals.exit_quietly()  # during the imports
+
 import json
 import re
 import resource

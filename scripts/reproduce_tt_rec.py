@@ -16,6 +16,11 @@ Models", MLSys 2021, arXiv 2101.11714.
 
 from __future__ import annotations
 
+from dlrm.utils import signals
+
+if __name__ == "__main__":
+    signals.exit_quietly()  # during the imports
+
 import argparse
 import json
 import sys

@@ -64,12 +64,14 @@ def resumed_path(argv: Sequence[str]) -> str | None:
     return " ".join(found[-1]) if found and found[-1] else None  # the last one wins
 
 
-def refuse_with_resume(argv: Sequence[str]) -> None:
-    """Refuse options that a resumed run takes from its own configuration.
+def refuse_with_resume(argv: Sequence[str], resume: str | None) -> None:
+    """If a run is resumed, refuse options that it takes from its own configuration.
 
     Raises:
         ValueError: there are such options.
     """
+    if not resume:
+        return
     given = {name for name, _ in _tokens(argv, [])}
     own = [f"--{name}" for name in ("config", "init_from", "name", "output") if name in given]
     if own:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from dlrm.data.schema import Meta
 from dlrm.distributed.peer_memory import bytes_held
 from dlrm.utils.atomic import atomic_write
+from dlrm.utils.device import is_out_of_memory
 
 
 def progress_bar(total: float, done: int, *, silent: bool) -> tqdm:
@@ -150,13 +151,23 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     return peaks
 
 
-def out_of_memory_advice(data: str, embedding_dim: int) -> str:
-    """Which table takes most memory, and how to use less of it."""
-    meta = Meta.read(data)
-    rows, table = max(zip(meta.cardinalities, meta.tables, strict=True))
-    size = 4e-6 * embedding_dim * rows
-    return (
-        f"out of memory: the largest table, {table}, has {rows:,} rows, {size:,.0f} MB if dense, "
-        "plus the state of the optimizer; compress it with --emb and --budget, keep it in host "
-        "memory with --emb offload, or lower --batch_size"
-    )
+@contextmanager
+def out_of_memory_advice(data: str, embedding_dim: int) -> Iterator[None]:
+    """Report a lack of memory with the largest table, and how to use less memory.
+
+    Raises:
+        ValueError: there is not enough memory for the block.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError, TypeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        meta = Meta.read(data)
+        rows, table = max(zip(meta.cardinalities, meta.tables, strict=True))
+        size = 4e-6 * embedding_dim * rows
+        raise ValueError(
+            f"out of memory: the largest table, {table}, has {rows:,} rows, {size:,.0f} MB if "
+            "dense, plus the state of the optimizer; compress it with --emb and --budget, keep it "
+            "in host memory with --emb offload, or lower --batch_size"
+        ) from None

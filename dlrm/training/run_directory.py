@@ -65,8 +65,10 @@ def new_or_resumed(new: Path, resume: str | None) -> Path:
     return new
 
 
-def resume_hint(directory: Path | None) -> str:
+def resume_hint(directory: Path | None, *, saving: bool = True) -> str:
     """How to resume the run in ``directory``; None if it has no directory yet."""
     if directory and has_checkpoint(directory):
         return f"resume with --resume {directory}"
+    if not saving:
+        return "nothing was saved, as --checkpoint is false"
     return "there was no checkpoint yet" + (f" in {directory}" if directory else "")

@@ -11,6 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dlrm.utils import signals
 from dlrm.utils.messages import did_you_mean
 
 
@@ -96,22 +97,37 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2."""
-        print(f"error: {message}", file=sys.stderr)
+        print_error(f"error: {message}")
         raise SystemExit(2)
 
 
-def exit_status(work: Callable[[], object], interrupted: str = "interrupted") -> int:
-    """Run a program, and report a mistake in its input, or Ctrl-C, in one line.
+def print_error(text: str) -> None:
+    """Print a line to stderr."""
+    print(text, file=sys.stderr)
+
+
+def exit_status(
+    work: Callable[[], object],
+    interrupted: str | Callable[[], str] = "interrupted",
+    report: Callable[[str], object] = print_error,
+) -> int:
+    """Run a program, and report a mistake in its input, or a signal, in one line.
+
+    Args:
+        work: the program.
+        interrupted: the line for a signal.
+        report: prints a line.
 
     Returns:
-        The exit status: 0, 2 for a mistake, 130 for Ctrl-C.
+        The exit status: 0; 2 for a mistake; 130, 143 or 129 for SIGINT, SIGTERM or SIGHUP.
     """
     try:
-        work()
+        with signals.raised():
+            work()
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        report(f"error: {error}")
         return 2
-    except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stop:
+        report(interrupted if isinstance(interrupted, str) else interrupted())
+        return signals.status_of(stop)
     return 0

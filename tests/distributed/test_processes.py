@@ -161,6 +161,32 @@ def test_killed_and_resumed_equals_uninterrupted(torchrun, data, tmp_path):
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
 
 
+def test_a_signal_to_one_process_ends_all_after_the_same_step(start, torchrun, data, tmp_path):
+    common = [*OPTIONS, "--data", data, "--output", tmp_path, "--epochs", "30", "--emb", "paged"]
+    common[common.index("--eval_every") + 1] = "1000"
+    process = start("train", *common, "--name", "run", processes=2)
+    log = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.time() + 120
+    while time.time() < deadline and process.poll() is None:
+        if log.exists() and '"step": 33,' in log.read_text():
+            break
+        time.sleep(0.02)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    began = time.time()
+    os.kill(int(children[-1]), signal.SIGTERM)
+    process.wait()
+    assert time.time() - began < 10
+    assert len(re.findall("exitcode *: 143", process.stderr)) >= 1, process.stderr
+    assert process.stderr.count("interrupted") == 1, process.stderr
+    assert f"interrupted; resume with --resume {tmp_path / 'run'}\n" in process.stderr
+    assert "error: " not in process.stderr
+    last = max(losses(tmp_path / "run"))
+    assert (tmp_path / "run" / "checkpoints" / "latest").resolve().name == f"step_{last}"
+    torchrun(2, "train", "--resume", tmp_path / "run", "--max_steps", last + 10)
+    torchrun(2, "train", *common, "--name", "whole", "--max_steps", last + 10)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
 def test_an_error_is_told_once(torchrun, data, tmp_path):
     common = [*OPTIONS, "--data", data, "--output", tmp_path]
     for options, text in (
