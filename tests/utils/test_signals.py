@@ -13,7 +13,11 @@ from dlrm.utils.program import exit_status
 
 ROOT = Path(__file__).parents[2]
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
-PROGRAMS = [str(path.relative_to(ROOT)) for path in (ROOT / "train.py", *ROOT.glob("scripts/*.py"))]
+PROGRAMS = [
+    str(path.relative_to(ROOT))
+    for path in (ROOT / "train.py", *sorted(ROOT.glob("scripts/*.py")))
+    if "signals.exit_quietly" in path.read_text()
+]
 
 
 @pytest.mark.parametrize("number", STATUS)
