@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm.data.preprocess.pipeline import Options, prepare
+from dlrm.data.preprocess.reader import is_unchecked_zstd
 from dlrm.data.preprocess.workspace import BAD_ROWS_FILE
 from dlrm.utils.program import Parser, exit_status, path_arg
 
@@ -54,6 +55,12 @@ def _prepare(inputs: list[Path], output: Path, workers: int | None, **given: Any
     """Prepare and print a summary."""
     start = time.perf_counter()
     _note_order(inputs)
+    if unchecked := next((path for path in inputs if is_unchecked_zstd(path)), None):
+        print(
+            f"note: {unchecked} has no checksums, so damage may not be noticed; zstd --check "
+            "writes them",
+            file=sys.stderr,
+        )
     ids_of = given["ids_of"] and str(given["ids_of"])
     options = Options(**given | {"split": tuple(given["split"]), "ids_of": ids_of})
     meta = prepare(inputs, output, options, workers=workers)
@@ -147,8 +154,9 @@ def _parser() -> Parser:
         "--bad-rows",
         choices=("stop", "skip"),
         default=default.bad_rows,
-        help="stop: end with an error at the first bad row or at the end of a damaged file. skip: "
-        "skip bad rows, count them by kind and report the first 20. Default: stop",
+        help="stop: end with an error at the first bad row. skip: skip bad rows, count them by "
+        "kind and report the first 20. A damaged gzip or zstd file is an error in both cases, "
+        "since rows before the damage may be wrong too. Default: stop",
     )
     add("--workers", type=int, metavar="N", help="threads. Default: one per core")
     return parser

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 from numpy.typing import NDArray
 
-from dlrm.data.preprocess.reader import BadRow, RawBlock
+from dlrm.data.preprocess.reader import BAD_ROWS_KEPT, BadRow, BadRows, RawBlock
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
 
 MISSING = -1
@@ -22,17 +22,19 @@ MISSING = -1
 COLUMNS = ("label", *CRITEO_DENSE, *CRITEO_CATEGORICAL)
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
-# Each number can match in only one way: in a bad line, all combinations of 13 would be tried.
-_NUMBER = rb" *[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)? *"
-_HEX = rb"[0-9a-fA-F]{1,8}"
+PIECE_BYTES = 1 << 18  # of a block with bad lines, looked at a line at a time
+
+_NUMBER = re.compile(rb" *[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)? *")
+_HEX = re.compile(rb"[0-9a-fA-F]{1,8}")
+# Each field can match in only one way: in a bad line, all combinations of 39 would be tried.
 _LINE = re.compile(
     rb"[01]"
-    + rb"\t(?:%b)?" % _NUMBER * len(CRITEO_DENSE)
-    + rb"\t(?:%b)?" % _HEX * len(CRITEO_CATEGORICAL)
+    + rb"\t(?>%b)?+" % _NUMBER.pattern * len(CRITEO_DENSE)
+    + rb"\t(?>%b)?+" % _HEX.pattern * len(CRITEO_CATEGORICAL)
 )
 
 
-def parse_block(block: RawBlock, transform: str = "log1p") -> tuple[pa.RecordBatch, list[BadRow]]:
+def parse_block(block: RawBlock, transform: str = "log1p") -> tuple[pa.RecordBatch, BadRows]:
     """Turn the lines of a block into columns; skip and report bad lines.
 
     Args:
@@ -41,11 +43,13 @@ def parse_block(block: RawBlock, transform: str = "log1p") -> tuple[pa.RecordBat
         transform: ``log1p`` for log(x + 1) or ``log3`` for log(x + 3), see :func:`dense`.
 
     Returns:
-        The good rows, and a report on each bad one. A categorical column is a dictionary array
+        The good rows, and a report on the bad ones. A categorical column is a dictionary array
         whose dictionary holds the ``int64`` keys: the value of the hex digits, or ``MISSING``.
     """
     try:
-        return _parse(block.data, block.lines, transform), []
+        if block.lines * len(COLUMNS) > len(block.data):  # a row has a label and 39 tabs at least
+            raise ValueError("too short lines")  # of which pyarrow would make rows of nulls
+        return _parse(block.data, block.lines, transform), BadRows()
     except ValueError:  # pyarrow's reader raises it too
         good, bad = _check(block)
         return _parse(b"\n".join(good), len(good), transform), bad
@@ -161,43 +165,77 @@ def _keyed(column: pa.DictionaryArray) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(column.indices.cast(narrow), pa.array(keys))
 
 
-def _check(block: RawBlock) -> tuple[list[bytes], list[BadRow]]:
+def _check(block: RawBlock) -> tuple[list[bytes], BadRows]:
     """Separate the good lines of a block from the bad ones, and report on these."""
     # pyarrow's reader skips a byte order mark too.
-    lines = block.data.removeprefix(codecs.BOM_UTF8).split(b"\n")
-    if lines[-1] == b"":
-        lines.pop()
-    good, bad = [], []
-    for number, line in enumerate(lines, block.first_line):
-        line = line.removesuffix(b"\r")
-        if _LINE.fullmatch(line) and _all_finite(line.split(b"\t", 14)[1:14]):
-            good.append(line)
-        else:
-            kind, message = _diagnose(line)
-            bad.append(BadRow(file=str(block.path), line=number, kind=kind, message=message))
+    data = block.data.removeprefix(codecs.BOM_UTF8)
+    good, bad, first_line = [], BadRows(), block.first_line
+    for piece in _pieces(data):
+        starts, stops, columns = _lines(piece)
+        incomplete = columns != len(COLUMNS)
+        # Lines of another number of columns are short, up to 16 million of them in a block: those
+        # that are not reported are counted without an object for each.
+        reported, counted = np.split(np.flatnonzero(incomplete), [BAD_ROWS_KEPT])
+        looked_at = np.union1d(np.flatnonzero(~incomplete), reported)
+        for index in looked_at.tolist():
+            line = piece[starts[index] : stops[index]].removesuffix(b"\r")
+            if _LINE.fullmatch(line) and _all_finite(line.split(b"\t", 14)[1:14]):
+                good.append(line)
+            else:
+                where, (kind, message) = first_line + index, _diagnose(line)
+                bad.add(BadRow(file=str(block.path), line=where, kind=kind, message=message))
+        for few in (True, False):
+            if lines := int(np.count_nonzero((columns[counted] < len(COLUMNS)) == few)):
+                bad.kinds[_wrong_columns(few)] += lines
+        first_line += len(starts)
     return good, bad
+
+
+def _pieces(data: bytes) -> Iterator[bytes]:
+    """``data`` in pieces of whole lines, of about ``PIECE_BYTES``."""
+    start = 0
+    while start < len(data):
+        near = start + PIECE_BYTES
+        stop = data.rfind(b"\n", start, near) + 1 or data.find(b"\n", near) + 1 or len(data)
+        yield data[start:stop]
+        start = stop
+
+
+def _lines(piece: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Where each line starts and stops, and how many columns it has."""
+    text = np.frombuffer(piece, np.uint8)
+    stops = np.flatnonzero(text == ord("\n"))
+    if not piece.endswith(b"\n"):
+        stops = np.append(stops, len(piece))
+    tabs = np.searchsorted(np.flatnonzero(text == ord("\t")), stops)
+    return np.append(0, stops[:-1] + 1), stops, np.diff(tabs, prepend=0) + 1
+
+
+def _wrong_columns(few: bool) -> str:
+    return f"too {'few' if few else 'many'} columns"
 
 
 def _diagnose(line: bytes) -> tuple[str, str]:
     """The kind of a bad line, and a message that says what is wrong with it."""
+    fields = line.count(b"\t") + 1
+    if fields != len(COLUMNS):
+        message = f"{fields} columns, a row has {len(COLUMNS)}: {_shown(line)}"
+        return _wrong_columns(fields < len(COLUMNS)), message
     try:
-        text = line.decode()
+        line.decode()
     except UnicodeDecodeError as error:
         return "invalid UTF-8", f"byte {error.start + 1} ({line[error.start]:#04x}) is not UTF-8"
-    fields = text.split("\t")
-    if len(fields) != len(COLUMNS):
-        kind = "too few columns" if len(fields) < len(COLUMNS) else "too many columns"
-        return kind, f"{len(fields)} columns, a row has {len(COLUMNS)}: {_shown(text)}"
-    for name, field in zip(COLUMNS, fields, strict=True):
-        value = field.encode()
-        if name == "label" and value not in (b"0", b"1"):
-            return "label not 0 or 1", f"label is {_shown(field)}, must be 0 or 1"
-        if name in CRITEO_DENSE and value and not re.fullmatch(_NUMBER, value):
-            return "not a number", f"{name} is {_shown(field)}, must be a number or empty"
-        if name in CRITEO_DENSE and not _all_finite([value]):
-            return "not a number", f"{name} is {_shown(field)}, beyond the range of float64"
-        if name in CRITEO_CATEGORICAL and value and not re.fullmatch(_HEX, value):
-            return "not hex", f"{name} is {_shown(field)}, must be 1 to 8 hex digits or empty"
+    label, *values = line.split(b"\t")
+    if label not in (b"0", b"1"):
+        return "label not 0 or 1", f"label is {_shown(label)}, must be 0 or 1"
+    for name, value in zip(CRITEO_DENSE, values, strict=False):
+        if value and not _NUMBER.fullmatch(value):
+            return "not a number", f"{name} is {_shown(value)}, must be a number or empty"
+        if value and not math.isfinite(float(value)):
+            return "not a number", f"{name} is {_shown(value)}, beyond the range of float64"
+    for name, value in zip(CRITEO_CATEGORICAL, values[len(CRITEO_DENSE) :], strict=True):
+        if value and not _HEX.fullmatch(value):
+            return "not hex", f"{name} is {_shown(value)}, must be 1 to 8 hex digits or empty"
     raise AssertionError(f"a good line: {line!r}")
 
 
@@ -205,5 +243,7 @@ def _all_finite(numbers: Sequence[bytes]) -> bool:
     return all(math.isfinite(float(number)) for number in numbers if number)
 
 
-def _shown(text: str) -> str:
+def _shown(value: bytes) -> str:
+    # The end of a cut value may be a part of a character.
+    text = value[:200].decode(errors="backslashreplace")
     return repr(text if len(text) <= 40 else text[:40] + "...")

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from dlrm.data.preprocess.passes import index_columns, parse_files, write_splits
-from dlrm.data.preprocess.reader import BLOCK_BYTES
-from dlrm.data.preprocess.spill import BAD_ROWS_KEPT, SpilledBlock
+from dlrm.data.preprocess.reader import BAD_ROWS_KEPT, BLOCK_BYTES
+from dlrm.data.preprocess.spill import SpilledBlock
 from dlrm.data.preprocess.vocabulary import check_vocabularies
 from dlrm.data.preprocess.workspace import BAD_ROWS_FILE, Workspace
 from dlrm.data.schema import CRITEO_DENSE, META_FILE, Meta

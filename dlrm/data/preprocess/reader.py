@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import zlib
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -15,8 +17,10 @@ from numpy.typing import NDArray
 
 BLOCK_BYTES = 16 << 20  # 70,000 rows of Criteo: fastest to parse, because it fits the caches
 READ_BYTES = 1 << 20
+BAD_ROWS_KEPT = 20
 GZIP_MAGIC = b"\x1f\x8b"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+ZSTD_CHECKSUM = 0b100  # in the byte after the magic number: the frame ends with a checksum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,21 @@ class BadRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BadRows:
+    """Bad rows, however many: a count of each kind, and the first few."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    first: list[BadRow] = field(default_factory=list)
+    """The first ``BAD_ROWS_KEPT``, in the order of the file."""
+
+    def add(self, row: BadRow) -> None:
+        """Count the next bad row."""
+        self.kinds[row.kind] += 1
+        if len(self.first) < BAD_ROWS_KEPT:
+            self.first.append(row)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RawBlock:
     """Consecutive complete lines of one file."""
 
@@ -45,11 +64,16 @@ class RawBlock:
     consumed: int
     """Bytes of the file (before decompression) read up to here, for progress."""
     problem: BadRow | None = None
-    """What ended the file after these lines, if it is damaged or empty."""
+    """What is wrong with the file as a whole: it is empty."""
 
 
 class RawFile:
     """One input file, read once from start to end; its SHA-256 is computed on the way.
+
+    A damaged compressed file is refused, whatever is to be done with bad rows: what is wrong with
+    its rows can't be seen in them, and the checksum of a row comes at the end of its gzip member or
+    zstd frame. Every row must come from one whose checksum is right, so nothing that was read
+    before may be used if the file ends with an error.
 
     Args:
         path: lines of text, plain or compressed with gzip or zstd, of one or several members.
@@ -60,35 +84,32 @@ class RawFile:
         self._digest = hashlib.sha256()
         self._consumed = 0
         self._pieces = self._read()
+        self._chunks = self._decompressed()
 
     def blocks(
         self, limit: int | None = None, block_bytes: int = BLOCK_BYTES
     ) -> Iterator[RawBlock]:
         """Yield the first ``limit`` lines, in blocks that depend only on the content.
 
-        An empty, truncated or damaged file yields every complete line, and its last block has a
-        ``problem``.
+        An empty file yields a block without lines, which has a ``problem``.
 
         Raises:
-            ValueError: there is no line end within ``block_bytes`` bytes.
+            ValueError: a compressed file is damaged or ends early, or there is no line end within
+                ``block_bytes`` bytes.
         """
         done = 0
-        for data, damage in _whole_lines(self.path, self._decompressed(), block_bytes):
+        for data in _whole_lines(self.path, self._chunks, block_bytes):
             lines = int(np.count_nonzero(_line_ends(data)))
             lines += bool(data and not data.endswith(b"\n"))
             if limit is not None and done + lines > limit:
                 lines = limit - done
-                data, damage = _first_lines(data, lines), None
+                data = _first_lines(data, lines)
             problem = None
-            if damage is not None:
-                problem = self._problem(
-                    "truncated file",
-                    f"the file is truncated or damaged after line {done + lines} ({damage})",
-                )
-            elif not data and not done:
-                problem = self._problem("empty file", "the file is empty")
-            elif not data:
-                return
+            if not data:
+                if done:
+                    return
+                file, message = str(self.path), "the file is empty"
+                problem = BadRow(file=file, line=0, kind="empty file", message=message)
             yield RawBlock(
                 path=self.path,
                 first_line=done + 1,
@@ -102,52 +123,62 @@ class RawFile:
                 return
 
     def sha256(self) -> str:
-        """SHA-256 of the whole file; reads to the end if the blocks did not."""
-        for _ in self._pieces:
+        """SHA-256 of the whole file, of which the blocks may be the first part.
+
+        Raises:
+            ValueError: a compressed file is damaged or ends early.
+        """
+        for _ in self._chunks:
             pass
         return self._digest.hexdigest()
 
-    def _problem(self, kind: str, message: str) -> BadRow:
-        return BadRow(file=str(self.path), line=0, kind=kind, message=message)
-
     def _read(self) -> Iterator[bytes]:
         with self.path.open("rb") as file:
-            while piece := file.read(READ_BYTES):
+            while piece := self._read_piece(file):
                 self._digest.update(piece)
                 self._consumed += len(piece)
                 yield piece
 
+    def _read_piece(self, file: BinaryIO) -> bytes:
+        try:
+            return file.read(READ_BYTES)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
+
     def _decompressed(self) -> Iterator[bytes]:
         first = next(self._pieces, b"")
         if first.startswith(GZIP_MAGIC):  # by content, whatever the suffix
-            yield from _gunzip(first, self._pieces)
+            yield from _gunzip(self.path, first, self._pieces)
         elif first.startswith(ZSTD_MAGIC):
-            yield from _unzstd(first, self._pieces)
+            yield from _unzstd(self.path, first, self._pieces)
         else:
             yield first
             yield from self._pieces
 
 
-def _whole_lines(
-    path: Path, chunks: Iterator[bytes], block_bytes: int
-) -> Iterator[tuple[bytes, Exception | None]]:
-    """Blocks of whole lines, the last with the error that ended the input, if any."""
-    buffer, damage = bytearray(), None
-    try:
-        for chunk in chunks:
-            buffer += chunk
-            while len(buffer) >= block_bytes:
-                end = buffer.rfind(b"\n", 0, block_bytes) + 1
-                if not end:
-                    raise ValueError(
-                        f"{path}: no line end in {block_bytes:,} bytes; the input must be "
-                        "tab-separated text, one row a line (unpack archives first)"
-                    )
-                yield _take(buffer, end), None
-    except (EOFError, OSError, zlib.error) as error:
-        damage = error
-        del buffer[buffer.rfind(b"\n") + 1 :]  # this line may be incomplete
-    yield bytes(buffer), damage
+def is_unchecked_zstd(path: Path) -> bool:
+    """Whether a file is compressed with zstd, of which the first frame has no checksum."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        start = file.read(5)
+    return start.startswith(ZSTD_MAGIC) and len(start) == 5 and not start[4] & ZSTD_CHECKSUM
+
+
+def _whole_lines(path: Path, chunks: Iterator[bytes], block_bytes: int) -> Iterator[bytes]:
+    """Blocks of whole lines; the last may be empty."""
+    buffer = bytearray()
+    for chunk in chunks:
+        buffer += chunk
+        while len(buffer) >= block_bytes:
+            end = buffer.rfind(b"\n", 0, block_bytes) + 1
+            if not end:
+                raise ValueError(
+                    f"{path}: no line end in {block_bytes:,} bytes; the input must be "
+                    "tab-separated text, one row a line (unpack archives first)"
+                )
+            yield _take(buffer, end)
+    yield bytes(buffer)
 
 
 def _take(buffer: bytearray, size: int) -> bytes:
@@ -164,34 +195,52 @@ def _line_ends(data: bytes) -> NDArray[np.bool]:
     return np.frombuffer(data, np.uint8) == ord("\n")  # counts 7 times as fast as bytes.count
 
 
-_STEP = 1 << 12  # bytes decompressed at a time: an error loses at most these
+_STEP = 1 << 12  # bytes decompressed at a time: at most 4 MB of gzip
 
 
-def _gunzip(first: bytes, pieces: Iterator[bytes]) -> Iterator[bytes]:
+def _gunzip(path: Path, first: bytes, pieces: Iterator[bytes]) -> Iterator[bytes]:
     """Decompress gzip members up to the last byte of the file (GzipFile drops the end)."""
-    member = zlib.decompressobj(wbits=31)
+    member, number, start, done = zlib.decompressobj(wbits=31), 1, 0, 0
     steps = (
         piece[start : start + _STEP]
         for piece in itertools.chain((first,), pieces)
         for start in range(0, len(piece), _STEP)
     )
-    for piece in steps:
-        while piece:
-            if member.eof:
-                piece = piece.lstrip(b"\0")  # members may be padded with zeros
-                if not piece:
-                    break
-                member = zlib.decompressobj(wbits=31)
-            yield member.decompress(piece)
-            piece = member.unused_data
-    if not member.eof:
-        raise EOFError("the gzip stream ends early")
+    try:
+        for piece in steps:
+            done += len(piece)
+            while piece:
+                if member.eof:
+                    piece = piece.lstrip(b"\0")  # members may be padded with zeros
+                    if not piece:
+                        break
+                    member = zlib.decompressobj(wbits=31)
+                    number, start = number + 1, done - len(piece)
+                yield member.decompress(piece)
+                piece = member.unused_data
+        if not member.eof:
+            raise EOFError("the file ends before the member does")
+    except (EOFError, zlib.error) as error:
+        raise _damaged(path, f"gzip member {number}, from byte {start:,} on, is", error) from None
 
 
-def _unzstd(first: bytes, pieces: Iterator[bytes]) -> Iterator[bytes]:
-    stream = pa.CompressedInputStream(pa.PythonFile(_Joined(first, pieces), "r"), "zstd")
-    while chunk := stream.read(_STEP):
-        yield chunk
+def _unzstd(path: Path, first: bytes, pieces: Iterator[bytes]) -> Iterator[bytes]:
+    try:
+        stream = pa.CompressedInputStream(pa.PythonFile(_Joined(first, pieces), "r"), "zstd")
+        while chunk := stream.read(_STEP):
+            yield chunk
+    except OSError as error:
+        if error.filename:  # it can't be read, which says nothing of the data
+            raise
+        raise _damaged(path, "the zstd data is", error) from None
+
+
+def _damaged(path: Path, what: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"{path}: {what} damaged or cut off ({error}), and its rows can't be told from wrong ones, "
+        "not with --bad-rows skip either: copy the file again, or unpack what is left of it and "
+        "give that"
+    )
 
 
 class _Joined:

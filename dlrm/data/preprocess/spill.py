@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from dlrm.data.preprocess.reader import BadRow, RawBlock
 from dlrm.data.schema import CRITEO_CATEGORICAL
 from dlrm.utils.atomic import atomic_write
 
-BAD_ROWS_KEPT = 20
 _SUMMARY = b"summary"
 
 
@@ -57,12 +55,12 @@ class SpilledBlock:
 def _write(block: RawBlock, path: Path, transform: str) -> None:
     batch, bad = parse_block(block, transform)
     if block.problem:
-        bad.append(block.problem)
+        bad.add(block.problem)
     summary = {
         "rows": batch.num_rows,
         "distinct": {name: len(batch[name].dictionary) for name in CRITEO_CATEGORICAL},
-        "bad": Counter(row.kind for row in bad),
-        "first_bad": [asdict(row) for row in bad[:BAD_ROWS_KEPT]],
+        "bad": bad.kinds,
+        "first_bad": [asdict(row) for row in bad.first],
     }
     batch = batch.replace_schema_metadata({_SUMMARY: json.dumps(summary)})
     with atomic_write(path) as temporary, pa.ipc.new_file(str(temporary), batch.schema) as writer:

@@ -1,13 +1,17 @@
 import codecs
 import math
+import random
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from harness import Limits, Outcome, run_case
 
+from dlrm.data.preprocess import parser
 from dlrm.data.preprocess.parser import COLUMNS, MISSING, dense, hex_keys, hex_strings, parse_block
-from dlrm.data.preprocess.reader import RawBlock
+from dlrm.data.preprocess.reader import BAD_ROWS_KEPT, RawBlock
 
 GOOD = ["1", *map(str, range(13)), *(f"{i:08x}" for i in range(26))]
 
@@ -30,7 +34,8 @@ def keys(batch: pa.RecordBatch, name: str) -> list[int]:
 def test_a_bad_row_of_long_numbers_is_found_at_once():
     """Not by trying every way to read 13 numbers of many digits: that takes years."""
     row = ["0", *["9" * 30] * 13, *["0a"] * 25, "xyz"]
-    batch, (bad,) = parse_block(block(row))
+    batch, found = parse_block(block(row))
+    (bad,) = found.first
     assert len(batch) == 0
     assert "C26" in bad.message
 
@@ -38,7 +43,7 @@ def test_a_bad_row_of_long_numbers_is_found_at_once():
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 def test_good_rows(end):
     batch, bad = parse_block(block(GOOD, replaced("C3", "ffffffff"), replaced("C3", ""), end=end))
-    assert not bad
+    assert not bad.kinds
     assert batch.schema.names == list(COLUMNS)
     assert batch["label"].to_pylist() == [1, 1, 1]
     assert keys(batch, "C3") == [2, 0xFFFFFFFF, MISSING]
@@ -48,7 +53,7 @@ def test_good_rows(end):
 
 def test_a_label_and_nothing_else():
     batch, bad = parse_block(block(["0", *[""] * 39]))
-    assert not bad
+    assert not bad.kinds
     assert [batch[name][0].as_py() for name in ("label", "I1", "I13")] == [0, 0, 0]
     assert keys(batch, "C1") == [MISSING]
 
@@ -81,7 +86,8 @@ BAD = [
 def test_bad_rows_are_named_and_left_out(line, kind, message):
     batch, bad = parse_block(block(GOOD, GOOD, line, replaced("C1", "5")))
     assert keys(batch, "C1") == [0, 0, 5]
-    (row,) = bad
+    (row,) = bad.first
+    assert bad.kinds == {kind: 1}
     assert (row.file, row.line, row.kind) == ("day_0", 13, kind)
     assert str(row).startswith("day_0, line 13: ")
     assert message in row.message
@@ -92,22 +98,60 @@ def test_a_byte_order_mark_is_left_out_alone_and_beside_bad_rows():
     for lines, count in (((first, GOOD), 0), ((first, GOOD, b"bad"), 1)):
         batch, bad = parse_block(block(*lines))
         assert batch.num_rows == 2
-        assert len(bad) == count
+        assert bad.kinds.total() == len(bad.first) == count
 
 
 def test_nothing_but_bad_rows():
     batch, bad = parse_block(block(*(line for line, _, _ in BAD)))
     assert batch.num_rows == 0
-    assert [row.kind for row in bad] == [kind for _, kind, _ in BAD]
-    assert [row.line for row in bad] == list(range(11, 11 + len(BAD)))
+    assert [row.kind for row in bad.first] == [kind for _, kind, _ in BAD[:BAD_ROWS_KEPT]]
+    assert [row.line for row in bad.first] == list(range(11, 11 + BAD_ROWS_KEPT))
+    assert bad.kinds == Counter(kind for _, kind, _ in BAD)
+
+
+def test_the_first_bad_rows_in_order_and_a_count_of_all(monkeypatch):
+    """Also where the block is looked at in many pieces, which lines of any length may exceed."""
+    monkeypatch.setattr(parser, "PIECE_BYTES", 300)
+    kinds = [
+        ("too few columns", b"1"),
+        ("too many columns", b"\t" * 50),
+        ("not hex", replaced("C1", "x")),
+    ]
+    kinds += [("good", GOOD), ("too few columns", b"a" * 1000), ("too few columns", b"")]
+    lines = random.Random(1).choices(kinds, k=400)
+    batch, bad = parse_block(block(*(line for _, line in lines)))
+    expected = [(11 + i, kind) for i, (kind, _) in enumerate(lines) if kind != "good"]
+    assert [(row.line, row.kind) for row in bad.first] == expected[:BAD_ROWS_KEPT]
+    assert bad.kinds == Counter(kind for _, kind in expected)
+    assert batch.num_rows == 400 - len(expected)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\n", b"1\n", b"\t" * 99 + b"\n", b"0" + b"\t" * 39 + b"x\n"],
+    ids=["empty", "short", "long", "complete"],
+)
+def test_a_block_of_bad_rows_takes_memory_like_the_block(line):
+    """Not an object for each of 4 million rows."""
+    lines = (4 << 20) // len(line)
+    data = RawBlock(path=Path("x"), first_line=1, lines=lines, data=line * lines, consumed=0)
+
+    def run():
+        batch, bad = parse_block(data)
+        assert bad.kinds.total() == lines
+        assert (batch.num_rows, len(bad.first)) == (0, BAD_ROWS_KEPT)
+        return Outcome.REFUSED
+
+    result = run_case(run, Limits(memory=120 << 20))
+    assert result.outcome == Outcome.REFUSED, result.detail
 
 
 @pytest.mark.parametrize("value", ["-1", "007", " 5 ", "+5", "1.5", ".5", "2.", "1e3", "1E-3"])
 def test_numbers_are_read_alike_beside_bad_rows(value):
     alone, bad = parse_block(block(replaced("I2", value)))
-    assert not bad
+    assert not bad.kinds
     beside, bad = parse_block(block(replaced("I2", value), b"bad"))
-    assert len(bad) == 1
+    assert len(bad.first) == 1
     assert alone["I2"] == beside["I2"]
     assert alone["I2"][0].as_py() == pytest.approx(math.log(max(float(value), 0) + 1))
 

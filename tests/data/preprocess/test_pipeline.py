@@ -524,29 +524,26 @@ def test_first_bad_row_of_several_files_stops(tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".prepare"]
 
 
-@pytest.mark.parametrize("cut", [0, 1 / 2])
-def test_truncated_and_empty_files(raw, tmp_path, cut):
-    data = gzip.compress(raw.read_bytes())
-    other = tmp_path / "broken.gz"
-    other.write_bytes(data[: int(len(data) * cut)])
-    kind = "truncated file" if cut else "empty file"
-    message = r"broken.gz: the file is " + kind.split()[0]
-    with pytest.raises(ValueError, match=message):
+def test_an_empty_file(raw, tmp_path):
+    other = tmp_path / "empty"
+    other.touch()
+    with pytest.raises(ValueError, match=r"empty: the file is empty"):
         quiet([raw, other], tmp_path / "out", block_bytes=BLOCK)
     quiet([raw, other], tmp_path / "out", Options(bad_rows="skip"), block_bytes=BLOCK)
     report = json.loads((tmp_path / "out" / "bad_rows.json").read_text())
-    assert report["kinds"] == {kind: 1}
-    rows = sum(split.rows for split in Meta.read(tmp_path / "out").splits.values())
-    assert ROWS <= rows < 2 * ROWS
-    assert (rows > 1.3 * ROWS) == bool(cut)
+    assert report["kinds"] == {"empty file": 1}
+    assert sum(split.rows for split in Meta.read(tmp_path / "out").splits.values()) == ROWS
 
 
-def test_of_a_damaged_file_the_lines_before_the_damage_are_kept(raw, tmp_path):
+@pytest.mark.parametrize("bad_rows", ["stop", "skip"])
+@pytest.mark.parametrize("limit", [None, 100])
+def test_no_row_of_a_damaged_file_is_taken(raw, tmp_path, bad_rows, limit):
+    """Rows before the damage may be wrong: the checksum is behind them."""
     whole = gzip.compress(raw.read_bytes())
     (tmp_path / "broken.gz").write_bytes(whole[:-8] + bytes(8))  # another checksum
-    quiet(tmp_path / "broken.gz", tmp_path / "out", Options(bad_rows="skip"))
-    kept = sum(split.rows for split in Meta.read(tmp_path / "out").splits.values())
-    assert 0.9 * ROWS < kept < ROWS
+    with pytest.raises(ValueError, match=r"broken.gz: gzip member 1, from byte 0 on, is damaged"):
+        quiet(tmp_path / "broken.gz", tmp_path / "out", Options(bad_rows=bad_rows, limit=limit))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".prepare"]
 
 
 def test_one_input_under_two_names(raw, tmp_path):
@@ -640,6 +637,21 @@ def test_errors_of_the_script_are_one_line(
     assert message in error
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_zstd_without_checksums_is_noted(raw, run, tmp_path):
+    frame = bytearray(pa.compress(raw.read_bytes(), "zstd", asbytes=True))
+    frame[4] |= 4  # says that a checksum follows, which is missing
+    (tmp_path / "checked.zst").write_bytes(frame)
+    (tmp_path / "unchecked.zst").write_bytes(pa.compress(raw.read_bytes(), "zstd", asbytes=True))
+    for name, status, noted in (
+        ("checked.zst", 2, False),
+        ("unchecked.zst", 0, True),
+        (raw, 0, False),
+    ):
+        arguments = tmp_path / name, "--output", tmp_path / f"out {noted} {status}"
+        printed = run("prepare_criteo", *arguments, status=status).stderr
+        assert ("unchecked.zst has no checksums" in printed) == noted
 
 
 @pytest.mark.parametrize("days", [(0, 2, 9, 10, 11), (0, 10, 11, 2, 9)])

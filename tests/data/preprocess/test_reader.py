@@ -76,28 +76,51 @@ def test_empty_file(tmp_path, compress):
     assert (block.problem.kind, block.lines) == ("empty file", 0)
 
 
-@pytest.mark.parametrize(
-    ("compress", "recovered"), [(gzip.compress, 0.7), (gzip_members, 0.7), (zstd_frames, 0.45)]
-)
-def test_truncated_file_yields_the_lines_before(tmp_path, compress, recovered):
+DAMAGED = "damaged or cut off .* not with --bad-rows skip either: copy the file again"
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, gzip_members, zstd_frames])
+def test_a_truncated_file_is_refused_at_any_limit(tmp_path, compress):
     data = compress(LINES)
     path = write(tmp_path / "raw", data[: len(data) * 3 // 4])
-    blocks = list(RawFile(path).blocks(block_bytes=10_000))
-    whole = b"".join(block.data for block in blocks)
-    assert LINES.startswith(whole)
-    assert whole.endswith(b"\n")
-    assert len(whole) > recovered * len(LINES)
-    assert [block.problem for block in blocks[:-1]] == [None] * (len(blocks) - 1)
-    lines = whole.count(b"\n")
-    assert blocks[-1].problem.kind == "truncated file"
-    assert f"{path}: the file is truncated or damaged after line {lines}" in str(blocks[-1].problem)
+    with pytest.raises(ValueError, match=f"^{path}: .* {DAMAGED}"):
+        list(RawFile(path).blocks(block_bytes=10_000))
+    file = RawFile(path)
+    assert len(list(file.blocks(10, block_bytes=1000))) == 1
+    with pytest.raises(ValueError, match=DAMAGED):
+        file.sha256()
 
 
-def test_damaged_gzip(tmp_path):
-    data = bytearray(gzip.compress(LINES))
-    data[-6] ^= 1  # in the check sum
-    *_, last = RawFile(write(tmp_path / "raw", bytes(data))).blocks()
-    assert last.problem.kind == "truncated file"
+@pytest.mark.parametrize("bit", range(0, 8 * 400, 97))
+def test_no_row_of_a_damaged_gzip_is_silently_wrong(tmp_path, bit):
+    """Whatever bit is flipped: the lines are right, or the file is refused."""
+    data = bytearray(
+        gzip.compress(LINES[:2000], mtime=0) + gzip.compress(LINES[2000:4000], mtime=0)
+    )
+    data[bit // 8 + 2] ^= 1 << bit % 8  # the first two bytes say that it is gzip
+    file, read = RawFile(write(tmp_path / "raw", bytes(data))), b""
+    try:
+        read = b"".join(block.data for block in file.blocks())
+    except ValueError:
+        return
+    assert read == LINES[:4000]
+
+
+def test_a_damaged_member_is_named_by_its_number_and_place(tmp_path):
+    members = [gzip.compress(part) for part in (LINES[:300], b"", LINES[300:])]  # as bgzip does
+    start = len(members[0] + members[1])
+    whole = bytearray(b"".join(members))
+    whole[-6] ^= 1  # in the checksum
+    message = rf"gzip member 3, from byte {start:,} on, is damaged .*incorrect data check"
+    with pytest.raises(ValueError, match=message):
+        list(RawFile(write(tmp_path / "raw", bytes(whole))).blocks())
+
+
+def test_garbage_after_the_last_member_is_refused(tmp_path):
+    whole = gzip.compress(LINES)
+    path = write(tmp_path / "raw", whole + bytes(10) + b"garbage")
+    with pytest.raises(ValueError, match=rf"member 2, from byte {len(whole) + 10:,} on, is dam"):
+        list(RawFile(path).blocks())
 
 
 def test_no_line_end(tmp_path):
