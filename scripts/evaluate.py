@@ -33,6 +33,11 @@ def arguments() -> Parser:
         type=count_arg,
         help="samples per batch (default: as in the evaluations of the run)",
     )
+    parser.add_argument(
+        "--allow-outside",
+        action="store_true",
+        help="read the files that meta.json lists outside of its directory too (default: no)",
+    )
     return parser
 
 
@@ -44,6 +49,7 @@ def evaluate(options: Namespace) -> None:
         options.split,
         device=pick_device(options.device),
         batch_size=options.batch_size,
+        allow_outside=options.allow_outside,
     )
     values = finite(trained.evaluate())
     print(json.dumps({"split": options.split, "rows": trained.loader.rows, **values}, indent=2))

@@ -33,6 +33,11 @@ def arguments() -> Parser:
     parser.add_argument("--split", default="test", help="split to predict")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--batch-size", type=count_arg, default=16384, help="samples per batch")
+    parser.add_argument(
+        "--allow-outside",
+        action="store_true",
+        help="read the files that meta.json lists outside of its directory too (default: no)",
+    )
     return parser
 
 
@@ -52,6 +57,7 @@ def predict(options: Namespace) -> None:
         options.split,
         device=pick_device(options.device),
         batch_size=options.batch_size,
+        allow_outside=options.allow_outside,
     )
     schema = pa.schema({"probability": pa.float32(), "label": pa.float32()})
     output.parent.mkdir(parents=True, exist_ok=True)

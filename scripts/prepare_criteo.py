@@ -7,7 +7,6 @@ from dlrm.utils import signals
 if __name__ == "__main__":
     signals.exit_quietly()  # during the imports
 
-import json
 import re
 import resource
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 from dlrm.data.preprocess.pipeline import Options, prepare
 from dlrm.data.preprocess.reader import is_unchecked_zstd
 from dlrm.data.preprocess.workspace import BAD_ROWS_FILE
+from dlrm.utils.documents import read_json
 from dlrm.utils.program import Parser, exit_status, path_arg
 
 EPILOG = """\
@@ -70,7 +70,7 @@ def _prepare(inputs: list[Path], output: Path, workers: int | None, **given: Any
         share = f", {split.positives / split.rows:.2%} positive" if split.rows else ""
         print(f"{name:5} {split.rows:>13,} rows{share}")
     print(f"ids   {sum(meta.cardinalities):>13,} in {len(meta.categorical)} columns")
-    bad = json.loads((output / BAD_ROWS_FILE).read_text())
+    bad = read_json(output / BAD_ROWS_FILE)
     if bad["skipped"]:
         kinds = ", ".join(f"{kind}: {count:,}" for kind, count in bad["kinds"].items())
         print(f"skipped {bad['skipped']:,} ({kinds}); the first are in {output / BAD_ROWS_FILE}")

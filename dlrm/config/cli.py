@@ -6,7 +6,6 @@ import difflib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import yaml
@@ -17,7 +16,11 @@ from dlrm.config.options import Option, make_parser, option_schema, type_name, t
 from dlrm.config.schema import RENAMED, RunConfig
 from dlrm.sparse_arch.table_plan import AUTO, TablePlan, options_of_table, parse_bytes
 from dlrm.utils.device import is_out_of_memory, pick_device
+from dlrm.utils.documents import read_yaml, shown
 from dlrm.utils.messages import did_you_mean
+
+MAX_PROBLEMS = 20
+"""Number of mistakes that are printed."""
 
 
 def parse(argv: Sequence[str], kinds: Mapping[str, type]) -> tuple[RunConfig, str]:
@@ -35,22 +38,23 @@ def parse(argv: Sequence[str], kinds: Mapping[str, type]) -> tuple[RunConfig, st
         SystemExit: with status 2 after printing every mistake; with 0 after ``--help``.
     """
     schema = option_schema(kinds)
-    parser = make_parser(schema)
     if {"-h", "--help"} & set(argv):
-        parser.print_help()
+        make_parser(schema).print_help()
         raise SystemExit(0)
     given: dict[str, Any] = {}
     problems: list[str] = []
     for name, value, source in _given(argv, schema, problems):
         try:
-            given[name] = typed_value(parser, schema, name, value)
+            given[name] = typed_value(schema, name, value)
         except ArgumentError:
             wanted = type_name(schema[name].type)
-            problems.append(f"{source} is {value!r}, it must be {wanted}")
+            problems.append(f"{source} is {shown(value)}, it must be {wanted}")
     config = _build(schema, given, kinds, problems)
     if config is None or problems:
-        for problem in problems:
+        for problem in problems[:MAX_PROBLEMS]:
             print(f"error: {problem}", file=sys.stderr)
+        if (more := len(problems) - MAX_PROBLEMS) > 0:
+            print(f"error: {more:,} more mistakes", file=sys.stderr)
         print("See --help for every option; nothing was started.", file=sys.stderr)
         raise SystemExit(2)
     if not config.resume:  # else the kinds are those of the run's own file
@@ -121,9 +125,12 @@ def _from_file(
     path: str, schema: Mapping[str, Option], problems: list[str]
 ) -> Iterator[tuple[str, Any, str]]:
     try:
-        content = yaml.safe_load(Path(path).read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: an impossible date
-        problems.append(f"--config {path} can't be read: {' '.join(str(error).split())}")
+        content = read_yaml(path)
+    except OSError as error:
+        problems.append(f"--config {path} can't be read: {error}")
+        return
+    except ValueError as error:  # which says so itself
+        problems.append(f"--config {error}")
         return
     if not isinstance(content, dict):
         problems.append(f"--config {path} must hold options as name: value")
@@ -136,7 +143,9 @@ def _from_file(
         elif isinstance(value, dict) and any(key.startswith(f"{name}.") for key in schema):
             entries[:0] = [(f"{name}.{key}", inner) for key, inner in value.items()]
         elif any(key.startswith(f"{name}.") for key in schema):
-            problems.append(f"{path}: {name} is {value!r}, it must hold options as name: value")
+            problems.append(
+                f"{path}: {name} is {shown(value)}, it must hold options as name: value"
+            )
         else:
             problems.append(f"{path}: unknown option {name}{_suggestion(name, schema)}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from datetime import date
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -16,6 +17,9 @@ from jsonargparse import ArgumentError, ArgumentParser
 from dlrm.config.schema import RunConfig
 from dlrm.kernels.update.rules import RULES
 from dlrm.sparse_arch.table_plan import AUTO
+from dlrm.utils.documents import parse_yaml
+
+_NULLS = ("null", "Null", "NULL", "~")  # of YAML
 
 
 @dataclass(frozen=True)
@@ -94,25 +98,47 @@ def make_parser(schema: Mapping[str, Option]) -> ArgumentParser:
     return parser
 
 
-def typed_value(parser: ArgumentParser, schema: Mapping[str, Option], name: str, value: Any) -> Any:
+def typed_value(schema: Mapping[str, Option], name: str, value: Any) -> Any:
     """Convert ``value`` to the type of an option; a single value may stand for a list of one.
 
     Raises:
         ArgumentError: it can't be converted.
     """
-    if isinstance(value, dict | list) and schema[name].type in (str, str | None):
+    wanted = schema[name].type
+    if isinstance(value, dict | list) and wanted in (str, str | None):
         raise ArgumentError(None, f"{name} must be text")
     try:
         plain = isinstance(value, str | date)
         text = str(value) if plain else json.dumps(value, default=str)
-    except (TypeError, ValueError) as error:  # keys that are not text, circular values
+        text.encode()  # half a character is no text
+        if wanted in (str, str | None):
+            return None if text in _NULLS and wanted is not str else text
+        content = parse_yaml(text)  # within limits, unlike what follows
+    except (TypeError, ValueError) as error:  # keys that are not text
         raise ArgumentError(None, str(error)) from None
+    # The time of jsonargparse is quadratic in the number of lists in a mapping.
+    if isinstance(content, dict) and list in map(type, content.values()):
+        return _value_of_each_table(schema, name, content)
+    parser = make_parser({name: schema[name]})  # ten times faster than one of all options
     try:
         typed = parser.parse_args([f"--{name}={text}"])[name]
     except ArgumentError:
         typed = parser.parse_args([f"--{name}=[{text}]"])[name]
     # Tables may be named 0, 1, 2, which YAML takes for numbers.
     return {str(table): own for table, own in typed.items()} if isinstance(typed, dict) else typed
+
+
+def _value_of_each_table(
+    schema: Mapping[str, Option], name: str, tables: dict[Any, Any]
+) -> dict[str, Any]:
+    typed: dict[str, Any] = {}
+    for value in tables.values():
+        if repr(value) not in typed:
+            typed[repr(value)] = typed_value(schema, name, value)
+    by_table = dict in map(get_origin, get_args(schema[name].type))
+    if not by_table or dict in map(type, typed.values()):
+        raise ArgumentError(None, f"{name} can't be a mapping of these")
+    return {str(table): copy(typed[repr(value)]) for table, value in tables.items()}
 
 
 def type_name(annotation: Any) -> str:

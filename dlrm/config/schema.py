@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 HOUSEKEEPING = {
     *("name", "output", "resume", "checkpoint", "profile", "log_every", "eval_every"),
-    *("device", "deterministic", "loader.readers", "loader.prefetch", "eval_batch_size"),
+    *("device", "deterministic", "loader.readers", "loader.prefetch", "loader.allow_outside"),
+    "eval_batch_size",
 }
 """Options that do not change the results of a run."""
 
@@ -166,6 +167,8 @@ class LoaderConfig:
     """Number of batches to prepare in advance."""
     drop_last: bool = False
     """Drop the last batch of an epoch if it is not full."""
+    allow_outside: bool = False
+    """Read the files that meta.json lists outside of its directory too."""
 
     def __post_init__(self) -> None:
         _require(

@@ -67,6 +67,7 @@ class CriteoLoader:
             is in use. Multi-hot batches are assembled by the CPU and copied.
         num_embeddings: rows of each table, against which ids are checked; by default the
             cardinalities in ``meta.json``.
+        allow_outside: whether ``meta.json`` may list files outside of the directory.
 
     Attributes:
         meta: the contents of ``meta.json``.
@@ -96,6 +97,7 @@ class CriteoLoader:
         prefetch: int = 4,
         device: torch.device | str = "cpu",
         num_embeddings: Sequence[int] | None = None,
+        allow_outside: bool = False,
     ) -> None:
         on_gpu = torch.device(device).type == "cuda"
         if readers is None:
@@ -111,7 +113,7 @@ class CriteoLoader:
             raise ValueError(f"seed is {seed}, it must not be negative")
         if torch.device(device).type not in ("cpu", "cuda"):
             raise ValueError(f"device is {device}, it must be cpu or cuda")
-        self.meta = Meta.read(directory)
+        self.meta = Meta.read(directory, allow_outside=allow_outside)
         self._reader = RowGroupReader(directory, self.meta, num_embeddings)
         self._row_groups = self._reader.row_groups(split)
         self.rows = sum(row_group.rows for row_group in self._row_groups)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm.utils.atomic import atomic_write
+from dlrm.utils.documents import read_json, shown
 
 SCHEMA_VERSION = 1
 META_FILE = "meta.json"
@@ -84,34 +85,39 @@ class Meta:
         for name, count in Counter([self.label, *self.dense, *self.tables]).items():
             if count > 1:
                 raise ValueError(
-                    f"column {name!r} is named {count} times; a column is the label, dense or "
+                    f"column {shown(name)} is named {count} times; a column is the label, dense or "
                     "categorical, once"
                 )
 
     def _require_types(self) -> None:
         """Check the types and ranges of the values, which may have been written by hand."""
+        for name in (self.label, *self.dense, *self.tables):
+            if not isinstance(name, str):
+                raise ValueError(f"column {shown(name)} has a name that is no text")
         if not self.categorical:
             raise ValueError("there is no categorical column, a model needs at least one")
         for column in self.categorical:
-            rows, oov = column.cardinality, column.oov_id
+            name, rows, oov = shown(column.name), column.cardinality, column.oov_id
             if type(rows) is not int or not 1 <= rows < 2**63:
-                raise ValueError(f"column {column.name!r} has cardinality {rows!r}")
+                raise ValueError(f"column {name} has cardinality {shown(rows)}")
             if oov is not None and (type(oov) is not int or not 0 <= oov < rows):
-                raise ValueError(f"column {column.name!r} has oov_id {oov!r}")
+                raise ValueError(f"column {name} has oov_id {shown(oov)}")
             if type(column.multi_hot) is not bool:
-                raise ValueError(f"column {column.name!r} has multi_hot {column.multi_hot!r}")
+                raise ValueError(f"column {name} has multi_hot {shown(column.multi_hot)}")
         for name, split in self.splits.items():
             if type(split.rows) is not int or split.rows < 0:
-                raise ValueError(f"split {name!r} has rows {split.rows!r}")
+                raise ValueError(f"split {shown(name)} has rows {shown(split.rows)}")
+            if type(split.positives) is not int or not 0 <= split.positives <= split.rows:
+                raise ValueError(f"split {shown(name)} has positives {shown(split.positives)}")
             if not all(isinstance(file, str) for file in split.files):
-                raise ValueError(f"split {name!r} has files {split.files!r}")
+                raise ValueError(f"split {shown(name)} has files {shown(split.files)}")
         for name, value in {"options": self.options, "planted": self.planted}.items():
             if not isinstance(value, Mapping):
-                raise ValueError(f"{name} is {value!r}")
+                raise ValueError(f"{name} is {shown(value)}")
         for name, best in self.planted.items():
             numbers = isinstance(best, Mapping) and {*map(type, best.values())} <= {int, float}
             if not numbers:
-                raise ValueError(f"split {name!r} has planted {best!r}")
+                raise ValueError(f"split {shown(name)} has planted {shown(best)}")
 
     @property
     def tables(self) -> tuple[str, ...]:
@@ -133,6 +139,13 @@ class Meta:
         """Rows and positives of each split, by which results recognise data that was remade."""
         return {name: [split.rows, split.positives] for name, split in self.splits.items()}
 
+    def files_outside(self, directory: str | os.PathLike[str]) -> list[str]:
+        """The files that are not in ``directory``, with symbolic links followed."""
+        root = Path(os.path.realpath(directory))
+        names = [name for split in self.splits.values() for name in split.files]
+        paths = [os.path.realpath(root / name) for name in names]
+        return [n for n, path in zip(names, paths, strict=True) if root not in Path(path).parents]
+
     def has_rows(self, split: str) -> bool:
         """Whether the split exists and is not empty."""
         return split in self.splits and self.splits[split].rows > 0
@@ -150,12 +163,17 @@ class Meta:
         return path
 
     @classmethod
-    def read(cls, directory: str | os.PathLike[str]) -> Meta:
+    def read(cls, directory: str | os.PathLike[str], *, allow_outside: bool = False) -> Meta:
         """Read the meta file of a prepared directory.
+
+        Args:
+            directory: the directory of ``meta.json``.
+            allow_outside: whether it may list files that are not in the directory.
 
         Raises:
             FileNotFoundError: ``directory`` has no ``meta.json``.
-            ValueError: it is not a meta file, or has another schema version.
+            ValueError: it is not a meta file, has another schema version, or lists a file outside
+                of the directory: by an absolute path, with ``..`` or through a symbolic link.
         """
         path = Path(directory) / META_FILE
         if not path.is_file():
@@ -164,26 +182,26 @@ class Meta:
                 "scripts/make_synthetic.py, or run scripts/describe_parquet.py on your own Parquet"
             )
         try:
-            raw = json.loads(path.read_text())
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"{path} is not valid JSON ({error}); prepare the data again"
-            ) from None
+            raw = read_json(path)
+        except ValueError as error:
+            raise ValueError(f"{error}; prepare the data again") from None
         version = raw.get("schema_version") if isinstance(raw, dict) else None
         if version != SCHEMA_VERSION:
             raise ValueError(
-                f"{path} has schema version {version!r}, this program reads version "
+                f"{path} has schema version {shown(version)}, this program reads version "
                 f"{SCHEMA_VERSION}; "
                 "prepare the data again"
             )
         try:
             if isinstance(raw["dense"], str):
-                raise ValueError(f"dense is {raw['dense']!r}, it must be a list of names")
+                raise ValueError(f"dense is {shown(raw['dense'])}, it must be a list of names")
             raw["dense"] = tuple(raw["dense"])
             raw["categorical"] = tuple(Categorical(**column) for column in raw["categorical"])
             for name, split in raw["splits"].items():
                 if isinstance(split["files"], str):
-                    raise ValueError(f"split {name!r} has files {split['files']!r}, not a list")
+                    raise ValueError(
+                        f"split {shown(name)} has files {shown(split['files'])}, not a list"
+                    )
             raw["splits"] = {
                 name: Split(**{**split, "files": tuple(split["files"])})
                 for name, split in raw["splits"].items()
@@ -191,8 +209,14 @@ class Meta:
             raw["inputs"] = tuple(raw.get("inputs", ()))
             meta = cls(**raw)
             meta._require_types()
-            return meta
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"{path} is not a meta file: {error}; prepare the data again"
             ) from None
+        if not allow_outside and (outside := meta.files_outside(directory)):
+            raise ValueError(
+                f"{path} lists {shown(outside[0])}, which is not in {directory}: move the file "
+                "there, or trust the list with --loader.allow_outside (train.py) or "
+                "--allow-outside (evaluate.py, predict.py)"
+            )
+        return meta

@@ -38,6 +38,7 @@ class TrainedModel:
         *,
         device: torch.device,
         batch_size: int | None = None,
+        allow_outside: bool = False,
     ) -> Self:
         """Load a model and open its data.
 
@@ -49,6 +50,7 @@ class TrainedModel:
             split: the split to score.
             device: where to evaluate.
             batch_size: samples per batch. Default: as in the evaluations of the run.
+            allow_outside: as for :class:`~dlrm.data.criteo.CriteoLoader`.
 
         Raises:
             FileNotFoundError: there is no checkpoint or no such data.
@@ -61,6 +63,7 @@ class TrainedModel:
             batch_size=batch_size or config["eval_batch_size"],
             device=device,
             num_embeddings=model.sparse_arch.num_embeddings,
+            allow_outside=allow_outside,
         )
         columns = len(loader.meta.dense)
         if columns != model.num_dense:

@@ -15,6 +15,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from dlrm.training.metrics import finite
 from dlrm.utils.atomic import atomic_write, disk_full_names
+from dlrm.utils.documents import read_json, read_json_lines, shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,17 +63,13 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: another line is damaged.
     """
-    complete = path.read_bytes().split(b"\n")[:-1]
-    for number, line in enumerate(complete, 1):
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise ValueError(
-                f"{path}, line {number} is not JSON: {error}; remove the line or the file"
-            ) from None
-        if not isinstance(entry, dict) or "step" not in entry:
-            raise ValueError(f"{path}, line {number} has no step; remove the line or the file")
-        yield entry
+    try:
+        for number, entry in enumerate(read_json_lines(path), 1):
+            if not isinstance(entry, dict) or type(entry.get("step")) is not int:
+                raise ValueError(f"{path}, line {number} has no step")
+            yield entry
+    except ValueError as error:
+        raise ValueError(f"{error}; remove the line or the file") from None
 
 
 class Tracker:
@@ -91,9 +88,10 @@ class Tracker:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "metrics.jsonl"
         if step is not None and self.path.exists():
-            kept = [json.dumps(e) + "\n" for e in _entries(self.path) if e["step"] <= step]
-            with atomic_write(self.path) as temporary:
-                temporary.write_text("".join(kept))
+            with atomic_write(self.path) as temporary, temporary.open("w") as kept:
+                kept.writelines(
+                    json.dumps(e) + "\n" for e in _entries(self.path) if e["step"] <= step
+                )
         try:
             self._lines = self.path.open("x" if step is None else "a", buffering=1)
         except FileExistsError:  # by a run that was started at the same time
@@ -193,10 +191,10 @@ def read_result(directory: Path) -> dict[str, Any]:
     """
     path = directory / RESULT
     try:
-        result = json.loads(path.read_text())
+        result = read_json(path)
         result["options"]["emb"], result["metrics"].keys()  # raise if they are not there
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a result of train.py: {error!r}; remove it") from None
+        raise ValueError(f"{path} is not a result of train.py: {shown(error)}; remove it") from None
     return result
 
 

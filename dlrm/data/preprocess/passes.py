@@ -33,6 +33,7 @@ from dlrm.data.schema import (
 )
 from dlrm.data.threads import map_in_order
 from dlrm.utils.atomic import atomic_write
+from dlrm.utils.documents import read_json
 
 ROW_GROUP_ROWS = 1 << 17
 # zstd with dictionaries: 43 bytes a row, 9 M rows/s read by a core; lz4: 54 bytes, 14 M rows/s.
@@ -152,7 +153,7 @@ def index_columns(
                     file.write(look_up(keys, ids, _keys(chunk, name, cap)).data)
             with atomic_write(done) as temporary:
                 temporary.write_text(json.dumps(asdict(described)))
-        return Categorical(**json.loads(done.read_text()))
+        return Categorical(**read_json(done))
 
     with _bar("index", "columns", progress) as bar:
         bar.total = len(CRITEO_CATEGORICAL)

@@ -9,7 +9,6 @@ the device.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from dlrm.utils.documents import read_json
 
 PROFILE_FILE = Path(__file__).with_name("profile.json")
 
@@ -110,7 +111,7 @@ class Profile:
 @cache
 def profiles(path: Path = PROFILE_FILE) -> dict[str, Profile]:
     """The calibrated profiles by name."""
-    raw = json.loads(path.read_text())
+    raw = read_json(path)
     return {
         name: Profile(
             name=name,

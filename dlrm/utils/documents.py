@@ -1,0 +1,223 @@
+"""YAML and JSON, read within limits: a file from someone else is cheap to refuse.
+
+Every YAML or JSON file that a user may be given is read by :func:`read_yaml`, :func:`read_json` or
+:func:`read_json_lines`. Bytes, values, depth and digits are limited, names are given once, and text
+is valid Unicode. Aliases of YAML count as often as they are used.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MAX_YAML_BYTES = 1 << 20
+MAX_YAML_VALUES = 10_000
+MAX_JSON_BYTES = 1 << 23
+MAX_JSON_VALUES = 400_000
+MAX_DEPTH = 32
+MAX_DIGITS = 64
+MAX_SHOWN = 200  # characters of a value in an error message
+
+_LONG = 50  # a text counts as one more value for every so many characters
+_NUMBER = re.compile(r"[-+]?[.0-9][-+.0-9a-fA-FxX_:]*")
+_MISFITS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
+"""What constructors of PyYAML raise if a text does not fit its tag: ``!!int ""``, 2024-02-30."""
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster than in Python
+
+
+def read_yaml(path: str | Path) -> Any:
+    """The content of a YAML file.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: it is not YAML, or beyond the limits; the message names the file.
+    """
+    return _parsed(path, MAX_YAML_BYTES, parse_yaml)
+
+
+def read_json(path: str | Path) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: it is not JSON, or beyond the limits; the message names the file.
+    """
+    return _parsed(path, MAX_JSON_BYTES, parse_json)
+
+
+def read_json_lines(path: str | Path) -> Iterator[Any]:
+    """The value of each line of a JSON lines file; an incomplete last line is skipped.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: a line is not JSON, or beyond the limits; the message names the line.
+    """
+    with Path(path).open("rb") as file:
+        number = 0
+        while line := file.readline(MAX_JSON_BYTES + 1):
+            number += 1
+            if len(line) <= MAX_JSON_BYTES and not line.endswith(b"\n"):
+                return
+            try:
+                yield parse_json(_decoded(line, MAX_JSON_BYTES))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+
+
+def parse_yaml(text: str) -> Any:
+    """The content of a YAML text.
+
+    Raises:
+        ValueError: it is not YAML, beyond a limit, refers to itself or repeats a name.
+    """
+    if len(text) > MAX_YAML_BYTES:
+        raise ValueError(f"it has more than {MAX_YAML_BYTES:,} bytes")
+    try:
+        _YamlLimits(yaml.parse(text, Loader=_LOADER)).check()
+        return yaml.load(text, Loader=_LOADER)
+    except UnicodeEncodeError:
+        raise ValueError("it is not valid Unicode") from None
+    except (yaml.YAMLError, *_MISFITS) as error:
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
+
+
+def parse_json(text: str) -> Any:
+    """The content of a JSON text.
+
+    Raises:
+        ValueError: it is not JSON, beyond a limit, or repeats a name.
+    """
+    if len(text) > MAX_JSON_BYTES:
+        raise ValueError(f"it has more than {MAX_JSON_BYTES:,} bytes")
+    if text.count(",") + text.count("[") + text.count("{") > MAX_JSON_VALUES:
+        raise ValueError(f"it has more than {MAX_JSON_VALUES:,} values")
+    try:
+        value = json.loads(text, parse_int=_integer, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep") from None
+    level, depth = [value], 0
+    while level := [inner for outer in level for inner in _inner(outer)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+    if "\\ud" in text.lower():  # the only way to write half of a character
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("it is not valid Unicode") from None
+    return value
+
+
+def shown(value: object) -> str:
+    """``repr(value)`` for an error message: its beginning, if it is long."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def _parsed(path: str | Path, limit: int, parse: Callable[[str], Any]) -> Any:
+    with Path(path).open("rb") as file:  # a pipe too, whose size is known at its end
+        content = file.read(limit + 1)
+    try:
+        return parse(_decoded(content, limit))
+    except ValueError as error:
+        raise ValueError(f"{path} can't be read: {error}") from None
+
+
+def _decoded(content: bytes, limit: int) -> str:
+    if len(content) > limit:
+        raise ValueError(f"it has more than {limit:,} bytes")
+    return content.decode()
+
+
+class _YamlLimits:
+    """Counts the values in a stream of YAML events, with what its aliases refer to."""
+
+    def __init__(self, events: Iterator[yaml.Event]) -> None:
+        self._events = events
+        self._values = 0
+        self._anchored: dict[str, tuple[int, int] | None] = {}  # values, height; None while open
+
+    def check(self) -> None:
+        """Read all events.
+
+        Raises:
+            ValueError: they are beyond a limit, or repeat a name.
+        """
+        for event in self._events:
+            if isinstance(event, yaml.NodeEvent):
+                self._add(event, 0)
+
+    def _add(self, event: yaml.NodeEvent, depth: int) -> int:
+        """Count a value and those in it, at a depth; returns its height."""
+        before, height, anchor = self._values, 0, event.anchor
+        if isinstance(event, yaml.AliasEvent):
+            # The parser reports an anchor that does not exist.
+            if (anchored := self._anchored.get(anchor, (1, 0))) is None:
+                raise ValueError(f"alias {shown(anchor)} refers to a value that contains it")
+            values, height = anchored
+            self._require(values, depth + height)
+            return height
+        if isinstance(event, yaml.ScalarEvent):
+            self._require(_size(event), depth)
+        else:
+            self._anchored |= {anchor: None} if anchor else {}
+            self._require(1, depth + 1)
+            names = set[str]() if isinstance(event, yaml.MappingStartEvent) else None
+            height = 1 + max(self._inner(names, depth + 1), default=0)
+        self._anchored |= {anchor: (self._values - before, height)} if anchor else {}
+        return height
+
+    def _inner(self, names: set[str] | None, depth: int) -> Iterator[int]:
+        """The height of each value of the list, or of the mapping with ``names``, that is open."""
+        at_name = names is not None
+        while not isinstance(event := next(self._events), yaml.CollectionEndEvent):
+            if at_name and isinstance(event, yaml.ScalarEvent) and event.value != "<<":
+                if event.value in names:
+                    raise ValueError(f"it names {shown(event.value)} twice")
+                names.add(event.value)
+            at_name = names is not None and not at_name
+            yield self._add(event, depth)
+
+    def _require(self, values: int, depth: int) -> None:
+        """Add values, and check the limits."""
+        self._values += values
+        if self._values > MAX_YAML_VALUES:
+            raise ValueError(f"it has more than {MAX_YAML_VALUES:,} values, aliases resolved")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+
+
+def _size(event: yaml.ScalarEvent) -> int:
+    """How many values a text counts as. A long number is refused: some take quadratic time."""
+    text = event.value
+    text.encode()  # which fails for half of a character
+    plain = event.implicit[0] or event.tag
+    if len(text) > MAX_DIGITS and plain and _NUMBER.fullmatch(text):
+        raise ValueError(f"it holds a number of {len(text):,} characters, more than {MAX_DIGITS}")
+    return 1 + len(text) // _LONG
+
+
+def _integer(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"it holds a number of {len(text):,} digits, more than {MAX_DIGITS}")
+    return int(text)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"it names {shown(name)} twice")
+    return result
+
+
+def _inner(value: Any) -> Any:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
