@@ -157,7 +157,8 @@ def _matching_files(directory: Path, patterns: Sequence[str]) -> tuple[str, ...]
                 f"'{folders[0].rstrip('/')}/*.parquet'"
             )
         names += matches
-    return tuple(names)
+    root = f"{directory.resolve()}/"
+    return tuple(name.removeprefix(root) for name in names)
 
 
 def parser() -> Parser:
@@ -228,6 +229,8 @@ def describe(options: Namespace) -> None:
         share = split.positives / max(1, split.rows)
         print(f"{name:24} {split.rows:>13,} rows in {len(split.files)} files, {share:.2%} positive")
     print(f"{len(meta.dense)} dense columns: {', '.join(meta.dense) or 'none'}")
+    if outside := meta.files_outside(directory):
+        print(f"{len(outside)} files are not in {directory}: train with --loader.allow_outside")
     print(f"wrote {meta.write(directory)}")
 
 

@@ -51,6 +51,7 @@ def parse(argv: Sequence[str], kinds: Mapping[str, type]) -> tuple[RunConfig, st
             problems.append(f"{source} is {shown(value)}, it must be {wanted}")
     config = _build(schema, given, kinds, problems)
     if config is None or problems:
+        problems = list(dict.fromkeys(problems))  # each once, however many tables have it
         for problem in problems[:MAX_PROBLEMS]:
             print(f"error: {problem}", file=sys.stderr)
         if (more := len(problems) - MAX_PROBLEMS) > 0:

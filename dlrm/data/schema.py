@@ -66,7 +66,7 @@ class Meta:
     """What ``meta.json`` says about a prepared directory.
 
     Raises:
-        ValueError: a column is named more than once.
+        ValueError: a column is named more than once, or its name is no text.
     """
 
     dense: tuple[str, ...]
@@ -82,7 +82,11 @@ class Meta:
     """For synthetic data: the best possible metrics of each split, those of the label model."""
 
     def __post_init__(self) -> None:
-        for name, count in Counter([self.label, *self.dense, *self.tables]).items():
+        names = [self.label, *self.dense, *self.tables]
+        for name in names:
+            if not isinstance(name, str):
+                raise ValueError(f"column {shown(name)} has a name that is no text")
+        for name, count in Counter(names).items():
             if count > 1:
                 raise ValueError(
                     f"column {shown(name)} is named {count} times; a column is the label, dense or "
@@ -91,9 +95,6 @@ class Meta:
 
     def _require_types(self) -> None:
         """Check the types and ranges of the values, which may have been written by hand."""
-        for name in (self.label, *self.dense, *self.tables):
-            if not isinstance(name, str):
-                raise ValueError(f"column {shown(name)} has a name that is no text")
         if not self.categorical:
             raise ValueError("there is no categorical column, a model needs at least one")
         for column in self.categorical:

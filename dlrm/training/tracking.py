@@ -88,10 +88,9 @@ class Tracker:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "metrics.jsonl"
         if step is not None and self.path.exists():
-            with atomic_write(self.path) as temporary, temporary.open("w") as kept:
-                kept.writelines(
-                    json.dumps(e) + "\n" for e in _entries(self.path) if e["step"] <= step
-                )
+            kept = (json.dumps(e) + "\n" for e in _entries(self.path) if e["step"] <= step)
+            with atomic_write(self.path) as temporary, temporary.open("w") as file:
+                file.writelines(kept)
         try:
             self._lines = self.path.open("x" if step is None else "a", buffering=1)
         except FileExistsError:  # by a run that was started at the same time

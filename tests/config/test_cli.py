@@ -1,3 +1,5 @@
+import time
+
 import pytest
 import yaml
 
@@ -172,6 +174,46 @@ def test_mistakes_in_yaml_name_the_file(capsys, tmp_path):
     assert "epochs is datetime.date(2026, 1, 1), it must be a whole number" in text
     path.write_text("- a list\n")
     assert "must hold options as name: value" in mistakes(capsys, f"--config={path}")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("seed: 1" + "0" * 400, "can't be read: it holds a number of 401 characters"),
+        ("name: " + "[" * 500 + "]" * 500, "can't be read: it is nested more than 32 deep"),
+        ("seed: 1\nseed: 2", "can't be read: it names 'seed' twice"),
+        (f"seed: {'x' * 9999}", f"seed is '{'x' * 199}..., it must be a whole number"),
+        (f"tt: {{rank: '{'[' * 9999}'}}", f"tt.rank is '{'[' * 199}..., it must be a whole"),
+        ("{" + ", ".join(f"x{i}: 1" for i in range(4000)) + "}", "error: 3,980 more mistakes\n"),
+    ],
+)
+def test_yaml_beyond_the_limits_is_refused_at_once(capsys, tmp_path, text, told):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    began = time.process_time()
+    printed = mistakes(capsys, f"--config={path}")
+    assert told in printed
+    assert len(printed) < 5000
+    assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize(
+    "value", ["1" + "0" * 400, "[" * 500, "&a [*a]", "\udcff", "{a: {b: [1]}}"]
+)
+def test_values_beyond_the_limits_are_refused(capsys, value):
+    assert "--tt.q is" in mistakes(capsys, "--tt.q", value)
+    assert "--seed is" in mistakes(capsys, "--seed", value)
+
+
+def test_an_option_of_a_thousand_tables_takes_no_time(tmp_path):
+    path = tmp_path / "run.yaml"
+    tables = {f"C{i}": [2, 2, 4 * (1 + i % 3)] for i in range(1000)}
+    path.write_text(yaml.safe_dump({"model": {"embedding_dim": 16}, "tt": {"q": tables}}))
+    began = time.process_time()
+    config, resolved = parse([f"--config={path}"], KINDS)
+    assert time.process_time() - began < 5
+    assert config.methods["tt"]["q"] == tables
+    assert yaml.safe_load(resolved)["tt"]["q"] == tables
 
 
 def test_a_name_in_yaml_may_look_like_a_date(tmp_path):

@@ -94,6 +94,23 @@ def test_names_with_brackets_and_directories_of_files(shop, describe):
     assert Meta.read(shop).splits["train"].files == ("train[0].parquet", "rest/1.parquet")
 
 
+def test_files_elsewhere_are_read_only_on_request(shop, describe, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (shop / "test.parquet").rename(elsewhere / "test.parquet")
+    given = "--train", shop / "train-0.parquet", "--test", elsewhere / "test.parquet"
+    run = describe(shop, *given, "--label", "clicked")
+    assert f"1 files are not in {shop}: train with --loader.allow_outside\n" in run.out
+    meta = Meta.read(shop, allow_outside=True)
+    assert meta.splits["train"].files == ("train-0.parquet",)
+    assert meta.splits["test"].files == (str(elsewhere / "test.parquet"),)
+    with pytest.raises(
+        ValueError, match=r"test\.parquet', which is not in .*--loader.allow_outside"
+    ):
+        CriteoLoader(shop, "test", batch_size=200)
+    (batch,) = CriteoLoader(shop, "test", batch_size=200, allow_outside=True)
+    np.testing.assert_array_equal(batch.labels, frame(seed=2)["clicked"])
+
+
 def test_columns_are_told_apart_by_type(shop, describe):
     assert describe(shop, *ARGUMENTS).returncode == 0
     meta = Meta.read(shop)

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,52 @@ def described():
         options={"split": "days"},
         planted={"train": {"auc": 0.8}, "val": {}},
     )
+
+
+OUTSIDE = {
+    "an absolute path": "{outside}/train.parquet",
+    "the parent directory": "../outside/train.parquet",
+    "the parent of a directory that does not exist": "none/../../outside/train.parquet",
+    "a link to a file": "file.parquet",
+    "a link to a directory": "folder/train.parquet",
+    "the directory itself": ".",
+}
+
+
+@pytest.mark.parametrize("kind", OUTSIDE)
+def test_files_outside_of_the_directory_are_read_only_on_request(tmp_path, kind):
+    data, outside = tmp_path / "data", tmp_path / "outside"
+    data.mkdir()
+    outside.mkdir()
+    (data / "file.parquet").symlink_to(outside / "train.parquet")
+    (data / "folder").symlink_to(outside)
+    name = OUTSIDE[kind].format(outside=outside)
+    split = Split(files=("train.parquet", name), rows=9, positives=2)
+    meta = replace(described(), splits={"train": split})
+    meta.write(data)
+    text = rf"meta.json lists {name!r}, which is not in .*data: .* --loader.allow_outside"
+    with pytest.raises(ValueError, match=text):
+        Meta.read(data)
+    assert Meta.read(data, allow_outside=True) == meta
+
+
+def test_files_in_a_directory_behind_a_link_are_inside(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "data").symlink_to("disk")
+    described().write(tmp_path / "data")
+    assert Meta.read(tmp_path / "data") == described()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("[" * 500 + "]" * 500, "nested more than 32 deep"), ('{"\\ud800": 1}', "not valid Unicode")],
+)
+def test_a_meta_file_beyond_the_limits_is_refused(tmp_path, text, reason):
+    (tmp_path / "meta.json").write_text(text)
+    with pytest.raises(
+        ValueError, match=rf"meta\.json can't be read: .*{reason}; prepare the data"
+    ):
+        Meta.read(tmp_path)
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -32,6 +79,9 @@ def test_what_is_written_is_read(tmp_path):
         (["categorical", 0, "oov_id"], "3", r"column 'C1' has oov_id '3'"),
         (["categorical", 0, "multi_hot"], None, r"column 'C1' has multi_hot None"),
         (["splits", "train", "rows"], 9.0, r"split 'train' has rows 9.0"),
+        (["splits", "train", "positives"], 10, r"split 'train' has positives 10"),
+        (["label"], ["label"], r"column \['label'\] has a name that is no text"),
+        (["dense"], [1], r"column 1 has a name that is no text"),
         (["splits", "train", "files"], "train.parquet", r"split 'train' has files 'train.parquet'"),
         (["splits", "train", "files"], [1], r"split 'train' has files \(1,\)"),
         (["options"], None, r"options is None"),
