@@ -117,7 +117,7 @@ def typed_value(schema: Mapping[str, Option], name: str, value: Any) -> Any:
     except (TypeError, ValueError) as error:  # keys that are not text
         raise ArgumentError(None, str(error)) from None
     # The time of jsonargparse is quadratic in the number of lists in a mapping.
-    if isinstance(content, dict) and list in map(type, content.values()):
+    if isinstance(content, dict) and any(isinstance(own, list) for own in content.values()):
         return _value_of_each_table(schema, name, content)
     parser = make_parser({name: schema[name]})  # ten times faster than one of all options
     try:
@@ -135,8 +135,8 @@ def _value_of_each_table(
     for value in tables.values():
         if repr(value) not in typed:
             typed[repr(value)] = typed_value(schema, name, value)
-    by_table = dict in map(get_origin, get_args(schema[name].type))
-    if not by_table or dict in map(type, typed.values()):
+    by_table = any(get_origin(a) is dict for a in get_args(schema[name].type))
+    if not by_table or any(isinstance(value, dict) for value in typed.values()):
         raise ArgumentError(None, f"{name} can't be a mapping of these")
     return {str(table): copy(typed[repr(value)]) for table, value in tables.items()}
 

@@ -141,7 +141,9 @@ class _YamlLimits:
     def __init__(self, events: Iterator[yaml.Event]) -> None:
         self._events = events
         self._values = 0
-        self._anchored: dict[str, tuple[int, int] | None] = {}  # values, height; None while open
+        self._anchored: dict[
+            str | None, tuple[int, int] | None
+        ] = {}  # values, height; None while open
 
     def check(self) -> None:
         """Read all events.
@@ -168,20 +170,20 @@ class _YamlLimits:
         else:
             self._anchored |= {anchor: None} if anchor else {}
             self._require(1, depth + 1)
-            names = set[str]() if isinstance(event, yaml.MappingStartEvent) else None
-            height = 1 + max(self._inner(names, depth + 1), default=0)
+            mapping = isinstance(event, yaml.MappingStartEvent)
+            height = 1 + max(self._inner(mapping, depth + 1), default=0)
         self._anchored |= {anchor: (self._values - before, height)} if anchor else {}
         return height
 
-    def _inner(self, names: set[str] | None, depth: int) -> Iterator[int]:
-        """The height of each value of the list, or of the mapping with ``names``, that is open."""
-        at_name = names is not None
-        while not isinstance(event := next(self._events), yaml.CollectionEndEvent):
+    def _inner(self, mapping: bool, depth: int) -> Iterator[int]:
+        """The height of each value of the list or mapping that has begun."""
+        names, at_name = set[str](), mapping
+        while isinstance(event := next(self._events), yaml.NodeEvent):  # until its end
             if at_name and isinstance(event, yaml.ScalarEvent) and event.value != "<<":
                 if event.value in names:
                     raise ValueError(f"it names {shown(event.value)} twice")
                 names.add(event.value)
-            at_name = names is not None and not at_name
+            at_name = mapping and not at_name
             yield self._add(event, depth)
 
     def _require(self, values: int, depth: int) -> None:
