@@ -29,6 +29,7 @@ from dlrm.config.schema import HOUSEKEEPING
 from dlrm.embeddings import available
 from dlrm.training.tracking import RESULT, log_figures, read_result, without
 from dlrm.utils.atomic import atomic_write
+from dlrm.utils.messages import print_error, printable
 from dlrm.utils.program import Parser, exit_status, figure_arg, path_arg
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the other scripts
@@ -92,13 +93,13 @@ def read(runs: list[Path]) -> pd.DataFrame:
         reason = f"no {RESULT} in {', '.join(others)}: not a run directory, or not finished"
         if not finished:
             raise FileNotFoundError(reason)
-        print(f"left out: {reason}", file=sys.stderr)
+        print_error(f"left out: {reason}")
     for run in finished:
         result = read_result(run)
         options = _group_options(result)
         group, seed = json.dumps(options, sort_keys=True), result["options"].get("seed")
         if (group, seed) in seen:
-            print(f"left out: {run} repeats the seed of an earlier run", file=sys.stderr)
+            print_error(f"left out: {run} repeats the seed of an earlier run")
             continue
         seen.add((group, seed))
         names = {"run": run.name, "emb": _kind(options), "budget": options.get("budget") or ""}
@@ -168,12 +169,12 @@ def _differing_options(summary: pd.DataFrame) -> pd.Series:
 
 def render(summary: pd.DataFrame) -> str:
     """The summary as a text table."""
-    shown = summary[["run", "emb", "budget", "seeds"]].copy()
+    shown = summary[["run", "emb", "budget", "seeds"]].map(printable)
     for label, form in FORMATS.items():
         stds = summary[f"{label} std"] if label in QUALITY else None
         shown[label] = mean_and_std(summary[label], stds, form)
     if summary["options"].any():
-        shown["options"] = summary["options"]
+        shown["options"] = summary["options"].map(printable)
     return shown.to_string(index=False)
 
 

@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from dlrm.data.parquet import RowGroupReader, is_list_of_ids, read_footer
 from dlrm.data.schema import DESCRIBED, META_FILE, SPLITS, Categorical, Meta, Split
+from dlrm.utils.messages import print_error, printable
 from dlrm.utils.program import Parser, exit_status, path_arg
 
 HASHED = 10  # with more rows of a table than this per row of data, the ids look hashed
@@ -214,24 +215,24 @@ def describe(options: Namespace) -> None:
     )
     for column in meta.categorical:
         notes = "multi-hot" * column.multi_hot, "nulls" * (column.oov_id is not None)
-        print(
-            f"{column.name:24} {column.cardinality:>13,} rows  {' '.join(notes).strip()}".rstrip()
+        text = (
+            f"{printable(column.name):24} {column.cardinality:>13,} rows  {' '.join(notes).strip()}"
         )
+        print(text.rstrip())
     rows = sum(split.rows for split in meta.splits.values())
     for column in meta.categorical:
         if not column.multi_hot and column.cardinality > max(HASHED * rows, 10**6):
-            print(
+            print_error(
                 f"warning: {column.name} needs a table of {column.cardinality:,} rows for {rows:,} "
-                "values: its ids look hashed; renumber them from 0, the most frequent first",
-                file=sys.stderr,
+                "values: its ids look hashed; renumber them from 0, the most frequent first"
             )
     for name, split in meta.splits.items():
         share = split.positives / max(1, split.rows)
         print(f"{name:24} {split.rows:>13,} rows in {len(split.files)} files, {share:.2%} positive")
-    print(f"{len(meta.dense)} dense columns: {', '.join(meta.dense) or 'none'}")
+    print(f"{len(meta.dense)} dense columns: {printable(', '.join(meta.dense)) or 'none'}")
     if outside := meta.files_outside(directory):
         print(f"{len(outside)} files are not in {directory}: train with --loader.allow_outside")
-    print(f"wrote {meta.write(directory)}")
+    print(f"wrote {printable(meta.write(directory))}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

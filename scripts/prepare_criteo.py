@@ -20,6 +20,7 @@ from dlrm.data.preprocess.pipeline import Options, prepare
 from dlrm.data.preprocess.reader import is_unchecked_zstd
 from dlrm.data.preprocess.workspace import BAD_ROWS_FILE
 from dlrm.utils.documents import read_json
+from dlrm.utils.messages import print_error
 from dlrm.utils.program import Parser, exit_status, path_arg
 
 EPILOG = """\
@@ -56,10 +57,9 @@ def _prepare(inputs: list[Path], output: Path, workers: int | None, **given: Any
     start = time.perf_counter()
     _note_order(inputs)
     if unchecked := next((path for path in inputs if is_unchecked_zstd(path)), None):
-        print(
+        print_error(
             f"note: {unchecked} has no checksums, so damage may not be noticed; zstd --check "
-            "writes them",
-            file=sys.stderr,
+            "writes them"
         )
     ids_of = given["ids_of"] and str(given["ids_of"])
     options = Options(**given | {"split": tuple(given["split"]), "ids_of": ids_of})
@@ -83,10 +83,9 @@ def _note_order(inputs: Sequence[Path]) -> None:
     for one, other in pairwise(inputs):
         parts, others = (re.split(r"(\d+)", str(path)) for path in (one, other))
         if parts[::2] == others[::2] and [*map(int, parts[1::2])] > [*map(int, others[1::2])]:
-            print(
+            print_error(
                 f"note: {one} comes before {other}, but inputs must be in the order of time: in a "
-                "shell, day_{0..23} is in the order of numbers, day_* is not",
-                file=sys.stderr,
+                "shell, day_{0..23} is in the order of numbers, day_* is not"
             )
             return
 

@@ -17,7 +17,7 @@ from dlrm.config.schema import RENAMED, RunConfig
 from dlrm.sparse_arch.table_plan import AUTO, TablePlan, options_of_table, parse_bytes
 from dlrm.utils.device import is_out_of_memory, pick_device
 from dlrm.utils.documents import read_yaml, shown
-from dlrm.utils.messages import did_you_mean
+from dlrm.utils.messages import did_you_mean, print_error
 
 MAX_PROBLEMS = 20
 """Number of mistakes that are printed."""
@@ -53,7 +53,7 @@ def parse(argv: Sequence[str], kinds: Mapping[str, type]) -> tuple[RunConfig, st
     if config is None or problems:
         problems = list(dict.fromkeys(problems))  # each once, however many tables have it
         for problem in problems[:MAX_PROBLEMS]:
-            print(f"error: {problem}", file=sys.stderr)
+            print_error(f"error: {problem}")
         if (more := len(problems) - MAX_PROBLEMS) > 0:
             print(f"error: {more:,} more mistakes", file=sys.stderr)
         print("See --help for every option; nothing was started.", file=sys.stderr)
@@ -220,7 +220,7 @@ def _note_idle(argv: Sequence[str], config: RunConfig, kinds: Mapping[str, type]
     for name, _ in _tokens(argv, []):
         kind, dot, _ = name.partition(".")
         if dot and kind in idle:
-            print(f"note: --{name} has no effect, no table is of kind {kind}", file=sys.stderr)
+            print_error(f"note: --{name} has no effect, no table is of kind {kind}")
 
 
 def note_budgeted(config: RunConfig, chosen: TablePlan) -> None:
@@ -229,7 +229,7 @@ def note_budgeted(config: RunConfig, chosen: TablePlan) -> None:
     for name, value in config.methods.get(config.emb, {}).items():
         if config.budget and own and all(options.get(name) != value for options in own):
             option = f"--{config.emb}.{name}"
-            print(f"note: {option} has no effect, --budget sets it", file=sys.stderr)
+            print_error(f"note: {option} has no effect, --budget sets it")
 
 
 def _methods(

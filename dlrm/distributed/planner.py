@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dlrm.utils.messages import did_you_mean
+from dlrm.utils.messages import did_you_mean, printable
 
 SHARDING_TYPES = ("auto", "replicate", "table", "row", "column")
 NARROW = 16  # columns: fewer cost as much, since a memory transaction has 32 or 64 bytes
@@ -196,7 +196,7 @@ def describe_shards(
         parts = []
         for shard in own:
             full = [p for p in shards if p.table == shard.table]
-            text = names[shard.table]
+            text = printable(names[shard.table])
             if len({p.rows for p in full}) > 1:
                 text += f" rows {shard.rows[0]:,}-{shard.rows[1]:,}"
             if len({p.columns for p in full}) > 1:

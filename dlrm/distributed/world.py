@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
+from dlrm.utils.messages import print_error
+
 T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)  # of a collective: others wait while one evaluates or writes
 
@@ -130,7 +132,7 @@ class World:
     def print_error_once(self, text: str) -> None:
         """Print an error that several processes may report: only the first to get here prints."""
         if self._is_first_to("print an error"):
-            print(text, file=sys.stderr)
+            print_error(text)
 
     @contextmanager
     def print_once(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.registry import available
 from dlrm.sparse_arch.auto import choose_tables
-from dlrm.utils.messages import did_you_mean
+from dlrm.utils.messages import did_you_mean, printable
 
 TablePlan = list[tuple[str, dict[str, Any]]]
 """Kind and options of each table."""
@@ -105,7 +105,14 @@ def format_table_plan(names: Sequence[str], num_embeddings: Sequence[int], plan:
     """The name, rows, kind and options of every table as text, one table per line."""
     kinds, options = zip(*plan, strict=True)
     texts = [", ".join(f"{name} {value}" for name, value in own.items()) for own in options]
-    tables = pd.DataFrame({"table": names, "rows": num_embeddings, "kind": kinds, "options": texts})
+    tables = pd.DataFrame(
+        {
+            "table": [*map(printable, names)],
+            "rows": num_embeddings,
+            "kind": kinds,
+            "options": [*map(printable, texts)],
+        }
+    )
     return tables.to_string(index=False, formatters={"rows": "{:,}".format})
 
 

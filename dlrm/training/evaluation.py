@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -16,6 +15,7 @@ from dlrm.data.schema import Meta
 from dlrm.model import DLRM
 from dlrm.training import metrics
 from dlrm.training.checkpoint import load_model
+from dlrm.utils.messages import print_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +97,7 @@ def _note_other_tables(model: DLRM, meta: Meta) -> None:
     others = [f"{name} {rows:,} and not {own:,}" for name, rows, own in pairs if rows != own]
     if others:
         text = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
-        print(
+        print_error(
             f"note: {len(others)} tables of the data differ in size from the model's ({text}): was "
-            "it prepared separately? prepare_criteo.py --ids-of gives rows the ids of earlier data",
-            file=sys.stderr,
+            "it prepared separately? prepare_criteo.py --ids-of gives rows the ids of earlier data"
         )

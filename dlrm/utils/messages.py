@@ -1,9 +1,24 @@
-"""Parts of error messages."""
+"""Parts of messages."""
 
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
+
+
+def printable(text: object) -> str:
+    """``text`` in one line that a terminal shows as it is, whatever file it comes from.
+
+    Other characters (line ends, terminal escapes, halves of surrogate pairs, and those that change
+    the direction of writing) are escaped as in ``repr``.
+    """
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
+
+
+def print_error(text: str) -> None:
+    """Print a line to stderr."""
+    print(printable(text), file=sys.stderr)
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:

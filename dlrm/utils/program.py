@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dlrm.utils import signals
-from dlrm.utils.messages import did_you_mean
+from dlrm.utils.messages import did_you_mean, print_error
 
 
 def count_arg(text: str) -> int:
@@ -99,11 +99,6 @@ class Parser(argparse.ArgumentParser):
         """Exit with status 2."""
         print_error(f"error: {message}")
         raise SystemExit(2)
-
-
-def print_error(text: str) -> None:
-    """Print a line to stderr."""
-    print(text, file=sys.stderr)
 
 
 def exit_status(

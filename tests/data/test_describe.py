@@ -182,3 +182,31 @@ def test_as_a_program(shop):
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 2
     assert run.stderr.startswith("error: no file 'no.parquet' in")
+
+
+HOSTILE = "shop\x1b[2J\n\u202eerror: none"
+
+
+def test_names_of_columns_and_files_are_escaped_wherever_they_are_printed(tmp_path, run):
+    def printed(*arguments, status=0):
+        result = run(*arguments, status=status)
+        text = result.stdout + result.stderr
+        assert text.replace("\n", "").replace("\r", "").isprintable()
+        assert "\\x1b[2J\\n\\u202eerror" in text
+        return text
+
+    rows = frame().rename(columns={"shop": HOSTILE, "age": f"age{HOSTILE}"})
+    for name in ("train", "test"):
+        rows.to_parquet(tmp_path / f"{name}{HOSTILE}.parquet", index=False)
+    files = ("--train", "train*", "--test", "test*", "--label", "clicked")
+    printed("describe_parquet", tmp_path, *files, "--dense", "price", f"age{HOSTILE}")
+    common = ("--batch_size", 100, "--device", "cpu")
+    train = ("train", "--data", tmp_path, *common, "--output", tmp_path / "runs")
+    printed(*train, "--emb", "auto", "--budget", "2x", "--name", "one")
+    rows[HOSTILE] += 99
+    rows.to_parquet(tmp_path / f"test{HOSTILE}.parquet", index=False)
+    assert "outside the table" in printed(*train, "--emb", "dense", "--name", "two", status=2)
+    for name in ("train", "test"):
+        (tmp_path / f"{name}{HOSTILE}.parquet").write_bytes(b"PAR1")
+    printed(*train, "--name", "three", status=2)
+    printed("describe_parquet", tmp_path, *files, "--overwrite", status=2)
