@@ -8,7 +8,6 @@ if __name__ == "__main__":
     signals.exit_quietly()  # during the imports
 
 import re
-import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from typing import Any
 from dlrm.data.preprocess.pipeline import Options, prepare
 from dlrm.data.preprocess.reader import is_unchecked_zstd
 from dlrm.data.preprocess.workspace import BAD_ROWS_FILE
+from dlrm.utils.device import peak_process_memory
 from dlrm.utils.documents import read_json
 from dlrm.utils.messages import print_error
 from dlrm.utils.program import Parser, exit_status, path_arg
@@ -74,8 +74,9 @@ def _prepare(inputs: list[Path], output: Path, workers: int | None, **given: Any
     if bad["skipped"]:
         kinds = ", ".join(f"{kind}: {count:,}" for kind, count in bad["kinds"].items())
         print(f"skipped {bad['skipped']:,} ({kinds}); the first are in {output / BAD_ROWS_FILE}")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    print(f"{seconds:.1f} s, {rows / seconds:,.0f} rows/s, peak memory {peak:.2f} GB: {output}")
+    peak = peak_process_memory()
+    memory = "" if peak is None else f", peak memory {peak / 1e9:.2f} GB"
+    print(f"{seconds:.1f} s, {rows / seconds:,.0f} rows/s{memory}: {output}")
 
 
 def _note_order(inputs: Sequence[Path]) -> None:

@@ -3,20 +3,38 @@
 ``op()`` has an argument ``impl``: None runs Triton on a GPU and PyTorch elsewhere; ``"triton"`` and
 ``"torch"`` choose one of the two, so that tests can run the kernels in Triton's interpreter. The
 kernels of tensor trains are a package, :mod:`dlrm.kernels.tt`.
+
+Triton is imported here alone, as ``triton`` and ``tl``. Where there is none, as on macOS and
+Windows, all ops run in PyTorch.
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # kernels can be defined, but not run
+    triton = SimpleNamespace(jit=lambda kernel: kernel, constexpr_function=lambda helper: helper)
+    tl = SimpleNamespace(constexpr=lambda value: SimpleNamespace(value=value))
 
 INTEGERS = (torch.int32, torch.int64)  # arithmetic on narrower ones would overflow
 
 
 def use_triton(tensor: Tensor, impl: str | None) -> bool:
-    """Whether an op on ``tensor`` runs as a Triton kernel."""
+    """Whether an op on ``tensor`` runs as a Triton kernel.
+
+    Raises:
+        ValueError: there is no such ``impl``, or it needs Triton, which is not installed.
+    """
     if impl not in (None, "triton", "torch"):
         raise ValueError(f"impl is {impl!r}, it must be None, 'triton' or 'torch'")
+    if impl == "triton" and isinstance(triton, SimpleNamespace):
+        raise ValueError("impl is 'triton', which is not installed: install it or give 'torch'")
     return tensor.is_cuda if impl is None else impl == "triton"
 
 

@@ -16,13 +16,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from dlrm.kernels import use_triton
+from dlrm.kernels import tl, triton, use_triton
 
 CHUNK = 64  # columns, and in the backward pass also vectors, that are multiplied at a time
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from dlrm.kernels import use_triton
+from dlrm.kernels import tl, triton, use_triton
 
 _BLOCK = 1024
 

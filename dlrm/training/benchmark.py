@@ -29,7 +29,8 @@ from dlrm.utils.device import cpu_count
 from dlrm.utils.program import Parser
 
 ROOT = Path(__file__).parents[2]
-LOAD_BEFORE = round(os.getloadavg()[0], 1)  # at the start; above 0 if other programs ran as well
+# At the start; above 0 if other programs ran as well. Windows can't say.
+LOAD_BEFORE = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
 
 
 def environment() -> dict[str, Any]:

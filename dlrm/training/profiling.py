@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from tqdm import tqdm
 from dlrm.data.schema import Meta
 from dlrm.distributed.peer_memory import bytes_held
 from dlrm.utils.atomic import atomic_write
-from dlrm.utils.device import is_out_of_memory
+from dlrm.utils.device import is_out_of_memory, peak_process_memory
 
 
 def progress_bar(total: float, done: int, *, silent: bool) -> tqdm:
@@ -144,7 +143,8 @@ class Profiler:
 
 def peak_memory(device: torch.device) -> dict[str, float]:
     """Peak memory of the process and of the GPU, in bytes."""
-    peaks = {"memory/process_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0}
+    peak = peak_process_memory()
+    peaks = {} if peak is None else {"memory/process_peak": float(peak)}
     if device.type == "cuda":
         peaks["memory/gpu_peak"] = float(torch.cuda.max_memory_allocated(device))
         peaks["memory/gpu_peak"] += bytes_held(device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from importlib.util import find_spec
 
 import torch
 
@@ -12,6 +14,16 @@ def cpu_count() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def peak_process_memory() -> int | None:
+    """The largest memory of this process so far, in bytes; None on Windows, which can't say."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def pick_device(name: str) -> torch.device:
@@ -24,7 +36,7 @@ def pick_device(name: str) -> torch.device:
     """
     local, several = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)) > 1
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() and find_spec("triton") else "cpu"
     try:
         device = torch.device(name)
         known = device.type in ("cpu", "cuda")
@@ -36,6 +48,11 @@ def pick_device(name: str) -> torch.device:
         return device
     if not torch.cuda.is_available():
         raise ValueError(f"--device is {name}, but there is no CUDA GPU: use --device cpu")
+    if not find_spec("triton"):
+        raise ValueError(
+            f"--device is {name}, but Triton is not installed, which the GPU's kernels are written "
+            "in: install it, or use --device cpu"
+        )
     if not several:
         if device.index is not None:
             _use(device)

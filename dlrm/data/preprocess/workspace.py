@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from dlrm.data.schema import META_FILE, SPLITS
 from dlrm.utils.atomic import atomic_write
 
 DIRECTORY = ".prepare"
 KEY_FILE = "key.json"
+LOCK_FILE = "lock"
 BAD_ROWS_FILE = "bad_rows.json"
 RESULTS = (*(f"{split}.parquet" for split in SPLITS), "vocabulary", BAD_ROWS_FILE)
 
@@ -42,22 +44,26 @@ class Workspace:
             self.directory.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise ValueError(f"{self.output} is not a directory; give another --output") from None
-        self._lock = os.open(self.directory, os.O_RDONLY)  # released when the process ends
+        self._lock = FileLock(self / LOCK_FILE, timeout=0)  # released when the process ends
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._clear_other_work()
-        except BlockingIOError:
-            os.close(self._lock)
+            self._lock.acquire()
+        except Timeout:
             raise ValueError(
                 f"another process is preparing {self.output}; wait for it or give another --output"
             ) from None
+        try:
+            self._clear_other_work()
         except BaseException:
-            os.close(self._lock)
+            self._lock.release()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._lock)
+        self._lock.release()
+        if not (self / KEY_FILE).exists():  # published: nothing else is left
+            with suppress(OSError):  # another process works here by now
+                (self / LOCK_FILE).unlink(missing_ok=True)
+                self.directory.rmdir()
 
     def _require_no_other_files(self) -> None:
         """Raise if results would replace files that no earlier preparation made."""
@@ -73,8 +79,7 @@ class Workspace:
     def _clear_other_work(self) -> None:
         kept = self / KEY_FILE
         if not kept.is_file() or kept.read_text() != self._key:
-            for path in self.directory.iterdir():
-                _remove(path)
+            self._remove_all_but(LOCK_FILE)
             with atomic_write(kept) as temporary:
                 temporary.write_text(self._key)
         if not self.finished:  # else an empty directory would replace a result already published
@@ -100,11 +105,14 @@ class Workspace:
             if (self / name).exists():
                 _remove(self.output / name)
                 (self / name).replace(self.output / name)
-        for path in self.directory.iterdir():
-            if path.name not in (META_FILE, KEY_FILE):
-                _remove(path)
+        self._remove_all_but(LOCK_FILE, META_FILE, KEY_FILE)
         (self / META_FILE).replace(self.output / META_FILE)
-        shutil.rmtree(self.directory)
+        (self / KEY_FILE).unlink()
+
+    def _remove_all_but(self, *names: str) -> None:
+        for path in self.directory.iterdir():
+            if path.name not in names:
+                _remove(path)
 
 
 def _remove(path: Path) -> None:

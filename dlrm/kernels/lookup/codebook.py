@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from dlrm.kernels import require_contiguous, use_triton
+from dlrm.kernels import require_contiguous, tl, triton, use_triton
 
 BLOCK_V, BLOCK_N = 64, 64  # entries and tokens of a tile of the output
 SEGMENT = 512  # entries of a centroid that one program sums

@@ -6,11 +6,9 @@ The hash is integer arithmetic, so it is the same on every device and in every p
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from dlrm.kernels import use_triton
+from dlrm.kernels import tl, triton, use_triton
 
 MULTIPLIER = tl.constexpr(0x45D9F3B)  # of a 32-bit finalizer; times 32 bits it is below 2^63
 MASK = tl.constexpr(0xFFFFFFFF)

@@ -17,12 +17,10 @@ from math import gcd, lcm
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dlrm.kernels import use_triton
+from dlrm.kernels import tl, triton, use_triton
 from dlrm.kernels.lookup.tables import row_gradient
 from dlrm.kernels.update.row_sort import RowSorter
 

@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from math import gcd
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from dlrm.kernels import use_triton
+from dlrm.kernels import tl, triton, use_triton
 from dlrm.kernels.update.row_sort import SortedRows
 from dlrm.kernels.update.sparse import add_equal
 

@@ -14,12 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dlrm.kernels import require_contiguous, require_integers, use_triton
+from dlrm.kernels import require_contiguous, require_integers, tl, triton, use_triton
 from dlrm.kernels.lookup.tables import lookup_tables, row_gradient, row_of
 from dlrm.kernels.update.row_sort import RowSorter
 

@@ -14,13 +14,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from dlrm.kernels import require_contiguous, require_integers, use_triton
+from dlrm.kernels import require_contiguous, require_integers, tl, triton, use_triton
 from dlrm.kernels.lookup.tables import row_gradient, tiling
 from dlrm.kernels.update.row_sort import RowSorter
 

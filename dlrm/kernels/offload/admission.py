@@ -28,11 +28,9 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple, Self
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from dlrm.kernels import use_triton
+from dlrm.kernels import tl, triton, use_triton
 from dlrm.kernels.offload.transfer import RowMoves, exchange_rows
 
 BLOCK = 1024  # look-ups or slots of a program

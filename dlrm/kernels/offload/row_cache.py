@@ -13,12 +13,10 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dlrm.kernels import use_triton
+from dlrm.kernels import tl, triton, use_triton
 from dlrm.kernels.lookup.tables import row_gradient, tiling
 from dlrm.kernels.offload.admission import CacheIndex, flat_rows, load_rows, move_rows
 from dlrm.kernels.offload.pinned_memory import empty_on_host, in_host_memory, zeros_in_same_memory

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from dlrm.kernels import tl, triton
 
 ROWS = 128  # rows that a program has in flight; fewer of more than 64 columns
 MOVERS = 64  # programs that exchange the rows of a tensor

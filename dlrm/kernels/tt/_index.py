@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from dlrm.kernels import tl, triton
 
 
 class IndexOutputs(NamedTuple):

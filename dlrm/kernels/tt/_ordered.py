@@ -7,9 +7,7 @@ See :mod:`dlrm.kernels.tt.lookup`. A *segment* is the look-ups of one factor, wh
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
+from dlrm.kernels import tl, triton
 from dlrm.kernels.tt._pairs import big_at, multiply, product_at, small_at
 from dlrm.kernels.tt._rows import result_row, row_of_factor
 from dlrm.kernels.tt.layout import padded

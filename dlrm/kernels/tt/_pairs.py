@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from dlrm.kernels import tl, triton
 from dlrm.kernels.tt.layout import padded
 from dlrm.kernels.update.rules import Hyper, rule_step, store_after_all_read
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from dlrm.kernels import tl, triton
 from dlrm.kernels.tt._pairs import multiply
 from dlrm.kernels.tt._rows import result_row
 from dlrm.kernels.tt.layout import padded

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
+from dlrm.kernels import triton
 from dlrm.kernels.tt import _ordered as ordered_kernels
 from dlrm.kernels.tt import _pairs as kernels
 from dlrm.kernels.tt._rows import FactorOfLookups

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import triton
 from torch import Tensor
 
+from dlrm.kernels import triton
 from dlrm.kernels.tt import _index as kernels
 from dlrm.kernels.tt._pairs import rank_pairs
 from dlrm.kernels.tt._rows import ResultOfLookups

@@ -13,9 +13,10 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from dlrm.kernels import triton
 
 _SEGMENT = 2048  # words that one program numbers, at most
 

@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from dlrm.kernels import use_triton
+from dlrm.kernels import tl, triton, use_triton
 from dlrm.kernels.update.rounding import round_stochastic, store_rounded
 from dlrm.kernels.update.rules import (
     Rule,

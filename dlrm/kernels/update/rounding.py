@@ -7,9 +7,9 @@ random, with the probabilities that make the mean exact.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from dlrm.kernels import tl, triton
 
 
 def round_stochastic(value: Tensor) -> Tensor:

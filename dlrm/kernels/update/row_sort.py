@@ -12,11 +12,9 @@ from itertools import accumulate
 from typing import Self
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from dlrm.kernels import use_triton
+from dlrm.kernels import tl, triton, use_triton
 from dlrm.utils.streams import stream_of
 
 LONGEST = 2048  # entries of a table that one program sorts: for more, a radix sort is as fast

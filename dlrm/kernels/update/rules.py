@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from dlrm.kernels import tl, triton
 from dlrm.utils.messages import did_you_mean
 
 

@@ -21,12 +21,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from dlrm.kernels import require_integers, use_triton
+from dlrm.kernels import require_integers, tl, triton, use_triton
 from dlrm.kernels.update.cached_slots import CachedSlots
 from dlrm.kernels.update.rounding import round_stochastic, store_rounded
 from dlrm.kernels.update.row_sort import SortedRows, sort_rows

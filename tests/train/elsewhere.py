@@ -1,0 +1,53 @@
+"""Runs programs as on a machine that lacks what only Linux has: ``python elsewhere.py JSON``.
+
+The argument is a list of programs with their arguments, which run one after the other. Imports of
+Triton and of modules that Windows lacks fail here, names of :mod:`os` and :mod:`signal` that it
+lacks are gone, and so is ``/proc``.
+"""
+
+import importlib
+import json
+import os
+import signal
+import sys
+
+ABSENT = {"triton", "resource", "fcntl"}
+ABSENT_NAMES = {
+    os: ("fork", "forkpty", "getloadavg", "sched_getaffinity", "sysconf"),
+    signal: ("SIGHUP", "SIGUSR1", "SIGALRM"),
+}
+
+
+class Finder:
+    """The first of ``sys.meta_path``: hides what is absent from the others."""
+
+    def find_spec(self, name, path=None, target=None):
+        """Raise for an absent module."""
+        if name.partition(".")[0] in ABSENT:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def without_proc(event, arguments):
+    """An audit hook to which there is no ``/proc``."""
+    if event == "open" and str(arguments[0]).startswith("/proc"):
+        raise FileNotFoundError(2, "No such file or directory", arguments[0])
+
+
+def main():
+    """Run the programs; the first that fails ends it."""
+    sys.meta_path.insert(0, Finder())
+    for name in ABSENT & sys.modules.keys():
+        del sys.modules[name]
+    for module, names in ABSENT_NAMES.items():
+        for name in names:
+            delattr(module, name)
+    sys.addaudithook(without_proc)
+    for name, *arguments in json.loads(sys.argv[1]):
+        program = importlib.import_module(name)
+        if status := program.main(arguments):
+            sys.exit(f"{name} {arguments}: status {status}")
+    print("imported:", *sorted(ABSENT & sys.modules.keys()))
+
+
+if __name__ == "__main__":
+    main()

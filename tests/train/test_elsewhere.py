@@ -1,0 +1,48 @@
+"""The programs run on machines without Triton and without what Windows lacks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SPLIT = ["--split", "0.8", "0.1", "0.1"]
+
+
+def run_elsewhere(*programs):
+    """Run programs one after the other in one process without what only Linux has."""
+    given = json.dumps([[str(word) for word in words] for words in programs])
+    command = [sys.executable, ROOT / "tests" / "train" / "elsewhere.py", given]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def test_from_raw_rows_to_a_comparison(command, tmp_path):
+    raw, data, runs = (tmp_path / name for name in ("raw", "data", "runs"))
+    train = ["train", *command("", data=data, output=runs), "--max_steps", "4"]
+    done = run_elsewhere(
+        ["scripts.make_synthetic", "--output", raw, "--format", "tsv", "--rows", "3000"],
+        ["scripts.prepare_criteo", raw / "train.txt", "--output", data, *SPLIT],
+        [*train, "--name", "tt", "--emb", "tt", "--tt.rank", "2"],
+        [*train, "--name", "offload", "--emb", "offload", "--tables.threshold", "0"],
+        ["train", "--resume", runs / "tt", "--max_steps", "8"],
+        ["scripts.evaluate", runs / "tt", data],
+        ["scripts.predict", runs / "tt", data, tmp_path / "scores.parquet"],
+        ["scripts.compare", runs / "tt", runs / "offload"],
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("imported:\n"), "what was to be absent has been imported"
+    result = json.loads((runs / "tt" / "result.json").read_text())
+    assert 0 < result["metrics"]["test/auc"] < 1
+    assert (tmp_path / "scores.parquet").stat().st_size
+
+
+@pytest.mark.slow
+def test_every_kind_trains(command, options):
+    kinds = ["basis", "cafe", "drop", "hash", "paged", "qr", "robe"]
+    trained = [["train", *command(k, *options(k), "--max_steps", "8")] for k in kinds]
+    done = run_elsewhere(*trained)
+    assert done.returncode == 0, done.stdout + done.stderr
