@@ -28,9 +28,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tqdm import tqdm
 
-from dlrm.data.parquet import RowGroupReader, is_list_of_ids, read_footer
+from dlrm.data.parquet import (
+    RowGroup,
+    RowGroupReader,
+    has_page_checksums,
+    is_list_of_ids,
+    read_footer,
+)
 from dlrm.data.schema import DESCRIBED, META_FILE, SPLITS, Categorical, Meta, Split
-from dlrm.utils.messages import print_error, printable
+from dlrm.utils.messages import listing, print_error, printable
 from dlrm.utils.program import Parser, exit_status, path_arg
 
 HASHED = 10  # with more rows of a table than this per row of data, the ids look hashed
@@ -91,7 +97,7 @@ def describe_files(
         for split, names in files.items()
     }
     seen = {column.name: IdRange() for column in columns}
-    positives = dict.fromkeys(files, 0)
+    positives, missing = dict.fromkeys(files, 0), set(meta.dense)
     rows = {split: sum(row_group.rows for row_group in row_groups[split]) for split in files}
     with tqdm(total=sum(rows.values()), unit=" rows", unit_scale=True, disable=None) as progress:
         for split in files:
@@ -103,7 +109,10 @@ def describe_files(
                     ids = table[column.name]
                     ids = pc.list_flatten(ids) if column.multi_hot else ids
                     seen[column.name].update(column.name, row_group, ids)
+                missing = {name for name in missing if _is_missing(table[name])}
                 progress.update(row_group.rows)
+    _note_missing([name for name in meta.dense if name in missing], sum(rows.values()))
+    _note_unchecked([row_group for groups in row_groups.values() for row_group in groups])
     return replace(
         meta,
         categorical=tuple(
@@ -120,6 +129,33 @@ def describe_files(
         },
         options={"made_by": DESCRIBED},
     )
+
+
+def _is_missing(column: pa.ChunkedArray) -> bool:
+    """Whether all values of a dense column are null or NaN."""
+    if pa.types.is_floating(column.type):
+        return pc.all(pc.is_null(column, nan_is_null=True)).as_py() is not False
+    return column.null_count == len(column)
+
+
+def _note_missing(names: Sequence[str], rows: int) -> None:
+    if names and rows:
+        print_error(
+            f"note: dense columns without any number in all {rows:,} rows, of which a model learns "
+            f"nothing: {listing(names)}"
+        )
+
+
+def _note_unchecked(row_groups: Sequence[RowGroup]) -> None:
+    """Warn once of files whose pages have no checksums."""
+    firsts = {row_group.path: row_group for row_group in reversed(row_groups)}.values()
+    unchecked = [first.path for first in firsts if not has_page_checksums(first)]
+    if unchecked:
+        print_error(
+            f"note: {len(unchecked)} of {len(firsts)} files have no checksums, such as "
+            f"{unchecked[-1]}: damage to their values may not be noticed; "
+            "write_page_checksum=True of pyarrow.parquet writes them"
+        )
 
 
 def _columns(

@@ -61,7 +61,10 @@ def predict(options: Namespace) -> None:
     )
     schema = pa.schema({"probability": pa.float32(), "label": pa.float32()})
     output.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(output) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
+    with (
+        atomic_write(output) as temporary,
+        parquet.ParquetWriter(temporary, schema, write_page_checksum=True) as writer,
+    ):
         for batch in trained.loader:
             logits, labels = trained.predict(batch)
             metrics.require_finite_logits(logits)

@@ -15,12 +15,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from dlrm.data.parquet import RowGroupReader, constant_columns
 from dlrm.data.preprocess.pipeline import Options, prepare
 from dlrm.data.preprocess.reader import is_unchecked_zstd
 from dlrm.data.preprocess.workspace import BAD_ROWS_FILE
+from dlrm.data.schema import Meta
 from dlrm.utils.device import peak_process_memory
 from dlrm.utils.documents import read_json
-from dlrm.utils.messages import print_error
+from dlrm.utils.messages import listing, print_error
 from dlrm.utils.program import Parser, exit_status, path_arg
 
 EPILOG = """\
@@ -69,6 +71,7 @@ def _prepare(inputs: list[Path], output: Path, workers: int | None, **given: Any
     for name, split in meta.splits.items():
         share = f", {split.positives / split.rows:.2%} positive" if split.rows else ""
         print(f"{name:5} {split.rows:>13,} rows{share}")
+    _note_constant(output, meta)
     print(f"ids   {sum(meta.cardinalities):>13,} in {len(meta.categorical)} columns")
     bad = read_json(output / BAD_ROWS_FILE)
     if bad["skipped"]:
@@ -77,6 +80,19 @@ def _prepare(inputs: list[Path], output: Path, workers: int | None, **given: Any
     peak = peak_process_memory()
     memory = "" if peak is None else f", peak memory {peak / 1e9:.2f} GB"
     print(f"{seconds:.1f} s, {rows / seconds:,.0f} rows/s{memory}: {output}")
+
+
+def _note_constant(output: Path, meta: Meta) -> None:
+    """Note dense columns from which nothing can be learned, such as those without any number."""
+    rows = meta.splits["train"].rows
+    constant = constant_columns(
+        RowGroupReader(output, meta).row_groups("train") if rows > 1 else [], meta.dense
+    )
+    if constant:
+        print_error(
+            f"note: columns with the same number, or none, in all {rows:,} training rows, of which "
+            f"a model learns nothing: {listing(constant)}"
+        )
 
 
 def _note_order(inputs: Sequence[Path]) -> None:

@@ -8,7 +8,8 @@ name the file, the row group and the column.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -175,11 +176,11 @@ class RowGroupReader:
                     read([name])
                 except (pa.ArrowException, OSError) as cause:
                     raise ValueError(
-                        f"{row_group}, column {name!r} cannot be read ({cause}); "
+                        f"{row_group}, column {name!r} cannot be read ({reason(cause)}); "
                         "the file is damaged: write or copy it again"
                     ) from None
             raise ValueError(
-                f"{row_group} cannot be read ({error}); write or copy it again"
+                f"{row_group} cannot be read ({reason(error)}); write or copy it again"
             ) from None
 
     def _check_schema(self, path: Path, schema: pa.Schema) -> None:
@@ -206,6 +207,11 @@ class RowGroupReader:
                 )
 
 
+def reason(error: BaseException) -> str:
+    """The message of an error of pyarrow, which may have several lines, as one."""
+    return " ".join(str(error).split())
+
+
 def read_footer(path: Path) -> tuple[pq.FileMetaData, pa.Schema]:
     """The metadata and the schema of a Parquet file.
 
@@ -217,8 +223,39 @@ def read_footer(path: Path) -> tuple[pq.FileMetaData, pa.Schema]:
             return file.metadata, file.schema_arrow
     except (pa.ArrowException, OSError) as error:
         raise ValueError(
-            f"{path} is not a complete Parquet file ({error}); write it again"
+            f"{path} is not a complete Parquet file ({reason(error)}); write it again"
         ) from None
+
+
+def has_page_checksums(row_group: RowGroup) -> bool:
+    """Whether the pages of a row group have checksums, by the header of the first one.
+
+    Without them, a damaged value is noticed only if it can't be decoded.
+    """
+    column = row_group.metadata.row_group(row_group.index).column(0)
+    offsets = column.dictionary_page_offset, column.data_page_offset
+    with row_group.path.open("rb") as file:
+        file.seek(min(offset for offset in offsets if offset))
+        header = file.read(64)
+    # Thrift's compact protocol: each field has a byte for its type and the distance of its number
+    # from the last one, here always 1, and a number of 7 bits a byte. The first fields are type
+    # and two sizes, which all pages have; the fourth is the checksum, if there is one.
+    number = rb"\x15[\x80-\xff]*[\x00-\x7f]"
+    return re.match(number * 4, header, re.DOTALL) is not None
+
+
+def constant_columns(row_groups: Sequence[RowGroup], names: Collection[str]) -> list[str]:
+    """Those of the columns that have the same value in all rows, by the statistics in the files."""
+    values: dict[str, set[object]] = {}
+    for row_group in row_groups:
+        metadata = row_group.metadata.row_group(row_group.index)
+        for index in range(metadata.num_columns):
+            column = metadata.column(index)
+            if (name := column.path_in_schema) in names:
+                known = column.statistics is not None and column.statistics.has_min_max
+                found = (column.statistics.min, column.statistics.max) if known else (0, 1)
+                values.setdefault(name, set()).update(found)
+    return [name for name, found in values.items() if len(found) == 1]
 
 
 def is_list_of_ids(kind: pa.DataType) -> bool:

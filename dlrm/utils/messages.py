@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def printable(text: object) -> str:
@@ -19,6 +19,12 @@ def printable(text: object) -> str:
 def print_error(text: str) -> None:
     """Print a line to stderr."""
     print(printable(text), file=sys.stderr)
+
+
+def listing(names: Sequence[str], most: int = 10) -> str:
+    """The names, of which the first ``most`` are shown: ``"a, b, ... (7 in all)"``."""
+    more = f", ... ({len(names):,} in all)" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:

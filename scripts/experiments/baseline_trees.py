@@ -31,7 +31,12 @@ PRIOR = 20.0  # number of pseudo-rows with the average share of positives
 
 def read(directory: Path, meta: Meta, split: str) -> pd.DataFrame:
     """All rows of a split."""
-    return pd.concat([pd.read_parquet(directory / file) for file in meta.splits[split].files])
+    return pd.concat(
+        [
+            pd.read_parquet(directory / file, page_checksum_verification=True)
+            for file in meta.splits[split].files
+        ]
+    )
 
 
 def positive_shares(

@@ -184,6 +184,33 @@ def test_as_a_program(shop):
     assert run.stderr.startswith("error: no file 'no.parquet' in")
 
 
+def test_columns_without_a_number_are_noted(shop, describe):
+    for name in ("train-0", "train-1", "test"):
+        rows = frame().assign(age=pd.array([None] * 200, "Int64"), price=np.nan)
+        rows["paid"] = np.where(np.arange(200) == 199, 1.0 if name == "test" else np.nan, np.nan)
+        rows.to_parquet(shop / f"{name}.parquet", index=False)
+    found = describe(shop, *ARGUMENTS, "--dense", "price", "age", "paid")
+    notes = [line for line in found.err.splitlines() if "any number" in line]
+    assert notes == [
+        "note: dense columns without any number in all 600 rows, of which a model learns nothing: "
+        "price, age"
+    ]
+
+
+def test_files_without_checksums_are_noted_once(shop, describe):
+    found = describe(shop, *ARGUMENTS)
+    assert f"note: 3 of 3 files have no checksums, such as {shop / 'train-0.parquet'}" in found.err
+    for name, version, others in (("test", "1.0", 2), ("train-0", "2.0", 1)):
+        path = shop / f"{name}.parquet"
+        table = pq.read_table(path)
+        pq.write_table(table, path, write_page_checksum=True, data_page_version=version)
+        found = describe(shop, *ARGUMENTS, "--overwrite")
+        assert f"note: {others} of 3 files have no checksums, such as" in found.err
+    path = shop / "train-1.parquet"
+    pq.write_table(pq.read_table(path), path, write_page_checksum=True, use_dictionary=False)
+    assert "checksums" not in describe(shop, *ARGUMENTS, "--overwrite").err
+
+
 HOSTILE = "shop\x1b[2J\n\u202eerror: none"
 
 

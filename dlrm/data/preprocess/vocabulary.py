@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from dlrm.data.parquet import reason
 from dlrm.data.preprocess.parser import MISSING, hex_keys, hex_strings
 from dlrm.data.schema import META_FILE, Categorical, Meta
 
@@ -102,7 +103,7 @@ def open_vocabulary(path: Path, data: object = "the data") -> Iterator[pq.Parque
             yield file
     except (pa.ArrowException, ValueError, OSError) as error:
         raise ValueError(
-            f"{path} can't be read as a vocabulary ({error}); prepare {data} again"
+            f"{path} can't be read as a vocabulary ({reason(error)}); prepare {data} again"
         ) from None
 
 

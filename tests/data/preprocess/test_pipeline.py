@@ -639,6 +639,22 @@ def test_errors_of_the_script_are_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_columns_without_a_number_are_noted(run, tmp_path):
+    rows = raw_rows(50)
+    for row in rows:
+        row[3] = row[5] = ""
+        row[4] = "7"
+    path = write_raw(tmp_path / "raw", rows)
+    printed = run("prepare_criteo", path, "--output", tmp_path / "out")
+    (note,) = [line for line in printed.stderr.splitlines() if line.startswith("note: ")]
+    assert "the same number, or none, in all 43 training rows, of which" in note
+    assert note.endswith(": I3, I4, I5")
+    printed = run(
+        "prepare_criteo", write_raw(tmp_path / "raw", raw_rows(50)), "--output", tmp_path / "out"
+    )
+    assert "note" not in printed.stderr
+
+
 def test_zstd_without_checksums_is_noted(raw, run, tmp_path):
     frame = bytearray(pa.compress(raw.read_bytes(), "zstd", asbytes=True))
     frame[4] |= 4  # says that a checksum follows, which is missing
