@@ -54,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def _prepare(inputs: list[Path], output: Path, workers: int | None, **given: Any) -> None:
+def _prepare(
+    inputs: list[Path], output: Path, workers: int | None, overwrite: bool, **given: Any
+) -> None:
     """Prepare and print a summary."""
     start = time.perf_counter()
     _note_order(inputs)
@@ -65,7 +67,7 @@ def _prepare(inputs: list[Path], output: Path, workers: int | None, **given: Any
         )
     ids_of = given["ids_of"] and str(given["ids_of"])
     options = Options(**given | {"split": tuple(given["split"]), "ids_of": ids_of})
-    meta = prepare(inputs, output, options, workers=workers)
+    meta = prepare(inputs, output, options, overwrite=overwrite, workers=workers)
     seconds = time.perf_counter() - start
     rows = sum(split.rows for split in meta.splits.values())
     for name, split in meta.splits.items():
@@ -173,6 +175,12 @@ def _parser() -> Parser:
         help="stop: end with an error at the first bad row. skip: skip bad rows, count them by "
         "kind and report the first 20. A damaged gzip or zstd file is an error in both cases, "
         "since rows before the damage may be wrong too. Default: stop",
+    )
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace what was prepared in DIR from other inputs or with other options, which "
+        "changes the ids under the runs that were trained on it. Default: no",
     )
     add("--workers", type=int, metavar="N", help="threads. Default: one per core")
     return parser

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -73,6 +74,8 @@ class Meta:
     categorical: tuple[Categorical, ...]
     splits: Mapping[str, Split]
     label: str = "label"
+    weight: str | None = None
+    """The column of sample weights, if there is one."""
     schema_version: int = SCHEMA_VERSION
     options: Mapping[str, Any] = field(default_factory=dict)
     """The options with which the data was made."""
@@ -153,8 +156,12 @@ class Meta:
 
     @staticmethod
     def vocabulary_file(name: str) -> str:
-        """Path of the vocabulary (value, id, count) of column ``name`` in the directory."""
-        return f"vocabulary/{name}.parquet"
+        """Path of the vocabulary (value, id, count) of column ``name`` in the directory.
+
+        Characters that no file name may have on some system are written as ``%2F``.
+        """
+        safe = re.sub(r'[\x00-\x1f%/\\:*?"<>|]|^\.', lambda found: f"%{ord(found[0]):02X}", name)
+        return f"vocabulary/{safe}.parquet"
 
     def write(self, directory: str | os.PathLike[str]) -> Path:
         """Write ``meta.json`` into ``directory`` atomically; returns its path."""

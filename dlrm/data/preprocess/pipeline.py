@@ -73,6 +73,7 @@ def prepare(
     output: str | os.PathLike[str],
     options: Options,
     *,
+    overwrite: bool = False,
     workers: int | None = None,
     block_bytes: int = BLOCK_BYTES,
     progress: bool = True,
@@ -87,6 +88,7 @@ def prepare(
         output: directory for ``train.parquet``, ``val.parquet``, ``test.parquet``,
             ``vocabulary/C1.parquet`` .., ``bad_rows.json`` and ``meta.json``.
         options: options that determine the results.
+        overwrite: replace what was prepared there from other inputs or with other options.
         workers: threads; by default one per core that the process may use.
         block_bytes: size of the blocks of lines that are parsed and spilled.
         progress: show progress bars on standard error.
@@ -120,7 +122,7 @@ def prepare(
         "options": asdict(options) | {"bad_rows": None},  # does not change what is spilled
         "inputs": [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in paths],
     }
-    with Workspace(Path(output), key) as work:
+    with Workspace(Path(output), key, inputs=paths, overwrite=overwrite) as work:
         if not work.finished:
             _make(paths, options, work, workers or cpu_count(), block_bytes, progress)
         work.publish()

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -86,10 +86,32 @@ class RawFile:
         self._pieces = self._read()
         self._chunks = self._decompressed()
 
+    def start(self, size: int) -> bytes:
+        """The first ``size`` bytes of the text or a little more; the rest can't be read after it.
+
+        Raises:
+            ValueError: a compressed file is damaged or ends early.
+        """
+        found = b""
+        for chunk in self._chunks:
+            found += chunk
+            if len(found) >= size:
+                break
+        return found
+
     def blocks(
-        self, limit: int | None = None, block_bytes: int = BLOCK_BYTES
+        self,
+        limit: int | None = None,
+        block_bytes: int = BLOCK_BYTES,
+        row_end: Callable[[bytearray, int], int] | None = None,
     ) -> Iterator[RawBlock]:
         """Yield the first ``limit`` lines, in blocks that depend only on the content.
+
+        Args:
+            limit: number of lines to read at most.
+            block_bytes: size of a block.
+            row_end: where the last row of a buffer ends before a position, 0 if there is none; by
+                default each line is a row.
 
         An empty file yields a block without lines, which has a ``problem``.
 
@@ -98,7 +120,7 @@ class RawFile:
                 ``block_bytes`` bytes.
         """
         done = 0
-        for data in _whole_lines(self.path, self._chunks, block_bytes):
+        for data in _whole_lines(self.path, self._chunks, block_bytes, row_end or _line_end):
             lines = int(np.count_nonzero(_line_ends(data)))
             lines += bool(data and not data.endswith(b"\n"))
             if limit is not None and done + lines > limit:
@@ -165,20 +187,29 @@ def is_unchecked_zstd(path: Path) -> bool:
     return start.startswith(ZSTD_MAGIC) and len(start) == 5 and not start[4] & ZSTD_CHECKSUM
 
 
-def _whole_lines(path: Path, chunks: Iterator[bytes], block_bytes: int) -> Iterator[bytes]:
+def _whole_lines(
+    path: Path,
+    chunks: Iterator[bytes],
+    block_bytes: int,
+    row_end: Callable[[bytearray, int], int],
+) -> Iterator[bytes]:
     """Blocks of whole lines; the last may be empty."""
     buffer = bytearray()
     for chunk in chunks:
         buffer += chunk
         while len(buffer) >= block_bytes:
-            end = buffer.rfind(b"\n", 0, block_bytes) + 1
+            end = row_end(buffer, block_bytes)
             if not end:
                 raise ValueError(
                     f"{path}: no line end in {block_bytes:,} bytes; the input must be "
-                    "tab-separated text, one row a line (unpack archives first)"
+                    "text in rows (unpack archives first; is a quote never closed?)"
                 )
             yield _take(buffer, end)
     yield bytes(buffer)
+
+
+def _line_end(buffer: bytearray, limit: int) -> int:
+    return buffer.rfind(b"\n", 0, limit) + 1
 
 
 def _take(buffer: bytearray, size: int) -> bytes:

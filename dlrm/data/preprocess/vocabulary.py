@@ -51,7 +51,12 @@ def sum_counts(
 
 
 def assign_ids(
-    keys: NDArray[np.int64], counts: NDArray[np.int64], *, min_count: int = 1, oov: bool = True
+    keys: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    *,
+    min_count: int = 1,
+    oov: bool = True,
+    most: int | None = None,
 ) -> tuple[Vocabulary, NDArray[np.int32]]:
     """Assign ids to the values of a column in order of falling count.
 
@@ -65,12 +70,13 @@ def assign_ids(
         counts: ``[n]`` occurrences of each; 0 for a key that occurs only in rows not counted.
         min_count: occurrences that a value of the vocabulary needs, at least 1.
         oov: reserve an id for unknown values. Without it, every key must reach ``min_count``.
+        most: the number of values, from the most frequent on, that may have an id of their own.
 
     Returns:
         The vocabulary and the id ``[n]`` of each key.
     """
     kept = np.flatnonzero(counts >= min_count)
-    kept = kept[np.argsort(-counts[kept], kind="stable")]
+    kept = kept[np.argsort(-counts[kept], kind="stable")][:most]
     vocabulary_keys, vocabulary_counts = keys[kept], counts[kept]
     ids = np.arange(len(kept), dtype=np.int32)
     oov_id = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ DIRECTORY = ".prepare"
 KEY_FILE = "key.json"
 LOCK_FILE = "lock"
 BAD_ROWS_FILE = "bad_rows.json"
-RESULTS = (*(f"{split}.parquet" for split in SPLITS), "vocabulary", BAD_ROWS_FILE)
+OWN_FILES = (BAD_ROWS_FILE, "transform.json", "table.yaml")  # that only a preparation makes
+RESULTS = (*(f"{split}.parquet" for split in SPLITS), "vocabulary", *OWN_FILES)
 
 
 class Workspace:
@@ -26,20 +27,34 @@ class Workspace:
 
     Args:
         output: directory for the results; created if necessary.
-        key: everything that the results depend on. Work done under another key is deleted.
+        key: everything that the results depend on, with ``options`` as ``meta.json`` has them.
+            Work done under another key is deleted.
+        inputs: the raw files.
+        overwrite: replace data that was prepared from other inputs or with other options.
 
     Raises:
         ValueError: on entering: ``output`` is not a directory, holds data that was not made by a
-            preparation, or another process is preparing it.
+            preparation or, without ``overwrite``, by another one, or another process is preparing
+            it.
     """
 
-    def __init__(self, output: Path, key: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        output: Path,
+        key: Mapping[str, Any],
+        *,
+        inputs: Sequence[Path] = (),
+        overwrite: bool = False,
+    ) -> None:
         self.output = output
+        self._options, self._inputs, self._overwrite = key.get("options", {}), inputs, overwrite
         self.directory = output / DIRECTORY
         self._key = json.dumps(key, indent=2, sort_keys=True)
 
     def __enter__(self) -> Workspace:
         self._require_no_other_files()
+        if not self._overwrite:
+            self._require_same_data()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
@@ -67,13 +82,36 @@ class Workspace:
 
     def _require_no_other_files(self) -> None:
         """Raise if results would replace files that no earlier preparation made."""
-        if self.directory.exists() or (self.output / BAD_ROWS_FILE).exists():
+        if self.directory.exists() or any((self.output / name).exists() for name in OWN_FILES):
             return
         others = [n for n in (*RESULTS, META_FILE) if (self.output / n).exists()]
         if others:
             raise ValueError(
-                f"{self.output} contains {', '.join(others)}, not made by prepare_criteo.py, which "
+                f"{self.output} contains {', '.join(others)}, not made by a preparation, which "
                 "would replace them; give another --output"
+            )
+
+    def _require_same_data(self) -> None:
+        """Raise if the output has data with other ids, on which runs may have been trained."""
+        path = self.output / META_FILE
+        if not path.is_file():
+            return
+        try:
+            made = json.loads(path.read_text())
+            options, inputs = made["options"], made["inputs"]
+            found = [[record["name"], record["bytes"]] for record in inputs]
+        except (ValueError, KeyError, TypeError):
+            return  # damaged: no program can read it
+        wanted = json.loads(json.dumps(self._options))
+        wanted.pop("bad_rows", None)  # decides whether there are results, not which
+        differing = [name for name in wanted if options.get(name) != wanted[name]]
+        if found != [[input.name, input.stat().st_size] for input in self._inputs]:
+            differing.append("inputs")
+        if differing:
+            raise ValueError(
+                f"{self.output} was prepared before, with other {' and '.join(differing)}: its ids "
+                "would change under the runs that were trained on them; give another --output, or "
+                "--overwrite to replace it"
             )
 
     def _clear_other_work(self) -> None:

@@ -400,9 +400,9 @@ def test_blocks_of_an_earlier_run_are_used_but_not_those_of_other_options(raw, t
         quiet(raw, out, block_bytes=BLOCK)
     kept = next((out / ".prepare" / "blocks").iterdir())
     kept.write_bytes(b"left by another version")
-    meta = quiet(raw, out, Options(bad_rows="skip", min_count=2), block_bytes=BLOCK)
-    good = bad[:350] + bad[351:]
     options = Options(bad_rows="skip", min_count=2)
+    meta = quiet(raw, out, options, overwrite=True, block_bytes=BLOCK)
+    good = bad[:350] + bad[351:]
     check_against_plain_python(good, split_rows(("days",), [399]), out, options)
     assert meta.options["min_count"] == 2
 
@@ -435,7 +435,11 @@ def test_a_restart_reads_an_input_again_that_changed_but_not_in_size(raw, tmp_pa
 def test_an_earlier_result_is_replaced_as_a_whole(raw, tmp_path):
     quiet(raw, tmp_path / "out", Options(vocabulary="all"), block_bytes=BLOCK)
     (tmp_path / "out" / "mine.txt").write_text("not touched")
-    quiet(raw, tmp_path / "out", Options(cap=7), block_bytes=BLOCK)
+    before = contents(tmp_path / "out")
+    with pytest.raises(ValueError, match=r"out was prepared before, with other vocabulary and cap"):
+        quiet(raw, tmp_path / "out", Options(cap=7), block_bytes=BLOCK)
+    assert contents(tmp_path / "out") == before
+    quiet(raw, tmp_path / "out", Options(cap=7), overwrite=True, block_bytes=BLOCK)
     quiet(raw, tmp_path / "fresh", Options(cap=7), block_bytes=BLOCK)
     found = contents(tmp_path / "out")
     assert found.pop("mine.txt")
@@ -559,8 +563,10 @@ def test_nothing_to_train_on(raw, tmp_path):
         quiet(raw, tmp_path / "out", Options(split=("0", "0", "1")))
     quiet(raw, tmp_path / "out", Options(split=("0", "0", "1"), vocabulary="all"))
     raw.write_text("bad\n")
-    with pytest.raises(ValueError, match="0 good rows"):
+    with pytest.raises(ValueError, match="out was prepared before, with other .*inputs: its ids"):
         quiet(raw, tmp_path / "out", Options(bad_rows="skip"))
+    with pytest.raises(ValueError, match="0 good rows"):
+        quiet(raw, tmp_path / "out", Options(bad_rows="skip"), overwrite=True)
 
 
 @pytest.mark.parametrize(

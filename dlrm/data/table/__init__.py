@@ -1,0 +1,1 @@
+"""Any table to a prepared directory: types found or given, streamed, restartable."""

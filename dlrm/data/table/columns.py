@@ -1,0 +1,138 @@
+"""The columns of a table as they were found or given, and the features that they become."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dlrm.data.table.options import ColumnOptions, TableOptions, build_options
+
+SPLIT = "(split)"
+"""Name of what the split of a row depends on, where rows are converted but not yet prepared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A column of the table."""
+
+    name: str
+    found: str
+    """The type as it was found."""
+    why: str
+    """Why it is of this kind: given, or what was found."""
+    options: ColumnOptions
+    """With a kind, and all defaults filled in."""
+
+    @property
+    def kind(self) -> str:
+        """The kind, which is always known."""
+        assert self.options.kind is not None
+        return self.options.kind
+
+    @property
+    def drop_line(self) -> str:
+        """The line of YAML that leaves this column out, for messages."""
+        return f"columns: {{{self.name}: drop}}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """What one column, or one part of it, becomes in the result."""
+
+    name: str
+    column: Column
+    part: str = ""
+    """Of a time."""
+
+    @property
+    def dense(self) -> bool:
+        """Whether it is a number; all others are ids."""
+        if self.column.kind == "time":
+            return self.part == "age"
+        return self.column.kind == "number" and self.column.options.transform != "quantile"
+
+    @property
+    def bucketed(self) -> bool:
+        """Whether it is a number whose buckets are ids."""
+        return self.column.kind == "number" and self.column.options.transform == "quantile"
+
+    @property
+    def multi_hot(self) -> bool:
+        """Whether each row has a list of ids."""
+        return self.column.kind == "list"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TablePlan:
+    """The options with every column of the table, in its order."""
+
+    options: TableOptions
+    columns: tuple[Column, ...]
+
+    def __post_init__(self) -> None:
+        names = [f.name for f in self.features]
+        names += [c.name for c in self.columns if c.kind in ("label", "weight", "pass")]
+        for name, count in Counter(names).items():
+            if count > 1:
+                raise ValueError(
+                    f"{count} columns of the result would be called {name!r}; rename the column "
+                    "of that name in the table, or leave out parts of the time"
+                )
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """All features, in the order of the columns."""
+        return tuple(_features(self.columns))
+
+    @property
+    def dense(self) -> tuple[Feature, ...]:
+        """The features that are numbers."""
+        return tuple(feature for feature in self.features if feature.dense)
+
+    @property
+    def categorical(self) -> tuple[Feature, ...]:
+        """The features that are ids."""
+        return tuple(feature for feature in self.features if not feature.dense)
+
+    def only(self, kind: str) -> Column | None:
+        """The column of a kind of which there is at most one."""
+        return next((column for column in self.columns if column.kind == kind), None)
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Names of the columns that are read."""
+        split = self.options.split.column
+        return tuple(c.name for c in self.columns if c.kind != "drop" or c.name == split)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, from which :meth:`from_json` makes the same plan."""
+        return {"options": asdict(self.options), "columns": [asdict(c) for c in self.columns]}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> TablePlan:
+        """A plan from what :meth:`as_json` returned.
+
+        Raises:
+            KeyError, TypeError, ValueError: the content is something else.
+        """
+        options = build_options(content["options"])
+        columns = [
+            Column(**column | {"options": ColumnOptions(**_tuples(column["options"]))})
+            for column in content["columns"]
+        ]
+        return cls(options=options, columns=tuple(columns))
+
+
+def _tuples(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in content.items()}
+
+
+def _features(columns: Sequence[Column]) -> Iterator[Feature]:
+    for column in columns:
+        if column.kind in ("number", "category", "list"):
+            yield Feature(name=column.name, column=column)
+        elif column.kind == "time":
+            for part in column.options.parts or ():
+                yield Feature(name=f"{column.name}_{part}", column=column, part=part)

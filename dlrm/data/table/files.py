@@ -1,0 +1,276 @@
+"""Files of a table: CSV, JSON lines and Parquet, as parts that are parsed on their own."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import glob
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from dlrm.data.parquet import read_footer
+from dlrm.data.preprocess.reader import BLOCK_BYTES, RawFile
+from dlrm.data.table.options import TableOptions
+from dlrm.data.table.text import CsvPart, JsonPart, csv_row_end
+from dlrm.utils.messages import did_you_mean
+
+PARQUET_ROWS = 1 << 16  # of a part
+SUFFIXES = {
+    ".csv": "csv", ".tsv": "csv", ".tab": "csv", ".txt": "csv", ".json": "json",
+    ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".pq": "parquet",
+}  # fmt: skip
+COMPRESSED = (".gz", ".zst", ".gzip")
+DELIMITERS = (",", "\t", ";", "|")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParquetPart:
+    """Some rows of a Parquet file."""
+
+    path: Path
+    rows: pa.RecordBatch
+    consumed: int
+
+    def parse(self, types: Mapping[str, pa.DataType]) -> pa.RecordBatch:
+        """The columns with the names of ``types``, as the file has them."""
+        return self.rows.select(list(types))
+
+
+Part = CsvPart | JsonPart | ParquetPart
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableFile:
+    """One file of a table."""
+
+    path: Path
+    format: str
+    """csv, json or parquet."""
+    names: tuple[str, ...]
+    """The columns; of JSON lines, those in the first rows."""
+    delimiter: str = ","
+    header: bool = False
+    """Whether the first line of a CSV holds the names."""
+    quotes: bool = True
+
+    @classmethod
+    def open(cls, path: Path, options: TableOptions) -> TableFile:
+        """Look at the beginning of a file.
+
+        Raises:
+            ValueError: it is empty, damaged or of no known format, or has two columns of one name.
+        """
+        kind = _format(path)
+        if kind == "parquet":
+            found = cls(path=path, format=kind, names=tuple(read_footer(path)[1].names))
+        elif kind == "json":
+            found = cls(path=path, format=kind, names=())
+        else:
+            found = _open_csv(path, options)
+        for name in found.names:
+            if found.names.count(name) > 1:
+                raise ValueError(
+                    f"{path} has {found.names.count(name)} columns named {name!r}; rename them"
+                )
+        return found
+
+    def parts(self, block_bytes: int = BLOCK_BYTES) -> Iterator[Part]:
+        """All rows, in parts that depend on the content only.
+
+        Raises:
+            ValueError: the file is empty, truncated or damaged.
+        """
+        if self.format == "parquet":
+            yield from self._row_groups()
+            return
+        file = RawFile(self.path)
+        row_end = csv_row_end(self.delimiter) if self.format == "csv" and self.quotes else None
+        skip = self.header
+        for block in file.blocks(block_bytes=block_bytes, row_end=row_end):
+            if block.problem:
+                raise ValueError(f"{block.problem}; replace the file")
+            if self.format == "json":
+                yield JsonPart(block=block)
+                continue
+            data = block.data.removeprefix(codecs.BOM_UTF8)
+            if skip:
+                data, skip = data[_header_end(data, self.quotes) :], False
+            yield CsvPart(block=block, data=data, file=self)
+
+    def _row_groups(self) -> Iterator[ParquetPart]:
+        size = self.path.stat().st_size
+        try:
+            with pq.ParquetFile(self.path, page_checksum_verification=True) as file:
+                done = 0
+                for rows in file.iter_batches(PARQUET_ROWS):
+                    done += rows.num_rows
+                    consumed = size * done // max(1, file.metadata.num_rows)
+                    yield ParquetPart(path=self.path, rows=rows, consumed=consumed)
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"{self.path} can't be read ({error}); write it again") from None
+
+    def record(self) -> dict[str, Any]:
+        """Name, size in bytes and SHA-256, as ``meta.json`` has them."""
+        with self.path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"name": self.path.name, "bytes": self.path.stat().st_size, "sha256": digest}
+
+
+def find_files(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """The files that files, directories and patterns name, in order; each pattern sorted.
+
+    In a directory, these are the files of a known suffix, at any depth; hidden ones and those
+    that begin with ``_`` are left out, as other programs do.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a file is named twice.
+    """
+    found: list[Path] = []
+    for given in inputs:
+        path = Path(given)
+        if path.is_dir():
+            files = [p for p in sorted(path.rglob("*")) if p.is_file() and _suffix(p) in SUFFIXES]
+            parts = [p.relative_to(path).parts for p in files]
+            pairs = zip(files, parts, strict=True)
+            matches = [p for p, names in pairs if not any(n[0] in "._" for n in names)]
+        elif path.is_file():
+            matches = [path]
+        else:
+            matches = [
+                p
+                for p in map(Path, sorted(glob.glob(os.fspath(given), recursive=True)))
+                if p.is_file()
+            ]
+        if not matches:
+            raise FileNotFoundError(
+                f"{given}: no such file, directory with files, or pattern; files end in "
+                f"{', '.join(SUFFIXES)}, or these with .gz or .zst"
+            )
+        found += matches
+    resolved = [path.resolve() for path in found]
+    for path, own in zip(found, resolved, strict=True):
+        if resolved.count(own) > 1:
+            raise ValueError(f"{path} is given more than once; give each input once")
+    return found
+
+
+def open_table(paths: Sequence[Path], options: TableOptions) -> list[TableFile]:
+    """Open the files of one table.
+
+    Raises:
+        ValueError: they differ in format or columns, or one is damaged.
+    """
+    files = [TableFile.open(path, options) for path in paths]
+    first = files[0]
+    for other in files[1:]:
+        if other.format != first.format:
+            raise ValueError(
+                f"{first.path} is {first.format}, {other.path} is {other.format}; prepare files of "
+                "one format"
+            )
+        require_columns(other.names, first.names, f"{other.path}", f"{first.path}")
+    return files
+
+
+def require_columns(names: Sequence[str], wanted: Sequence[str], where: str, first: str) -> None:
+    """Check that a file has the columns of the first one, in any order.
+
+    Raises:
+        ValueError: one is missing, or there is another.
+    """
+    for name in wanted:
+        if name not in names:
+            raise ValueError(
+                f"{where} has no column {name!r}, but {first} has one{did_you_mean(name, names)}; "
+                "give all files the same columns"
+            )
+    for name in names:
+        if name not in wanted:
+            raise ValueError(
+                f"{where} has a column {name!r}, but {first} has none; give all files the same "
+                "columns"
+            )
+
+
+def _suffix(path: Path) -> str:
+    name = path.name.lower()
+    for compressed in COMPRESSED:
+        name = name.removesuffix(compressed)
+    return Path(name).suffix
+
+
+def _format(path: Path) -> str:
+    """The format by the suffix, or else by the first bytes."""
+    if (known := SUFFIXES.get(_suffix(path))) and _suffix(path) != ".txt":
+        return known
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start == b"PAR1":
+        return "parquet"
+    start = RawFile(path).start(64).removeprefix(codecs.BOM_UTF8)
+    return "json" if start.lstrip()[:1] == b"{" else "csv"
+
+
+def _open_csv(path: Path, options: TableOptions) -> TableFile:
+    """The delimiter and the names of a CSV."""
+    start = RawFile(path).start(1 << 16).removeprefix(codecs.BOM_UTF8)
+    if not start.strip():
+        raise ValueError(f"{path} is empty; a table has a line with the names of its columns")
+    end = _header_end(start, options.quotes)
+    try:
+        line = start[:end].decode().rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        byte = start[error.start]
+        raise ValueError(
+            f"{path}, first line: byte {error.start + 1} ({byte:#04x}) is not UTF-8; convert the "
+            "file, for example with iconv"
+        ) from None
+    delimiter = options.delimiter or max(DELIMITERS, key=line.count)
+    fields = line.split(delimiter)
+    if options.quotes:
+        fields = next(csv.reader([line], delimiter=delimiter))
+    names = options.names
+    if names is not None and len(names) != len(fields):
+        raise ValueError(
+            f"{path} has {len(fields)} columns in its first line, but names: lists {len(names)}"
+        )
+    if names is None:
+        names = tuple(name or f"column_{i}" for i, name in enumerate(fields, 1))
+        if all(_is_number(field) for field in fields if field):
+            raise ValueError(
+                f"{path}: the first line holds numbers ({line[:40]}), not the names of columns; "
+                "list them with names: in the YAML"
+            )
+    return TableFile(
+        path=path,
+        format="csv",
+        names=names,
+        delimiter=delimiter,
+        header=options.names is None,
+        quotes=options.quotes,
+    )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _header_end(data: bytes, quotes: bool) -> int:
+    """Where the second row of a CSV begins; a name in quotes may hold line ends."""
+    end = data.find(b"\n") + 1
+    while quotes and end and data.count(b'"', 0, end) % 2:
+        end = data.find(b"\n", end) + 1
+    return end or len(data)

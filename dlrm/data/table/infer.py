@@ -1,0 +1,278 @@
+"""What each column of a table is: found in the first rows, unless the options say it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dlrm.data.table.columns import Column, TablePlan
+from dlrm.data.table.files import ParquetPart, TableFile
+from dlrm.data.table.options import ColumnOptions, TableOptions, TimePart
+from dlrm.data.table.values import decoded, is_list, is_text
+from dlrm.utils.messages import did_you_mean
+
+SAMPLE_BYTES = 4 << 20
+FEW_VALUES = 20
+ENOUGH_ROWS = 100  # for conclusions from how values are distributed
+LIST_SHARE = 0.2
+ID_NAME = re.compile(r"(^|_|[a-z](?=I))(id|ids|uuid|guid|code|zip|hash)$", re.IGNORECASE)
+PARTS: tuple[TimePart, ...] = ("hour", "weekday", "age")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What the first rows tell of a column."""
+
+    kind: str
+    why: str
+
+
+def plan_table(files: Sequence[TableFile], options: TableOptions) -> TablePlan:
+    """Decide what each column is, from the first rows of the first and the last file.
+
+    Raises:
+        ValueError: the options name a column that does not exist, or nothing can be made of one.
+    """
+    samples = [_sample(file) for file in dict.fromkeys((files[0], files[-1]))]
+    sample = samples[0]
+    if not any(rows.num_rows for rows in samples):
+        raise ValueError(f"{files[0].path} has no rows; give a table that has some")
+    names = sample.schema.names
+    given = _named(options, names, str(files[0].path))
+    columns = []
+    for name in names:
+        parts = [decoded(rows[name]) for rows in samples if name in rows.schema.names]
+        own = given.get(name, ColumnOptions())
+        if own.kind is None:
+            found = min((_find(name, part) for part in parts), key=lambda f: f.kind != "category")
+        else:
+            found = Found(kind=own.kind, why="given")
+        columns.append(
+            Column(
+                name=name,
+                found=_type_name(parts[0].type),
+                why=found.why,
+                options=_filled(replace(own, kind=found.kind), parts[0], options),  # type: ignore[arg-type]
+            )
+        )
+    plan = TablePlan(options=options, columns=tuple(columns))
+    if not plan.categorical:
+        raise ValueError(
+            f"{files[0].path}: no column is a category or list, a model needs one; set one with "
+            "columns: {NAME: category}"
+        )
+    return plan
+
+
+def format_plan(plan: TablePlan) -> str:
+    """The table that is printed before the work."""
+    rows = [("column", "type", "kind", "becomes", "why")]
+    rows += [(c.name, c.found, c.kind, _becomes(c), c.why) for c in plan.columns]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        lines.append("  ".join([*cells, row[4]]).rstrip())
+    return "\n".join(lines)
+
+
+def _becomes(column: Column) -> str:
+    options = column.options
+    if column.kind == "number":
+        missing = "missing: a bucket" if options.transform == "quantile" else "missing: 0 after it"
+        return f"{options.transform}, {missing}"
+    if column.kind in ("category", "list"):
+        limits = {"min_count": options.min_count, "cap": options.cap, "hash": options.hash}
+        told = [f"{name} {value}" for name, value in limits.items() if value not in (None, 1)]
+        told += [f"separator {options.separator!r}"] if options.separator else []
+        first = "ids" if column.kind == "category" else "lists of ids"
+        return ", ".join([first, *told])
+    if column.kind == "time":
+        return " ".join(options.parts or ())
+    return {"drop": "left out", "pass": "as it is", "label": "0 or 1"}.get(column.kind, "")
+
+
+def _sample(file: TableFile) -> pa.RecordBatch:
+    part = next(file.parts(SAMPLE_BYTES))
+    return part.rows if isinstance(part, ParquetPart) else part.infer()
+
+
+def _named(options: TableOptions, names: Sequence[str], where: str) -> dict[str, ColumnOptions]:
+    """The options of each column that has some, with those named as label, weight and split.
+
+    Raises:
+        ValueError: a name is no column, or two columns are named for the same.
+    """
+    given = dict(options.columns)
+    split = options.split.column if options.split.by == "column" else None
+    label = options.label
+    if label is None and not any(own.kind == "label" for own in given.values()):
+        label = "label"
+    for kind, name in {"label": label, "weight": options.weight, "split": split}.items():
+        if name is not None:
+            given[name] = replace(given.get(name, ColumnOptions()), kind=kind)  # type: ignore[arg-type]
+    for name in [*given, *filter(None, [options.split.column])]:
+        if name not in names:
+            what = "label" if name == label else "column"
+            hint = "; name it with --label" if name == "label" and options.label is None else ""
+            raise ValueError(f"{where} has no {what} {name!r}{did_you_mean(name, names)}{hint}")
+    for kind in ("label", "weight", "split"):
+        several = [name for name, own in given.items() if own.kind == kind]
+        if len(several) > 1:
+            raise ValueError(f"{' and '.join(several)} are both the {kind}; name one column")
+    if any(own.kind == "split" for own in given.values()) and options.split.by != "column":
+        raise ValueError("a column is of kind split, so add split: {by: column, column: NAME}")
+    return given
+
+
+def _filled(own: ColumnOptions, sample: pa.Array, options: TableOptions) -> ColumnOptions:
+    """The options of a column with all defaults."""
+    if own.kind == "number":
+        return replace(own, transform=own.transform or options.transform)
+    if own.kind == "time":
+        dates = pa.types.is_date(sample.type) or _whole_days(sample)
+        return replace(own, parts=own.parts or (PARTS[1:] if dates else PARTS))
+    if own.kind not in ("category", "list"):
+        return own
+    separator = own.separator
+    if own.kind == "list" and separator is None and is_text(sample.type):
+        separator = _separator(sample) or "|"
+    return replace(
+        own,
+        separator=separator,
+        min_count=own.min_count or options.min_count,
+        cap=own.cap or options.cap,
+        hash=own.hash or options.hash,
+    )
+
+
+def _find(name: str, sample: pa.Array) -> Found:
+    """The kind of a column that the options say nothing of.
+
+    Raises:
+        ValueError: nothing can be made of it; it is not left out silently.
+    """
+    kind = sample.type
+    if is_list(kind):
+        entries = kind.value_type
+        if is_text(entries) or pa.types.is_integer(entries):
+            return Found(kind="list", why=f"lists of {entries}")
+        raise _no_kind(name, f"it holds {kind}, and a list holds texts or integers")
+    if pa.types.is_nested(kind):
+        raise _no_kind(name, f"it holds {kind}; take its fields apart first")
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+        return Found(kind="time", why="times")
+    if pa.types.is_boolean(kind):
+        return Found(kind="category", why="false or true")
+    if pa.types.is_integer(kind):
+        return _find_integer(name, sample)
+    if pa.types.is_floating(kind) or pa.types.is_decimal(kind) or pa.types.is_time(kind):
+        return Found(kind="number", why="numbers")
+    if kind == pa.null():
+        return Found(kind="category", why="no value in the first rows")
+    if is_text(kind) or pa.types.is_binary(kind):
+        if is_text(kind) and (separator := _separator(sample)):
+            return Found(kind="list", why=f"texts with {separator!r} between entries")
+        distinct, rows = pc.count_distinct(sample).as_py(), len(sample)
+        often = f"{distinct:,} values in {rows:,} rows"
+        return Found(kind="category", why=f"texts, {often}")
+    raise _no_kind(name, f"it holds {kind}")
+
+
+def _find_integer(name: str, sample: pa.Array) -> Found:
+    """Integers are ids if the name says so or if there are few, and else numbers.
+
+    Raises:
+        ValueError: they only count the rows.
+    """
+    present = sample.drop_null()
+    distinct = pc.count_distinct(present).as_py()
+    if len(present) >= ENOUGH_ROWS and present.null_count == 0 and len(present) == len(sample):
+        steps = np.diff(present.to_numpy(zero_copy_only=False).astype(np.int64))
+        if (steps == 1).all():
+            raise ValueError(
+                f"column {name!r} counts the rows ({present[0]}, {present[1]}, {present[2]}, ...), "
+                f"which says nothing about new rows; leave it out with columns: {{{name}: drop}}, "
+                f"or copy it to the result with columns: {{{name}: pass}}"
+            )
+    if ID_NAME.search(name):
+        return Found(kind="category", why="integers, by its name")
+    if len(sample) >= ENOUGH_ROWS and distinct <= FEW_VALUES:
+        return Found(kind="category", why=f"integers, only {distinct} values")
+    return Found(kind="number", why="integers")
+
+
+def _no_kind(name: str, reason: str) -> ValueError:
+    return ValueError(
+        f"column {name!r} can't be a feature: {reason}; leave it out with columns: {{{name}: drop}}"
+        f", or copy it to the result with columns: {{{name}: pass}}"
+    )
+
+
+def _separator(texts: pa.Array) -> str | None:
+    """What parts the entries of lists that are written as text."""
+    texts = texts.drop_null()
+    if not len(texts):
+        return None
+    for separator in ("|", ";"):
+        with_it = pc.sum(pc.match_substring(texts, separator)).as_py() or 0
+        if with_it >= LIST_SHARE * len(texts):
+            entries = pc.split_pattern(texts, separator).flatten()
+            # Entries repeat; texts with a bar in them don't.
+            if pc.count_distinct(entries).as_py() < 0.5 * len(entries):
+                return separator
+    return None
+
+
+def _whole_days(sample: pa.Array) -> bool:
+    if not pa.types.is_timestamp(sample.type) or not len(sample.drop_null()):
+        return False
+    moments = sample.drop_null().cast(pa.timestamp("us"), safe=False).cast(pa.int64()).to_numpy()
+    return bool((moments % 86_400_000_000 == 0).all())
+
+
+def _type_name(kind: pa.DataType) -> str:
+    return {"null": "missing", "string": "text", "large_string": "text"}.get(str(kind), str(kind))
+
+
+def read_types(
+    plan: TablePlan, files: Sequence[TableFile], keep: Sequence[str] = ()
+) -> Mapping[str, pa.DataType]:
+    """The type that each needed column is read with, where the format leaves a choice.
+
+    Args:
+        plan: the columns.
+        files: the files of the table.
+        keep: more columns to read.
+    """
+    form = files[0].format
+    text = pa.dictionary(pa.int32(), pa.string())
+    types: dict[str, pa.DataType] = {}
+    inferred = {} if form != "json" else dict(_json_types(files[0]))
+    for column in plan.columns:
+        if column.name not in plan.needed:
+            continue
+        if column.kind == "number" and column.name not in keep:
+            types[column.name] = pa.float64()
+        elif form == "csv":
+            repeats = column.kind in ("category", "label", "split") and column.name not in keep
+            types[column.name] = text if repeats else pa.string()
+        else:
+            types[column.name] = inferred.get(column.name, pa.string())
+    for name in keep:
+        types.setdefault(name, inferred.get(name, pa.string()))
+    return types
+
+
+def _json_types(file: TableFile) -> Mapping[str, pa.DataType]:
+    """The types of JSON values; a time is read as the text that it is."""
+    types = {}
+    for field in _sample(file).schema:
+        temporal = pa.types.is_temporal(field.type) or field.type == pa.null()
+        types[field.name] = pa.string() if temporal else field.type
+    return types

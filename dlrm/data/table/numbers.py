@@ -1,0 +1,143 @@
+"""Transforms of numbers, and the statistics that they need.
+
+========= ======================================================================================
+none      x
+log       log(max(x, 0) + 1), as in the reference DLRM
+log3      log(max(x, -2) + 3), as in TorchRec
+standard  (x - mean) / standard deviation
+robust    asinh((x - median) / interquartile range): about linear in the middle and logarithmic in
+          the tails, so that neither the unit of a price nor a few huge ones matter
+auto      none if the numbers are of the size that a network expects, else robust
+quantile  the number of the bucket, of which all have about equally many rows: an id
+========= ======================================================================================
+
+A missing number becomes 0 *after* the transform: the mean, the median, or the number 0. With
+``quantile`` it is a bucket of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+QUANTILE_VALUES = 1 << 22
+"""Numbers that quantiles are computed from: of more rows, evenly spaced ones. 32 MB."""
+LARGE, SMALL = 4.0, 0.1  # between these, the size of a number is left alone
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """A transform of numbers to float32, with what it learned from the training rows."""
+
+    transform: str
+    """Any but ``auto`` and ``quantile``."""
+    center: float = 0.0
+    scale: float = 1.0
+
+    def apply(self, values: Floats) -> NDArray[np.float32]:
+        """The transformed ``values [n]``; missing ones are NaN and become 0."""
+        x = values
+        if self.transform in ("log", "log3"):
+            low, shift = (0.0, 1.0) if self.transform == "log" else (-2.0, 3.0)
+            # As in the preparation of Criteo, 0 is filled in before.
+            x = np.log(np.clip(np.nan_to_num(x, nan=0.0), low, FLOAT32_MAX) + shift)
+        elif self.transform in ("standard", "robust"):
+            x = (x - self.center) / self.scale
+            x = np.arcsinh(x) if self.transform == "robust" else x
+        return np.nan_to_num(np.clip(x, -FLOAT32_MAX, FLOAT32_MAX), nan=0.0).astype(np.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What is known of a number in the training rows."""
+
+    rows: int
+    missing: int
+    mean: float
+    deviation: float
+    sample: Floats
+    """Sorted; no missing ones."""
+
+
+def summarise(blocks: Iterable[Floats], rows: int) -> Summary:
+    """Summarise ``rows`` numbers in blocks, in the memory of one block and the sample."""
+    every = max(1, -(-rows // QUANTILE_VALUES))
+    done, present, mean, squares = 0, 0, 0.0, 0.0
+    samples = []
+    for block in blocks:
+        samples.append(block[-done % every :: every])
+        done += len(block)
+        values = block[~np.isnan(block)]
+        if len(values):
+            # Chan, Golub and LeVeque 1979: the mean and the sum of squares of two parts.
+            count, delta = len(values), values.mean() - mean
+            squares += np.square(values - values.mean()).sum()
+            squares += delta**2 * present * count / (present + count)
+            mean += delta * count / (present + count)
+            present += count
+    sample = np.concatenate([*samples, np.empty(0)])
+    return Summary(
+        rows=done,
+        missing=done - present,
+        mean=float(mean),
+        deviation=float(np.sqrt(squares / max(1, present))),
+        sample=np.sort(sample[~np.isnan(sample)]),
+    )
+
+
+def fit(transform: str, summary: Summary) -> Scaling:
+    """The scaling of a number, with ``auto`` decided."""
+    if not len(summary.sample):
+        return Scaling(transform="none" if transform == "auto" else transform)
+    low, quarter, median, three_quarters, high = np.quantile(
+        summary.sample, (0.001, 0.25, 0.5, 0.75, 0.999)
+    )
+    if transform == "auto":
+        usual = low >= -LARGE and high <= LARGE and summary.deviation >= SMALL
+        transform = (
+            "none" if usual or (summary.deviation == 0 and abs(median) <= LARGE) else "robust"
+        )
+    if transform == "standard":
+        return Scaling(transform=transform, center=summary.mean, scale=_positive(summary.deviation))
+    if transform == "robust":
+        # Most values may be the same, such as 0: then the width of more of them.
+        scale = _positive(three_quarters - quarter, high - low, summary.deviation)
+        return Scaling(transform=transform, center=float(median), scale=scale)
+    return Scaling(transform=transform)
+
+
+def bucket_edges(summary: Summary, buckets: int) -> Floats:
+    """The rising limits between at most ``buckets`` buckets with equally many rows.
+
+    Bucket i holds the numbers from edge i - 1 up to, but without, edge i. Equal numbers are never
+    parted, so there are fewer buckets if a few numbers are frequent.
+    """
+    if not len(summary.sample):
+        return np.empty(0)
+    places = np.arange(1, buckets) / buckets
+    edges = np.unique(np.quantile(summary.sample, places, method="higher"))
+    return edges[edges > summary.sample[0]]  # else the first bucket would be empty
+
+
+def bucket_names(edges: Floats) -> list[str]:
+    """A text for each bucket, as its value in the vocabulary; "" is a missing number."""
+    limits = ["-inf", *(repr(float(edge)) for edge in edges), "inf"]
+    return [*(f"[{low}, {high})" for low, high in pairwise(limits)), ""]
+
+
+def bucket_numbers(values: Floats, edges: Floats) -> NDArray[np.int32]:
+    """The bucket of each number; a missing one is in the last, ``len(edges) + 1``."""
+    found = np.searchsorted(edges, values, side="right")
+    found[np.isnan(values)] = len(edges) + 1
+    return found.astype(np.int32)
+
+
+def _positive(*widths: float) -> float:
+    return float(next((width for width in widths if width > 0), 1.0))

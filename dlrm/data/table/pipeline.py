@@ -1,0 +1,184 @@
+"""A table to a prepared directory: Parquet per split, vocabularies, transforms, ``meta.json``.
+
+There are three passes, so that memory depends on the number of distinct values, not of rows:
+
+1. read: parts of the files are converted (:mod:`dlrm.data.table.rows`) and spilled to
+   ``OUTPUT/.prepare/blocks``; a category is dictionary-encoded, with the distinct values of its
+   block;
+2. learn: feature by feature, the values of the training rows make a vocabulary or a scaling;
+3. write: block by block, the rows are transformed and written to the splits.
+
+What was learned is a :class:`dlrm.data.table.transform.TableTransform`, which lies with the result
+and turns other raw rows into the same features.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import yaml
+
+from dlrm.data.preprocess.reader import BLOCK_BYTES
+from dlrm.data.preprocess.workspace import Workspace
+from dlrm.data.schema import Meta
+from dlrm.data.table.columns import SPLIT, TablePlan
+from dlrm.data.table.files import TableFile, find_files, open_table
+from dlrm.data.table.infer import plan_table, read_types
+from dlrm.data.table.options import ColumnOptions, SplitOptions, TableOptions
+from dlrm.data.table.passes import convert_files, index_features, write_splits
+from dlrm.data.table.splitting import make_splitter
+from dlrm.data.table.values import numbers, times
+from dlrm.utils.atomic import atomic_write
+from dlrm.utils.device import cpu_count
+
+FORMAT = 1  # of the spilled blocks; increment it when a restart cannot reuse older ones
+OPTIONS_FILE = "table.yaml"
+MADE_BY = "scripts/prepare_table.py"
+
+
+def open_and_plan(
+    inputs: Sequence[str | os.PathLike[str]], options: TableOptions
+) -> tuple[list[TableFile], TablePlan]:
+    """Find the files and decide what each column is.
+
+    Raises:
+        FileNotFoundError: an input does not exist.
+        ValueError: the files differ, or nothing can be made of a column.
+    """
+    files = open_table(find_files(inputs), options)
+    return files, plan_table(files, options)
+
+
+def prepare_table(
+    files: Sequence[TableFile],
+    plan: TablePlan,
+    output: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    workers: int | None = None,
+    block_bytes: int = BLOCK_BYTES,
+    progress: bool = True,
+) -> Meta:
+    """Prepare a table for training.
+
+    If it is killed and called again with the same arguments, it continues, and the results have the
+    same bytes. No result gets its final name before the end.
+
+    Args:
+        files: the files, from :func:`open_and_plan`.
+        plan: what each column is.
+        output: directory for ``train.parquet``, ``val.parquet``, ``test.parquet``, ``vocabulary/``,
+            ``transform.json``, ``table.yaml`` and ``meta.json``.
+        overwrite: replace what was prepared there with other options.
+        workers: threads; by default one per core that the process may use.
+        block_bytes: size of the blocks of text that are converted and spilled.
+        progress: show progress bars on standard error.
+
+    Returns:
+        The contents of ``meta.json``.
+
+    Raises:
+        ValueError: a row or value doesn't fit, there are no rows to train on, or ``output`` holds
+            other data.
+    """
+    options = {"made_by": MADE_BY, **plan.as_json()}
+    inputs = [file.path for file in files]
+    key = {
+        "format": [FORMAT, block_bytes],
+        "options": options,
+        "inputs": [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in inputs],
+    }
+    with Workspace(Path(output), key, inputs=inputs, overwrite=overwrite) as work:
+        if not work.finished:
+            _make(files, plan, options, work, workers or cpu_count(), block_bytes, progress)
+        work.publish()
+    return Meta.read(output)
+
+
+def _make(
+    files: Sequence[TableFile],
+    plan: TablePlan,
+    options: dict[str, Any],
+    work: Workspace,
+    workers: int,
+    block_bytes: int,
+    progress: bool,
+) -> None:
+    """Make all results in the workspace."""
+    blocks = convert_files(
+        files,
+        plan,
+        read_types(plan, files),
+        work,
+        block_bytes=block_bytes,
+        workers=workers,
+        progress=progress,
+    )
+    if not blocks:
+        raise ValueError(f"{files[0].path} has no rows; give a table that has some")
+    rows = blocks[-1].first + blocks[-1].rows
+    splitter = make_splitter(
+        plan.options.split,
+        rows,
+        lambda: (block.column(SPLIT).to_numpy() for block in blocks),
+        lambda text: _limit(plan, text),
+    )
+    if not any((block.codes(splitter) == 0).any() for block in blocks):
+        raise ValueError(
+            f"no rows to learn from: {rows:,} rows were read and the split leaves none for "
+            "training; choose another split"
+        )
+    transform = index_features(blocks, plan, splitter, work, progress=progress)
+    splits = write_splits(blocks, transform, splitter, work, workers=workers, progress=progress)
+    label, weight = plan.only("label"), plan.only("weight")
+    assert label is not None
+    transform.save(work.directory)
+    with atomic_write(work / OPTIONS_FILE) as temporary:
+        temporary.write_text(options_as_yaml(plan))
+    Meta(
+        label=label.name,
+        weight=None if weight is None else weight.name,
+        dense=tuple(feature.name for feature in plan.dense),
+        categorical=transform.categorical,
+        splits=splits,
+        options=options,
+        inputs=tuple(file.record() for file in files),
+    ).write(work.directory)
+
+
+def options_as_yaml(plan: TablePlan) -> str:
+    """The options with every column, for ``--config``: the same table is prepared the same."""
+    content: dict[str, Any] = {}
+    for name, value in _different(plan.options, TableOptions()).items():
+        if isinstance(value, SplitOptions):
+            value = _different(value, SplitOptions())
+        if name != "columns":
+            content[name] = list(value) if isinstance(value, tuple) else value
+    content["columns"] = {}
+    for column in plan.columns:
+        own = _different(column.options, ColumnOptions())
+        own = {name: list(v) if isinstance(v, tuple) else v for name, v in own.items()}
+        content["columns"][column.name] = own["kind"] if len(own) == 1 else own
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _different(options: Any, default: Any) -> dict[str, Any]:
+    """The options that are not the default."""
+    names = [field.name for field in fields(options)]
+    values = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in values.items() if value != getattr(default, name)}
+
+
+def _limit(plan: TablePlan, text: str) -> float:
+    """A limit of a split by time, in the unit of the column."""
+    column = next(column for column in plan.columns if column.name == plan.options.split.column)
+    where = "split: val_from or test_from"
+    numeric = column.kind in ("number", "category") or column.found.startswith(("int", "uint"))
+    if numeric:
+        return float(numbers(pa.array([text]), where)[0])
+    return float(times(pa.array([text]), where, (), None, "s")[0])

@@ -1,0 +1,123 @@
+"""Rows of a table's files in the forms that features are made of, with errors that name the row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from dlrm.data.table import values
+from dlrm.data.table.columns import SPLIT, Feature, TablePlan
+from dlrm.data.table.files import Part
+from dlrm.data.table.text import BadRows
+from dlrm.data.table.values import BadValue
+from dlrm.data.threads import map_in_order
+
+Result = TypeVar("Result")
+
+
+def convert_rows(plan: TablePlan, raw: pa.RecordBatch, *, required: bool = True) -> pa.RecordBatch:
+    """Convert raw rows; nothing here depends on other rows.
+
+    Args:
+        plan: the columns.
+        raw: the columns of the table that the plan needs, of any type that fits their kinds.
+        required: require the label, the weight, what the split depends on and passed columns;
+            otherwise convert those that are there, and nothing for the split.
+
+    Returns:
+        float64 for numbers, NaN where missing; dictionary arrays of texts for categories, large
+        lists of them for lists; label uint8, weight float32; passed columns as they are.
+
+    Raises:
+        BadValue: a value does not fit the kind of its column.
+    """
+    options = plan.options
+    columns: dict[str, pa.Array] = {}
+    there = [c for c in plan.columns if required or c.name in raw.schema.names]
+    for column in there:
+        if column.kind == "label":
+            columns[column.name] = values.labels(raw[column.name], column.name, options.positive)
+        elif column.kind == "weight":
+            columns[column.name] = pa.array(values.weights(raw[column.name], column.name))
+    if required and options.split.column is not None:
+        columns[SPLIT] = _split_column(plan, raw)
+    moments: dict[str, np.ndarray] = {}
+    for feature in plan.features:
+        name, own = feature.column.name, feature.column.options
+        if feature.part:
+            if name not in moments:
+                form = own.format, own.unit
+                moments[name] = values.times(raw[name], name, options.missing, *form)
+            columns[feature.name] = values.time_part(moments[name], feature.part)
+        else:
+            columns[feature.name] = _feature_column(feature, raw[name], options.missing)
+    columns |= {column.name: raw[column.name] for column in there if column.kind == "pass"}
+    return pa.RecordBatch.from_pydict(columns)
+
+
+def _feature_column(feature: Feature, raw: pa.Array, missing: Sequence[str]) -> pa.Array:
+    column, own = feature.column, feature.column.options
+    if column.kind == "number":
+        return pa.array(values.numbers(raw, column.name))
+    if column.kind == "list":
+        return values.lists(raw, column.name, missing, own.separator, own.hash)
+    return values.categories(raw, column.name, missing, own.hash)
+
+
+def _split_column(plan: TablePlan, raw: pa.RecordBatch) -> pa.Array:
+    """What the split of each row depends on: the position of the split, or a time as float64."""
+    split = plan.options.split
+    assert split.column is not None
+    name, array = split.column, raw[split.column]
+    if split.by == "column":
+        return values.split_codes(array, name)
+    column = next(column for column in plan.columns if column.name == name)
+    own = column.options
+    if column.kind in ("number", "category") or values.is_number(array.type):
+        found = values.numbers(array, name)
+    else:
+        moments = values.times(array, name, plan.options.missing, own.format, own.unit)
+        found = np.where(moments == values.MISSING_TIME, np.nan, moments)
+    if np.isnan(found).any():
+        row = int(np.flatnonzero(np.isnan(found))[0])
+        raise BadValue(
+            name, row, "the value is missing, and the split depends on it; leave out such rows"
+        )
+    return pa.array(found)
+
+
+def map_parts(
+    parts: Iterable[Part], function: Callable[[int, Part], tuple[Result, int]], workers: int
+) -> Iterator[tuple[Part, Result, int]]:
+    """``function`` of the number and the content of each part, in threads, in the order of parts.
+
+    Args:
+        parts: the parts of files, one file after another.
+        function: returns a result and the number of rows of the part.
+        workers: threads.
+
+    Raises:
+        ValueError: a row or value doesn't fit; the error names the file, the row, counted from 1
+            without a header, and the column.
+    """
+
+    def work(numbered: tuple[int, Part]) -> tuple[Part, Result | BadValue | BadRows, int]:
+        index, part = numbered
+        try:
+            return part, *function(index, part)
+        except (BadValue, BadRows) as error:
+            return part, error, 0
+
+    done: Counter[Path] = Counter()
+    for part, result, rows in map_in_order(work, enumerate(parts), workers):
+        if isinstance(result, BadValue | BadRows):
+            row = "" if result.row is None else f", row {done[part.path] + result.row + 1:,}"
+            column = f", column {result.column!r}" if isinstance(result, BadValue) else ""
+            raise ValueError(f"{part.path}{row}{column}: {result.problem}")
+        done[part.path] += rows
+        yield part, result, rows

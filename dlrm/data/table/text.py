@@ -1,0 +1,245 @@
+"""Blocks of CSV and of JSON lines to Arrow columns, with exact reports on what doesn't fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.json
+
+from dlrm.data.preprocess.reader import RawBlock
+from dlrm.data.table.values import NUMBER_MISSING, BadValue, shown
+
+if TYPE_CHECKING:
+    from dlrm.data.table.files import TableFile
+
+QUOTE = ord('"')
+
+
+@dataclass(frozen=True, kw_only=True)
+class CsvPart:
+    """Whole rows of a CSV."""
+
+    block: RawBlock
+    data: bytes
+    """Without the header."""
+    file: TableFile
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.block.path
+
+    @property
+    def consumed(self) -> int:
+        """Bytes of the file up to here."""
+        return self.block.consumed
+
+    def parse(self, types: Mapping[str, pa.DataType]) -> pa.RecordBatch:
+        """The columns with the names of ``types``.
+
+        If a value does not fit its type, all columns are returned as texts, so that whoever
+        converts them can say which value it is.
+
+        Raises:
+            ValueError: a row has too few or too many fields, or is not UTF-8; the error names it.
+        """
+        try:
+            return self._read(types)
+        except pa.ArrowInvalid as error:
+            self._require_whole_rows(error)
+            return self._read(dict.fromkeys(types, pa.string()))
+
+    def infer(self) -> pa.RecordBatch:
+        """All columns, with the types that pyarrow finds."""
+        try:
+            return self._read(None)
+        except pa.ArrowInvalid as error:
+            self._require_whole_rows(error)
+            raise ValueError(f"{self.path} can't be read: {error}") from None
+
+    def _read(self, types: Mapping[str, pa.DataType] | None, handler: object = None) -> pa.Table:
+        if not self.data.strip():
+            schema = pa.schema([(n, pa.string()) for n in types or self.file.names])
+            return schema.empty_table().combine_chunks().to_batches()[:1][0]
+        convert = {"column_types": types, "include_columns": list(types)} if types else {}
+        table = pyarrow.csv.read_csv(
+            pa.BufferReader(self.data),
+            pyarrow.csv.ReadOptions(
+                column_names=self.file.names,
+                use_threads=False,
+                block_size=len(self.data) + 1,
+            ),
+            pyarrow.csv.ParseOptions(
+                delimiter=self.file.delimiter,
+                quote_char='"' if self.file.quotes else False,
+                newlines_in_values=self.file.quotes,
+                invalid_row_handler=handler,
+            ),
+            pyarrow.csv.ConvertOptions(null_values=NUMBER_MISSING, **convert),
+        )
+        return _only_batch(table)
+
+    def _require_whole_rows(self, error: pa.ArrowInvalid) -> None:
+        """Raise for the first row that does not have as many fields as there are columns."""
+        bad: list[pyarrow.csv.InvalidRow] = []
+
+        def collect(row: pyarrow.csv.InvalidRow) -> str:
+            bad.append(row)
+            return "skip"
+
+        binary = dict.fromkeys(self.file.names, pa.binary())
+        try:
+            rows = self._read(binary, collect)
+        except pa.ArrowInvalid:
+            raise ValueError(f"{self.path}: {error}; correct the file") from None
+        if bad:
+            first = bad[0]
+            where = None if first.number is None else first.number - 1
+            raise BadRows(
+                where,
+                f"{first.actual_columns} fields, a row has {first.expected_columns}: "
+                f"{shown(first.text)}; correct it (is the delimiter {self.file.delimiter!r}?)",
+            )
+        for name in rows.schema.names:
+            column = rows[name]
+            try:
+                column.cast(pa.string())
+            except pa.ArrowInvalid:
+                for index, value in enumerate(column):
+                    try:
+                        value.as_py().decode()
+                    except UnicodeDecodeError as wrong:
+                        byte = value.as_py()[wrong.start]
+                        raise BadValue(
+                            name,
+                            index,
+                            f"byte {wrong.start + 1} ({byte:#04x}) is not UTF-8; convert the "
+                            "file, for example with iconv",
+                        ) from None
+
+
+class BadRows(ValueError):
+    """A row that cannot be read; ``row`` is counted from 0 in its part, None if unknown."""
+
+    def __init__(self, row: int | None, problem: str) -> None:
+        super().__init__(problem)
+        self.row, self.problem = row, problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonPart:
+    """Whole lines of JSON."""
+
+    block: RawBlock
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.block.path
+
+    @property
+    def consumed(self) -> int:
+        """Bytes of the file up to here."""
+        return self.block.consumed
+
+    def parse(self, types: Mapping[str, pa.DataType]) -> pa.RecordBatch:
+        """The columns with the names of ``types``; one that a row doesn't name is null there.
+
+        Raises:
+            ValueError: a line is not JSON, has another name, or a value of another type.
+        """
+        try:
+            return _read_json(self.block.data, types)
+        except pa.ArrowInvalid as error:
+            row, error = _first_bad_line(self.block.data, types, error)
+            raise BadRows(
+                row, f"{_plain(error)}; correct the row, or the kind of the column"
+            ) from None
+
+    def infer(self) -> pa.RecordBatch:
+        """All columns, with the types that pyarrow finds."""
+        try:
+            return _read_json(self.block.data, None)
+        except pa.ArrowInvalid as error:
+            row, error = _first_bad_line(self.block.data, None, error)
+            raise BadRows(row, f"{_plain(error)}; correct the row") from None
+
+
+def csv_row_end(delimiter: str) -> Callable[[bytearray, int], int]:
+    """A function that finds where the last whole row ends: a field in quotes may hold line ends.
+
+    Returns:
+        A function of a buffer that begins with a row, and of a position in it; it returns the end
+        of the last row before the position, 0 if there is none.
+    """
+    after = np.frombuffer(f'{delimiter}\r\n"'.encode(), np.uint8)
+    field = re.compile(rb'(?:^|(?<=[%b\n\r]))"(?:[^"]|"")*(?:"|\Z)' % re.escape(delimiter.encode()))
+
+    def row_end(buffer: bytearray, limit: int) -> int:
+        end = buffer.rfind(b"\n", 0, limit) + 1
+        with memoryview(buffer) as view:
+            data = np.frombuffer(view[:end], np.uint8)
+            quotes = np.flatnonzero(data == QUOTE)
+            # Every second quote opens a field (or stands for a quote within one), if none is
+            # part of an unquoted field.
+            opening = quotes[::2]
+            before = data[np.maximum(opening - 1, 0)]
+            ordinary = not (np.isin(before, after) | (opening == 0)).all()
+            del data
+        if not ordinary:
+            while len(quotes) % 2:  # the last line end is in quotes: the row begins before them
+                end = buffer.rfind(b"\n", 0, int(quotes[-1])) + 1
+                quotes = quotes[: np.searchsorted(quotes, end)]
+            return end
+        inside = [(m.start(), m.end()) for m in field.finditer(bytes(memoryview(buffer)[:end]))]
+        while inside and end and inside[-1][1] >= end:
+            end = buffer.rfind(b"\n", 0, inside.pop()[0]) + 1
+            while inside and inside[-1][0] >= end:
+                inside.pop()
+        return end
+
+    return row_end
+
+
+def _read_json(data: bytes, types: Mapping[str, pa.DataType] | None) -> pa.RecordBatch:
+    options = {} if types is None else {"explicit_schema": pa.schema(list(types.items()))}
+    behaviour = "infer" if types is None else "error"
+    table = pyarrow.json.read_json(
+        pa.BufferReader(data),
+        pyarrow.json.ReadOptions(use_threads=False, block_size=len(data) + 1),
+        pyarrow.json.ParseOptions(unexpected_field_behavior=behaviour, **options),
+    )
+    return _only_batch(table)
+
+
+def _first_bad_line(
+    data: bytes, types: Mapping[str, pa.DataType] | None, error: pa.ArrowInvalid
+) -> tuple[int, pa.ArrowInvalid]:
+    """The first line that can't be read, and its error: half of the lines at a time."""
+    lines = [line for line in data.splitlines(keepends=True) if line.strip()]
+    low, high = 0, len(lines)
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            # Without types, a line may be wrong only next to the ones before it.
+            _read_json(b"".join(lines[low if types else 0 : middle]), types)
+            low = middle
+        except pa.ArrowInvalid as wrong:
+            high, error = middle, wrong
+    return low, error
+
+
+def _plain(error: pa.ArrowInvalid) -> str:
+    return " ".join(str(error).removeprefix("JSON parse error: ").split())
+
+
+def _only_batch(table: pa.Table) -> pa.RecordBatch:
+    batches = table.combine_chunks().to_batches()
+    return batches[0] if batches else pa.RecordBatch.from_pylist([], table.schema)

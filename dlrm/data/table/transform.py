@@ -1,0 +1,228 @@
+"""What a preparation learned of a table, to apply it to other rows.
+
+A :class:`TableTransform` lies in ``transform.json`` and ``vocabulary/`` of a prepared directory.
+Whoever has a copy of these can turn raw rows into what a model takes: the preparation itself, and
+programs that score new rows, which need no label.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from dlrm.data.preprocess.reader import BLOCK_BYTES
+from dlrm.data.schema import Categorical, Meta
+from dlrm.data.table.columns import Feature, TablePlan
+from dlrm.data.table.files import Part, find_files, open_table
+from dlrm.data.table.infer import read_types
+from dlrm.data.table.numbers import Scaling, bucket_names, bucket_numbers
+from dlrm.data.table.rows import convert_rows, map_parts
+from dlrm.data.table.vocabulary import TextVocabulary
+from dlrm.utils.atomic import atomic_write
+from dlrm.utils.device import cpu_count
+from dlrm.utils.messages import did_you_mean
+
+TRANSFORM_FILE = "transform.json"
+VERSION = 1
+
+
+@dataclass(kw_only=True)
+class TableTransform:
+    """Raw rows of a table to the columns of a prepared directory.
+
+    Example::
+
+        transform = TableTransform.load("data/mine")
+        for prepared, keys in transform.read(["new.csv"], keep=["id"]):
+            ...  # prepared: the features, and the label if the file has one
+
+    The order of the features is that of ``meta.json``: first all dense ones, then the categorical
+    ones. A value that the training rows did not have gets the id of unseen values.
+    """
+
+    plan: TablePlan
+    scalings: dict[str, Scaling] = field(default_factory=dict)
+    """Of each dense feature."""
+    newest: dict[str, float] = field(default_factory=dict)
+    """For each age, the last day of the training rows, in days since 1970."""
+    edges: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    """Of each number in buckets."""
+    vocabularies: dict[str, TextVocabulary] = field(default_factory=dict)
+    """Of each categorical feature."""
+
+    def apply(self, raw: pa.RecordBatch) -> pa.RecordBatch:
+        """Prepare raw rows.
+
+        Args:
+            raw: the columns of the table, of any type that fits their kinds. The label, the
+                weight and passed columns may be missing.
+
+        Returns:
+            The columns that are there: label uint8, weight float32; dense features float32;
+            categorical ones int32, or lists of int32; passed columns as they are.
+
+        Raises:
+            ValueError: a value does not fit the kind of its column, or a column is missing.
+        """
+        return self.encode(convert_rows(self.plan, raw, required=False))
+
+    def encode(
+        self, rows: pa.RecordBatch, ids: Mapping[str, NDArray[np.int32]] | None = None
+    ) -> pa.RecordBatch:
+        """Prepare what :func:`dlrm.data.table.rows.convert_rows` returned.
+
+        Args:
+            rows: the converted rows.
+            ids: for each category or list, the ids of the entries of its dictionary, if they have
+                been looked up already.
+        """
+        columns: dict[str, pa.Array] = {}
+        for column in self.plan.columns:
+            if column.kind in ("label", "weight") and column.name in rows.schema.names:
+                columns[column.name] = rows[column.name]
+        for feature in self.plan.dense:
+            columns[feature.name] = pa.array(self._scaled(feature, rows))
+        for feature in self.plan.categorical:
+            columns[feature.name] = self._ids(feature, rows, ids)
+        for column in self.plan.columns:
+            if column.kind == "pass" and column.name in rows.schema.names:
+                columns[column.name] = rows[column.name]
+        return pa.RecordBatch.from_pydict(columns)
+
+    def _scaled(self, feature: Feature, rows: pa.RecordBatch) -> NDArray[np.float32]:
+        return self.scalings[feature.name].apply(self.numbers(feature, rows))
+
+    def numbers(self, feature: Feature, rows: pa.RecordBatch) -> NDArray[np.float64]:
+        """The numbers of a dense or bucketed feature before they are transformed."""
+        values = rows[feature.name].to_numpy()
+        if feature.part != "age":
+            return values
+        return np.maximum(self.newest[feature.name] - values, 0)  # of later rows: no age
+
+    def _ids(
+        self,
+        feature: Feature,
+        rows: pa.RecordBatch,
+        ids: Mapping[str, NDArray[np.int32]] | None,
+    ) -> pa.Array:
+        column, name = rows[feature.name], feature.name
+        if feature.bucketed:
+            edges = self.edges[name]
+            of_bucket = self.vocabularies[name].ids(pa.array(bucket_names(edges)))
+            return pa.array(of_bucket[bucket_numbers(column.to_numpy(), edges)])
+        entries = column.flatten() if feature.multi_hot else column
+        of_entry = self.vocabularies[name].ids(entries.dictionary) if ids is None else ids[name]
+        found = pa.array(of_entry).take(entries.indices)
+        if not feature.multi_hot:
+            return found
+        lengths = pc.list_value_length(column).to_numpy()
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        return pa.ListArray.from_arrays(pa.array(offsets), found)
+
+    @property
+    def categorical(self) -> tuple[Categorical, ...]:
+        """The categorical columns, as ``meta.json`` has them."""
+        return tuple(
+            Categorical(
+                name=feature.name,
+                cardinality=len(self.vocabularies[feature.name]),
+                multi_hot=feature.multi_hot,
+                oov_id=self.vocabularies[feature.name].oov_id,
+            )
+            for feature in self.plan.categorical
+        )
+
+    def read(
+        self,
+        inputs: Sequence[str | os.PathLike[str]],
+        *,
+        keep: Sequence[str] = (),
+        block_bytes: int = BLOCK_BYTES,
+    ) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
+        """Read and prepare the raw rows of files, in bounded memory.
+
+        Args:
+            inputs: files, directories or patterns of CSV, JSON lines or Parquet. They need all
+                columns that features are made of; the label and others may be missing.
+            keep: columns to return as they are, such as keys of the rows.
+            block_bytes: size of the blocks that text is read in.
+
+        Yields:
+            What :meth:`apply` makes of some rows, and their columns ``keep``.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: a file is damaged, a column is missing, or a value does not fit; the error
+                names the file, the row and the column.
+        """
+        files = open_table(find_files(inputs), self.plan.options)
+        types = dict(read_types(self.plan, files, keep))
+        if names := files[0].names:
+            features = {feature.column.name for feature in self.plan.features}
+            for name in types:
+                if name not in names and (name in features or name in keep):
+                    raise ValueError(
+                        f"{files[0].path} has no column {name!r}{did_you_mean(name, names)}"
+                    )
+            types = {name: kind for name, kind in types.items() if name in names}
+
+        def prepare(_: int, part: Part) -> tuple[tuple[pa.RecordBatch, pa.RecordBatch], int]:
+            raw = part.parse(types)
+            return (self.apply(raw), raw.select(list(keep))), raw.num_rows
+
+        parts = (part for file in files for part in file.parts(block_bytes))
+        for _, prepared, _ in map_parts(parts, prepare, cpu_count()):
+            yield prepared
+
+    def save(self, directory: Path) -> None:
+        """Write ``transform.json``; the vocabularies are written when they are made."""
+        content = {
+            "version": VERSION,
+            **self.plan.as_json(),
+            "scalings": {name: asdict(scaling) for name, scaling in self.scalings.items()},
+            "newest": self.newest,
+            "edges": {name: edges.tolist() for name, edges in self.edges.items()},
+        }
+        with atomic_write(directory / TRANSFORM_FILE) as temporary:
+            temporary.write_text(json.dumps(content, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str]) -> TableTransform:
+        """Read what lies in ``directory``: a prepared one, or a copy of its transform.
+
+        Raises:
+            FileNotFoundError: there is no transform.
+            ValueError: a file is damaged.
+        """
+        path = Path(directory) / TRANSFORM_FILE
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path} does not exist: {directory} was not made by scripts/prepare_table.py"
+            )
+        try:
+            content: dict[str, Any] = json.loads(path.read_text())
+            if content["version"] != VERSION:
+                raise ValueError(f"version {content['version']!r}, this program reads {VERSION}")
+            made = cls(
+                plan=TablePlan.from_json(content),
+                scalings={name: Scaling(**own) for name, own in content["scalings"].items()},
+                newest=dict(content["newest"]),
+                edges={name: np.array(own, float) for name, own in content["edges"].items()},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"{path} is not a transform ({error!r}); prepare the data again"
+            ) from None
+        for feature in made.plan.categorical:
+            file = Path(directory) / Meta.vocabulary_file(feature.name)
+            made.vocabularies[feature.name] = TextVocabulary.read(file)
+        return made

@@ -1,0 +1,366 @@
+"""Raw columns of any Arrow type to the few forms that a preparation works on.
+
+These functions are the same for rows to train on and rows to score. They take what a file holds,
+so that a number may be an integer, a decimal or a text, and raise :class:`BadValue` if it doesn't
+fit. A missing number is NaN, a missing category is the text "".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from dlrm.data.table.vocabulary import hash_values
+
+NUMBER_MISSING = (
+    "", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "-nan", "NULL", "null", "None", "none", "\\N",
+)  # fmt: skip
+"""Texts that stand for a missing number."""
+LABELS = {"0": 0, "1": 1, "0.0": 0, "1.0": 1, "false": 0, "true": 1, "False": 0, "True": 1}
+SPLIT_VALUES = {
+    "train": 0, "training": 0, "val": 1, "valid": 1, "validation": 1, "dev": 1, "test": 2,
+    "testing": 2,
+}  # fmt: skip
+"""The texts that a split column may hold, and the position of the split in ``SPLITS``."""
+SECONDS = {"s": 1, "ms": 1000, "us": 1_000_000}
+MISSING_TIME = np.iinfo(np.int64).min
+WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+DAY = 86_400_000_000  # microseconds
+
+
+class BadValue(ValueError):
+    """A value that its column does not take.
+
+    Args:
+        column: name of the column.
+        row: number of the row in its batch, from 0; None: no row in particular.
+        problem: the value, the rule and the remedy.
+    """
+
+    def __init__(self, column: str, row: int | None, problem: str) -> None:
+        super().__init__(f"column {column!r}: {problem}")
+        self.column, self.row, self.problem = column, row, problem
+
+
+def numbers(array: pa.Array, name: str) -> NDArray[np.float64]:
+    """``[n]`` numbers; a missing one is NaN.
+
+    Raises:
+        BadValue: a text is not a number, or a number is infinite.
+    """
+    array = decoded(array)
+    kind = array.type
+    if is_text(kind):
+        array = _parsed_numbers(array, name)
+    elif pa.types.is_boolean(kind):
+        array = array.cast(pa.uint8())
+    elif pa.types.is_time(kind):  # of the day: seconds
+        array = pc.divide(array.cast(pa.time64("us")).cast(pa.int64()).cast(pa.float64()), 1e6)
+    elif not is_number(kind) and kind != pa.null():
+        raise BadValue(name, None, f"it holds {kind}, not numbers; make it another kind")
+    found = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+    if np.isinf(found).any():
+        row = int(np.flatnonzero(np.isinf(found))[0])
+        raise BadValue(name, row, f"{found[row]} is not a finite number; correct or remove it")
+    return found
+
+
+def categories(
+    array: pa.Array, name: str, missing: Sequence[str], buckets: int | None = None
+) -> pa.DictionaryArray:
+    """``[n]`` texts as a dictionary array without nulls; a missing one is "".
+
+    Args:
+        array: texts, integers, floats, bools, dates or bytes. A float without a fraction is
+            written as an integer, as programs store integers with gaps as floats.
+        name: name of the column.
+        missing: texts that stand for a missing value.
+        buckets: hash the values to this many buckets.
+
+    Raises:
+        BadValue: bytes are not UTF-8, or the type is none of these.
+    """
+    if not pa.types.is_dictionary(array.type):
+        array = array.dictionary_encode()
+    indices, values = array.indices, _texts(array.dictionary, name)
+    values = pc.if_else(pc.is_in(values, pa.array(missing, values.type)), "", values)
+    values = values.fill_null("")
+    if indices.null_count:
+        indices = indices.fill_null(len(values)) if len(values) < 2**31 - 1 else indices
+        values = pa.concat_arrays([values, pa.array([""], values.type)])
+    if buckets is not None:
+        values = hash_values(values, buckets)
+    return pa.DictionaryArray.from_arrays(indices.cast(pa.int32()), values)
+
+
+def lists(
+    array: pa.Array,
+    name: str,
+    missing: Sequence[str],
+    separator: str | None = None,
+    buckets: int | None = None,
+) -> pa.LargeListArray:
+    """``[n]`` lists of texts, as lists of a dictionary array; missing entries are left out.
+
+    Args:
+        array: lists of what :func:`categories` takes, or texts to cut at ``separator``.
+        name: name of the column.
+        missing: texts that stand for a missing value.
+        separator: between the entries of a text.
+        buckets: hash the values to this many buckets.
+    """
+    array = decoded(array)
+    if array.type == pa.null():
+        array = array.cast(pa.list_(pa.string()))
+    if is_text(array.type):
+        if separator is None:
+            raise BadValue(
+                name, None, f"it is text, not lists; add separator: to columns: {name}: in the YAML"
+            )
+        array = pc.split_pattern(array, separator)
+    elif not is_list(array.type):
+        raise BadValue(name, None, f"it holds {array.type}, not lists; make it another kind")
+    lengths = pc.list_value_length(array).fill_null(0).to_numpy().astype(np.int64)
+    entries = array.flatten()
+    if is_text(entries.type):
+        entries = pc.utf8_trim_whitespace(entries)
+    entries = categories(entries, name, missing, buckets)
+    empty = pc.equal(entries.dictionary, "")
+    if pc.any(empty).as_py():
+        kept = ~empty.take(entries.indices).to_numpy(zero_copy_only=False)
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        lengths = np.bincount(rows[kept], minlength=len(lengths))
+        entries = entries.filter(pa.array(kept))
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return pa.LargeListArray.from_arrays(pa.array(offsets), entries)
+
+
+def times(
+    array: pa.Array, name: str, missing: Sequence[str], form: str | None, unit: str
+) -> NDArray[np.int64]:
+    """``[n]`` microseconds since 1970 by the clock of the place; ``MISSING_TIME`` if missing.
+
+    Args:
+        array: timestamps, dates, texts, or numbers.
+        name: name of the column.
+        missing: texts that stand for a missing value.
+        form: of texts that are not ISO 8601, as in ``strptime``.
+        unit: of numbers: s, ms or us.
+
+    Raises:
+        BadValue: a text is not a time of this form.
+    """
+    array = decoded(array)
+    kind = array.type
+    if is_text(kind):
+        array = _parsed_times(array, name, missing, form)
+    elif pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        seconds = numbers(array, name)
+        if np.nanmax(np.abs(seconds), initial=0) / SECONDS[unit] > 2**40:
+            row = int(np.nanargmax(np.abs(seconds)))
+            raise BadValue(
+                name, row, f"{seconds[row]:.0f} {unit} since 1970 is no time; set unit: s, ms or us"
+            )
+        array = pa.array(seconds * (1_000_000 // SECONDS[unit]), from_pandas=True)
+        array = array.cast(pa.int64(), safe=False).cast(pa.timestamp("us"))
+    elif pa.types.is_timestamp(kind) and kind.tz is not None:
+        array = pc.local_timestamp(array)
+    elif not (pa.types.is_temporal(kind) and not pa.types.is_time(kind)) and kind != pa.null():
+        raise BadValue(name, None, f"it holds {kind}, not times; make it another kind")
+    found = array.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
+    return found.fill_null(MISSING_TIME).to_numpy()
+
+
+def time_part(moments: NDArray[np.int64], part: str) -> pa.Array:
+    """One part of the times that :func:`times` returned.
+
+    Returns:
+        ``hour`` and ``weekday``: texts, as of :func:`categories`. ``age``: days since 1970, of
+        which an age is made when the newest row is known; NaN if missing.
+    """
+    missing = moments == MISSING_TIME
+    if part == "age":
+        return pa.array(np.where(missing, np.nan, moments / DAY))
+    if part == "hour":
+        found, names = moments // (DAY // 24) % 24, [f"{hour:02}" for hour in range(24)]
+    else:
+        found, names = (moments // DAY + 3) % 7, list(WEEKDAYS)  # 1970 began on a Thursday
+    found = np.where(missing, len(names), found).astype(np.int32)
+    return pa.DictionaryArray.from_arrays(found, pa.array([*names, ""]))
+
+
+def labels(array: pa.Array, name: str, positive: str | None) -> pa.Array:
+    """``[n]`` labels as uint8, 0 or 1.
+
+    Raises:
+        BadValue: a label is missing or another value.
+    """
+    what = "it must be 0 or 1 (false or true)"
+    hint = "correct it, or name the value that counts as 1 with positive: in the YAML"
+    return _mapped(array, name, LABELS if positive is None else None, what, hint, positive)
+
+
+def split_codes(array: pa.Array, name: str) -> pa.Array:
+    """``[n]`` positions in ``SPLITS`` as uint8.
+
+    Raises:
+        BadValue: a value is not the name of a split.
+    """
+    what = "it must be train, val or test"
+    return _mapped(array, name, SPLIT_VALUES, what, "correct it, or split by: rows")
+
+
+def weights(array: pa.Array, name: str) -> NDArray[np.float32]:
+    """``[n]`` sample weights.
+
+    Raises:
+        BadValue: a weight is missing, negative, or beyond float32.
+    """
+    found = numbers(array, name)
+    with np.errstate(over="ignore"):
+        narrow = found.astype(np.float32)
+    good = (narrow >= 0) & np.isfinite(narrow)
+    if not good.all():
+        row = int(np.flatnonzero(~good)[0])
+        value = "missing" if np.isnan(found[row]) else f"{found[row]:g}"
+        raise BadValue(
+            name, row, f"the weight is {value}; it must be a number of 0 or more: correct it"
+        )
+    return narrow
+
+
+def _mapped(
+    array: pa.Array,
+    name: str,
+    codes: dict[str, int] | None,
+    what: str,
+    hint: str,
+    positive: str | None = None,
+) -> pa.Array:
+    """The code of each value; without ``codes``, whether it is ``positive``."""
+    if not pa.types.is_dictionary(array.type):
+        array = array.dictionary_encode()
+    texts = _texts(array.dictionary, name).to_pylist()
+    found = [
+        (None if not text else codes.get(text.strip()) if codes else int(text.strip() == positive))
+        for text in texts
+    ]
+    result = pa.array(found, pa.uint8()).take(array.indices)
+    if result.null_count:
+        row = pc.index(result.is_null(), True).as_py()
+        value = array[row].as_py()
+        if value is None or value == "":
+            raise BadValue(name, row, f"the value is missing; {what}: leave out rows without it")
+        raise BadValue(name, row, f"the value is {shown(value)}; {what}: {hint}")
+    return result
+
+
+def shown(value: object) -> str:
+    """A value in a message: short, and on one line."""
+    text = repr(value)
+    return text if len(text) <= 42 else text[:40] + "..."
+
+
+def decoded(array: pa.Array) -> pa.Array:
+    """The column without a dictionary."""
+    return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+
+
+def is_number(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds numbers."""
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds texts."""
+    return kind in (pa.string(), pa.large_string(), pa.string_view())
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds lists."""
+    tests = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
+    return any(test(kind) for test in tests)
+
+
+def _texts(values: pa.Array, name: str) -> pa.Array:
+    """Distinct values as texts."""
+    kind = values.type
+    if pa.types.is_floating(kind):
+        values = pc.if_else(pc.is_nan(values), pa.scalar(None, kind), values)
+        whole = pc.and_(pc.equal(pc.floor(values), values), pc.less(pc.abs(values), 2.0**53))
+        integers = pc.if_else(whole, values, 0).cast(pa.int64(), safe=False).cast(pa.string())
+        return pc.if_else(whole, integers, values.cast(pa.string()))
+    if pa.types.is_nested(kind) or kind == pa.duration("us"):
+        raise BadValue(name, None, f"it holds {kind}, which is no category; make it another kind")
+    try:
+        return values.cast(pa.string() if kind != pa.large_string() else kind)
+    except pa.ArrowException as error:
+        row = _first_failing(values, lambda part: part.cast(pa.string()))
+        value = None if row is None else shown(values[row].as_py())
+        raise BadValue(
+            name, None, f"the value {value} can't be made a text ({error}); write it as UTF-8"
+        ) from None
+
+
+def _parsed_numbers(array: pa.Array, name: str) -> pa.Array:
+    array = pc.utf8_trim_whitespace(array)
+    absent = pc.is_in(array, pa.array(NUMBER_MISSING, array.type))
+    array = pc.if_else(absent, pa.scalar(None, array.type), array)
+    try:
+        return array.cast(pa.float64())
+    except pa.ArrowInvalid:
+        row = _first_failing(array, lambda part: part.cast(pa.float64()))
+        raise BadValue(
+            name,
+            row,
+            f"{shown(array[row].as_py())} is not a number; correct it, or set "
+            f"columns: {{{name}: category}}",
+        ) from None
+
+
+def _parsed_times(array: pa.Array, name: str, missing: Sequence[str], form: str | None) -> pa.Array:
+    array = pc.utf8_trim_whitespace(array)
+    absent = pc.is_in(array, pa.array({*missing, *NUMBER_MISSING}, array.type))
+    array = pc.if_else(absent, pa.scalar(None, array.type), array)
+    if form is not None:
+
+        def parse(part: pa.Array) -> pa.Array:
+            return pc.strptime(part, format=form, unit="us")
+    else:
+        # All with an offset from UTC, or none.
+        first = array.drop_null()[:1].cast(pa.string())
+        zoned = pc.match_substring_regex(first, r"\d(Z|[+-]\d\d(:?\d\d)?)$")
+        zoned = pc.and_(zoned, pc.match_substring(first, ":"))
+        kind = pa.timestamp("us", "UTC" if zoned.to_pylist() == [True] else None)
+
+        def parse(part: pa.Array) -> pa.Array:
+            return part.cast(kind)
+
+    try:
+        return parse(array).cast(pa.timestamp("us"))
+    except pa.ArrowInvalid:
+        row = _first_failing(array, parse)
+        rule = "of the format " + repr(form) if form else "ISO 8601, as all rows before are"
+        raise BadValue(
+            name,
+            row,
+            f"{shown(array[row].as_py())} is not a time {rule}; correct it, set format: "
+            f"(as in strptime), or set columns: {{{name}: category}}",
+        ) from None
+
+
+def _first_failing(array: pa.Array, convert: object) -> int | None:
+    """Position of the first value that ``convert`` refuses."""
+    low, high = 0, len(array)
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            convert(array[low:middle])  # type: ignore[operator]
+            low = middle
+        except pa.ArrowException:
+            high = middle
+    return low if low < high else None

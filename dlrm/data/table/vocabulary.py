@@ -1,0 +1,117 @@
+"""Vocabularies of text: the counterpart of :mod:`dlrm.data.preprocess.vocabulary`.
+
+The convention is the same. Ids are in order of falling frequency in the training rows, values of
+equal frequency in alphabetical order, so that a missing value, "", comes first. All values without
+an id share one: its place is given by their joint count, after other values with that count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from dlrm.data.preprocess.passes import ZSTD
+from dlrm.data.preprocess.vocabulary import assign_ids, open_vocabulary
+from dlrm.utils.atomic import atomic_write
+
+TEXT = pa.large_string()
+SCHEMA = pa.schema([("value", TEXT), ("id", pa.int32()), ("count", pa.int64())])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextVocabulary:
+    """The values of a categorical feature: the position of a value is its id."""
+
+    values: pa.LargeStringArray
+    """``[V]``; null stands for all values that are not listed."""
+    counts: NDArray[np.int64]  # [V]
+    oov_id: int | None
+
+    def ids(self, values: pa.Array) -> NDArray[np.int32]:
+        """The id of each of the ``values [n]``, texts without nulls."""
+        found = pc.index_in(values.cast(TEXT), self.values)
+        if found.null_count:
+            assert self.oov_id is not None  # else all values are listed
+            found = found.fill_null(self.oov_id)
+        return found.to_numpy()
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def write(self, path: Path) -> None:
+        """Write the columns ``value``, ``id`` and ``count``; the row number is the id."""
+        ids = np.arange(len(self), dtype=np.int32)
+        table = pa.table([self.values, ids, self.counts], schema=SCHEMA)
+        with atomic_write(path) as temporary:
+            pq.write_table(
+                table,
+                temporary,
+                use_dictionary=["count"],
+                column_encoding={"value": "PLAIN", "id": "DELTA_BINARY_PACKED"},
+                **ZSTD,
+            )
+
+    @classmethod
+    def read(cls, path: Path) -> TextVocabulary:
+        """Read what :meth:`write` wrote.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        with open_vocabulary(path) as file:
+            table = file.read().cast(SCHEMA)
+        values = table["value"].combine_chunks()
+        oov_id = pc.index(values.is_null(), True).as_py()
+        counts = table["count"].to_numpy()
+        return cls(values=values, counts=counts, oov_id=None if oov_id < 0 else oov_id)
+
+
+def make_vocabulary(
+    values: pa.Array, counts: NDArray[np.int64], *, min_count: int, cap: int | None
+) -> TextVocabulary:
+    """The vocabulary of a feature.
+
+    Args:
+        values: ``[n]`` distinct texts.
+        counts: ``[n]`` occurrences in the training rows; 0 for a value that is only in others.
+        min_count: occurrences that a value needs for an id of its own, at least 1.
+        cap: at most this many ids, that of all other values included.
+    """
+    order = pc.sort_indices(values)
+    values, counts = values.take(order), counts[order.to_numpy()]
+    keys = np.arange(len(counts))
+    made, _ = assign_ids(keys, counts, min_count=min_count, most=cap and cap - 1)
+    oov = made.oov_id
+    assert oov is not None
+    positions = pa.array(made.keys, mask=np.arange(len(made.keys)) == oov)
+    return TextVocabulary(values=values.take(positions), counts=made.counts, oov_id=oov)
+
+
+def merge_counts(
+    values: Sequence[pa.Array], counts: Sequence[NDArray[np.int64]]
+) -> tuple[pa.Array, NDArray[np.int64]]:
+    """The distinct ones of all values, in any order, and the sum of the counts of each."""
+    value = pa.chunked_array([part.cast(TEXT) for part in values], TEXT)
+    table = pa.table({"value": value, "count": np.concatenate(counts)})
+    merged = table.group_by("value").aggregate([("count", "sum")])
+    value = merged["value"].combine_chunks()
+    return value, merged["count_sum"].to_numpy()
+
+
+def hash_values(values: pa.Array, buckets: int) -> pa.Array:
+    """The bucket of each text, as text; a missing value, "", stays one.
+
+    The hash is SipHash with a fixed key, as in :func:`pandas.util.hash_array`: the same on every
+    machine.
+    """
+    objects = values.to_numpy(zero_copy_only=False).astype(object)
+    hashed = pd.util.hash_array(objects, categorize=False) % np.uint64(buckets)
+    return pc.if_else(pc.equal(values, ""), "", pa.array(hashed).cast(pa.string()))

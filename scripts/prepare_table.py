@@ -1,0 +1,135 @@
+"""Prepare any table for training: Parquet per split, vocabularies, transforms and meta.json."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dlrm.data.table.infer import format_plan
+from dlrm.data.table.options import build_options, read_options
+from dlrm.data.table.pipeline import OPTIONS_FILE, open_and_plan, options_as_yaml, prepare_table
+from dlrm.utils.program import Parser, count_arg, exit_status, path_arg
+
+EPILOG = """\
+Input: CSV, TSV, JSON lines (plain, gzip or zstd) or Parquet: files, directories, or patterns such
+as 'part-*.csv'. All files have the same columns.
+
+What each column is (a number, a category, a list, a time) is found in the first rows and printed.
+A YAML file overrides it; every option has a default:
+
+  label: clicked
+  split: {by: time, column: when, train: 0.8, val: 0.1, test: 0.1}
+  min_count: 2
+  columns:
+    price: {kind: number, transform: log}
+    user: {kind: category, cap: 1000000}
+    tags: {kind: list, separator: "|"}
+    when: {kind: time, parts: [hour, weekday]}
+    comment: drop
+    row_id: pass
+
+Output in DIR: train.parquet, val.parquet and test.parquet; vocabulary/NAME.parquet (value, id,
+count; value "" is a missing value, null stands for all values without their own id);
+transform.json, which with the vocabularies turns new rows into the same features; table.yaml, all
+options; and meta.json, written last. Ids are in order of falling frequency in the training rows.
+
+If the program is killed, start it again with the same options: it continues, and the output has the
+same bytes.
+
+Examples:
+  prepare_table.py clicks.csv --output data/clicks --label clicked
+  prepare_table.py 'logs/*.parquet' --output data/logs --config logs.yaml --dry-run
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit status, which is 2 for bad input."""
+    arguments = vars(_parser().parse_args(argv))
+    return exit_status(
+        lambda: _prepare(**arguments), "interrupted; run the same command to continue"
+    )
+
+
+def _prepare(
+    inputs: list[str],
+    output: Path,
+    config: Path | None,
+    label: str | None,
+    weight: str | None,
+    split: list[str] | None,
+    split_by: str | None,
+    dry_run: bool,
+    overwrite: bool,
+    workers: int | None,
+) -> None:
+    """Print what each column is, prepare, and print a summary."""
+    start = time.perf_counter()
+    content: dict[str, Any] = {} if config is None else read_options(config)
+    content |= {k: v for k, v in {"label": label, "weight": weight}.items() if v is not None}
+    if split is not None:
+        if len(split) != 3:
+            raise ValueError(f"--split has {len(split)} values; give train, val and test")
+        shares = dict(zip(("train", "val", "test"), split, strict=True))
+        content["split"] = {**(content.get("split") or {}), **shares}
+    if split_by is not None:
+        way, _, column = split_by.partition(":")
+        own = {"by": way} | ({"column": column} if column else {})
+        content["split"] = {**(content.get("split") or {}), **own}
+    options = build_options(content, f"{config}: " if config else "")
+    files, plan = open_and_plan(inputs, options)
+    print(format_plan(plan), flush=True)
+    if dry_run:
+        print(f"\n{options_as_yaml(plan)}\nnothing was prepared (--dry-run)")
+        return
+    meta = prepare_table(files, plan, output, overwrite=overwrite, workers=workers)
+    seconds = time.perf_counter() - start
+    rows = sum(part.rows for part in meta.splits.values())
+    for name, part in meta.splits.items():
+        share = f", {part.positives / part.rows:.2%} positive" if part.rows else ""
+        print(f"{name:5} {part.rows:>13,} rows{share}")
+    print(f"ids   {sum(meta.cardinalities):>13,} in {len(meta.categorical)} columns")
+    print(
+        f"{seconds:.1f} s, {rows / seconds:,.0f} rows/s: {output} "
+        f"(options in {output / OPTIONS_FILE})"
+    )
+
+
+def _parser() -> Parser:
+    parser = Parser(__doc__, epilog=EPILOG)
+    add = parser.add_argument
+    add("inputs", nargs="+", metavar="INPUT", help="files, directories or patterns")
+    add("--output", metavar="DIR", type=path_arg, required=True, help="directory to write to")
+    add("--config", metavar="FILE", type=path_arg, help="options in YAML (default: none)")
+    add("--label", metavar="COLUMN", help="column to predict, 0 or 1 (default: label)")
+    add("--weight", metavar="COLUMN", help="column of sample weights (default: none)")
+    add(
+        "--split",
+        nargs="+",
+        metavar="SHARE",
+        help="the shares of train, val and test (default: 0.8 0.1 0.1)",
+    )
+    add(
+        "--split-by",
+        metavar="WAY",
+        help="rows: in the order of the rows. random. time:COLUMN: earlier rows for training. "
+        "column:COLUMN: its values are train, val and test (default: rows)",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print what each column is, as a table and as YAML for --config, and stop",
+    )
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace what was prepared in DIR with other options (default: no)",
+    )
+    add("--workers", type=count_arg, metavar="N", help="threads (default: one per core)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
