@@ -32,6 +32,12 @@ class Column:
         return self.options.kind
 
     @property
+    def numeric(self) -> bool:
+        """Whether its values are numbers, whatever they are used for."""
+        numbers = ("int", "uint", "float", "double", "halffloat", "decimal")
+        return self.kind == "number" or self.found.startswith(numbers)
+
+    @property
     def drop_line(self) -> str:
         """The line of YAML that leaves this column out, for messages."""
         return f"columns: {{{self.name}: drop}}"

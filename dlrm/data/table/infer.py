@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from dlrm.data.table.columns import Column, TablePlan
 from dlrm.data.table.files import ParquetPart, TableFile
 from dlrm.data.table.options import ColumnOptions, TableOptions, TimePart
-from dlrm.data.table.values import decoded, is_list, is_text
+from dlrm.data.table.values import (
+    DAY,
+    MISSING_TIME,
+    BadRow,
+    BadValue,
+    decoded,
+    is_list,
+    is_text,
+    shown,
+    times,
+)
 from dlrm.utils.messages import did_you_mean
 
 SAMPLE_BYTES = 4 << 20
 FEW_VALUES = 20
 ENOUGH_ROWS = 100  # for conclusions from how values are distributed
 LIST_SHARE = 0.2
+NUMBER_SHARE = 0.95
 ID_NAME = re.compile(r"(^|_|[a-z](?=I))(id|ids|uuid|guid|code|zip|hash)$", re.IGNORECASE)
 PARTS: tuple[TimePart, ...] = ("hour", "weekday", "age")
 
@@ -49,7 +63,9 @@ def plan_table(files: Sequence[TableFile], options: TableOptions) -> TablePlan:
         parts = [decoded(rows[name]) for rows in samples if name in rows.schema.names]
         own = given.get(name, ColumnOptions())
         if own.kind is None:
-            found = min((_find(name, part) for part in parts), key=lambda f: f.kind != "category")
+            untyped = files[0].format == "csv"
+            candidates = [_find(name, part, untyped) for part in parts]
+            found = min(candidates, key=lambda found: found.kind != "category")
         else:
             found = Found(kind=own.kind, why="given")
         columns.append(
@@ -98,8 +114,13 @@ def _becomes(column: Column) -> str:
 
 
 def _sample(file: TableFile) -> pa.RecordBatch:
-    part = next(file.parts(SAMPLE_BYTES))
-    return part.rows if isinstance(part, ParquetPart) else part.infer()
+    part = next(file.parts(SAMPLE_BYTES), None)
+    if part is None:  # Parquet without rows
+        return pa.RecordBatch.from_pylist([], pq.read_schema(file.path))
+    try:
+        return part.rows if isinstance(part, ParquetPart) else part.infer()
+    except BadRow as error:
+        raise error.located(file.path) from None
 
 
 def _named(options: TableOptions, names: Sequence[str], where: str) -> dict[str, ColumnOptions]:
@@ -151,8 +172,13 @@ def _filled(own: ColumnOptions, sample: pa.Array, options: TableOptions) -> Colu
     )
 
 
-def _find(name: str, sample: pa.Array) -> Found:
+def _find(name: str, sample: pa.Array, untyped: bool) -> Found:
     """The kind of a column that the options say nothing of.
+
+    Args:
+        name: its name.
+        sample: its first values.
+        untyped: whether the file holds nothing but texts.
 
     Raises:
         ValueError: nothing can be made of it; it is not left out silently.
@@ -176,6 +202,10 @@ def _find(name: str, sample: pa.Array) -> Found:
     if kind == pa.null():
         return Found(kind="category", why="no value in the first rows")
     if is_text(kind) or pa.types.is_binary(kind):
+        if is_text(kind) and _moments(sample) is not None:
+            return Found(kind="time", why="texts that are times")
+        if untyped and is_text(kind) and (odd := _odd_number(name, sample)):
+            return Found(kind="number", why=f"numbers, but for {odd}")
         if is_text(kind) and (separator := _separator(sample)):
             return Found(kind="list", why=f"texts with {separator!r} between entries")
         distinct, rows = pc.count_distinct(sample).as_py(), len(sample)
@@ -207,6 +237,17 @@ def _find_integer(name: str, sample: pa.Array) -> Found:
     return Found(kind="number", why="integers")
 
 
+def _odd_number(name: str, texts: pa.Array) -> str | None:
+    """The first value that is not a number, where nearly all are: it should be corrected."""
+    texts = texts.drop_null()
+    number = pc.match_substring_regex(texts, r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$")
+    share = (pc.sum(number).as_py() or 0) / max(1, len(texts))
+    many = pc.count_distinct(texts).as_py() > FEW_VALUES
+    if ID_NAME.search(name) or not NUMBER_SHARE <= share < 1 or not many:
+        return None
+    return shown(texts[pc.index(number, False).as_py()].as_py())
+
+
 def _no_kind(name: str, reason: str) -> ValueError:
     return ValueError(
         f"column {name!r} can't be a feature: {reason}; leave it out with columns: {{{name}: drop}}"
@@ -229,11 +270,19 @@ def _separator(texts: pa.Array) -> str | None:
     return None
 
 
+def _moments(sample: pa.Array) -> NDArray[np.int64] | None:
+    """The values if all are timestamps, or texts that look like them."""
+    sample = sample.drop_null()
+    if len(sample) and (pa.types.is_timestamp(sample.type) or is_text(sample.type)):
+        with suppress(BadValue):
+            moments = times(sample, "", ("",), None, "s")
+            return moments if (moments != MISSING_TIME).any() else None
+    return None
+
+
 def _whole_days(sample: pa.Array) -> bool:
-    if not pa.types.is_timestamp(sample.type) or not len(sample.drop_null()):
-        return False
-    moments = sample.drop_null().cast(pa.timestamp("us"), safe=False).cast(pa.int64()).to_numpy()
-    return bool((moments % 86_400_000_000 == 0).all())
+    moments = _moments(sample)
+    return moments is not None and bool((moments[moments != MISSING_TIME] % DAY == 0).all())
 
 
 def _type_name(kind: pa.DataType) -> str:
@@ -257,7 +306,8 @@ def read_types(
     for column in plan.columns:
         if column.name not in plan.needed:
             continue
-        if column.kind == "number" and column.name not in keep:
+        moment = column.kind == "time" and column.numeric
+        if (column.kind == "number" or moment) and column.name not in keep:
             types[column.name] = pa.float64()
         elif form == "csv":
             repeats = column.kind in ("category", "label", "split") and column.name not in keep

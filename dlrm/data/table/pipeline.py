@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,11 @@ def prepare_table(
         ValueError: a row or value doesn't fit, there are no rows to train on, or ``output`` holds
             other data.
     """
-    options = {"made_by": MADE_BY, **plan.as_json()}
+    options = {
+        "made_by": MADE_BY,
+        "options": asdict(replace(plan.options, columns={})),
+        "columns": {column.name: asdict(column.options) for column in plan.columns},
+    }
     inputs = [file.path for file in files]
     key = {
         "format": [FORMAT, block_bytes],
@@ -178,7 +182,6 @@ def _limit(plan: TablePlan, text: str) -> float:
     """A limit of a split by time, in the unit of the column."""
     column = next(column for column in plan.columns if column.name == plan.options.split.column)
     where = "split: val_from or test_from"
-    numeric = column.kind in ("number", "category") or column.found.startswith(("int", "uint"))
-    if numeric:
+    if column.numeric:
         return float(numbers(pa.array([text]), where)[0])
     return float(times(pa.array([text]), where, (), None, "s")[0])

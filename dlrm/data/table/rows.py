@@ -13,8 +13,7 @@ import pyarrow as pa
 from dlrm.data.table import values
 from dlrm.data.table.columns import SPLIT, Feature, TablePlan
 from dlrm.data.table.files import Part
-from dlrm.data.table.text import BadRows
-from dlrm.data.table.values import BadValue
+from dlrm.data.table.values import BadRow, BadValue
 from dlrm.data.threads import map_in_order
 
 Result = TypeVar("Result")
@@ -78,7 +77,7 @@ def _split_column(plan: TablePlan, raw: pa.RecordBatch) -> pa.Array:
         return values.split_codes(array, name)
     column = next(column for column in plan.columns if column.name == name)
     own = column.options
-    if column.kind in ("number", "category") or values.is_number(array.type):
+    if column.numeric:
         found = values.numbers(array, name)
     else:
         moments = values.times(array, name, plan.options.missing, own.format, own.unit)
@@ -106,18 +105,16 @@ def map_parts(
             without a header, and the column.
     """
 
-    def work(numbered: tuple[int, Part]) -> tuple[Part, Result | BadValue | BadRows, int]:
+    def work(numbered: tuple[int, Part]) -> tuple[Part, Result | BadRow, int]:
         index, part = numbered
         try:
             return part, *function(index, part)
-        except (BadValue, BadRows) as error:
+        except BadRow as error:
             return part, error, 0
 
     done: Counter[Path] = Counter()
     for part, result, rows in map_in_order(work, enumerate(parts), workers):
-        if isinstance(result, BadValue | BadRows):
-            row = "" if result.row is None else f", row {done[part.path] + result.row + 1:,}"
-            column = f", column {result.column!r}" if isinstance(result, BadValue) else ""
-            raise ValueError(f"{part.path}{row}{column}: {result.problem}")
+        if isinstance(result, BadRow):
+            raise result.located(part.path, done[part.path])
         done[part.path] += rows
         yield part, result, rows

@@ -14,7 +14,7 @@ import pyarrow.csv
 import pyarrow.json
 
 from dlrm.data.preprocess.reader import RawBlock
-from dlrm.data.table.values import NUMBER_MISSING, BadValue, shown
+from dlrm.data.table.values import NUMBER_MISSING, BadRow, BadValue, shown
 
 if TYPE_CHECKING:
     from dlrm.data.table.files import TableFile
@@ -66,8 +66,8 @@ class CsvPart:
 
     def _read(self, types: Mapping[str, pa.DataType] | None, handler: object = None) -> pa.Table:
         if not self.data.strip():
-            schema = pa.schema([(n, pa.string()) for n in types or self.file.names])
-            return schema.empty_table().combine_chunks().to_batches()[:1][0]
+            schema = pa.schema([(name, pa.string()) for name in types or self.file.names])
+            return pa.RecordBatch.from_pylist([], schema)
         convert = {"column_types": types, "include_columns": list(types)} if types else {}
         table = pyarrow.csv.read_csv(
             pa.BufferReader(self.data),
@@ -102,7 +102,7 @@ class CsvPart:
         if bad:
             first = bad[0]
             where = None if first.number is None else first.number - 1
-            raise BadRows(
+            raise BadRow(
                 where,
                 f"{first.actual_columns} fields, a row has {first.expected_columns}: "
                 f"{shown(first.text)}; correct it (is the delimiter {self.file.delimiter!r}?)",
@@ -123,14 +123,6 @@ class CsvPart:
                             f"byte {wrong.start + 1} ({byte:#04x}) is not UTF-8; convert the "
                             "file, for example with iconv",
                         ) from None
-
-
-class BadRows(ValueError):
-    """A row that cannot be read; ``row`` is counted from 0 in its part, None if unknown."""
-
-    def __init__(self, row: int | None, problem: str) -> None:
-        super().__init__(problem)
-        self.row, self.problem = row, problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +151,7 @@ class JsonPart:
             return _read_json(self.block.data, types)
         except pa.ArrowInvalid as error:
             row, error = _first_bad_line(self.block.data, types, error)
-            raise BadRows(
+            raise BadRow(
                 row, f"{_plain(error)}; correct the row, or the kind of the column"
             ) from None
 
@@ -169,7 +161,7 @@ class JsonPart:
             return _read_json(self.block.data, None)
         except pa.ArrowInvalid as error:
             row, error = _first_bad_line(self.block.data, None, error)
-            raise BadRows(row, f"{_plain(error)}; correct the row") from None
+            raise BadRow(row, f"{_plain(error)}; correct the row") from None
 
 
 def csv_row_end(delimiter: str) -> Callable[[bytearray, int], int]:

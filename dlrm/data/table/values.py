@@ -8,6 +8,7 @@ fit. A missing number is NaN, a missing category is the text "".
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -32,18 +33,43 @@ WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", 
 DAY = 86_400_000_000  # microseconds
 
 
-class BadValue(ValueError):
+class BadRow(ValueError):
+    """A row that cannot be read.
+
+    Args:
+        row: its number in the batch, from 0; None: no row in particular.
+        problem: what is wrong, the rule and the remedy.
+    """
+
+    where = ""
+
+    def __init__(self, row: int | None, problem: str) -> None:
+        super().__init__(problem)
+        self.row, self.problem = row, problem
+
+    def located(self, path: Path, first_row: int = 0) -> ValueError:
+        """The error with its file and the number of its row, from 1 and without a header.
+
+        Args:
+            path: the file.
+            first_row: number of the first row of the batch in the file, from 0.
+        """
+        row = "" if self.row is None else f", row {first_row + self.row + 1:,}"
+        return ValueError(f"{path}{row}{self.where}: {self.problem}")
+
+
+class BadValue(BadRow):
     """A value that its column does not take.
 
     Args:
         column: name of the column.
-        row: number of the row in its batch, from 0; None: no row in particular.
+        row: see :class:`BadRow`.
         problem: the value, the rule and the remedy.
     """
 
     def __init__(self, column: str, row: int | None, problem: str) -> None:
-        super().__init__(f"column {column!r}: {problem}")
-        self.column, self.row, self.problem = column, row, problem
+        super().__init__(row, problem)
+        self.where = f", column {column!r}"
 
 
 def numbers(array: pa.Array, name: str) -> NDArray[np.float64]:

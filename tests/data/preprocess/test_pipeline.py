@@ -459,7 +459,7 @@ def test_data_that_no_preparation_made_is_left_alone(raw, tmp_path, name):
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
     with pytest.raises(
-        ValueError, match=rf"own contains {name.partition('/')[0]}, not made by prep"
+        ValueError, match=rf"own contains {name.partition('/')[0]}, not made by a prep"
     ):
         quiet(raw, tmp_path / "own")
     assert contents(tmp_path / "own").keys() == {name}
@@ -563,7 +563,7 @@ def test_nothing_to_train_on(raw, tmp_path):
         quiet(raw, tmp_path / "out", Options(split=("0", "0", "1")))
     quiet(raw, tmp_path / "out", Options(split=("0", "0", "1"), vocabulary="all"))
     raw.write_text("bad\n")
-    with pytest.raises(ValueError, match="out was prepared before, with other .*inputs: its ids"):
+    with pytest.raises(ValueError, match=r"prepared before, with other .*inputs: its ids"):
         quiet(raw, tmp_path / "out", Options(bad_rows="skip"))
     with pytest.raises(ValueError, match="0 good rows"):
         quiet(raw, tmp_path / "out", Options(bad_rows="skip"), overwrite=True)

@@ -1,0 +1,195 @@
+"""What is wrong with a table is said in one line: file, row, column, value, rule, remedy."""
+
+import gzip
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dlrm.data.table import infer
+from dlrm.data.table.options import build_options, read_options
+from dlrm.data.table.pipeline import open_and_plan, prepare_table
+
+GOOD = ["label,price,city"] + [f"{i % 2},{i}.5,{'abc'[i % 3]}" for i in range(300)]
+
+
+def prepare(inputs, tmp_path, block_bytes=1000, **options):
+    inputs = inputs if isinstance(inputs, list) else [inputs]
+    files, plan = open_and_plan(inputs, build_options(options))
+    return prepare_table(files, plan, tmp_path / "out", progress=False, block_bytes=block_bytes)
+
+
+def write(path, lines):
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("1,2.5", r"row 201: 2 fields, a row has 3: '1,2.5'; correct it"),
+        ("1,2.5,a,b", r"row 201: 4 fields, a row has 3"),
+        ("1,dear,a", r"row 201, column 'price': 'dear' is not a number; correct it, or set col"),
+        ("1,inf,a", r"row 201, column 'price': inf is not a finite number"),
+        ("2,2.5,a", r"row 201, column 'label': the value is '2'; it must be 0 or 1"),
+        (",2.5,a", r"row 201, column 'label': the value is missing; it must be 0 or 1"),
+    ],
+)
+def test_a_row_that_does_not_fit(tmp_path, line, message):
+    path = write(tmp_path / "rows.csv", [*GOOD[:201], line, *GOOD[201:]])
+    with pytest.raises(ValueError, match=rf"rows.csv, {message}"):
+        prepare(path, tmp_path)
+    assert not (tmp_path / "out" / "meta.json").exists()
+
+
+def test_the_row_of_a_quoted_field_with_line_ends(tmp_path):
+    lines = [*GOOD[:100], '1,2.5,"two\nlines, ""quoted"""', *GOOD[100:150], "1,x,a"]
+    path = write(tmp_path / "rows.csv", lines)
+    with pytest.raises(ValueError, match="row 151, column 'price': 'x'"):
+        prepare(path, tmp_path)
+
+
+def test_ordinary_quotes_within_fields(tmp_path):
+    lines = [*GOOD[:100], '1,2.5,5" pipe', *GOOD[100:200], '1,2.5,"a\nb"', *GOOD[200:]]
+    path = write(tmp_path / "rows.csv", lines)
+    meta = prepare(path, tmp_path, split={"train": 1, "val": 0, "test": 0})
+    assert meta.splits["train"].rows == 302
+    values = pq.read_table(tmp_path / "out" / "vocabulary" / "city.parquet")["value"].to_pylist()
+    assert {'5" pipe', "a\nb"} <= set(values)
+
+
+def test_text_that_is_not_utf8(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_bytes("\n".join([*GOOD, "1,2.5,Zürich"]).encode("latin-1"))
+    with pytest.raises(ValueError, match=r"row 301, column 'city': byte 2 \(0xfc\) is not UTF-8"):
+        prepare(path, tmp_path)
+
+
+def test_json_lines_that_do_not_fit(tmp_path, monkeypatch):
+    monkeypatch.setattr(infer, "SAMPLE_BYTES", 1000)
+    rows = [json.dumps({"label": i % 2, "price": i, "city": "a"}) for i in range(200)]
+    for bad, message in (
+        ('{"label": 1, "price": "dear", "city": "a"}', "row 151: .*price"),
+        ('{"label": 1, "price": 2, "city": "a", "more": 1}', "row 151: .*unexpected field"),
+        ('{"label": 1, "price": 2', "row 151: "),
+    ):
+        path = write(tmp_path / "rows.jsonl", [*rows[:150], bad, *rows[150:]])
+        with pytest.raises(ValueError, match=rf"rows.jsonl, {message}"):
+            prepare(path, tmp_path, columns={"price": "number"})
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("")
+    with pytest.raises(ValueError, match=r"rows.csv is empty"):
+        prepare(path, tmp_path)
+    write(path, GOOD[:1])
+    with pytest.raises(ValueError, match=r"rows.csv has no rows"):
+        prepare(path, tmp_path)
+    whole = gzip.compress("\n".join(GOOD * 50).encode())
+    (tmp_path / "cut.csv.gz").write_bytes(whole[:-20])
+    with pytest.raises(ValueError, match=r"cut.csv.gz: the file is truncated or damaged"):
+        prepare(tmp_path / "cut.csv.gz", tmp_path)
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"x.parquet is not a complete Parquet file"):
+        prepare(tmp_path / "x.parquet", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"none\*.csv: no such file, directory"):
+        prepare(str(tmp_path / "none*.csv"), tmp_path)
+    with pytest.raises(ValueError, match="is given more than once"):
+        prepare([write(path, GOOD), path], tmp_path)
+
+
+def test_columns_that_are_not_as_they_should_be(tmp_path):
+    path = write(tmp_path / "a.csv", GOOD)
+    with pytest.raises(ValueError, match=r"a.csv has no label 'clicked'"):
+        prepare(path, tmp_path, label="clicked")
+    other = write(tmp_path / "b.csv", ["label,price,town", "1,2,a"])
+    with pytest.raises(ValueError, match=r"b.csv has no column 'city', but .*a.csv has one"):
+        prepare([path, other], tmp_path)
+    more = write(tmp_path / "c.csv", ["label,price,city,more", "1,2,a,b"])
+    with pytest.raises(ValueError, match=r"c.csv has a column 'more', but .*a.csv has none"):
+        prepare([path, more], tmp_path)
+    twice = write(tmp_path / "d.csv", ["label,price,price", "1,2,a"])
+    with pytest.raises(ValueError, match=r"d.csv has 2 columns named 'price'"):
+        prepare(twice, tmp_path)
+    with pytest.raises(ValueError, match="no column is a category or list"):
+        prepare(path, tmp_path, columns={"city": "drop"})
+    bare = write(tmp_path / "e.csv", ["1,2.5,7", "0,3.5,8"])
+    with pytest.raises(ValueError, match=r"first line holds numbers .* list them with names:"):
+        prepare(bare, tmp_path)
+
+
+def test_no_column_is_dropped_silently(tmp_path):
+    rows = {"label": [0, 1] * 100, "c": ["a", "b"] * 100}
+    for values, reason in (
+        ([{"a": 1}] * 200, "struct"),
+        ([[1.5]] * 200, "holds list<.*double>"),
+        (list(range(200)), "counts the rows .0, 1, 2"),
+    ):
+        pq.write_table(pa.table(rows | {"odd": values}), tmp_path / "rows.parquet")
+        with pytest.raises(ValueError, match=rf"column 'odd' .*{reason}.*columns: {{odd: drop}}"):
+            prepare(tmp_path / "rows.parquet", tmp_path)
+    for values in ([None] * 200, pa.nulls(200, pa.string()), [float("nan")] * 200):
+        pq.write_table(pa.table(rows | {"odd": values}), tmp_path / "rows.parquet")
+        with pytest.raises(ValueError, match=r"'odd' has no value .*columns: {odd: drop}"):
+            prepare(tmp_path / "rows.parquet", tmp_path)
+        prepare(tmp_path / "rows.parquet", tmp_path, columns={"odd": "drop"})
+        (tmp_path / "out" / "meta.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"colums": {}}, "unknown option 'colums', did you mean 'columns'"),
+        ({"columns": {"price": "numbr"}}, "columns: price: kind is 'numbr', did you mean 'number'"),
+        ({"columns": {"price": {"transfrom": "log"}}}, "unknown option 'transfrom', did you mean"),
+        ({"columns": {"pirce": "number"}}, "has no column 'pirce', did you mean 'price'"),
+        ({"columns": {"price": {"buckets": 1}}}, "buckets is 1; it must be at least 2"),
+        ({"columns": ["price"]}, "it must hold columns as NAME: KIND"),
+        ({"min_count": "two"}, "min_count is 'two'; it must be a whole number"),
+        ({"split": {"train": 0.9}}, "train, val and test are 0.9, 0.1, 0.1; they must be"),
+        ({"split": {"by": "time"}}, "by is time, so it needs a column"),
+        ({"split": "random"}, "split is 'random'; it must hold options such as by: random"),
+        (
+            {"split": {"by": "column", "column": "city"}, "columns": {"price": "category"}},
+            "row 1, column 'city': the value is 'a'; it must be train, val or test",
+        ),
+        ({"columns": {"city": "label"}, "label": "label"}, "city and label are both the label"),
+        ({"split": {"train": 0, "val": 0, "test": 1}}, "the split leaves none for training"),
+    ],
+)
+def test_mistakes_in_the_options(tmp_path, options, message):
+    path = write(tmp_path / "rows.csv", GOOD)
+    with pytest.raises(ValueError, match=message):
+        prepare(path, tmp_path, **options)
+
+
+def test_an_options_file_that_is_no_yaml(tmp_path, run):
+    path, rows = tmp_path / "o.yaml", write(tmp_path / "rows.csv", GOOD)
+    for content, message in (("a: [", "is not YAML"), ("- a", "must hold options as name: value")):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            read_options(path)
+    path.write_text("columns: {price: numbr}")
+    output = "--output", tmp_path / "out"
+    told = run("prepare_table", rows, *output, "--config", path, status=2).stderr
+    assert told.startswith(f"error: {path}: columns: price: kind is 'numbr', did you mean 'number'")
+    told = run("prepare_table", rows, *output, "--split", "1", status=2).stderr
+    assert told == "error: --split has 1 values; give train, val and test\n"
+
+
+def test_a_damaged_transform(tmp_path):
+    from dlrm.data.table.transform import TableTransform
+
+    with pytest.raises(FileNotFoundError, match=r"transform.json does not exist"):
+        TableTransform.load(tmp_path)
+    prepare(write(tmp_path / "rows.csv", GOOD), tmp_path)
+    path = tmp_path / "out" / "transform.json"
+    content = json.loads(path.read_text())
+    for damaged in ({**content, "version": 9}, {"version": 1}, [], {**content, "columns": [1]}):
+        path.write_text(json.dumps(damaged))
+        with pytest.raises(ValueError, match="is not a transform"):
+            TableTransform.load(tmp_path / "out")
+    assert np.isfinite(content["scalings"]["price"]["scale"])

@@ -1,0 +1,329 @@
+"""A table prepared as a whole: against plain Python, Criteo's way, restarts, formats and errors."""
+
+import csv
+import gzip
+import hashlib
+import json
+import math
+import random
+from collections import Counter
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dlrm.data.criteo import CriteoLoader
+from dlrm.data.frequencies import read_frequencies
+from dlrm.data.preprocess import pipeline as criteo
+from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, SPLITS
+from dlrm.data.table import passes
+from dlrm.data.table.options import build_options
+from dlrm.data.table.pipeline import open_and_plan, prepare_table
+from dlrm.data.table.transform import TableTransform
+
+BLOCK = 4_000  # bytes, some 60 rows
+SHARES = {"train": "0.7", "val": "0.1", "test": "0.2"}
+
+
+def table_rows(count=400, seed=0):
+    """Rows of every kind, with gaps, quotes, line ends and letters beyond ASCII."""
+    rng = random.Random(seed)
+    cities = ["Zürich", "New York", 'the "city"', "東京", "a,b", "line\nend", "NA"]
+    day = 1_700_000_000
+    return [
+        {
+            "clicked": int(rng.random() < 0.3),
+            "price": "" if rng.random() < 0.1 else f"{rng.lognormvariate(3, 2):.3f}",
+            "user_id": str(int(rng.paretovariate(0.6)) % 300),
+            "city": "" if rng.random() < 0.1 else rng.choice(cities),
+            "tags": "|".join(rng.sample("abcdef", rng.randrange(4))),
+            "when": f"2023-11-{1 + i * 27 // count:02} {rng.randrange(24):02}:05:00",
+            "epoch": day + i * 1000,
+            "key": f"row {i}",
+        }
+        for i in range(count)
+    ]
+
+
+def write_csv(path, rows, **options):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n", **options)
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+OPTIONS = {
+    "label": "clicked",
+    "split": SHARES,
+    "columns": {"key": "pass", "epoch": {"kind": "time", "parts": ["weekday", "age"]}},
+}
+
+
+def prepare(inputs, output, options=None, **kwargs):
+    inputs = inputs if isinstance(inputs, list) else [inputs]
+    files, plan = open_and_plan(inputs, build_options(OPTIONS if options is None else options))
+    return prepare_table(files, plan, output, progress=False, **kwargs)
+
+
+def read(output):
+    return {split: pq.read_table(output / f"{split}.parquet") for split in SPLITS}
+
+
+def contents(directory):
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def expected_ids(values, training):
+    """Value to id, and the id of all others, as the documentation says."""
+    counts = Counter(v for bag in values[:training] for v in bag)
+    ranked = sorted(counts, key=lambda value: (-counts[value], value.encode()))
+    return {value: i for i, value in enumerate(ranked)}, len(ranked)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("table")
+    rows = table_rows()
+    write_csv(directory / "rows.csv", rows)
+    meta = prepare(directory / "rows.csv", directory / "out", block_bytes=BLOCK)
+    return directory, rows, meta
+
+
+def test_every_value(prepared):
+    directory, rows, meta = prepared
+    table = pa.concat_tables(read(directory / "out").values())
+    assert [meta.splits[split].rows for split in SPLITS] == [280, 40, 80]
+    assert meta.dense == ("price", "when_age", "epoch_age")
+    assert meta.tables == (
+        "user_id", "city", "tags", "when_hour", "when_weekday", "epoch_weekday",
+    )  # fmt: skip
+    assert table["clicked"].to_pylist() == [row["clicked"] for row in rows]
+    assert table["key"].to_pylist() == [row["key"] for row in rows]
+    training = sorted(float(row["price"]) for row in rows[:280] if row["price"])
+    quarter, median, three = np.quantile(training, [0.25, 0.5, 0.75])
+    for row, found in zip(rows, table["price"].to_pylist(), strict=True):
+        x = math.asinh((float(row["price"]) - median) / (three - quarter)) if row["price"] else 0
+        assert found == pytest.approx(x, rel=1e-6)
+    newest = rows[279]["epoch"]
+    ages = [math.log1p(max(0, newest - row["epoch"]) / 86400) for row in rows]
+    assert table["epoch_age"].to_pylist() == pytest.approx(ages, rel=1e-5)
+    for name in ("user_id", "city"):
+        ids, oov = expected_ids([[row[name]] for row in rows], 280)
+        assert table[name].to_pylist() == [ids.get(row[name], oov) for row in rows]
+    hours = [row["when"][11:13] for row in rows]
+    ids, oov = expected_ids([[hour] for hour in hours], 280)
+    assert table["when_hour"].to_pylist() == [ids.get(hour, oov) for hour in hours]
+    days = ["Wednesday", "Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday"]
+    days = [days[(int(row["when"][8:10]) - 1) % 7] for row in rows]  # 1 November 2023
+    ids, oov = expected_ids([[day] for day in days], 280)
+    assert table["when_weekday"].to_pylist() == [ids.get(day, oov) for day in days]
+    bags = [row["tags"].split("|") if row["tags"] else [] for row in rows]
+    ids, oov = expected_ids(bags, 280)
+    assert table["tags"].to_pylist() == [[ids[tag] for tag in bag] for bag in bags]
+
+
+def test_the_result_trains_as_criteo_does(prepared):
+    directory, rows, meta = prepared
+    batches = list(CriteoLoader(directory / "out", "train", batch_size=64, shuffle=True))
+    assert sum(batch.size for batch in batches) == 280
+    city = next(column for column in meta.categorical if column.name == "city")
+    counts = read_frequencies(directory / "out", meta)[meta.tables.index("city")]
+    training = Counter(row["city"] for row in rows[:280])
+    assert counts.tolist() == [*sorted(training.values(), reverse=True), 0]
+    assert city.oov_id == len(training)
+
+
+def test_blocks_and_chunks_change_nothing(prepared, tmp_path, monkeypatch):
+    directory, _, _ = prepared
+    prepare(directory / "rows.csv", tmp_path / "one")
+    monkeypatch.setattr(passes, "CHUNK_BYTES", 200)
+    prepare(directory / "rows.csv", tmp_path / "chunks", block_bytes=BLOCK)
+    for split, table in read(directory / "out").items():
+        for other in ("one", "chunks"):
+            assert read(tmp_path / other)[split].equals(table)
+
+
+def test_scoring_gives_what_the_preparation_gave(prepared, tmp_path):
+    directory, rows, _ = prepared
+    transform = TableTransform.load(directory / "out")
+    found = list(transform.read([directory / "rows.csv"], keep=["key"], block_bytes=BLOCK))
+    assert len(found) > 4
+    table = pa.concat_tables(read(directory / "out").values())
+    scored = pa.Table.from_batches([prepared for prepared, _ in found])
+    for name in table.schema.names:
+        assert scored[name].to_pylist() == table[name].to_pylist()
+    keys = [key for _, kept in found for key in kept["key"].to_pylist()]
+    assert keys == [row["key"] for row in rows]
+
+    new = [{**row, "city": "unseen", "price": ""} for row in rows[:5]]
+    for row in new:
+        del row["clicked"], row["key"]
+    path = write_csv(tmp_path / "new.csv", new)
+    ((scored, _),) = transform.read([path])
+    assert "clicked" not in scored.schema.names
+    assert set(scored["city"].to_pylist()) == {transform.vocabularies["city"].oov_id}
+    assert scored["price"].to_pylist() == [0] * 5
+    assert scored["user_id"].to_pylist() == table["user_id"][:5].to_pylist()
+    del new[3]["city"]
+    path = tmp_path / "less.csv"
+    write_csv(path, [{k: v for k, v in row.items() if k != "city"} for row in new])
+    with pytest.raises(ValueError, match=r"less.csv has no column 'city'"):
+        list(transform.read([path]))
+
+
+def typed(rows):
+    """The same rows with the types of JSON and Parquet."""
+    return [
+        {
+            **row,
+            "price": float(row["price"]) if row["price"] else None,
+            "user_id": int(row["user_id"]),
+            "city": row["city"] or None,
+            "tags": row["tags"].split("|") if row["tags"] else [],
+        }
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize("form", ["json", "parquet", "tsv.gz", "globs"])
+def test_every_format_gives_the_same(prepared, tmp_path, form):
+    directory, rows, _ = prepared
+    where = tmp_path / "in"
+    (where / "deep").mkdir(parents=True)
+    halves = {"b": rows[200:], "a": rows[:200]}
+    inputs = [where]
+    for name, half in halves.items():
+        if form == "json":
+            lines = "".join(json.dumps(row) + "\n" for row in typed(half))
+            (where / f"{name}.jsonl").write_text(lines)
+        elif form == "parquet":
+            pq.write_table(pa.Table.from_pylist(typed(half)), where / f"{name}.parquet")
+        elif form == "tsv.gz":
+            plain = write_csv(where / f"{name}.tsv", half, delimiter="\t")
+            plain.with_suffix(".tsv.gz").write_bytes(gzip.compress(plain.read_bytes()))
+            plain.unlink()
+        else:
+            reordered = [dict(reversed(row.items())) for row in half]
+            write_csv(where / "deep" / f"{name}.csv", reordered if name == "b" else half)
+            inputs = [f"{where}/**/*.csv"]
+    if form != "globs":
+        (where / "_left.csv").write_text("alone")
+    prepare(inputs if form == "globs" else [where], tmp_path / "out", block_bytes=BLOCK)
+    for split, table in read(directory / "out").items():
+        found = read(tmp_path / "out")[split]
+        assert found.schema.names == table.schema.names
+        assert found.to_pylist() == table.to_pylist()
+
+
+def test_rows_of_criteo_get_the_ids_of_prepare_criteo(tmp_path):
+    rng = random.Random(0)
+    lines = []
+    for _ in range(600):
+        numbers = [
+            "" if rng.random() < 0.2 else str(int(rng.paretovariate(0.5)) - 4) for _ in "i" * 13
+        ]
+        values = [
+            "" if rng.random() < 0.1 else f"{int(rng.paretovariate(0.7)) * 0x9E3779B1 % 2**32:08x}"
+            for _ in range(26)
+        ]
+        lines.append("\t".join([str(int(rng.random() < 0.3)), *numbers, *values]) + "\n")
+    raw = tmp_path / "train.txt"
+    raw.write_text("".join(lines))
+    shares = "0.6", "0.1", "0.3"
+    options = criteo.Options(split=shares, min_count=2)
+    one = criteo.prepare([raw], tmp_path / "one", options, progress=False)
+    like = {
+        "names": ["label", *CRITEO_DENSE, *CRITEO_CATEGORICAL],
+        "delimiter": "\t",
+        "quotes": False,
+        "split": dict(zip(SPLITS, shares, strict=True)),
+        "transform": "log",
+        "min_count": 2,
+        "columns": {
+            **dict.fromkeys(CRITEO_DENSE, "number"),
+            **dict.fromkeys(CRITEO_CATEGORICAL, "category"),
+        },
+    }
+    other = prepare(raw, tmp_path / "other", like, block_bytes=30_000)
+    assert one.categorical == other.categorical
+    assert one.dense == other.dense
+    assert one.splits == other.splits
+    for split, table in read(tmp_path / "one").items():
+        assert read(tmp_path / "other")[split].equals(table)
+    for name in one.tables:
+        ours, theirs = (
+            pq.read_table(tmp_path / d / one.vocabulary_file(name)) for d in ("one", "other")
+        )
+        assert ours.to_pylist() == theirs.to_pylist()
+
+
+class Killed(BaseException):
+    """Not caught by anything, like a signal."""
+
+
+def test_stopped_at_any_step_and_restarted_it_ends_with_the_same_bytes(
+    prepared, tmp_path, monkeypatch
+):
+    _, rows, _ = prepared
+    path = write_csv(tmp_path / "rows.csv", rows[:150])
+    replace = type(path).replace
+    done, allowed = 0, math.inf
+
+    def counted(path, target):
+        nonlocal done
+        done += 1
+        if done > allowed:
+            raise Killed
+        return replace(path, target)
+
+    monkeypatch.setattr(type(path), "replace", counted)
+    prepare(path, tmp_path / "whole", block_bytes=BLOCK)
+    expected, steps = contents(tmp_path / "whole"), done
+    for step in (0, 2, 7, *range(12, steps, 4), steps - 1):
+        out = tmp_path / f"out{step}"
+        done, allowed = 0, step
+        with pytest.raises(Killed):
+            prepare(path, out, block_bytes=BLOCK)
+        assert not (out / "meta.json").exists()
+        allowed = math.inf
+        prepare(path, out, block_bytes=BLOCK)
+        assert contents(out) == expected
+
+
+def test_a_table_is_not_replaced_by_one_of_other_options(prepared, tmp_path):
+    _, rows, _ = prepared
+    path = write_csv(tmp_path / "rows.csv", rows[:100])
+    prepare(path, tmp_path / "out")
+    before = contents(tmp_path / "out")
+    prepare(path, tmp_path / "out")  # the same again
+    assert contents(tmp_path / "out") == before
+    with pytest.raises(ValueError, match="before, with other options and columns: its"):
+        prepare(path, tmp_path / "out", OPTIONS | {"min_count": 2})
+    write_csv(path, rows[:101])
+    with pytest.raises(ValueError, match="out was prepared before, with other inputs"):
+        prepare(path, tmp_path / "out")
+    assert contents(tmp_path / "out") == before
+    prepare(path, tmp_path / "out", overwrite=True)
+    assert contents(tmp_path / "out") != before
+
+
+def test_the_options_that_are_written_give_the_same(prepared, tmp_path, run):
+    directory, _, _ = prepared
+    config = directory / "out" / "table.yaml"
+    run("prepare_table", directory / "rows.csv", "--output", tmp_path / "out", "--config", config)
+    for split, table in read(directory / "out").items():
+        assert read(tmp_path / "out")[split].equals(table)
+    shown = run(
+        "prepare_table", directory / "rows.csv", "--output", tmp_path / "no", "--label", "clicked",
+        "--dry-run",
+    ).stdout  # fmt: skip
+    assert "price    double        number    auto, missing: 0 after it" in shown
+    assert "tags     text          list      lists of ids, separator '|'" in shown
+    assert "label: clicked" in shown
+    assert not (tmp_path / "no").exists()
