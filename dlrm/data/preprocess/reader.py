@@ -202,7 +202,7 @@ def _whole_lines(
             if not end:
                 raise ValueError(
                     f"{path}: no line end in {block_bytes:,} bytes; the input must be "
-                    "text in rows (unpack archives first; is a quote never closed?)"
+                    "text in rows: unpack archives first (or is a quote never closed?)"
                 )
             yield _take(buffer, end)
     yield bytes(buffer)

@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 
 from dlrm.data.schema import META_FILE, SPLITS
 from dlrm.utils.atomic import atomic_write
+from dlrm.utils.documents import read_json
 
 DIRECTORY = ".prepare"
 KEY_FILE = "key.json"
@@ -97,7 +98,7 @@ class Workspace:
         if not path.is_file():
             return
         try:
-            made = json.loads(path.read_text())
+            made = read_json(path)
             options, inputs = made["options"], made["inputs"]
             found = [[record["name"], record["bytes"]] for record in inputs]
         except (ValueError, KeyError, TypeError):

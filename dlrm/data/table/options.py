@@ -9,8 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import yaml
-
+from dlrm.utils.documents import read_yaml
 from dlrm.utils.messages import did_you_mean
 
 Kind = Literal["number", "category", "list", "time", "label", "weight", "split", "pass", "drop"]
@@ -153,12 +152,9 @@ def read_options(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not YAML, or not a mapping.
+        ValueError: it is not YAML, beyond its limits, or not a mapping.
     """
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or an impossible date
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    content = read_yaml(path)
     if content is None:
         return {}
     if not isinstance(content, dict):

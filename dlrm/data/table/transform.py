@@ -29,6 +29,7 @@ from dlrm.data.table.rows import convert_rows, map_parts
 from dlrm.data.table.vocabulary import TextVocabulary
 from dlrm.utils.atomic import atomic_write
 from dlrm.utils.device import cpu_count
+from dlrm.utils.documents import read_json
 from dlrm.utils.messages import did_you_mean
 
 TRANSFORM_FILE = "transform.json"
@@ -209,7 +210,7 @@ class TableTransform:
                 f"{path} does not exist: {directory} was not made by scripts/prepare_table.py"
             )
         try:
-            content: dict[str, Any] = json.loads(path.read_text())
+            content: dict[str, Any] = read_json(path)
             if content["version"] != VERSION:
                 raise ValueError(f"version {content['version']!r}, this program reads {VERSION}")
             made = cls(

@@ -90,7 +90,7 @@ def test_files_that_cannot_be_read(tmp_path):
         prepare(path, tmp_path)
     whole = gzip.compress("\n".join(GOOD * 50).encode())
     (tmp_path / "cut.csv.gz").write_bytes(whole[:-20])
-    with pytest.raises(ValueError, match=r"cut.csv.gz: the file is truncated or damaged"):
+    with pytest.raises(ValueError, match=r"cut.csv.gz: gzip member 1, .* damaged or cut off"):
         prepare(tmp_path / "cut.csv.gz", tmp_path)
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=r"x.parquet is not a complete Parquet file"):
@@ -168,7 +168,10 @@ def test_mistakes_in_the_options(tmp_path, options, message):
 
 def test_an_options_file_that_is_no_yaml(tmp_path, run):
     path, rows = tmp_path / "o.yaml", write(tmp_path / "rows.csv", GOOD)
-    for content, message in (("a: [", "is not YAML"), ("- a", "must hold options as name: value")):
+    for content, message in (
+        ("a: [", "can't be read: "),
+        ("- a", "must hold options as name: value"),
+    ):
         path.write_text(content)
         with pytest.raises(ValueError, match=message):
             read_options(path)
