@@ -33,7 +33,7 @@ from dlrm.embeddings import available
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, Schedule
 from dlrm.sparse_arch.table_plan import AUTO, format_table_plan, table_plan_by_name
-from dlrm.training import checkpoint, metrics, profiling, run_directory, tracking
+from dlrm.training import checkpoint, metrics, profiling, restarts, run_directory, tracking
 from dlrm.training.data_parallel import GradientReducer, state_bytes
 from dlrm.training.loaders import make_loader
 from dlrm.training.prefetch import PreparedBatch
@@ -50,7 +50,8 @@ class Run:
         self.config, self.resolved, self.world = config, resolved, world
         self.device = world.join(pick_device(config.device))
         new = Path(config.output) / (config.name or run_directory.new_name(config.emb))
-        self.directory = world.from_first(lambda: run_directory.new_or_resumed(new, config.resume))
+        begun = world.from_first(lambda: restarts.choose_run(new, config.resume, world.job))
+        self.directory, resume = begun
         if config.data == RunConfig.data and world.first:
             synthetic.write_demo(config.data)
         world.wait()
@@ -64,7 +65,7 @@ class Run:
         if not len(self.train_data):
             raise ValueError("--loader.drop_last leaves no batch: lower --batch_size")
         self.spec = model_spec(config, self.meta)
-        restored = checkpoint.about(config.resume, spec=self.spec) if config.resume else None
+        restored = checkpoint.about(resume, spec=self.spec) if resume else None
         torch.manual_seed(config.seed)
         counts = (lambda: read_frequencies(config.data, self.meta)) if self.meta.multi_hot else None
         rule, tables = config.optim.embeddings, self.meta.tables
@@ -94,8 +95,9 @@ class Run:
         self.fitted: dict[str, float] = {}  # metrics after --init_from, before any step
         self.validated: tuple[int, dict[str, float]] = (-1, {})  # step and metrics of the last
         self.loss: torch.Tensor | None = None  # of the last step
-        if config.resume and restored:
-            self._restore(config.resume, restored)
+        if resume and restored:
+            self._restore(resume, restored)
+        restarts.begin(self.directory, world, resumed=restored is not None)
         tracker = tracking.Tracker if world.first else tracking.NoTracker
         self.tracker = tracker(self.directory, step=self.steps if restored else None)
 
@@ -270,16 +272,14 @@ class Run:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    world, hint = World.from_environment(), partial(run_directory.resume_hint, None)
+    world, hint = World.from_environment(), partial(str, "nothing was changed")
 
     def work() -> None:
         nonlocal hint
         saved = []
         world.rendezvous()
         if resumed := resumed_path(arguments):
-            directory = run_directory.run_directory(resumed)
-            saved = [f"--config={directory / run_directory.CONFIG}"]
-            hint = partial(run_directory.resume_hint, directory)
+            saved = [f"--config={run_directory.run_directory(resumed) / run_directory.CONFIG}"]
         with world.print_once():
             config, resolved = parse([*arguments, *saved], available())
         refuse_with_resume(arguments, config.resume)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
@@ -13,6 +15,7 @@ from importlib import import_module
 from io import StringIO
 from types import TracebackType
 from typing import Any, TypeVar
+from uuid import uuid4
 from weakref import WeakMethod
 
 import torch
@@ -23,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 from dlrm.utils.messages import print_error
 
 T = TypeVar("T")
+POLL = 0.01  # seconds between two looks at a key
 TIMEOUT = timedelta(minutes=30)  # of a collective: others wait while one evaluates or writes
 
 
@@ -41,6 +45,9 @@ class World:
     size: int = 1
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
     """Where this process computes."""
+    job: str | None = None
+    """The job of torchrun and its command line, the same for all attempts; None without torchrun.
+    Known after :meth:`rendezvous`."""
     _before_leaving: list[WeakMethod[Callable[[], object]]] = field(
         default_factory=list, repr=False
     )
@@ -62,10 +69,16 @@ class World:
         return [(self.rank + step) % self.size for step in range(self.size)]
 
     def rendezvous(self) -> None:
-        """Connect to the store that the processes share; needs no device."""
-        if self.size > 1 and self._store is None:
-            store, _, _ = next(rendezvous("env://", timeout=TIMEOUT))
-            self._store = dist.PrefixStore("dlrm", store)
+        """Connect to the store that the processes share, and wait for all; needs no device."""
+        run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+        if self._store is not None or (self.size == 1 and run_id is None):
+            return
+        store, _, _ = next(rendezvous("env://", timeout=TIMEOUT))
+        store = dist.PrefixStore("dlrm", store)
+        if run_id == "none":  # unless --rdzv-id is given; this store is as old as the job
+            run_id = store.compare_set("job", "", uuid4().hex).decode()
+        self.job = run_id and shlex.join([run_id, *sys.argv[1:]])
+        self._store = dist.PrefixStore(agree_on_attempt(store, self.rank, self.size), store)
 
     def join(self, device: torch.device) -> torch.device:
         """Join the process group, NCCL on GPUs, gloo on CPUs; returns the device."""
@@ -219,6 +232,31 @@ class World:
                 taken[rank] += count
         logits, labels = torch.cat(ordered).t()
         return logits, labels
+
+
+def agree_on_attempt(store: dist.Store, rank: int, size: int) -> str:
+    """A text that the processes of this attempt share, and that no other attempt uses.
+
+    The store of torchrun outlives an attempt, and has what processes of earlier ones left there.
+    ``TORCHELASTIC_RESTART_COUNT`` does not tell attempts apart: it stays the same when the number
+    of nodes changes. So the first process answers each of the others under a name that this other
+    one has just made up.
+    """
+    if rank:
+        own = uuid4().hex
+        store.set(f"hello/{rank}", own)
+        while not store.check([f"welcome/{own}"]):
+            time.sleep(POLL)
+        attempt = store.get(f"welcome/{own}").decode()
+        store.set(f"ready/{attempt}/{rank}", "")
+        return attempt
+    attempt, waiting = uuid4().hex, set(range(1, size))
+    while waiting:
+        for other in [other for other in waiting if store.check([f"hello/{other}"])]:
+            store.set(f"welcome/{store.get(f'hello/{other}').decode()}", attempt)
+        waiting -= {other for other in waiting if store.check([f"ready/{attempt}/{other}"])}
+        time.sleep(POLL)
+    return attempt
 
 
 def _report_lost_peer(
