@@ -112,7 +112,7 @@ def start(_launcher, tmp_path_factory):
     """Starts a program in a process of its own, or in several as ``torchrun`` does."""
     started = []
 
-    def start(program, *arguments, processes=1, file_size=None):
+    def start(program, *arguments, processes=1, **limits):
         path = program if isinstance(program, Path) else program_path(program)
         output = [str(tmp_path_factory.mktemp("output") / name) for name in ("out", "err")]
         pid = _launcher(
@@ -120,7 +120,7 @@ def start(_launcher, tmp_path_factory):
             arguments=[str(argument) for argument in arguments],
             processes=processes,
             output=output,
-            file_size=file_size,
+            **limits,
         )
         started.append(Process(pid, output, _launcher))
         return started[-1]

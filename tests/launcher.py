@@ -13,6 +13,7 @@ import runpy
 import sys
 import time
 import uuid
+from pathlib import Path
 
 PRELOADED = ["train", "scripts.evaluate", "scripts.predict", "torch._dynamo"]
 PRELOADED += ["torch.distributed.launcher.api"]
@@ -27,6 +28,11 @@ def run(program, arguments):
 
 def run_rank(program, arguments):
     """Run a program as one of several processes, for which status 0 is to return."""
+    # A thread of the parent looks up the name of each process that connects to its store. A process
+    # that is forked meanwhile would find the lock of that look-up taken, forever.
+    children = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")
+    while len(children.read_text().split()) < int(os.environ["LOCAL_WORLD_SIZE"]):
+        time.sleep(0.001)
     try:
         run(program, arguments)
     except SystemExit as stop:
@@ -34,7 +40,7 @@ def run_rank(program, arguments):
             raise
 
 
-def torchrun(processes, program, arguments):
+def torchrun(processes, program, arguments, max_restarts=0):
     """Run a program in several processes as ``torchrun --standalone`` does."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -45,13 +51,13 @@ def torchrun(processes, program, arguments):
         run_id=str(uuid.uuid4()),
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        max_restarts=0,
+        max_restarts=max_restarts,
         start_method="fork",
     )
     elastic_launch(config, run_rank)(program, arguments)
 
 
-def start(program, arguments, processes, output, file_size):
+def start(program, arguments, processes, output, file_size=None, max_restarts=None):
     """In a new process: run a program, its output in the files ``output`` names."""
     os.setsid()
     for stream, path in enumerate(output, 1):
@@ -61,8 +67,8 @@ def start(program, arguments, processes, output, file_size):
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if file_size:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
-    if processes > 1:
-        torchrun(processes, program, arguments)
+    if processes > 1 or max_restarts is not None:
+        torchrun(processes, program, arguments, max_restarts or 0)
     else:
         run(program, arguments)
 
@@ -79,13 +85,18 @@ def wait(pid, seconds):
         time.sleep(0.01)
 
 
-def main():
-    """Serve requests until stdin ends."""
+def preload():
+    """Import what forks need."""
     sys.path.insert(1, os.getcwd())
     for name in PRELOADED:
         importlib.import_module(name)
     del sys.path[1]
     gc.freeze()
+
+
+def main():
+    """Serve requests until stdin ends."""
+    preload()
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     for line in requests:
         request = json.loads(line)

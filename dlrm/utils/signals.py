@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 ]
 """The signals that are handled; Windows has no SIGHUP."""
+
+PATIENCE = 3.0  # seconds
 
 
 class Interrupted(KeyboardInterrupt):
@@ -40,6 +43,7 @@ class _State:
     number = 0  # of the signal that came first; 0: none
     time = 0.0  # when it came
     deferred = False
+    seen = threading.Event()  # by the handler
 
 
 def exit_quietly() -> None:
@@ -51,12 +55,21 @@ def exit_quietly() -> None:
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """Let signals raise :class:`Interrupted` in the block, and a second one end the process."""
+    """Let signals raise :class:`Interrupted` in the block, and a second one end the process.
+
+    A call that does not return to Python, as when a process that others wait for is gone, is ended
+    after a few seconds.
+    """
     if threading.current_thread() is not threading.main_thread():  # it can't set handlers
         yield
         return
     before = {number: signal.getsignal(number) for number in SIGNALS}
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
     _State.number, _State.deferred = 0, False
+    seen = _State.seen = threading.Event()
+    threading.Thread(target=_watch, args=[receiver, seen], daemon=True).start()
+    previous = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     try:
         for number, handler in before.items():
             if handler != signal.SIG_IGN:
@@ -65,6 +78,9 @@ def raised() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(previous)
+        sender.close()
+        seen.set()
 
 
 def defer() -> None:
@@ -89,6 +105,7 @@ def _exit(number: int, frame: Any) -> None:
 
 
 def _handle(number: int, frame: Any) -> None:
+    _State.seen.set()
     if _State.number:
         # Ctrl-C in torchrun reaches a process twice: from the terminal, and from torchrun. So does
         # the end of a terminal: from the kernel, and from the shell.
@@ -98,3 +115,12 @@ def _handle(number: int, frame: Any) -> None:
     _State.number, _State.time = number, time.monotonic()
     if not _State.deferred:
         raise Interrupted(number)
+
+
+def _watch(receiver: socket.socket, seen: threading.Event) -> None:
+    """End the process if a signal has come and its handler does not get to run."""
+    with receiver:
+        while number := receiver.recv(1)[:1]:
+            handled = number[0] in SIGNALS and not _State.deferred
+            if handled and not seen.wait(PATIENCE):
+                os._exit(128 + number[0])

@@ -78,3 +78,19 @@ runpy.run_path({program!r}, run_name="__main__")
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_call_that_does_not_return_is_ended():
+    """As when a process waits for another one that is gone."""
+    code = """
+import os, signal, threading, torch
+from dlrm.utils import signals
+store = torch.distributed.TCPStore("localhost", 0, is_master=True)
+with signals.raised():
+    threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()
+    store.get("never")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
+    assert (done.returncode, done.stderr) == (143, "")
