@@ -4,8 +4,13 @@
 
 The files do not change. They need a label (bool, or a number in [0, 1]) and categorical columns
 (integers from 0, or lists of them for multi-hot features), and may have dense columns (numbers).
-The table of a categorical column has as many rows as its largest id + 1, over all splits, and one
-more row for nulls if the column has any.
+The table of a categorical column has as many rows as its largest id + 1, and one more that stands
+for nulls and for ids that rows to score may have beyond these (--unseen row). Without that row,
+such an id is an error (--unseen error), and nulls get a row only if the column has any.
+
+Files that come later are described with the tables of the data that a model was trained on:
+
+    python scripts/describe_parquet.py new --test 'part-*.parquet' --tables-of data
 """
 
 from __future__ import annotations
@@ -73,6 +78,8 @@ def describe_files(
     label: str,
     dense: Sequence[str] | None = None,
     categorical: Sequence[str] | None = None,
+    unseen: str = "row",
+    like: Meta | None = None,
 ) -> Meta:
     """Read all files once and describe them.
 
@@ -83,14 +90,18 @@ def describe_files(
         dense: the dense columns; by default all columns of floating type except the label.
         categorical: the categorical columns; by default all columns of integers or lists of
             integers except the label and the dense columns.
+        unseen: ``row``: one more row of each table stands for nulls and for later ids; ``error``:
+            ids must be in the table.
+        like: the description of other data, whose columns and tables these files have.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file is damaged; a column is missing, of the wrong type or named twice; a
-            label is missing or not in [0, 1]; an id is negative or too large.
+            label is missing or not in [0, 1]; an id is negative or too large, or a table of
+            ``like`` has no row for it.
     """
     first = next(name for names in files.values() for name in names)
-    meta = _columns(directory / first, label, dense, categorical)
+    meta = like or _columns(directory / first, label, dense, categorical)
     columns, reader = meta.categorical, RowGroupReader(directory, meta)
     row_groups = {
         split: [row_group for name in names for row_group in reader.open(directory / name)]
@@ -116,11 +127,7 @@ def describe_files(
     return replace(
         meta,
         categorical=tuple(
-            replace(
-                column,
-                cardinality=max(1, ids.largest + 1 + (ids.nulls > 0)),
-                oov_id=ids.largest + 1 if ids.nulls else None,
-            )
+            _with_table(column, ids, unseen) if like is None else _in_table(column, ids)
             for column, ids in zip(columns, seen.values(), strict=True)
         ),
         splits={
@@ -129,6 +136,36 @@ def describe_files(
         },
         options={"made_by": DESCRIBED},
     )
+
+
+def _with_table(column: Categorical, ids: IdRange, unseen: str) -> Categorical:
+    """A column with the table that its ids need."""
+    reserved = unseen == "row" or ids.nulls > 0
+    return replace(
+        column,
+        cardinality=max(1, ids.largest + 1 + reserved),
+        oov_id=ids.largest + 1 if reserved else None,
+        unseen=unseen,
+    )
+
+
+def _in_table(column: Categorical, ids: IdRange) -> Categorical:
+    """A column whose ids are in its table.
+
+    Raises:
+        ValueError: one is not.
+    """
+    if column.unseen == "error" and ids.largest >= column.cardinality:
+        raise ValueError(
+            f"column {column.name!r} has id {ids.largest}, its table {column.cardinality} rows and "
+            "none for unseen ids: describe the training data with --unseen row, and train again"
+        )
+    if ids.nulls and column.oov_id is None:
+        raise ValueError(
+            f"column {column.name!r} has nulls, its table no row for them: fill them in, or "
+            "describe the training data with --unseen row, and train again"
+        )
+    return column
 
 
 def _is_missing(column: pa.ChunkedArray) -> bool:
@@ -225,6 +262,20 @@ def parser() -> Parser:
         help="categorical columns (default: all other columns of integers or lists of integers)",
     )
     made.add_argument(
+        "--unseen",
+        choices=("row", "error"),
+        default="row",
+        help="an id beyond those of the training rows, in rows to score. row: one more row of the "
+        "table stands for all of them. error: the file is refused",
+    )
+    made.add_argument(
+        "--tables-of",
+        type=path_arg,
+        metavar="DIR",
+        help="described data on which a model was trained, whose columns, tables and --unseen are "
+        "taken (default: none)",
+    )
+    made.add_argument(
         "--overwrite", action="store_true", help="replace an existing meta.json (default: no)"
     )
     return made
@@ -236,9 +287,19 @@ def describe(options: Namespace) -> None:
     if (directory / META_FILE).exists() and not options.overwrite:
         raise ValueError(f"{directory / META_FILE} exists; use --overwrite to replace it")
     files = {split: _matching_files(directory, getattr(options, split)) for split in SPLITS}
-    if not files["train"]:
+    like = None
+    if options.tables_of is not None:
+        like = Meta.read(options.tables_of)
+        if like.options.get("made_by") != DESCRIBED:
+            raise ValueError(
+                f"--tables-of {options.tables_of} was not made by this program: give the data that "
+                "the ids of these files come from"
+            )
+    elif not files["train"]:
         raise ValueError("no training files; name them with --train FILE ...")
     names = [name for split in files.values() for name in split]
+    if not names:
+        raise ValueError("no files; name them with --test FILE ...")
     for path, count in Counter((directory / name).resolve() for name in names).items():
         if count > 1:
             raise ValueError(f"{path} is named {count} times; name each file once, for one split")
@@ -248,9 +309,11 @@ def describe(options: Namespace) -> None:
         label=options.label,
         dense=options.dense,
         categorical=options.categorical,
+        unseen=options.unseen,
+        like=like,
     )
     for column in meta.categorical:
-        notes = "multi-hot" * column.multi_hot, "nulls" * (column.oov_id is not None)
+        notes = "multi-hot" * column.multi_hot, "unseen" * (column.oov_id is not None)
         text = (
             f"{printable(column.name):24} {column.cardinality:>13,} rows  {' '.join(notes).strip()}"
         )

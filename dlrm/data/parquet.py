@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from dlrm.data.schema import META_FILE, Meta
+from dlrm.data.schema import META_FILE, Categorical, Meta
 from dlrm.utils.messages import did_you_mean
 
 
@@ -116,11 +116,11 @@ class RowGroupReader:
         for column, cardinality in zip(self.meta.categorical, self.num_embeddings, strict=True):
             array, where = _only_chunk(table, column.name), f"{row_group}, column {column.name!r}"
             if not column.multi_hot:
-                rows.ids.append(_ids(array, where, column.oov_id, cardinality))
+                rows.ids.append(_ids(array, where, column, cardinality))
                 continue
             offsets = np.zeros(row_group.rows + 1, np.int64)
             np.cumsum(pc.fill_null(pc.list_value_length(array), 0), out=offsets[1:])
-            ids = _ids(array.flatten(), where, column.oov_id, cardinality)
+            ids = _ids(array.flatten(), where, column, cardinality)
             ids = ids.astype(self.ids_dtype, copy=False)
             rows.bags.append(pa.LargeListArray.from_arrays(offsets, ids))
         return rows
@@ -302,8 +302,12 @@ def _dense(array: pa.Array, where: str) -> np.ndarray:
     return np.nan_to_num(values, nan=0.0)
 
 
-def _ids(array: pa.Array, where: str, oov_id: int | None, cardinality: int) -> np.ndarray:
-    """The ids of a column, checked to be in ``[0, cardinality)``; null becomes ``oov_id``."""
+def _ids(array: pa.Array, where: str, column: Categorical, cardinality: int) -> np.ndarray:
+    """The ids of a column, checked to be in ``[0, cardinality)``; null becomes ``oov_id``.
+
+    An id beyond them becomes ``oov_id`` too if the column says so, and the table is its own.
+    """
+    oov_id = column.oov_id
     if array.null_count:
         if oov_id is None:
             value = pc.index(array.is_null(), True).as_py()
@@ -318,9 +322,12 @@ def _ids(array: pa.Array, where: str, oov_id: int | None, cardinality: int) -> n
     if ids.dtype.kind == "i":
         limit = min(cardinality, 1 << (8 * ids.itemsize - 1))
     if ids.size and unsigned.max() >= limit:
+        if column.unseen == "row" and column.cardinality == cardinality and ids.min() >= 0:
+            return np.where(unsigned >= limit, oov_id, ids).astype(ids.dtype)
         value = np.flatnonzero(unsigned >= limit)[0]
         raise ValueError(
             f"{where}: value {value} is id {ids[value]}, outside the table of {cardinality} rows; "
-            f"ids must be in [0, {cardinality}): enlarge the table or correct the data"
+            f"ids must be in [0, {cardinality}): enlarge the table or correct the data (for files "
+            "of a trained model: describe_parquet.py --tables-of)"
         )
     return ids

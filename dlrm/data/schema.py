@@ -51,6 +51,8 @@ class Categorical:
     """Each value is a list of ids (a bag) rather than one id."""
     oov_id: int | None = None
     """The id shared by all values that are not in the vocabulary, if there is one."""
+    unseen: str = "error"
+    """What becomes of an id outside the table: ``error``, or ``row``, that of ``oov_id``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,10 @@ class Meta:
                 raise ValueError(f"column {name} has oov_id {shown(oov)}")
             if type(column.multi_hot) is not bool:
                 raise ValueError(f"column {name} has multi_hot {shown(column.multi_hot)}")
+            if column.unseen not in ("error", "row") or (column.unseen == "row" and oov is None):
+                raise ValueError(
+                    f"column {name} has unseen {shown(column.unseen)} and oov_id {oov}"
+                )
         for name, split in self.splits.items():
             if type(split.rows) is not int or split.rows < 0:
                 raise ValueError(f"split {shown(name)} has rows {shown(split.rows)}")

@@ -67,8 +67,8 @@ def test_described_files_are_read(shop, describe):
     meta = Meta.read(shop)
     assert meta.dense == ("price", "age")
     assert meta.tables == ("item", "shop", "tags")
-    assert meta.cardinalities == (40, 10, 12)
-    assert [column.oov_id for column in meta.categorical] == [None, 9, None]
+    assert meta.cardinalities == (41, 10, 13)
+    assert [column.oov_id for column in meta.categorical] == [40, 9, 12]
     assert [column.multi_hot for column in meta.categorical] == [False, False, True]
     assert (meta.splits["train"].rows, meta.splits["train"].positives) == (400, 100)
     (batch,) = CriteoLoader(shop, "test", batch_size=200)
@@ -226,6 +226,7 @@ def test_names_of_columns_and_files_are_escaped_wherever_they_are_printed(tmp_pa
     for name in ("train", "test"):
         rows.to_parquet(tmp_path / f"{name}{HOSTILE}.parquet", index=False)
     files = ("--train", "train*", "--test", "test*", "--label", "clicked")
+    files = (*files, "--unseen", "error")
     printed("describe_parquet", tmp_path, *files, "--dense", "price", f"age{HOSTILE}")
     common = ("--batch_size", 100, "--device", "cpu")
     train = ("train", "--data", tmp_path, *common, "--output", tmp_path / "runs")
@@ -237,3 +238,47 @@ def test_names_of_columns_and_files_are_escaped_wherever_they_are_printed(tmp_pa
         (tmp_path / f"{name}{HOSTILE}.parquet").write_bytes(b"PAR1")
     printed(*train, "--name", "three", status=2)
     printed("describe_parquet", tmp_path, *files, "--overwrite", status=2)
+
+
+def test_ids_that_the_training_rows_did_not_have(shop, tmp_path, describe):
+    """One more row of each table stands for them; a file is described with the tables of others."""
+    assert describe(shop, *ARGUMENTS, "--dense", "price", "age").returncode == 0
+    new = tmp_path / "new"
+    new.mkdir()
+    later = frame(seed=9)
+    later.loc[3, "item"] = 10**6
+    later.at[5, "tags"] = [3, 77]
+    later.to_parquet(new / "later.parquet", index=False)
+    found = describe(new, "--test", "later.parquet", "--tables-of", shop)
+    assert found.returncode == 0, found.err
+    meta, trained = Meta.read(new), Meta.read(shop)
+    assert meta.categorical == trained.categorical
+    assert meta.label == "clicked"
+    (batch,) = CriteoLoader(new, "test", batch_size=200, num_embeddings=trained.cardinalities)
+    item = batch.ids[:200]
+    assert item[3] == trained.categorical[0].oov_id == 40
+    assert item[4] == later["item"][4]
+    starts = batch.offsets[400:]
+    assert batch.ids[starts[5] : starts[6]].tolist() == [3, 12]
+    with pytest.raises(ValueError, match="outside the table of 30 rows"):
+        list(CriteoLoader(new, "test", batch_size=200, num_embeddings=(30, 10, 13)))
+
+
+def test_tables_without_a_row_for_unseen_ids(shop, tmp_path, describe):
+    dense = "--dense", "price", "age"
+    assert describe(shop, *ARGUMENTS, *dense, "--unseen", "error").returncode == 0
+    assert Meta.read(shop).cardinalities == (40, 10, 12)
+    new = tmp_path / "new"
+    new.mkdir()
+    later = frame(seed=9)
+    later.loc[3, "item"] = 40
+    later.to_parquet(new / "later.parquet", index=False)
+    arguments = new, "--test", "later.parquet", "--tables-of"
+    found = describe(*arguments, shop)
+    assert "column 'item' has id 40, its table 40 rows and none for unseen ids" in found.err
+    later["item"] = later["item"].where(later.index != 3).astype("Int64")
+    later.to_parquet(new / "later.parquet", index=False)
+    assert "column 'item' has nulls, its table no row for them" in describe(*arguments, shop).err
+    assert "no files; name them with --test" in describe(new, "--tables-of", shop).err
+    (shop / "meta.json").write_text((shop / "meta.json").read_text().replace("describe", "x"))
+    assert "was not made by this program" in describe(*arguments, shop).err
