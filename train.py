@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dlrm.utils import signals
+from dlrm.utils import startup
 
 if __name__ == "__main__":
-    signals.exit_quietly()  # during the imports, which take seconds
+    startup.begin()  # before the imports, which take seconds
 
 import sys
 import threading

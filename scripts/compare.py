@@ -9,10 +9,10 @@ reported and left out.
 
 from __future__ import annotations
 
-from dlrm.utils import signals
+from dlrm.utils import startup
 
 if __name__ == "__main__":
-    signals.exit_quietly()  # during the imports
+    startup.begin()  # before the imports, which take seconds
 
 import json
 import sys

@@ -15,10 +15,10 @@ Files that come later are described with the tables of the data that a model was
 
 from __future__ import annotations
 
-from dlrm.utils import signals
+from dlrm.utils import startup
 
 if __name__ == "__main__":
-    signals.exit_quietly()  # during the imports
+    startup.begin()  # before the imports, which take seconds
 
 import glob
 import sys

@@ -5,10 +5,10 @@ Prints the metrics as JSON.
 
 from __future__ import annotations
 
-from dlrm.utils import signals
+from dlrm.utils import startup
 
 if __name__ == "__main__":
-    signals.exit_quietly()  # during the imports
+    startup.begin()  # before the imports, which take seconds
 
 import json
 import sys

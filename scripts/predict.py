@@ -5,10 +5,10 @@ The output is a Parquet file with the columns ``probability`` and ``label``, in 
 
 from __future__ import annotations
 
-from dlrm.utils import signals
+from dlrm.utils import startup
 
 if __name__ == "__main__":
-    signals.exit_quietly()  # during the imports
+    startup.begin()  # before the imports, which take seconds
 
 import sys
 from argparse import Namespace

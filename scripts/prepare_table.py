@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from dlrm.utils import startup
+
+if __name__ == "__main__":
+    startup.begin()  # before the imports, which take seconds
+
 import sys
 import time
 from collections.abc import Sequence

@@ -16,10 +16,10 @@ Models", MLSys 2021, arXiv 2101.11714.
 
 from __future__ import annotations
 
-from dlrm.utils import signals
+from dlrm.utils import startup
 
 if __name__ == "__main__":
-    signals.exit_quietly()  # during the imports
+    startup.begin()  # before the imports, which take seconds
 
 import argparse
 import json

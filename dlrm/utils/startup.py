@@ -1,0 +1,37 @@
+"""What a program does before it imports PyTorch, which takes seconds and reads the environment."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+from dlrm.utils import signals
+
+_PREFIXES = ("OMP_", "GOMP_", "KMP_")
+"""Of the environment variables of OpenMP, and of its libraries by GCC (Linux) and LLVM."""
+
+
+def begin() -> None:
+    """Let signals end the program quietly, and threads without work sleep soon.
+
+    Call it first, and not in a library: it sets signal handlers and environment variables.
+    """
+    signals.exit_quietly()
+    bound_spinning()
+
+
+def bound_spinning() -> None:
+    """Let a thread of PyTorch that waits for the others sleep after some 20 microseconds.
+
+    By default it spins for milliseconds with GCC's OpenMP and for 0.2 s with LLVM's. On a busy
+    machine it then holds the core that the thread it waits for needs, at every operation. A thread
+    that never spins is slow on an idle machine. Measured by
+    ``scripts/benchmarks/benchmark_busy.py``.
+
+    If the user has set any variable of OpenMP, nothing changes.
+    """
+    if any(name.startswith(_PREFIXES) for name in os.environ):
+        return
+    if platform.machine() in ("x86_64", "AMD64"):  # other CPUs spin faster, and end sooner
+        os.environ["GOMP_SPINCOUNT"] = "1000"
+    os.environ["KMP_BLOCKTIME"] = "0"  # milliseconds; for LLVM's there is no less but none

@@ -1,0 +1,101 @@
+"""Time ``train.py --emb tt`` on an idle and on a busy CPU, with and without bounded spinning.
+
+    python scripts/benchmarks/benchmark_busy.py --output benchmarks/busy_cpu.json
+
+Compared are the programs as they start (see ``dlrm/utils/startup.py``), PyTorch's default, and
+threads that never spin (``OMP_WAIT_POLICY=passive``). On the busy machine one process per core
+counts. Runs alternate; of each way, the fastest training and the fastest whole run count. Takes
+four minutes on two idle cores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dlrm.training import benchmark
+from dlrm.utils.device import cpu_count
+from dlrm.utils.program import Parser, count_arg, path_arg
+
+WAYS: dict[str, dict[str, str]] = {
+    "ours": {},
+    "default": {"OMP_DISPLAY_ENV": "false"},  # any variable of OpenMP: nothing is changed
+    "passive": {"OMP_WAIT_POLICY": "passive"},
+}
+
+
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Processes that count while the block runs."""
+    started = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)
+    ]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def run(way: str, steps: int, directory: Path) -> tuple[float, float]:
+    """Seconds of training, and of the whole program."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "KMP_"))}
+    command = [sys.executable, "train.py", "--emb", "tt", "--name", way, "--device", "cpu"]
+    command += ["--output", str(directory), "--max_steps", str(steps), "--checkpoint", "false"]
+    start = time.perf_counter()
+    subprocess.run(
+        command, cwd=benchmark.ROOT, env=clean | WAYS[way], check=True, capture_output=True
+    )
+    whole = time.perf_counter() - start
+    result = json.loads((directory / way / "result.json").read_text())
+    return result["metrics"]["speed/train_seconds"], whole
+
+
+def measure(repeats: int, steps: int, ways: list[str]) -> dict[str, dict[str, float]]:
+    """The fastest of alternating runs of each way, in seconds."""
+    seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    for _ in range(repeats):
+        for way in ways:
+            with tempfile.TemporaryDirectory() as directory:
+                seconds[way].append(run(way, steps, Path(directory)))
+            training, whole = seconds[way][-1]
+            print(f"{way:8} training {training:6.2f} s, whole {whole:6.2f} s", flush=True)
+    columns = ("training", "whole")
+    return {
+        way: {name: round(min(c), 2) for name, c in zip(columns, zip(*s, strict=True), strict=True)}
+        for way, s in seconds.items()
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, print the ratios, and write the JSON."""
+    parser = Parser(__doc__)
+    parser.add_argument("--output", type=path_arg, help="where the JSON goes")
+    parser.add_argument("--steps", type=count_arg, default=100, help="training steps of a run")
+    parser.add_argument("--repeats", type=count_arg, default=5, help="runs of each way, idle")
+    options = parser.parse_args(argv)
+    run("ours", 1, Path(tempfile.mkdtemp()))  # makes the data, and warms the disk cache
+    found: dict[str, Any] = {"unit": "s", "steps": options.steps}
+    found["idle"] = measure(options.repeats, options.steps, list(WAYS))
+    with busy(cpu_count()):
+        found["busy"] = measure(1, options.steps, list(WAYS))
+    for state in ("idle", "busy"):
+        times = found[state]
+        ratios = {k: round(times["default"][k] / times["ours"][k], 3) for k in times["ours"]}
+        found[f"{state}_times_faster_than_default"] = ratios
+        print(state, "times faster than the default:", ratios)
+    if options.output:
+        benchmark.write(options.output, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""What programs set before they import PyTorch."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlrm.utils import startup
+
+ROOT = Path(__file__).parents[2]
+PREFIXES = ("OMP_", "GOMP_", "KMP_")
+
+
+def set_by_startup(**given):
+    """The variables of OpenMP in a program that has begun with the given ones."""
+    code = "import os, sys; from dlrm.utils import startup; startup.begin(); "
+    code += "assert not {'torch', 'numpy'} & sys.modules.keys(); print(dict(os.environ))"
+    others = {k: v for k, v in os.environ.items() if not k.startswith(PREFIXES)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=others | given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return {k: v for k, v in eval(done.stdout).items() if k.startswith(PREFIXES)}
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
+def test_what_the_user_has_set_is_left_alone(name):
+    assert set_by_startup(**{name: "7"}) == {name: "7"}
+
+
+def test_threads_that_wait_spin_briefly():
+    found = set_by_startup()
+    assert found.pop("GOMP_SPINCOUNT", "1000") == "1000"
+    assert found == {"KMP_BLOCKTIME": "0"}
+
+
+@pytest.mark.parametrize(("machine", "bounded"), [("AMD64", True), ("arm64", False)])
+def test_the_count_of_spins_is_for_cpus_that_pause(machine, bounded, monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(startup.platform, "machine", lambda: machine)
+    startup.bound_spinning()
+    assert ("GOMP_SPINCOUNT" in os.environ) == bounded
+
+
+def test_programs_begin_before_they_import_pytorch():
+    """PyTorch's threads read the environment when it is imported."""
+    code = """
+import os, runpy, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print({k for k in os.environ if k.startswith(("GOMP_", "KMP_"))})
+            sys.exit()
+sys.meta_path.insert(0, Finder())
+runpy.run_path("train.py", run_name="__main__")
+"""
+    others = {k: v for k, v in os.environ.items() if not k.startswith(PREFIXES)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=others, capture_output=True, text=True)
+    assert "KMP_BLOCKTIME" in done.stdout, done.stderr
