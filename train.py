@@ -15,15 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 import yaml
-from tqdm import tqdm
 
-from dlrm.config.cli import note_budgeted, parse, refuse_with_resume, resumed_path
+from dlrm.config.cli import note_plan, parse, refuse_with_resume, resumed_path
 from dlrm.config.model_spec import model_spec
 from dlrm.config.optimizers import optimizer_specs
-from dlrm.config.schema import HOUSEKEEPING, RunConfig
+from dlrm.config.options import changed_options
+from dlrm.config.schema import RunConfig
 from dlrm.data import synthetic
 from dlrm.data.frequencies import read_frequencies
 from dlrm.distributed.interruption import Interruption
@@ -32,13 +31,12 @@ from dlrm.distributed.world import World
 from dlrm.embeddings import available
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, Schedule
-from dlrm.sparse_arch.table_plan import AUTO, format_table_plan, table_plan_by_name
-from dlrm.training import checkpoint, metrics, profiling, restarts, run_directory, tracking
+from dlrm.sparse_arch.table_plan import AUTO, format_table_plan
+from dlrm.training import checkpoint, metrics, profiling, report, restarts, run_directory, tracking
 from dlrm.training.data_parallel import GradientReducer, state_bytes
 from dlrm.training.loaders import make_loader
 from dlrm.training.prefetch import PreparedBatch
 from dlrm.training.step import TrainStep
-from dlrm.utils.atomic import atomic_write
 from dlrm.utils.device import pick_device
 from dlrm.utils.program import exit_status
 
@@ -95,17 +93,23 @@ class Run:
         self.fitted: dict[str, float] = {}  # metrics after --init_from, before any step
         self.validated: tuple[int, dict[str, float]] = (-1, {})  # step and metrics of the last
         self.loss: torch.Tensor | None = None  # of the last step
+        self.shown: dict[str, str] = {}  # in the progress line
+        self.clock = profiling.Clock(self.train_data, restored and restored.get("clock"))
         if resume and restored:
             self._restore(resume, restored)
         restarts.begin(self.directory, world, resumed=restored is not None)
-        tracker = tracking.Tracker if world.first else tracking.NoTracker
-        self.tracker = tracker(self.directory, step=self.steps if restored else None)
+        step, place = self.steps if restored else None, self.directory
+        self.finished = world.from_first(lambda: tracking.finished(place, step, resolved))
+        silent = self.finished or not world.first
+        self.tracker = (tracking.NoTracker if silent else tracking.Tracker)(place, step=step)
 
     def train(self) -> dict[str, float]:
         """Train, evaluate, and return the final metrics."""
         config, data = self.config, self.train_data
         if self.world.first:
             self._print_plan()
+        if self.finished:  # and resumed with the same options: nothing is left to do
+            return self._report(self.finished)
         eval_every = config.eval_every or max(len(data) // 4, 1)
         if config.init_from and not self.steps:
             self.fitted = {f"fitted/{k}": v for k, v in self._evaluate("test").items()}
@@ -113,33 +117,34 @@ class Run:
         if self.steps % eval_every == 0 < self.steps:  # interrupted before or in its evaluation
             self._validate()
         traced = config.profile and self.world.first
-        profiler = profiling.Profiler(self.directory, self.device) if traced else None
-        clock = profiling.Clock(data)
+        profiler = profiling.Profiler(self.directory, self.device, active=traced)
         self.model.train()
         done, last = data.samples(self.steps), data.samples(self.last_step)
         with profiling.progress_bar(last, done, silent=not self.world.first) as progress:
+            self.clock.start()
             for prepared in self._batches():
                 self.schedule.set(self.steps)
                 self.steps += 1
                 logging = self.steps % config.log_every == 0
                 out = self.step(prepared, norms=logging)  # forward, loss, backward, update
                 self.loss = out["loss"]
-                clock.samples += prepared.batch.total_size
+                self.clock.samples += prepared.batch.total_size
                 progress.update(prepared.batch.total_size)
-                if profiler:
-                    profiler.step()
+                profiler.step()
                 if self.steps % config.populate_every == 0:
                     renewed = self.model.sparse_arch.renew_caches(self.optimizers[1])
                     self.tracker.log(self.steps, renewed)
                 if logging:
-                    self._log(out, clock, progress)
+                    self._log(out)
                 if self.steps % eval_every == 0:
-                    with clock.paused():
+                    with self.clock.paused():
                         self._validate()
+                if logging or self.steps == self.validated[0]:
+                    progress.set_postfix(dict(sorted(self.shown.items())), refresh=False)
                 self.interruption.check(self._stop)
-        if profiler:
-            self.tracker.text("profile", profiler.close())
-        return self._finish(clock)
+            self.clock.stop()
+        self.tracker.texts(profile=profiler.close())
+        return self._finish()
 
     def _batches(self) -> Iterator[PreparedBatch]:
         """The batches of the epochs that are left, up to the last step."""
@@ -151,15 +156,16 @@ class Run:
                     return
             self.epoch += 1
 
-    def _log(self, out: dict[str, torch.Tensor], clock: profiling.Clock, progress: tqdm) -> None:
+    def _log(self, out: dict[str, torch.Tensor]) -> None:
+        out = out | {"loss": self.step.losses.take()}  # the mean since the last log
         values = {f"train/{name}": float(value) for name, value in out.items()}
         values |= self.model.sparse_arch.cache_stats()
         if self.steps < self.last_step:  # those of the last step are final metrics
-            values |= clock.lap() | profiling.peak_memory(self.device)
+            values |= self.clock.lap() | profiling.peak_memory(self.device)
         for name, optimizer in zip(("dense", "embeddings"), self.optimizers, strict=True):
             values[f"lr/{name}"] = float(optimizer.param_groups[0]["lr"])
         self.tracker.log(self.steps, values)
-        progress.set_postfix(loss=f"{values['train/loss']:.4f}", refresh=False)
+        self.shown["loss"] = f"{values['train/loss']:.4f}"
         metrics.require_finite(values["train/loss"], self.steps)
 
     def _validate(self) -> dict[str, float]:
@@ -170,6 +176,7 @@ class Run:
         self.validated = self.steps, values
         if values:
             self.tracker.log(self.steps, {f"val/{k}": v for k, v in values.items()})
+            self.shown["val AUC"] = f"{values['auc']:.4f}"
         if self.config.checkpoint:
             better = values.get("auc", float("-inf")) > self.best
             self.best = values["auc"] if better else self.best
@@ -184,43 +191,33 @@ class Run:
         found = self.world.in_order(*found, batches.rows, batches.batch_size)
         return metrics.classification(*found)
 
-    def _finish(self, clock: profiling.Clock) -> dict[str, float]:
+    def _finish(self) -> dict[str, float]:
         val = {f"val/{k}": v for k, v in self._validate().items()}  # logged there
         final = {f"test/{k}": v for k, v in self._evaluate("test").items()}
-        final |= self.fitted | self._embedding_sizes() | profiling.peak_memory(self.device)
-        final |= clock.total() if clock.samples else {}
-        best, rows = self.meta.planted.get("test", {}), self.meta.counts
-        final |= {f"test/best_possible_{name}": value for name, value in best.items()}
+        best = {f"test/best_possible_{k}": v for k, v in self.meta.planted.get("test", {}).items()}
+        final |= best | self.fitted | self._embedding_sizes() | self.clock.total()
+        final |= profiling.peak_memory(self.device)
         self.tracker.log(self.steps, final)
-        final = val | final
-        tables = table_plan_by_name(self.meta.tables, self.meta.cardinalities, self.spec["plan"])
-        hidden = HOUSEKEEPING | available().keys() - {kind for kind, _ in self.spec["plan"]}
-        self.tracker.finish(yaml.safe_load(self.resolved), final, hidden, tables=tables, rows=rows)
+        final, options = val | final, yaml.safe_load(self.resolved)
+        about = report.about(self.steps, self.meta, self.spec["plan"])
+        self.tracker.finish(options, final, changed_options(options, available()), **about)
+        return self._report(final)
+
+    def _report(self, final: dict[str, float]) -> dict[str, float]:
         if self.world.first:
-            print(pd.Series(final).map("{:,.6g}".format).to_string())
-            print(f"results in {self.directory}; tensorboard --logdir {self.directory.parent}")
+            print(report.summary(final, self.directory))
         return final
 
     def _print_plan(self) -> None:
-        with atomic_write(self.directory / run_directory.CONFIG) as temporary:
-            temporary.write_text(self.resolved)
-        if self.sharding:
-            self.tracker.text("sharding", self.sharding.text)
-            print(self.sharding.text)
+        run_directory.write_config(self.directory, self.resolved)
         tables = format_table_plan(self.meta.tables, self.meta.cardinalities, self.spec["plan"])
-        self.tracker.text("tables", tables)
-        if self.config.emb == AUTO:
-            print(tables)
-        note_budgeted(self.config, self.spec["plan"])
-        self.tracker.text("config", self.resolved)
-        sizes = self._embedding_sizes()
+        sharding, sizes = self.sharding.text if self.sharding else "", self._embedding_sizes()
+        self.tracker.texts(config=self.resolved, tables=tables, sharding=sharding)
         self.tracker.log(self.steps, sizes)
-        parameters = sum(p.numel() for p in self.model.dense_parameters())
-        print(
-            f"{self.config.emb} on {self.device}: {self.train_data.rows:,} training rows, "
-            f"{parameters:,} dense weights, embeddings {sizes['embeddings/bytes'] / 1e6:.2f} MB "
-            f"({sizes['embeddings/compression']:.1f}x)"
-        )
+        note_plan(self.config, self.spec, sizes["embeddings/compression"])
+        opening = report.opening(self.config.emb, self.model, self.train_data.rows, sizes)
+        shown = sharding, tables if self.config.emb == AUTO else "", opening
+        print(*filter(None, shown), sep="\n")
 
     def _embedding_sizes(self) -> dict[str, float]:
         """Bytes of the embeddings, and of their optimizer state, which the ratio leaves out."""
@@ -244,6 +241,8 @@ class Run:
             "best": self.best,
             "fitted": self.fitted,
             "validated": self.validated,
+            "clock": self.clock.state(),
+            "losses": self.step.losses.state(),
             "random": torch.get_rng_state(),
         }
         path = self.directory / "checkpoints" / f"step_{self.steps}"
@@ -266,6 +265,7 @@ class Run:
         self.train_data.load_state_dict(state["loader"])
         self.steps, self.epoch, self.best = state["steps"], state["epoch"], state["best"]
         self.saved, self.fitted, self.validated = self.steps, state["fitted"], state["validated"]
+        self.step.losses.load(state.get("losses", (0.0, 0)))
         torch.set_rng_state(state["random"])
 
 

@@ -11,16 +11,20 @@ from typing import Any, get_type_hints
 import yaml
 from jsonargparse import ArgumentError
 
+from dlrm.config.model_spec import ModelSpec
 from dlrm.config.optimizers import optimizer_specs
 from dlrm.config.options import Option, make_parser, option_schema, type_name, typed_value
 from dlrm.config.schema import RENAMED, RunConfig
-from dlrm.sparse_arch.table_plan import AUTO, TablePlan, options_of_table, parse_bytes
+from dlrm.sparse_arch.table_plan import AUTO, options_of_table, parse_bytes
 from dlrm.utils.device import is_out_of_memory, pick_device
 from dlrm.utils.documents import read_yaml, shown
 from dlrm.utils.messages import did_you_mean, print_error
 
 MAX_PROBLEMS = 20
 """Number of mistakes that are printed."""
+
+UNCOMPRESSED = ("dense", "paged", "offload")
+"""Kinds that store tables as they are."""
 
 
 def parse(argv: Sequence[str], kinds: Mapping[str, type]) -> tuple[RunConfig, str]:
@@ -223,13 +227,31 @@ def _note_idle(argv: Sequence[str], config: RunConfig, kinds: Mapping[str, type]
             print_error(f"note: --{name} has no effect, no table is of kind {kind}")
 
 
-def note_budgeted(config: RunConfig, chosen: TablePlan) -> None:
-    """Print which options of the chosen kind have no effect, because a budget sets them."""
-    own = [options for kind, options in chosen if kind == config.emb]
+def note_plan(config: RunConfig, spec: ModelSpec, compression: float) -> None:
+    """Print what may be unexpected in a table plan.
+
+    These are options of the kind that have no effect, because a budget sets them; and a kind that
+    compresses nothing on this data.
+
+    Args:
+        config: of the run.
+        spec: of its model.
+        compression: how many times larger dense tables in fp32 are.
+    """
+    own = [options for kind, options in spec["plan"] if kind == config.emb]
     for name, value in config.methods.get(config.emb, {}).items():
         if config.budget and own and all(options.get(name) != value for options in own):
             option = f"--{config.emb}.{name}"
             print_error(f"note: {option} has no effect, --budget sets it")
+    without = 2.0 if config.tables.dtype == "bf16" else 1.0
+    if config.emb not in UNCOMPRESSED and compression <= without:
+        largest = max(spec["num_embeddings"])
+        why = "it keeps as many rows as the tables have"
+        if not own:
+            why = f"no table is of that kind, as the largest has {largest:,} rows; lower "
+            why += "--tables.threshold"
+        text = f"note: --emb {config.emb} compresses nothing here: {why}; or try --budget 10x"
+        print_error(text)
 
 
 def _methods(

@@ -14,7 +14,7 @@ from docstring_parser import parse as parse_docstring
 from docstring_parser import parse_from_object
 from jsonargparse import ArgumentError, ArgumentParser
 
-from dlrm.config.schema import RunConfig
+from dlrm.config.schema import HOUSEKEEPING, RunConfig
 from dlrm.kernels.update.rules import RULES
 from dlrm.sparse_arch.table_plan import AUTO
 from dlrm.utils.documents import parse_yaml
@@ -73,6 +73,26 @@ def option_schema(kinds: Mapping[str, type]) -> dict[str, Option]:
                 texts.get(name, ""),
             )
     return schema
+
+
+def changed_options(options: Mapping[str, Any], kinds: Mapping[str, type]) -> dict[str, Any]:
+    """The options of a run that change results and differ from their defaults, by full name.
+
+    Args:
+        options: nested, as in the ``config.yaml`` of a run; unknown ones, of another version, are
+            left out.
+        kinds: embedding kinds by name. The options of those that the run has not are left out.
+    """
+    used = {options.get("emb"), *((options.get("tables") or {}).get("kinds") or {}).values()}
+    own_kinds = {kind: cls for kind, cls in kinds.items() if kind in used}
+    changed = {}
+    for name, option in option_schema(own_kinds).items():
+        group, _, leaf = name.rpartition(".")
+        own = options.get(group) or {} if group else options
+        default = list(option.default) if isinstance(option.default, tuple) else option.default
+        if name not in HOUSEKEEPING and own.get(leaf, default) != default:
+            changed[name] = own[leaf]
+    return changed
 
 
 def make_parser(schema: Mapping[str, Option]) -> ArgumentParser:

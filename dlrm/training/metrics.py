@@ -81,6 +81,38 @@ def auc(scores: Tensor, labels: Tensor) -> float:
     return int(ordered) / (2 * pairs) if pairs else float("nan")
 
 
+class RunningMean:
+    """The mean of 0-d tensors, summed where they are: adding one does not wait for the device.
+
+    Args:
+        device: of the tensors.
+
+    Attributes:
+        total: their sum, always the same memory, so that a captured step can add to it.
+        count: how many there are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.total = torch.zeros((), dtype=torch.float64, device=device)
+        self.count = 0
+
+    def take(self) -> Tensor:
+        """The mean of what was added since the last call; NaN if nothing was."""
+        mean = self.total / self.count
+        self.total.zero_()
+        self.count = 0
+        return mean
+
+    def state(self) -> tuple[float, int]:
+        """Sum and count, for a checkpoint; waits for the device."""
+        return float(self.total), self.count
+
+    def load(self, state: tuple[float, int]) -> None:
+        """Go on from a :meth:`state`."""
+        self.total.fill_(state[0])
+        self.count = state[1]
+
+
 def require_finite(loss: float, step: int) -> None:
     """Raise if training has diverged.
 

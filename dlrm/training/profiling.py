@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,14 +37,19 @@ def progress_bar(total: float, done: int, *, silent: bool) -> tqdm:
 class Clock:
     """Training time without evaluations: samples per second and the share spent waiting for data.
 
+    It stands still until :meth:`start`.
+
     Args:
         data: a loader; ``wait_seconds`` is the time that its consumer has waited.
+        before: :meth:`state` of the run that is resumed.
     """
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: Any, before: Mapping[str, float] | None = None) -> None:
         self.samples = 0
         self._data = data
+        self._before = dict(before or {})
         self._start = self._mark = time.perf_counter()
+        self._stopped: float | None = self._start
         self._lap_samples, self._lap_wait = 0, data.wait_seconds
         self._first_wait = data.wait_seconds
 
@@ -57,23 +62,44 @@ class Clock:
         self._mark, self._lap_samples, self._lap_wait = now, self.samples, wait
         return values
 
+    def state(self) -> dict[str, float]:
+        """Samples, seconds, and seconds of waiting since the start of the run, for a checkpoint."""
+        now = time.perf_counter() if self._stopped is None else self._stopped
+        own = {
+            "samples": self.samples,
+            "seconds": now - self._start,
+            "wait": self._data.wait_seconds - self._first_wait,
+        }
+        return {name: value + self._before.get(name, 0) for name, value in own.items()}
+
     def total(self) -> dict[str, float]:
-        """Figures since the start."""
-        seconds = time.perf_counter() - self._start
-        wait = self._data.wait_seconds - self._first_wait
-        return self._figures(self.samples, seconds, wait) | {"speed/train_seconds": seconds}
+        """Figures since the start of the run; none if it has not trained."""
+        state = self.state()
+        if not state["samples"]:
+            return {}
+        return self._figures(**state) | {"speed/train_seconds": state["seconds"]}
+
+    def start(self) -> None:
+        """Go on after :meth:`stop`."""
+        assert self._stopped is not None
+        pause = time.perf_counter() - self._stopped
+        self._stopped = None
+        self._start += pause
+        self._mark += pause
+
+    def stop(self) -> None:
+        """Exclude the time from now on."""
+        self._stopped = time.perf_counter()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude the time spent in a block."""
-        began = time.perf_counter()
+        self.stop()
         yield
-        pause = time.perf_counter() - began
-        self._start += pause
-        self._mark += pause
+        self.start()
 
     @staticmethod
-    def _figures(samples: int, seconds: float, wait: float) -> dict[str, float]:
+    def _figures(samples: float, seconds: float, wait: float) -> dict[str, float]:
         seconds = max(seconds, 1e-9)
         return {
             "speed/samples_per_second": samples / seconds,
@@ -103,9 +129,17 @@ class Profiler:
 
     Writes ``profile/trace.json`` (open it in Perfetto or chrome://tracing) and
     ``profile/operations.txt``, the most expensive operations, to the directory of the run.
+
+    Args:
+        directory: of the run.
+        device: of the model.
+        active: whether to profile at all.
     """
 
-    def __init__(self, directory: Path, device: torch.device) -> None:
+    def __init__(self, directory: Path, device: torch.device, *, active: bool = True) -> None:
+        self._profile: profile | None = None
+        if not active:
+            return
         self._directory = directory / "profile"
         self._directory.mkdir(parents=True, exist_ok=True)
         self.trace = self._directory / "trace.json"
@@ -129,10 +163,13 @@ class Profiler:
 
     def step(self) -> None:
         """Mark the end of a training step."""
-        self._profile.step()
+        if self._profile is not None:
+            self._profile.step()
 
     def close(self) -> str:
         """End profiling; returns the most expensive operations and how to open the trace."""
+        if self._profile is None:
+            return ""
         self._profile.stop()
         if self._table is None:  # a trace may be left from before the run was resumed
             return "the run was too short for a profile, which needs 13 steps"

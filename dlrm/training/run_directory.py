@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import datetime
 from pathlib import Path
 
+from dlrm.utils.atomic import atomic_write
+
 CONFIG = "config.yaml"
 LATEST, BEST = "latest", "best"  # links to checkpoints
 ABOUT = "about.pt"  # what a checkpoint stores next to its tensors
@@ -39,6 +41,12 @@ def run_directory(path: str | Path) -> Path:
     if directory.name != "checkpoints":
         raise FileNotFoundError(f"{path} is not in a run: name one in the checkpoints/ of a run")
     return directory.parent
+
+
+def write_config(run: Path, options: str) -> None:
+    """Write the options of a run, as YAML, into its directory."""
+    with atomic_write(run / CONFIG) as temporary:
+        temporary.write_text(options)
 
 
 def has_checkpoint(run: Path) -> bool:

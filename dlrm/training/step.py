@@ -15,6 +15,7 @@ from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, apply_in_backward, gradient_norm
 from dlrm.training.cuda_graph import StepGraphs
 from dlrm.training.data_parallel import GradientReducer
+from dlrm.training.metrics import RunningMean
 from dlrm.training.modes import compile_mlps, mode_for, set_precision
 from dlrm.training.prefetch import PreparedBatch, make_prefetcher
 from dlrm.utils.streams import side_stream_of
@@ -45,6 +46,7 @@ class TrainStep:
         reducer: sums the gradients over the processes, if there are several.
 
     Attributes:
+        losses: the mean loss since it was last taken.
         prefetcher: prepares batches ahead of their step: ``step.prefetcher(batches)``.
         graphs: the captured steps.
 
@@ -78,6 +80,7 @@ class TrainStep:
             own = (id(p) for group in optimizer.param_groups for p in group["params"])
             alone = embeddings.issuperset(own)
             (self._embedding_optimizers if alone else self._other_optimizers).append(optimizer)
+        self.losses = RunningMean(self.device)
         self._side = side_stream_of(self.device)
         self._sorter = RowSorter(self.device)
         self.graphs = StepGraphs(self.device, model.sparse_arch.feature_order.by_group)
@@ -98,6 +101,7 @@ class TrainStep:
             to be read before the next step: a captured one writes to the same memory.
         """
         prepared = self.prefetcher.prepare(batch) if isinstance(batch, Batch) else batch
+        self.losses.count += 1
         even = self.reducer is None or self.reducer.is_even(prepared.batch)
         if self.mode == "graph" and prepared.batch.offsets is None and even:
             return self.graphs(self._run, prepared, norms)
@@ -133,6 +137,7 @@ class TrainStep:
                     norm = torch.hypot(out["gradient_norm/dense"], out["gradient_norm/embeddings"])
                     self._scale_gradients((self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
             self._update()
+            self.losses.total.add_(out["loss"])  # here, so that a captured step includes it
         return out
 
     def _norms(self) -> dict[str, Tensor]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import pandas as pd
+import yaml
 from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
 
+from dlrm.training.dashboards import hparams_row, layout, tag
 from dlrm.training.metrics import finite
 from dlrm.utils.atomic import atomic_write, disk_full_names
 from dlrm.utils.documents import read_json, read_json_lines, shown
@@ -22,39 +23,6 @@ if TYPE_CHECKING:
 
 
 RESULT = "result.json"  # written by a finished run
-
-HPARAM_METRICS = (
-    *("test/auc", "test/log_loss", "test/accuracy", "test/normalized_entropy"),
-    *("embeddings/compression", "embeddings/bytes", "speed/samples_per_second"),
-)
-"""Metric columns of TensorBoard's HParams page, the most important first."""
-
-OVERVIEW: dict[str, dict[str, tuple[str, ...]]] = {
-    "quality": {
-        "loss": ("train/loss", "val/log_loss"),
-        "validation AUC": ("val/auc",),
-        "validation calibration": ("val/calibration",),
-    },
-    "speed": {
-        "samples per second": ("speed/samples_per_second",),
-        "share of time waiting for data": ("speed/data_wait_share",),
-    },
-    "memory": {
-        "bytes of the embeddings": ("embeddings/bytes",),
-        "compression": ("embeddings/compression",),
-        "peak bytes": ("memory/",),
-    },
-    "training": {
-        "gradient norms": ("train/gradient_norm/",),
-        "learning rates": ("lr/",),
-    },
-    "caches of rows": {
-        "hit rate": ("cache/hit_rate",),
-        "rows in and out": ("cache/admitted", "cache/evicted"),
-    },
-}
-"""Charts of TensorBoard's custom scalars page by category, each with the names, or prefixes of
-names, that it shows."""
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
@@ -98,52 +66,44 @@ class Tracker:
         (directory / RESULT).unlink(missing_ok=True)  # until this run has finished
         self._writer = SummaryWriter(str(directory), purge_step=None if step is None else step + 1)
         if step is None:
-            self._writer.add_custom_scalars(
-                {
-                    category: {
-                        title: ["Multiline", [f"^{name}" for name in names]]
-                        for title, names in charts.items()
-                    }
-                    for category, charts in OVERVIEW.items()
-                }
-            )
+            self._writer.add_custom_scalars(layout())
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log numbers under names like ``train/loss``; the part before the slash is their group."""
+        """Log numbers under names like ``train/loss``; the part before the slash is their group.
+
+        TensorBoard gets them under :func:`~dlrm.training.dashboards.tag`.
+        """
+        if not values:
+            return
         entry = {"step": step, "time": round(time.time(), 3), **finite(values)}
         with disk_full_names(self.path.parent):
             for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
+                self._writer.add_scalar(tag(name), value, step)
             self._lines.write(json.dumps(entry) + "\n")
 
-    def text(self, name: str, text: str) -> None:
-        """Log a text, shown preformatted."""
+    def texts(self, **texts: str) -> None:
+        """Log texts by name, shown preformatted; empty ones are left out."""
         with disk_full_names(self.path.parent):
-            self._writer.add_text(name, "\n".join("    " + line for line in text.splitlines()))
+            for name, text in texts.items():
+                if text:
+                    lines = ("    " + line for line in text.splitlines())
+                    self._writer.add_text(name, "\n".join(lines))
 
     def finish(
         self,
         options: Mapping[str, Any],
         final: Mapping[str, float],
-        hidden: Collection[str] = (),
+        changed: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> None:
         """Write the options and final metrics of the run, and close the files.
 
-        They go to ``result.json``, together with ``more``, and to TensorBoard's HParams page
-        without the ``hidden`` options.
+        They go to ``result.json``, together with ``more``. TensorBoard's HParams page shows the
+        options that ``changed`` from their defaults, by full name.
         """
-        shown_options = pd.json_normalize(without(options, hidden))
-        flat = shown_options.astype(object).iloc[0].items()  # Python numbers, not NumPy's
-        plain = {
-            # HParams would turn a bool into a number.
-            str(name): value if type(value) in (int, float, str) else str(value)
-            for name, value in flat
-        }
-        shown = {name: final[name] for name in HPARAM_METRICS if name in final}
         writer = self._writer._get_file_writer()
         with disk_full_names(self.path.parent):
-            for summary in hparams(plain, shown):
+            for summary in hparams_row(options, changed or {}, final):
                 writer.add_summary(summary)
         name = self.path.parent.name
         result = {"run": name, "options": dict(options), **more, "metrics": finite(final)}
@@ -197,6 +157,21 @@ def read_result(directory: Path) -> dict[str, Any]:
     return result
 
 
+def finished(directory: Path, step: int | None, options: str) -> dict[str, float]:
+    """The final metrics of a run if it has finished at a step with the same options; else empty.
+
+    Args:
+        directory: of the run.
+        step: from which it is resumed; None for a new run.
+        options: as YAML.
+    """
+    if step is None or not (directory / RESULT).is_file():
+        return {}
+    result = read_result(directory)
+    same = result.get("steps") == step and result["options"] == yaml.safe_load(options)
+    return {k: math.nan if v is None else v for k, v in result["metrics"].items()} if same else {}
+
+
 class NoTracker(Tracker):
     """Writes nothing: for all processes but the first."""
 
@@ -206,14 +181,14 @@ class NoTracker(Tracker):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Do nothing."""
 
-    def text(self, name: str, text: str) -> None:
+    def texts(self, **texts: str) -> None:
         """Do nothing."""
 
     def finish(
         self,
         options: Mapping[str, Any],
         final: Mapping[str, float],
-        hidden: Collection[str] = (),
+        changed: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> None:
         """Do nothing."""

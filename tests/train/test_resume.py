@@ -87,11 +87,27 @@ def test_of_two_runs_to_resume_the_last_goes_on_with_its_own_options(
     assert resolved["optim"]["lr"] == 0.02
 
 
-def test_a_finished_run_resumed_reports_no_speed_of_nothing(run, two_steps, result, tmp_path):
+def test_a_finished_run_is_not_evaluated_again(run, two_steps, tmp_path, monkeypatch):
     again = shutil.copytree(two_steps, tmp_path / "again", symlinks=True)
+    before = {path.name: path.read_bytes() for path in again.iterdir() if path.is_file()}
+    with monkeypatch.context() as patched:
+        patched.setattr("dlrm.training.metrics.predict", lambda *_, **__: 1 / 0)
+        done = run("train", "--resume", again)
+    assert "samples per second" in done.stdout
+    assert {path.name: path.read_bytes() for path in again.iterdir() if path.is_file()} == before
+
+
+def test_a_run_that_ended_before_its_result_keeps_its_speed(
+    run, two_steps, lines, result, tmp_path
+):
+    again = shutil.copytree(two_steps, tmp_path / "again", symlinks=True)
+    (again / "result.json").unlink()
     run("train", "--resume", again)
     assert result(again)["test/auc"] == result(two_steps)["test/auc"]
-    assert "speed/samples_per_second" not in result(again)
+    for name in ("samples_per_second", "train_seconds"):
+        speed = result(again)[f"speed/{name}"]
+        assert speed == pytest.approx(result(two_steps)[f"speed/{name}"], rel=0.01), name
+    assert len([line for line in lines(again) if "val/auc" in line]) == 1
 
 
 def test_a_resumed_run_keeps_its_model(run, two_steps):

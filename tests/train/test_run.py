@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dlrm.data import synthetic
 from dlrm.embeddings import available
 from dlrm.training import checkpoint, run_directory
+from dlrm.training.dashboards import tag
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "criteo_kaggle_137k.tsv.gz"
 
@@ -37,7 +38,9 @@ def test_every_kind_trains_better_than_chance(kind, train, options, result, tmp_
     assert values["test/auc"] > 0.6
     assert values["test/normalized_entropy"] < 1
     assert values["test/auc"] < values["test/best_possible_auc"]
-    assert "test/auc" in done.stdout
+    assert re.search(r"^ +test +val +best possible$", done.stdout, re.MULTILINE)
+    assert re.search(rf"^AUC +{values['test/auc']:.4f} 0\.\d{{4}} +0\.\d{{4}}$", done.stdout, re.M)
+    assert "val AUC=" in done.stderr
     if kind not in ("dense", "paged", "offload"):
         assert values["embeddings/compression"] > 1.2
     if kind in ("hash", "robe", "cafe"):  # kinds with an option for the rows of a table
@@ -90,20 +93,46 @@ def test_everything_that_is_reported_is_there(train, options, lines, result, tmp
         *(f"{split}/{metric}" for split in ("val", "test") for metric in
           ("auc", "accuracy", "log_loss", "normalized_entropy", "calibration")),
     ):  # fmt: skip
-        assert name in scalars, name
+        assert tag(name) in scalars, name
     assert "config/text_summary" in events.Tags()["tensors"]
     assert "_hparams_/session_start_info" in events.summary_metadata
     logged = {x["step"]: x["train/loss"] for x in lines(directory) if "train/loss" in x}
-    assert {e.step: pytest.approx(e.value) for e in events.Scalars("train/loss")} == logged
+    assert {e.step: pytest.approx(e.value) for e in events.Scalars(tag("train/loss"))} == logged
     validated = [line["step"] for line in lines(directory) if "val/auc" in line]
-    assert validated == [e.step for e in events.Scalars("val/auc")] == sorted({*validated})
+    assert validated == [e.step for e in events.Scalars(tag("val/auc"))] == sorted({*validated})
     assert validated[-1] == lines(directory)[-1]["step"] == 40
-    for name in scalars:  # one value at a step, the last of which is the result
+    for name in scalars:  # one value at a step
         found = events.Scalars(name)
         assert len({e.step for e in found}) == len(found), name
-        if (final := result(directory).get(name)) is not None:
-            assert found[-1].value == pytest.approx(final), name
+    for name, final in result(directory).items():  # the last value is the result
+        assert events.Scalars(tag(name))[-1].value == pytest.approx(final), name
+    assert all(line.keys() > {"step", "time"} for line in lines(directory))
     assert (directory / "config.yaml").exists()
+
+
+def test_the_logged_loss_is_the_mean_since_the_last_log(run, train, losses, tmp_path):
+    """A resumed run goes on with the sum of the run before."""
+    train("each", "--log_every", "1", "--max_steps", "20")
+    train("whole", "--log_every", "8", "--max_steps", "20")
+    train("parts", "--log_every", "8", "--max_steps", "12")
+    run("train", "--resume", tmp_path / "parts", "--max_steps", "20")
+    each = losses(tmp_path / "each")
+    means = {last: sum(each[last - back] for back in range(8)) / 8 for last in (8, 16)}
+    assert losses(tmp_path / "whole") == pytest.approx(means, rel=1e-12)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+def test_a_kind_that_compresses_nothing_is_noted(train):
+    given = ["--max_steps", "1", "--emb"]
+    note = "note: --emb {} compresses nothing here: {}"
+    for kind, *rest, why in (
+        ("hash", "it keeps as many rows as the tables have; or try --budget 10x"),
+        ("tt", "--tables.threshold", "4000", "no table is of that kind, as the largest has 3,000"),
+        ("drop", "--tables.dtype", "bf16", "it keeps as many rows"),
+    ):
+        assert note.format(kind, why) in train(kind, *given, kind, *rest).stderr
+    for kind, *rest in (("dense",), ("hash", "--hash.rows", "64"), ("tt", "--tt.rank", "4")):
+        assert "note:" not in train(f"{kind}_small", *given, kind, *rest).stderr
 
 
 def test_profile_writes_a_trace(train, tmp_path):

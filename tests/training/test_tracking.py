@@ -1,5 +1,6 @@
 import io
 import json
+import time
 from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
@@ -9,8 +10,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
+from dlrm.training import dashboards
 from dlrm.training.profiling import Clock, Profiler, peak_memory, read_trace
-from dlrm.training.tracking import OVERVIEW, Tracker, log_figures
+from dlrm.training.tracking import Tracker, finished, log_figures
 
 
 def events(directory):
@@ -21,33 +23,73 @@ def events(directory):
 
 def test_the_same_numbers_in_tensorboard_and_json_lines(tmp_path):
     tracker = Tracker(tmp_path)
-    tracker.log(1, {"train/loss": 0.5, "speed/samples_per_second": 10.0})
-    tracker.log(2, {"train/loss": 0.25})
-    tracker.text("config", "emb: tt\n")
+    tracker.log(1, {"lr/dense": 0.5, "speed/samples_per_second": 10.0})
+    tracker.log(2, {"lr/dense": 0.25})
+    tracker.log(2, {})
+    tracker.texts(config="emb: tt\n", sharding="")
     options = {"emb": "tt", "name": "a", "model": {"top_mlp": [4, 2]}}
-    tracker.finish(options, {"test/auc": 0.75}, hidden={"name"})
+    tracker.finish(options, {"test/auc": 0.75}, steps=2)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["train/loss"] for line in lines] == [0.5, 0.25]
+    assert [line["lr/dense"] for line in lines] == [0.5, 0.25], "and no empty line"
     read = events(tmp_path)
-    assert [(e.step, e.value) for e in read.Scalars("train/loss")] == [(1, 0.5), (2, 0.25)]
+    assert [(e.step, e.value) for e in read.Scalars("lr/dense")] == [(1, 0.5), (2, 0.25)]
     assert "config/text_summary" in read.Tags()["tensors"]
-    start = read.summary_metadata["_hparams_/session_start_info"].plugin_data.content
-    assert b"model.top_mlp" in start
-    assert b"name" not in start.replace(b"model_name", b"")
+    assert "sharding/text_summary" not in read.Tags()["tensors"]
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["metrics"] == {"test/auc": 0.75}
+    assert (result["metrics"], result["steps"]) == ({"test/auc": 0.75}, 2)
     assert result["options"] == options
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_only_numbers_are_numbers_on_the_page_of_hparams(tmp_path):
-    options = {"emb": "tt", "tt": {"rank": 32}, "lr": 0.5, "profile": True, "budget": None}
-    Tracker(tmp_path).finish(options, {"test/auc": 0.75})
-    data = events(tmp_path).summary_metadata["_hparams_/session_start_info"].plugin_data.content
-    shown = HParamsPluginData.FromString(data).session_start_info.hparams
-    assert (shown["tt.rank"].number_value, shown["lr"].number_value) == (32, 0.5)
-    texts = [shown[name].string_value for name in ("emb", "profile", "budget")]
-    assert texts == ["tt", "True", "None"]
+def test_tensorboard_opens_on_auc_and_log_loss(tmp_path):
+    """It sorts charts by name, and opens the first two groups."""
+    values = dict.fromkeys(
+        [
+            *("cache/hit_rate", "embeddings/bytes", "fitted/auc", "lr/dense", "train/loss"),
+            *("train/gradient_norm/dense", "memory/gpu_peak", "test/best_possible_auc"),
+            *(f"{split}/{name}" for split in ("val", "test") for name in ("auc", "log_loss")),
+            *("val/calibration", "speed/samples_per_second", "test/best_possible_log_loss"),
+        ],
+        0.5,
+    )
+    with Tracker(tmp_path) as tracker:
+        tracker.log(1, values)
+    tags = sorted(events(tmp_path).Tags()["scalars"])
+    assert len(tags) == len(values)
+    assert tags[:8] == [
+        *("AUC/fitted", "AUC/test", "AUC/test_best_possible", "AUC/val"),
+        *("Log_loss/test", "Log_loss/test_best_possible", "Log_loss/train", "Log_loss/val"),
+    ]
+    assert all(tag.islower() for tag in tags[8:])
+
+
+def test_hparams_has_the_options_that_differ_and_five_results(tmp_path):
+    """The columns of the page are those of any one run, so they are the same for all."""
+    options = {"emb": "tt", "seed": 1, "data": "d", "budget": None, "optim": {"lr": 0.5}}
+    final = dict.fromkeys([*dashboards.RESULTS, "test/accuracy"], 0.5)
+    Tracker(tmp_path / "a").finish(options, final, {"emb": "tt", "seed": 1, "optim.lr": 0.5})
+    Tracker(tmp_path / "b").finish({"emb": "dense", "seed": 0, "data": "d"}, {"test/auc": 0.5}, {})
+    shown = {}
+    for run in "ab":
+        summaries = events(tmp_path / run).summary_metadata
+        read = {
+            tag: HParamsPluginData.FromString(summaries[f"_hparams_/{tag}"].plugin_data.content)
+            for tag in ("experiment", "session_start_info")
+        }
+        shown[run] = read["session_start_info"].session_start_info.hparams
+        columns = [column.name for column in read["experiment"].experiment.hparam_infos]
+        assert columns == ["emb", "budget", "data", "seed", "options"]
+        results = [column.name.tag for column in read["experiment"].experiment.metric_infos]
+        assert (
+            results
+            == [
+                *("AUC/test", "Log_loss/test", "embeddings/compression", "embeddings/bytes"),
+                "speed/samples_per_second",
+            ][: None if run == "a" else 1]
+        )
+    assert shown["a"]["options"].string_value == "optim.lr=0.5"
+    assert shown["a"]["seed"].number_value == 1
+    assert shown["a"]["budget"].string_value == shown["b"]["options"].string_value == ""
 
 
 def test_the_overview_has_its_charts_in_order(tmp_path):
@@ -55,10 +97,9 @@ def test_the_overview_has_its_charts_in_order(tmp_path):
         tracker.log(1, {"train/loss": 0.5, "val/auc": 0.7})
     read = events(tmp_path)
     layout = read.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
-    assert [layout.index(category.encode()) for category in OVERVIEW] == sorted(
-        layout.index(category.encode()) for category in OVERVIEW
-    )
-    assert b"^val/auc" in layout
+    categories = [layout.index(category.encode()) for category in dashboards.OVERVIEW]
+    assert categories == sorted(categories)
+    assert b"^AUC/val" in layout
     with Tracker(tmp_path, step=1):
         pass
     assert len(events(tmp_path).Tensors("custom_scalars__config__")) == 1
@@ -92,18 +133,20 @@ def test_of_two_new_runs_in_one_place_the_second_is_refused(tmp_path):
         with pytest.raises(ValueError, match="belongs to another run: choose another --name"):
             Tracker(tmp_path)
     assert len(list(tmp_path.glob("events*"))) == 1
-    assert [e.value for e in events(tmp_path).Scalars("train/loss")] == [1.0]
+    assert [e.value for e in events(tmp_path).Scalars("Log_loss/train")] == [1.0]
 
 
-def test_a_resumed_run_drops_what_was_logged_after_its_checkpoint(tmp_path):
+def test_a_resumed_run_drops_what_was_logged_after_its_checkpoint(tmp_path, monkeypatch):
     with Tracker(tmp_path) as tracker:
         for step in range(1, 6):
             tracker.log(step, {"train/loss": float(step)})
+    later = time.time() + 10  # TensorBoard orders files by the second in their names
+    monkeypatch.setattr(time, "time", lambda: later)
     with Tracker(tmp_path, step=3) as tracker:
         tracker.log(4, {"train/loss": 40.0})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["train/loss"] for line in lines] == [1, 2, 3, 40]
-    assert [e.value for e in events(tmp_path).Scalars("train/loss")] == [1, 2, 3, 40]
+    assert [e.value for e in events(tmp_path).Scalars("Log_loss/train")] == [1, 2, 3, 40]
 
 
 def test_a_line_that_was_cut_off_does_not_stop_a_resumed_run(tmp_path):
@@ -125,20 +168,42 @@ def test_a_line_that_was_cut_off_does_not_stop_a_resumed_run(tmp_path):
             Tracker(tmp_path, step=1)
 
 
+def test_a_run_has_finished_at_a_step_with_its_options(tmp_path):
+    assert finished(tmp_path, 3, "emb: tt\n") == {}
+    Tracker(tmp_path).finish({"emb": "tt"}, {"test/auc": 0.5, "val/auc": float("nan")}, steps=3)
+    found = finished(tmp_path, 3, "emb: tt\n")
+    assert found["test/auc"] == 0.5
+    assert np.isnan(found["val/auc"])
+    for step, options in ((2, "emb: tt\n"), (3, "emb: qr\n"), (None, "emb: tt\n")):
+        assert finished(tmp_path, step, options) == {}
+
+
 def test_clock_leaves_out_pauses_and_counts_waiting(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("dlrm.training.tracking.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("dlrm.training.profiling.time.perf_counter", lambda: now[0])
     data = SimpleNamespace(wait_seconds=5.0)
     clock = Clock(data)
-    now[0], data.wait_seconds, clock.samples = 102.0, 6.0, 200
+    assert clock.total() == {}
+    now[0] += 10
+    clock.start()
+    now[0], data.wait_seconds, clock.samples = 112.0, 6.0, 200
     assert clock.lap() == {"speed/samples_per_second": 100.0, "speed/data_wait_share": 0.5}
     with clock.paused():
         now[0] += 50
+        assert clock.state() == {"samples": 200, "seconds": 2.0, "wait": 1.0}
     now[0] += 2
     clock.samples += 600
     assert clock.lap() == {"speed/samples_per_second": 300.0, "speed/data_wait_share": 0.0}
+    clock.stop()
+    now[0] += 7
     assert clock.total()["speed/samples_per_second"] == 200.0
     assert clock.total()["speed/train_seconds"] == 4.0
+    resumed = Clock(data, clock.state())
+    assert resumed.total() == clock.total()
+    resumed.start()
+    now[0], resumed.samples = now[0] + 4, 800
+    assert resumed.total()["speed/train_seconds"] == 8.0
+    assert resumed.total()["speed/data_wait_share"] == 1 / 8
 
 
 @pytest.mark.parametrize("steps", [3, 16])

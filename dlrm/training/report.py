@@ -1,0 +1,115 @@
+"""What a run prints: one line at the beginning, and a table of its final metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from dlrm.data.schema import Meta
+from dlrm.model import DLRM
+from dlrm.sparse_arch.table_plan import TablePlan, table_plan_by_name
+
+COLUMNS = {
+    "test/": "test",
+    "val/": "val",
+    "fitted/": "fitted",
+    "test/best_possible_": "best possible",
+}
+"""Quality: the metrics that begin with each of these have a column, if there are any."""
+
+QUALITY = ("auc", "log_loss", "accuracy", "normalized_entropy", "calibration")
+
+GROUPS = {
+    "embeddings": ("bytes", "compression", "optimizer_bytes"),
+    "speed": ("samples_per_second", "train_seconds", "data_wait_share"),
+    "memory": ("process_peak", "gpu_peak"),
+}
+"""Other metrics, with one line for each group."""
+
+
+def words(name: str) -> str:
+    """The words of a metric: ``log loss`` for ``log_loss``."""
+    return {"auc": "AUC", "gpu_peak": "GPU peak"}.get(name, name.replace("_", " "))
+
+
+def with_unit(name: str, value: float) -> str:
+    """The value of a metric with its unit, for people."""
+    if name.endswith("bytes") or name.endswith("_peak"):
+        return size(value)
+    if name == "compression":
+        return f"{value:,.1f}x"
+    if name.endswith("_seconds"):
+        return f"{value:,.1f} s"
+    if name.endswith("_share"):
+        return f"{value:.1%}"
+    return f"{value:,.0f}"
+
+
+def size(count: float) -> str:
+    """Bytes in decimal units: ``3.23 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.3g} TB"
+
+
+def opening(kind: str, model: DLRM, rows: int, sizes: Mapping[str, float]) -> str:
+    """What is about to be trained, in one line.
+
+    Args:
+        kind: of the embeddings.
+        model: the model.
+        rows: of the training split.
+        sizes: ``embeddings/bytes`` and the like.
+    """
+    dense = model.dense_parameters()
+    weights = sum(parameter.numel() for parameter in dense)
+    return (
+        f"{kind} on {dense[0].device}: {rows:,} training rows, {weights:,} dense weights, "
+        f"embeddings {size(sizes['embeddings/bytes'])} "
+        f"({sizes['embeddings/compression']:.1f}x), "
+        f"their optimizer {size(sizes['embeddings/optimizer_bytes'])}"
+    )
+
+
+def about(steps: int, meta: Meta, plan: TablePlan) -> dict[str, Any]:
+    """What ``result.json`` says about a run next to its options and metrics.
+
+    Args:
+        steps: number of steps of the run.
+        meta: of its data.
+        plan: of its tables.
+    """
+    return {
+        "steps": steps,
+        "tables": table_plan_by_name(meta.tables, meta.cardinalities, plan),
+        "rows": meta.counts,
+    }
+
+
+def summary(metrics: Mapping[str, float], directory: Path) -> str:
+    """The final metrics of a run as a table, and where to look at them.
+
+    Their words are those of their names, in ``metrics.jsonl`` and in TensorBoard.
+    """
+    quality = pd.DataFrame(
+        {
+            title: {words(name): metrics.get(prefix + name) for name in QUALITY}
+            for prefix, title in COLUMNS.items()
+        }
+    ).astype(float)
+    quality = quality.dropna(axis=0, how="all").dropna(axis=1, how="all")
+    lines = []
+    if not quality.empty:
+        lines.append(quality.to_string(float_format="{:.4f}".format, na_rep=""))
+    for group, names in GROUPS.items():
+        known = {name: metrics[key] for name in names if (key := f"{group}/{name}") in metrics}
+        if known:
+            texts = [f"{words(name)} {with_unit(name, value)}" for name, value in known.items()]
+            lines.append(f"{group:<18} " + ", ".join(texts))
+    lines.append(f"results in {directory}; tensorboard --logdir {directory.parent}")
+    return "\n".join(lines)
