@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dlrm.data.schema import META_FILE, Categorical, Meta
-from dlrm.utils.messages import did_you_mean
+from dlrm.utils.messages import did_you_mean, printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,8 +208,8 @@ class RowGroupReader:
 
 
 def reason(error: BaseException) -> str:
-    """The message of an error of pyarrow, which may have several lines, as one."""
-    return " ".join(str(error).split())
+    """The message of an error of pyarrow, which may have several lines and bytes of the file."""
+    return printable(" ".join(str(error).split()))
 
 
 def read_footer(path: Path) -> tuple[pq.FileMetaData, pa.Schema]:

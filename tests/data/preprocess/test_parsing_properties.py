@@ -1,0 +1,99 @@
+"""Rows of any text are parsed as a plain reader of Python does, wherever blocks end."""
+
+import gzip
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tsv import plain_rows, same
+
+from dlrm.data.preprocess.parser import MISSING, parse_block
+from dlrm.data.preprocess.reader import RawBlock, RawFile
+from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
+
+ANY = st.text(st.characters(exclude_characters="\n"), max_size=12).map(str.encode) | st.binary(
+    max_size=6
+)
+NUMBERS = st.one_of(
+    st.just(""),
+    st.integers(-(10**25), 10**25).map(str),
+    st.floats(allow_nan=False, allow_infinity=False).map(repr),
+    st.from_regex(r" ?[+-]?[0-9]{1,4}(\.[0-9]{0,3})?([eE][+-]?[0-9]{1,3})? ?", fullmatch=True),
+)
+KEYS = st.just("") | st.from_regex(r"[0-9a-fA-F]{1,9}", fullmatch=True)
+ROW = st.tuples(
+    st.sampled_from("01"),
+    st.lists(NUMBERS, min_size=13, max_size=13),
+    st.lists(KEYS, min_size=26, max_size=26),
+).map(lambda row: "\t".join([row[0], *row[1], *row[2]]).encode())
+
+
+@st.composite
+def files(draw):
+    """The text of a file: good rows, some with a field changed, and other lines."""
+    changed = st.tuples(ROW, st.integers(0, 39), ANY).map(
+        lambda row: b"\t".join(
+            row[2] if index == row[1] else field for index, field in enumerate(row[0].split(b"\t"))
+        )
+    )
+    lines = draw(st.lists(ROW | changed | ANY, max_size=5))
+    end = draw(st.sampled_from((b"\n", b"\r\n")))
+    start = draw(st.sampled_from((b"", b"", b"\xef\xbb\xbf")))
+    return start + b"".join(line + end for line in lines) + draw(st.just(b"") | ROW)
+
+
+def parsed(blocks):
+    """The rows of blocks, and the number of bad ones."""
+    rows, bad = [], 0
+    for block in blocks:
+        batch, reports = parse_block(block)
+        bad += reports.kinds.total()
+        names = CRITEO_CATEGORICAL
+        keys = [batch[name].dictionary_decode().to_pylist() for name in names]
+        keys = [[None if key == MISSING else key for key in column] for column in keys]
+        dense = [batch[name].to_pylist() for name in CRITEO_DENSE]
+        columns = batch["label"].to_pylist(), zip(*dense, strict=True), zip(*keys, strict=True)
+        rows += [(label, [*d], [*k]) for label, d, k in zip(*columns, strict=True)]
+    return rows, bad
+
+
+def agree(found, data):
+    expected = plain_rows(data)
+    assert found[1] == expected[1]
+    assert len(found[0]) == len(expected[0])
+    assert not found[0] or same(found[0], expected[0])
+
+
+@settings(max_examples=100, deadline=None)
+@given(files())
+@example(b"0" + b"\t" * 39 + b"\r")
+@example(b"0" + b"\t " * 13 + b"\t" * 26 + b"\n")
+@example(b"0\t" + b"9" * 5000 + b"\t" * 38 + b"\n\n\n")
+def test_a_block_is_parsed_as_by_a_plain_reader(data):
+    lines = data.count(b"\n") + (not data.endswith(b"\n") and bool(data))
+    block = RawBlock(path=Path("raw"), first_line=1, lines=lines, data=data, consumed=0)
+    agree(parsed([block] if data else []), data)
+
+
+@pytest.mark.parametrize("compression", [None, "gzip", "zstd"])
+@settings(max_examples=20, deadline=None)
+@given(data=files(), size=st.integers(600, 2000), cut=st.floats(0, 1))
+def test_blocks_end_anywhere(tmp_path_factory, compression, data, size, cut):
+    members = data[: int(len(data) * cut)], data[int(len(data) * cut) :]
+    if compression:
+        pack = gzip.compress if compression == "gzip" else _zstd
+        packed = b"".join(map(pack, members))
+    else:
+        packed = data
+    path = tmp_path_factory.getbasetemp() / f"raw {compression}"
+    path.write_bytes(packed)
+    if max(map(len, data.split(b"\n"))) + 1 < size:
+        blocks = [block for block in RawFile(path).blocks(block_bytes=size) if block.data]
+        assert b"".join(block.data for block in blocks) == data
+        agree(parsed(blocks), data)
+
+
+def _zstd(data):
+    return pa.compress(data, "zstd", asbytes=True)
