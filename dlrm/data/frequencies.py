@@ -65,11 +65,21 @@ def count_ids(
 
     Returns:
         Occurrences of every id of every column, ``[cardinality]`` int64 each.
+
+    Raises:
+        ValueError: there are more ids than fit in memory, or the data is damaged.
     """
     reader = RowGroupReader(directory, replace(meta, dense=()))
     row_groups = reader.row_groups("train")
     every = -(-sum(row_group.rows for row_group in row_groups) // most_rows)
-    counts = [torch.zeros(rows, dtype=torch.int64) for rows in meta.cardinalities]
+    try:
+        counts = [torch.zeros(rows, dtype=torch.int64) for rows in meta.cardinalities]
+    except RuntimeError:  # of PyTorch, if there is not enough memory
+        column = max(meta.categorical, key=lambda column: column.cardinality)
+        raise ValueError(
+            f"{directory}: the counts of {sum(meta.cardinalities):,} ids do not fit in memory, most "
+            f"of them of {column.name!r}; renumber the ids from 0, the most frequent first"
+        ) from None
     # The columns in the order in which they are read: the one-hot ones come first.
     order = sorted(range(len(counts)), key=lambda index: meta.categorical[index].multi_hot)
     for rows in map_in_order(reader.read, row_groups[::every], cpu_count()):

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dlrm.data.schema import META_FILE, Categorical, Meta
-from dlrm.utils.messages import did_you_mean, printable
+from dlrm.utils.messages import did_you_mean, listing, printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +198,7 @@ class RowGroupReader:
             if found != 1:
                 raise ValueError(
                     f"{path} has {found or 'no'} columns named {name!r}, {META_FILE} names "
-                    f"one; the file has {', '.join(schema.names)}"
+                    f"one; the file has {printable(listing(schema.names, 50))}"
                 )
             if not fits(schema.field(name).type):
                 raise ValueError(

@@ -68,6 +68,14 @@ def test_the_ids_of_a_training_split_are_counted_whole(tmp_path):
     assert {int(count.sum()) for count in counts} == {meta.splits["train"].rows}
 
 
+def test_more_ids_than_fit_in_memory_are_refused(tmp_path):
+    meta = Meta.read(synthetic_data(tmp_path))
+    huge = replace(meta.categorical[3], cardinality=2**60)
+    meta = replace(meta, categorical=(*meta.categorical[:3], huge))
+    with pytest.raises(ValueError, match=r"do not fit in memory, most of them of 'C4'; renumber"):
+        count_ids(tmp_path, meta)
+
+
 def test_an_id_outside_its_table_is_named(tmp_path):
     meta = write(tmp_path, [0, 5], [[0], [0]])
     with pytest.raises(ValueError, match=r"column 'ids': value 1 is id 5, outside the table"):

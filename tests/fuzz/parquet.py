@@ -40,14 +40,13 @@ DESCRIBE = ["--train", "train.parquet", "--test", "test.parquet", "--label", "cl
 
 def content(directory: Path) -> list[torch.Tensor]:
     """All rows that the loader yields, and the frequencies of the ids."""
-    meta = Meta.read(directory)
-    tensors = read_frequencies(directory, meta)
+    meta, tensors = Meta.read(directory), []
     for split in SPLITS:
         if meta.has_rows(split):
             for batch in CriteoLoader(directory, split, batch_size=64):
                 offsets = [] if batch.offsets is None else [batch.offsets]
                 tensors += [batch.dense, batch.ids, batch.labels, *offsets]
-    return tensors
+    return tensors + read_frequencies(directory, meta)
 
 
 def equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
