@@ -77,8 +77,8 @@ def count_ids(
     except RuntimeError:  # of PyTorch, if there is not enough memory
         column = max(meta.categorical, key=lambda column: column.cardinality)
         raise ValueError(
-            f"{directory}: the counts of {sum(meta.cardinalities):,} ids do not fit in memory, most "
-            f"of them of {column.name!r}; renumber the ids from 0, the most frequent first"
+            f"{directory}: the counts of {sum(meta.cardinalities):,} ids do not fit in memory, "
+            f"most of them of {column.name!r}; renumber the ids from 0, the most frequent first"
         ) from None
     # The columns in the order in which they are read: the one-hot ones come first.
     order = sorted(range(len(counts)), key=lambda index: meta.categorical[index].multi_hot)

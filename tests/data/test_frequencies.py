@@ -69,10 +69,10 @@ def test_the_ids_of_a_training_split_are_counted_whole(tmp_path):
 
 
 def test_more_ids_than_fit_in_memory_are_refused(tmp_path):
-    meta = Meta.read(synthetic_data(tmp_path))
-    huge = replace(meta.categorical[3], cardinality=2**60)
-    meta = replace(meta, categorical=(*meta.categorical[:3], huge))
-    with pytest.raises(ValueError, match=r"do not fit in memory, most of them of 'C4'; renumber"):
+    meta = write(tmp_path, [4, 0, 0], [[0], [], [2, 2]])
+    huge = replace(meta.categorical[1], cardinality=2**60)
+    meta = replace(meta, categorical=(meta.categorical[0], huge))
+    with pytest.raises(ValueError, match=r"do not fit in memory, most of them of 'ids'; renumber"):
         count_ids(tmp_path, meta)
 
 
