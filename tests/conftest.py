@@ -1,5 +1,6 @@
 """What every test needs to know: is there a GPU, and if not, Triton interprets its kernels."""
 
+import contextlib
 import importlib
 import json
 import os
@@ -20,6 +21,15 @@ if not torch.cuda.is_available():  # before anything imports triton
 import pytest
 
 from dlrm.utils.device import cpu_count
+
+with contextlib.suppress(ImportError):  # without the dev extra, as on a GPU machine
+    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.devnull)  # leave no files
+    from hypothesis import settings
+
+    settings.register_profile(
+        "same", max_examples=25, derandomize=True, deadline=None, database=None
+    )
+    settings.load_profile("same")
 
 ROOT = Path(__file__).parents[1]
 

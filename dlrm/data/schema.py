@@ -21,6 +21,7 @@ from dlrm.utils.documents import read_json, shown
 SCHEMA_VERSION = 1
 META_FILE = "meta.json"
 SPLITS = ("train", "val", "test")
+MAX_NAME = 1000  # characters of the name of a column or file
 
 CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
 CRITEO_CATEGORICAL = tuple(f"C{i}" for i in range(1, 27))
@@ -69,7 +70,7 @@ class Meta:
     """What ``meta.json`` says about a prepared directory.
 
     Raises:
-        ValueError: a column is named more than once, or its name is no text.
+        ValueError: a column is named more than once, or its name is not text.
     """
 
     dense: tuple[str, ...]
@@ -89,8 +90,9 @@ class Meta:
     def __post_init__(self) -> None:
         names = [self.label, *self.dense, *self.tables]
         for name in names:
-            if not isinstance(name, str):
-                raise ValueError(f"column {shown(name)} has a name that is no text")
+            if not isinstance(name, str) or len(name) > MAX_NAME:
+                at_most = f"{MAX_NAME} characters at most"
+                raise ValueError(f"column {shown(name)} has a name that is not text of {at_most}")
         for name, count in Counter(names).items():
             if count > 1:
                 raise ValueError(
@@ -119,7 +121,7 @@ class Meta:
                 raise ValueError(f"split {shown(name)} has rows {shown(split.rows)}")
             if type(split.positives) is not int or not 0 <= split.positives <= split.rows:
                 raise ValueError(f"split {shown(name)} has positives {shown(split.positives)}")
-            if not all(isinstance(file, str) for file in split.files):
+            if not all(isinstance(file, str) and len(file) <= MAX_NAME for file in split.files):
                 raise ValueError(f"split {shown(name)} has files {shown(split.files)}")
         for name, value in {"options": self.options, "planted": self.planted}.items():
             if not isinstance(value, Mapping):

@@ -19,6 +19,7 @@ from dlrm.utils.local_shards import LocalShards, saved_weight
 from dlrm.utils.messages import did_you_mean
 
 PLACEMENTS = ("balanced", "cyclic")
+MAX_PAGES = 1 << 22
 ACCESS_COST = {"cuda": 0, "host": 1, "cpu": 2}
 """The order in which hot pages prefer memory: of a GPU, read by the GPU over the link, out of its
 reach."""
@@ -69,6 +70,11 @@ class Paged(Embedding):
         self.follows_model = not devices
         """Whether ``.to`` moves the pages; pages with devices of their own stay there."""
         self._page_counts = [-(-rows // page_size) for rows in self.num_embeddings]
+        if (pages := sum(self._page_counts)) > MAX_PAGES:
+            raise ValueError(
+                f"there are {pages:,} pages, at most {MAX_PAGES:,} are possible: increase "
+                f"--paged.page_size, which is {page_size}"
+            )
         self._lengths = [
             min(page_size, rows - page * page_size)
             for rows, count in zip(self.num_embeddings, self._page_counts, strict=True)

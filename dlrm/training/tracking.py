@@ -151,7 +151,7 @@ def read_result(directory: Path) -> dict[str, Any]:
     path = directory / RESULT
     try:
         result = read_json(path)
-        result["options"]["emb"], result["metrics"].keys()  # raise if they are not there
+        _require_types(result["options"], result["metrics"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a result of train.py: {shown(error)}; remove it") from None
     return result
@@ -170,6 +170,16 @@ def finished(directory: Path, step: int | None, options: str) -> dict[str, float
     result = read_result(directory)
     same = result.get("steps") == step and result["options"] == yaml.safe_load(options)
     return {k: math.nan if v is None else v for k, v in result["metrics"].items()} if same else {}
+
+
+def _require_types(options: dict[str, Any], metrics: dict[str, Any]) -> None:
+    """Check what programs use of a result."""
+    wanted = {"emb": str, "data": str, "seed": int, "tt": dict}
+    found = {name: options[name] for name in wanted if name in options or name == "emb"}
+    wrong = [name for name, value in found.items() if not isinstance(value, wanted[name])]
+    wrong += [n for n, v in metrics.items() if v is not None and type(v) not in (int, float)]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is {shown((options | metrics)[wrong[0]])}")
 
 
 class NoTracker(Tracker):

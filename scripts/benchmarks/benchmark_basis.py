@@ -1,8 +1,6 @@
-"""Time a basis (codebook) output layer and ``nn.Linear``, forward and backward.
+"""Time a basis (codebook) output layer and ``nn.Linear`` on a GPU, forward and backward.
 
     python scripts/benchmarks/benchmark_basis.py --output benchmarks/basis.json
-    python scripts/benchmarks/benchmark_basis.py --device cpu --dtype float32 --tokens 1 128 \\
-        --hidden 64 512 2048 --vocabulary 50000 --output benchmarks/basis_cpu.json
 
 Reports nothing if logits or gradients differ from those of the decoded weight in fp32.
 """
@@ -82,44 +80,34 @@ def works(
 
 def skewed(layer: BasisLinear) -> None:
     """Give the outputs codes of unequal frequency, that of rank r falling as 1 / r."""
-    weights = 1 / torch.arange(
-        1, layer.clusters + 1, device=layer.codes.device, dtype=torch.float64
-    )
+    weights = 1 / torch.arange(1, layer.clusters + 1, device="cuda", dtype=torch.float64)
     codes = torch.multinomial(weights, layer.out_features * layer.parts, replacement=True)
     layer.codes.copy_(pack(codes.view(layer.out_features, layer.parts), layer.bits))
-
-
-def milliseconds(works: list[Callable[[], object]], device: torch.device) -> float:
-    """The median of one of ``works``; on a GPU captured."""
-    if device.type == "cuda":
-        return benchmark.captured_milliseconds(works)
-    return benchmark.cpu_milliseconds(lambda index: works[index % len(works)](), steps=12)
 
 
 def compare(ours: BasisLinear, tokens: int) -> dict[str, Any]:
     """Times in ms of a basis layer and of a linear layer of the same size."""
     hidden, entries, dtype = ours.in_features, ours.out_features, ours.weight.dtype
-    device = ours.weight.device
     inputs = [
-        torch.randn(tokens, hidden, device=device, dtype=dtype, requires_grad=True)
+        torch.randn(tokens, hidden, device="cuda", dtype=dtype, requires_grad=True)
         for _ in range(INPUTS)
     ]
-    up = torch.randn(tokens, entries, device=device, dtype=dtype)
+    up = torch.randn(tokens, entries, device="cuda", dtype=dtype)
     result: dict[str, Any] = {"hidden": hidden, "vocabulary": entries, "tokens": tokens}
     result["errors"] = check(ours, inputs[0], up)
-    linear = nn.Linear(hidden, entries, device=device, dtype=dtype)
+    linear = nn.Linear(hidden, entries, device="cuda", dtype=dtype)
     result["basis_MB"] = sum(ours.footprint().values()) / 1e6
     result["linear_MB"] = sum(p.nbytes for p in linear.parameters()) / 1e6
     for name, backward in (("forward", False), ("forward_backward", True)):
         both = {
-            kind: milliseconds(works(layer, inputs, up, backward=backward), device)
+            kind: benchmark.captured_milliseconds(works(layer, inputs, up, backward=backward))
             for kind, layer in (("basis", ours), ("linear", linear))
         }
         result |= {f"{kind}_{name}": time for kind, time in both.items()}
         result[f"{name}_times_faster"] = both["linear"] / both["basis"]
     skewed(ours)
     again = works(ours, inputs, up, backward=True)
-    result["basis_forward_backward_skewed"] = milliseconds(again, device)
+    result["basis_forward_backward_skewed"] = benchmark.captured_milliseconds(again)
     return result
 
 
@@ -131,25 +119,21 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--vocabulary", type=int, nargs="+", default=[50_000, 100_000, 150_000, 200_000]
     )
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128])
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--parts", type=int, default=8)
     parser.add_argument("--clusters", type=int, default=384)
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16", "float32"])
-    options = parser.parse_args(argv)
-    if options.device == "cuda":
-        benchmark.parse_on_gpu(parser, argv)
+    options = benchmark.parse_on_gpu(parser, argv)
     parts, clusters, dtype = options.parts, options.clusters, getattr(torch, options.dtype)
     results = []
     for hidden in options.hidden:
         for entries in options.vocabulary:
             ours = BasisLinear(
-                hidden, entries, device=options.device, dtype=dtype, parts=parts, clusters=clusters
+                hidden, entries, device="cuda", dtype=dtype, parts=parts, clusters=clusters
             )
-            for tokens in options.tokens:
-                found = compare(ours, tokens)
-                results.append({k: _round(v) for k, v in found.items()})
-                print(json.dumps(results[-1]), flush=True)
+            found = compare(ours, options.tokens)
+            results.append({k: _round(v) for k, v in found.items()})
+            print(json.dumps(results[-1]), flush=True)
     if options.output:
         layer = {"dtype": options.dtype, "parts": parts, "clusters": clusters}
         benchmark.write(options.output, {"unit": "ms", **layer, "results": results})

@@ -265,6 +265,11 @@ def test_options_that_make_no_sense_are_refused(options, message):
         build("paged", SIZES, 4, **options)
 
 
+def test_more_pages_than_a_page_table_holds_are_refused():
+    with pytest.raises(ValueError, match=r"there are 70,368,744,177,665 pages, at most 4,194,304"):
+        build("paged", [2**62, 5], 4)
+
+
 def test_it_says_where_its_rows_are():
     _, paged = pair({"devices": ["host", "cpu"], "page_size": 50})
     assert "page_size=50, " in repr(paged)

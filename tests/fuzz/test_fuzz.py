@@ -10,6 +10,8 @@ import pytest
 FUZZERS = {
     "tsv": {"text": 25, "gzip": 25, "bomb": 2},
     "parquet": {"prepared": 25, "foreign": 25, "trained": 2},
+    "config": {"edited": 40, "damaged": 40, "command_line": 40},
+    "meta": {"described": 40, "log": 40, "result": 40},
 }
 
 

@@ -431,7 +431,14 @@ def test_no_run_at_all_is_an_error(script, data, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "content",
-    ['{"x":', "{}", "[]", '{"options": [], "metrics": {}}', '{"options": {}, "metrics": {}}'],
+    [
+        *('{"x":', "{}", "[]", '{"options": [], "metrics": {}}', '{"options": {}, "metrics": {}}'),
+        '{"options": {"emb": "tt", "data": []}, "metrics": {}}',
+        '{"options": {"emb": "tt", "seed": {}}, "metrics": {}}',
+        '{"options": {"emb": "tt", "tt": []}, "metrics": {}}',
+        '{"options": {"emb": "tt"}, "metrics": {"test/auc": "high"}}',
+        "[" * 500 + "]" * 500,
+    ],
 )
 def test_what_is_no_result_is_named(script, tmp_path, capsys, content):
     (tmp_path / "result.json").write_text(content)

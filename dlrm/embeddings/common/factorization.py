@@ -7,6 +7,7 @@ from functools import cache
 from math import isqrt, log, prod
 
 MAX_PADDING = 1.25  # rows that rounding up may add: at most a quarter
+LARGEST_SEARCHED = 2**32  # larger numbers have too many candidates for a divisor
 
 
 @cache
@@ -15,7 +16,8 @@ def factorize_rows(rows: int, d: int) -> tuple[int, ...]:
 
     ``rows`` is rounded up to one, two, ... trailing zeros (by at most a quarter), and the most
     balanced factorization of any of these numbers is taken. Where none is balanced (mostly of small
-    numbers) the factors are the ``d``-th root of ``rows``, rounded up or down.
+    numbers), or ``rows`` is above 2^32, the factors are the ``d``-th root of ``rows``, rounded up
+    or down.
 
     Args:
         rows: number of rows V.
@@ -29,6 +31,8 @@ def factorize_rows(rows: int, d: int) -> tuple[int, ...]:
     """
     if rows < 1 or d < 1:
         raise ValueError(f"rows and d must be at least 1, got {rows} and {d}")
+    if rows > LARGEST_SEARCHED:
+        return _nearest_root(rows, d)
     steps = (10**zeros for zeros in range(len(str(rows))))
     rounded = {-(-rows // step) * step for step in steps}
     candidates = [balanced(n, d) for n in sorted(rounded) if n <= MAX_PADDING * rows]
@@ -38,7 +42,13 @@ def factorize_rows(rows: int, d: int) -> tuple[int, ...]:
 
 @cache
 def factorize_dim(dim: int, d: int) -> tuple[int, ...]:
-    """Balanced factors ``q`` with ``prod(q) == dim``, ascending: 16 -> 2, 2, 4; 7 -> 1, 1, 7."""
+    """Balanced factors ``q`` with ``prod(q) == dim``, ascending: 16 -> 2, 2, 4; 7 -> 1, 1, 7.
+
+    Raises:
+        ValueError: the dim is above 2^32.
+    """
+    if dim > LARGEST_SEARCHED:
+        raise ValueError(f"the dim is {dim}, it can be factorized up to {LARGEST_SEARCHED}")
     return balanced(dim, d)
 
 

@@ -22,7 +22,6 @@ from dlrm.kernels import require_contiguous, tl, triton, use_triton
 
 BLOCK_V, BLOCK_N = 64, 64  # entries and tokens of a tile of the output
 SEGMENT = 512  # entries of a centroid that one program sums
-CPU_SUMS = 1 << 17  # that a CPU adds up before it transposes them: they stay in its cache
 SUM_M, SUM_N = 8, 128  # entries of a centroid, and tokens, that are summed at a time
 
 
@@ -268,58 +267,12 @@ def codebook_sum(
     return _CodebookSum.apply(products, codes, bias, bits, index)
 
 
-class _CodebookSumTorch(torch.autograd.Function):
-    """Sums of rows as ``embedding_bag`` adds them up: no tensor ``[parts, V, N]``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, products: Tensor, codes: Tensor, bias: Tensor | None, bits: int
-    ) -> Tensor:
-        parts, clusters, tokens = products.shape
-        wide = torch.promote_types(products.dtype, torch.float32)
-        rows = _rows_of_parts(codes, parts, bits, clusters)
-        table, selected = products.reshape(-1, tokens).to(wide), rows.t().contiguous()
-        out = products.new_empty(tokens, len(codes))
-        step = max(1, CPU_SUMS // max(tokens, 1))
-        for begin in range(0, len(codes) if tokens else 0, step):
-            chunk = slice(begin, begin + step)
-            sums = functional.embedding_bag(selected[chunk], table, mode="sum").t()
-            out[:, chunk] = sums if bias is None else sums + bias[chunk]
-        ctx.save_for_backward(rows)
-        ctx.shape, ctx.wide = products.shape, wide
-        ctx.bias_type = None if bias is None else bias.dtype
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (rows,) = ctx.saved_tensors
-        parts, clusters, _ = ctx.shape
-        order = rows.flatten().sort(stable=True)
-        centroids = torch.arange(parts * clusters, device=grad.device, dtype=rows.dtype)
-        begin = torch.searchsorted(order.values, centroids)
-        wide = grad.to(ctx.wide)
-        out = wide.new_zeros(ctx.shape)
-        if grad.numel():
-            entries, each = order.indices % rows.shape[1], wide.t().contiguous()
-            out = functional.embedding_bag(entries, each, begin, mode="sum").view(ctx.shape)
-        bias = None if ctx.bias_type is None else wide.sum(0).to(ctx.bias_type)
-        return out.to(grad.dtype), None, bias, None
-
-
-def _rows_of_parts(packed: Tensor, parts: int, bits: int, clusters: int) -> Tensor:
-    """The centroid of each part of each entry, numbered through, int32 ``[parts, V]``."""
-    columns = packed.t().contiguous().int()
-    rows = columns.new_empty(parts, len(packed))
-    for part in range(parts):
-        byte, shift = divmod(part * bits, 8)
-        word = columns[byte]
-        for more in range(1, (shift + bits + 7) // 8):
-            word = word | columns[byte + more] << 8 * more
-        rows[part] = (word >> shift & (1 << bits) - 1) + part * clusters
-    return rows
-
-
 def codebook_sum_torch(products: Tensor, codes: Tensor, bias: Tensor | None, bits: int) -> Tensor:
-    """:func:`codebook_sum` in PyTorch, for a CPU."""
-    return _CodebookSumTorch.apply(products, codes, bias, bits)
+    """:func:`codebook_sum` in PyTorch."""
+    names = unpack(codes, len(products), bits)  # [V, parts]
+    wide = torch.promote_types(products.dtype, torch.float32)
+    total = products.new_zeros(len(codes), products.shape[2], dtype=wide)
+    for part, product in enumerate(products):
+        total = total + product[names[:, part]]
+    total = total.t() if bias is None else total.t() + bias
+    return total.to(products.dtype)

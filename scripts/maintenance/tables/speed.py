@@ -124,21 +124,6 @@ def basis() -> str:
     return table(columns, read("basis_h100")["results"], "basis_h100")
 
 
-def basis_cpu() -> str:
-    """The same on a CPU."""
-    columns = {
-        "hidden": "{hidden:,}",
-        "tokens": "{tokens:,}",
-        "forward: linear, ms": "{linear_forward:.1f}",
-        "basis, ms": "{basis_forward:.1f}",
-        "times faster": "{forward_times_faster:.1f}",
-        "forward and backward: linear, ms": "{linear_forward_backward:.1f}",
-        "basis, both, ms": "{basis_forward_backward:.1f}",
-        "times faster, both": "{forward_backward_times_faster:.1f}",
-    }
-    return table(columns, read("basis_cpu")["results"], "basis_cpu")
-
-
 def epoch() -> str:
     """An epoch on one GPU, from Parquet to test metrics."""
     columns = {
@@ -157,4 +142,4 @@ def epoch() -> str:
     return table(columns, rows, "epoch_h100")
 
 
-TABLES = (cpu_step, gpu_step, gpu_step_h200, gpu_kinds, tt_alone, lookup, basis, basis_cpu, epoch)
+TABLES = (cpu_step, gpu_step, gpu_step_h200, gpu_kinds, tt_alone, lookup, basis, epoch)

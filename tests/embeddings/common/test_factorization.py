@@ -62,3 +62,13 @@ def test_dims_are_factorised_exactly(dim, q):
 def test_nothing_to_factorise(rows, d):
     with pytest.raises(ValueError, match=f"must be at least 1, got {rows} and {d}"):
         factorize_rows(rows, d)
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 4])
+def test_a_number_of_rows_that_no_memory_holds_takes_no_time(d):
+    for rows in (2**32 + 1, 2**62, 2**63 - 1):
+        p = factorize_rows(rows, d)
+        assert rows <= prod(p) <= 1.25 * rows
+        assert p[-1] <= p[0] + 1
+    with pytest.raises(ValueError, match="the dim is 1000000000000000000, it can be factorized up"):
+        factorize_dim(10**18, d)
