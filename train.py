@@ -188,7 +188,7 @@ class Run:
             return {}
         watched = self.interruption.between(batches, self._stop)
         found = metrics.predict(self.model, watched, bf16=self.config.precision == "bf16")
-        found = self.world.in_order(*found, batches.rows, batches.batch_size)
+        found = self.world.in_order(found, batches.rows, batches.batch_size)
         return metrics.classification(*found)
 
     def _finish(self) -> dict[str, float]:

@@ -66,7 +66,7 @@ def predict(options: Namespace) -> None:
         parquet.ParquetWriter(temporary, schema, write_page_checksum=True) as writer,
     ):
         for batch in trained.loader:
-            logits, labels = trained.predict(batch)
+            logits, labels, *_ = trained.predict(batch)
             metrics.require_finite_logits(logits)
             probabilities = metrics.sigmoid(logits).float().cpu().numpy()
             columns = [probabilities, labels.cpu().numpy()]

@@ -27,6 +27,7 @@ class Batch:
     offsets: Tensor | None = None  # [F * B + 1] int64
     bounds: tuple[int, ...] | None = None  # offsets[::B], on the host
     total: int | None = None  # samples of all processes, if this batch is the share of one
+    weights: Tensor | None = None  # [B] float32, of the samples; None: all 1
 
     @property
     def size(self) -> int:
@@ -52,7 +53,7 @@ class Batch:
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory alive until the work queued on ``stream`` is done."""
-        for tensor in (self.dense, self.ids, self.labels, self.offsets):
+        for tensor in (self.dense, self.ids, self.labels, self.offsets, self.weights):
             if tensor is not None:
                 tensor.record_stream(stream)
 
@@ -63,6 +64,7 @@ class Batch:
             ids=function(self.ids),
             labels=function(self.labels),
             offsets=None if self.offsets is None else function(self.offsets),
+            weights=None if self.weights is None else function(self.weights),
         )
 
 
@@ -70,10 +72,12 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     """One-hot batches of the same features, one after another, as one batch."""
     if len(batches) == 1:
         return batches[0]
+    weights = [batch.weights for batch in batches if batch.weights is not None]
     return Batch(
         dense=torch.cat([batch.dense for batch in batches], dim=1),
         ids=torch.cat([batch.ids for batch in batches], dim=1),
         labels=torch.cat([batch.labels for batch in batches]),
+        weights=torch.cat(weights) if weights else None,
     )
 
 
@@ -89,20 +93,34 @@ class RowBuffer:
         one_hot: one-hot features F.
         ids: type of the ids, int32 or int64.
         pinned: use page-locked memory.
+        weighted: leave room for sample weights too.
     """
 
-    def __init__(self, size: int, *, dense: int, one_hot: int, ids: np.dtype, pinned: bool) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        dense: int,
+        one_hot: int,
+        ids: np.dtype,
+        pinned: bool,
+        weighted: bool = False,
+    ) -> None:
         ids_end = one_hot * size * ids.itemsize // 4  # in words of four bytes
         self._dense_start = _aligned(ids_end)
         dense_end = self._dense_start + dense * size
         self._labels_start = _aligned(dense_end)
         end = self._labels_start + size
+        self._weights_start = _aligned(end)
+        if weighted:
+            end = self._weights_start + size
         self._words = torch.empty(_aligned(end), dtype=torch.int32, pin_memory=pinned)
         words = self._words.numpy()
         floats = words.view(np.float32)
         self.ids = words[:ids_end].view(ids).reshape(one_hot, size)
         self.dense = floats[self._dense_start : dense_end].reshape(dense, size)
-        self.labels = floats[self._labels_start : end]
+        self.labels = floats[self._labels_start : self._labels_start + size]
+        self.weights = floats[self._weights_start : end] if weighted else None
 
     def to(self, device: torch.device) -> Batch:
         """The batch on ``device``; a copy to a GPU is asynchronous."""
@@ -110,10 +128,14 @@ class RowBuffer:
         floats = words.view(torch.float32)
         ids = words if self.ids.itemsize == 4 else words.view(torch.int64)
         (features, size), dense = self.ids.shape, len(self.dense)
+        weights = None
+        if self.weights is not None:
+            weights = floats.as_strided((size,), (1,), self._weights_start)
         return Batch(
             dense=floats.as_strided((dense, size), (size, 1), self._dense_start),
             ids=ids.as_strided((features, size), (size, 1)),
             labels=floats.as_strided((size,), (1,), self._labels_start),
+            weights=weights,
         )
 
 

@@ -59,6 +59,8 @@ class DeviceShuffleBuffer:
         outs = [out.labels, *out.dense, *out.ids]
         for values, column in zip([rows.labels, *rows.dense, *rows.ids], outs, strict=True):
             column[:] = values
+        if rows.weights is not None and out.weights is not None:
+            out.weights[:] = rows.weights
         if mix is not None and self._order is not None:
             self._order.numpy()[mix.positions()] = first + mix.permutation()
         return out
@@ -89,11 +91,15 @@ class DeviceShuffleBuffer:
         part = self.group.between(first, last)
         if self._order is None:
             return Batch(
-                rows.dense[:, part].contiguous(), rows.ids[:, part].contiguous(), rows.labels[part]
+                rows.dense[:, part].contiguous(),
+                rows.ids[:, part].contiguous(),
+                rows.labels[part],
+                weights=None if rows.weights is None else rows.weights[part],
             )
         index = self._order[part]
         return Batch(
             rows.dense.index_select(1, index),
             rows.ids.index_select(1, index),
             rows.labels.index_select(0, index),
+            weights=None if rows.weights is None else rows.weights.index_select(0, index),
         )

@@ -44,6 +44,7 @@ class Rows:
     dense: list[np.ndarray]  # [rows] float32 each
     ids: list[np.ndarray]  # [rows] integer each: the one-hot features
     bags: list[pa.LargeListArray]  # [rows] lists of int32 or int64 each: the multi-hot features
+    weights: np.ndarray | None = None  # [rows] float32
 
 
 class RowGroupReader:
@@ -76,6 +77,7 @@ class RowGroupReader:
         largest = max(self.num_embeddings, default=0)
         self.ids_dtype = np.dtype(np.int32 if largest <= 2**31 else np.int64)
         self.columns = [meta.label, *meta.dense, *meta.tables]
+        self.columns += [] if meta.weight is None else [meta.weight]
 
     def row_groups(self, split: str) -> list[RowGroup]:
         """All row groups of ``split`` in file order; reads the footers and checks the schemas.
@@ -110,7 +112,10 @@ class RowGroupReader:
             ValueError: the row group is damaged or holds an invalid value.
         """
         table = self.read_table(row_group)
-        rows = Rows(labels=self.labels(table, row_group), dense=[], ids=[], bags=[])
+        labels, weights, weight = self.labels(table, row_group), None, self.meta.weight
+        if weight is not None:
+            weights = _weights(_only_chunk(table, weight), f"{row_group}, column {weight!r}")
+        rows = Rows(labels=labels, dense=[], ids=[], bags=[], weights=weights)
         for name in self.meta.dense:
             rows.dense.append(_dense(_only_chunk(table, name), f"{row_group}, column {name!r}"))
         for column, cardinality in zip(self.meta.categorical, self.num_embeddings, strict=True):
@@ -188,6 +193,8 @@ class RowGroupReader:
             (self.meta.label, "a bool, integer or float (the label)", _is_number),
             *((name, "a bool, integer or float (dense)", _is_number) for name in self.meta.dense),
         ]
+        if self.meta.weight is not None:
+            expected.append((self.meta.weight, "an integer or float (weights)", _is_number))
         for column in self.meta.categorical:
             if column.multi_hot:
                 expected.append((column.name, "a list of integers (multi-hot)", is_list_of_ids))
@@ -284,6 +291,17 @@ def _labels(array: pa.Array, where: str) -> np.ndarray:
     return labels
 
 
+def _weights(array: pa.Array, where: str) -> np.ndarray:
+    """The weights of samples: float32, none missing or negative."""
+    weights = array.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
+    if not (weights.min(initial=0) >= 0 and weights.max(initial=0) < np.inf):  # false for NaN
+        row = np.flatnonzero(~((weights >= 0) & (weights < np.inf)))[0]
+        raise ValueError(
+            f"{where}: row {row} is {array[row]}; a weight must be a number of 0 or more"
+        )
+    return weights
+
+
 def _dense(array: pa.Array, where: str) -> np.ndarray:
     """The values of a dense column; null, and NaN, which pandas writes for null, become 0."""
     if array.null_count:
@@ -323,7 +341,9 @@ def _ids(array: pa.Array, where: str, column: Categorical, cardinality: int) -> 
         limit = min(cardinality, 1 << (8 * ids.itemsize - 1))
     if ids.size and unsigned.max() >= limit:
         if column.unseen == "row" and column.cardinality == cardinality and ids.min() >= 0:
-            return np.where(unsigned >= limit, oov_id, ids).astype(ids.dtype)
+            ids = ids.copy()
+            ids[unsigned >= limit] = oov_id
+            return ids
         value = np.flatnonzero(unsigned >= limit)[0]
         raise ValueError(
             f"{where}: value {value} is id {ids[value]}, outside the table of {cardinality} rows; "

@@ -89,6 +89,7 @@ class Meta:
 
     def __post_init__(self) -> None:
         names = [self.label, *self.dense, *self.tables]
+        names += [] if self.weight is None else [self.weight]
         for name in names:
             if not isinstance(name, str) or len(name) > MAX_NAME:
                 at_most = f"{MAX_NAME} characters at most"

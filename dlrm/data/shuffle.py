@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -135,6 +135,7 @@ class ShuffleBuffer:
         self.dense = np.empty((len(meta.dense), group.rows), np.float32)
         self.ids = np.empty((one_hot, group.rows), reader.ids_dtype)
         self.labels = np.empty(group.rows, np.float32)
+        self.weights = None if meta.weight is None else np.empty(group.rows, np.float32)
         self._bags: list[pa.Array] | None = None
         shuffled_bags = meta.multi_hot and group.seed is not None
         self._order = np.empty(group.rows, np.int64) if shuffled_bags else None  # of the bags
@@ -148,6 +149,9 @@ class ShuffleBuffer:
         rows = self._reader.read(row_group)
         columns = [rows.labels, *rows.dense, *rows.ids]
         outs = [self.labels, *self.dense, *self.ids]
+        if rows.weights is not None and self.weights is not None:
+            columns.append(rows.weights)
+            outs.append(self.weights)
         if mix is None:
             for values, out in zip(columns, outs, strict=True):
                 out[:] = values
@@ -179,10 +183,15 @@ class ShuffleBuffer:
 
 
 def row_buffer(reader: RowGroupReader, size: int, *, pinned: bool = False) -> RowBuffer:
-    """Room for the dense features, one-hot ids and labels of ``size`` rows."""
-    dense, columns = len(reader.meta.dense), reader.meta.categorical
-    one_hot = sum(not column.multi_hot for column in columns)
-    return RowBuffer(size, dense=dense, one_hot=one_hot, ids=reader.ids_dtype, pinned=pinned)
+    """Room for the dense features, one-hot ids, labels and weights of ``size`` rows."""
+    return RowBuffer(
+        size,
+        dense=len(reader.meta.dense),
+        one_hot=sum(not column.multi_hot for column in reader.meta.categorical),
+        ids=reader.ids_dtype,
+        pinned=pinned,
+        weighted=reader.meta.weight is not None,
+    )
 
 
 def assemble(
@@ -204,6 +213,8 @@ def assemble(
         out.dense[:, start:stop] = buffer.dense[:, rows]
         out.ids[:, start:stop] = buffer.ids[:, rows]
         out.labels[start:stop] = buffer.labels[rows]
+        if out.weights is not None and buffer.weights is not None:
+            out.weights[start:stop] = buffer.weights[rows]
         start = stop
     batch = out.to(torch.device("cpu"))
     if not reader.meta.multi_hot:
@@ -223,4 +234,4 @@ def assemble(
     offsets = np.cumsum(np.concatenate(lengths))
     bounds = tuple(offsets[:: batch.size].tolist()) if batch.size else None
     all_ids = torch.from_numpy(np.concatenate(ids))
-    return Batch(batch.dense, all_ids, batch.labels, torch.from_numpy(offsets), bounds)
+    return replace(batch, ids=all_ids, offsets=torch.from_numpy(offsets), bounds=bounds)

@@ -208,19 +208,18 @@ class World:
         both = both[both[:, 0].argsort(stable=True)]
         return both[:, 0], both[:, 1]
 
-    def in_order(
-        self, logits: Tensor, labels: Tensor, rows: int, share: int
-    ) -> tuple[Tensor, Tensor]:
-        """Logits and labels of all rows of a split, on every rank, in the order of the rows.
+    def in_order(self, columns: tuple[Tensor, ...], rows: int, share: int) -> tuple[Tensor, ...]:
+        """Values of all rows of a split, on every rank, in the order of the rows.
 
         Args:
-            logits, labels: of this rank's share of every batch of a ``CriteoLoader``.
+            columns: logits, labels and so on, of this rank's share of every batch of a
+                ``CriteoLoader``.
             rows: of the split.
             share: samples of each rank in a batch.
         """
         if self.size == 1:
-            return logits, labels
-        both = torch.stack([logits, labels], 1)
+            return columns
+        both = torch.stack(columns, 1)
         parts = self.gather(both, self.sizes(len(both), both.device))
         taken = [0] * self.size
         ordered = []
@@ -230,8 +229,7 @@ class World:
                 count = each + (rank < extra)
                 ordered.append(part[taken[rank] : taken[rank] + count])
                 taken[rank] += count
-        logits, labels = torch.cat(ordered).t()
-        return logits, labels
+        return tuple(torch.cat(ordered).t())
 
 
 def agree_on_attempt(store: dist.Store, rank: int, size: int) -> str:

@@ -130,6 +130,8 @@ class StepGraphs:
             (prepared.batch.dense, prepared.batch.labels, prepared.batch.ids),
             (None, None, self._by_group),
         )
+        if to.batch.weights is not None:
+            to.batch.weights.copy_(prepared.batch.weights)
         for own, lookups in zip(to.context.lookups, prepared.context.lookups, strict=True):
             for old, new in zip(own.tensors, lookups.tensors, strict=True):
                 old.copy_(new)

@@ -74,7 +74,7 @@ class TrainedModel:
         _note_other_tables(model, loader.meta)
         return cls(model=model, loader=loader, bf16=config["precision"] == "bf16")
 
-    def predict(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def predict(self, batch: Batch) -> tuple[Tensor, ...]:
         """Logits and labels of one batch; see :func:`~dlrm.training.metrics.predict`."""
         return metrics.predict(self.model, [batch], bf16=self.bf16)
 

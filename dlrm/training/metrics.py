@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -14,12 +14,17 @@ from dlrm.data.batch import Batch
 
 
 @torch.inference_mode()
-def classification(logits: Tensor | np.ndarray, labels: Tensor | np.ndarray) -> dict[str, float]:
+def classification(
+    logits: Tensor | np.ndarray,
+    labels: Tensor | np.ndarray,
+    weights: Tensor | np.ndarray | None = None,
+) -> dict[str, float]:
     """AUC, accuracy, log loss, normalized entropy and calibration, computed where the logits are.
 
     Args:
         logits: ``[n]`` scores before the sigmoid.
         labels: ``[n]``, 0 or 1, on the same device.
+        weights: ``[n]`` of the samples: every mean and share is a weighted one. Default: all 1.
 
     Returns:
         ``auc`` (exact; NaN where only one class occurs), ``accuracy`` at probability 0.5,
@@ -27,8 +32,8 @@ def classification(logits: Tensor | np.ndarray, labels: Tensor | np.ndarray) -> 
         positives; He et al., ADKDD 2014) and ``calibration`` (mean prediction over that share).
 
     Raises:
-        ValueError: there are no samples, shapes differ, labels are outside [0, 1], or logits are
-            not finite.
+        ValueError: there are no samples, shapes differ, labels are outside [0, 1], logits are not
+            finite, or all weights are 0.
     """
     logits, labels = torch.as_tensor(logits).double(), torch.as_tensor(labels).double()
     if logits.dim() != 1 or labels.shape != logits.shape:
@@ -43,35 +48,51 @@ def classification(logits: Tensor | np.ndarray, labels: Tensor | np.ndarray) -> 
     require_finite_logits(logits)
     # log(1 + exp(-|x|)) + max(x, 0) - x y: exact where the probability rounds to 0 or 1
     zero = logits.new_zeros(())
-    loss = float((torch.logaddexp(zero, logits) - logits * labels).mean())
-    base = float(labels.mean())
+    losses = torch.logaddexp(zero, logits) - logits * labels
+    mean = _mean_of(weights, logits)
+    loss, base = mean(losses), mean(labels)
     entropy = float("nan")
     if 0.0 < base < 1.0:
         entropy = -(base * math.log(base) + (1 - base) * math.log1p(-base))
     return {
-        "auc": auc(logits, labels),
-        "accuracy": float(((logits > 0) == (labels > 0.5)).double().mean()),
+        "auc": auc(logits, labels, weights),
+        "accuracy": mean(((logits > 0) == (labels > 0.5)).double()),
         "log_loss": loss,
         "normalized_entropy": loss / entropy,
-        "calibration": float(sigmoid(logits).mean()) / base if base else float("nan"),
+        "calibration": mean(sigmoid(logits)) / base if base else float("nan"),
     }
 
 
-def auc(scores: Tensor, labels: Tensor) -> float:
+def _mean_of(weights: Tensor | np.ndarray | None, like: Tensor) -> Callable[[Tensor], float]:
+    """The function that takes the mean of values, weighted if there are weights."""
+    if weights is None:
+        return lambda values: float(values.mean())
+    own = torch.as_tensor(weights).to(like)
+    if own.shape != like.shape:
+        raise ValueError(f"weights have shape {tuple(own.shape)}, logits {tuple(like.shape)}")
+    if not own.sum() > 0:
+        raise ValueError("all samples have weight 0: correct the weights, or leave them out")
+    return lambda values: float((values * own).sum() / own.sum())
+
+
+def auc(scores: Tensor, labels: Tensor, weights: Tensor | np.ndarray | None = None) -> float:
     """The area under the ROC curve, exactly.
 
     It is the share of pairs of a positive and a negative that are in the right order; a tie counts
-    half. All counts are integers, so the order of the samples makes no difference.
+    half. Without weights all counts are integers, so the order of the samples makes no difference.
 
     Args:
         scores: ``[n]``.
         labels: ``[n]``, 0 or 1.
+        weights: ``[n]``; a pair counts as the product of its weights.
 
     Returns:
         The area; NaN where fewer than two classes occur.
     """
     scores, order = scores.sort()
     positive = labels[order] > 0.5
+    if weights is not None:
+        return _weighted_auc(scores, positive, torch.as_tensor(weights).to(scores)[order])
     # Whether a score is the last of its equals.
     last = torch.cat([scores[1:] != scores[:-1], positive.new_ones(len(scores[:1]))])
     positives, negatives = positive.cumsum(0)[last], (~positive).cumsum(0)[last]
@@ -79,6 +100,19 @@ def auc(scores: Tensor, labels: Tensor) -> float:
     ordered = (positives.diff(prepend=positives.new_zeros(1)) * (below + negatives)).sum()
     pairs = int(positive.sum()) * int((~positive).sum())
     return int(ordered) / (2 * pairs) if pairs else float("nan")
+
+
+def _weighted_auc(scores: Tensor, positive: Tensor, weights: Tensor) -> float:
+    """The same of sorted scores, in float64."""
+    weights = weights.double()
+    last = torch.cat([scores[1:] != scores[:-1], positive.new_ones(len(scores[:1]))])
+    positives = (weights * positive).cumsum(0)[last]
+    negatives = (weights * ~positive).cumsum(0)[last]
+    start = negatives.new_zeros(1)
+    below = torch.cat([start, negatives[:-1]])
+    ordered = (positives.diff(prepend=start) * (below + negatives)).sum() / 2
+    pairs = positives[-1:].sum() * negatives[-1:].sum()
+    return min(1.0, float(ordered / pairs)) if pairs else float("nan")  # not 1 + 2e-16
 
 
 class RunningMean:
@@ -147,7 +181,7 @@ def sigmoid(logits: Tensor) -> Tensor:
 @torch.inference_mode()
 def predict(
     model: nn.Module, batches: Iterable[Batch], *, bf16: bool = False
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Logits and labels of all samples, in order; the model's mode is restored afterwards.
 
     Args:
@@ -156,22 +190,25 @@ def predict(
         bf16: run in bfloat16 autocast, as in training.
 
     Returns:
-        ``logits [n]`` and ``labels [n]``, float32, on the model's device.
+        ``logits [n]`` and ``labels [n]``, float32, on the model's device; and ``weights [n]`` if
+        the batches have them.
     """
     training = model.training
     model.eval()
-    logits, labels = [], []
+    logits, labels, weights = [], [], []
     try:
         for batch in batches:
             device = batch.labels.device.type
             with torch.autocast(device, torch.bfloat16, bf16), set_stance("force_eager"):
                 logits.append(model(batch.dense, batch.ids, batch.offsets).float())
             labels.append(batch.labels)
+            if batch.weights is not None:
+                weights.append(batch.weights)
     finally:
         model.train(training)
     if not logits:
         return torch.zeros(0), torch.zeros(0)
-    return torch.cat(logits), torch.cat(labels)
+    return tuple(torch.cat(parts) for parts in (logits, labels, weights) if parts)
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float | None]:

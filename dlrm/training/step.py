@@ -21,9 +21,13 @@ from dlrm.training.prefetch import PreparedBatch, make_prefetcher
 from dlrm.utils.streams import side_stream_of
 
 
-def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean binary cross entropy in fp32, ``[B]`` and ``[B]`` to a 0-d tensor."""
-    return binary_cross_entropy_with_logits(logits.float(), labels)
+def mean_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Mean binary cross entropy in fp32, ``[B]`` and ``[B]`` to a 0-d tensor.
+
+    With ``weights [B]``, that of each sample counts so many times; the sum is divided by B, as the
+    weights of a data set are 1 on average.
+    """
+    return binary_cross_entropy_with_logits(logits.float(), labels, weights)
 
 
 class TrainStep:
@@ -119,7 +123,7 @@ class TrainStep:
                 logits = self.model(
                     batch.dense, batch.ids, batch.offsets, batch.bounds, context=context
                 )
-            loss = self._loss(logits, batch.labels)
+            loss = self._loss(logits, batch.labels, batch.weights)
             if reducer is not None:  # the mean over no samples would be NaN
                 share = batch.size / batch.total_size
                 loss = loss * share if batch.size else logits.float().sum()

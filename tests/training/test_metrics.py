@@ -92,3 +92,18 @@ def test_predict_keeps_order_and_restores_the_mode(training):
     assert labels.tolist() == [0, 1, 0, 1, 0]
     assert model.training is training
     assert [len(part) for part in predict(model, [])] == [0, 0]
+
+
+def test_a_weight_counts_a_sample_so_many_times():
+    rng = np.random.default_rng(0)
+    logits, labels = rng.normal(size=300).round(1), rng.random(300) < 0.4
+    weights = rng.integers(0, 5, 300)
+    found = classification(logits, labels, weights)
+    repeated = classification(np.repeat(logits, weights), np.repeat(labels, weights))
+    assert found == pytest.approx(repeated, rel=1e-12)
+    scaled = classification(logits, labels, weights * 0.1)
+    assert scaled == pytest.approx(repeated, rel=1e-12)
+    with pytest.raises(ValueError, match="all samples have weight 0"):
+        classification(logits, labels, weights * 0)
+    with pytest.raises(ValueError, match="weights have shape"):
+        classification(logits, labels, weights[1:])

@@ -1,4 +1,5 @@
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -172,3 +173,42 @@ def test_a_captured_step_follows_the_learning_rate():
         step(batch)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+def weighted(count, size, device):
+    for batch in batches(count, size, device):
+        weights = torch.randint(0, 4, (size,)).float().to(device)
+        yield replace(batch, weights=weights)
+
+
+def test_a_weight_counts_a_sample_so_many_times():
+    """The loss is the sum over all, divided by the number of samples, not of repetitions."""
+    (batch,) = weighted(1, 50, "cpu")
+    times = batch.weights.long()
+    repeated = Batch(
+        batch.dense.repeat_interleave(times, 1),
+        batch.ids.repeat_interleave(times, 1),
+        batch.labels.repeat_interleave(times),
+    )
+    model, step = make("dense", "sgd")
+    other, step_of_other = make("dense", "sgd")
+    for optimizer in step_of_other.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] *= repeated.size / batch.size
+    loss = step(batch)["loss"] * batch.size / repeated.size
+    torch.testing.assert_close(loss, step_of_other(repeated)["loss"])
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, other.state_dict()[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_captured_losses_of_weighted_samples_equal_eager():
+    results = {}
+    for mode in ("eager", "compile", "graph"):
+        _, step = make("dense", "adagrad", "cuda", mode=mode)
+        torch.manual_seed(1)
+        losses = [step(batch)["loss"].item() for batch in weighted(12, 256, "cuda")]
+        results[mode] = losses
+        assert mode != "graph" or step.graphs._captured
+    assert results["compile"] == pytest.approx(results["eager"], abs=1e-4)
+    assert results["graph"] == pytest.approx(results["eager"], abs=1e-4)

@@ -131,6 +131,8 @@ def index_features(
         ValueError: a feature has no value in any training row.
     """
     transform = TableTransform(plan=plan)
+    if weight := plan.only("weight"):
+        transform.mean_weight = _mean_weight(blocks, splitter, weight.name)
     learner = Learner(blocks=blocks, splitter=splitter, work=work, transform=transform)
     with _bar("learn", "features", progress) as bar:
         bar.total = len(plan.features)
@@ -138,6 +140,22 @@ def index_features(
         for _ in map_in_order(learner.learn, enumerate(plan.features), 2):
             bar.update()
     return transform
+
+
+def _mean_weight(blocks: Sequence[Block], splitter: Splitter, name: str) -> float:
+    """The mean of the weights of the training rows.
+
+    Raises:
+        ValueError: all are 0.
+    """
+    total, rows = 0.0, 0
+    for block in blocks:
+        training = block.codes(splitter) == TRAIN
+        total += float(block.column(name).to_numpy()[training].sum(dtype=np.float64))
+        rows += int(training.sum())
+    if not total:
+        raise ValueError(f"column {name!r}: all training rows have weight 0; correct the weights")
+    return total / rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,6 +57,8 @@ class TableTransform:
     """For each age, the last day of the training rows, in days since 1970."""
     edges: dict[str, NDArray[np.float64]] = field(default_factory=dict)
     """Of each number in buckets."""
+    mean_weight: float = 1.0
+    """Of the training rows; weights are divided by it, so that they don't change the step size."""
     vocabularies: dict[str, TextVocabulary] = field(default_factory=dict)
     """Of each categorical feature."""
 
@@ -88,8 +90,11 @@ class TableTransform:
         """
         columns: dict[str, pa.Array] = {}
         for column in self.plan.columns:
-            if column.kind in ("label", "weight") and column.name in rows.schema.names:
+            if column.kind == "label" and column.name in rows.schema.names:
                 columns[column.name] = rows[column.name]
+            elif column.kind == "weight" and column.name in rows.schema.names:
+                weights = rows[column.name].to_numpy() / np.float32(self.mean_weight)
+                columns[column.name] = pa.array(weights)
         for feature in self.plan.dense:
             columns[feature.name] = pa.array(self._scaled(feature, rows))
         for feature in self.plan.categorical:
@@ -191,6 +196,7 @@ class TableTransform:
             **self.plan.as_json(),
             "scalings": {name: asdict(scaling) for name, scaling in self.scalings.items()},
             "newest": self.newest,
+            "mean_weight": self.mean_weight,
             "edges": {name: edges.tolist() for name, edges in self.edges.items()},
         }
         with atomic_write(directory / TRANSFORM_FILE) as temporary:
@@ -217,6 +223,7 @@ class TableTransform:
                 plan=TablePlan.from_json(content),
                 scalings={name: Scaling(**own) for name, own in content["scalings"].items()},
                 newest=dict(content["newest"]),
+                mean_weight=float(content["mean_weight"]),
                 edges={name: np.array(own, float) for name, own in content["edges"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:

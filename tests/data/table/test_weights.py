@@ -1,0 +1,84 @@
+"""Sample weights: from a column of a table to the loss and the metrics."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dlrm.data.criteo import CriteoLoader
+from dlrm.data.table.options import build_options
+from dlrm.data.table.pipeline import open_and_plan, prepare_table
+from dlrm.data.table.transform import TableTransform
+
+
+def write_table(path, rows=3000, lists=False):
+    """Clicks that follow the item, but where the weight is 0 the opposite."""
+    rng = np.random.default_rng(0)
+    item, wrong = rng.integers(0, 20, rows), rng.random(rows) < 0.5
+    columns = {
+        "label": ((item < 10) ^ wrong).astype(int),
+        "weight": np.where(wrong, 0.0, 500.0 + 1000 * (item % 2)),
+        "row": np.arange(rows) * 1.0,
+        "item": item.astype(str),
+        "size": rng.normal(size=rows),
+    }
+    table = pa.table(columns)
+    if lists:
+        table = table.append_column("tags", pa.array([["a", "b"][: i % 3] for i in range(rows)]))
+    pq.write_table(table, path)
+    return columns
+
+
+def prepare(path, output, **options):
+    content = {"weight": "weight", "columns": {"row": {"kind": "number", "transform": "none"}}}
+    files, plan = open_and_plan([path], build_options(content | options))
+    return prepare_table(files, plan, output, progress=False)
+
+
+@pytest.mark.parametrize("lists", [False, True])
+def test_every_sample_has_its_weight(tmp_path, lists, device):
+    columns = write_table(tmp_path / "rows.parquet", lists=lists)
+    meta = prepare(tmp_path / "rows.parquet", tmp_path / "out")
+    assert meta.weight == "weight"
+    assert "weight" not in meta.dense
+    mean = columns["weight"][:2400].mean()
+    assert TableTransform.load(tmp_path / "out").mean_weight == pytest.approx(mean)
+    loader = CriteoLoader(tmp_path / "out", "train", batch_size=128, shuffle=True, device=device)
+    seen = 0
+    for batch in loader:
+        rows = batch.dense[meta.dense.index("row")].long().cpu().numpy()
+        expected = columns["weight"][rows] / mean
+        assert batch.weights.cpu().numpy() == pytest.approx(expected, rel=1e-6)
+        seen += batch.size
+    assert seen == 2400
+
+
+def test_training_and_metrics_follow_the_weights(tmp_path, run):
+    """Rows of weight 0 say the opposite: without weights there is nothing to learn."""
+    write_table(tmp_path / "rows.parquet")
+    prepare(tmp_path / "rows.parquet", tmp_path / "with", columns={"row": "drop"})
+    options = {"weight": None, "columns": {"row": "drop", "weight": "drop"}}
+    prepare(tmp_path / "rows.parquet", tmp_path / "without", **options)
+    small = ("--batch_size", 64, "--device", "cpu", "--output", tmp_path / "runs", "--epochs", 2)
+    for name, low, high in (("with", 0.99, 1.0), ("without", 0.4, 0.6)):
+        run("train", "--data", tmp_path / name, *small, "--name", name)
+        told = run("evaluate", tmp_path / "runs" / name, tmp_path / name, "--device", "cpu").stdout
+        auc = float(told.partition('"auc": ')[2].partition(",")[0])
+        assert low <= auc <= high
+    target = tmp_path / "scores.parquet"
+    run("predict", tmp_path / "runs" / "with", tmp_path / "with", target, "--device", "cpu")
+    assert pq.read_table(target).num_rows == 300
+
+
+@pytest.mark.parametrize("value", ["missing", "-1", "inf", "1e39"])
+def test_weights_that_are_none(tmp_path, value):
+    path = tmp_path / "rows.csv"
+    given = "" if value == "missing" else value
+    lines = [f"{i % 2},{'ab'[i % 2]},{1 if i != 30 else given}" for i in range(60)]
+    path.write_text("\n".join(["label,city,weight", *lines]) + "\n")
+    reason = "inf is not a finite" if value == "inf" else "the weight is"
+    with pytest.raises(ValueError, match=f"row 31, column 'weight': {reason}"):
+        prepare(path, tmp_path / "out", columns={})
+    path.write_text("\n".join(["label,city,weight", *(f"{i % 2},a,0" for i in range(60))]) + "\n")
+    with pytest.raises(ValueError, match="'weight': all training rows have weight 0"):
+        prepare(path, tmp_path / "out", columns={})
