@@ -130,8 +130,10 @@ class StepGraphs:
             (prepared.batch.dense, prepared.batch.labels, prepared.batch.ids),
             (None, None, self._by_group),
         )
-        if to.batch.weights is not None:
-            to.batch.weights.copy_(prepared.batch.weights)
+        own_weights, weights = to.batch.weights, prepared.batch.weights
+        assert (own_weights is None) == (weights is None)
+        if own_weights is not None and weights is not None:
+            own_weights.copy_(weights)
         for own, lookups in zip(to.context.lookups, prepared.context.lookups, strict=True):
             for old, new in zip(own.tensors, lookups.tensors, strict=True):
                 old.copy_(new)
