@@ -3,12 +3,13 @@
 # make test-all   all tests
 # make test-gpu   the tests that need a GPU, and the kernel tests natively
 # make lint   ruff and mypy
+# make audit  known vulnerabilities of the installed packages; fails if it can't ask
 
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: run test test-all test-gpu lint clean
+.PHONY: run test test-all test-gpu lint audit clean
 
 run: $(VENV)/.installed
 	$(BIN)/python train.py --emb tt
@@ -23,6 +24,14 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# A package that could not be audited is not clean: that fails too, as without the network.
+audit: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[audit]'
+	@$(BIN)/python -m pip freeze --exclude-editable | sed 's/+[^ ]*//' > $(VENV)/audited.txt
+	@$(BIN)/python -m pip_audit -r $(VENV)/audited.txt --no-deps --disable-pip --strict --timeout 30 \
+	  --progress-spinner off || { echo "make audit: not clean: there are known vulnerabilities, or" \
+	  "a package could not be audited (no network?)" >&2; exit 1; }
 
 # Runs in the Python at hand if torch is there (a GPU machine often brings its own), else in the
 # virtual environment.
