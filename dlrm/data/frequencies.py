@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dlrm.data.parquet import RowGroupReader
-from dlrm.data.preprocess.vocabulary import open_vocabulary
+from dlrm.data.preprocess.vocabulary import open_vocabulary, read_vocabulary
 from dlrm.data.schema import DESCRIBED, META_FILE, Categorical, Meta
 from dlrm.data.threads import map_in_order
 from dlrm.utils.device import cpu_count
@@ -41,7 +41,7 @@ def read_frequencies(directory: str | os.PathLike[str], meta: Meta) -> list[Tens
 def _listed(path: Path, column: Categorical) -> Tensor:
     """The counts in a vocabulary."""
     with open_vocabulary(path) as file:
-        ids, counts = file.read(columns=list(_COUNTED.names)).cast(_COUNTED).columns
+        ids, counts = read_vocabulary(file, _COUNTED.names).cast(_COUNTED).columns
     rows = column.cardinality
     first, last = (limit or 0 for limit in pc.min_max(ids).as_py().values())
     if first < 0 or last >= rows:

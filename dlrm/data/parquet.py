@@ -171,7 +171,8 @@ class RowGroupReader:
                 row_group.path, metadata=row_group.metadata, page_checksum_verification=True
             ) as file:
                 # One thread: the readers work on several row groups at a time instead.
-                return file.read_row_group(row_group.index, columns=columns, use_threads=False)
+                table = file.read_row_group(row_group.index, columns=columns, use_threads=False)
+                return whole_table(table, row_group.rows)
 
         try:
             return read(self.columns)
@@ -219,6 +220,18 @@ def reason(error: BaseException) -> str:
     return printable(" ".join(str(error).split()))
 
 
+def whole_table(table: pa.Table, rows: int) -> pa.Table:
+    """``table``, whose columns must have so many rows: pyarrow skips pages of an unknown type.
+
+    Raises:
+        pa.ArrowInvalid: a column has more or fewer.
+    """
+    for column in table.columns:
+        if len(column) != rows:
+            raise pa.ArrowInvalid(f"{len(column)} of {rows} rows")
+    return table
+
+
 def read_footer(path: Path) -> tuple[pq.FileMetaData, pa.Schema]:
     """The metadata and the schema of a Parquet file.
 
@@ -227,7 +240,11 @@ def read_footer(path: Path) -> tuple[pq.FileMetaData, pa.Schema]:
     """
     try:
         with pq.ParquetFile(path) as file:
-            return file.metadata, file.schema_arrow
+            metadata = file.metadata
+            groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+            if metadata.num_rows != (rows := sum(group.num_rows for group in groups)):
+                raise pa.ArrowInvalid(f"{metadata.num_rows} rows, {rows} in its row groups")
+            return metadata, file.schema_arrow
     except (pa.ArrowException, OSError) as error:
         raise ValueError(
             f"{path} is not a complete Parquet file ({reason(error)}); write it again"

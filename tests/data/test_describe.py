@@ -211,6 +211,19 @@ def test_files_without_checksums_are_noted_once(shop, describe):
     assert "checksums" not in describe(shop, *ARGUMENTS, "--overwrite").err
 
 
+def test_a_file_with_fewer_rows_than_it_says_is_refused(shop, describe):
+    path = shop / "test.parquet"
+    data = path.read_bytes()
+    length = int.from_bytes(data[-8:-4], "little")
+    footer = data[-8 - length : -8]
+    rows = footer.index(b"\x16\x90\x03")  # the number of all rows, 200, as Thrift writes it
+    changed = footer[:rows] + b"\x16\x92\x03" + footer[rows + 3 :]
+    path.write_bytes(data[: -8 - length] + changed + data[-8:])
+    found = describe(shop, *ARGUMENTS)
+    assert found.returncode == 2
+    assert "test.parquet is not a complete Parquet file (201 rows, 200 in its row" in found.err
+
+
 HOSTILE = "shop\x1b[2J\n\u202eerror: none"
 
 

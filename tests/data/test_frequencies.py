@@ -118,3 +118,17 @@ def test_a_flipped_bit_in_a_vocabulary_is_found(tmp_path):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"C1.parquet can't be read as a vocabulary"):
         read_frequencies(tmp_path, meta)
+
+
+def test_a_page_of_an_unknown_type_is_not_an_empty_one(tmp_path):
+    meta = Meta(dense=(), categorical=(Categorical(name="C1", cardinality=100),), splits={})
+    path = tmp_path / meta.vocabulary_file("C1")
+    path.parent.mkdir()
+    table = pa.table({"id": range(100), "count": range(1000, 1100)})
+    parquet.write_table(table, path, use_dictionary=False, write_page_checksum=True)
+    content, first = bytearray(path.read_bytes()), parquet.read_metadata(path).row_group(0)
+    for column in (0, 1):
+        content[first.column(column).data_page_offset + 1] = 32  # its type: a page of data is 0
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"C1.parquet can't be read .*0 of 100 rows"):
+        read_frequencies(tmp_path, meta)

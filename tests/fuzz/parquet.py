@@ -38,15 +38,20 @@ SMALL += ["--batch_size", "64", "--optim.warmup_steps", "1", "--device", "cpu", 
 DESCRIBE = ["--train", "train.parquet", "--test", "test.parquet", "--label", "clicked"]
 
 
-def content(directory: Path) -> list[torch.Tensor]:
-    """All rows that the loader yields, and the frequencies of the ids."""
+def loaded(directory: Path) -> list[torch.Tensor]:
+    """All rows that the loader yields."""
     meta, tensors = Meta.read(directory), []
     for split in SPLITS:
         if meta.has_rows(split):
             for batch in CriteoLoader(directory, split, batch_size=64):
                 offsets = [] if batch.offsets is None else [batch.offsets]
                 tensors += [batch.dense, batch.ids, batch.labels, *offsets]
-    return tensors + read_frequencies(directory, meta)
+    return tensors
+
+
+def frequencies(directory: Path) -> list[torch.Tensor]:
+    """How often each id occurs."""
+    return read_frequencies(directory, Meta.read(directory))
 
 
 def equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
@@ -54,8 +59,8 @@ def equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
 
 
 @cache
-def prepared() -> tuple[Path, list[torch.Tensor]]:
-    """Prepared data, a run trained on it and its predictions, and the rows of the data."""
+def prepared() -> tuple[Path, list[torch.Tensor], list[torch.Tensor]]:
+    """Prepared data, a run trained on it and its predictions; its rows and frequencies."""
     place = Path(tempfile.mkdtemp(prefix="fuzz-prepared-"))
     rng, raw = random.Random(5), place / "raw"
     with raw.open("w") as file:
@@ -71,7 +76,7 @@ def prepared() -> tuple[Path, list[torch.Tensor]]:
 
     result = run_case(run, Limits(seconds=200))  # in a fork: no threads of torch here
     assert result.outcome == Outcome.EQUAL, result.detail
-    return place, content(place / "data")
+    return place, loaded(place / "data"), frequencies(place / "data")
 
 
 def trained(data: Path, place: Path) -> str | None:
@@ -100,18 +105,20 @@ def damaged(rng: random.Random, path: Path) -> str:
 
 def prepared_case(rng: random.Random, directory: Path) -> Case:
     """Prepared data with a changed file, read by the loader."""
-    original, expected = prepared()
+    original, rows, counts = prepared()
+    data = directory / "data"
     what, size = damaged_copy(rng, directory / "data", original / "data")
 
     def run() -> Outcome:
-        return Outcome.EQUAL if equal(content(directory / "data"), expected) else Outcome.SILENT
+        same = equal(loaded(data), rows) and equal(frequencies(data), counts)
+        return Outcome.EQUAL if same else Outcome.SILENT
 
     return Case(what=what, run=run, size=size)
 
 
 def trained_case(rng: random.Random, directory: Path) -> Case:
     """Prepared data with a changed file, trained on and predicted."""
-    original, _ = prepared()
+    original, *_ = prepared()
     what, size = damaged_copy(rng, directory / "data", original / "data")
 
     def run() -> Outcome:
@@ -176,7 +183,7 @@ def foreign(variant: int) -> tuple[Path, list[torch.Tensor]]:
 
     result = run_case(run, Limits(seconds=200))
     assert result.outcome == Outcome.EQUAL, result.detail
-    return place, content(place)
+    return place, loaded(place)
 
 
 def foreign_case(rng: random.Random, directory: Path) -> Case:
@@ -191,7 +198,7 @@ def foreign_case(rng: random.Random, directory: Path) -> Case:
     def run() -> Outcome:
         if refusal(describe_parquet.main, data, *DESCRIBE):
             return Outcome.REFUSED
-        if equal(content(data), expected):
+        if equal(loaded(data), expected):
             return Outcome.EQUAL
         return Outcome.SILENT if checked else Outcome.NOTED
 

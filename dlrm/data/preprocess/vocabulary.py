@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from dlrm.data.parquet import reason
+from dlrm.data.parquet import reason, whole_table
 from dlrm.data.preprocess.parser import MISSING, hex_keys, hex_strings
 from dlrm.data.schema import META_FILE, Categorical, Meta
 
@@ -113,6 +113,11 @@ def open_vocabulary(path: Path, data: object = "the data") -> Iterator[pq.Parque
         ) from None
 
 
+def read_vocabulary(file: pq.ParquetFile, columns: Sequence[str] | None = None) -> pa.Table:
+    """The columns of an open vocabulary, by default all."""
+    return whole_table(file.read(columns=columns), file.metadata.num_rows)
+
+
 def check_vocabularies(directory: Path, columns: Sequence[Categorical]) -> None:
     """Check that a prepared directory has the vocabularies of its columns.
 
@@ -134,7 +139,7 @@ def reuse_ids(
         ValueError: the vocabulary is damaged, or has no id for one of the ``keys [n]``.
     """
     with open_vocabulary(directory / Meta.vocabulary_file(name), directory) as file:
-        table = file.read().cast(SCHEMA)
+        table = read_vocabulary(file).cast(SCHEMA)
         ids = _ids_in(table, keys)
     if (ids < 0).any():
         value = hex_strings(keys[ids < 0][:1])[0].as_py()

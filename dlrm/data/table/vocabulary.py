@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dlrm.data.preprocess.passes import ZSTD
-from dlrm.data.preprocess.vocabulary import assign_ids, open_vocabulary
+from dlrm.data.preprocess.vocabulary import assign_ids, open_vocabulary, read_vocabulary
 from dlrm.utils.atomic import atomic_write
 
 TEXT = pa.large_string()
@@ -67,7 +67,7 @@ class TextVocabulary:
             ValueError: the file is damaged.
         """
         with open_vocabulary(path) as file:
-            table = file.read().cast(SCHEMA)
+            table = read_vocabulary(file).cast(SCHEMA)
         values = table["value"].combine_chunks()
         oov_id = pc.index(values.is_null(), True).as_py()
         counts = table["count"].to_numpy()
