@@ -2,9 +2,9 @@
 
 ``python scripts/compare.py runs/*`` groups the runs that differ only in their seed. It shows the
 mean of each group and, from two seeds on, the standard deviation. If several runs of a group have
-the same seed, only the first one counts. The table lists the options that differ between groups of
-the same kind, and the data if it differs between any groups. Directories without a finished run are
-reported and left out.
+the same seed, only the first one counts. Runs on different data have tables and plots of their own.
+A table lists the options that differ between groups of the same kind, unless they are at their
+default. Directories without a finished run are reported and left out.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ if __name__ == "__main__":
 import json
 import sys
 from argparse import Namespace
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from dlrm.config.schema import HOUSEKEEPING
+from dlrm.config.options import changed_options
 from dlrm.embeddings import available
-from dlrm.training.tracking import RESULT, log_figures, read_result, without
+from dlrm.training.tracking import RESULT, log_figures, read_result
 from dlrm.utils.atomic import atomic_write
 from dlrm.utils.messages import print_error, printable
 from dlrm.utils.program import Parser, exit_status, figure_arg, path_arg
@@ -94,30 +97,53 @@ def read(runs: list[Path]) -> pd.DataFrame:
         if not finished:
             raise FileNotFoundError(reason)
         print_error(f"left out: {reason}")
-    for run in finished:
-        result = read_result(run)
-        options = _group_options(result)
-        group, seed = json.dumps(options, sort_keys=True), result["options"].get("seed")
+    results = [read_result(run) for run in finished]
+    data = _name_data([_identity(result) for result in results])
+    for run, result, name in zip(finished, results, data, strict=True):
+        options, seed = (
+            changed_options(result["options"], available()),
+            result["options"].get("seed"),
+        )
+        same = {key: value for key, value in options.items() if key not in ("seed", "data")}
+        same |= {"data": name, "emb": result["options"]["emb"]}
+        group = json.dumps(same, sort_keys=True)
         if (group, seed) in seen:
             print_error(f"left out: {run} repeats the seed of an earlier run")
             continue
         seen.add((group, seed))
-        names = {"run": run.name, "emb": _kind(options), "budget": options.get("budget") or ""}
+        names = {"run": run.name, "data": name, "emb": _kind(result["options"])}
+        names |= {"budget": options.get("budget") or "", "group": group}
         values = {label: result["metrics"].get(name) for name, label in METRICS.items()}
-        rows.append({**names, "group": group, **values})
+        rows.append({**names, **values})
     table = pd.DataFrame(rows).astype(dict.fromkeys(METRICS.values(), float))
     table["MB"] /= 1e6
     return table
 
 
-def _group_options(result: dict[str, Any]) -> dict[str, Any]:
-    """What the runs of a group have in common: options that change results, and the data."""
-    options = without(result["options"], {"seed", *HOUSEKEEPING})
-    if "data" in options:
-        options["data"] = str(Path(options["data"]))  # without a trailing slash
-    if "rows" in result:  # the data may have been made again in the same place
-        options["rows"] = result["rows"]
-    return options
+def _identity(result: dict[str, Any]) -> tuple[str, str, str]:
+    """What identifies the data of a run: its name, rows and preparation.
+
+    Copies of a prepared directory are the same data. Where the preparation is unknown, as in runs
+    of earlier versions, the path counts instead.
+    """
+    path = Path(result["options"].get("data", "data"))
+    rows = {split: own[0] for split, own in result.get("rows", {}).items()}
+    text = ", ".join(f"{count:,} {split}" for split, count in rows.items() if count)
+    preparation = result.get("preparation") or f"at {path}"
+    return path.name, text, f"{preparation} {result.get('rows')}"
+
+
+def _name_data(identities: Sequence[tuple[str, str, str]]) -> list[str]:
+    """A name for each data set, with a number if its name and rows do not tell it from others."""
+    numbers: dict[tuple[str, str], list[str]] = {}
+    for name, rows, preparation in dict.fromkeys(identities):
+        numbers.setdefault((name, rows), []).append(preparation)
+    names = []
+    for name, rows, preparation in identities:
+        same = numbers[name, rows]
+        number = f" #{same.index(preparation) + 1}" if len(same) > 1 else ""
+        names.append(f"{name}{number} ({rows} rows)" if rows else f"{name}{number}")
+    return names
 
 
 def _kind(options: dict[str, Any]) -> str:
@@ -127,70 +153,100 @@ def _kind(options: dict[str, Any]) -> str:
 
 
 def summarize(table: pd.DataFrame) -> pd.DataFrame:
-    """Mean and standard deviation of each group of runs, best first."""
+    """Mean and standard deviation of each group of runs, by data set, best first."""
     groups = table.groupby("group", sort=False)
-    summary = groups[["run", "emb", "budget"]].first()
+    summary = groups[["run", "data", "emb", "budget"]].first()
     summary["options"] = _differing_options(summary)
     summary["seeds"] = groups.size()
     for label in METRICS.values():
         summary[label] = groups[label].mean()
         summary[f"{label} std"] = groups[label].std()
-    return summary.reset_index(drop=True).sort_values("AUC", ascending=False)
+    return summary.reset_index(drop=True).sort_values(["data", "AUC"], ascending=[True, False])
 
 
 def _differing_options(summary: pd.DataFrame) -> pd.Series:
-    """The options of each group that differ between groups of its kind, except the budget.
+    """The options of each group that differ between the groups of its kind on the same data.
 
-    The data is included if any two groups differ in it, because results on different data can't be
-    compared.
+    Options at their defaults and the budget, which has a column, are left out. Names are short
+    where that is clear.
     """
-    flats = [pd.json_normalize(json.loads(group)).astype(object) for group in summary.index]
-    flat = pd.concat(flats).set_axis(summary.index)  # dtype object, so that 7 does not become 7.0
-    data = flat.filter(regex=r"^(data$|rows\.)")
-    different_data = {name for name in data if data[name].dropna().map(str).nunique() > 1}
-    texts = {}
-    for kind, groups in summary.groupby("emb"):
-        own = flat.loc[groups.index].dropna(axis=1, how="all")
-        of_tables = own.filter(regex=r"^tables\.kinds\.").to_numpy().ravel()
-        used = {str(kind).partition("+")[0], *of_tables}
-        unused = tuple(f"{other}." for other in available().keys() - used)
-        own = own.map(str)
-        names = [
-            name
-            for name in own.columns
-            if (own[name].nunique() > 1 or name in different_data)
-            and name != "budget"
-            and not name.startswith(unused)
-        ]
-        for group, options in own[names].iterrows():
-            texts[group] = " ".join(f"{name}={value}" for name, value in options.items())
-    return pd.Series(texts)
+    own = {group: json.loads(str(group)) for group in summary.index}
+    differing: dict[str, dict[str, Any]] = {}
+    for _, groups in summary.groupby(["data", "emb"]):
+        names = {name for group in groups.index for name in own[group]} - {"budget"}
+        for group in groups.index:
+            differing[group] = {
+                name: own[group][name]
+                for name in sorted(names & own[group].keys())
+                if any(own[other].get(name) != own[group][name] for other in groups.index)
+            }
+    shown = {name for options in differing.values() for name in options}
+    leaves = Counter([*available(), *(name.rpartition(".")[2] for name in shown)])
+
+    def text(name: str, value: Any) -> str:
+        leaf = name.rpartition(".")[2]
+        return f"{leaf if leaves[leaf] == 1 else name}={_compact(value)}"
+
+    texts = {group: [text(*each) for each in own.items()] for group, own in differing.items()}
+    return pd.Series({group: " ".join(own) for group, own in texts.items()})
+
+
+def _compact(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{own}" for name, own in value.items()) + "}"
+    return str(value).replace(" ", "")
 
 
 def render(summary: pd.DataFrame) -> str:
-    """The summary as a text table."""
+    """The summary as text, a table for each data set."""
     shown = summary[["run", "emb", "budget", "seeds"]].map(printable)
     for label, form in FORMATS.items():
         stds = summary[f"{label} std"] if label in QUALITY else None
         shown[label] = mean_and_std(summary[label], stds, form)
-    if summary["options"].any():
-        shown["options"] = summary["options"].map(printable)
-    return shown.to_string(index=False)
+    shown["options"] = summary["options"].map(printable)
+    tables = []
+    for data, rows in shown.groupby(summary["data"]):
+        empty = [column for column in ("budget", "options") if not rows[column].any()]
+        tables.append(f"{printable(data)}\n{rows.drop(columns=empty).to_string(index=False)}")
+    return "\n\n".join(tables)
 
 
 def draw(summary: pd.DataFrame, metric: str, path: Path) -> Figure:
-    """Plot quality or speed against memory, one line per kind, with error bars over seeds."""
-    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
+    """Plot quality or speed against memory, one line per kind, with error bars over seeds.
+
+    Each data set has axes of its own.
+    """
+    sets = sorted(set(summary["data"]))
+    size = (2 + 7 * len(sets), 5)
+    figure, panels = plt.subplots(1, len(sets), figsize=size, layout="constrained", squeeze=False)
+    others = sorted(set(summary["emb"]) - {"dense"})
+    for axes, data in zip(panels[0], sets, strict=True):
+        _draw_data(axes, summary[summary["data"] == data], metric, others)
+        if len(sets) > 1:
+            axes.set_title(data)
+    handles = {
+        label: handle
+        for axes in panels[0]
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles.keys(), title="--emb", loc="outside right center")
+    write_plot(figure, path)
+    return figure
+
+
+def _draw_data(axes: Axes, summary: pd.DataFrame, metric: str, others: Sequence[str]) -> None:
+    """Plot the runs on one data set; ``others`` are all kinds but dense."""
     shown = summary.dropna(subset=metric).sort_values("MB")
-    others = [kind for kind in sorted(set(shown["emb"])) if kind != "dense"]
     for kind, points in shown.groupby("emb"):
         dense = kind == "dense"
-        second = not dense and others.index(kind) >= 10  # there are ten colors
+        place = 0 if dense else others.index(kind)
+        second = place >= 10  # there are ten colors
         axes.errorbar(
             points["MB"],
             points[metric],
             yerr=points[f"{metric} std"].fillna(0.0),
-            fmt="k*" if dense else "s--" if second else "o-",
+            fmt="*" if dense else "s--" if second else "o-",
+            color="k" if dense else f"C{place}",
             markersize=11 if dense else 5,
             zorder=3 if dense else 2,
             capsize=3,
@@ -203,9 +259,6 @@ def draw(summary: pd.DataFrame, metric: str, path: Path) -> Figure:
     axes.set_ylabel(f"test {metric}" if metric in QUALITY else metric)
     if metric not in QUALITY:
         axes.yaxis.set_major_formatter(EngFormatter())
-    figure.legend(*axes.get_legend_handles_labels(), title="--emb", loc="outside right center")
-    write_plot(figure, path)
-    return figure
 
 
 def compare(options: Namespace) -> None:

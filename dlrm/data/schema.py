@@ -6,6 +6,7 @@ columns. A data set with other columns than Criteo's 13 + 26 trains in the same 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -158,6 +159,17 @@ class Meta:
         names = [name for split in self.splits.values() for name in split.files]
         paths = [os.path.realpath(root / name) for name in names]
         return [n for n, path in zip(names, paths, strict=True) if root not in Path(path).parents]
+
+    @property
+    def preparation(self) -> str:
+        """What tells this data from other data: a digest of its columns, rows, options and inputs.
+
+        It does not depend on where the data lies, nor on how it is divided into files.
+        """
+        columns = [[column.name, column.cardinality] for column in self.categorical]
+        content = [self.label, self.dense, columns, self.counts, self.options, self.inputs]
+        text = json.dumps(content, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def has_rows(self, split: str) -> bool:
         """Whether the split exists and is not empty."""

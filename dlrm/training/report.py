@@ -88,6 +88,7 @@ def about(steps: int, meta: Meta, plan: TablePlan) -> dict[str, Any]:
         "steps": steps,
         "tables": table_plan_by_name(meta.tables, meta.cardinalities, plan),
         "rows": meta.counts,
+        "preparation": meta.preparation,
     }
 
 

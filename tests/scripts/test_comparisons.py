@@ -271,7 +271,7 @@ def test_a_device_or_a_place_that_is_not_there_is_told(script, tmp_path, capsys,
 @pytest.mark.parametrize(("metric", "best"), [("AUC", 0.8), ("log loss", 0.4)])
 def test_the_line_is_that_of_the_best_dense_model(script, tmp_path, metric, best):
     values = {metric: [0.4, 0.8], f"{metric} std": [0.0, 0.0]}
-    summary = pd.DataFrame({"emb": "dense", "MB": [1.0, 2.0], **values})
+    summary = pd.DataFrame({"data": "d", "emb": "dense", "MB": [1.0, 2.0], **values})
     figure = script("compare").draw(summary, metric, tmp_path / "plot.png")
     lines = [line for line in figure.axes[0].lines if line.get_linestyle() == "--"]
     assert [line.get_ydata()[0] for line in lines] == [best]
@@ -280,7 +280,7 @@ def test_the_line_is_that_of_the_best_dense_model(script, tmp_path, metric, best
 def test_no_two_kinds_are_drawn_alike(script, tmp_path):
     kinds = ["dense", "auto", "tt+cache", *sorted(set(available()) - {"dense"})]
     assert len(kinds) > 11
-    summary = pd.DataFrame({"emb": kinds, "MB": 1.0, "AUC": 0.7, "AUC std": None})
+    summary = pd.DataFrame({"data": "d", "emb": kinds, "MB": 1.0, "AUC": 0.7, "AUC std": None})
     figure = script("compare").draw(summary, "AUC", tmp_path / "plot.png")
     lines = [container[0] for container in figure.axes[0].containers]
     assert len({(line.get_color(), line.get_marker()) for line in lines}) == len(kinds)
@@ -289,7 +289,7 @@ def test_no_two_kinds_are_drawn_alike(script, tmp_path):
 def test_what_makes_two_runs_different(script, tmp_path, capsys):
     """A seed counts once, what makes no difference is no group, what does is shown."""
 
-    def finish(name, auc, rows=None, **options):
+    def finish(name, auc, **options):
         given = {
             "emb": "dense",
             "seed": 0,
@@ -299,41 +299,77 @@ def test_what_makes_two_runs_different(script, tmp_path, capsys):
         }
         (tmp_path / name).mkdir()
         result = {"options": {**given, **options}, "metrics": {"test/auc": auc}}
-        result |= {"rows": rows} if rows else {}
         (tmp_path / name / "result.json").write_text(json.dumps(result))
 
     finish("a", 0.7)
     finish("a_again", 0.9)
-    finish("b", 0.8, seed=1, log_every=10, device="cuda", data="./d/")
+    finish("b", 0.8, seed=1, log_every=10, device="cuda", data="./d/", tt={"rank": 7})
     finish("bf16", 0.6, tables={"dtype": "bf16"}, tt={"rank": 5})
     finish("tt", 0.5, emb="tt", tt={"rank": 5})
-    finish("more", 0.4, emb="tt", tt={"rank": 6}, data="e")
+    finish("more", 0.4, emb="tt", tt={"rank": 6})
+    finish("default", 0.4, emb="tt", optim={"lr": 0.015, "betas": None}, of_an_older_version=3)
     for rank in (2, 3):
-        finish(f"mixed{rank}", 0.3, emb="qr", tables={"kinds": {"C3": "tt"}}, tt={"rank": rank})
-    for largest in (None, 7):
-        finish(f"largest{largest}", 0.2, emb="robe", tables={"largest": largest})
-    for size in (100, 200):  # data that were made anew in the same place
-        finish(f"anew{size}", 0.1, {"test": [size, 9]}, emb="hash", data="d")
+        kinds = {"kinds": {"C3": "tt", "C4": "dense"}}
+        finish(f"mixed{rank}", 0.3, emb="qr", tables=kinds, tt={"rank": rank})
+    for largest, optimizer in ((None, "sgd"), (7, "adam")):
+        tables = {"largest": largest}
+        finish(f"largest{largest}", 0.2, emb="robe", tables=tables, optim={"dense": optimizer})
+    finish("alone", 0.1, emb="hash", hash={"rows": 5})
     compare = script("compare")
-    summary = compare.summarize(compare.read(sorted(tmp_path.iterdir()))).set_index("run")
+    table = compare.read(sorted(tmp_path.iterdir()))
+    assert set(table["data"]) == {"d"}
+    summary = compare.summarize(table).set_index("run")
     message = f"left out: {tmp_path / 'a_again'} repeats the seed of an earlier run"
     assert message in capsys.readouterr().err
-    alone = ("bf16", "tt", "more", "mixed2", "mixed3", "largestNone", "largest7")
-    alone += "anew100", "anew200"
-    assert summary["seeds"].to_dict() == {"a": 2, **dict.fromkeys(alone, 1)}
+    alone = ("bf16", "tt", "more", "default", "mixed2", "mixed3", "largestNone", "largest7")
+    assert summary["seeds"].to_dict() == {"a": 2, **dict.fromkeys(alone, 1), "alone": 1}
     assert summary["AUC"]["a"] == pytest.approx(0.75)
     assert summary["options"].to_dict() == {
-        "a": "data=d tables.dtype=fp32",
-        "bf16": "data=d tables.dtype=bf16",
-        "tt": "data=d tt.rank=5",
-        "more": "data=e tt.rank=6",
-        "mixed2": "data=d tt.rank=2",
-        "mixed3": "data=d tt.rank=3",
-        "largestNone": "data=d tables.largest=None",
-        "largest7": "data=d tables.largest=7",
-        "anew100": "data=d rows.test=[100, 9]",
-        "anew200": "data=d rows.test=[200, 9]",
+        "a": "",  # the defaults
+        "bf16": "dtype=bf16",
+        "tt": "rank=5",
+        "more": "rank=6",
+        "default": "",
+        "mixed2": "rank=2",
+        "mixed3": "rank=3",
+        "largestNone": "optim.dense=sgd",
+        "largest7": "optim.dense=adam largest=7",
+        "alone": "",
     }
+
+
+def test_each_data_set_has_a_table_and_a_plot_of_its_own(script, tmp_path):
+    """It is known by its name, rows and preparation, wherever it lies."""
+
+    def finish(name, data, seed=0, **known):
+        (tmp_path / name).mkdir()
+        options = {"emb": "dense", "seed": seed, "data": data}
+        metrics = {"test/auc": 0.7, "embeddings/bytes": 100}
+        result = {"options": options, "metrics": metrics, **known}
+        (tmp_path / name / "result.json").write_text(json.dumps(result))
+
+    rows = {"train": [8000, 1], "val": [0, 0], "test": [1000, 1]}
+    finish("here", "here/kaggle", rows=rows, preparation="1")
+    finish("there", "there/kaggle/", 1, rows=rows, preparation="1")
+    finish("prepared_anew", "here/kaggle", rows=rows, preparation="2")
+    finish("grown", "here/kaggle", rows=rows | {"train": [9000, 1]}, preparation="1")
+    finish("old", "kaggle")
+    finish("old_elsewhere", "other/kaggle")
+    compare = script("compare")
+    summary = compare.summarize(compare.read(sorted(tmp_path.iterdir())))
+    runs = summary.groupby("data")["run"].apply(list).to_dict()
+    assert runs == {
+        "kaggle #1": ["old"],
+        "kaggle #2": ["old_elsewhere"],
+        "kaggle #1 (8,000 train, 1,000 test rows)": ["here"],
+        "kaggle #2 (8,000 train, 1,000 test rows)": ["prepared_anew"],
+        "kaggle (9,000 train, 1,000 test rows)": ["grown"],
+    }
+    assert summary.set_index("run")["seeds"]["here"] == 2
+    tables = compare.render(summary).split("\n\n")
+    assert [table.splitlines()[0] for table in tables] == sorted(runs)
+    figure = compare.draw(summary, "AUC", tmp_path / "plot.png")
+    assert [axes.get_title() for axes in figure.axes] == sorted(runs)
 
 
 def test_the_order_of_the_rows_makes_two_runs_different_and_threads_do_not(
@@ -352,7 +388,7 @@ def test_the_order_of_the_rows_makes_two_runs_different_and_threads_do_not(
     compare, runner = script("compare"), script("runner")
     summary = compare.summarize(compare.read(sorted(tmp_path.iterdir()))).set_index("run")
     assert summary["seeds"].to_dict() == {"a": 2, "ordered": 1}
-    assert summary["options"]["ordered"] == "loader.shuffle=False"
+    assert summary["options"]["ordered"] == "shuffle=False"
     monkeypatch.setattr(runner, "parse", lambda *_: (None, json.dumps(ordered)))
     with pytest.raises(ValueError, match="a has finished with another loader: choose another"):
         runner.Runner(tmp_path, 1, []).train([("a", [])], "data")
