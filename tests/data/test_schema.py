@@ -102,3 +102,20 @@ def test_what_a_hand_may_have_written_is_told(tmp_path, place, value, message):
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=rf"meta.json is not a meta file: {message}"):
         Meta.read(tmp_path)
+
+
+def test_data_is_known_by_how_it_was_prepared_wherever_it_lies(tmp_path):
+    meta = described()
+    moved = Split(files=("a.parquet", "b.parquet"), rows=9, positives=2)
+    assert replace(meta, splits={"train": moved}).preparation == meta.preparation
+    meta.write(tmp_path)
+    assert Meta.read(tmp_path).preparation == meta.preparation
+    for change in (
+        {"label": "clicked"},
+        {"dense": ("I2",)},
+        {"categorical": (Categorical(name="C1", cardinality=5, oov_id=3),)},
+        {"splits": {"train": replace(moved, positives=3)}},
+        {"options": {"split": "hours"}},
+        {"inputs": ({"name": "log", "sha256": "0"},)},
+    ):
+        assert replace(meta, **change).preparation != meta.preparation, change
