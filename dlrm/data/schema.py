@@ -18,6 +18,7 @@ from typing import Any
 
 from dlrm.utils.atomic import atomic_write
 from dlrm.utils.documents import read_json, shown
+from dlrm.utils.messages import printable
 
 SCHEMA_VERSION = 1
 META_FILE = "meta.json"
@@ -240,7 +241,7 @@ class Meta:
             meta._require_types()
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
-                f"{path} is not a meta file: {error}; prepare the data again"
+                f"{path} is not a meta file: {printable(str(error))}; prepare the data again"
             ) from None
         if not allow_outside and (outside := meta.files_outside(directory)):
             raise ValueError(
