@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -32,10 +31,12 @@ from dlrm.embeddings import available
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, Schedule
 from dlrm.sparse_arch.table_plan import AUTO, format_table_plan
-from dlrm.training import checkpoint, metrics, profiling, report, restarts, run_directory, tracking
+from dlrm.training import metrics, profiling, report, run_directory, tracking
+from dlrm.training.checkpoint import load_model
 from dlrm.training.data_parallel import GradientReducer, state_bytes
 from dlrm.training.loaders import make_loader
 from dlrm.training.prefetch import PreparedBatch
+from dlrm.training.run_checkpoints import RunCheckpoints
 from dlrm.training.step import TrainStep
 from dlrm.utils.device import pick_device
 from dlrm.utils.program import exit_status
@@ -48,8 +49,8 @@ class Run:
         self.config, self.resolved, self.world = config, resolved, world
         self.device = world.join(pick_device(config.device))
         new = Path(config.output) / (config.name or run_directory.new_name(config.emb))
-        begun = world.from_first(lambda: restarts.choose_run(new, config.resume, world.job))
-        self.directory, resume = begun
+        self.checkpoints = RunCheckpoints(new, config.resume, world, keep=config.keep_checkpoints)
+        self.directory, resumed = self.checkpoints.directory, self.checkpoints.resumed
         if config.data == RunConfig.data and world.first:
             synthetic.write_demo(config.data)
         world.wait()
@@ -63,7 +64,8 @@ class Run:
         if not len(self.train_data):
             raise ValueError("--loader.drop_last leaves no batch: lower --batch_size")
         self.spec = model_spec(config, self.meta)
-        restored = checkpoint.about(resume, spec=self.spec) if resume else None
+        if resumed:
+            resumed.require_spec(self.spec)
         torch.manual_seed(config.seed)
         counts = (lambda: read_frequencies(config.data, self.meta)) if self.meta.multi_hot else None
         rule, tables = config.optim.embeddings, self.meta.tables
@@ -71,10 +73,11 @@ class Run:
             world, tables, self.spec, counts, rule, **asdict(config.sharding)
         )
         self.model = DLRM(**self.spec, sharding=self.sharding).to(self.device)
-        if config.init_from and not restored:
-            self.model.load_trained(checkpoint.load_model(config.init_from, self.device)[0])
-        parts = self.model.dense_parameters(), self.model.sparse_arch.parameters()
-        specs = zip(parts, optimizer_specs(config.optim), strict=True)
+        if config.init_from and not resumed:
+            trained, _ = load_model(config.init_from, self.device, world=world)
+            self.model.load_trained(trained)
+        both = self.model.dense_parameters(), self.model.sparse_arch.parameters()
+        specs = zip(both, optimizer_specs(config.optim), strict=True)
         self.optimizers = [RowOptimizer(own, rule, lr=lr, **o) for own, (rule, lr, o) in specs]
         self.state_bytes = state_bytes(self.model, self.optimizers[1], world)
         self.schedule = Schedule(self.optimizers, **config.optim.schedule)
@@ -94,11 +97,16 @@ class Run:
         self.validated: tuple[int, dict[str, float]] = (-1, {})  # step and metrics of the last
         self.loss: torch.Tensor | None = None  # of the last step
         self.shown: dict[str, str] = {}  # in the progress line
-        self.clock = profiling.Clock(self.train_data, restored and restored.get("clock"))
-        if resume and restored:
-            self._restore(resume, restored)
-        restarts.begin(self.directory, world, resumed=restored is not None)
-        step, place = self.steps if restored else None, self.directory
+        self.clock = profiling.Clock(self.train_data, resumed.state.clock if resumed else {})
+        parts = self.model, self.optimizers, self.train_data
+        self.checkpoints.attach(*parts, spec=self.spec, config=resolved)
+        if resumed:
+            state = self.checkpoints.restore(config.batch_size)
+            self.steps, self.epoch, self.best = state.steps, state.epoch, state.best
+            self.saved, self.fitted, self.validated = state.steps, state.fitted, state.validated
+            self.step.losses.load(state.losses)
+        self.checkpoints.begin()
+        step, place = self.steps if resumed else None, self.directory
         self.finished = world.from_first(lambda: tracking.finished(place, step, resolved))
         silent = self.finished or not world.first
         self.tracker = (tracking.NoTracker if silent else tracking.Tracker)(place, step=step)
@@ -180,7 +188,7 @@ class Run:
         if self.config.checkpoint:
             better = values.get("auc", float("-inf")) > self.best
             self.best = values["auc"] if better else self.best
-            self._save([run_directory.LATEST] + [run_directory.BEST] * better)
+            self._save(better=better)
         return values
 
     def _evaluate(self, split: str) -> dict[str, float]:
@@ -224,49 +232,27 @@ class Run:
         sizes = self.model.sparse_arch.sizes() | {"optimizer_bytes": float(self.state_bytes)}
         return {f"embeddings/{name}": size for name, size in sizes.items()}
 
-    def _save(self, links: Sequence[str]) -> None:
-        """Write a checkpoint; the batch size in it is that of all processes."""
+    def _save(self, *, better: bool = False) -> None:
         if self.loss is not None:  # a diverged state must not replace a good one
             metrics.require_finite(float(self.loss), self.steps)
-        parts = checkpoint.Parts(self.model, self.optimizers)
-        loader = self.train_data.state_dict(unused=self.step.prefetcher.samples_held)
-        loader["order"]["batch_size"] *= self.world.size
-        about = {
-            "recipe": self.spec,
-            "config": self.resolved,
-            "groups": parts.groups(),
-            "loader": loader,
-            "steps": self.steps,
-            "epoch": self.epoch,
-            "best": self.best,
-            "fitted": self.fitted,
-            "validated": self.validated,
-            "clock": self.clock.state(),
-            "losses": self.step.losses.state(),
-            "random": torch.get_rng_state(),
-        }
-        path = self.directory / "checkpoints" / f"step_{self.steps}"
-        checkpoint.save(path, parts, about, links=links, world=self.world)
+        self.checkpoints.save(
+            unused=self.step.prefetcher.samples_held,
+            better=better,
+            steps=self.steps,
+            epoch=self.epoch,
+            best=self.best,
+            fitted=self.fitted,
+            validated=self.validated,
+            clock=self.clock.state(),
+            losses=self.step.losses.state(),
+        )
         self.saved = self.steps
 
     def _stop(self) -> None:
         """Leave an interrupted run so that it can be resumed."""
         if self.config.checkpoint and self.saved != self.steps:
-            self._save([run_directory.LATEST])
+            self._save()
         self.tracker.close()
-
-    def _restore(self, path: str, state: dict[str, Any]) -> None:
-        order, here = state["loader"]["order"], self.config.batch_size
-        if here != (there := order["batch_size"]):
-            unequal = f"batch_size is {here} here and {there} in the state"
-            raise ValueError(f"{unequal}: resume with the same --batch_size")
-        order["batch_size"] = self.train_data.batch_size
-        checkpoint.load(path, self.model, self.optimizers, groups=state["groups"], world=self.world)
-        self.train_data.load_state_dict(state["loader"])
-        self.steps, self.epoch, self.best = state["steps"], state["epoch"], state["best"]
-        self.saved, self.fitted, self.validated = self.steps, state["fitted"], state["validated"]
-        self.step.losses.load(state.get("losses", (0.0, 0)))
-        torch.set_rng_state(state["random"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 HOUSEKEEPING = {
-    *("name", "output", "resume", "checkpoint", "profile", "log_every", "eval_every"),
+    *("name", "output", "resume", "checkpoint", "keep_checkpoints", "profile"),
+    *("log_every", "eval_every"),
     *("device", "deterministic", "loader.readers", "loader.prefetch", "loader.allow_outside"),
     "eval_batch_size",
 }
@@ -264,7 +265,9 @@ class RunConfig:
     profile: bool = False
     """Write a torch.profiler trace of a few steps and a table of the most expensive operations."""
     checkpoint: bool = True
-    """Save checkpoints: the latest one, and the one with the best validation AUC."""
+    """Save checkpoints: the latest ones, and the one with the best validation AUC."""
+    keep_checkpoints: int = 2
+    """Number of latest checkpoints to keep next to the best one."""
     model: ModelConfig = field(default_factory=ModelConfig)
     tables: TablesConfig = field(default_factory=TablesConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

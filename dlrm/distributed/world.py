@@ -142,6 +142,13 @@ class World:
         dist.broadcast_object_list(box, 0)
         return box[0]
 
+    def from_all(self, value: T) -> list[T]:
+        """``value`` of every process, by rank, on every process."""
+        values: list[Any] = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
     def print_error_once(self, text: str) -> None:
         """Print an error that several processes may report: only the first to get here prints."""
         if self._is_first_to("print an error"):

@@ -1,43 +1,59 @@
 """Checkpoints: written completely or not at all, by any number of processes, read by any other.
 
-A checkpoint is a directory: the tensors of the model and the optimizers in PyTorch's distributed
-format, and ``about.pt`` with everything else. That includes the specification of the model (the
-arguments of ``DLRM``), so a trained model can be loaded without its data or configuration, and the
-state of the training loop. ``latest`` and ``best`` are links to such directories.
+A checkpoint is a directory: the tensors of the model and the optimizers in safetensors files, and
+``manifest.json`` with everything else and a digest of every tensor. That includes the specification
+of the model (the arguments of ``DLRM``), so a trained model can be loaded without its data or
+configuration, and the state of the training loop. Nothing in it is ever unpickled. ``latest`` and
+``best`` are links to such directories.
 """
 
 from __future__ import annotations
 
-import io
+import logging
 import os
-import re
 import shutil
+import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
-import yaml
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import WriteItem
 
 from dlrm.distributed.world import World
 from dlrm.kernels.update.rules import make_rule
 from dlrm.model import DLRM
 from dlrm.sparse_arch.table_plan import plan_for_this_machine
-from dlrm.training.run_directory import ABOUT, BEST, LATEST, find_checkpoint
+from dlrm.training import run_directory
+from dlrm.training.manifest import (
+    MANIFEST,
+    MAX_BYTES,
+    Group,
+    Manifest,
+    RunState,
+    StoredFile,
+    StoredTensor,
+)
+from dlrm.training.run_directory import BEST, LATEST, OLD_ABOUT
+from dlrm.training.tensor_files import (
+    TensorFileReader,
+    TensorFiles,
+    TensorFileWriter,
+    open_regular,
+)
 from dlrm.utils.atomic import atomic_write
 from dlrm.utils.local_shards import LocalShards
 
 Values = dict[str, Tensor | LocalShards]
+_ATTEMPTS = 20  # to read a checkpoint of a run that removes old ones meanwhile
 
 
 class Parts:
@@ -73,15 +89,42 @@ class Parts:
             for path, tensor in tensors.items():
                 self.tensors[f"optimizer.{path}.{name}"] = tensor
 
-    def groups(self) -> list[list[dict[str, Any]]]:
-        """The parameter groups of the optimizers, without the parameters."""
-        return [
-            [{k: v for k, v in group.items() if k != "params"} for group in state["param_groups"]]
+    def groups(self) -> tuple[tuple[Group, ...], ...]:
+        """What is saved of the parameter groups of each optimizer."""
+        return tuple(
+            tuple(
+                Group(
+                    rule=group["rule"],
+                    lr=float(group["lr"]),
+                    seed=int(group["seed"]) if "seed" in group else None,
+                )
+                for group in state["param_groups"]
+            )
             for state in self._states
-        ]
+        )
 
-    def restore(self, groups: list[list[dict[str, Any]]] | None = None) -> None:
-        """Copy the loaded :attr:`tensors` into the model and the optimizers."""
+    def require_rules(self, groups: Sequence[Sequence[Group]]) -> None:
+        """Check saved parameter groups against those of the optimizers.
+
+        Raises:
+            ValueError: they are of other optimizers.
+        """
+        own = self.groups()
+        if [len(inner) for inner in own] != [len(inner) for inner in groups]:
+            raise ValueError("the saved optimizers have other parameter groups than these")
+        for here, there in zip(sum(own, ()), (g for inner in groups for g in inner), strict=True):
+            if here.rule != there.rule:
+                raise ValueError(
+                    f"the saved optimizer is {there.rule}, this one is {here.rule}: resume "
+                    "with the optimizers of that run"
+                )
+
+    def restore(self, groups: Sequence[Sequence[Group]] = ()) -> None:
+        """Copy the loaded :attr:`tensors` into the model and the optimizers.
+
+        Args:
+            groups: saved parameter groups; none keeps the current ones.
+        """
         for value in self.tensors.values():
             if isinstance(value, LocalShards):
                 value.loaded()
@@ -92,7 +135,9 @@ class Parts:
         for optimizer, state, options in saved:
             for group, old in zip(state["param_groups"], options, strict=True):
                 # The other options keep the values of this run.
-                group.update({name: old[name] for name in ("rule", "lr", "seed") if name in old})
+                group["lr"] = old.lr
+                if old.seed is not None:
+                    group["seed"] = torch.tensor(old.seed)
             optimizer.load_state_dict(state)
 
 
@@ -103,16 +148,6 @@ class _SavePlanner(DefaultSavePlanner):
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         return object
-
-
-class _Writer(dcp.FileSystemWriter):
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """As in the base class, but raise the cause of an error, for other processes to see."""
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            causes = (e for e in _chain(error) if isinstance(e, OSError | KeyboardInterrupt))
-            raise next(causes, error) from None
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -129,30 +164,34 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def save(
-    path: Path,
+    directory: Path,
     parts: Parts,
-    about: Mapping[str, Any],
+    state: RunState,
     *,
-    links: Iterable[str] = (LATEST,),
+    run: str,
+    best: bool = False,
+    keep: int = 2,
     world: World | None = None,
 ) -> None:
     """Write a checkpoint under a temporary name, rename it, and point links to it.
 
-    Afterwards, checkpoints with such a name that no link points to are removed; other files in the
-    directory are left alone. Every process must call this function.
+    Afterwards, older checkpoints are removed; other files in the directory are left alone. Every
+    process must call this function.
 
     Args:
-        path: where to write it: ``checkpoints/NAME_NUMBER`` in the directory of a run.
+        directory: the ``checkpoints/`` of a run, which gets a checkpoint ``step_N``.
         parts: the tensors.
-        about: everything else; the first process writes its own.
-        links: names of links to this checkpoint.
+        state: everything else; the first process writes its own.
+        run: the id of the run.
+        best: whether this is the best one so far.
+        keep: number of checkpoints to keep next to the best one.
         world: the processes of the run; None for one process.
 
     Raises:
         OSError: it can't be written. Earlier checkpoints are unchanged.
     """
     world = world or World()
-    directory, name = path.parent, path.name
+    name = f"step_{state.steps}"
     temporary = directory / f"{name}.tmp"
     if world.first:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -160,61 +199,94 @@ def save(
         while (directory / name).exists():  # from before the run was resumed
             name += "+"
     world.wait()
+
+    def finish(tensors: dict[str, StoredTensor], files: dict[str, StoredFile]) -> None:
+        with (temporary / MANIFEST).open("wb") as file:
+            last = None if best else run_directory.link_target(directory / BEST)
+            own = replace(state, best_name=last.name if last else None)
+            file.write(Manifest(run=run, files=files, tensors=tensors, state=own).to_json())
+            file.flush()
+            os.fsync(file.fileno())
+
+    about = {"format": "pt", "run": run, "step": str(state.steps)}
     try:
-        with _without_warning():
+        with _quiet():
             dcp.save(
                 parts.tensors,
-                storage_writer=_Writer(temporary),
+                storage_writer=TensorFileWriter(temporary, about, finish),
                 planner=_SavePlanner(),
                 no_dist=world.size == 1,
             )
-        if world.first:
-            _write_about(temporary / ABOUT, about)
-    except (CheckpointException, OSError) as error:
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
         if world.first:
             shutil.rmtree(temporary, ignore_errors=True)
-        causes = _causes(error)
-        if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
-            raise KeyboardInterrupt from None
-        texts = [cause.strerror or str(cause) for cause in causes if isinstance(cause, OSError)]
-        raise OSError(f"{path} can't be written: {(texts or [_reason(error)])[-1]}") from None
+        raise _cause(error, f"{directory / name} can't be written", OSError) from None
     if world.first:
+        _sync(temporary)
         temporary.replace(directory / name)
-        for link in links:
-            with atomic_write(directory / link) as new:
-                new.unlink(missing_ok=True)
-                new.symlink_to(name)
-        kept = {(directory / link).resolve().name for link in (LATEST, BEST)}
-        stem = path.name.rstrip("0123456789")
-        alike = re.compile(re.escape(stem) + r"\d+(\+*|\.tmp)")
-        for old in sorted(directory.iterdir()):
-            if alike.fullmatch(old.name) and not old.is_symlink() and old.name not in kept:
-                shutil.rmtree(old, ignore_errors=True)
+        for link in [BEST] * best + [LATEST]:  # best first: what is latest has its best
+            point(directory / link, name)
+        _sync(directory)
+        _remove_old(directory, keep)
     world.wait()
 
 
-def _write_about(path: Path, about: Mapping[str, Any]) -> None:
-    packed = io.BytesIO()  # torch.save to a file hides why it can't be written
-    torch.save(dict(about), packed)
-    with path.open("wb") as file:
-        file.write(packed.getbuffer())
-        file.flush()
-        os.fsync(file.fileno())
+def point(link: Path, name: str) -> None:
+    """Make ``link`` a link to a checkpoint next to it."""
+    with atomic_write(link) as new:
+        new.unlink(missing_ok=True)
+        new.symlink_to(name)
+
+
+def _remove_old(directory: Path, keep: int) -> None:
+    """Remove all but the last checkpoints, those that links name, and what is not the run's."""
+    links = (run_directory.link_target(directory / link) for link in (LATEST, BEST))
+    kept = {path.name for path in links if path}
+    found = run_directory.checkpoints(directory.parent)
+    newest = {(run_directory.step_of(path) or (0,))[0]: path for path in reversed(found)}
+    kept |= {newest[step].name for step in sorted(newest, reverse=True)[:keep]}
+    for old in found:
+        if old.name not in kept:
+            shutil.rmtree(old, ignore_errors=True)
+    for old in directory.glob("step_*.tmp"):
+        if old.is_dir() and run_directory.step_of(old.with_suffix("")):
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(directory: Path) -> None:
+    """Let the names in a directory be on disk."""
+    file = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 @contextmanager
-def _without_warning() -> Iterator[None]:
-    """Suppress the warning that there is only one process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield
+def _quiet() -> Iterator[None]:
+    """Suppress the warning that there is only one process, and logged tracebacks."""
+    logger = logging.getLogger("torch.distributed.checkpoint")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
-def _causes(error: BaseException) -> list[BaseException]:
-    """The errors that caused an error, in all processes."""
-    if not isinstance(error, CheckpointException):
-        return [error]
-    return [cause for failure in error.failures.values() for cause in _chain(failure[0])]
+def _cause(error: BaseException, what: str, kind: Callable[[str], Exception]) -> BaseException:
+    """An error of one line for one that several processes may have caused."""
+    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+    chains = [list(_chain(failure[0])) for failure in failures] or [list(_chain(error))]
+    causes = [cause for chain in chains for cause in chain]
+    if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
+        return KeyboardInterrupt()
+    system = [cause.strerror or str(cause) for cause in causes if isinstance(cause, OSError)]
+    lines = [line for line in str(chains[0][0]).splitlines() if line.strip()]
+    why = system[-1] if system else lines[-1] if lines else repr(chains[0][0])
+    return kind(f"{what}: {why}")
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -224,95 +296,235 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _reason(error: BaseException) -> str:
-    """The last line of the text of an error, which may contain a traceback."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else repr(error)
+class Checkpoint:
+    """A checkpoint whose files are open and whose digests have been compared.
 
-
-def about(path: str | Path, *, spec: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Read what a checkpoint stores next to its tensors.
-
-    Args:
-        path: as for :func:`find_checkpoint`.
-        spec: the specification that its model must have; None for any.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint.
-        ValueError: it was not written by this program, or is of a different model.
+    :meth:`open` finds and reads it once; nothing here looks at a path again. So all that is taken
+    from it belongs together, even if a run removes it meanwhile.
     """
-    file = find_checkpoint(path) / ABOUT
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ValueError(f"{file} can't be read as a checkpoint: {error}") from None
-    if not isinstance(state, dict) or "recipe" not in state:
-        raise ValueError(f"{file} was not written by this program")
-    saved = state["recipe"]
-    changed = [name for name, value in (spec or {}).items() if value != saved.get(name)]
-    if changed:
-        raise ValueError(
-            f"{file} is of a model with a different {', '.join(changed)}: resume with the data and "
-            "the model options of that run, or start a new run"
-        )
-    return state
 
+    def __init__(self, path: Path, manifest: Manifest, files: TensorFiles) -> None:
+        self.path = path
+        self.run, self.state = manifest.run, manifest.state
+        self._manifest, self._files = manifest, files
 
-def load(
-    path: str | Path,
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer] = (),
-    *,
-    groups: list[list[dict[str, Any]]] | None = None,
-    world: World | None = None,
-) -> None:
-    """Load a checkpoint into a model and optimizers. Every process must call this function.
+    @classmethod
+    def open(cls, path: str | Path, *, world: World | None = None) -> Self:
+        """Open a checkpoint and verify it. Every process must call this function.
 
-    Args:
-        path: as for :func:`find_checkpoint`.
-        model, optimizers: what to restore.
-        groups: parameter groups of the optimizers, from :func:`about`; None keeps the current ones.
-        world: the processes of the run; None for one process.
+        If ``path`` is a run, or its link ``latest``, and that checkpoint is damaged, the newest
+        intact one is opened, and a warning names both.
 
-    Raises:
-        FileNotFoundError: there is no checkpoint.
-        ValueError: it is damaged, or of a different model or optimizer.
-    """
-    directory, parts = find_checkpoint(path), Parts(model, optimizers)
-    for own, old in zip(parts.groups(), groups or [], strict=bool(groups)):
-        for group, saved in zip(own, old, strict=True):
-            if group["rule"] != saved["rule"]:
-                raise ValueError(
-                    f"the saved optimizer is {saved['rule']}, this one is {group['rule']}: resume "
-                    "with the optimizers of that run"
+        Args:
+            path: directory of a run, or one of its ``checkpoints/``.
+            world: the processes, each of which verifies its share; None for one process.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint.
+            ValueError: it is damaged, or was not written by this program.
+        """
+        world = world or World()
+        refused: dict[str, str] = {}
+        for _ in range(_ATTEMPTS):
+            chosen = world.from_first(lambda: _choose(Path(path), refused))
+            if isinstance(chosen, Exception):
+                raise chosen
+            directory, text = chosen
+            found, why = None, None
+            try:
+                manifest = Manifest.from_json(text)
+                files = TensorFiles(directory, manifest)
+                found = cls(directory, manifest, files)
+                files.verify(world.rank, world.size)
+            except (ValueError, OSError) as error:
+                why = _reason(error)
+            whys = [one for one in world.from_all(why) if one]
+            if found and not whys:
+                if refused and world.first:
+                    for name, reason in refused.items():
+                        print(f"warning: {name} is damaged: {reason}", file=sys.stderr)
+                    print(f"warning: {directory} is read instead", file=sys.stderr)
+                return found
+            if found:
+                found.close()
+            refused[str(directory)] = whys[0]
+        raise _changing(Path(path))
+
+    def load(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        *,
+        groups: bool = False,
+        world: World | None = None,
+    ) -> None:
+        """Load the tensors into a model and optimizers. Every process must call this function.
+
+        Args:
+            model, optimizers: what to restore.
+            groups: also restore the learning rates and seeds of the optimizers.
+            world: the processes of the run; None for one process.
+
+        Raises:
+            ValueError: it is of a different model or optimizer.
+        """
+        parts = Parts(model, optimizers)
+        if groups:
+            parts.require_rules(self.state.groups)
+        self.load_parts(parts, world=world)
+        parts.restore(self.state.groups if groups else ())
+
+    def load_parts(self, parts: Parts, *, world: World | None = None) -> None:
+        """Load the tensors of ``parts`` in place; see :meth:`load`."""
+        try:
+            with _quiet():
+                dcp.load(
+                    parts.tensors,
+                    storage_reader=TensorFileReader(self._manifest, self._files),
+                    planner=_LoadPlanner(flatten_state_dict=False),
+                    no_dist=world is None or world.size == 1,
                 )
-    reader = dcp.FileSystemReader(directory)
-    try:
-        reader.read_metadata()  # here, since the next call would log a traceback
-        with _without_warning():
-            dcp.load(
-                parts.tensors,
-                storage_reader=reader,
-                planner=_LoadPlanner(flatten_state_dict=False),
-                no_dist=world is None or world.size == 1,
+        except (Exception, CheckpointException) as error:  # the latter is a BaseException
+            raise _cause(error, f"{self.path} can't be loaded", ValueError) from None
+
+    def require_spec(self, spec: Mapping[str, Any]) -> None:
+        """Check that the model is the one that a specification describes.
+
+        Raises:
+            ValueError: it is a different model.
+        """
+        changed = [name for name, value in spec.items() if value != self.state.model.get(name)]
+        if changed:
+            raise ValueError(
+                f"{self.path} is of a model with a different {', '.join(changed)}: resume with the "
+                "data and the model options of that run, or start a new run"
             )
-    except (Exception, CheckpointException) as error:  # the latter is a BaseException
-        if any(isinstance(cause, KeyboardInterrupt) for cause in _causes(error)):
-            raise KeyboardInterrupt from None
-        raise ValueError(f"{directory} can't be read as a checkpoint: {_reason(error)}") from None
-    parts.restore(groups)
+
+    def build_model(self, device: torch.device | str = "cpu") -> DLRM:
+        """The trained model, in evaluation mode.
+
+        Tables on devices that this machine lacks are put on ``device``.
+
+        Raises:
+            ValueError: the specification is not that of a model, or of another one.
+        """
+        spec = self.state.model
+        try:
+            model = DLRM(**{**spec, "plan": plan_for_this_machine(spec["plan"])}).to(device)
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            RuntimeError,
+            MemoryError,
+        ) as error:
+            text = " ".join(str(error).split())
+            raise ValueError(f"{self.path}: its model can't be built: {text:.300}") from None
+        self.load(model)
+        return model.eval()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-def load_model(path: str | Path, device: torch.device | str = "cpu") -> tuple[DLRM, dict[str, Any]]:
-    """The trained model of a checkpoint, in evaluation mode, and the configuration of its run.
+def load_model(
+    path: str | Path, device: torch.device | str = "cpu", *, world: World | None = None
+) -> tuple[DLRM, RunState]:
+    """The trained model of a checkpoint, in evaluation mode, and the state of its run.
 
-    Tables on devices that this machine lacks are put on ``device``.
+    Args:
+        path: as for :meth:`Checkpoint.open`.
+        device: where to put it.
+        world: the processes, all of which call this function; None for one process.
 
     Raises:
-        FileNotFoundError, ValueError: as :func:`about` and :func:`load`.
+        FileNotFoundError, ValueError: as :meth:`Checkpoint.open` and
+            :meth:`Checkpoint.build_model`.
     """
-    state = about(path)
-    spec = state["recipe"]
-    model = DLRM(**spec | {"plan": plan_for_this_machine(spec["plan"])}).to(device)
-    load(path, model)
-    return model.eval(), yaml.safe_load(state["config"])
+    with Checkpoint.open(path, world=world) as found:
+        return found.build_model(device), found.state
+
+
+def _reason(error: Exception) -> str:
+    text = (isinstance(error, OSError) and error.strerror) or str(error)
+    name = Path(error.filename).name if isinstance(error, OSError) and error.filename else ""
+    return f"{name}: {text}" if name else text
+
+
+def _choose(path: Path, refused: dict[str, str]) -> tuple[Path, bytes] | Exception:
+    """The checkpoint that a path stands for, and its manifest; or the error to raise.
+
+    Args:
+        path: as the user gave it; links are followed now.
+        refused: damaged checkpoints and why, which get more here; those that are gone are dropped.
+    """
+    for name in [name for name in refused if not Path(name).exists()]:
+        del refused[name]
+    try:
+        for _ in range(_ATTEMPTS):
+            run, gone = run_directory.named_run(path), False
+            for candidate in _candidates(path, run):
+                if str(candidate) in refused:
+                    continue
+                try:
+                    return candidate, _read_manifest(candidate)
+                except (ValueError, OSError) as error:
+                    if candidate.exists() and not run_directory.link_target(candidate):
+                        refused[str(candidate)] = _reason(error)
+                    else:  # removed by its run, or a link that has been switched since
+                        gone = True
+            if not gone:
+                return _nothing_intact(path, run, refused)
+    except OSError as error:
+        return error
+    return _changing(path)
+
+
+def _changing(path: Path) -> ValueError:
+    return ValueError(f"{path} changes all the time: wait until its run has ended")
+
+
+def _candidates(path: Path, run: Path | None) -> list[Path]:
+    """What may be opened, best first."""
+    if run is None:
+        return [run_directory.link_target(path) or path]
+    latest = run_directory.link_target(run / run_directory.CHECKPOINTS / LATEST)
+    others = [other for other in run_directory.checkpoints(run) if other != latest]
+    return [*([latest] if latest else []), *others]
+
+
+def _read_manifest(directory: Path) -> bytes:
+    if not (directory / MANIFEST).exists() and (directory / OLD_ABOUT).exists():
+        raise ValueError("it was written by an earlier version of this program: train again")
+    with open_regular(directory / MANIFEST) as file:
+        text = file.read(MAX_BYTES + 1)
+    try:
+        Manifest.from_json(text)
+    except ValueError as error:
+        raise ValueError(f"{MANIFEST}: {error}") from None
+    return text
+
+
+def _nothing_intact(path: Path, run: Path | None, refused: Mapping[str, str]) -> Exception:
+    if not refused:
+        return FileNotFoundError(run_directory.nothing_to_resume(run or path))
+    reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
+    if run is not None:
+        return ValueError(f"{run} has no intact checkpoint: {reasons}")
+    reason, others = refused.get(str(path)) or next(iter(refused.values())), []
+    with_run = path.absolute().parent
+    if with_run.name == run_directory.CHECKPOINTS:
+        others = [p for p in run_directory.checkpoints(with_run.parent) if str(p) not in refused]
+    names = ", ".join(other.name for other in others if other.name != path.name)
+    return ValueError(
+        f"{path} can't be read as a checkpoint: {reason}"
+        + (f"; there are {names}" if names else "")
+    )

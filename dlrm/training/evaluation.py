@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ class TrainedModel:
 
     model: DLRM
     """In evaluation mode."""
+    spec: Mapping[str, Any]
+    """The arguments from which it was made."""
     loader: CriteoLoader
     """Reads one split in order, on the device of the model."""
     bf16: bool
@@ -56,7 +59,8 @@ class TrainedModel:
             FileNotFoundError: there is no checkpoint or no such data.
             ValueError: the checkpoint is damaged, or the data does not fit the model.
         """
-        model, config = load_model(path, device)
+        model, state = load_model(path, device)
+        config = state.config
         loader = CriteoLoader(
             data,
             split,
@@ -72,7 +76,8 @@ class TrainedModel:
                 "was prepared like the model's training data"
             )
         _note_other_tables(model, loader.meta)
-        return cls(model=model, loader=loader, bf16=config["precision"] == "bf16")
+        bf16 = config.get("precision") == "bf16"
+        return cls(model=model, spec=state.model, loader=loader, bf16=bf16)
 
     def predict(self, batch: Batch) -> tuple[Tensor, ...]:
         """Logits and labels of one batch; see :func:`~dlrm.training.metrics.predict`."""

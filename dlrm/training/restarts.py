@@ -10,10 +10,9 @@ import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
-from uuid import uuid4
 
 from dlrm.distributed.world import World
-from dlrm.training.run_directory import has_checkpoint, new_or_resumed, run_directory
+from dlrm.training.run_directory import HOLDER, LOCK, has_checkpoint, run_directory
 
 JOB = "job"
 
@@ -27,7 +26,7 @@ def choose_run(new: Path, resume: str | None, job: str | None) -> tuple[Path, st
         job: see :class:`~dlrm.distributed.world.World`.
 
     Raises:
-        ValueError: there is a run of this name, and it is not of this job.
+        FileNotFoundError: there is no checkpoint to resume.
     """
     places = [run_directory(resume)] if resume else [new, *new.parent.glob("*/")]
     for directory in places if job is not None else ():
@@ -39,37 +38,29 @@ def choose_run(new: Path, resume: str | None, job: str | None) -> tuple[Path, st
                 file=sys.stderr,
             )
             return directory, found
-    return new_or_resumed(new, resume), resume
+    return run_directory(resume) if resume else new, resume
+
+
+def is_own(directory: Path, job: str | None) -> bool:
+    """Whether a run is of this job, so that an earlier attempt of it may be ending."""
+    return job is not None and _job_of(directory) == job
 
 
 def begin(directory: Path, world: World, *, resumed: bool) -> None:
-    """Make the directory of a run, or remove what an attempt without a checkpoint left there.
+    """Name the job in the directory of a run, which this process holds, and remove what an attempt
+    without a checkpoint left there.
 
     The first process does this, and only for a job of torchrun.
-
-    Raises:
-        ValueError: there is a run of this name, and it is not of this job.
     """
-    job = world.job
-    if job is None or not world.first:
+    if world.job is None or not world.first:
         return
-    if resumed:
-        (directory / JOB).write_text(job)
-    elif _job_of(directory) == job:
+    if not resumed and is_own(directory, world.job):
         for path in directory.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
-            elif path.name != JOB:
+            elif path.name not in (JOB, LOCK, HOLDER):
                 path.unlink()
-    else:  # with its job from the first moment: an attempt may be killed at any
-        temporary = directory.with_name(f".{directory.name}.{uuid4().hex}")
-        temporary.mkdir(parents=True)
-        (temporary / JOB).write_text(job)
-        try:
-            temporary.rename(directory)
-        except OSError:
-            shutil.rmtree(temporary)
-            raise ValueError(f"{directory} belongs to another run: choose another --name") from None
+    (directory / JOB).write_text(world.job)
 
 
 def _job_of(directory: Path) -> str | None:

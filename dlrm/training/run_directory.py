@@ -1,46 +1,109 @@
-"""The files of a run, and the checkpoint that a path refers to."""
+"""The files of a run: which checkpoints it has, and the lock of the process that writes them."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import socket
+import sys
+import time
+import warnings
+import weakref
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
+from dlrm.training.manifest import MANIFEST
 from dlrm.utils.atomic import atomic_write
 
 CONFIG = "config.yaml"
+CHECKPOINTS = "checkpoints"
 LATEST, BEST = "latest", "best"  # links to checkpoints
-ABOUT = "about.pt"  # what a checkpoint stores next to its tensors
+LOCK, HOLDER = ".lock", ".lock.json"
+OLD_ABOUT = "about.pt"  # of earlier versions, which pickled
+
+_NAME = re.compile(r"step_(\d+)(\+*)")
 
 
-def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint that ``path`` names: its own directory, or the latest one of a run.
+def step_of(path: Path) -> tuple[int, int] | None:
+    """A key that orders the checkpoints of a run by step; None for other names."""
+    match = _NAME.fullmatch(path.name)
+    return (int(match[1]), len(match[2])) if match and len(match[1]) < 16 else None
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The checkpoints of a run, the newest first. Other files and directories are left out."""
+    found = [
+        path
+        for path in _entries(run / CHECKPOINTS)
+        if step_of(path) and path.is_dir() and not path.is_symlink()
+    ]
+    return sorted(found, key=lambda path: step_of(path) or (0, 0), reverse=True)
+
+
+def link_target(link: Path) -> Path | None:
+    """The checkpoint that a link names; None if it names none in its own directory."""
+    target = link.resolve()
+    inside = link.is_symlink() and target.parent == link.parent.resolve()
+    return link.parent / target.name if inside and target.is_dir() else None
+
+
+def is_run(path: Path) -> bool:
+    """Whether a path is the directory of a run, even of one without checkpoints."""
+    return (path / CHECKPOINTS).is_dir() or (path / CONFIG).is_file()
+
+
+def named_run(path: str | Path) -> Path | None:
+    """The run whose newest checkpoint a path stands for; None if it names one checkpoint.
 
     Raises:
-        FileNotFoundError: there is no checkpoint.
+        FileNotFoundError: there is neither.
     """
     path = Path(path)
-    found = path if (path / ABOUT).is_file() else path / "checkpoints" / LATEST
-    if not (found / ABOUT).is_file():
-        if (path / CONFIG).is_file():
-            raise FileNotFoundError(f"{path} has no checkpoint yet: remove it and start again")
-        raise FileNotFoundError(
-            f"{path} is not a checkpoint: name a run directory or one in its checkpoints/"
-        )
-    return found
+    if path.name == LATEST and not is_run(path):
+        return _run_of(path)
+    if (path / MANIFEST).exists() or (path / OLD_ABOUT).exists():
+        return None
+    if is_run(path):
+        return path
+    inside = path.absolute().parent
+    if inside.name == CHECKPOINTS and (step_of(path) or path.name == BEST) and _exists(path):
+        return None  # a damaged one
+    raise FileNotFoundError(
+        f"{path} is not a checkpoint: name a run directory or one in its checkpoints/"
+    )
 
 
 def run_directory(path: str | Path) -> Path:
-    """The directory of the run that a checkpoint belongs to; see :func:`find_checkpoint`.
+    """The directory of the run that a path stands for, or that a checkpoint belongs to.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or it does not belong to a run.
     """
-    directory = find_checkpoint(path).parent
-    if len(directory.parts) < 2:  # a relative path does not name its parent
-        directory = Path.cwd() / directory
-    if directory.name != "checkpoints":
-        raise FileNotFoundError(f"{path} is not in a run: name one in the checkpoints/ of a run")
-    return directory.parent
+    return named_run(path) or _run_of(Path(path))
+
+
+def _run_of(checkpoint: Path) -> Path:
+    # A relative path may not name its parent.
+    directory = checkpoint.parent if len(checkpoint.parts) > 1 else Path.cwd()
+    if directory.absolute().name != CHECKPOINTS:
+        raise FileNotFoundError(
+            f"{checkpoint} is not in a run: name one in the checkpoints/ of a run"
+        )
+    return directory.parent if len(directory.parts) > 1 else directory.absolute().parent
+
+
+def _exists(path: Path) -> bool:
+    return path.is_symlink() or path.exists()
+
+
+def _entries(directory: Path) -> list[Path]:
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return sorted(directory.iterdir())
+    return []
 
 
 def write_config(run: Path, options: str) -> None:
@@ -51,26 +114,12 @@ def write_config(run: Path, options: str) -> None:
 
 def has_checkpoint(run: Path) -> bool:
     """Whether a run has written a checkpoint."""
-    return (run / "checkpoints" / LATEST).exists()
+    return any((path / MANIFEST).is_file() for path in checkpoints(run))
 
 
 def new_name(kind: str) -> str:
     """A name for a run of an embedding kind, by the time."""
     return f"{kind}-{datetime.now():%Y%m%d-%H%M%S-%f}"
-
-
-def new_or_resumed(new: Path, resume: str | None) -> Path:
-    """The directory of a run: ``new``, or that of the checkpoint to resume.
-
-    Raises:
-        ValueError: a run of this name exists.
-    """
-    if resume:
-        return run_directory(resume)
-    if new.exists():
-        rest = f"--resume {new}" if has_checkpoint(new) else "remove it"
-        raise ValueError(f"{new} exists: choose another --name, or {rest}")
-    return new
 
 
 def resume_hint(directory: Path | None, *, saving: bool = True) -> str:
@@ -80,3 +129,94 @@ def resume_hint(directory: Path | None, *, saving: bool = True) -> str:
     if not saving:
         return "nothing was saved, as --checkpoint is false"
     return "there was no checkpoint yet" + (f" in {directory}" if directory else "")
+
+
+def nothing_to_resume(run: Path) -> str:
+    """What a run without a checkpoint holds, and what to do."""
+    found = [path.name for path in _entries(run / CHECKPOINTS) if not path.name.endswith(".tmp")]
+    if found:
+        return f"{run} has no checkpoint, only {', '.join(found)} in {CHECKPOINTS}/"
+    return f"{run} has no checkpoint yet: remove it and start again"
+
+
+class RunLock:
+    """The directory of a run, held by one writer at a time.
+
+    The kernel releases the lock when its process ends, however it ends. On NFS, Linux turns it into
+    a lock of the server. Where a file system has no locks, a note says so.
+
+    Args:
+        directory: of the run; a new one is created.
+        new: whether this is a new run, so that the directory must not exist.
+        patience: seconds to wait for another process that holds the run and may be ending.
+
+    Raises:
+        ValueError: the directory exists, or another process holds it.
+    """
+
+    def __init__(self, directory: Path, *, new: bool = False, patience: float = 0) -> None:
+        self._directory = directory
+        if new:
+            found = self._others()
+            if directory.exists() and (found or not (directory / LOCK).exists()):
+                raise ValueError(f"{directory} exists: choose another --name{self._rest(found)}")
+        made = [path for path in (directory, *directory.parents) if not path.exists()]
+        directory.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(str(directory / LOCK), thread_local=False)
+        self.release = weakref.finalize(self, _release, self._lock, directory, made)
+        """Let others write; also called when this object is deleted."""
+        # A fork might call it at its exit; the kernel releases the lock anyway.
+        self.release.atexit = False  # type: ignore[misc]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of filelock, on file systems without locks
+                self._lock.acquire(timeout=patience, poll_interval=0.1)
+        except Timeout:
+            raise ValueError(
+                f"{directory} is being written by {self._holder()}: wait for it or end it"
+            ) from None
+        except (OSError, NotImplementedError) as error:
+            if isinstance(error, PermissionError):
+                raise
+            note = f"note: {directory} can't be locked ({error}): start no second run on it"
+            print(note, file=sys.stderr)
+        if new and (found := self._others()):  # made by another process meanwhile
+            self.release()
+            raise ValueError(f"{directory} exists: choose another --name{self._rest(found)}")
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+        (directory / HOLDER).write_text(json.dumps(holder))
+
+    def _others(self) -> set[str]:
+        """What the directory holds besides the lock, which a killed process may have left."""
+        return {path.name for path in _entries(self._directory)} - {LOCK, HOLDER}
+
+    def _rest(self, found: set[str]) -> str:
+        """What else may be done about a directory that exists: it is never to be removed if there
+        is, or might be, a checkpoint in it."""
+        if has_checkpoint(self._directory):
+            return f", or --resume {self._directory}"
+        kept = _entries(self._directory / CHECKPOINTS)
+        unknown = found and not found & {CONFIG, "metrics.jsonl"}
+        lost = unknown or any(not path.name.endswith(".tmp") for path in kept)
+        return "" if lost else ", or remove it"
+
+    def _holder(self) -> str:
+        try:
+            found = json.loads((self._directory / HOLDER).read_text()[:1000])
+            since = f"{datetime.fromtimestamp(found['since']):%Y-%m-%d %H:%M:%S}"
+            return f"process {int(found['pid'])} on {str(found['host'])!r:.80} since {since}"
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
+            return "another process"
+
+
+def _release(lock: FileLock, directory: Path, made: list[Path]) -> None:
+    """Let others write. Directories that were made for a run that wrote nothing are removed."""
+    if not lock.is_locked:
+        return
+    (directory / HOLDER).unlink(missing_ok=True)
+    if made and {path.name for path in _entries(directory)} == {LOCK}:
+        (directory / LOCK).unlink()
+        with suppress(OSError):
+            for path in made:
+                path.rmdir()
+    lock.release()

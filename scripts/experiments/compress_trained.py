@@ -21,7 +21,7 @@ from dlrm.data.frequencies import read_frequencies
 from dlrm.embeddings import available
 from dlrm.model import DLRM, WEIGHT_BYTES
 from dlrm.sparse_arch.table_plan import format_ratio, make_table_plan
-from dlrm.training import benchmark, checkpoint
+from dlrm.training import benchmark
 from dlrm.training.evaluation import TrainedModel
 from dlrm.utils.device import pick_device
 from dlrm.utils.messages import did_you_mean
@@ -64,7 +64,7 @@ class Compressor:
             device=pick_device(options.device),
             batch_size=options.batch_size,
         )
-        self.spec = checkpoint.about(run)["recipe"]
+        self.spec = self.trained.spec
         self.data, self.meta = options.data, self.trained.loader.meta
 
     def evaluate(self, model: DLRM | None = None) -> dict[str, float]:

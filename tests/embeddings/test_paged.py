@@ -14,6 +14,7 @@ from dlrm.kernels.offload.pinned_memory import in_host_memory
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, gradient_norm
 from dlrm.training import checkpoint
+from dlrm.training.manifest import RunState
 from dlrm.training.step import TrainStep
 
 SIZES = [1, 7, 40, 131]
@@ -326,9 +327,9 @@ def test_a_checkpoint_goes_on_under_another_placement(way, tmp_path):
     """Rows and optimizer state alike, whatever devices the tables lay on."""
     recipe, model, optimizers = model_of("paged", {"devices": ["cpu", "cpu+cpu"], "page_size": 7})
     train(model, optimizers, steps=3)
-    saved = checkpoint.Parts(model, optimizers)
-    checkpoint.save(tmp_path / "checkpoints" / "3", saved, {"recipe": recipe, "config": "{}"})
-    groups = saved.groups()
+    parts = checkpoint.Parts(model, optimizers)
+    state = RunState(model=recipe, config={}, groups=parts.groups())
+    checkpoint.save(tmp_path / "checkpoints", parts, state, run="0" * 32)
     expected = train(model, optimizers, steps=3, seed=5)
     given = {
         "as it was": ("paged", {"devices": ["cpu", "cpu+cpu"], "page_size": 7}),
@@ -336,15 +337,15 @@ def test_a_checkpoint_goes_on_under_another_placement(way, tmp_path):
         "dense": ("dense", {}),
     }[way]
     _, other, others = model_of(*given)
-    checkpoint.load(tmp_path, other, others, groups=groups)
+    checkpoint.Checkpoint.open(tmp_path).load(other, others, groups=True)
     assert train(other, others, steps=3, seed=5) == expected
 
 
 def test_a_trained_model_loads_where_its_devices_are_not(tmp_path):
     recipe, model, _ = model_of("paged", {"devices": ["cpu", "cpu"], "page_size": 7})
     recipe |= {"plan": [("paged", {"devices": ["cuda:97"], "page_size": 7})] * len(SIZES)}
-    about = {"recipe": recipe, "config": "{}"}
-    checkpoint.save(tmp_path / "checkpoints" / "0", checkpoint.Parts(model), about)
+    state = RunState(model=recipe, config={})
+    checkpoint.save(tmp_path / "checkpoints", checkpoint.Parts(model), state, run="0" * 32)
     loaded, _ = checkpoint.load_model(tmp_path)
     ((group, _),) = loaded.sparse_arch.embeddings()
     assert group.page_size == 7

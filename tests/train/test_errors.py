@@ -99,9 +99,9 @@ def test_ids_outside_the_tables_of_the_model_are_refused(run, two_steps, tmp_pat
 def test_bad_checkpoints_are_refused(run, data, tmp_path):
     bad = tmp_path / "bad"
     bad.mkdir()
-    (bad / "about.pt").write_bytes(b"no checkpoint")
+    (bad / "manifest.json").write_bytes(b"no checkpoint")
     assert "can't be read as a checkpoint" in run("evaluate", bad, data, status=2).stderr
-    torch.save({"other": 1}, bad / "about.pt")
-    assert "was not written by this program" in run("evaluate", bad, data, status=2).stderr
+    (bad / "manifest.json").rename(bad / "about.pt")
+    assert "written by an earlier version" in run("evaluate", bad, data, status=2).stderr
     assert "is not a checkpoint" in run("evaluate", tmp_path, data, status=2).stderr
     assert "no result.json in" in run("compare", tmp_path, status=2).stderr

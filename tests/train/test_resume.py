@@ -1,9 +1,11 @@
 """Runs of train.py that stop and go on."""
 
+import io
 import os
 import shutil
 import signal
 import time
+import zipfile
 
 import pytest
 import yaml
@@ -162,3 +164,125 @@ def test_how_to_go_on_is_said(two_steps, tmp_path):
     assert resume_hint(None) == "there was no checkpoint yet"
     assert resume_hint(tmp_path) == f"there was no checkpoint yet in {tmp_path}"
     assert resume_hint(two_steps) == f"resume with --resume {two_steps}"
+
+
+def corrupt(path):
+    """Change a byte of the tensors of a checkpoint."""
+    content = bytearray((path / "rank_00000.safetensors").read_bytes())
+    content[-5] ^= 16
+    (path / "rank_00000.safetensors").write_bytes(content)
+
+
+@pytest.fixture
+def ten_steps(train, tmp_path):
+    """A run of ten steps with a checkpoint after every second one, all of them kept."""
+    given = ["--max_steps", "10", "--eval_every", "2", "--log_every", "1"]
+    train("run", *given, "--keep_checkpoints", "9")
+    return tmp_path / "run"
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_goes_on(
+    run, train, ten_steps, losses, lines, tmp_path
+):
+    expected, checkpoints = losses(ten_steps), ten_steps / "checkpoints"
+    corrupt(checkpoints / "step_10")
+    corrupt(checkpoints / "step_8")
+    done = run("train", "--resume", ten_steps)
+    assert f"warning: {checkpoints / 'step_10'} is damaged: tensor " in done.stderr
+    assert f"warning: {checkpoints / 'step_6'} is read instead" in done.stderr
+    assert "step_10 is set aside as step_10.aside" in done.stderr
+    assert losses(ten_steps) == expected
+    assert [line["step"] for line in lines(ten_steps) if "val/auc" in line] == [2, 4, 6, 8, 10]
+    assert (checkpoints / "step_10.aside" / "manifest.json").exists()
+    assert (checkpoints / "latest").resolve().name == "step_10"
+    assert run("train", "--resume", ten_steps).stderr.count("warning") == 0
+
+
+def test_a_run_goes_on_from_the_checkpoint_that_is_named(run, ten_steps, losses, result):
+    expected, before = losses(ten_steps), result(ten_steps)
+    checkpoints = ten_steps / "checkpoints"
+    done = run("train", "--resume", checkpoints / "step_4", "--max_steps", "6")
+    assert done.stderr.count("is set aside as") == 3
+    assert losses(ten_steps) == {step: expected[step] for step in range(1, 7)}
+    names = {path.name for path in checkpoints.iterdir()}
+    aside = {f"step_{n}.aside" for n in (6, 8, 10)}
+    assert names == {"latest", "best", "step_2", "step_4", "step_6", *aside}
+    links = [(checkpoints / link).resolve().name for link in ("latest", "best")]
+    assert links[0] == "step_6"
+    assert links[1] in names - aside
+    run("train", "--resume", ten_steps, "--max_steps", "10")
+    assert losses(ten_steps) == expected
+    assert result(ten_steps)["test/auc"] == before["test/auc"]
+
+
+def test_without_an_intact_checkpoint_nothing_is_changed(run, train, ten_steps):
+    for path in (ten_steps / "checkpoints").glob("step_*"):
+        corrupt(path)
+
+    def files():
+        kept = (path for path in ten_steps.rglob("*") if ".lock" not in path.name)
+        return {path: path.stat().st_mtime_ns for path in kept}
+
+    before = files()
+    done = run("train", "--resume", ten_steps, status=2)
+    assert f"error: {ten_steps} has no intact checkpoint: " in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "remove" not in done.stderr
+    done = train("run", status=2)
+    assert "run exists: choose another --name, or --resume" in done.stderr
+    assert files() == before
+
+
+def test_two_processes_never_write_one_run(run, start, train, command, tmp_path):
+    """A second one fails at once, whether the first is new or resumed; a dead one holds nothing."""
+    train("run", "--max_steps", "2")
+    for given in (["--resume", tmp_path / "run"], command("new")):
+        name = "new" if "--data" in given else "run"
+        process = start("train", *given, "--epochs", "900", "--eval_every", "20")
+        lock, deadline = tmp_path / name / ".lock.json", time.time() + 120
+        while time.time() < deadline and not lock.exists() and process.poll() is None:
+            time.sleep(0.02)
+        done = run("train", "--resume", tmp_path / name, status=2)
+        if name == "run":
+            assert f"run is being written by process {process.pid} on " in done.stderr
+            assert done.stderr.count("\n") == 1
+        done = train(name, status=2)
+        assert f"{name} exists: " in done.stderr or "is being written by" in done.stderr
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    run("train", "--resume", tmp_path / "run", "--epochs", "1", "--max_steps", "60")
+
+
+PLANT = b"cposix\nsystem\n(S'touch %s'\ntR."
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["manifest.json", "rank_00000.safetensors", ".metadata", "about.pt", "__0_0.distcp", "all"],
+)
+def test_a_checkpoint_runs_no_code(name, run, train, command, two_steps, data, tmp_path):
+    """Pickles that call a program, wherever a checkpoint may have a file."""
+    pickled, proof = tmp_path / "pickled", tmp_path / "proof"
+    shutil.copytree(two_steps, pickled, symlinks=True)
+    step = (pickled / "checkpoints" / "latest").resolve()
+    planted = PLANT % str(proof).encode()
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:  # as torch.load takes it
+        file.writestr("archive/data.pkl", planted)
+        file.writestr("archive/version", "3\n")
+    names = ["manifest.json", "rank_00000.safetensors", ".metadata", "about.pt"]
+    for content in (planted, archive.getvalue()):
+        for target in names if name == "all" else [name]:
+            (step / target).write_bytes(content)
+        if name in ("about.pt", ".metadata", "__0_0.distcp"):
+            (step / "manifest.json").unlink(missing_ok=True)
+        for path in (pickled, step):
+            for program, *given in (
+                ("train", "--resume", path),
+                ("train", *command("other", "--init_from", path)),
+                ("evaluate", path, data, "--device", "cpu"),
+                ("predict", path, data, tmp_path / "scores.parquet", "--device", "cpu"),
+            ):
+                done = run(program, *given, status=2)
+                assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert not proof.exists()

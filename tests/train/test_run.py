@@ -208,12 +208,10 @@ def test_evaluate_predict_and_compare_work_on_a_run(run, train, options, data, r
 def test_the_scores_of_a_diverged_model_are_refused_as_its_metrics_are(
     run, two_steps, data, tmp_path
 ):
-    model, _ = checkpoint.load_model(two_steps)
+    model, state = checkpoint.load_model(two_steps)
     torch.nn.init.constant_(list(model.dense_parameters())[-1], float("nan"))
     diverged, scores = tmp_path / "diverged", tmp_path / "scores.parquet"
-    (diverged / "checkpoints").mkdir(parents=True)
-    path = diverged / "checkpoints" / "step_1"
-    checkpoint.save(path, checkpoint.Parts(model), checkpoint.about(two_steps))
+    checkpoint.save(diverged / "checkpoints", checkpoint.Parts(model), state, run="0" * 32)
     measured = run("evaluate", diverged, data, status=2)
     done = run("predict", diverged, data, scores, status=2)
     assert done.stderr == measured.stderr

@@ -1,33 +1,41 @@
-import copy
 import errno
+import hashlib
 import json
+import os
+import random
 import resource
 import shutil
+import threading
+from dataclasses import replace
 
 import pytest
 import torch
-from torch.distributed import checkpoint as dcp
+from safetensors import safe_open
 
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
-from dlrm.training import checkpoint, run_directory
+from dlrm.training import checkpoint, run_directory, tensor_files
+from dlrm.training.checkpoint import Checkpoint, Parts, load_model
+from dlrm.training.manifest import MANIFEST, RunState
+from dlrm.utils.local_shards import LocalShards
 
 SIZES = [300, 20, 150]
 KINDS = {"dense": {}, "paged": {"page_size": 64, "devices": ["cpu", "cpu+cpu"]}}
+RUN = "0" * 32
+FILE = "rank_00000.safetensors"
 
 
 def make(kind, rule="adam", seed=0, options=None):
     torch.manual_seed(seed)
     options = KINDS[kind] if options is None else options
-    recipe = {"num_dense": 2, "num_embeddings": SIZES, "embedding_dim": 8}
-    recipe["plan"] = [(kind, options)] * 3
-    recipe |= {"bottom_mlp": [4], "top_mlp": [4]}
-    model = DLRM(**recipe)
+    spec = {"num_dense": 2, "num_embeddings": SIZES, "embedding_dim": 8}
+    spec |= {"plan": [(kind, options)] * 3, "bottom_mlp": (4,), "top_mlp": (4,)}
+    model = DLRM(**spec)
     optimizers = [
         RowOptimizer(model.dense_parameters(), rule, lr=0.1),
         RowOptimizer(model.sparse_arch.parameters(), rule, lr=0.1),
     ]
-    return recipe, model, optimizers
+    return spec, model, optimizers
 
 
 def train(model, optimizers, seed):
@@ -40,185 +48,244 @@ def train(model, optimizers, seed):
             optimizer.zero_grad()
 
 
-def save(path, recipe, model, optimizers, **rest):
-    parts = checkpoint.Parts(model, optimizers)
-    about = {"recipe": recipe, "config": json.dumps({"seed": 0}), "groups": parts.groups()}
-    checkpoint.save(path, parts, about, **rest)
-    return about
+def save(run, steps, made, **options):
+    """Write a checkpoint of a run; returns its directory."""
+    spec, model, optimizers = made
+    parts = Parts(model, optimizers)
+    state = RunState(model=spec, config={"seed": 0}, groups=parts.groups(), steps=steps)
+    checkpoint.save(run / "checkpoints", parts, state, run=RUN, **options)
+    return run / "checkpoints" / f"step_{steps}"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with three checkpoints, the first of which is the best."""
+    made = make("dense")
+    for steps in (1, 2, 3):
+        train(*made[1:], steps)
+        save(tmp_path / "run", steps, made, best=steps == 1)
+    return tmp_path / "run"
+
+
+def names(run):
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def values(path):
+    """The tensors of a checkpoint's model, and its steps."""
+    model, state = load_model(path)
+    return state.steps, model.state_dict()
+
+
+def equal(one, other):
+    return one[0] == other[0] and all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+
+
+def corrupt(path, at=-5):
+    """Change a byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 16
+    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("other", sorted(KINDS))
 def test_what_is_saved_goes_on_alike_wherever_rows_lie(kind, other, tmp_path):
     """Dense tables and pages on several devices read each other's rows and optimizer state."""
-    recipe, model, optimizers = make(kind)
+    made = make(kind)
+    _, model, optimizers = made
     train(model, optimizers, 1)
-    about = save(tmp_path / "checkpoints" / "step_3", recipe, model, optimizers)
+    save(tmp_path, 3, made)
     train(model, optimizers, 2)
     _, again, others = make(other, seed=5)
-    checkpoint.load(tmp_path, again, others, groups=about["groups"])
+    Checkpoint.open(tmp_path).load(again, others, groups=True)
     train(again, others, 2)
     pairs = zip(model.sparse_arch.to_dense(), again.sparse_arch.to_dense(), strict=True)
     for expected, found in pairs:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     for expected, found in zip(model.dense_parameters(), again.dense_parameters(), strict=True):
         assert torch.equal(found, expected)
-    loaded, config = checkpoint.load_model(tmp_path)
+    loaded, state = load_model(tmp_path)
     assert not loaded.training
-    assert config == {"seed": 0}
+    assert state.config == {"seed": 0}
+    assert state.model == made[0]
 
 
-def test_links_point_to_whole_checkpoints_and_the_rest_is_removed(tmp_path):
-    recipe, model, optimizers = make("dense")
-    directory = tmp_path / "checkpoints"
+def test_every_type_and_shape_is_restored_and_other_programs_read_it(tmp_path):
+    torch.manual_seed(0)
+    tensors = {
+        **{str(t): torch.randn(5, 3).to(t) for t in (torch.float32, torch.bfloat16, torch.float16)},
+        **{str(t): torch.randint(0, 99, (4,)).to(t) for t in (torch.int64, torch.int32)},
+        **{str(t): torch.randint(0, 99, (7,)).to(t) for t in (torch.uint8, torch.int8)},
+        **{"bool": torch.tensor([True, False, True]), "scalar": torch.tensor(3.5)},
+        **{"empty": torch.empty(0, 4), "empty row": torch.empty(4, 0), "odd": torch.ones(1).bool()},
+        **{"turned": torch.randn(6, 4).t(), "part": torch.randn(9, 9)[2:7, 3:5]},
+    }
+    shards = [((0, 0), torch.randn(2, 6)), ((2, 0), torch.randn(3, 2)), ((2, 2), torch.randn(3, 4))]
+    tensors["sharded"] = LocalShards((5, 6), shards, torch.float32)
+    parts = Parts(torch.nn.Module())
+    parts.tensors = tensors
+    checkpoint.save(tmp_path / "checkpoints", parts, RunState(model={}, config={}), run=RUN)
+    blank = Parts(torch.nn.Module())
+    blank.tensors = {
+        name: torch.empty(t.shape, dtype=t.dtype).fill_(9) for name, t in tensors.items()
+        if name != "sharded"
+    }  # fmt: skip
+    columns = [((0, 0), torch.empty(5, 3)), ((0, 3), torch.empty(5, 3))]
+    blank.tensors["sharded"] = LocalShards((5, 6), columns, torch.float32)
+    found = Checkpoint.open(tmp_path)
+    found.load_parts(blank)
+    whole = torch.cat([shards[0][1], torch.cat([shards[1][1], shards[2][1]], 1)])
+    assert torch.equal(torch.cat([columns[0][1], columns[1][1]], 1), whole)
+    with safe_open(found.path / FILE, "pt") as file:
+        for name, tensor in tensors.items():
+            if name != "sharded":
+                assert torch.equal(blank.tensors[name], tensor), name
+                assert torch.equal(file.get_tensor(name), tensor), name
+        assert torch.equal(file.get_tensor("sharded@2,2"), shards[2][1])
+        assert file.metadata()["run"] == RUN
 
-    def names():
-        return sorted(path.name for path in directory.iterdir())
 
-    both = [run_directory.LATEST, run_directory.BEST]
-    save(directory / "step_1", recipe, model, optimizers, links=both)
-    save(directory / "step_2", recipe, model, optimizers)
-    assert names() == ["best", "latest", "step_1", "step_2"]
-    assert run_directory.find_checkpoint(tmp_path).resolve() == directory / "step_2"
-    assert run_directory.find_checkpoint(directory / "best").resolve() == directory / "step_1"
-    assert run_directory.run_directory(tmp_path) == tmp_path
-    (directory / "step_4.tmp").mkdir()  # of a process that was killed
-    save(directory / "step_3", recipe, model, optimizers)
-    assert names() == ["best", "latest", "step_1", "step_3"]
-    save(directory / "step_3", recipe, model, optimizers, links=both)  # again, resumed since
-    assert len(names()) == 3
-    assert checkpoint.about(tmp_path)["recipe"] == recipe
+def test_links_point_to_whole_checkpoints_and_old_ones_are_removed(run):
+    assert names(run) == ["best", "latest", "step_1", "step_2", "step_3"]
+    directory = run / "checkpoints"
+    assert Checkpoint.open(run).path == directory / "step_3"
+    assert Checkpoint.open(directory / "best").path == directory / "step_1"
+    (directory / "step_5.tmp").mkdir()  # of a process that was killed
+    made = make("dense")
+    save(run, 4, made)
+    assert names(run) == ["best", "latest", "step_1", "step_3", "step_4"]
+    save(run, 4, made, best=True)  # again, resumed since
+    assert names(run) == ["best", "latest", "step_3", "step_4+"]
+    assert Checkpoint.open(run).path.name == "step_4+"
+    save(run, 10, made, keep=1)
+    save(run, 20, made, keep=1)
+    assert names(run) == ["best", "latest", "step_20", "step_4+"]
 
 
-def test_what_the_user_keeps_beside_checkpoints_stays(tmp_path):
-    recipe, model, optimizers = make("dense")
-    directory = tmp_path / "checkpoints"
-    save(directory / "step_1", recipe, model, optimizers)
-    own = {"before_the_change", "step_1_keep", "step_by_step"}
+def test_the_best_is_linked_before_the_latest(run, monkeypatch):
+    """A process that is killed between them leaves both right."""
+    real = checkpoint.point
+
+    def killed(link, name):
+        real(link, name)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "point", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(run, 4, make("dense"), best=True)
+    links = [(run / "checkpoints" / link).resolve().name for link in ("latest", "best")]
+    assert links == ["step_3", "step_4"]
+
+
+def test_what_the_user_keeps_beside_checkpoints_stays(run):
+    directory = run / "checkpoints"
+    own = {"before_the_change", "step_1_keep", "step_by_step", "step_x.tmp"}
     for name in own:
         shutil.copytree(directory / "step_1", directory / name)
-    save(directory / "step_2", recipe, model, optimizers)
-    assert {path.name for path in directory.iterdir()} == {"latest", "step_2", *own}
-    assert checkpoint.about(directory / "before_the_change")["recipe"] == recipe
+    save(run, 4, make("dense"), keep=1, best=True)
+    assert set(names(run)) == {"latest", "best", "step_4", *own}
+    assert Checkpoint.open(directory / "before_the_change").state.steps == 1
 
 
-def test_characters_in_the_name_of_a_checkpoint_stand_for_themselves(tmp_path):
-    recipe, model, optimizers = make("dense")
-    save(tmp_path / "epoch.1", recipe, model, optimizers)
-    own = {"epoch_1", "epochs2"}
-    for name in own:
-        shutil.copytree(tmp_path / "epoch.1", tmp_path / name)
-    save(tmp_path / "epoch.2", recipe, model, optimizers)
-    assert {path.name for path in tmp_path.iterdir()} == {"latest", "epoch.2", *own}
-
-
-def test_the_run_of_a_checkpoint(tmp_path, monkeypatch):
-    recipe, model, optimizers = make("dense")
-    directory = tmp_path / "run" / "checkpoints"
-    save(directory / "step_1", recipe, model, optimizers)
-    assert run_directory.run_directory(tmp_path / "run") == run_directory.run_directory(
-        directory / "latest"
-    )
+def test_the_run_of_a_checkpoint(run, tmp_path, monkeypatch):
+    directory = run / "checkpoints"
+    assert run_directory.run_directory(run) == run
+    assert run_directory.run_directory(directory / "latest") == run
+    assert run_directory.run_directory(directory / "step_2") == run
     monkeypatch.chdir(directory)
-    assert run_directory.run_directory("latest") == tmp_path / "run"
+    assert run_directory.run_directory("latest") == run
     shutil.copytree(directory / "step_1", tmp_path / "copied")
     with pytest.raises(FileNotFoundError, match="copied is not in a run: name one in the"):
         run_directory.run_directory(tmp_path / "copied")
+    assert Checkpoint.open(tmp_path / "copied").state.steps == 1
 
 
-def test_a_failed_save_leaves_what_there_was(tmp_path, monkeypatch):
-    recipe, model, optimizers = make("dense")
-    directory = tmp_path / "checkpoints"
-    save(directory / "step_1", recipe, model, optimizers)
-    monkeypatch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        save(directory / "step_2", recipe, model, optimizers)
+def failing(error):
+    def fails(*_, **__):
+        raise error
+
+    return fails
+
+
+def test_a_failed_save_leaves_what_there_was(run, monkeypatch):
+    before, directory, made = names(run), run / "checkpoints", make("dense")
     full = OSError(errno.ENOSPC, "No space left on device")
-
-    def fails(error, then):
-        def save(*_):
-            try:
-                raise error
-            finally:
-                raise then
-
-        return save
-
-    # As when the file under an archive can't be written, which the archive then finds too short.
-    monkeypatch.setattr(torch, "save", fails(full, RuntimeError("unexpected pos 704 vs 598")))
-    with pytest.raises(OSError, match="step_2 can't be written: No space left on device"):
-        save(directory / "step_2", recipe, model, optimizers)
-    monkeypatch.setattr(torch, "save", fails(KeyboardInterrupt(), KeyboardInterrupt()))
+    for where, name in ((tensor_files.os, "fsync"), (tensor_files.hashlib, "sha256")):
+        monkeypatch.setattr(where, name, failing(full))
+        with pytest.raises(OSError, match="step_4 can't be written: No space left on device"):
+            save(run, 4, made)
+        monkeypatch.setattr(where, name, failing(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            save(run, 4, made)
+        monkeypatch.undo()
+    monkeypatch.setattr(tensor_files.TensorFiles, "read_into", failing(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
-        save(directory / "step_2", recipe, model, optimizers)
+        load_model(run)
     monkeypatch.undo()
-    monkeypatch.setattr(dcp.FileSystemReader, "read_data", fails(OSError(), KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint.load(directory / "step_1", model, optimizers)
-    monkeypatch.undo()
-    parts = checkpoint.Parts(model, optimizers)
+    parts = Parts(*made[1:])
     parts.tensors["unwritable"] = torch.empty(1, device="meta")
-    with pytest.raises(OSError, match="step_3 can't be written: "):
-        checkpoint.save(directory / "step_3", parts, {})
-    assert not list(directory.glob("step_3*"))
-    assert run_directory.find_checkpoint(tmp_path).resolve() == directory / "step_1"
-    checkpoint.load_model(tmp_path)
+    with pytest.raises(OSError, match="step_4 can't be written: "):
+        checkpoint.save(directory, parts, RunState(model={}, config={}, steps=4), run=RUN)
+    assert names(run) == before
+    assert values(run)[0] == 3
 
 
-def test_a_disk_that_is_full_behind_the_tensors_leaves_what_there_was(tmp_path):
-    recipe, model, optimizers = make("dense")
-    directory = tmp_path / "checkpoints"
-    save(directory / "step_1", recipe, model, optimizers)
-    about = {"recipe": recipe, "long": "x" * 5_000_000}
+def test_a_disk_that_is_full_behind_the_tensors_leaves_what_there_was(run):
+    before, made = names(run), make("dense")
+    parts = Parts(*made[1:])
+    state = RunState(model=made[0], config={"long": "x" * 5_000_000}, steps=4)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4_000_000, hard))
     try:
-        with pytest.raises(OSError, match="step_2 can't be written: File too large"):
-            checkpoint.save(directory / "step_2", checkpoint.Parts(model, optimizers), about)
+        with pytest.raises(OSError, match="step_4 can't be written: File too large"):
+            checkpoint.save(run / "checkpoints", parts, state, run=RUN)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert not list(directory.glob("step_2*"))
-    assert run_directory.find_checkpoint(tmp_path).resolve() == directory / "step_1"
+    assert names(run) == before
+    load_model(run)
 
 
-def test_others_are_refused(tmp_path, caplog):
-    recipe, model, optimizers = make("dense")
-    about = save(tmp_path / "checkpoints" / "step_1", recipe, model, optimizers)
+def test_others_are_refused(run, tmp_path, caplog):
+    found = Checkpoint.open(run)
     with pytest.raises(ValueError, match="is of a model with a different embedding_dim, plan"):
-        checkpoint.about(tmp_path, spec={**recipe, "embedding_dim": 4, "plan": []})
-    groups = copy.deepcopy(about["groups"])
+        found.require_spec({**found.state.model, "embedding_dim": 4, "plan": []})
     _, model, others = make("dense", rule="sgd")
     with pytest.raises(ValueError, match="the saved optimizer is adam, this one is sgd"):
-        checkpoint.load(tmp_path, model, others, groups=groups)
+        found.load(model, others, groups=True)
+    with pytest.raises(ValueError, match="step_3 can't be loaded: Missing key"):
+        found.load(make("dense", rule="adam")[1].bottom_mlp)
     with pytest.raises(FileNotFoundError, match="is not a checkpoint: name a run directory"):
-        run_directory.find_checkpoint(tmp_path / "checkpoints")
-    for pattern in ("*.distcp", ".metadata"):
-        for damaged in (tmp_path / "checkpoints" / "step_1").glob(pattern):
-            damaged.write_bytes(damaged.read_bytes()[:100])
-        with pytest.raises(ValueError, match="can't be read as a checkpoint"):
-            checkpoint.load_model(tmp_path)
+        Checkpoint.open(run / "checkpoints")
+    old = tmp_path / "old" / "checkpoints" / "step_1"
+    old.mkdir(parents=True)
+    (old / "about.pt").write_bytes(b"")
+    for path in (old, tmp_path / "old"):
+        with pytest.raises(ValueError, match="written by an earlier version of this program"):
+            Checkpoint.open(path)
     assert not any(record.exc_info for record in caplog.records)  # tracebacks that torch logs
 
 
-def test_options_of_the_rule_are_those_that_the_resumed_run_gives(tmp_path):
-    recipe, model, optimizers = make("dense")
-    about = save(tmp_path / "checkpoints" / "step_1", recipe, model, optimizers)
-    about["groups"][0][0]["lr"] = 0.3
+def test_rates_and_seeds_are_restored_and_other_options_are_those_of_the_run(tmp_path):
+    made = make("dense")
+    made[2][0].param_groups[0]["lr"].fill_(0.3)
+    save(tmp_path, 1, made)
     _, again, others = make("dense", seed=5)
     others[0].param_groups[0]["weight_decay"] = 0.25
-    checkpoint.load(tmp_path, again, others, groups=about["groups"])
+    Checkpoint.open(tmp_path).load(again, others, groups=True)
     (group,) = others[0].param_groups
     assert group["weight_decay"] == 0.25
-    torch.testing.assert_close(group["lr"], torch.tensor(0.3))
+    assert torch.equal(group["lr"], torch.tensor(0.3))
 
 
 def test_optimizers_are_restored_with_the_options_that_they_have(tmp_path):
-    recipe, model, optimizers = make("dense")
+    made = make("dense")
+    _, model, optimizers = made
     train(model, optimizers, 1)
-    save(tmp_path / "checkpoints" / "step_1", recipe, model, optimizers)
+    save(tmp_path, 1, made)
     _, again, others = make("dense", seed=5)
     others[0].param_groups[0]["lr"] = 0.3
-    checkpoint.load(tmp_path, again, others)
+    Checkpoint.open(tmp_path).load(again, others)
     pairs = zip(model.parameters(), again.parameters(), strict=True)
     states = [optimizer.state for optimizer in (*optimizers, *others)]
     for expected, found in pairs:
@@ -226,3 +293,244 @@ def test_optimizers_are_restored_with_the_options_that_they_have(tmp_path):
         before, after = [state[p] for p in (expected, found) for state in states if p in state]
         assert all(torch.equal(after[name], before[name]) for name in before)
     assert float(others[0].param_groups[0]["lr"]) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("name", [FILE, MANIFEST])
+def test_a_changed_byte_is_found(name, run):
+    """Whichever it is: the checkpoint is refused, or its values are the same."""
+    path, expected = run / "checkpoints" / "step_2", values(run / "checkpoints" / "step_2")
+    content, outcomes = (path / name).read_bytes(), []
+    places = random.Random(0).sample(range(len(content)), 120)
+    for at in places:
+        corrupt(path / name, at)
+        try:
+            assert equal(values(path), expected), at
+        except ValueError as error:
+            outcomes.append(str(error))
+        (path / name).write_bytes(content)
+    assert len(outcomes) >= (120 if name == FILE else 115)
+    assert "\n" not in "".join(outcomes)
+
+
+def test_damage_names_the_tensor_and_the_file(run):
+    path = run / "checkpoints" / "step_2"
+    whole = (path / FILE).read_bytes()
+
+    def refused(match):
+        with pytest.raises(ValueError, match=f"step_2 can't be read as a checkpoint: .*{match}"):
+            Checkpoint.open(path)
+
+    corrupt(path / FILE)
+    refused(f"tensor (model|optimizer).* in {FILE} does not have the digest.*; there are step_3, ")
+    (path / FILE).write_bytes(whole[:4096] + bytes(4096) + whole[8192:])
+    refused("does not have the digest of the manifest")
+    (path / FILE).write_bytes(whole[:-1])
+    refused(f"{FILE} has [\\d,]+ bytes, not")
+    shutil.copy(run / "checkpoints" / "step_3" / FILE, path / FILE)  # of the same sizes
+    refused(f"the header in {FILE} does not have the digest")
+    (path / FILE).unlink()
+    refused(f"{FILE}: No such file")
+    (path / FILE).symlink_to(run / "checkpoints" / "step_3" / FILE)
+    refused(f"{FILE} is a link")
+    (path / FILE).unlink()
+    os.mkfifo(path / FILE)
+    refused(f"{FILE} is not a regular file")
+    (path / FILE).unlink()
+    (path / FILE).write_bytes(whole)
+    (path / "rank_00001.safetensors").write_bytes(whole)
+    refused("rank_00001.safetensors is not in its manifest")
+    (path / "rank_00001.safetensors").unlink()
+    assert Checkpoint.open(path).state.steps == 2
+
+
+def test_a_damaged_latest_is_replaced_by_the_newest_intact_one(run, capsys):
+    directory = run / "checkpoints"
+    for step, other in ((3, "step_2"), (2, "step_1")):
+        corrupt(directory / f"step_{step}" / (FILE if step == 3 else MANIFEST))
+        for path in (run, directory / "latest"):
+            assert Checkpoint.open(path).path == directory / other
+            error = capsys.readouterr().err
+            assert f"warning: {directory / 'step_3'} is damaged: tensor " in error
+            assert f"warning: {directory / other} is read instead" in error
+    with pytest.raises(ValueError, match=r"step_3 can't be read as .*there are step_2"):
+        Checkpoint.open(directory / "step_3")
+    (directory / "latest").unlink()
+    (directory / "latest").symlink_to("step_77")
+    assert Checkpoint.open(run).path == directory / "step_1"
+    corrupt(directory / "step_1" / FILE)
+    with pytest.raises(ValueError, match=r"run has no intact checkpoint: .*step_3: ten") as error:
+        Checkpoint.open(run)
+    assert "remove" not in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_link_out_of_the_run_is_not_followed(run, tmp_path):
+    shutil.copytree(run / "checkpoints" / "step_1", tmp_path / "outside")
+    latest = run / "checkpoints" / "latest"
+    latest.unlink()
+    latest.symlink_to("../../outside")
+    assert Checkpoint.open(run).path.name == "step_3"
+
+
+def test_what_is_read_while_a_run_writes_belongs_together(tmp_path):
+    """Every tensor and the state are of one checkpoint, though old ones are removed meanwhile."""
+    spec, model, optimizers = make("dense")
+    stop = threading.Event()
+
+    def write():
+        steps = 0
+        while not stop.is_set():
+            steps += 1
+            for parameter in model.parameters():
+                parameter.data.fill_(steps)
+            save(tmp_path, steps, (spec, model, optimizers), keep=1, best=steps % 3 == 0)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        while not (tmp_path / "checkpoints" / "best").exists():
+            pass
+        seen = set()
+        for path in [tmp_path, tmp_path / "checkpoints" / "best"] * 20:
+            steps, tensors = values(path)
+            assert all(bool((tensor == steps).all()) for tensor in tensors.values())
+            seen.add(steps)
+    finally:
+        stop.set()
+        writer.join()
+    assert len(seen) > 3
+
+
+def edited(path, change):
+    """Change the content of a manifest, and let its digest be right."""
+    outer = json.loads((path / MANIFEST).read_bytes())
+    change(outer["content"])
+    body = json.dumps(outer["content"], ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    outer["sha256"] = hashlib.sha256(body.encode()).hexdigest()
+    (path / MANIFEST).write_text(json.dumps(outer))
+
+
+def shard_of(content):
+    return next(t["shards"][0] for t in content["tensors"].values() if len(t["shape"]) == 2)
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+ATTACKS = {
+    "rows": lambda c: next(iter(c["tensors"].values())).update(shape=[2**62, 8]),
+    "huge": lambda c: next(iter(c["tensors"].values())).update(shape=[10**400]),
+    "negative": lambda c: shard_of(c)[0].__setitem__(0, -1),
+    "overlap": lambda c: next(iter(c["tensors"].values()))["shards"].append(shard_of(c)),
+    "missing": lambda c: next(iter(c["tensors"].values()))["shards"].clear(),
+    "gone": lambda c: (
+        c["tensors"].pop("model.bottom_mlp.layers.0.weight", None) or c["tensors"].popitem()
+    ),
+    "outside": lambda c: shard_of(c).__setitem__(2, "../step_1/rank_00000.safetensors"),
+    "absolute": lambda c: c["files"].update({"/etc/passwd": c["files"].popitem()[1]}),
+    "no digest": lambda c: shard_of(c).__setitem__(4, ""),
+    "dtype": lambda c: next(iter(c["tensors"].values())).update(dtype="OBJ"),
+    "deep": lambda c: c["state"].update(fitted=nested(500)),
+    "bottomless": lambda c: c["state"].update(fitted=nested(900)),
+    "steps": lambda c: c["state"].update(steps=-3),
+    "text": lambda c: c["state"].update(steps="3"),
+    "surrogate": lambda c: c["state"].update(best_name="\ud800"),
+    "run": lambda c: c.update(run="../../x"),
+    "state": lambda c: c.update(state=[]),
+    "groups": lambda c: c["state"].update(groups={"tuple": [{"tuple": [{"rule": 1}]}]}),
+    "group": lambda c: c["state"].update(groups={"tuple": [3]}),
+    "model": lambda c: c["state"].update(model={"plan": 5}),
+    "tables": lambda c: c["state"]["model"].update(num_embeddings=[2**62, 20, 150]),
+    "layers": lambda c: c["state"]["model"].update(top_mlp=[2**40]),
+    "kind": lambda c: c["state"]["model"].update(plan=[["no such kind", {}]] * 3),
+    "other model": lambda c: c["state"]["model"].update(bottom_mlp=[5]),
+}
+
+
+@pytest.mark.parametrize("attack", sorted(ATTACKS))
+def test_a_manifest_that_someone_wrote_to_do_harm_is_refused(attack, run):
+    path = run / "checkpoints" / "step_3"
+    try:
+        edited(path, ATTACKS[attack])
+    except UnicodeEncodeError:
+        text = (path / MANIFEST).read_text()
+        (path / MANIFEST).write_text(text.replace('"best_name":"step_1"', r'"best_name":"\ud800"'))
+    with pytest.raises(ValueError, match="step_3") as error:
+        load_model(path)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 700
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"null", b'{"format": "dlrm checkpoint", "version": 2}', b"{" * 100_000, b"\xff",
+     b'{"format": "dlrm checkpoint", "version": 1, "content": NaN}', b"[" * 2_000_000,
+     b'{"format": "dlrm checkpoint", "version": 1, "content": 1' + b"0" * 5000 + b"}"],
+    ids=lambda content: content[:60].decode(errors="replace") + f" {len(content)}",
+)  # fmt: skip
+def test_a_file_that_is_no_manifest_is_refused(content, run):
+    path = run / "checkpoints" / "step_3"
+    (path / MANIFEST).write_bytes(content)
+    with pytest.raises(ValueError, match=r"step_3 can.t be read as .*: manifest.json: it"):
+        load_model(path)
+
+
+def test_a_long_manifest_is_not_read(run):
+    path = run / "checkpoints" / "step_3" / MANIFEST
+    with path.open("r+b") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(ValueError, match=r"manifest.json: it has more than"):
+        load_model(path.parent)
+
+
+def test_a_run_is_held_by_one_process(run):
+    lock = run_directory.RunLock(run)
+    with pytest.raises(
+        ValueError, match=rf"run is being written by process {os.getpid()} on '"
+    ) as e:
+        run_directory.RunLock(run)
+    assert "since 20" in str(e.value)
+    threading.Timer(0.3, lock.release).start()
+    again = run_directory.RunLock(run, patience=20)
+    again.release()
+    assert (run / ".lock").exists()
+
+
+def test_a_new_run_that_wrote_nothing_leaves_nothing(tmp_path):
+    lock = run_directory.RunLock(tmp_path / "new", new=True)
+    with pytest.raises(ValueError, match="is being written by"):
+        run_directory.RunLock(tmp_path / "new", new=True)
+    lock.release()
+    assert not (tmp_path / "new").exists()
+    run_directory.RunLock(tmp_path / "deep" / "new", new=True).release()
+    assert not (tmp_path / "deep").exists()
+    lock = run_directory.RunLock(tmp_path / "new", new=True)
+    (tmp_path / "new" / "notes.txt").write_text("mine")
+    lock.release()
+    with pytest.raises(ValueError, match=r"new exists: choose another --name$"):
+        run_directory.RunLock(tmp_path / "new", new=True)
+
+
+def test_a_file_system_without_locks_is_noted(run, monkeypatch, capsys):
+    unsupported = OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(run_directory.FileLock, "acquire", failing(unsupported))
+    run_directory.RunLock(run).release()
+    assert "can't be locked" in capsys.readouterr().err
+
+
+def test_state_is_restored_to_the_type(tmp_path):
+    state = RunState(
+        model={"plan": [("tt", {"q": (2, 2), "rank": 4})], "sizes": (1, 2)},
+        config={"a": float("inf"), "b": {"c": None, "d": [1.5, True]}},
+        fitted={"fitted/calibration": float("nan"), "x": 0.1},
+        validated=(5, {"auc": 0.5}),
+        steps=7,
+    )
+    parts = Parts(torch.nn.Linear(1, 1))
+    checkpoint.save(tmp_path / "checkpoints", parts, state, run=RUN)
+    found = Checkpoint.open(tmp_path).state
+    assert repr(found) == repr(replace(state, groups=()))

@@ -1,0 +1,165 @@
+"""The checkpoints of one run: those that it writes, and the one from which it goes on."""
+
+from __future__ import annotations
+
+import base64
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+
+from dlrm.data.criteo import CriteoLoader
+from dlrm.distributed.world import World
+from dlrm.training import restarts, run_directory
+from dlrm.training.checkpoint import Checkpoint, Parts, point, save
+from dlrm.training.manifest import MANIFEST, LoaderState, RunState
+from dlrm.training.run_directory import BEST, CHECKPOINTS, LATEST, RunLock
+
+PATIENCE = 30  # seconds to wait for the end of an earlier attempt of the same job
+
+
+class RunCheckpoints:
+    """The directory of a run, held until this process leaves the world, and its checkpoints.
+
+    Every process must make one, and call its methods.
+
+    Args:
+        new: directory of the run if it is a new one.
+        resume: a run, or one of its checkpoints, to go on from; None for a new run.
+        world: the processes of the run.
+        keep: number of checkpoints to keep next to the best one.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        ValueError: the new run exists, another process holds the run, or it is damaged.
+    """
+
+    def __init__(self, new: Path, resume: str | None, world: World, *, keep: int = 2) -> None:
+        self._world, self._keep = world, keep
+        self._lock: RunLock | None = None
+        world.before_leaving(self.release)
+
+        def hold() -> tuple[Path, str | None]:
+            directory, found = restarts.choose_run(new, resume, world.job)
+            own = restarts.is_own(directory, world.job)
+            patience = PATIENCE if own else 0
+            self._lock = RunLock(directory, new=not (found or own), patience=patience)
+            return directory, found
+
+        self.directory, found = world.from_first(hold)
+        self.resumed = Checkpoint.open(found, world=world) if found else None
+        self._run = self.resumed.run if self.resumed else secrets.token_hex(16)
+
+    def begin(self) -> None:
+        """Name the job of torchrun in the directory."""
+        restarts.begin(self.directory, self._world, resumed=self.resumed is not None)
+
+    def release(self) -> None:
+        """Let other processes write to the run."""
+        if self._lock:
+            self._lock.release()
+
+    def attach(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        loader: CriteoLoader,
+        *,
+        spec: Mapping[str, Any],
+        config: str,
+    ) -> None:
+        """Name the parts whose state is saved and restored.
+
+        Args:
+            model, optimizers, loader: the parts.
+            spec: the arguments of the model.
+            config: the configuration of the run as YAML.
+        """
+        self._model, self._optimizers, self._loader = model, list(optimizers), loader
+        self._about = {"model": dict(spec), "config": yaml.safe_load(config)}
+
+    def save(self, *, unused: int, better: bool, **progress: Any) -> None:
+        """Write a checkpoint.
+
+        Args:
+            unused: samples of the loader that were not used; see its ``state_dict``.
+            better: whether this is the best checkpoint so far.
+            progress: ``steps`` and other fields of :class:`~dlrm.training.manifest.RunState`.
+
+        Raises:
+            OSError: it can't be written. Earlier checkpoints are unchanged.
+        """
+        parts = Parts(self._model, self._optimizers)
+        loader = self._loader.state_dict(unused=unused)
+        loader["order"]["batch_size"] *= self._world.size  # that of all processes
+        state = RunState(
+            **self._about,
+            groups=parts.groups(),
+            loader=LoaderState(**loader),
+            random=base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
+            **progress,
+        )
+        target, keep = self.directory / CHECKPOINTS, self._keep
+        save(target, parts, state, run=self._run, best=better, keep=keep, world=self._world)
+
+    def restore(self, batch_size: int) -> RunState:
+        """Go on from the checkpoint that was opened; returns the rest of its state.
+
+        Args:
+            batch_size: samples per step, over all processes.
+
+        Raises:
+            ValueError: it is of another model, optimizer, data or batch size.
+        """
+        assert self.resumed
+        path, state = self.resumed.path, self.resumed.state
+        random = state.random_state()
+        if state.loader is None or random is None or len(random) != len(torch.get_rng_state()):
+            raise ValueError(f"{path} has no state of a training run: use --init_from")
+        loader = asdict(state.loader)
+        if (there := loader["order"].get("batch_size")) != batch_size:
+            unequal = f"batch_size is {batch_size} here and {there!r:.50} in the state"
+            raise ValueError(f"{unequal}: resume with the same --batch_size")
+        loader["order"]["batch_size"] = self._loader.batch_size
+        self.resumed.load(self._model, self._optimizers, groups=True, world=self._world)
+        self._loader.load_state_dict(loader)
+        try:
+            torch.set_rng_state(random)
+        except RuntimeError as error:
+            raise ValueError(f"{path} has a damaged random state: {error}") from None
+        self.resumed.close()
+        if self._world.first:
+            _go_back(path, state)
+        return state
+
+
+def _go_back(path: Path, state: RunState) -> None:
+    """Make a checkpoint the latest one of its run, and set aside those of later steps."""
+    directory, run = path.parent, path.parent.parent
+    later = [p for p in run_directory.checkpoints(run) if _steps(p) > state.steps]
+    if run_directory.link_target(directory / LATEST) != path:
+        point(directory / LATEST, path.name)
+    best = run_directory.link_target(directory / BEST)
+    if (directory / BEST).is_symlink() and (best is None or best in later):
+        name = state.best_name
+        known = name and Path(name).name == name and (directory / name / MANIFEST).is_file()
+        point(directory / BEST, name if name and known else path.name)
+    for old in later:
+        aside = old.with_name(f"{old.name}.aside")
+        while aside.exists():
+            aside = aside.with_name(f"{aside.name}+")
+        old.rename(aside)
+        print(
+            f"note: the run goes on from {path.name}; {old.name} is set aside as {aside.name}",
+            file=sys.stderr,
+        )
+
+
+def _steps(path: Path) -> int:
+    return (run_directory.step_of(path) or (0, 0))[0]
