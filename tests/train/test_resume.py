@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from dlrm.data import synthetic
-from dlrm.training.run_directory import resume_hint
+from dlrm.training.run_directory import RunLock, resume_hint
 
 
 @pytest.mark.parametrize("kind", [pytest.param("dense", marks=pytest.mark.slow), "tt"])
@@ -238,7 +238,7 @@ def test_two_processes_never_write_one_run(run, start, train, command, tmp_path)
     train("run", "--max_steps", "2")
     for given in (["--resume", tmp_path / "run"], command("new")):
         name = "new" if "--data" in given else "run"
-        process = start("train", *given, "--epochs", "900", "--eval_every", "20")
+        process = start("train", *given, "--epochs", "900", "--max_steps", "99999")
         lock, deadline = tmp_path / name / ".lock.json", time.time() + 120
         while time.time() < deadline and not lock.exists() and process.poll() is None:
             time.sleep(0.02)
@@ -250,7 +250,7 @@ def test_two_processes_never_write_one_run(run, start, train, command, tmp_path)
         assert f"{name} exists: " in done.stderr or "is being written by" in done.stderr
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-    run("train", "--resume", tmp_path / "run", "--epochs", "1", "--max_steps", "60")
+        RunLock(tmp_path / name).release()
 
 
 PLANT = b"cposix\nsystem\n(S'touch %s'\ntR."
