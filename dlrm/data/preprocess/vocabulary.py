@@ -140,7 +140,7 @@ def reuse_ids(
     """
     with open_vocabulary(directory / Meta.vocabulary_file(name), directory) as file:
         table = read_vocabulary(file).cast(SCHEMA)
-        ids = _ids_in(table, keys)
+        ids = KeyIndex.of(table).look_up(keys)
     if (ids < 0).any():
         value = hex_strings(keys[ids < 0][:1])[0].as_py()
         raise ValueError(
@@ -151,18 +151,31 @@ def reuse_ids(
     return table, ids
 
 
-def _ids_in(table: pa.Table, keys: NDArray[np.int64]) -> NDArray[np.int32]:
-    """The id of each key in a vocabulary: the out-of-vocabulary id if it is not listed, or -1."""
-    value = table["value"].combine_chunks()
-    oov = np.flatnonzero(value.is_null())
-    listed_ids = np.delete(np.arange(len(value), dtype=np.int32), oov)
-    listed, position = _sort(hex_keys(value.drop_null().cast(pa.binary())))
-    ids = np.full(len(keys), oov[0] if len(oov) else -1, np.int32)
-    if len(listed):
-        at = np.searchsorted(listed, keys).clip(max=len(listed) - 1)
-        found = listed[at] == keys
-        ids[found] = listed_ids[position[at[found]]]
-    return ids
+@dataclass(frozen=True, kw_only=True)
+class KeyIndex:
+    """A vocabulary from which the ids of any keys are looked up."""
+
+    keys: NDArray[np.int64]  # in rising order
+    ids: NDArray[np.int32]
+    oov_id: int | None
+
+    @classmethod
+    def of(cls, table: pa.Table) -> KeyIndex:
+        """The index of a vocabulary as its file holds it."""
+        value = table["value"].combine_chunks()
+        oov = np.flatnonzero(value.is_null())
+        listed_ids = np.delete(np.arange(len(value), dtype=np.int32), oov)
+        keys, position = _sort(hex_keys(value.drop_null().cast(pa.binary())))
+        return cls(keys=keys, ids=listed_ids[position], oov_id=int(oov[0]) if len(oov) else None)
+
+    def look_up(self, keys: NDArray[np.int64]) -> NDArray[np.int32]:
+        """The id of each key: the out-of-vocabulary id if it is not listed, or -1."""
+        ids = np.full(len(keys), -1 if self.oov_id is None else self.oov_id, np.int32)
+        if len(self.keys):
+            at = np.searchsorted(self.keys, keys).clip(max=len(self.keys) - 1)
+            found = self.keys[at] == keys
+            ids[found] = self.ids[at[found]]
+        return ids
 
 
 def look_up(

@@ -655,9 +655,8 @@ def test_columns_without_a_number_are_noted(run, tmp_path):
     (note,) = [line for line in printed.stderr.splitlines() if line.startswith("note: ")]
     assert "the same number, or none, in all 43 training rows, of which" in note
     assert note.endswith(": I3, I4, I5")
-    printed = run(
-        "prepare_criteo", write_raw(tmp_path / "raw", raw_rows(50)), "--output", tmp_path / "out"
-    )
+    write_raw(path, raw_rows(50))
+    printed = run("prepare_criteo", path, "--output", tmp_path / "out", "--overwrite")
     assert "note" not in printed.stderr
 
 

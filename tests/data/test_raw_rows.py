@@ -1,0 +1,88 @@
+"""Raw rows, with and without a label, become what the preparation made of them."""
+
+import gzip
+import random
+import shutil
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dlrm.data.preprocess.pipeline import Options, prepare
+from dlrm.data.raw_rows import load_transform, transform_files
+from dlrm.data.schema import SPLITS
+
+BLOCK = 20_000
+
+
+@pytest.fixture(scope="module")
+def criteo(tmp_path_factory):
+    """A directory with raw rows and the same rows prepared, and the lines."""
+    directory, rng = tmp_path_factory.mktemp("criteo"), random.Random(0)
+    lines = []
+    for _ in range(500):
+        fields = [str(int(rng.random() < 0.3))]
+        fields += ["" if rng.random() < 0.2 else str(rng.randrange(-2, 999)) for _ in range(13)]
+        fields += ["" if rng.random() < 0.2 else f"{rng.randrange(99):x}" for _ in range(26)]
+        lines.append("\t".join(fields) + "\n")
+    (directory / "raw").write_text("".join(lines))
+    options = Options(split=("0.8", "0.1", "0.1"), min_count=2, cap=50, dense_transform="log3")
+    prepare([directory / "raw"], directory / "out", options, progress=False)
+    return directory, lines
+
+
+def test_rows_of_criteo_with_and_without_labels(criteo, tmp_path):
+    directory, lines = criteo
+    for file in transform_files(directory / "out"):  # all that a run needs
+        (tmp_path / "run" / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(directory / "out" / file, tmp_path / "run" / file)
+    transform = load_transform(tmp_path / "run")
+    prepared = pa.concat_tables(pq.read_table(directory / "out" / f"{s}.parquet") for s in SPLITS)
+    found = [rows for rows, _ in transform.read([directory / "raw"], block_bytes=BLOCK)]
+    assert len(found) > 2
+    assert pa.Table.from_batches(found).equals(prepared)
+    bare = tmp_path / "bare.gz"
+    bare.write_bytes(gzip.compress("".join(line[2:] for line in lines).encode()))
+    found = [rows for rows, _ in transform.read([bare], block_bytes=BLOCK)]
+    assert pa.Table.from_batches(found).equals(prepared.drop_columns(["label"]))
+
+
+def test_rows_of_criteo_that_do_not_fit(criteo, tmp_path):
+    directory, lines = criteo
+    transform = load_transform(directory / "out")
+    path = tmp_path / "rows"
+    for at, labelled in ((0, True), (2, False)):
+        path.write_text("".join(line[at:] for line in lines[:10]) + "what\n")
+        with pytest.raises(ValueError, match=r"rows, line 11: .* columns") as caught:
+            list(transform.read([path]))
+        assert ("a label of 0 put before it" in str(caught.value)) is not labelled
+    path.write_text("")
+    with pytest.raises(ValueError, match="rows: the file is empty"):
+        list(transform.read([path]))
+    with pytest.raises(ValueError, match="no column 'key' to keep"):
+        list(transform.read([path], keep=["key"]))
+    with pytest.raises(FileNotFoundError, match="none is not a file"):
+        list(transform.read([tmp_path / "none"]))
+
+
+def test_values_without_an_id(criteo, tmp_path):
+    directory, lines = criteo
+    prepare([directory / "raw"], tmp_path / "all", Options(vocabulary="all"), progress=False)
+    path = tmp_path / "rows"
+    fields = lines[0].split("\t")
+    fields[14] = "ffffffff"
+    path.write_text("\t".join(fields))
+    with pytest.raises(ValueError, match="C1: a value has no id, as the data was prepared with"):
+        list(load_transform(tmp_path / "all").read([path]))
+
+
+def test_data_that_was_not_made_from_raw_rows(criteo, tmp_path):
+    directory, _ = criteo
+    meta = (directory / "out" / "meta.json").read_text()
+    (tmp_path / "meta.json").write_text(meta.replace("dense_transform", "x"))
+    with pytest.raises(ValueError, match=r"was not made by scripts/prepare_criteo.py"):
+        load_transform(tmp_path)
+    with pytest.raises(ValueError, match="was not made from raw rows"):
+        transform_files(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        load_transform(tmp_path / "none")
