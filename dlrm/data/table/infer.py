@@ -27,7 +27,7 @@ from dlrm.data.table.values import (
     shown,
     times,
 )
-from dlrm.utils.messages import did_you_mean
+from dlrm.utils.messages import did_you_mean, printable
 
 SAMPLE_BYTES = 4 << 20
 FEW_VALUES = 20
@@ -88,7 +88,7 @@ def plan_table(files: Sequence[TableFile], options: TableOptions) -> TablePlan:
 def format_plan(plan: TablePlan) -> str:
     """The table that is printed before the work."""
     rows = [("column", "type", "kind", "becomes", "why")]
-    rows += [(c.name, c.found, c.kind, _becomes(c), c.why) for c in plan.columns]
+    rows += [(printable(c.name), c.found, c.kind, _becomes(c), c.why) for c in plan.columns]
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = []
     for row in rows:
@@ -100,8 +100,9 @@ def format_plan(plan: TablePlan) -> str:
 def _becomes(column: Column) -> str:
     options = column.options
     if column.kind == "number":
-        missing = "missing: a bucket" if options.transform == "quantile" else "missing: 0 after it"
-        return f"{options.transform}, {missing}"
+        special = {"quantile": "a bucket", "log3": "0 before it"}
+        missing = special.get(str(options.transform), "0 after it")
+        return f"{options.transform}, missing: {missing}"
     if column.kind in ("category", "list"):
         limits = {"min_count": options.min_count, "cap": options.cap, "hash": options.hash}
         told = [f"{name} {value}" for name, value in limits.items() if value not in (None, 1)]

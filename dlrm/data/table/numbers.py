@@ -12,7 +12,8 @@ quantile  the number of the bucket, of which all have about equally many rows: a
 ========= ======================================================================================
 
 A missing number becomes 0 *after* the transform: the mean, the median, or the number 0. With
-``quantile`` it is a bucket of its own.
+``log3`` it counts as the number 0, as in the preparation of Criteo's rows, and with ``quantile`` it
+is a bucket of its own.
 """
 
 from __future__ import annotations

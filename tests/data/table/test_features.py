@@ -1,0 +1,275 @@
+"""What columns become: kinds that are found, transforms, vocabularies, splits."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dlrm.data.schema import SPLITS, Meta
+from dlrm.data.table import numbers
+from dlrm.data.table.infer import format_plan
+from dlrm.data.table.numbers import Scaling, bucket_edges, bucket_numbers, fit, summarise
+from dlrm.data.table.options import build_options
+from dlrm.data.table.pipeline import open_and_plan, prepare_table
+from dlrm.data.table.transform import TableTransform
+
+NAN = float("nan")
+
+
+def prepare(tmp_path, values, name="out", **options):
+    path = tmp_path / f"{name}.parquet"
+    pq.write_table(pa.table(values), path)
+    files, plan = open_and_plan([path], build_options(options))
+    prepare_table(files, plan, tmp_path / name, progress=False)
+    return {split: pq.read_table(tmp_path / name / f"{split}.parquet") for split in SPLITS}
+
+
+def kinds(tmp_path, columns, **options):
+    path = tmp_path / "found.parquet"
+    pq.write_table(pa.table(columns), path)
+    return {c.name: c.kind for c in open_and_plan([path], build_options(options))[1].columns}
+
+
+def test_kinds_that_are_found(tmp_path):
+    n = 200
+    time = pa.array(np.arange(n) * 10**9, pa.timestamp("ns", "Europe/Berlin"))
+    columns = {
+        "label": pa.array([True, False] * (n // 2)),
+        "price": [1.5, None] * (n // 2),
+        "count": pa.array([i * 7 % 150 for i in range(n)]),
+        "userId": pa.array([i * 7 % 150 for i in range(n)]),
+        "stars": pa.array([i % 5 for i in range(n)], pa.uint8()),
+        "money": pa.array(list(range(n)), pa.decimal128(9, 2)),
+        "name": [f"n{i % 7}" for i in range(n)],
+        "coded": pa.array([f"n{i % 7}" for i in range(n)]).dictionary_encode(),
+        "flag": [True, None] * (n // 2),
+        "tags": [["a", None], None] * (n // 2),
+        "numbers": [[1, 2], []] * (n // 2),
+        "bars": ["a|b", "b"] * (n // 2),
+        "when": time,
+        "day": pa.array(np.arange(n, dtype=np.int32), pa.date32()),
+        "iso": ["2024-02-29T10:00:00Z"] * n,
+        "empty": pa.array([None] * (n - 1) + ["x"], pa.string()),
+        "blob": pa.array([b"a"] * n),
+    }
+    assert kinds(tmp_path, columns) == {
+        "label": "label", "price": "number", "count": "number", "userId": "category",
+        "stars": "category", "money": "number", "name": "category", "coded": "category",
+        "flag": "category", "tags": "list", "numbers": "list", "bars": "list", "when": "time",
+        "day": "time", "iso": "time", "empty": "category", "blob": "category",
+    }  # fmt: skip
+    tables = prepare(tmp_path, columns, split={"by": "random"})
+    assert sum(table.num_rows for table in tables.values()) == n
+    told = Meta.read(tmp_path / "out")
+    assert {c.name for c in told.categorical if c.multi_hot} == {"tags", "numbers", "bars"}
+    assert "day_hour" not in told.tables
+    assert {"day_weekday", "when_hour", "iso_hour"} <= set(told.tables)
+
+
+def test_the_hour_is_that_of_the_place(tmp_path):
+    """10 o'clock UTC is 11 in Berlin in winter and 12 in summer."""
+    time = pa.array(["2024-01-01T10:00:00", "2024-07-01T10:00:00"]).cast(pa.timestamp("s"))
+    time = time.cast(pa.timestamp("s", "UTC")).cast(pa.timestamp("s", "Europe/Berlin"))
+    prepare(tmp_path, {"label": [0, 1], "when": time}, split={"train": 1, "val": 0, "test": 0})
+    found = pq.read_table(tmp_path / "out" / "vocabulary" / "when_hour.parquet")
+    assert found["value"].to_pylist() == ["11", "12", None]
+
+
+@pytest.mark.parametrize(
+    ("options", "texts", "days"),
+    [
+        ({"format": "%d/%m/%Y"}, ["29/02/2024", "01/03/2024"], ["Friday", "Thursday"]),
+        ({"unit": "ms"}, [1709200000000, 1709290000000], ["Friday", "Thursday"]),
+        ({}, ["2024-02-29", "2024-03-01"], ["Friday", "Thursday"]),
+    ],
+)
+def test_forms_of_times(tmp_path, options, texts, days):
+    columns = {"label": [0, 1], "when": texts}
+    options = {"when": {"kind": "time", "parts": ["weekday", "age"], **options}}
+    split = {"train": 1, "val": 0, "test": 0}
+    table = prepare(tmp_path, columns, columns=options, split=split)["train"]
+    names = pq.read_table(tmp_path / "out" / "vocabulary" / "when_weekday.parquet")["value"]
+    assert names.to_pylist() == [*days, None]
+    assert table["when_age"][1].as_py() == 0
+    assert table["when_age"][0].as_py() == pytest.approx(np.log1p(1), abs=0.03)
+
+
+def test_scalings():
+    rng = np.random.default_rng(0)
+    x = np.append(rng.lognormal(5, 2, 5000), NAN)
+    summary = summarise([x[:100], x[100:]], len(x))
+    assert (summary.rows, summary.missing) == (5001, 1)
+    assert summary.mean == pytest.approx(np.nanmean(x))
+    assert summary.deviation == pytest.approx(np.nanstd(x))
+    low, middle, high = np.nanquantile(x, [0.25, 0.5, 0.75])
+    expected = {
+        "none": x,
+        "log": np.log1p(x),
+        "log3": np.log(x + 3),
+        "standard": (x - np.nanmean(x)) / np.nanstd(x),
+        "robust": np.arcsinh((x - middle) / (high - low)),
+    }
+    for name, values in expected.items():
+        found = fit(name, summary).apply(x)
+        assert found.dtype == np.float32
+        missing = np.log(3) if name == "log3" else 0  # as in the preparation of Criteo
+        assert found == pytest.approx(np.nan_to_num(values, nan=missing), rel=1e-5)
+    assert fit("auto", summary).transform == "robust"
+    usual = rng.normal(size=1000)
+    assert fit("auto", summarise([usual], 1000)).transform == "none"
+    assert fit("auto", summarise([usual * 0.01], 1000)).transform == "robust"
+    assert Scaling(transform="log").apply(np.array([-5.0, NAN])).tolist() == [0, 0]
+    assert np.isfinite(Scaling(transform="none").apply(np.array([1e300]))).all()
+
+
+@pytest.mark.parametrize("transform", ["standard", "robust", "auto"])
+@pytest.mark.parametrize("values", [[7.0] * 50, [0.0] * 49 + [5.0], [1e30] * 50, [NAN] * 50])
+def test_numbers_without_a_spread(transform, values):
+    x = np.array(values)
+    assert np.isfinite(fit(transform, summarise([x], len(x))).apply(x)).all()
+
+
+def test_quantiles_of_many_rows_are_those_of_a_part(monkeypatch):
+    monkeypatch.setattr(numbers, "QUANTILE_VALUES", 100)
+    x = np.arange(10_050.0)
+    blocks = np.split(x, [33, 4000, 4001])
+    summary = summarise(blocks, len(x))
+    assert summary.sample.tolist() == x[::101].tolist()
+    assert summary.mean == pytest.approx(x.mean())
+
+
+def test_buckets_hold_equally_many_rows(tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.lognormal(3, 2, 1000)
+    x[::10] = NAN
+    columns = {"label": [0, 1] * 500, "x": x, "c": ["a"] * 1000}
+    options = {"x": {"kind": "number", "transform": "quantile", "buckets": 10}}
+    split = {"train": 1, "val": 0, "test": 0}
+    table = prepare(tmp_path, columns, columns=options, split=split)["train"]
+    counts = Counter(table["x"].to_pylist())
+    assert sorted(counts.values()) == pytest.approx([90] * 10 + [100], abs=2)
+    assert len(set(table["x"].to_numpy()[::10])) == 1  # missing ones
+    transform = TableTransform.load(tmp_path / "out")
+    ids = transform.apply(pa.RecordBatch.from_pydict({"x": [-1e9, 1e9], "c": ["a", "b"]}))["x"]
+    assert ids.to_pylist() == [table["x"][int(np.nanargmin(x))].as_py(),
+                               table["x"][int(np.nanargmax(x))].as_py()]  # fmt: skip
+    few = summarise([np.repeat([1.0, 2.0], 50)], 100)
+    edges = bucket_edges(few, 8)
+    assert edges.tolist() == [2.0]
+    assert bucket_numbers(np.array([0, 1, 2, NAN]), edges).tolist() == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("cap", [None, 4, 1])
+@pytest.mark.parametrize("min_count", [1, 3])
+def test_rare_values_share_an_id(tmp_path, cap, min_count):
+    values = ["a"] * 9 + ["b"] * 5 + ["c"] * 5 + ["d"] * 2 + ["e"]
+    columns = {"label": [0, 1] * 11, "c": values}
+    own = {"kind": "category", "min_count": min_count, "cap": cap}
+    split = {"train": 1, "val": 0, "test": 0}
+    table = prepare(tmp_path, columns, columns={"c": own}, split=split)["train"]
+    kept = [v for v in "abcde" if values.count(v) >= min_count][: None if cap is None else cap - 1]
+    (described,) = Meta.read(tmp_path / "out").categorical
+    assert described.cardinality == len(kept) + 1
+    vocabulary = pq.read_table(tmp_path / "out" / "vocabulary" / "c.parquet").to_pydict()
+    assert vocabulary["count"] == sorted(vocabulary["count"], reverse=True)
+    assert set(vocabulary["value"]) == {*kept, None}
+    ids = {value: i for i, value in enumerate(vocabulary["value"])}
+    assert table["c"].to_pylist() == [ids.get(value, described.oov_id) for value in values]
+
+
+def test_hashed_values(tmp_path):
+    values = [f"v{i % 97}" for i in range(500)] + [""] * 20
+    columns = {"label": [0, 1] * 260, "c": values, "d": [[v] for v in values]}
+    options = {"c": {"kind": "category", "hash": 10}, "d": {"kind": "list", "hash": 10}}
+    split = {"train": 1, "val": 0, "test": 0}
+    table = prepare(tmp_path, columns, columns=options, split=split)["train"]
+    meta = Meta.read(tmp_path / "out")
+    assert meta.cardinalities == (12, 11)  # buckets, a missing value, unseen values
+    assert len(set(table["c"].to_pylist())) == 11
+    assert table["d"].to_pylist()[-1] == []
+    found = TableTransform.load(tmp_path / "out").apply(
+        pa.RecordBatch.from_pydict({"c": ["new 1", "new 2", "v5"], "d": [["x"]] * 3})
+    )
+    assert meta.categorical[0].oov_id not in found["c"].to_pylist()  # unseen values are hashed too
+    assert found["c"][2].as_py() == table["c"][5].as_py()
+
+
+def test_splits(tmp_path):
+    rng = np.random.default_rng(0)
+    week = rng.integers(1, 54, 2000)
+    columns = {"label": week % 2, "row": np.arange(2000) * 2.0, "week": week, "part": week % 7}
+    keep = {"row": "pass", "part": "category", "week": {"kind": "number", "transform": "none"}}
+    by_time = {"by": "time", "column": "week"}
+    tables = prepare(tmp_path, columns, "a", columns=keep,
+                     split={**by_time, "val_from": 45, "test_from": 47})  # fmt: skip
+    for split, low, high in (("train", 1, 44), ("val", 45, 46), ("test", 47, 53)):
+        found = tables[split]["week"].to_numpy()
+        assert (found.min(), found.max()) == (low, high)
+    tables = prepare(tmp_path, columns, "b", columns=keep, split=by_time)
+    weeks = [tables[split]["week"].to_numpy() for split in SPLITS]
+    assert weeks[0].max() < weeks[1].min() <= weeks[1].max() < weeks[2].min()
+    assert len(weeks[0]) == pytest.approx(1600, abs=50)
+    random = {"by": "random", "train": "1/2", "val": "1/4", "test": "1/4"}
+    tables = prepare(tmp_path, columns, "d", columns=keep, split=random)
+    assert [tables[split].num_rows for split in SPLITS] == pytest.approx([1000, 500, 500], abs=80)
+    assert sorted(np.concatenate([t["row"].to_numpy() for t in tables.values()])) == list(
+        columns["row"]
+    )
+    with pytest.raises(ValueError, match="val_from is 9, after test_from 5"):
+        prepare(tmp_path, columns, "e", columns=keep,
+                split={**by_time, "val_from": 9, "test_from": 5})  # fmt: skip
+
+
+def test_a_column_that_says_the_split(tmp_path):
+    columns = {"label": [0, 1] * 30, "part": ["train", "val", "test"] * 20, "c": ["a", "b"] * 30}
+    tables = prepare(tmp_path, columns, split={"by": "column", "column": "part"})
+    assert [tables[split].num_rows for split in SPLITS] == [20, 20, 20]
+    assert tables["train"]["label"].to_pylist() == columns["label"][::3]
+    assert tables["test"]["label"].to_pylist() == columns["label"][2::3]
+    assert "part" not in tables["train"].schema.names
+
+
+def test_a_positive_value_and_names_with_odd_letters(tmp_path, run):
+    names = ["a/b", "Größe (cm)", "..", "x.y"]
+    columns = {"state": ["sold", "lost"] * 100} | {n: ["u", "v", "w", "x"] * 50 for n in names}
+    tables = prepare(tmp_path, columns, label="state", positive="sold")
+    assert tables["train"]["state"].to_pylist() == [1, 0] * 80
+    assert sorted(p.name for p in (tmp_path / "out" / "vocabulary").iterdir()) == [
+        "%2E..parquet", "Größe (cm).parquet", "a%2Fb.parquet", "x.y.parquet",
+    ]  # fmt: skip
+    run("train", "--data", tmp_path / "out", "--output", tmp_path / "runs", "--device", "cpu")
+
+
+def test_the_unit_of_a_price_does_not_matter(tmp_path, run):
+    """Clicks that follow a number alone, in euros, and in cents times ten."""
+    rng = np.random.default_rng(0)
+    x, item = rng.normal(size=6000), rng.integers(0, 5, 6000).astype(str)
+    label = (rng.random(6000) < 1 / (1 + np.exp(-2 * x))).astype(int)
+    aucs = {}
+    for name, scale in (("one", 1.0), ("thousand", 1000.0)):
+        prepare(tmp_path, {"label": label, "price": x * scale, "item": item}, name)
+        scaling = TableTransform.load(tmp_path / name).scalings["price"]
+        assert scaling.transform == ("none" if scale == 1 else "robust")
+        options = ("--output", tmp_path / "runs", "--name", name, "--device", "cpu")
+        run("train", "--data", tmp_path / name, *options, "--batch_size", 64)
+        result = json.loads((tmp_path / "runs" / name / "result.json").read_text())
+        text = json.dumps(result)
+        aucs[name] = float(text.partition('"test/auc": ')[2].partition(",")[0])
+    assert aucs["one"] > 0.8
+    assert aucs["thousand"] == pytest.approx(aucs["one"], abs=0.01)
+
+
+def test_the_table_that_is_printed(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("label,a\x1b[2J,b\n" + "1,2.5,x\n0,3.5,y\n" * 3)
+    plan = open_and_plan([path], build_options({}))[1]
+    header, *lines = [line.split("  ") for line in format_plan(plan).splitlines()]
+    assert header[0].strip() == "column"
+    assert [[cell.strip() for cell in line if cell.strip()] for line in lines] == [
+        ["label", "int64", "label", "0 or 1", "given"],
+        ["a\\x1b[2J", "double", "number", "auto, missing: 0 after it", "numbers"],
+        ["b", "text", "category", "ids", "texts, 2 values in 6 rows"],
+    ]
