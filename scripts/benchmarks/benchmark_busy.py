@@ -33,12 +33,14 @@ WAYS: dict[str, dict[str, str]] = {
 }
 
 
+COUNT = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
+"""A program that is busy until the one that started it has ended."""
+
+
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
     """Processes that count while the block runs."""
-    started = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)
-    ]
+    started = [subprocess.Popen([sys.executable, "-c", COUNT]) for _ in range(processes)]
     try:
         yield
     finally:
