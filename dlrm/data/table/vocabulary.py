@@ -99,11 +99,11 @@ def merge_counts(
     values: Sequence[pa.Array], counts: Sequence[NDArray[np.int64]]
 ) -> tuple[pa.Array, NDArray[np.int64]]:
     """The distinct ones of all values, in any order, and the sum of the counts of each."""
-    value = pa.chunked_array([part.cast(TEXT) for part in values], TEXT)
-    table = pa.table({"value": value, "count": np.concatenate(counts)})
-    merged = table.group_by("value").aggregate([("count", "sum")])
-    value = merged["value"].combine_chunks()
-    return value, merged["count_sum"].to_numpy()
+    encoded = pa.concat_arrays([part.cast(TEXT) for part in values]).dictionary_encode()
+    distinct, weights = encoded.dictionary, np.concatenate(counts)
+    # In float64, which is exact up to 2**53 rows.
+    sums = np.bincount(encoded.indices.to_numpy(), weights, minlength=len(distinct))
+    return distinct, sums.astype(np.int64)
 
 
 def hash_values(values: pa.Array, buckets: int) -> pa.Array:
