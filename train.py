@@ -34,6 +34,7 @@ from dlrm.sparse_arch.table_plan import AUTO, format_table_plan
 from dlrm.training import metrics, profiling, report, run_directory, tracking
 from dlrm.training.checkpoint import load_model
 from dlrm.training.data_parallel import GradientReducer, state_bytes
+from dlrm.training.held_out import HeldOut
 from dlrm.training.loaders import make_loader
 from dlrm.training.prefetch import PreparedBatch
 from dlrm.training.run_checkpoints import RunCheckpoints
@@ -60,7 +61,7 @@ class Run:
         self.meta = self.train_data.meta
         # Opened here, so that a damaged file is reported before training.
         splits = filter(self.meta.has_rows, ("val", "test"))
-        self.held_out = {s: loader(s, config.eval_batch_size, options) for s in splits}
+        loaders = {s: loader(s, config.eval_batch_size, options) for s in splits}
         if not len(self.train_data):
             raise ValueError("--loader.drop_last leaves no batch: lower --batch_size")
         self.spec = model_spec(config, self.meta)
@@ -91,6 +92,8 @@ class Run:
             reducer=GradientReducer.of(self.model, self.optimizers[1], world),
         )
         self.interruption = Interruption(world)
+        seen = partial(loader, "train", config.batch_size, options | {"shuffle": False})
+        self.held_out = HeldOut(self.model, loaders, seen, self.interruption, config.precision)
         self.steps, self.saved, self.epoch, self.best = 0, -1, 0, float("-inf")
         self.last_step = min(config.max_steps or 2**31, config.epochs * len(self.train_data))
         self.fitted: dict[str, float] = {}  # metrics after --init_from, before any step
@@ -185,19 +188,14 @@ class Run:
         if values:
             self.tracker.log(self.steps, {f"val/{k}": v for k, v in values.items()})
             self.shown["val AUC"] = f"{values['auc']:.4f}"
-        if self.config.checkpoint:
+        if self.config.checkpoint and not self.held_out.diverged:
             better = values.get("auc", float("-inf")) > self.best
             self.best = values["auc"] if better else self.best
             self._save(better=better)
         return values
 
     def _evaluate(self, split: str) -> dict[str, float]:
-        if (batches := self.held_out.get(split)) is None:
-            return {}
-        watched = self.interruption.between(batches, self._stop)
-        found = metrics.predict(self.model, watched, bf16=self.config.precision == "bf16")
-        found = self.world.in_order(found, batches.rows, batches.batch_size)
-        return metrics.classification(*found)
+        return self.held_out.evaluate(split, self.steps, self._stop)
 
     def _finish(self) -> dict[str, float]:
         val = {f"val/{k}": v for k, v in self._validate().items()}  # logged there
@@ -206,6 +204,8 @@ class Run:
         final |= best | self.fitted | self._embedding_sizes() | self.clock.total()
         final |= profiling.peak_memory(self.device)
         self.tracker.log(self.steps, final)
+        if self.held_out.diverged:
+            raise ValueError(self.held_out.diverged)
         final, options = val | final, yaml.safe_load(self.resolved)
         about = report.about(self.steps, self.meta, self.spec["plan"])
         self.tracker.finish(options, final, changed_options(options, available()), **about)
@@ -250,7 +250,7 @@ class Run:
 
     def _stop(self) -> None:
         """Leave an interrupted run so that it can be resumed."""
-        if self.config.checkpoint and self.saved != self.steps:
+        if self.config.checkpoint and self.saved != self.steps and not self.held_out.diverged:
             self._save()
         self.tracker.close()
 
@@ -262,8 +262,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         nonlocal hint
-        saved = []
         world.rendezvous()
+        saved = []
         if resumed := resumed_path(arguments):
             saved = [f"--config={run_directory.run_directory(resumed) / run_directory.CONFIG}"]
         with world.print_once():

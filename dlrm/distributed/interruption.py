@@ -28,7 +28,7 @@ class Interruption:
     """
 
     def __init__(self, world: World) -> None:
-        self._world = world
+        self.world = world
         self._checks, self._due = 0, 1
         self._last = time.perf_counter(), 0  # when the last exchange began, and at which check
         self._slower = False  # whether the checks to come may be further apart
@@ -46,7 +46,7 @@ class Interruption:
         """
         signals.defer()
         self._checks += 1
-        if self._world.size == 1:
+        if self.world.size == 1:
             number = signals.pending()
         elif self._checks >= self._due:
             number = self._exchange()

@@ -1,0 +1,88 @@
+"""How good the model of a run is on rows that it does not train on, and whether it diverged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+
+from dlrm.data.batch import Batch
+from dlrm.data.criteo import CriteoLoader
+from dlrm.distributed.interruption import Interruption
+from dlrm.model import DLRM
+from dlrm.training import metrics
+from dlrm.utils.program import print_error
+
+GUESSING = math.log(2)  # log loss of a model that predicts 0.5 for every row
+OVERFITTED = 1e4  # more than a model that knows its training rows by heart has on others
+SAMPLES = 4096  # training rows that a suspicion of divergence is checked on
+
+
+class HeldOut:
+    """Evaluates the model of a run.
+
+    Args:
+        model: of the run.
+        loaders: of the splits, by name.
+        seen: opens a loader of the training rows.
+        interruption: ends an evaluation after a batch, in all processes.
+        precision: of the run; with ``bf16``, evaluate in bfloat16 autocast.
+
+    Attributes:
+        diverged: why the model of the last evaluation has diverged; empty if it has not.
+    """
+
+    def __init__(
+        self,
+        model: DLRM,
+        loaders: Mapping[str, CriteoLoader],
+        seen: Callable[[], CriteoLoader],
+        interruption: Interruption,
+        precision: str,
+    ) -> None:
+        self._model, self._loaders, self._seen = model, loaders, seen
+        self._interruption, self._world = interruption, interruption.world
+        self._bf16, self.diverged = precision == "bf16", ""
+
+    def evaluate(self, split: str, step: int, stop: Callable[[], object]) -> dict[str, float]:
+        """The metrics of a split; none if the data has no such rows. Sets :attr:`diverged`.
+
+        Args:
+            split: ``val`` or ``test``.
+            step: steps that the model was trained for.
+            stop: see :meth:`Interruption.check`.
+        """
+        if (loader := self._loaders.get(split)) is None:
+            return {}
+        values = self._measure(loader, self._interruption.between(loader, stop), loader.rows)
+        self.diverged = self._divergence(values["log_loss"], step) if step else ""
+        if self.diverged and split == "val" and self._world.first:
+            print_error(f"warning: {self.diverged}")
+        return values
+
+    def _divergence(self, log_loss: float, step: int) -> str:
+        """Why the model has diverged; empty if it has not.
+
+        It has if its log loss is more than twice that of predicting 0.5 for every row, on training
+        rows too, or beyond what overfitting reaches. A model that is only poor, or was trained on a
+        few rows, has not: at the start its loss is close to that of predicting 0.5, and one that
+        overfits is good on the rows it knows.
+        """
+        if log_loss <= 2 * GUESSING:
+            return ""
+        remedy = "lower --optim.lr, or set --optim.warmup_steps or --optim.clip_norm"
+        problem = f"training diverged, this state is not saved: at step {step} the log loss is "
+        problem += f"{log_loss:.3g}, where predicting 0.5 gives {GUESSING:.2f}: {remedy}"
+        if log_loss > OVERFITTED:
+            return problem
+        loader = self._seen()
+        share = loader.batch_size * self._world.size
+        count = min(-(-SAMPLES // share), len(loader))
+        seen = self._measure(loader, islice(loader, count), min(count * share, loader.rows))
+        return problem if seen["log_loss"] > 2 * GUESSING else ""
+
+    def _measure(
+        self, loader: CriteoLoader, batches: Iterable[Batch], rows: int
+    ) -> dict[str, float]:
+        found = metrics.predict(self._model, batches, bf16=self._bf16)
+        return metrics.classification(*self._world.in_order(found, rows, loader.batch_size))

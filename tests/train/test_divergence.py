@@ -1,0 +1,67 @@
+"""Runs whose loss stays finite and says that they have diverged, and poor ones that have not."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from dlrm.data import synthetic
+
+DIVERGED = "training diverged, this state is not saved:"
+ADAM = ["--optim.dense", "adam", "--optim.embeddings", "adam"]
+
+
+def latest(run):
+    return (run / "checkpoints" / "latest").resolve().name
+
+
+def test_a_diverged_state_replaces_no_checkpoint_and_fails_the_run(run, train, result, tmp_path):
+    train("run", *ADAM, "--optim.lr", "0.01", "--max_steps", "20", "--eval_every", "10")
+    assert latest(tmp_path / "run") == "step_20"
+    far = ["--optim.lr", "100", "--max_steps", "35"]
+    done = run("train", "--resume", tmp_path / "run", *far, status=2)
+    assert f"warning: {DIVERGED} at step 30 the log loss is " in done.stderr
+    assert done.stderr.count(f"error: {DIVERGED}") == 1
+    assert "lower --optim.lr" in done.stderr.splitlines()[-1]
+    assert latest(tmp_path / "run") == "step_20"
+    assert not (tmp_path / "run" / "result.json").exists()
+    run("train", "--resume", tmp_path / "run", "--max_steps", "35", "--optim.lr", "0.01")
+    assert result(tmp_path / "run")["test/log_loss"] < 0.69
+
+
+def test_it_is_seen_on_test_rows_if_there_are_no_others(train, tmp_path):
+    unseen = tmp_path / "data"
+    synthetic.write(unseen, rows=9000, cardinalities=[50] * 26, fractions=[0.9, 0, 0.1])
+    done = train("run", *ADAM, "--optim.lr", "100", "--max_steps", "20", data=unseen, status=2)
+    assert f"error: {DIVERGED} at step 20 the log loss is " in done.stderr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [*ADAM, "--optim.lr", "0.05", "--epochs", "40"],
+        ["--emb", "hash", "--hash.rows", "2", "--tables.threshold", "0", "--eval_every", "1"],
+        ["--batch_size", "1", "--max_steps", "30", "--eval_every", "1"],
+    ],
+    ids=["overfitted", "compressed", "one row at a time"],
+)
+def test_poor_runs_on_random_labels_have_not_diverged(options, train, lines, tmp_path):
+    """Memorized labels raise the log loss of validation as far as divergence does."""
+    noise = tmp_path / "data"
+    synthetic.write(noise, rows=1000, cardinalities=[500] * 26, fractions=[0.4, 0.3, 0.3])
+    shuffle_labels(noise)
+    done = train("run", *options, data=noise)
+    assert "diverged" not in done.stderr
+    if "--epochs" in options:
+        worst = max(line.get("val/log_loss", 0) for line in lines(tmp_path / "run"))
+        assert worst > 1.5, "it is suspicious, but for its training rows"
+
+
+def shuffle_labels(directory):
+    """Give all rows labels that do not depend on their features."""
+    for path in directory.glob("*.parquet"):
+        table = parquet.read_table(path)
+        labels = np.random.default_rng(0).permutation(table["label"].to_numpy())
+        column = table.schema.get_field_index("label")
+        table = table.set_column(column, table.schema.field("label"), pa.array(labels))
+        parquet.write_table(table, path)
