@@ -204,24 +204,26 @@ class SparseArch(nn.Module):
 
     def cache_stats(self) -> dict[str, float]:
         """Hit rate of the caches in training, if there are any; and of caches of host memory, the
-        megabytes moved per step since the last call.
+        megabytes moved per step since the last call. The hit rate of these is since the last call
+        too: the first call has none, as the cache was empty.
         """
-        sums: Counter[str] = Counter()
+        hot, host = Counter[str](), Counter[str]()  # counts since a renewal, and since the start
         steps = 0
         for group, _ in self.embeddings():
             if isinstance(group, CachesRows):
                 stats = group.cache_stats()
                 steps = max(steps, int(stats.get("steps", 0)))
-                sums.update(stats)
-        if not sums["lookups"]:
-            return {}
-        values = {"cache/hit_rate": sums["hits"] / sums["lookups"]}
-        if steps:
-            sums["steps"] = steps  # of all groups alike
-            before, self._last_stats = self._last_stats, sums
+                (host if "steps" in stats else hot).update(stats)
+        host["steps"] = steps  # of all groups alike
+        before, self._last_stats = self._last_stats, host
+        since = {name: host[name] - before[name] for name in host}
+        if before["steps"]:  # a cache of host memory is empty at the start, and after a resume
+            hot.update({name: since[name] for name in ("hits", "lookups")})
+        values = {"cache/hit_rate": hot["hits"] / hot["lookups"]} if hot["lookups"] else {}
+        if since["steps"]:
             for name in ("in", "out"):
-                size = sums[f"bytes_{name}"] - before[f"bytes_{name}"]
-                values[f"cache/MB_{name}_per_step"] = size / max(steps - before["steps"], 1) / 1e6
+                moved = since[f"bytes_{name}"] / since["steps"]
+                values[f"cache/MB_{name}_per_step"] = moved / 1e6
         return values
 
     def renew_caches(self, optimizer: _ResetsRows) -> dict[str, float]:

@@ -66,6 +66,8 @@ def test_offloaded_tables_train_as_dense_ones_to_the_last_digit(
     assert losses(tmp_path / "offload") == losses(tmp_path / "dense")
     last = [line for line in lines(tmp_path / "offload") if "cache/hit_rate" in line][-1]
     assert 0 < last["cache/hit_rate"] < 1
+    cold = [line for line in lines(tmp_path / "offload") if line["step"] in (1, 10)]
+    assert not any("cache/hit_rate" in line for line in cold), "the cache was empty before"
     assert 0 < last["cache/MB_out_per_step"] <= last["cache/MB_in_per_step"]
 
 
