@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 import yaml
 from jsonargparse import ArgumentError
 
+from dlrm.config.dry_run import describe
 from dlrm.config.model_spec import ModelSpec
 from dlrm.config.optimizers import optimizer_specs
 from dlrm.config.options import Option, make_parser, option_schema, type_name, typed_value
@@ -18,10 +19,12 @@ from dlrm.config.schema import RENAMED, RunConfig
 from dlrm.sparse_arch.table_plan import AUTO, options_of_table, parse_bytes
 from dlrm.utils.device import is_out_of_memory, pick_device
 from dlrm.utils.documents import read_yaml, shown
-from dlrm.utils.messages import did_you_mean, print_error
+from dlrm.utils.messages import did_you_mean, print_error, require_local
 
 MAX_PROBLEMS = 20
 """Number of mistakes that are printed."""
+
+PRINT = "print_config"
 
 UNCOMPRESSED = ("dense", "paged", "offload")
 """Kinds that store tables as they are."""
@@ -39,7 +42,9 @@ def parse(argv: Sequence[str], kinds: Mapping[str, type]) -> tuple[RunConfig, st
         The configuration, and all its options as YAML that ``--config`` reads back.
 
     Raises:
-        SystemExit: with status 2 after printing every mistake; with 0 after ``--help``.
+        SystemExit: with status 2 after printing every mistake; with 0 after ``--help``,
+            ``--print_config`` and ``--dry_run``.
+        ValueError, OSError: ``--dry_run`` found no data, or data that does not fit.
     """
     schema = option_schema(kinds)
     if {"-h", "--help"} & set(argv):
@@ -48,6 +53,11 @@ def parse(argv: Sequence[str], kinds: Mapping[str, type]) -> tuple[RunConfig, st
     given: dict[str, Any] = {}
     problems: list[str] = []
     for name, value, source in _given(argv, schema, problems):
+        try:
+            require_local(value)
+        except ValueError as error:
+            problems.append(f"{source}: {error}")
+            continue
         try:
             given[name] = typed_value(schema, name, value)
         except ArgumentError:
@@ -64,7 +74,14 @@ def parse(argv: Sequence[str], kinds: Mapping[str, type]) -> tuple[RunConfig, st
         raise SystemExit(2)
     if not config.resume:  # else the kinds are those of the run's own file
         _note_idle(argv, config, kinds)
-    return config, _resolved(schema, given)
+    resolved = _resolved(schema, given)
+    if any(name == PRINT for name, _ in _tokens(argv, [])):
+        print(resolved, end="")
+        raise SystemExit(0)
+    if config.dry_run:
+        print(describe(config))
+        raise SystemExit(0)
+    return config, resolved
 
 
 def resumed_path(argv: Sequence[str]) -> str | None:
@@ -112,7 +129,9 @@ def _given(
         elif name == "config":
             problems.append("--config needs a value: a YAML file")
     for name, values in options:
-        if name == "config":
+        if name == PRINT and values:
+            problems.append(f"--{PRINT} takes no value, got {' '.join(values)}")
+        if name in ("config", PRINT):
             continue
         if name not in schema:
             problems.append(f"unknown option --{name}{_suggestion(name, schema)}")
@@ -130,6 +149,7 @@ def _from_file(
     path: str, schema: Mapping[str, Option], problems: list[str]
 ) -> Iterator[tuple[str, Any, str]]:
     try:
+        require_local(path)
         content = read_yaml(path)
     except OSError as error:
         problems.append(f"--config {path} can't be read: {error}")
@@ -160,7 +180,9 @@ def _suggestion(name: str, schema: Mapping[str, Option]) -> str:
     if name in RENAMED:
         return f": it is called --{RENAMED[name]} now"
     match = [full for full in schema if full.rpartition(".")[2] == name]
-    match = match or difflib.get_close_matches(name.lower(), [*schema, "config", "help"], n=1)
+    match = match or difflib.get_close_matches(
+        name.lower(), [*schema, "config", "help", PRINT], n=1
+    )
     return f", did you mean --{match[0]}?" if match else "; --help lists all"
 
 
@@ -291,7 +313,7 @@ def _resolved(schema: Mapping[str, Option], given: Mapping[str, Any]) -> str:
     """All options with their values as nested YAML."""
     nested: dict[str, Any] = {}
     for name, option in schema.items():
-        if name == "resume":  # not part of the configuration
+        if name in ("resume", "dry_run"):  # not part of the configuration
             continue
         value = given.get(name, option.default)
         value = list(value) if isinstance(value, tuple) else value

@@ -107,6 +107,11 @@ def make_parser(schema: Mapping[str, Option]) -> ArgumentParser:
     parser.add_argument(
         "--config", help="YAML file with options. Options on the command line override it."
     )
+    parser.add_argument(
+        "--print_config",
+        action="store_true",
+        help="Print all options as YAML, which --config reads, and stop.",
+    )
     groups = {name.partition(".")[0]: None for name in schema if "." in name}
     made = {group: parser.add_argument_group(f"--{group}.*") for group in groups}
     for name, option in schema.items():

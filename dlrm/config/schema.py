@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 HOUSEKEEPING = {
-    *("name", "output", "resume", "checkpoint", "keep_checkpoints", "profile"),
+    *("name", "output", "resume", "checkpoint", "keep_checkpoints", "profile", "dry_run"),
     *("log_every", "eval_every"),
     *("device", "deterministic", "loader.readers", "loader.prefetch", "loader.allow_outside"),
     "eval_batch_size",
@@ -264,6 +264,9 @@ class RunConfig:
     """Device: cpu, cuda, cuda:1, ... auto takes a GPU if there is one."""
     profile: bool = False
     """Write a torch.profiler trace of a few steps and a table of the most expensive operations."""
+    dry_run: bool = False
+    """Print the tables with their sizes, the steps and the memory that training needs, and stop.
+    Only meta.json is read, and nothing is written."""
     checkpoint: bool = True
     """Save checkpoints: the latest ones, and the one with the best validation AUC."""
     keep_checkpoints: int = 2

@@ -18,7 +18,7 @@ from typing import Any
 
 from dlrm.utils.atomic import atomic_write
 from dlrm.utils.documents import read_json, shown
-from dlrm.utils.messages import printable
+from dlrm.utils.messages import printable, require_local
 
 SCHEMA_VERSION = 1
 META_FILE = "meta.json"
@@ -205,6 +205,7 @@ class Meta:
             ValueError: it is not a meta file, has another schema version, or lists a file outside
                 of the directory: by an absolute path, with ``..`` or through a symbolic link.
         """
+        require_local(directory)
         path = Path(directory) / META_FILE
         if not path.is_file():
             raise FileNotFoundError(

@@ -73,6 +73,8 @@ class Basis(Embedding):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw random codes, and centroids U(-1/sqrt(V), 1/sqrt(V)) for a table of V ids."""
+        if self.codes.is_meta:  # which has sizes, but no values
+            return
         for table, (codes, centroids) in enumerate(self._tables_of_codes()):
             nn.init.uniform_(centroids, -(len(codes) ** -0.5), len(codes) ** -0.5)
             for part in codes.split(CHUNK):

@@ -117,6 +117,8 @@ class Paged(Embedding):
                 kind = ReplicaParameter if replica else nn.Parameter
                 self.register_parameter(name, kind(block))
             self._names.append(names)
+        self._spans = list(zip(group_of_page, firsts, self._lengths, strict=True))
+        """The device group of each page, its first row in the blocks there, and its length."""
         self.register_buffer("_group", torch.tensor(group_of_page), persistent=False)
         self.register_buffer("_first", torch.tensor(firsts), persistent=False)
         self._group: Tensor  # [pages], the device group of each page
@@ -138,20 +140,17 @@ class Paged(Embedding):
             self._made[device] = state, pages
         return pages
 
-    def _spans(self) -> list[tuple[int, int, int]]:
-        """The device group of each page, its first row in the blocks there, and its length."""
-        groups, firsts = self._group.tolist(), self._first.tolist()
-        return list(zip(groups, firsts, self._lengths, strict=True))
-
     def _rows_of_pages(self) -> Iterator[list[Tensor]]:
         """The rows of each page in every replica."""
         blocks = self.blocks
-        for group, first, length in self._spans():
+        for group, first, length in self._spans:
             yield [block.data[first : first + length] for block in blocks[group]]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialize the rows like those of dense tables."""
+        if self.blocks[0][0].is_meta:  # which has sizes, but no values
+            return
         pages = self._rows_of_pages()
         for table, count in zip(self.num_embeddings, self._page_counts, strict=True):
             for replicas in islice(pages, count):
@@ -182,7 +181,7 @@ class Paged(Embedding):
     def footprint(self) -> list[dict[str, int]]:
         """Bytes of each table, those in pinned host memory as ``host``; every replica counts."""
         size = self.embedding_dim * self.blocks[0][0].element_size()
-        pages = iter(self._spans())
+        pages = iter(self._spans)
         footprint = []
         for count in self._page_counts:
             parts = {"weights": 0, "host": 0}
@@ -204,7 +203,7 @@ class Paged(Embedding):
         """
         like = tensors[self._names[0][0]]
         parts, row = [], 0
-        for group, first, length in self._spans():
+        for group, first, length in self._spans:
             parts.append(((row, 0), tensors[self._names[group][0]][first : first + length]))
             row += length
         copies = [(tensors[first], tensors[n]) for first, *rest in self._names for n in rest]

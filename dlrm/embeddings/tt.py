@@ -129,6 +129,8 @@ class TT(CachesHotRows, Embedding):
         scaled to equal norm, so that the rows of one leading digit deviate as all do, and the cores
         by the mean square of the product, which :func:`mean_square` gives exactly for any rank.
         """
+        if self.cores[0].is_meta:  # which has sizes, but no values
+            return
         for core in self.cores:
             tail = torch.rand_like(core).neg_().add_(1).mul_(0.0227501)  # P(x < -2) is 0.02275
             sign = torch.randint_like(core, 2).mul_(2).sub_(1)

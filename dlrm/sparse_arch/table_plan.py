@@ -14,7 +14,7 @@ from torch import Tensor
 from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.registry import available
 from dlrm.sparse_arch.auto import choose_tables
-from dlrm.utils.messages import did_you_mean, printable
+from dlrm.utils.messages import did_you_mean, format_bytes, printable
 
 TablePlan = list[tuple[str, dict[str, Any]]]
 """Kind and options of each table."""
@@ -101,14 +101,22 @@ def plan_for_this_machine(plan: TablePlan) -> TablePlan:
     return [(kind, kinds[kind].options_on_this_machine(options)) for kind, options in plan]
 
 
-def format_table_plan(names: Sequence[str], num_embeddings: Sequence[int], plan: TablePlan) -> str:
-    """The name, rows, kind and options of every table as text, one table per line."""
+def format_table_plan(
+    names: Sequence[str],
+    num_embeddings: Sequence[int],
+    plan: TablePlan,
+    sizes: Sequence[int] | None = None,
+) -> str:
+    """The name, rows, kind and options of every table as text, one table per line; with ``sizes``
+    also its bytes.
+    """
     kinds, options = zip(*plan, strict=True)
     texts = [", ".join(f"{name} {value}" for name, value in own.items()) for own in options]
     tables = pd.DataFrame(
         {
             "table": [*map(printable, names)],
             "rows": num_embeddings,
+            **({"bytes": [*map(format_bytes, sizes)]} if sizes else {}),
             "kind": kinds,
             "options": [*map(printable, texts)],
         }

@@ -11,6 +11,7 @@ import pandas as pd
 from dlrm.data.schema import Meta
 from dlrm.model import DLRM
 from dlrm.sparse_arch.table_plan import TablePlan, table_plan_by_name
+from dlrm.utils.messages import format_bytes
 
 COLUMNS = {
     "test/": "test",
@@ -38,7 +39,7 @@ def words(name: str) -> str:
 def with_unit(name: str, value: float) -> str:
     """The value of a metric with its unit, for people."""
     if name.endswith("bytes") or name.endswith("_peak"):
-        return size(value)
+        return format_bytes(value)
     if name == "compression":
         return f"{value:,.1f}x"
     if name.endswith("_seconds"):
@@ -46,15 +47,6 @@ def with_unit(name: str, value: float) -> str:
     if name.endswith("_share"):
         return f"{value:.1%}"
     return f"{value:,.0f}"
-
-
-def size(count: float) -> str:
-    """Bytes in decimal units: ``3.23 MB``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.3g} TB"
 
 
 def opening(kind: str, model: DLRM, rows: int, sizes: Mapping[str, float]) -> str:
@@ -70,9 +62,9 @@ def opening(kind: str, model: DLRM, rows: int, sizes: Mapping[str, float]) -> st
     weights = sum(parameter.numel() for parameter in dense)
     return (
         f"{kind} on {dense[0].device}: {rows:,} training rows, {weights:,} dense weights, "
-        f"embeddings {size(sizes['embeddings/bytes'])} "
+        f"embeddings {format_bytes(sizes['embeddings/bytes'])} "
         f"({sizes['embeddings/compression']:.1f}x), "
-        f"their optimizer {size(sizes['embeddings/optimizer_bytes'])}"
+        f"their optimizer {format_bytes(sizes['embeddings/optimizer_bytes'])}"
     )
 
 

@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 
 from dlrm.training.manifest import MANIFEST
 from dlrm.utils.atomic import atomic_write
+from dlrm.utils.messages import require_local
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -62,6 +63,7 @@ def named_run(path: str | Path) -> Path | None:
     Raises:
         FileNotFoundError: there is neither.
     """
+    require_local(path)
     path = Path(path)
     if path.name == LATEST and not is_run(path):
         return _run_of(path)

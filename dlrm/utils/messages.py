@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -19,6 +20,25 @@ def printable(text: object) -> str:
 def print_error(text: str) -> None:
     """Print a line to stderr."""
     print(printable(text), file=sys.stderr)
+
+
+def format_bytes(count: float) -> str:
+    """Bytes with three digits and a decimal unit: ``3.23 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.3g} TB"
+
+
+def require_local(path: object) -> None:
+    """Refuse an address such as ``s3://bucket/data`` where a path is wanted.
+
+    Raises:
+        ValueError: ``path`` is an address.
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):  # a drive has one letter
+        raise ValueError(f"{printable(path)} is not supported: copy it to a local directory")
 
 
 def listing(names: Sequence[str], most: int = 10) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dlrm.utils import signals
-from dlrm.utils.messages import did_you_mean, print_error
+from dlrm.utils.messages import did_you_mean, print_error, require_local
 
 
 def count_arg(text: str) -> int:
@@ -89,7 +89,11 @@ class Parser(argparse.ArgumentParser):
         """As in the base class."""
         tokens = sys.argv[1:] if args is None else args
         for token in takewhile(lambda token: token != "--", tokens):  # no options follow it
-            name = token.partition("=")[0]
+            name, _, value = token.partition("=")
+            try:
+                require_local(value if name.startswith("--") else token)
+            except ValueError as error:
+                self.error(str(error))
             if name.startswith("--") and name not in self._option_string_actions:
                 options = [option for option in self._option_string_actions if len(option) > 2]
                 self.error(f"unknown option {name}{did_you_mean(name, options)}")

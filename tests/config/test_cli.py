@@ -5,6 +5,7 @@ import yaml
 
 from dlrm.config.cli import parse
 from dlrm.config.optimizers import optimizer_specs
+from dlrm.config.options import changed_options
 from dlrm.embeddings import available
 
 KINDS = available()
@@ -313,3 +314,30 @@ def test_a_list_of_one_for_each_table_is_for_code_alone(capsys, kind):
     assert f"--{kind}.keep is '[5, 6]', it must be a whole number or a mapping of tables" in text
     config, _ = parse([f"--{kind}.keep={{C3: 5, default: 7}}"], KINDS)
     assert config.methods[kind] == {"keep": {"C3": 5, "default": 7}}
+
+
+def test_the_configuration_is_printed_as_config_reads_it(capsys, tmp_path):
+    given = ["--emb", "tt", "--optim.betas", "0.8", "0.9", "--optim.dense", "adam"]
+    config, resolved = parse(given, KINDS)
+    with pytest.raises(SystemExit) as stop:
+        parse([*given, "--print_config"], KINDS)
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed == resolved
+    (tmp_path / "run.yaml").write_text(printed)
+    assert parse(["--config", str(tmp_path / "run.yaml")], KINDS) == (config, resolved)
+    text = mistakes(capsys, "--print-config", "--emb", "ttt")
+    assert "did you mean 'tt'" in text, "only what is right is printed"
+    assert "--print_config takes no value, got tt" in mistakes(capsys, "--print_config", "tt")
+
+
+def test_options_that_differ_from_their_defaults():
+    given = ["--emb", "tt", "--tt.rank", "8", "--qr.collisions", "9", "--optim.lr", "0.5"]
+    given += ["--model.top_mlp", "[512, 256]", "--log_every", "7", "--tables.largest", "3"]
+    options = yaml.safe_load(parse(given, KINDS)[1])
+    changed = changed_options(options, KINDS)
+    expected = {"emb": "tt", "optim.lr": 0.5, "tables.largest": 3, "tt.rank": 8}
+    assert changed == expected, "without housekeeping, and options of kinds that no table has"
+    assert changed_options(options | {"of_an_older_version": 1, "optim": None}, KINDS) == {
+        name: value for name, value in expected.items() if name != "optim.lr"
+    }

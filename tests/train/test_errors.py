@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dlrm.data import synthetic
+from dlrm.data.schema import Meta
 
 
 def test_mistakes_are_one_line_and_leave_nothing(run, data, tmp_path):
@@ -27,6 +28,35 @@ def test_mistakes_are_one_line_and_leave_nothing(run, data, tmp_path):
         assert text in error
         assert error.count("error:") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_addresses_of_object_stores_are_refused_in_one_line(run, two_steps, data, tmp_path):
+    url = "s3://bucket/data"
+    for program, *given in (
+        ("train", "--data", url),
+        ("train", "--output", url),
+        ("train", "--resume", url),
+        ("train", "--init_from", url),
+        ("train", "--config", url),
+        ("evaluate", url, data),
+        ("evaluate", two_steps, url),
+        ("predict", two_steps, data, url),
+        ("compare", url),
+        ("prepare_criteo", url, "--output", tmp_path / "out"),
+        ("prepare_table", "rows.csv", f"--output={url}"),
+        ("describe_parquet", url),
+        ("make_synthetic", "--output", url),
+        ("frontier", "--data", url),
+    ):
+        error = run(program, *given, status=2).stderr
+        assert f"{url} is not supported: copy it to a local directory" in error, program
+        assert error.count("error:") == 1
+    (tmp_path / "own.yaml").write_text("data: gs://bucket/data\n")
+    error = run("train", "--config", tmp_path / "own.yaml", status=2).stderr
+    assert "own.yaml: data: gs://bucket/data is not supported: copy it to a local" in error
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="gs://bucket/data is not supported"):
+        Meta.read("gs://bucket/data")
 
 
 @pytest.mark.parametrize("split", ["val", "test"])

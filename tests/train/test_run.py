@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from datetime import datetime
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from dlrm.data import synthetic
 from dlrm.embeddings import available
 from dlrm.training import checkpoint, run_directory
 from dlrm.training.dashboards import tag
+from dlrm.utils.messages import format_bytes
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "criteo_kaggle_137k.tsv.gz"
 
@@ -31,8 +33,12 @@ def test_real_rows_from_raw_logs_to_a_trained_model(run, result, tmp_path):
 
 
 @pytest.mark.parametrize("kind", sorted(available()))
-def test_every_kind_trains_better_than_chance(kind, train, options, result, tmp_path):
+def test_every_kind_trains_better_than_chance(kind, train, options, data, result, tmp_path):
     given = [*options(kind), "--optim.lr", "0.02", "--tables.threshold", "1000"]
+    (tmp_path / "meta").mkdir()
+    shutil.copy(data / "meta.json", tmp_path / "meta")
+    planned = train("planned", *given, "--dry_run", data=tmp_path / "meta").stdout
+    assert not (tmp_path / "planned").exists()
     done = train("run", *given)
     values = result(tmp_path / "run")
     assert values["test/auc"] > 0.6
@@ -41,6 +47,12 @@ def test_every_kind_trains_better_than_chance(kind, train, options, result, tmp_
     assert re.search(r"^ +test +val +best possible$", done.stdout, re.MULTILINE)
     assert re.search(rf"^AUC +{values['test/auc']:.4f} 0\.\d{{4}} +0\.\d{{4}}$", done.stdout, re.M)
     assert "val AUC=" in done.stderr
+    sizes = [values[f"embeddings/{name}"] for name in ("bytes", "optimizer_bytes")]
+    weights = int(re.search(r"([\d,]+) dense weights", done.stdout)[1].replace(",", ""))
+    weights, state = (format_bytes(size + 4 * weights) for size in sizes)
+    assert f"embeddings: {format_bytes(sizes[0])}, compression" in planned
+    assert f": weights {weights}, optimizer state {state}, gradients " in planned
+    assert "steps: 38 of 256 samples, 1 epochs of 9,600 rows, an evaluation every 9" in planned
     if kind not in ("dense", "paged", "offload"):
         assert values["embeddings/compression"] > 1.2
     if kind in ("hash", "robe", "cafe"):  # kinds with an option for the rows of a table
@@ -133,6 +145,20 @@ def test_a_kind_that_compresses_nothing_is_noted(train):
         assert note.format(kind, why) in train(kind, *given, kind, *rest).stderr
     for kind, *rest in (("dense",), ("hash", "--hash.rows", "64"), ("tt", "--tt.rank", "4")):
         assert "note:" not in train(f"{kind}_small", *given, kind, *rest).stderr
+
+
+def test_a_dry_run_needs_neither_rows_nor_memory(train, data, tmp_path):
+    """Dense tables of 12.8 TB."""
+    meta = json.loads((data / "meta.json").read_text())
+    meta["categorical"][0]["cardinality"] = 10**11
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    given = ["--dry_run", "--model.embedding_dim", "32", "--epochs", "3", "--max_steps", "57"]
+    printed = train("run", *given, data=tmp_path).stdout
+    assert re.search(r"^ +C1 100,000,000,000 +12.8 TB dense", printed, re.MULTILINE)
+    assert "steps: 57 of 256 samples, 1.5 epochs of 9,600 rows" in printed
+    assert "memory of host: about 25.6 TB: weights 12.8 TB, optimizer state 12.8 TB" in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["meta.json"]
+    assert "does not exist" in train("run", *given, data=tmp_path / "none", status=2).stderr
 
 
 def test_profile_writes_a_trace(train, tmp_path):

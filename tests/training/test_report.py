@@ -1,4 +1,4 @@
-from dlrm.training.report import size, summary
+from dlrm.training.report import summary
 
 
 def test_the_final_table_has_one_line_for_each_group(tmp_path):
@@ -19,15 +19,3 @@ def test_the_final_table_has_one_line_for_each_group(tmp_path):
         f"results in {tmp_path}/runs/a; tensorboard --logdir {tmp_path}/runs",
     ]
     assert summary({}, tmp_path) == f"results in {tmp_path}; tensorboard --logdir {tmp_path.parent}"
-
-
-def test_bytes_have_three_digits_and_a_unit():
-    sizes = [0, 999, 999.7, 1e5, 104.5e9, 3e15]
-    assert [size(each) for each in sizes] == [
-        "0 B",
-        "999 B",
-        "1 kB",
-        "100 kB",
-        "104 GB",
-        "3e+03 TB",
-    ]

@@ -1,0 +1,119 @@
+"""What a run would be, from its configuration and ``meta.json`` alone: sizes, memory and steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from dlrm.config.model_spec import ModelSpec, model_spec
+from dlrm.config.optimizers import optimizer_specs
+from dlrm.config.schema import RunConfig
+from dlrm.data.schema import Meta
+from dlrm.model import DLRM
+from dlrm.optim import RowOptimizer
+from dlrm.sparse_arch.table_plan import format_table_plan
+from dlrm.utils.device import pick_device
+from dlrm.utils.messages import format_bytes
+
+ROW_GROUP = 1 << 17  # rows of a row group, as the programs here write them
+
+
+def describe(config: RunConfig) -> str:
+    """The tables with their sizes, the steps, and the memory that training needs.
+
+    The model is built without memory. Nothing is read but ``meta.json``, and the frequencies of
+    ids if a budget depends on them.
+
+    Raises:
+        FileNotFoundError, ValueError: as training does.
+    """
+    meta, device = Meta.read(config.data), pick_device(config.device)
+    if not meta.has_rows("train"):
+        raise ValueError(f"{config.data} has no training rows")
+    spec = model_spec(config, meta)
+    with torch.device("meta"):
+        model = DLRM(**spec)
+        parts = model.dense_parameters(), model.sparse_arch.parameters()
+        specs = zip(parts, optimizer_specs(config.optim), strict=True)
+        dense, sparse = (RowOptimizer(own, rule, lr=lr, **o) for own, (rule, lr, o) in specs)
+    sizes = [sum(table.values()) for table in model.sparse_arch.footprint()]
+    compression = 4 * spec["embedding_dim"] * sum(meta.cardinalities) / sum(sizes)
+    memory = _weights(model, dense, sparse) + _batch(config.batch_size, model, spec)
+    memory += _shuffle_buffers(config, meta, on_gpu=device.type == "cuda")
+    lines = [
+        format_table_plan(meta.tables, meta.cardinalities, spec["plan"], sizes),
+        f"embeddings: {format_bytes(sum(sizes))}, compression {compression:,.1f}x",
+        _steps(config, meta),
+    ]
+    if device.type == "cpu":
+        lines.append(_total("host", memory))
+    else:
+        for place, name in (("device", str(device)), ("host", "host")):
+            lines.append(_total(name, [part for part in memory if part[0] == place]))
+    return "\n".join([*lines, "a dry run: no rows were read, and nothing was written"])
+
+
+def _steps(config: RunConfig, meta: Meta) -> str:
+    """The number of steps and epochs, and how often there is an evaluation."""
+    rows, size = meta.splits["train"].rows, config.batch_size
+    epoch = rows // size if config.loader.drop_last else -(-rows // size)
+    if not epoch:
+        raise ValueError("--loader.drop_last leaves no batch: lower --batch_size")
+    steps = min(config.max_steps or 2**31, config.epochs * epoch)
+    return (
+        f"steps: {steps:,} of {size:,} samples, {steps / epoch:.3g} epochs of {rows:,} rows, "
+        f"an evaluation every {config.eval_every or max(epoch // 4, 1):,}"
+    )
+
+
+Memory = list[tuple[str, str, int]]
+"""Where it is (``device`` or ``host``), what it holds, bytes."""
+
+
+def _weights(model: DLRM, dense: RowOptimizer, sparse: RowOptimizer) -> Memory:
+    mlps = model.dense_parameters()
+    memory: Memory = [
+        ("device", "weights", sum(parameter.nbytes for parameter in mlps)),
+        ("device", "optimizer state", dense.state_bytes(mlps)),
+    ]
+    for group, _ in model.sparse_arch.embeddings():
+        tables = group.footprint()
+        host = sum(table.get("host", 0) for table in tables)
+        size = sum(sum(table.values()) for table in tables)
+        state = sparse.state_bytes(group.parameters())
+        memory.append(("host", "weights", host))
+        memory.append(("device", "weights", size - host))
+        # Rows in host memory have their state there.
+        memory.append(("host", "optimizer state", state * host // size))
+        memory.append(("device", "optimizer state", state - state * host // size))
+    return memory
+
+
+def _batch(batch_size: int, model: DLRM, spec: ModelSpec) -> Memory:
+    """What a step needs, roughly: without the work space of its operations."""
+    dense = sum(parameter.nbytes for parameter in model.dense_parameters())
+    vectors = (len(spec["num_embeddings"]) + 1) * spec["embedding_dim"]
+    layers = spec["cross_layers"] if spec["interaction"] == "dcn" else 1
+    width = spec["num_dense"] + vectors + layers * model.interaction.out_features
+    width += sum(spec["bottom_mlp"]) + sum(spec["top_mlp"]) + 1
+    return [
+        ("device", "gradients", dense + 2 * 4 * batch_size * vectors),  # of rows, and sorted
+        ("device", "activations", 2 * 4 * batch_size * width),  # and their gradients
+    ]
+
+
+def _shuffle_buffers(config: RunConfig, meta: Meta, *, on_gpu: bool) -> Memory:
+    row = 4 * (1 + len(meta.dense) + len(meta.tables))
+    rows = min(meta.splits["train"].rows, 2 * config.loader.window * ROW_GROUP)
+    places = ("host", "device") if on_gpu else ("host",)
+    return [(place, "shuffle buffers", rows * row) for place in places]
+
+
+def _total(place: str, memory: Memory) -> str:
+    """One line: the sum, and its parts."""
+    parts: Counter[str] = Counter()
+    for _, what, size in memory:
+        parts[what] += size
+    texts = [f"{what} {format_bytes(size)}" for what, size in parts.items() if size]
+    return f"memory of {place}: about {format_bytes(parts.total())}: {', '.join(texts)}"
