@@ -281,7 +281,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         positive = ("epochs", "batch_size", "eval_batch_size", "log_every", "populate_every")
-        optional = ("max_steps", "eval_every")
+        optional = ("max_steps", "eval_every", "keep_checkpoints")
         values = {name: getattr(self, name) for name in (*positive, *optional)}
         _require(
             **{

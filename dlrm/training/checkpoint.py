@@ -10,157 +10,43 @@ configuration, and the state of the training loop. Nothing in it is ever unpickl
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
 
 from dlrm.distributed.world import World
-from dlrm.kernels.update.rules import make_rule
 from dlrm.model import DLRM
 from dlrm.sparse_arch.table_plan import plan_for_this_machine
 from dlrm.training import run_directory
+from dlrm.training.checkpoint_choice import ATTEMPTS, changing, choose, reason
 from dlrm.training.manifest import (
     MANIFEST,
-    MAX_BYTES,
-    Group,
     Manifest,
     RunState,
     StoredFile,
     StoredTensor,
 )
-from dlrm.training.run_directory import BEST, LATEST, OLD_ABOUT
+from dlrm.training.manifest_json import manifest_from_json, manifest_to_json
+from dlrm.training.parts import LoadPlanner, Parts, SavePlanner
+from dlrm.training.run_directory import BEST, LATEST
 from dlrm.training.tensor_files import (
     TensorFileReader,
     TensorFiles,
     TensorFileWriter,
-    open_regular,
 )
 from dlrm.utils.atomic import atomic_write
-from dlrm.utils.local_shards import LocalShards
-
-Values = dict[str, Tensor | LocalShards]
-_ATTEMPTS = 20  # to read a checkpoint of a run that removes old ones meanwhile
-
-
-class Parts:
-    """The tensors of a model and its optimizers by name, the same for any number of processes.
-
-    Args:
-        model: parameter ``p`` is called ``model.p``, and buffers likewise.
-        optimizers: the state ``sum`` of parameter ``p`` is called ``optimizer.p.sum``.
-    """
-
-    def __init__(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
-        self._model, self._optimizers = model, list(optimizers)
-        self._states = [optimizer.state_dict() for optimizer in self._optimizers]
-        self._values: Values = model.state_dict()
-        self.tensors: Values = {f"model.{name}": value for name, value in self._values.items()}
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        states: dict[tuple[str, bool], dict[str, Tensor]] = {}
-        for optimizer, saved in zip(self._optimizers, self._states, strict=True):
-            owned = [(p, group) for group in optimizer.param_groups for p in group["params"]]
-            for index, state in saved["state"].items():
-                parameter, group = owned[index]
-                kept = make_rule(group["rule"]).states
-                for name, tensor in state.items():
-                    per_row = kept.get(name, False)
-                    states.setdefault((name, per_row), {})[names[parameter]] = tensor
-        parted = {name: m for name, m in model.named_modules() if hasattr(m, "shards")}
-        for (name, per_row), tensors in states.items():
-            for path, module in parted.items():
-                own = {n: tensors.pop(f"{path}.{n}", None) for n, _ in module.named_parameters()}
-                if None not in own.values():
-                    whole_state = module.shards(own, per_row=per_row)
-                    self.tensors[f"optimizer.{path}.weight.{name}"] = whole_state
-            for path, tensor in tensors.items():
-                self.tensors[f"optimizer.{path}.{name}"] = tensor
-
-    def groups(self) -> tuple[tuple[Group, ...], ...]:
-        """What is saved of the parameter groups of each optimizer."""
-        return tuple(
-            tuple(
-                Group(
-                    rule=group["rule"],
-                    lr=float(group["lr"]),
-                    seed=int(group["seed"]) if "seed" in group else None,
-                )
-                for group in state["param_groups"]
-            )
-            for state in self._states
-        )
-
-    def require_rules(self, groups: Sequence[Sequence[Group]]) -> None:
-        """Check saved parameter groups against those of the optimizers.
-
-        Raises:
-            ValueError: they are of other optimizers.
-        """
-        own = self.groups()
-        if [len(inner) for inner in own] != [len(inner) for inner in groups]:
-            raise ValueError("the saved optimizers have other parameter groups than these")
-        for here, there in zip(sum(own, ()), (g for inner in groups for g in inner), strict=True):
-            if here.rule != there.rule:
-                raise ValueError(
-                    f"the saved optimizer is {there.rule}, this one is {here.rule}: resume "
-                    "with the optimizers of that run"
-                )
-
-    def restore(self, groups: Sequence[Sequence[Group]] = ()) -> None:
-        """Copy the loaded :attr:`tensors` into the model and the optimizers.
-
-        Args:
-            groups: saved parameter groups; none keeps the current ones.
-        """
-        for value in self.tensors.values():
-            if isinstance(value, LocalShards):
-                value.loaded()
-        for name in self._values:
-            self._values[name] = self.tensors[f"model.{name}"]
-        self._model.load_state_dict(self._values)
-        saved = zip(self._optimizers, self._states, groups or self.groups(), strict=True)
-        for optimizer, state, options in saved:
-            for group, old in zip(state["param_groups"], options, strict=True):
-                # The other options keep the values of this run.
-                group["lr"] = old.lr
-                if old.seed is not None:
-                    group["seed"] = torch.tensor(old.seed)
-            optimizer.load_state_dict(state)
-
-
-class _SavePlanner(DefaultSavePlanner):
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        value = self.state_dict[index.fqn]
-        return value if isinstance(value, Tensor) else value.__get_tensor_shard__(index)
-
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        return object
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    def set_up_planner(
-        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """As in the base class, but without copying or flattening values."""
-        self.state_dict = self.original_state_dict = state_dict
-        self.metadata, self.is_coordinator = metadata, is_coordinator
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        value = self.state_dict[index.fqn]
-        return value if isinstance(value, Tensor) else value.__get_tensor_shard__(index)
 
 
 def save(
@@ -204,7 +90,8 @@ def save(
         with (temporary / MANIFEST).open("wb") as file:
             last = None if best else run_directory.link_target(directory / BEST)
             own = replace(state, best_name=last.name if last else None)
-            file.write(Manifest(run=run, files=files, tensors=tensors, state=own).to_json())
+            written = Manifest(run=run, files=files, tensors=tensors, state=own)
+            file.write(manifest_to_json(written))
             file.flush()
             os.fsync(file.fileno())
 
@@ -214,7 +101,7 @@ def save(
             dcp.save(
                 parts.tensors,
                 storage_writer=TensorFileWriter(temporary, about, finish),
-                planner=_SavePlanner(),
+                planner=SavePlanner(),
                 no_dist=world.size == 1,
             )
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
@@ -325,30 +212,30 @@ class Checkpoint:
         """
         world = world or World()
         refused: dict[str, str] = {}
-        for _ in range(_ATTEMPTS):
-            chosen = world.from_first(lambda: _choose(Path(path), refused))
+        for _ in range(ATTEMPTS):
+            chosen = world.from_first(lambda: choose(Path(path), refused))
             if isinstance(chosen, Exception):
                 raise chosen
             directory, text = chosen
             found, why = None, None
             try:
-                manifest = Manifest.from_json(text)
+                manifest = manifest_from_json(text)
                 files = TensorFiles(directory, manifest)
                 found = cls(directory, manifest, files)
                 files.verify(world.rank, world.size)
             except (ValueError, OSError) as error:
-                why = _reason(error)
+                why = reason(error)
             whys = [one for one in world.from_all(why) if one]
             if found and not whys:
                 if refused and world.first:
-                    for name, reason in refused.items():
-                        print(f"warning: {name} is damaged: {reason}", file=sys.stderr)
+                    for name, damage in refused.items():
+                        print(f"warning: {name} is damaged: {damage}", file=sys.stderr)
                     print(f"warning: {directory} is read instead", file=sys.stderr)
                 return found
             if found:
                 found.close()
             refused[str(directory)] = whys[0]
-        raise _changing(Path(path))
+        raise changing(Path(path))
 
     def load(
         self,
@@ -381,7 +268,7 @@ class Checkpoint:
                 dcp.load(
                     parts.tensors,
                     storage_reader=TensorFileReader(self._manifest, self._files),
-                    planner=_LoadPlanner(flatten_state_dict=False),
+                    planner=LoadPlanner(flatten_state_dict=False),
                     no_dist=world is None or world.size == 1,
                 )
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
@@ -408,21 +295,26 @@ class Checkpoint:
         Raises:
             ValueError: the specification is not that of a model, or of another one.
         """
-        spec = self.state.model
         try:
-            model = DLRM(**{**spec, "plan": plan_for_this_machine(spec["plan"])}).to(device)
-        except (
-            ValueError,
-            TypeError,
-            KeyError,
-            AttributeError,
-            RuntimeError,
-            MemoryError,
-        ) as error:
+            spec = {**self.state.model, "plan": plan_for_this_machine(self.state.model["plan"])}
+            self._require_size(spec)
+            model = DLRM(**spec).to(device)
+        except Exception as error:  # whatever an option of a wrong type leads to
             text = " ".join(str(error).split())
             raise ValueError(f"{self.path}: its model can't be built: {text:.300}") from None
         self.load(model)
         return model.eval()
+
+    def _require_size(self, spec: Mapping[str, Any]) -> None:
+        """Refuse a model that is larger than what is stored of it, before it takes memory."""
+        flat = [("dense", {}) if kind == "paged" else (kind, own) for kind, own in spec["plan"]]
+        with torch.device("meta"):
+            state = DLRM(**{**spec, "plan": flat}).state_dict()
+        described = sum(math.prod(value.size()) for value in state.values())
+        tensors = self._manifest.tensors.items()
+        stored = sum(math.prod(t.shape) for name, t in tensors if name.startswith("model."))
+        if described != stored:
+            raise ValueError(f"its model has {described:,} numbers, its tensors {stored:,}")
 
     def close(self) -> None:
         """Close the files."""
@@ -451,80 +343,3 @@ def load_model(
     """
     with Checkpoint.open(path, world=world) as found:
         return found.build_model(device), found.state
-
-
-def _reason(error: Exception) -> str:
-    text = (isinstance(error, OSError) and error.strerror) or str(error)
-    name = Path(error.filename).name if isinstance(error, OSError) and error.filename else ""
-    return f"{name}: {text}" if name else text
-
-
-def _choose(path: Path, refused: dict[str, str]) -> tuple[Path, bytes] | Exception:
-    """The checkpoint that a path stands for, and its manifest; or the error to raise.
-
-    Args:
-        path: as the user gave it; links are followed now.
-        refused: damaged checkpoints and why, which get more here; those that are gone are dropped.
-    """
-    for name in [name for name in refused if not Path(name).exists()]:
-        del refused[name]
-    try:
-        for _ in range(_ATTEMPTS):
-            run, gone = run_directory.named_run(path), False
-            for candidate in _candidates(path, run):
-                if str(candidate) in refused:
-                    continue
-                try:
-                    return candidate, _read_manifest(candidate)
-                except (ValueError, OSError) as error:
-                    if candidate.exists() and not run_directory.link_target(candidate):
-                        refused[str(candidate)] = _reason(error)
-                    else:  # removed by its run, or a link that has been switched since
-                        gone = True
-            if not gone:
-                return _nothing_intact(path, run, refused)
-    except OSError as error:
-        return error
-    return _changing(path)
-
-
-def _changing(path: Path) -> ValueError:
-    return ValueError(f"{path} changes all the time: wait until its run has ended")
-
-
-def _candidates(path: Path, run: Path | None) -> list[Path]:
-    """What may be opened, best first."""
-    if run is None:
-        return [run_directory.link_target(path) or path]
-    latest = run_directory.link_target(run / run_directory.CHECKPOINTS / LATEST)
-    others = [other for other in run_directory.checkpoints(run) if other != latest]
-    return [*([latest] if latest else []), *others]
-
-
-def _read_manifest(directory: Path) -> bytes:
-    if not (directory / MANIFEST).exists() and (directory / OLD_ABOUT).exists():
-        raise ValueError("it was written by an earlier version of this program: train again")
-    with open_regular(directory / MANIFEST) as file:
-        text = file.read(MAX_BYTES + 1)
-    try:
-        Manifest.from_json(text)
-    except ValueError as error:
-        raise ValueError(f"{MANIFEST}: {error}") from None
-    return text
-
-
-def _nothing_intact(path: Path, run: Path | None, refused: Mapping[str, str]) -> Exception:
-    if not refused:
-        return FileNotFoundError(run_directory.nothing_to_resume(run or path))
-    reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
-    if run is not None:
-        return ValueError(f"{run} has no intact checkpoint: {reasons}")
-    reason, others = refused.get(str(path)) or next(iter(refused.values())), []
-    with_run = path.absolute().parent
-    if with_run.name == run_directory.CHECKPOINTS:
-        others = [p for p in run_directory.checkpoints(with_run.parent) if str(p) not in refused]
-    names = ", ".join(other.name for other in others if other.name != path.name)
-    return ValueError(
-        f"{path} can't be read as a checkpoint: {reason}"
-        + (f"; there are {names}" if names else "")
-    )

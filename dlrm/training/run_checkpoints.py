@@ -17,8 +17,9 @@ from torch import nn
 from dlrm.data.criteo import CriteoLoader
 from dlrm.distributed.world import World
 from dlrm.training import restarts, run_directory
-from dlrm.training.checkpoint import Checkpoint, Parts, point, save
+from dlrm.training.checkpoint import Checkpoint, point, save
 from dlrm.training.manifest import MANIFEST, LoaderState, RunState
+from dlrm.training.parts import Parts
 from dlrm.training.run_directory import BEST, CHECKPOINTS, LATEST, RunLock
 
 PATIENCE = 30  # seconds to wait for the end of an earlier attempt of the same job

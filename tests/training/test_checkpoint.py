@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from dlrm.embeddings import available
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
 from dlrm.training import checkpoint, run_directory, tensor_files
@@ -109,6 +110,16 @@ def test_what_is_saved_goes_on_alike_wherever_rows_lie(kind, other, tmp_path):
     assert not loaded.training
     assert state.config == {"seed": 0}
     assert state.model == made[0]
+
+
+@pytest.mark.parametrize("kind", sorted(available()))
+def test_a_model_of_every_kind_is_built_from_its_checkpoint(kind, tmp_path):
+    made = make(kind, options={"clusters": 16} if kind == "basis" else {})
+    save(tmp_path, 1, made)
+    model, _ = load_model(tmp_path)
+    assert all(
+        torch.equal(*pair) for pair in zip(made[1].parameters(), model.parameters(), strict=True)
+    )
 
 
 def test_every_type_and_shape_is_restored_and_other_programs_read_it(tmp_path):
@@ -445,6 +456,8 @@ ATTACKS = {
     "group": lambda c: c["state"].update(groups={"tuple": [3]}),
     "model": lambda c: c["state"].update(model={"plan": 5}),
     "tables": lambda c: c["state"]["model"].update(num_embeddings=[2**62, 20, 150]),
+    "memory": lambda c: c["state"]["model"].update(num_embeddings=[2**30, 20, 150]),
+    "ranks": lambda c: c["state"]["model"].update(plan=[["tt", {"rank": 2**14}]] * 3),
     "layers": lambda c: c["state"]["model"].update(top_mlp=[2**40]),
     "kind": lambda c: c["state"]["model"].update(plan=[["no such kind", {}]] * 3),
     "other model": lambda c: c["state"]["model"].update(bottom_mlp=[5]),
@@ -459,8 +472,10 @@ def test_a_manifest_that_someone_wrote_to_do_harm_is_refused(attack, run):
     except UnicodeEncodeError:
         text = (path / MANIFEST).read_text()
         (path / MANIFEST).write_text(text.replace('"best_name":"step_1"', r'"best_name":"\ud800"'))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ValueError, match="step_3") as error:
         load_model(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 700
 

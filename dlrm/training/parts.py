@@ -1,0 +1,129 @@
+"""The tensors of a model and its optimizers, as checkpoints store them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+
+from dlrm.kernels.update.rules import make_rule
+from dlrm.training.manifest import Group
+from dlrm.utils.local_shards import LocalShards
+
+Values = dict[str, Tensor | LocalShards]
+
+
+class Parts:
+    """The tensors of a model and its optimizers by name, the same for any number of processes.
+
+    Args:
+        model: parameter ``p`` is called ``model.p``, and buffers likewise.
+        optimizers: the state ``sum`` of parameter ``p`` is called ``optimizer.p.sum``.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
+        self._model, self._optimizers = model, list(optimizers)
+        self._states = [optimizer.state_dict() for optimizer in self._optimizers]
+        self._values: Values = model.state_dict()
+        self.tensors: Values = {f"model.{name}": value for name, value in self._values.items()}
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        states: dict[tuple[str, bool], dict[str, Tensor]] = {}
+        for optimizer, saved in zip(self._optimizers, self._states, strict=True):
+            owned = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+            for index, state in saved["state"].items():
+                parameter, group = owned[index]
+                kept = make_rule(group["rule"]).states
+                for name, tensor in state.items():
+                    per_row = kept.get(name, False)
+                    states.setdefault((name, per_row), {})[names[parameter]] = tensor
+        parted = {name: m for name, m in model.named_modules() if hasattr(m, "shards")}
+        for (name, per_row), tensors in states.items():
+            for path, module in parted.items():
+                own = {n: tensors.pop(f"{path}.{n}", None) for n, _ in module.named_parameters()}
+                if None not in own.values():
+                    whole_state = module.shards(own, per_row=per_row)
+                    self.tensors[f"optimizer.{path}.weight.{name}"] = whole_state
+            for path, tensor in tensors.items():
+                self.tensors[f"optimizer.{path}.{name}"] = tensor
+
+    def groups(self) -> tuple[tuple[Group, ...], ...]:
+        """What is saved of the parameter groups of each optimizer."""
+        return tuple(
+            tuple(
+                Group(
+                    rule=group["rule"],
+                    lr=float(group["lr"]),
+                    seed=int(group["seed"]) if "seed" in group else None,
+                )
+                for group in state["param_groups"]
+            )
+            for state in self._states
+        )
+
+    def require_rules(self, groups: Sequence[Sequence[Group]]) -> None:
+        """Check saved parameter groups against those of the optimizers.
+
+        Raises:
+            ValueError: they are of other optimizers.
+        """
+        own = self.groups()
+        if [len(inner) for inner in own] != [len(inner) for inner in groups]:
+            raise ValueError("the saved optimizers have other parameter groups than these")
+        for here, there in zip(sum(own, ()), (g for inner in groups for g in inner), strict=True):
+            if here.rule != there.rule:
+                raise ValueError(
+                    f"the saved optimizer is {there.rule}, this one is {here.rule}: resume "
+                    "with the optimizers of that run"
+                )
+
+    def restore(self, groups: Sequence[Sequence[Group]] = ()) -> None:
+        """Copy the loaded :attr:`tensors` into the model and the optimizers.
+
+        Args:
+            groups: saved parameter groups; none keeps the current ones.
+        """
+        for value in self.tensors.values():
+            if isinstance(value, LocalShards):
+                value.loaded()
+        for name in self._values:
+            self._values[name] = self.tensors[f"model.{name}"]
+        self._model.load_state_dict(self._values)
+        saved = zip(self._optimizers, self._states, groups or self.groups(), strict=True)
+        for optimizer, state, options in saved:
+            for group, old in zip(state["param_groups"], options, strict=True):
+                # The other options keep the values of this run.
+                group["lr"] = old.lr
+                if old.seed is not None:
+                    group["seed"] = torch.tensor(old.seed)
+            optimizer.load_state_dict(state)
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Plans the shards of :class:`Parts`."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict[index.fqn]
+        return value if isinstance(value, Tensor) else value.__get_tensor_shard__(index)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        return object
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Plans the shards of :class:`Parts`."""
+
+    def set_up_planner(
+        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """As in the base class, but without copying or flattening values."""
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        value = self.state_dict[index.fqn]
+        return value if isinstance(value, Tensor) else value.__get_tensor_shard__(index)
