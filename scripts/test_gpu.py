@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from dlrm.training.benchmark import ROOT
-from dlrm.utils.device import cpu_count
+from dlrm.utils.cpus import cpu_count
 from dlrm.utils.program import Parser, count_arg
 
 

@@ -20,7 +20,7 @@ if not torch.cuda.is_available():  # before anything imports triton
 
 import pytest
 
-from dlrm.utils.device import cpu_count
+from dlrm.utils.cpus import cpu_count
 
 with contextlib.suppress(ImportError):  # without the dev extra, as on a GPU machine
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.devnull)  # leave no files

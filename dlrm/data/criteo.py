@@ -25,7 +25,7 @@ from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import Meta
 from dlrm.data.shuffle import ShuffleBuffer, ShuffleGroup, assemble, shuffle_groups
 from dlrm.data.threads import thread_pool
-from dlrm.utils.device import cpu_count
+from dlrm.utils.cpus import cpu_count
 
 Buffer = TypeVar("Buffer", ShuffleBuffer, DeviceShuffleBuffer)
 

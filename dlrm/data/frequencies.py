@@ -16,7 +16,7 @@ from dlrm.data.parquet import RowGroupReader
 from dlrm.data.preprocess.vocabulary import open_vocabulary, read_vocabulary
 from dlrm.data.schema import DESCRIBED, META_FILE, Categorical, Meta
 from dlrm.data.threads import map_in_order
-from dlrm.utils.device import cpu_count
+from dlrm.utils.cpus import cpu_count
 
 MOST_ROWS = 1 << 24  # training rows to count; of a larger split, evenly spaced row groups
 _COUNTED = pa.schema([pa.field(name, pa.int64(), nullable=False) for name in ("id", "count")])

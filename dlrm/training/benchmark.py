@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dlrm.data.batch import Batch
 from dlrm.utils.atomic import atomic_write
-from dlrm.utils.device import cpu_count
+from dlrm.utils.cpus import cpu_count
 from dlrm.utils.program import Parser
 
 ROOT = Path(__file__).parents[2]

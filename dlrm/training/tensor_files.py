@@ -48,7 +48,7 @@ from dlrm.training.manifest import (
     StoredTensor,
     file_name,
 )
-from dlrm.utils.device import cpu_count
+from dlrm.utils.cpus import cpu_count
 
 SLICE = 64 << 20  # bytes that are copied from a GPU at a time
 _PIECE = 4 << 20  # bytes that are hashed at a time

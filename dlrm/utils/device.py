@@ -9,13 +9,6 @@ from importlib.util import find_spec
 import torch
 
 
-def cpu_count() -> int:
-    """Number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def peak_process_memory() -> int | None:
     """The largest memory of this process so far, in bytes; None on Windows, which can't say."""
     try:

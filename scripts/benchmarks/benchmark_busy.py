@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm.training import benchmark
-from dlrm.utils.device import cpu_count
+from dlrm.utils.cpus import cpu_count
 from dlrm.utils.program import Parser, count_arg, path_arg
 
 WAYS: dict[str, dict[str, str]] = {

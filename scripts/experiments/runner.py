@@ -32,7 +32,7 @@ from dlrm.distributed.world import World
 from dlrm.embeddings import available
 from dlrm.training import benchmark
 from dlrm.training.tracking import RESULT, read_result, without
-from dlrm.utils.device import cpu_count
+from dlrm.utils.cpus import cpu_count
 from dlrm.utils.program import Parser, count_arg, figure_arg, path_arg
 
 ROOT = Path(__file__).parents[2]

@@ -31,7 +31,7 @@ from dlrm.data.preprocess.workspace import BAD_ROWS_FILE, Workspace
 from dlrm.data.schema import CRITEO_DENSE, META_FILE, Meta
 from dlrm.data.splits import split_by_days, split_by_shares
 from dlrm.utils.atomic import atomic_write
-from dlrm.utils.device import cpu_count
+from dlrm.utils.cpus import cpu_count
 from dlrm.utils.messages import did_you_mean
 
 FORMAT = 1  # of the spilled blocks; increment it when a restart cannot reuse older ones

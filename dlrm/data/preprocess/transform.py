@@ -20,7 +20,7 @@ from dlrm.data.preprocess.reader import BLOCK_BYTES, RawBlock, RawFile
 from dlrm.data.preprocess.vocabulary import SCHEMA, KeyIndex, open_vocabulary
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, META_FILE, Meta
 from dlrm.data.threads import map_in_order
-from dlrm.utils.device import cpu_count
+from dlrm.utils.cpus import cpu_count
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from dlrm.data.synthetic.generator import Generator
 from dlrm.data.synthetic.label_model import best_metrics
 from dlrm.data.synthetic.writers import write_parquet, write_tsv
 from dlrm.utils.atomic import disk_full_names
-from dlrm.utils.device import cpu_count
+from dlrm.utils.cpus import cpu_count
 from dlrm.utils.messages import did_you_mean
 
 DEMO_ROWS, DEMO_CAP, DEMO_FRACTIONS = 300_000, 20_000, (0.8, 0.1, 0.1)

@@ -47,7 +47,7 @@ class ParquetPart:
 Part = CsvPart | JsonPart | ParquetPart
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class TableFile:
     """One file of a table."""
 
@@ -60,6 +60,8 @@ class TableFile:
     header: bool = False
     """Whether the first line of a CSV holds the names."""
     quotes: bool = True
+    sha256: str | None = None
+    """Known when all rows of a text have been read."""
 
     @classmethod
     def open(cls, path: Path, options: TableOptions) -> TableFile:
@@ -104,6 +106,7 @@ class TableFile:
             if skip:
                 data, skip = data[_header_end(data, self.quotes) :], False
             yield CsvPart(block=block, data=data, file=self)
+        self.sha256 = file.sha256()
 
     def _row_groups(self) -> Iterator[ParquetPart]:
         size = self.path.stat().st_size
@@ -119,9 +122,11 @@ class TableFile:
 
     def record(self) -> dict[str, Any]:
         """Name, size in bytes and SHA-256, as ``meta.json`` has them."""
-        with self.path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"name": self.path.name, "bytes": self.path.stat().st_size, "sha256": digest}
+        if self.sha256 is None:
+            with self.path.open("rb") as file:
+                self.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        size = self.path.stat().st_size
+        return {"name": self.path.name, "bytes": size, "sha256": self.sha256}
 
 
 def find_files(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:

@@ -52,7 +52,7 @@ def plan_table(files: Sequence[TableFile], options: TableOptions) -> TablePlan:
     Raises:
         ValueError: the options name a column that does not exist, or nothing can be made of one.
     """
-    samples = [_sample(file) for file in dict.fromkeys((files[0], files[-1]))]
+    samples = [_sample(file) for file in [files[0], *files[1:][-1:]]]
     sample = samples[0]
     if not any(rows.num_rows for rows in samples):
         raise ValueError(f"{files[0].path} has no rows; give a table that has some")

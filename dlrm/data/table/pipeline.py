@@ -34,7 +34,7 @@ from dlrm.data.table.passes import convert_files, index_features, write_splits
 from dlrm.data.table.splitting import make_splitter
 from dlrm.data.table.values import numbers, times
 from dlrm.utils.atomic import atomic_write
-from dlrm.utils.device import cpu_count
+from dlrm.utils.cpus import cpu_count
 
 FORMAT = 1  # of the spilled blocks; increment it when a restart cannot reuse older ones
 OPTIONS_FILE = "table.yaml"

@@ -28,7 +28,7 @@ from dlrm.data.table.numbers import Scaling, bucket_names, bucket_numbers
 from dlrm.data.table.rows import convert_rows, map_parts
 from dlrm.data.table.vocabulary import TextVocabulary
 from dlrm.utils.atomic import atomic_write
-from dlrm.utils.device import cpu_count
+from dlrm.utils.cpus import cpu_count
 from dlrm.utils.documents import read_json
 from dlrm.utils.messages import did_you_mean
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -112,6 +111,8 @@ def hash_values(values: pa.Array, buckets: int) -> pa.Array:
     The hash is SipHash with a fixed key, as in :func:`pandas.util.hash_array`: the same on every
     machine.
     """
+    import pandas as pd  # which takes a third of a second, and hashing is rare
+
     objects = values.to_numpy(zero_copy_only=False).astype(object)
     hashed = pd.util.hash_array(objects, categorize=False) % np.uint64(buckets)
     return pc.if_else(pc.equal(values, ""), "", pa.array(hashed).cast(pa.string()))
