@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from dlrm.data.preprocess.vocabulary import assign_ids, open_vocabulary, read_vo
 from dlrm.utils.atomic import atomic_write
 
 TEXT = pa.large_string()
+FEW_IDS = 50_000  # so many are looked up by a table that is made anew each time
 SCHEMA = pa.schema([("value", TEXT), ("id", pa.int32()), ("count", pa.int64())])
 
 
@@ -36,11 +38,35 @@ class TextVocabulary:
 
     def ids(self, values: pa.Array) -> NDArray[np.int32]:
         """The id of each of the ``values [n]``, texts without nulls."""
-        found = pc.index_in(values.cast(TEXT), self.values)
+        values = values.cast(TEXT)
+        if len(self) > FEW_IDS and len(self) > 4 * len(values):
+            return self._ids_by_hash(values)
+        found = pc.index_in(values, self.values)
         if found.null_count:
             assert self.oov_id is not None  # else all values are listed
             found = found.fill_null(self.oov_id)
         return found.to_numpy()
+
+    @cached_property
+    def _hashed(self) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+        """The hashes of all values in rising order, and the id of each."""
+        hashes = hash_texts(self.values.fill_null(""))
+        order = np.argsort(hashes, kind="stable")
+        return hashes[order], order
+
+    def _ids_by_hash(self, values: pa.LargeStringArray) -> NDArray[np.int32]:
+        """The same as :meth:`ids`, without a pass over the whole vocabulary each time."""
+        hashes, ids = self._hashed
+        wanted = hash_texts(values)
+        at = np.searchsorted(hashes, wanted).clip(max=len(hashes) - 1)
+        found = np.where(hashes[at] == wanted, ids[at], self.oov_id).astype(np.int32)
+        # Few hashes of values that are not listed, or of "", are those of others.
+        equal = pc.equal(self.values.take(pa.array(found)), values).fill_null(False)
+        doubtful = np.flatnonzero((hashes[at] == wanted) & ~equal.to_numpy(zero_copy_only=False))
+        if len(doubtful):
+            exact = pc.index_in(values.take(pa.array(doubtful)), self.values)
+            found[doubtful] = exact.fill_null(self.oov_id).to_numpy()
+        return found
 
     def __len__(self) -> int:
         return len(self.values)
@@ -108,11 +134,15 @@ def merge_counts(
 def hash_values(values: pa.Array, buckets: int) -> pa.Array:
     """The bucket of each text, as text; a missing value, "", stays one.
 
-    The hash is SipHash with a fixed key, as in :func:`pandas.util.hash_array`: the same on every
-    machine.
+    The hash is that of :func:`hash_texts`: the same on every machine.
     """
+    hashed = hash_texts(values) % np.uint64(buckets)
+    return pc.if_else(pc.equal(values, ""), "", pa.array(hashed).cast(pa.string()))
+
+
+def hash_texts(values: pa.Array) -> NDArray[np.uint64]:
+    """SipHash of each text with the fixed key of :func:`pandas.util.hash_array`."""
     import pandas as pd  # which takes a third of a second, and hashing is rare
 
     objects = values.to_numpy(zero_copy_only=False).astype(object)
-    hashed = pd.util.hash_array(objects, categorize=False) % np.uint64(buckets)
-    return pc.if_else(pc.equal(values, ""), "", pa.array(hashed).cast(pa.string()))
+    return pd.util.hash_array(objects, categorize=False)

@@ -6,15 +6,24 @@ from scripts.maintenance.tables.markdown import markdown, read, table
 
 
 def prepare() -> str:
-    """Preparation: raw logs to Parquet."""
-    rows = read("prepare_criteo")["runs"]
+    """Preparation: raw logs of Criteo to Parquet."""
+    return _prepared("prepare_criteo")
+
+
+def prepare_table() -> str:
+    """Preparation: any table to Parquet."""
+    return _prepared("prepare_table")
+
+
+def _prepared(name: str) -> str:
+    rows = read(name)["runs"]
     columns = {
         "M rows": "{millions:.3g}",
         "seconds": "{seconds:.1f}",
         "rows/s": "{rows_per_second:,}",
         "peak memory, GB": "{peak_memory_gb:.2f}",
     }
-    return table(columns, [{**r, "millions": r["rows"] / 1e6} for r in rows], "prepare_criteo")
+    return table(columns, [{**r, "millions": r["rows"] / 1e6} for r in rows], name)
 
 
 def loader() -> str:
@@ -37,4 +46,4 @@ def loader() -> str:
     return markdown(head, rows) + "\n*`benchmarks/loader.json`, `benchmarks/loader_h100.json`.*\n"
 
 
-TABLES = (prepare, loader)
+TABLES = (prepare, prepare_table, loader)
