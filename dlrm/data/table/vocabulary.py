@@ -59,7 +59,8 @@ class TextVocabulary:
         hashes, ids = self._hashed
         wanted = hash_texts(values)
         at = np.searchsorted(hashes, wanted).clip(max=len(hashes) - 1)
-        found = np.where(hashes[at] == wanted, ids[at], self.oov_id).astype(np.int32)
+        found = ids[at].astype(np.int32)
+        found[hashes[at] != wanted] = self.oov_id
         # Few hashes of values that are not listed, or of "", are those of others.
         equal = pc.equal(self.values.take(pa.array(found)), values).fill_null(False)
         doubtful = np.flatnonzero((hashes[at] == wanted) & ~equal.to_numpy(zero_copy_only=False))
