@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -13,6 +14,7 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from io import StringIO
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -23,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from dlrm.utils.messages import print_error
+from dlrm.utils.messages import print_error, printable
 
 T = TypeVar("T")
 POLL = 0.01  # seconds between two looks at a key
@@ -150,9 +152,13 @@ class World:
         return values
 
     def print_error_once(self, text: str) -> None:
-        """Print an error that several processes may report: only the first to get here prints."""
+        """Print an error that several processes may report: only the first to get here prints.
+
+        torchrun gets it from each process, as its own report comes last.
+        """
         if self._is_first_to("print an error"):
             print_error(text)
+        _tell_torchrun(printable(text))
 
     @contextmanager
     def print_once(self) -> Iterator[None]:
@@ -170,6 +176,7 @@ class World:
             if self._is_first_to("print"):
                 print(out.getvalue(), end="", flush=True)
                 print(error.getvalue(), end="", file=sys.stderr, flush=True)
+            _tell_torchrun(error.getvalue())
 
     def _is_first_to(self, act: str) -> bool:
         if self._store is not None:
@@ -262,6 +269,14 @@ def agree_on_attempt(store: dist.Store, rank: int, size: int) -> str:
         waiting -= {other for other in waiting if store.check([f"ready/{attempt}/{other}"])}
         time.sleep(POLL)
     return attempt
+
+
+def _tell_torchrun(text: str) -> None:
+    """Write an error of this process to the file from which torchrun takes it for its report."""
+    if text and (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        message = text.replace("error: ", "").strip()
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
 
 
 def _report_lost_peer(

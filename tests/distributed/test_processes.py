@@ -197,6 +197,8 @@ def test_an_error_is_told_once(torchrun, data, tmp_path):
         assert done.returncode == 1
         assert done.stderr.count("error: ") == 1, done.stderr
         assert text in done.stderr
+        last = done.stderr.rpartition("traceback : ")[2]
+        assert text in last, "torchrun's report ends with the error"
         assert len(re.findall("exitcode *: 2", done.stderr)) >= 1
 
 

@@ -114,6 +114,23 @@ def test_captured_and_compiled_losses_equal_eager(plan, rule):
     assert results["graph"] == pytest.approx(results["eager"], abs=1e-4)
 
 
+@pytest.mark.parametrize("mode", ["eager", pytest.param("graph", marks=pytest.mark.gpu)])
+def test_the_mean_loss_is_of_the_steps_since_it_was_taken(mode, device):
+    """Captured or not, with norms or not, and of short batches too."""
+    _, step = make("mixed", "adagrad", device, mode=mode)
+    for _ in range(4):
+        losses = []
+        for index in range(6):
+            given = next(batches(1, 100 if index == 3 else 256, device))
+            losses.append(step(given, norms=index % 2 == 1)["loss"].item())
+        assert float(step.losses.take()) == pytest.approx(sum(losses) / 6, rel=1e-12)
+    step(next(batches(1, 256, device)))
+    total, count = step.losses.state()
+    step.losses.take()
+    step.losses.load((2 * total, 2 * count))
+    assert float(step.losses.take()) == total
+
+
 def test_many_models_of_a_process_are_compiled(device):
     """PyTorch gives up where a function is compiled too often, and all MLPs are one."""
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
