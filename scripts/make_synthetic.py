@@ -95,6 +95,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--auc", type=float, default=0.80, help="best possible AUC (default: %(default)s)")
     add("--positives", type=float, default=0.256, help="share of label 1 (default: %(default)s)")
     add(
+        "--drift",
+        type=float,
+        default=0.0,
+        help="how much the effects of ids change over the rows, in units of these effects; 1 makes "
+        "the order of training matter, as in real logs (default: %(default)s)",
+    )
+    add(
         "--format",
         choices=("parquet", "tsv"),
         default="parquet",
@@ -135,6 +142,7 @@ def make(args: argparse.Namespace) -> tuple[Meta, int]:
             seed=args.seed,
             auc=args.auc,
             positives=args.positives,
+            drift=args.drift,
             format=args.format,
             device=None if args.device == "auto" else args.device,
             threads=args.threads,

@@ -158,9 +158,11 @@ class LoaderConfig:
     """How batches are read from Parquet."""
 
     shuffle: bool = True
-    """Shuffle the training rows: the order of the row groups, and the rows within each window."""
-    window: int = 8
-    """Number of row groups whose rows are mixed."""
+    """Shuffle the training rows."""
+    window: int | None = None
+    """Number of row groups, from all over the files, whose rows are mixed. Default: all, which
+    permutes all rows, or as many as fit into half of the host's free memory, or an eighth of a
+    GPU's."""
     readers: int | None = None
     """Number of threads that decode row groups in the background. Default: half of the cores, at
     most 8; with a GPU three quarters of them, at most 12."""
@@ -173,7 +175,10 @@ class LoaderConfig:
 
     def __post_init__(self) -> None:
         _require(
-            window=(self.window >= 1, f"is {self.window}, at least 1 needed"),
+            window=(
+                self.window is None or self.window >= 1,
+                f"is {self.window}, at least 1 needed",
+            ),
             readers=(
                 self.readers is None or self.readers >= 1,
                 f"is {self.readers}, at least 1 needed",

@@ -26,16 +26,25 @@ from dlrm.data.schema import Meta
 from dlrm.data.shuffle import ShuffleBuffer, ShuffleGroup, assemble, shuffle_groups
 from dlrm.data.threads import thread_pool
 from dlrm.utils.cpus import cpu_count
+from dlrm.utils.memory import free_memory
 
 Buffer = TypeVar("Buffer", ShuffleBuffer, DeviceShuffleBuffer)
+
+
+def shuffle_memory(device: torch.device) -> int:
+    """Bytes that the rows to shuffle may take on ``device``, with room left for the model."""
+    if device.type == "cuda":
+        return free_memory(device) // 8
+    return free_memory(device) // 2 // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 class CriteoLoader:
     """Iterates over the batches of one split of a prepared directory.
 
-    The order of the rows in an epoch depends only on the data, ``seed``, ``window`` and the epoch:
-    the row groups are permuted, then the rows of every ``window`` consecutive row groups are mixed.
-    The rows of each row group are permuted, and runs of 64 of them are interleaved at random.
+    The order of the rows in an epoch depends only on the data, ``seed``, ``windows`` and the epoch:
+    the row groups are dealt to the windows, so that each gets some from all over the files, and the
+    rows of a window are mixed: those of each row group are permuted, and runs of up to 64 of them
+    interleaved at random. One window mixes all rows, as logs in the order of time need it.
 
     Global batch ``k`` is the ``k``-th run of ``world_size * batch_size`` rows in that order. Each
     rank takes its share of it, so any number of ranks sees the same rows in the same steps. The
@@ -46,8 +55,10 @@ class CriteoLoader:
     Each iteration is a whole epoch, except the first one after :meth:`load_state_dict`, which is
     the rest of the saved one. Only one iteration runs at a time: starting another ends the first.
 
-    Memory: the shuffle buffer in use and as many more as keep the readers busy, by default
-    ``2 * window`` decoded row groups (160 bytes per row for Criteo), and as much again on a GPU.
+    Memory (160 bytes per decoded row for Criteo): all rows of the split if they are one window;
+    otherwise two windows, and three for a moment. By default that is at most half of the host's
+    free memory, divided by the processes on it, or an eighth of the free memory of a GPU, which
+    also keeps a single window from epoch to epoch. Without shuffle, as many row groups as readers.
 
     Args:
         directory: the directory of ``meta.json``.
@@ -58,7 +69,10 @@ class CriteoLoader:
         rank: this process, in ``[0, world_size)``.
         world_size: number of ranks.
         drop_last: leave out the last global batch if it is short.
-        window: number of row groups that are shuffled together; 1 shuffles each on its own.
+        window: row groups that are shuffled together at most; 1 shuffles each on its own. By
+            default all, or if they take more than ``memory``, half, a quarter, an eighth...
+        memory: bytes that the rows of a split may take if there is no ``window``; by default see
+            above. A resumed epoch keeps its windows.
         readers: threads that read and decode row groups; by default half of the cores, up to 8,
             or three quarters, up to 12, if the batches go to a GPU.
         prefetch: batches assembled ahead of the consumer if the CPU assembles them.
@@ -71,6 +85,7 @@ class CriteoLoader:
 
     Attributes:
         meta: the contents of ``meta.json``.
+        windows: parts of an epoch that are shuffled, each on its own.
         rows: rows of the split, over all ranks.
         wait_seconds: how long the consumer has waited for data, over all iterations.
 
@@ -92,7 +107,8 @@ class CriteoLoader:
         rank: int = 0,
         world_size: int = 1,
         drop_last: bool = False,
-        window: int = 8,
+        window: int | None = None,
+        memory: int | None = None,
         readers: int | None = None,
         prefetch: int = 4,
         device: torch.device | str = "cpu",
@@ -103,7 +119,9 @@ class CriteoLoader:
         if readers is None:
             readers = min(12, cpu_count() * 3 // 4) if on_gpu else min(8, cpu_count() // 2)
             readers = max(1, readers)
-        sizes = {"batch_size": batch_size, "world_size": world_size, "window": window}
+        sizes = {"batch_size": batch_size, "world_size": world_size}
+        if window is not None:
+            sizes["window"] = window
         for name, value in {**sizes, "readers": readers, "prefetch": prefetch}.items():
             if value < 1:
                 raise ValueError(f"{name} is {value}, it must be at least 1")
@@ -118,10 +136,13 @@ class CriteoLoader:
         self._row_groups = self._reader.row_groups(split)
         self.rows = sum(row_group.rows for row_group in self._row_groups)
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
-        self.shuffle, self.seed, self.window, self.drop_last = shuffle, seed, window, drop_last
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.readers, self.prefetch, self.device = readers, prefetch, torch.device(device)
         self.split = split
         self._gathers = on_gpu and not self.meta.multi_hot
+        self._fixed_window = window is not None
+        self.windows = self._default_windows(memory) if window is None else self._windows(window)
+        self._resident: DeviceShuffleBuffer | None = None  # the only window, kept on the device
         self.wait_seconds = 0.0
         self.epoch = 0
         self._position = 0  # rows of the epoch yielded so far, over all ranks
@@ -190,6 +211,14 @@ class CriteoLoader:
                 f"not the state of a loader: it has {sorted(state)}, not epoch, position and order"
             )
         here, there = self._order(), state["order"]
+        if self.shuffle and there.get("shuffle") and "windows" not in there:
+            raise ValueError(
+                f"the state of the {self.split!r} loader is of an older version, which shuffled in "
+                "another order, and cannot be continued: start a new run, with --init_from to keep "
+                "the trained weights"
+            )
+        if not self._fixed_window and there.get("windows") is not None:
+            here["windows"] = there["windows"]
         differing = [
             f"{name} is {value!r} here and {there.get(name)!r} in the state"
             for name, value in here.items()
@@ -201,8 +230,31 @@ class CriteoLoader:
                 f"{'; '.join(differing)}; resume with the same data and options"
             )
         self.close()
+        self.windows = here["windows"] or self.windows
         self.epoch = state["epoch"]
         self._position = self._start = state["position"]
+
+    def _windows(self, window: int) -> int:
+        """Number of windows of at most ``window`` row groups."""
+        return -(-len(self._row_groups) // window)
+
+    def _default_windows(self, memory: int | None) -> int:
+        """The least power of two with which the rows of the split fit into ``memory``.
+
+        A power of two, because memory that is free varies a little from run to run.
+        """
+        if not self.shuffle:
+            return 1
+        if memory is None:
+            memory = shuffle_memory(self.device if self._gathers else torch.device("cpu"))
+        total = sum(map(self._reader.decoded_bytes, self._row_groups))
+        total += 8 * self.rows  # their order
+        if total <= memory:
+            return 1
+        windows = 4  # with fewer than these, three of them take more memory than one
+        while windows < len(self._row_groups) and 3 * total > memory * windows:
+            windows *= 2
+        return min(windows, len(self._row_groups))
 
     def _order(self) -> dict[str, Any]:
         """Everything that the order of the rows, and thus the meaning of a position, depends on."""
@@ -217,7 +269,7 @@ class CriteoLoader:
             "drop_last": self.drop_last,
             "shuffle": self.shuffle,
             "seed": self.seed,
-            "window": self.window,
+            "windows": self.windows if self.shuffle else None,
         }
 
     def _shares(self, start: int) -> Iterator[tuple[int, int, int]]:
@@ -234,7 +286,7 @@ class CriteoLoader:
     def _iterate(self, start: int) -> Generator[Batch, None, None]:
         # The readers end first, which cancels what the assembler waits for.
         with (
-            thread_pool(1, "batch-assembler") as assembler,
+            thread_pool(self.readers, "batch-assembler") as assembler,
             thread_pool(self.readers, "parquet-reader") as readers,
         ):
             if self._gathers:
@@ -249,7 +301,7 @@ class CriteoLoader:
 
     def _gathered(self, start: int, readers: ThreadPoolExecutor) -> Iterator[tuple[Batch, int]]:
         """Batches gathered by the device, each with the position after it."""
-        make = partial(DeviceShuffleBuffer, reader=self._reader, pool=readers, device=self.device)
+        make = partial(self._on_device, readers=readers)
         for buffers, first, last, position in self._buffered(start, make):
             for buffer in buffers:
                 buffer.copy_arrived()
@@ -257,8 +309,18 @@ class CriteoLoader:
             with self._waiting():
                 for buffer in mine:
                     buffer.wait()
+            if self.shuffle and self.windows == 1 and mine:
+                self._resident = mine[0]
             parts = [buffer.batch(first, last) for buffer in mine]
             yield concatenate(parts or [assemble(self._reader, [], 0, 0).to(self.device)]), position
+
+    def _on_device(self, group: ShuffleGroup, readers: ThreadPoolExecutor) -> DeviceShuffleBuffer:
+        """The buffer of a window: the one of the last epoch, if it holds all rows."""
+        if self._resident is not None and len(group.row_groups) == len(self._row_groups):
+            self._resident.reorder(group, readers)
+            return self._resident
+        staged = self.readers + 4  # some to decode, and some to copy
+        return DeviceShuffleBuffer(group, self._reader, readers, self.device, staged)
 
     def _assembled(
         self, start: int, readers: ThreadPoolExecutor, assembler: ThreadPoolExecutor
@@ -279,9 +341,11 @@ class CriteoLoader:
         self, start: int, make: Callable[[ShuffleGroup], Buffer]
     ) -> Iterator[tuple[Sequence[Buffer], int, int, int]]:
         """Each of this rank's shares with the buffers from its first row on, some read ahead."""
-        window, seed = (self.window, (self.seed, self.epoch)) if self.shuffle else (1, None)
-        groups = self._needed(start, shuffle_groups(self._row_groups, window, seed))
-        ahead = -(-self.readers // window)  # buffers beyond the batch that keep all readers busy
+        seed = (self.seed, self.epoch) if self.shuffle else None
+        dealt = shuffle_groups(self._row_groups, self.windows, seed)
+        groups = self._needed(start, dealt)
+        # buffers beyond the batch that keep all readers busy
+        ahead = -(-self.readers * len(dealt) // len(self._row_groups))
         buffers: deque[Buffer] = deque()
         for first, last, position in self._shares(start):
             while buffers and buffers[0].group.stop <= first:

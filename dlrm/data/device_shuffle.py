@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dlrm.data.batch import Batch, RowBuffer, concatenate
+from dlrm.data.batch import Batch, RowBuffer
 from dlrm.data.parquet import RowGroup, RowGroupReader
 from dlrm.data.shuffle import Interleave, ShuffleGroup, interleave, row_buffer
 
@@ -28,6 +29,7 @@ class DeviceShuffleBuffer:
         reader: decodes row groups.
         pool: reader threads.
         device: device of the rows.
+        staged: row groups in host memory at a time.
     """
 
     def __init__(
@@ -36,39 +38,68 @@ class DeviceShuffleBuffer:
         reader: RowGroupReader,
         pool: ThreadPoolExecutor,
         device: torch.device,
+        staged: int,
     ) -> None:
-        self.group, self._reader, self._device = group, reader, device
-        pinned = device.type == "cuda"
-        self._order: Tensor | None = None
-        if group.seed is not None:
-            self._order = torch.empty(group.rows, dtype=torch.int64, pin_memory=pinned)
+        self.group, self._reader, self._device, self._staged = group, reader, device, staged
+        self._pool = pool
+        self._unread = deque(group.row_groups)
         self._reads: deque[Future[RowBuffer]] = deque()
-        self._arrived: list[Batch] = []
-        first = 0
-        for row_group, mix in zip(group.row_groups, interleave(group), strict=True):
-            # Pinned by this thread: calls to CUDA from others disturb the capture of a CUDA graph.
-            rows = row_buffer(reader, row_group.rows, pinned=pinned)
-            self._reads.append(pool.submit(self._read, row_group, rows, mix, first))
-            first += row_group.rows
+        self._rows: Batch | None = None
+        self._arrived = 0
+        self._read_more()
+        self.reorder(group, pool)
 
-    def _read(
-        self, row_group: RowGroup, out: RowBuffer, mix: Interleave | None, first: int
-    ) -> RowBuffer:
-        """Read a row group, the rows from ``first`` on in file order."""
-        rows = self._reader.read(row_group)
-        outs = [out.labels, *out.dense, *out.ids]
-        for values, column in zip([rows.labels, *rows.dense, *rows.ids], outs, strict=True):
-            column[:] = values
-        if rows.weights is not None and out.weights is not None:
-            out.weights[:] = rows.weights
-        if mix is not None and self._order is not None:
-            self._order.numpy()[mix.positions()] = first + mix.permutation()
-        return out
+    def reorder(self, group: ShuffleGroup, pool: ThreadPoolExecutor) -> None:
+        """Change the order of the rows to that of ``group``, which has the same row groups."""
+        self.group = group
+        self._ordered: list[Future[None]] = []
+        self._order: Tensor | None = None
+        if group.seed is None:
+            return
+        kind = torch.int32 if group.rows < 2**31 else torch.int64
+        self._order = torch.empty(group.rows, dtype=kind, pin_memory=self._device.type == "cuda")
+        first = 0
+        for mix in interleave(group):
+            assert mix is not None
+            self._ordered.append(pool.submit(_write_order, mix, first, self._order.numpy()))
+            first += mix.rows
+
+    def _read_more(self) -> None:
+        """Start to read as many row groups as may be in host memory."""
+        while self._unread and len(self._reads) < self._staged:
+            row_group = self._unread.popleft()
+            # Pinned by this thread: calls to CUDA from others disturb the capture of a CUDA graph.
+            pinned = self._device.type == "cuda"
+            out = row_buffer(self._reader, row_group.rows, pinned=pinned)
+            self._reads.append(self._pool.submit(_read, self._reader, row_group, out))
 
     def copy_arrived(self) -> None:
-        """Start to copy the row groups that have been read; errors are left to :meth:`wait`."""
+        """Start to copy the row groups that have been read, and to read the next ones; errors are
+        left to :meth:`wait`."""
         while self._reads and self._reads[0].done() and not self._reads[0].exception():
-            self._arrived.append(self._reads.popleft().result().to(self._device))
+            self._store(self._reads.popleft().result().to(self._device))
+            self._read_more()
+
+    def _store(self, rows: Batch) -> None:
+        """Append the rows of a row group."""
+        if self._rows is None:
+            if len(self.group.row_groups) == 1:
+                self._rows = rows
+                return
+            all_rows = self.group.rows
+            self._rows = Batch(
+                dense=rows.dense.new_empty((len(rows.dense), all_rows)),
+                ids=rows.ids.new_empty((len(rows.ids), all_rows)),
+                labels=rows.labels.new_empty(all_rows),
+                weights=None if rows.weights is None else rows.weights.new_empty(all_rows),
+            )
+        here = slice(self._arrived, self._arrived + rows.size)
+        self._rows.dense[:, here] = rows.dense
+        self._rows.ids[:, here] = rows.ids
+        self._rows.labels[here] = rows.labels
+        if self._rows.weights is not None and rows.weights is not None:
+            self._rows.weights[here] = rows.weights
+        self._arrived = here.stop
 
     def wait(self) -> None:
         """Wait until all rows have been read.
@@ -79,16 +110,16 @@ class DeviceShuffleBuffer:
         while self._reads:
             self._reads[0].result()
             self.copy_arrived()
-        if len(self._arrived) > 1:
-            self._arrived = [concatenate(self._arrived)]
+        for ordered in self._ordered:
+            ordered.result()
         if self._order is not None and self._order.device != self._device:
             self._order = self._order.to(self._device, non_blocking=True)
 
     def batch(self, first: int, last: int) -> Batch:
         """Rows ``first`` to ``last - 1`` of the epoch as far as they are in this group."""
         self.wait()
-        (rows,) = self._arrived
-        part = self.group.between(first, last)
+        rows, part = self._rows, self.group.between(first, last)
+        assert rows is not None
         if self._order is None:
             return Batch(
                 rows.dense[:, part].contiguous(),
@@ -103,3 +134,19 @@ class DeviceShuffleBuffer:
             rows.labels.index_select(0, index),
             weights=None if rows.weights is None else rows.weights.index_select(0, index),
         )
+
+
+def _read(reader: RowGroupReader, row_group: RowGroup, out: RowBuffer) -> RowBuffer:
+    """Read a row group in file order."""
+    rows = reader.read(row_group)
+    outs = [out.labels, *out.dense, *out.ids]
+    for values, column in zip([rows.labels, *rows.dense, *rows.ids], outs, strict=True):
+        column[:] = values
+    if rows.weights is not None and out.weights is not None:
+        out.weights[:] = rows.weights
+    return out
+
+
+def _write_order(mix: Interleave, first: int, order: np.ndarray) -> None:
+    """Write the rows of a row group, from ``first`` on in file order, to their positions."""
+    order[mix.positions()] = first + mix.permutation()

@@ -105,6 +105,21 @@ class RowGroupReader:
             raise ValueError(f"split {split!r} of {where} is empty; choose a split that has rows")
         return row_groups
 
+    def decoded_bytes(self, row_group: RowGroup) -> int:
+        """Memory of the decoded rows of ``row_group``; from the footer, without reading them."""
+        bags = tuple(f"{column.name}." for column in self.meta.categorical if column.multi_hot)
+        floats = 1 + len(self.meta.dense) + (self.meta.weight is not None)
+        one_hot = len(self.meta.categorical) - len(bags)
+        scalars = 4 * floats + self.ids_dtype.itemsize * one_hot
+        total = row_group.rows * scalars
+        if bags:
+            described = row_group.metadata.row_group(row_group.index)
+            for index in range(described.num_columns):
+                column = described.column(index)
+                if column.path_in_schema.startswith(bags):  # as name.list.element
+                    total += self.ids_dtype.itemsize * column.num_values + 8 * row_group.rows
+        return total
+
     def read(self, row_group: RowGroup) -> Rows:
         """Read ``row_group`` and check its values.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from threading import Lock
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +17,8 @@ from dlrm.data.parquet import RowGroup, RowGroupReader
 RUN = 64
 """Rows that stay together: 256 bytes of a column, four cache lines. Writing single rows to random
 positions of a buffer takes 5 times as long on a server CPU."""
+RUNS_PER_GROUP, RUNS_PER_WINDOW = 64, 1 << 14
+"""At least so many runs; where there are fewer rows, the runs are shorter, down to single rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,24 +47,35 @@ class ShuffleGroup:
 
 
 def shuffle_groups(
-    row_groups: Sequence[RowGroup], size: int, seed: tuple[int, ...] | None
+    row_groups: Sequence[RowGroup], windows: int, seed: tuple[int, ...] | None
 ) -> list[ShuffleGroup]:
-    """The row groups of an epoch in order, ``size`` of them in a group.
+    """The row groups of an epoch in order, in ``windows`` groups that are each shuffled.
+
+    Logs lie in the order of time, so each window takes row groups from all over the files: of every
+    ``windows`` consecutive ones, it gets one at random. All windows have the same number of them,
+    up to one: what a short last one holds would weigh most in the trained model.
 
     Args:
         row_groups: in file order.
-        size: row groups that are shuffled together.
-        seed: seed of the order; None keeps that of the file.
+        windows: number of groups; with more than row groups, each row group is one.
+        seed: seed of the order; None keeps that of the file, in which each row group is one.
     """
-    if seed is not None:
-        order = np.random.default_rng((*seed, 0)).permutation(len(row_groups))
-        row_groups = [row_groups[i] for i in order]
+    if seed is None:
+        dealt = [[row_group] for row_group in row_groups]
+    else:
+        windows = min(windows, len(row_groups))
+        random = np.random.default_rng((*seed, 0))
+        dealt = [[] for _ in range(windows)]
+        for first in range(0, len(row_groups), windows):
+            owners = random.permutation(windows)
+            for row_group, owner in zip(row_groups[first : first + windows], owners, strict=False):
+                dealt[owner].append(row_group)
     groups, start = [], 0
-    for first in range(0, len(row_groups), size):
+    for index, chosen in enumerate(dealt):
         group = ShuffleGroup(
             start=start,
-            row_groups=tuple(row_groups[first : first + size]),
-            seed=None if seed is None else (*seed, 1 + first),
+            row_groups=tuple(chosen),
+            seed=None if seed is None else (*seed, 1 + index),
         )
         groups.append(group)
         start = group.stop
@@ -73,23 +87,27 @@ class Interleave:
     """The positions in a shuffle buffer of the rows of one row group.
 
     The rows are permuted and split into runs. Run ``i`` becomes run ``slots[i]`` of the buffer.
-    The rows that do not fill a run go to ``rest``.
+    The rows that do not fill a run go to the positions ``rest``, after all runs.
     """
 
     seed: tuple[int, ...]
     run: int
     slots: np.ndarray
-    rest: slice
+    rest: np.ndarray
+
+    @property
+    def rows(self) -> int:
+        """Rows of the row group."""
+        return len(self.slots) * self.run + len(self.rest)
 
     def permutation(self) -> np.ndarray:
         """The rows of the row group in permuted order."""
-        rows = len(self.slots) * self.run + self.rest.stop - self.rest.start
-        return np.random.default_rng(self.seed).permutation(rows)
+        return np.random.default_rng(self.seed).permutation(self.rows)
 
     def positions(self) -> np.ndarray:
         """The position in the buffer of each of the permuted rows."""
         runs = self.slots[:, None] * self.run + np.arange(self.run)
-        return np.concatenate([runs.ravel(), np.arange(self.rest.start, self.rest.stop)])
+        return np.concatenate([runs.ravel(), self.rest])
 
     def write(self, values: np.ndarray, out: np.ndarray) -> None:
         """Write the permuted ``values`` of a column to their positions in ``out``."""
@@ -102,17 +120,23 @@ def interleave(group: ShuffleGroup) -> list[Interleave] | list[None]:
     """How each row group of ``group`` is mixed with the others; None to keep the order."""
     if group.seed is None:
         return [None] * len(group.row_groups)
-    sizes = [row_group.rows for row_group in group.row_groups]
-    run = max(1, min(RUN, min(sizes) // RUN))
-    owners = np.repeat(np.arange(len(sizes)), [size // run for size in sizes])
-    np.random.default_rng(group.seed).shuffle(owners)
-    made, start = [], len(owners) * run
-    for i, size in enumerate(sizes):
-        rest = slice(start, start + size % run)
-        slots = np.flatnonzero(owners == i)
-        made.append(Interleave(seed=(*group.seed, 1 + i), run=run, slots=slots, rest=rest))
-        start = rest.stop
-    return made
+    sizes = np.array([row_group.rows for row_group in group.row_groups])
+    most = int(np.median(sizes)) // RUNS_PER_GROUP, group.rows // RUNS_PER_WINDOW
+    run = max(1, min(RUN, *most))
+    random = np.random.default_rng(group.seed)
+    slots, rests = _deal(sizes // run, random), _deal(sizes % run, random)
+    end = (sizes // run).sum() * run
+    return [
+        Interleave(seed=(*group.seed, 1 + i), run=run, slots=slots[i], rest=end + rests[i])
+        for i in range(len(sizes))
+    ]
+
+
+def _deal(counts: np.ndarray, random: np.random.Generator) -> list[np.ndarray]:
+    """Deal the numbers from 0 on at random: ``counts[i]`` of them, in rising order, to each i."""
+    owners = np.repeat(np.arange(len(counts)), counts)
+    random.shuffle(owners)
+    return np.split(np.argsort(owners, kind="stable"), np.cumsum(counts)[:-1])
 
 
 class ShuffleBuffer:
@@ -137,6 +161,7 @@ class ShuffleBuffer:
         self.labels = np.empty(group.rows, np.float32)
         self.weights = None if meta.weight is None else np.empty(group.rows, np.float32)
         self._bags: list[pa.Array] | None = None
+        self._joining = Lock()
         shuffled_bags = meta.multi_hot and group.seed is not None
         self._order = np.empty(group.rows, np.int64) if shuffled_bags else None  # of the bags
         self._reads, first = [], 0
@@ -169,17 +194,19 @@ class ShuffleBuffer:
         Raises:
             ValueError: a row group is damaged or holds an invalid value.
         """
-        for read in self._reads:
+        for read in list(self._reads):
             read.result()
 
-    def bags(self) -> list[pa.Array]:
-        """The multi-hot features, a list per row. Only one thread may call this."""
-        if self._bags is None:
-            features = zip(*(read.result() for read in self._reads), strict=True)
-            joined = [pa.concat_arrays(row_groups) for row_groups in features]
-            order = self._order
-            self._bags = joined if order is None else [bags.take(order) for bags in joined]
-        return self._bags
+    def bags(self, rows: slice) -> list[pa.Array]:
+        """The multi-hot features of these rows, a list per row."""
+        with self._joining:
+            if self._bags is None:
+                features = zip(*(read.result() for read in self._reads), strict=True)
+                self._bags = [pa.concat_arrays(row_groups) for row_groups in features]
+                self._reads = []  # which hold the row groups
+        if self._order is None:
+            return [bags[rows] for bags in self._bags]
+        return [bags.take(self._order[rows]) for bags in self._bags]
 
 
 def row_buffer(reader: RowGroupReader, size: int, *, pinned: bool = False) -> RowBuffer:
@@ -221,7 +248,7 @@ def assemble(
         return batch
     # As soon as one feature is multi-hot, all of them become bags, table by table.
     one_hot, ones = iter(out.ids), np.ones(batch.size, np.int64)
-    multi_hot = zip(*([b[rows] for b in buffer.bags()] for buffer, rows in parts), strict=True)
+    multi_hot = zip(*(buffer.bags(rows) for buffer, rows in parts), strict=True)
     ids, lengths = [np.empty(0, reader.ids_dtype)], [np.zeros(1, np.int64)]
     for column in reader.meta.categorical:
         if column.multi_hot:

@@ -34,7 +34,7 @@ def make_loader(
     """
     training = split == "train"
     in_full = {} if training else {"shuffle": False, "drop_last": False}
-    return CriteoLoader(
+    loader = CriteoLoader(
         data,
         split,
         batch_size=world.share(batch_size, even=training),
@@ -43,3 +43,6 @@ def make_loader(
         device=device,
         **{**options, **in_full},
     )
+    if training:  # the free memory of each process differs a little
+        loader.windows = max(world.sizes(loader.windows, device))
+    return loader

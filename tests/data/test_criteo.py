@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from dlrm.data import shuffle
 from dlrm.data.batch import Batch
 from dlrm.data.criteo import CriteoLoader
 from dlrm.data.schema import Categorical, Meta, Split
@@ -135,12 +136,13 @@ def test_window_mixes_row_groups(data):
     loader = CriteoLoader(data, "train", batch_size=ROWS, shuffle=True, window=4)
     (batch,) = loader
     groups = (batch.dense[0].numpy() % 500 // 64).astype(int) + 8 * (batch.dense[0].numpy() >= 500)
-    first = groups[:200]
-    assert len(set(first)) == 4  # all four groups of the window, and no other
+    first = sorted(set(groups[:200]))
+    assert [group // 4 for group in first] == [0, 1, 2, 3]  # one of each quarter, and no other
     assert not (np.diff(batch.dense[0][:200].numpy()) > 0).all()
 
 
-def test_large_row_groups_are_dealt_in_runs(tmp_path):
+def test_large_row_groups_are_dealt_in_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(shuffle, "RUNS_PER_WINDOW", 1)
     count = 21_000  # row groups of 6,000, 4,500, 6,000 and 4,500 rows: not all runs are whole
     source = columns(count)
     lists = [[i % 90] * (i % 3) for i in range(count)]
@@ -156,7 +158,7 @@ def test_large_row_groups_are_dealt_in_runs(tmp_path):
     groups = np.digitize(order, [6000, 10_500, 16_500])
     for batch in groups.reshape(10, 2100)[:-1]:
         assert np.bincount(batch).min() > 100  # an even deal: 600, 450, 600, 450
-    assert abs(np.corrcoef(order, np.arange(count))[0, 1]) < 0.05
+    assert abs(np.corrcoef(order, np.arange(count))[0, 1]) < 0.15
     assert (groups[:64] == groups[0]).all()
     assert np.diff(order[:64]).min() < 0
     for batch, these in zip(batches, order.reshape(10, 2100), strict=True):
@@ -275,6 +277,8 @@ def test_refuses_the_state_of_other_options(data, changed):
     state = CriteoLoader(data, "train", **options).state_dict()
     other = CriteoLoader(data, "train", **{**options, **changed})
     ((name, value),) = changed.items()
+    if name == "window":  # of 16 row groups
+        name, value = "windows", 8
     with pytest.raises(ValueError, match=f"{name} is {value} here and .* in the state"):
         other.load_state_dict(state)
 

@@ -32,6 +32,7 @@ from dlrm.utils.messages import did_you_mean
 
 DEMO_ROWS, DEMO_CAP, DEMO_FRACTIONS = 300_000, 20_000, (0.8, 0.1, 0.1)
 MAX_CARDINALITY = 1 << 27  # limit of the fixed-point numbers in the quantile tables
+MAX_DRIFT = 8  # the sum of the slopes of a row stays exact as float32
 TSV_META_FILE = "synthetic.json"
 
 
@@ -45,6 +46,7 @@ def write(
     seed: int = 0,
     auc: float = 0.80,
     positives: float = 0.256,
+    drift: float = 0.0,
     format: Literal["parquet", "tsv"] = "parquet",
     device: str | None = None,
     threads: int | None = None,
@@ -67,6 +69,9 @@ def write(
         seed: seed of everything random.
         auc: expected AUC of the label model, the best that any model can reach.
         positives: expected share of label 1.
+        drift: how much the effects of ids change from the first row to the last: the standard
+            deviation of the change of each to either side of the middle, in units of that of the
+            effects themselves. 0 is without drift; about 1 is needed to see the order of training.
         format: ``parquet`` or ``tsv``.
         device: device that generates the rows, ``cpu`` or ``cuda``; by default a GPU if available.
         threads: files (chunks of TSV) written at a time; by default one per core.
@@ -87,8 +92,12 @@ def write(
         "positives": positives,
         "dense_transform": "log1p",
     }
+    if drift:
+        options["drift"] = drift
     profile = _profile(like)
     _check(rows=rows, fractions=fractions, seed=seed, auc=auc, positives=positives, format=format)
+    if not 0 <= drift <= MAX_DRIFT:
+        raise ValueError(f"drift is {drift}, it must be 0 to {MAX_DRIFT}")
     categorical = _columns(profile, cardinalities, format)
     threads = cpu_count() if threads is None else threads
     if threads < 1:
@@ -106,6 +115,7 @@ def write(
             auc=auc,
             positives=positives,
             device=_device(device),
+            drift=drift,
         )
         work = (temporary, generator, ranges, threads, progress)
         if format == "parquet":

@@ -17,7 +17,7 @@ from dlrm.data.synthetic.distributions import (
     invert,
     mix,
 )
-from dlrm.data.synthetic.label_model import LabelModel
+from dlrm.data.synthetic.label_model import TIME_POINT, LabelModel
 
 PILOT_ROWS = 1 << 16
 CPU_ROWS = 1 << 14  # rows generated at a time on a CPU, so that [S, B] stays in its caches
@@ -47,6 +47,7 @@ class Generator:
         auc: expected AUC of the label model.
         positives: expected share of label 1.
         device: device that generates the rows.
+        drift: how much the effects of ids change over the rows, see ``LabelModel``.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class Generator:
         auc: float,
         positives: float,
         device: torch.device,
+        drift: float = 0.0,
     ) -> None:
+        self.row_count = rows
         self.dense, self.categorical, self.device = tuple(dense), tuple(categorical), device
         columns = self.dense + self.categorical
         groups = sorted({column.missing_group for column in columns if column.missing})
@@ -87,10 +90,12 @@ class Generator:
         largest = max(column.lowest + column.values for column in dense)
         logs = np.log(np.arange(1, largest + 1, dtype=np.float64)).astype(np.float32)
         self.logs = torch.from_numpy(logs).to(device)
-        self.label_model = LabelModel(dense, categorical, seed=seed, device=device)
+        self.label_model = LabelModel(dense, categorical, seed=seed, device=device, drift=drift)
         # Columns are permutations, so the first rows are a random sample of all rows.
-        dense_values, missing, ids = self._columns(torch.arange(min(rows, PILOT_ROWS)).to(device))
-        scores = self.label_model.score(_non_negative(dense_values, missing), ids)
+        pilot = torch.arange(min(rows, PILOT_ROWS)).to(device)
+        dense_values, missing, ids = self._columns(pilot)
+        times = self._times(pilot * (rows // len(pilot)))  # from all over the data set
+        scores = self.label_model.score(_non_negative(dense_values, missing), ids, times)
         self.label_model.fit(scores, auc=auc, positives=positives)
 
     def rows(self, start: int, stop: int) -> GeneratedRows:
@@ -112,9 +117,15 @@ class Generator:
     def _rows(self, start: int, stop: int) -> GeneratedRows:
         rows = torch.arange(start, stop, device=self.device)
         dense, missing, ids = self._columns(rows)
-        bins = self.label_model.bins(self.label_model.score(_non_negative(dense, missing), ids))
+        scores = self.label_model.score(_non_negative(dense, missing), ids, self._times(rows))
+        bins = self.label_model.bins(scores)
         labels = self.label_model.labels(bins, mix(mix(rows ^ self.noise_key)))
         return GeneratedRows(labels=labels, dense=dense, missing=missing, ids=ids, bins=bins)
+
+    def _times(self, rows: Tensor) -> Tensor:
+        """The time of each row, from -1 for the first to 1 for the last, in fixed point."""
+        span = torch.div(rows << (TIME_POINT + 1), self.row_count, rounding_mode="floor")
+        return span - (1 << TIME_POINT)
 
     def _columns(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Dense values [N, B], which of them are missing [N, B], and ids [F, B]."""

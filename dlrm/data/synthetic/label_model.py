@@ -9,6 +9,9 @@ rare ids share theirs by a hash, at a lower scale, so that they carry some infor
 The arithmetic is on fixed-point integers, so a row has the same label on every device. The
 probability takes one of 2^13 values, so the rows counted for each value give the exact metrics of
 the label model, the best that any model can reach.
+
+With a drift, each effect of an id changes linearly over the rows, by a slope of its own, as tastes
+and prices change over the days of a log. In the middle, the effects are those without drift.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ RANK = 4
 CLUSTERS = 16
 FREQUENT = 4096  # ids with their own effect; the others share the same number by a hash
 RARE_SCALE = 0.5
+TIME_POINT = 16  # fraction bits of the time
 POINT, FACTOR_POINT = 12, 8  # fraction bits of effects and of factors
 BIN_BITS, BINS = 8, 1 << 13  # 2^BIN_BITS probabilities per unit of the logit; logits up to 16
 
@@ -38,6 +42,12 @@ class LabelModel:
 
     :meth:`fit` fits scale and bias to pilot rows, so that the expected AUC and the share of
     positives have the given values for any columns.
+
+    Args:
+        dense, categorical: the columns.
+        seed: seed of all effects.
+        device: of the rows.
+        drift: standard deviation of the slopes, in units of the effects of single ids.
     """
 
     def __init__(
@@ -47,6 +57,7 @@ class LabelModel:
         *,
         seed: int,
         device: torch.device | str,
+        drift: float = 0.0,
     ) -> None:
         random = np.random.Generator(np.random.PCG64([seed, 2]))
         effects = [_smooth_effect(column, random) for column in dense]
@@ -54,6 +65,13 @@ class LabelModel:
         self.dense_effects = torch.from_numpy(np.concatenate(effects)).to(device)
         self.dense_starts = torch.from_numpy(starts).to(device)[:, None]  # [N, 1]
         self.id_tables = torch.cat([_id_effects(random) for _ in categorical]).to(device)
+        self.drift = drift
+        if drift:
+            slopes = np.random.Generator(np.random.PCG64([seed, 6])).normal(
+                size=(len(self.id_tables), 1), scale=drift * ID_SCALE * (1 << POINT)
+            )
+            own = torch.from_numpy(np.rint(slopes).astype(np.float32)).to(device)
+            self.id_tables = torch.cat([self.id_tables, own], dim=1)
         self.id_starts = torch.arange(len(categorical), device=device)[:, None] * 2 * FREQUENT
         self.id_keys = hashed(seed, 3, len(categorical)).to(device)[:, None]  # [F, 1]
         self.scale, self.bias = 1 << 16, 0
@@ -62,22 +80,26 @@ class LabelModel:
         self.thresholds = torch.from_numpy(np.rint(self.probabilities * 2**31).astype(np.int64))
         self.thresholds = self.thresholds.to(device)
 
-    def score(self, dense: Tensor, ids: Tensor) -> Tensor:
+    def score(self, dense: Tensor, ids: Tensor, time: Tensor | None = None) -> Tensor:
         """Logit before scale and bias, fixed point, int64 ``[B]``.
 
         Args:
             dense: values with missing and negative as 0, int64 ``[N, B]``.
             ids: int64 ``[F, B]``.
+            time: of each row, -1 to 1 in fixed point, int64 ``[B]``; for a drift.
         """
         shared = ((ids * -0x61C8864680B583EB).bitwise_xor_(self.id_keys) >> 40) & (FREQUENT - 1)
         rare = (FREQUENT - 1 - ids) >> 63  # all bits set for a rare id
         rows = ids + (shared + FREQUENT - ids).bitwise_and_(rare) + self.id_starts
         # Integers below 2^24 as float32: the sum is exact in any order.
         total = F.embedding_bag(rows.t().contiguous(), self.id_tables, mode="sum").long()
-        factors = total[:, 1:]
+        factors = total[:, 1 : 1 + RANK]
         effects = self.dense_effects.index_select(0, (dense + self.dense_starts).view(-1))
         pairs = (factors * factors).sum(1) >> (2 * FACTOR_POINT - POINT + 1)
-        return total[:, 0] + effects.view_as(dense).sum(0) + pairs
+        own = total[:, 0]
+        if self.drift and time is not None:
+            own = own + (total[:, -1] * time >> TIME_POINT)
+        return own + effects.view_as(dense).sum(0) + pairs
 
     def bins(self, score: Tensor) -> Tensor:
         """Index of the probability of each row, int64 ``[B]`` in ``[0, BINS)``."""
