@@ -9,6 +9,7 @@ import torch
 from dlrm.config.model_spec import ModelSpec, model_spec
 from dlrm.config.optimizers import optimizer_specs
 from dlrm.config.schema import RunConfig
+from dlrm.data.criteo import ORDER_BYTES, shuffle_memory, windows_within
 from dlrm.data.schema import Meta
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
@@ -17,6 +18,7 @@ from dlrm.utils.device import pick_device
 from dlrm.utils.messages import format_bytes
 
 ROW_GROUP = 1 << 17  # rows of a row group, as the programs here write them
+STAGED = 16  # row groups in host memory on their way to a GPU, at most
 
 
 def describe(config: RunConfig) -> str:
@@ -40,7 +42,7 @@ def describe(config: RunConfig) -> str:
     sizes = [sum(table.values()) for table in model.sparse_arch.footprint()]
     compression = 4 * spec["embedding_dim"] * sum(meta.cardinalities) / sum(sizes)
     memory = _weights(model, dense, sparse) + _batch(config.batch_size, model, spec)
-    memory += _shuffle_buffers(config, meta, on_gpu=device.type == "cuda")
+    memory += _shuffle_buffers(config, meta, device)
     lines = [
         format_table_plan(meta.tables, meta.cardinalities, spec["plan"], sizes),
         f"embeddings: {format_bytes(sum(sizes))}, compression {compression:,.1f}x",
@@ -103,11 +105,21 @@ def _batch(batch_size: int, model: DLRM, spec: ModelSpec) -> Memory:
     ]
 
 
-def _shuffle_buffers(config: RunConfig, meta: Meta, *, on_gpu: bool) -> Memory:
-    row = 4 * (1 + len(meta.dense) + len(meta.tables))
-    rows = min(meta.splits["train"].rows, 2 * config.loader.window * ROW_GROUP)
-    places = ("host", "device") if on_gpu else ("host",)
-    return [(place, "shuffle buffers", rows * row) for place in places]
+def _shuffle_buffers(config: RunConfig, meta: Meta, device: torch.device) -> Memory:
+    row = 4 * (1 + len(meta.dense) + len(meta.tables)) + ORDER_BYTES
+    size = meta.splits["train"].rows * row
+    row_groups = -(-meta.splits["train"].rows // ROW_GROUP)
+    window = config.loader.window if config.loader.shuffle else 1
+    if window is None:
+        windows = windows_within(shuffle_memory(device), size, row_groups)
+    else:
+        windows = -(-row_groups // window)
+    place = "host" if device.type == "cpu" or meta.multi_hot else "device"
+    # The window in use and the next one.
+    memory = [(place, "shuffle buffers", size * min(2, windows) // windows)]
+    if place == "device":
+        memory.append(("host", "shuffle buffers", min(size, STAGED * ROW_GROUP * row)))
+    return memory
 
 
 def _total(place: str, memory: Memory) -> str:

@@ -29,6 +29,7 @@ from dlrm.utils.cpus import cpu_count
 from dlrm.utils.memory import free_memory
 
 Buffer = TypeVar("Buffer", ShuffleBuffer, DeviceShuffleBuffer)
+ORDER_BYTES = 8  # of a row, for its place in a window
 
 
 def shuffle_memory(device: torch.device) -> int:
@@ -36,6 +37,19 @@ def shuffle_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return free_memory(device) // 8
     return free_memory(device) // 2 // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def windows_within(memory: int, size: int, row_groups: int) -> int:
+    """The least number of windows with which rows of ``size`` bytes are within ``memory``.
+
+    One, or a power of two, because memory that is free varies a little from run to run.
+    """
+    if size <= memory:
+        return 1
+    windows = 4  # with fewer than these, three of them take more memory than one
+    while windows < row_groups and 3 * size > memory * windows:
+        windows *= 2
+    return min(windows, row_groups)
 
 
 class CriteoLoader:
@@ -239,22 +253,13 @@ class CriteoLoader:
         return -(-len(self._row_groups) // window)
 
     def _default_windows(self, memory: int | None) -> int:
-        """The least power of two with which the rows of the split fit into ``memory``.
-
-        A power of two, because memory that is free varies a little from run to run.
-        """
+        """Number of windows that are within ``memory``."""
         if not self.shuffle:
             return 1
         if memory is None:
             memory = shuffle_memory(self.device if self._gathers else torch.device("cpu"))
         total = sum(map(self._reader.decoded_bytes, self._row_groups))
-        total += 8 * self.rows  # their order
-        if total <= memory:
-            return 1
-        windows = 4  # with fewer than these, three of them take more memory than one
-        while windows < len(self._row_groups) and 3 * total > memory * windows:
-            windows *= 2
-        return min(windows, len(self._row_groups))
+        return windows_within(memory, total + ORDER_BYTES * self.rows, len(self._row_groups))
 
     def _order(self) -> dict[str, Any]:
         """Everything that the order of the rows, and thus the meaning of a position, depends on."""
