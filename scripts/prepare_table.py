@@ -16,6 +16,9 @@ from typing import Any
 from dlrm.data.table.infer import format_plan
 from dlrm.data.table.options import build_options, read_options
 from dlrm.data.table.pipeline import OPTIONS_FILE, open_and_plan, options_as_yaml, prepare_table
+from dlrm.data.table.transform import TRANSFORM_FILE
+from dlrm.utils.documents import read_json
+from dlrm.utils.messages import printable
 from dlrm.utils.program import Parser, count_arg, exit_status, path_arg
 
 EPILOG = """\
@@ -95,6 +98,10 @@ def _prepare(
     for name, part in meta.splits.items():
         share = f", {part.positives / part.rows:.2%} positive" if part.rows else ""
         print(f"{name:5} {part.rows:>13,} rows{share}")
+    scalings = read_json(output / TRANSFORM_FILE)["scalings"]
+    for way in sorted({scaling["transform"] for scaling in scalings.values()}):
+        names = [name for name, scaling in scalings.items() if scaling["transform"] == way]
+        print(f"{way:8} {len(names):>10,} numbers: {printable(', '.join(names))}")
     print(f"ids   {sum(meta.cardinalities):>13,} in {len(meta.categorical)} columns")
     print(
         f"{seconds:.1f} s, {rows / seconds:,.0f} rows/s: {output} "

@@ -316,7 +316,10 @@ def test_a_table_is_not_replaced_by_one_of_other_options(prepared, tmp_path):
 def test_the_options_that_are_written_give_the_same(prepared, tmp_path, run):
     directory, _, _ = prepared
     config = directory / "out" / "table.yaml"
-    run("prepare_table", directory / "rows.csv", "--output", tmp_path / "out", "--config", config)
+    rows = directory / "rows.csv"
+    told = run("prepare_table", rows, "--output", tmp_path / "out", "--config", config).stdout
+    assert "log               2 numbers: when_age, epoch_age\n" in told
+    assert "robust            1 numbers: price\n" in told
     for split, table in read(directory / "out").items():
         assert read(tmp_path / "out")[split].equals(table)
     shown = run(
