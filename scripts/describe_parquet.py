@@ -88,8 +88,7 @@ def describe_files(
         files: the Parquet files of each split, relative to ``directory``.
         label: the column to predict.
         dense: the dense columns; by default all columns of floating type except the label.
-        categorical: the categorical columns; by default all columns of integers or lists of
-            integers except the label and the dense columns.
+        categorical: the categorical columns; by default all others of integers or lists of them.
         unseen: ``row``: one more row of each table stands for nulls and for later ids; ``error``:
             ids must be in the table.
         like: the description of other data, whose columns and tables these files have.
@@ -122,20 +121,16 @@ def describe_files(
                     seen[column.name].update(column.name, row_group, ids)
                 missing = {name for name in missing if _is_missing(table[name])}
                 progress.update(row_group.rows)
+    described = {
+        split: Split(files=names, rows=rows[split], positives=positives[split])
+        for split, names in files.items()
+    }
     _note_missing([name for name in meta.dense if name in missing], sum(rows.values()))
     _note_unchecked([row_group for groups in row_groups.values() for row_group in groups])
-    return replace(
-        meta,
-        categorical=tuple(
-            _with_table(column, ids, unseen) if like is None else _in_table(column, ids)
-            for column, ids in zip(columns, seen.values(), strict=True)
-        ),
-        splits={
-            split: Split(files=names, rows=rows[split], positives=positives[split])
-            for split, names in files.items()
-        },
-        options={"made_by": DESCRIBED},
-    )
+    pairs = zip(columns, seen.values(), strict=True)
+    tables = [_in_table(*pair) if like else _with_table(*pair, unseen) for pair in pairs]
+    made_by = {"made_by": DESCRIBED}
+    return replace(meta, categorical=tuple(tables), splits=described, options=made_by)
 
 
 def _with_table(column: Categorical, ids: IdRange, unseen: str) -> Categorical:
