@@ -1,12 +1,13 @@
 """Kills runs at random moments, and compares what they end with bit for bit with whole runs.
 
     python tests/fuzz/kills.py --seed 0 --count 30
-    python tests/fuzz/kills.py --count 200 --device cuda --ranks 1
+    python tests/fuzz/kills.py --count 200 --jobs 14 --seconds 500 --device cuda --deterministic
     python tests/fuzz/kills.py --seed 0 --first 17 --count 1 --keep /tmp/kept      # case 17 again
 
-A case is a kind, an optimizer, a number of ranks, who is killed and when. A killed worker of
-torchrun is restarted by torchrun. A killed job is resumed, or started again if it had no checkpoint
-yet. Losses of every step, metrics and weights must be those of the run that nobody killed.
+A case is a kind, an optimizer, a number of ranks, who gets which signal and when. A worker of
+torchrun that ends is restarted by torchrun. A job that ends is resumed, or started again if it had
+no checkpoint yet. Losses of every step, metrics and weights must be those of the run that nobody
+killed. Two cases in a row share such a run.
 """
 
 from __future__ import annotations
@@ -15,31 +16,37 @@ import argparse
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
+import traceback
+import warnings
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # ranks may share a GPU
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each run starts processes for it
 
 import launcher
 import torch
+from run_process import ROOT, TIMEOUT, Process
 
 from dlrm.data import synthetic
 from dlrm.embeddings import available
 from dlrm.optim import RULES
+from dlrm.sparse_arch.table_plan import AUTO
 from dlrm.training import checkpoint
-from dlrm.training.run_directory import has_checkpoint
+from dlrm.training.run_directory import CHECKPOINTS, has_checkpoint
 
-ROOT = Path(__file__).parents[2]
 OPTIONS = "--model.bottom_mlp [8] --model.top_mlp [8] --batch_size 180 --optim.warmup_steps 5"
 OPTIONS += " --log_every 1 --eval_every 10 --eval_batch_size 500 --epochs 3 --populate_every 7"
 OPTIONS += " --sharding.threshold 1000 --tables.threshold 300"
@@ -52,9 +59,11 @@ KIND_OPTIONS = {
     "robe": "--robe.rows 64",
     "cafe": "--cafe.rows 64",
     "offload": "--offload.cache_rows 500",
+    AUTO: "--budget 3x",
 }
-TIMEOUT = 240  # seconds of a run and its restarts
-BAD = ("DIFFERENT", "FAILED", "HANG", "TRACEBACK")
+STEPS = 54
+SHARING = 2  # cases in a row with the same run that nobody killed
+BAD = ("DIFFERENT", "FAILED", "HANG", "SLOW TO LEAVE", "TRACEBACK")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,78 +73,34 @@ class Setup:
     kind: str
     rule: str
     ranks: int
-    device: str
-    deterministic: bool
-    data: Path = field(repr=False)
 
-    def arguments(self, output: Path) -> list[str]:
+    def arguments(self, options: argparse.Namespace, data: Path, output: Path) -> list[str]:
         """The command line of the run, which writes to ``output/run``."""
-        given = f"--emb {self.kind} --optim.embeddings {self.rule} --device {self.device}"
-        given += f" --deterministic {self.deterministic} {KIND_OPTIONS.get(self.kind, '')}"
-        places = ["--data", str(self.data), "--output", str(output), "--name", "run"]
-        return [*OPTIONS.split(), *given.split(), *places]
+        given = f"--emb {self.kind} --optim.embeddings {self.rule} --step {options.step}"
+        given += f" --device {options.device} --deterministic {options.deterministic}"
+        places = ["--data", str(data), "--output", str(output), "--name", "run"]
+        own = KIND_OPTIONS.get(self.kind, "")
+        return [*OPTIONS.split(), *given.split(), *own.split(), *places]
 
 
-class Process:
-    """A run in processes of its own."""
+@dataclass(kw_only=True)
+class Case:
+    """A run that gets signals, and what became of it."""
 
-    def __init__(self, setup: Setup, output: Path, arguments: list[str], restarts: int | None):
-        self.files = [output / "out", output / "err"]
-        sys.stdout.flush()
-        self.pid = os.fork()
-        if not self.pid:
-            try:
-                launcher.start(
-                    str(ROOT / "train.py"),
-                    arguments,
-                    setup.ranks,
-                    [str(file) for file in self.files],
-                    max_restarts=restarts,
-                )
-                os._exit(0)
-            except SystemExit as stop:
-                os._exit(stop.code if isinstance(stop.code, int) else bool(stop.code))
-            except BaseException as error:
-                print(f"{type(error).__name__}", file=sys.stderr, flush=True)
-                os._exit(1)
-        self.status: int | None = None
-        self.until = time.monotonic() + TIMEOUT
+    number: int
+    setup: Setup
+    who: str
+    signal: str
+    when: str
+    outcome: str = ""
+    signals: int = 0
+    """How many it got."""
+    inside: int = 0
+    """How many of them while a checkpoint was being written."""
 
-    def alive(self) -> bool:
-        """Whether it runs; raises TimeoutError when it has run too long."""
-        if self.status is None:
-            self.status = launcher.wait(self.pid, 0)
-        if self.status is None and time.monotonic() > self.until:
-            self.kill()
-            raise TimeoutError
-        return self.status is None
-
-    def wait(self) -> int:
-        """The exit status."""
-        while self.alive():
-            time.sleep(0.01)
-        return self.status or 0
-
-    def workers(self) -> list[int]:
-        """The processes of the ranks under torchrun."""
-        try:
-            text = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
-        except OSError:
-            return []
-        return [int(word) for word in text.split()]
-
-    def kill(self) -> None:
-        """Kill all of its processes."""
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            os.kill(self.pid, signal.SIGKILL)  # it has no group of its own yet
-        self.status = launcher.wait(self.pid, 60)
-
-    @property
-    def errors(self) -> str:
-        """What it printed to stderr."""
-        return self.files[1].read_text() if self.files[1].exists() else ""
+    def __str__(self) -> str:
+        setup = f"{self.setup.kind}, {self.setup.rule}, {self.setup.ranks} ranks"
+        return f"{self.number}: {setup}, SIG{self.signal} to the {self.who} by {self.when}"
 
 
 def outcome_of_run(run: Path) -> dict[str, object]:
@@ -145,116 +110,182 @@ def outcome_of_run(run: Path) -> dict[str, object]:
     found: dict[str, object] = {
         f"loss of step {line['step']}": line["train/loss"] for line in lines if "train/loss" in line
     }
+    assert len(found) == STEPS, f"{len(found)} losses"
     found |= {k: v for k, v in metrics.items() if k.startswith(("test/", "val/", "embeddings/"))}
     for name in ("latest", "best"):
-        model, _ = checkpoint.load_model(run / "checkpoints" / name)
+        model, _ = checkpoint.load_model(run / CHECKPOINTS / name)
         found |= {f"{name}: {key}": value for key, value in model.state_dict().items()}
     return found
 
 
-def differences(found: dict[str, object], expected: dict[str, object]) -> list[str]:
-    """The names of what differs."""
-    wrong = sorted(found.keys() ^ expected.keys())
-    for name in found.keys() & expected.keys():
-        a, b = found[name], expected[name]
-        same = torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b  # type: ignore[arg-type]
-        wrong += [] if same else [name]
-    return wrong
+def differences(run: Path, whole: Path) -> list[str]:
+    """The names of what differs. Called in a fork, as reading a checkpoint may start CUDA, and no
+    process that has done so can fork.
+    """
+    report = run.with_name("differences")
+    sys.stdout.flush()
+    if not (pid := os.fork()):
+        try:
+            found, expected = outcome_of_run(run), outcome_of_run(whole)
+            wrong = sorted(found.keys() ^ expected.keys())
+            for name in sorted(found.keys() & expected.keys()):
+                a, b = found[name], expected[name]
+                tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+                wrong += [] if (torch.equal(a, b) if tensors else a == b) else [name]  # type: ignore[arg-type]
+            report.write_text(json.dumps(wrong))
+        except BaseException:
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(0)
+    launcher.wait(pid, TIMEOUT)
+    return list(json.loads(report.read_text())) if report.exists() else ["it can't be read"]
 
 
 def wait_until(when: str, rng: random.Random, seconds: float, run: Path, process: Process) -> None:
-    """Wait for the moment of a kill."""
-    began, step = time.monotonic(), rng.randint(1, 53)
-    delay = rng.uniform(0, seconds)
+    """Wait for the moment of a signal."""
+    began, step = time.monotonic(), rng.randint(1, STEPS - 1)
+    delay = rng.uniform(0, 0.9 * seconds)
     while process.alive():
         log = run / "metrics.jsonl"
         if when == "time" and time.monotonic() > began + delay:
             return
         if when == "step" and log.exists() and f'"step": {step},' in log.read_text():
             return
-        if when == "checkpoint" and any((run / "checkpoints").glob("*.tmp")):
+        if when == "checkpoint" and writes_checkpoint(run):
             time.sleep(rng.uniform(0, 0.02))
             return
         time.sleep(0.001)
 
 
-def kill_and_recover(
-    setup: Setup, who: str, when: str, rng: random.Random, seconds: float, output: Path
+def writes_checkpoint(run: Path) -> bool:
+    """Whether a checkpoint is half written."""
+    return any((run / CHECKPOINTS).glob("*.tmp"))
+
+
+def signal_and_recover(
+    case: Case, arguments: list[str], rng: random.Random, seconds: float, output: Path
 ) -> str:
-    """Kill a run once or twice, let it go on, and return what became of it."""
-    arguments, run = setup.arguments(output), output / "run"
-    restarts = 3 if who == "worker" else None if setup.ranks == 1 else 0
-    process = Process(setup, output, arguments, restarts)
-    kills, resumed = 0, False
+    """Send a run one or two signals, let it go on, and return what became of it."""
+    run, ranks = output / "run", case.setup.ranks
+    number = signal.Signals[f"SIG{case.signal}"]
+    restarts = 3 if case.who == "worker" else None if ranks == 1 else 0
+    process = Process(ranks, output, arguments, restarts)
+    resumed = False
     for _ in range(rng.choice((1, 1, 2))):
-        wait_until(when, rng, seconds, run, process)
+        wait_until(case.when, rng, seconds, run, process)
         if not process.alive():
             break
-        if who == "worker":
+        inside = writes_checkpoint(run)
+        if case.who == "worker":
             if workers := process.workers():
-                os.kill(rng.choice(workers), signal.SIGKILL)
-                kills += 1
+                os.kill(rng.choice(workers), number)
+                case.signals, case.inside = case.signals + 1, case.inside + inside
             continue
-        process.kill()
-        kills += 1
+        if bad := process.end(number):
+            return bad
+        case.signals, case.inside = case.signals + 1, case.inside + inside
         resumed = has_checkpoint(run)
         if not resumed:
             shutil.rmtree(run, ignore_errors=True)
         again = ["--resume", str(run)] if resumed else arguments
-        process = Process(setup, output, again, restarts)
-    status, errors = process.wait(), process.errors
-    if re.search(r"^(\[rank\d+\]: )?Traceback", errors, re.MULTILINE):  # torchrun's are indented
+        process = Process(ranks, output, again, restarts)
+    status = process.wait()
+    if process.has_traceback():
         return "TRACEBACK"
     if status:
         return "FAILED"
-    if not kills:
+    if not case.signals:
         return "equal, had ended"
-    if resumed or "is resumed" in errors:
-        return "equal, resumed"
-    return "equal, begun again" if "begins again" in errors or who == "job" else "equal, new"
+    return "equal, " + ("resumed" if resumed or "is resumed" in process.errors else "begun again")
 
 
-def case(
-    number: int, options: argparse.Namespace, data: Path, wholes: dict[Setup, tuple[float, dict]]
-) -> tuple[str, str]:
-    """Run a case; returns its description and its outcome."""
+def run_case(
+    case: Case, options: argparse.Namespace, data: Path, seconds: float, place: Path
+) -> list[str]:
+    """Run a case, set its outcome, and return what differs.
+
+    Args:
+        case: the case.
+        options: the command line.
+        data: on which to train.
+        seconds: that the run in ``place/whole`` took, which nobody killed.
+        place: directory for the case's own.
+    """
+    rng = random.Random(f"{options.seed}/{case.number}/moments")
+    output = place / str(case.number)
+    output.mkdir()
+    wrong: list[str] = []
+    try:
+        arguments = case.setup.arguments(options, data, output)
+        case.outcome = signal_and_recover(case, arguments, rng, seconds, output)
+        if case.outcome not in BAD:
+            wrong = differences(output / "run", place / "whole" / "run")
+            case.outcome = "DIFFERENT" if wrong else case.outcome
+    except TimeoutError:
+        case.outcome = "HANG"
+    errors = output / "err"
+    if case.outcome in BAD and errors.exists():
+        wrong = [*wrong[:3], errors.read_text()[-3000:]]
+    return wrong
+
+
+def run_setup(number: int, options: argparse.Namespace, data: Path, stop_at: float) -> list[Case]:
+    """Run the cases of a setup, and the run that nobody kills.
+
+    Args:
+        number: of the setup.
+        options: the command line.
+        data: on which to train.
+        stop_at: time, by ``time.monotonic``, after which nothing is begun.
+    """
     rng = random.Random(f"{options.seed}/{number}")
-    setup = Setup(
-        kind=rng.choice(options.kinds),
-        rule=rng.choice(options.rules),
-        ranks=rng.choice(options.ranks),
-        device=options.device,
-        deterministic=options.deterministic,
-        data=data,
-    )
-    who, when = rng.choice(options.who), rng.choice(options.when)
-    what = f"{setup.kind}, {setup.rule}, {setup.ranks} ranks, {who} killed by {when}"
-    with tempfile.TemporaryDirectory(prefix="kills-") as place:
-        output = Path(place)
-        if setup not in wholes:
-            (output / "whole").mkdir()
+    kind = options.kinds[number % len(options.kinds)]  # any few cases have many kinds
+    setup = Setup(kind=kind, rule=rng.choice(options.rules), ranks=rng.choice(options.ranks))
+    first, last = number * SHARING, min(options.first + options.count, (number + 1) * SHARING)
+    done: list[Case] = []
+    with tempfile.TemporaryDirectory(prefix="kills-") as directory:
+        place, seconds = Path(directory), 0.0
+        for index in range(first, last):
+            who, name, when = map(rng.choice, (options.who, options.signals, options.when))
+            case = Case(number=index, setup=setup, who=who, signal=name, when=when)
             began = time.monotonic()
-            arguments = setup.arguments(output / "whole")
-            process = Process(setup, output / "whole", arguments, None)
-            if process.wait():
-                raise SystemExit(f"{what}: the run that nobody killed failed:\n{process.errors}")
+            if index < options.first or began > stop_at:
+                continue
+            if not seconds:
+                (place / "whole").mkdir()
+                arguments = setup.arguments(options, data, place / "whole")
+                process = Process(setup.ranks, place / "whole", arguments, None)
+                if process.wait():
+                    raise SystemExit(f"{case}: the run that nobody killed failed: {process.errors}")
+                seconds = time.monotonic() - began
+            wrong = run_case(case, options, data, seconds, place)
+            done.append(case)
             taken = time.monotonic() - began
-            wholes[setup] = taken, outcome_of_run(output / "whole" / "run")
-        seconds, expected = wholes[setup]
-        try:
-            outcome = kill_and_recover(setup, who, when, rng, seconds, output)
-        except TimeoutError:
-            outcome = "HANG"
-        if outcome not in BAD:
-            wrong = differences(outcome_of_run(output / "run"), expected)
-            if wrong:
-                what += f" ({len(wrong)} differ: {', '.join(wrong[:3])})"
-                outcome = "DIFFERENT"
-        if outcome in BAD:
-            print((output / "err").read_text()[-3000:])
-            if options.keep:
-                shutil.copytree(output, options.keep / str(number), symlinks=True)
-    return what, outcome
+            print(f"{case}: {case.outcome} ({taken:.1f} s) {', '.join(wrong)}", flush=True)
+            if case.outcome in BAD and options.keep:
+                shutil.copytree(place, options.keep / str(index), symlinks=True)
+    return done
+
+
+def report(cases: list[Case]) -> None:
+    """Print how many cases of each kind, rule and so on had which outcome."""
+    columns: dict[str, Callable[[Case], str]] = {
+        "kind": lambda case: case.setup.kind,
+        "rule": lambda case: case.setup.rule,
+        "ranks": lambda case: str(case.setup.ranks),
+        "signal": lambda case: f"SIG{case.signal} to the {case.who}",
+        "moment": lambda case: case.when,
+        "in all": lambda case: "",
+    }
+    outcomes = sorted({case.outcome for case in cases})
+    for title, key in columns.items():
+        print(f"\n{title:20}  {'  '.join(outcomes)}  cases")
+        for row in sorted({key(case) for case in cases}):
+            counts = Counter(case.outcome for case in cases if key(case) == row)
+            cells = "  ".join(f"{counts[outcome]:>{len(outcome)}}" for outcome in outcomes)
+            print(f"{row:20}  {cells}  {counts.total():5}")
+    sent, inside = sum(case.signals for case in cases), sum(case.inside for case in cases)
+    print(f"\n{len(cases)} cases, {sent} signals, {inside} while a checkpoint was being written")
 
 
 def main() -> int:
@@ -266,37 +297,35 @@ def main() -> int:
     add("--seed", type=int, default=0)
     add("--first", type=int, default=0, help="number of the first case")
     add("--count", type=int, default=20, help="number of cases")
-    add("--kinds", nargs="+", default=sorted(available()))
-    add("--rules", nargs="+", default=sorted(RULES))
-    add("--ranks", nargs="+", type=int, default=[1, 2, 4])
+    add("--seconds", type=float, default=float("inf"), help="begin no case after these")
+    add("--jobs", type=int, default=1, help="cases at a time")
+    add("--kinds", nargs="+", default=[*sorted(available()), AUTO])
+    add("--rules", nargs="+", default=["sgd", "adagrad", "rowwise_adagrad", "adam"], choices=RULES)
+    add("--ranks", nargs="+", type=int, help="default: 1 2 4, and 1 on a GPU")
     add("--who", nargs="+", default=["worker", "job"], choices=["worker", "job"])
+    add("--signals", nargs="+", default=["KILL", "TERM"], choices=["KILL", "TERM", "INT", "HUP"])
     add("--when", nargs="+", default=["time", "step", "checkpoint"])
     add("--device", default="cpu")
+    add("--step", default="auto", help="how a step runs: auto, eager, compile or graph")
     add("--deterministic", action="store_true", help="needed for equal bits on a GPU")
     add("--keep", type=Path, help="directory for the files of cases that ended badly")
     options = parser.parse_args()
+    # Processes can't share a GPU: NCCL refuses that.
+    options.ranks = options.ranks or ([1, 2, 4] if options.device == "cpu" else [1])
+    stop_at = time.monotonic() + options.seconds
     os.chdir(ROOT)
+    warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
     launcher.preload()
-    outcomes: Counter[str] = Counter()
-    by_setup: Counter[tuple[str, str]] = Counter()
-    wholes: dict[Setup, tuple[float, dict]] = {}
     with tempfile.TemporaryDirectory(prefix="kills-data-") as place:
         data = Path(place) / "data"
         rows = [3000 if column % 5 == 0 else 20 + column for column in range(26)]
         synthetic.write(data, rows=4001, cardinalities=rows, fractions=[0.8, 0.1, 0.1])
-        for number in range(options.first, options.first + options.count):
-            began = time.monotonic()
-            what, outcome = case(number, options, data, wholes)
-            outcomes[outcome] += 1
-            by_setup[what.split(",")[0], outcome] += 1
-            print(f"{number}: {what}: {outcome} ({time.monotonic() - began:.1f} s)", flush=True)
-    print(f"\n{'outcome':20} cases")
-    for outcome, count in sorted(outcomes.items()):
-        print(f"{outcome:20} {count:5}")
-    print(f"\n{'kind':10} {'outcome':20} cases")
-    for (kind, outcome), count in sorted(by_setup.items()):
-        print(f"{kind:10} {outcome:20} {count:5}")
-    return int(any(outcomes[outcome] for outcome in BAD))
+        setups = range(options.first // SHARING, -(-(options.first + options.count) // SHARING))
+        run = partial(run_setup, options=options, data=data, stop_at=stop_at)
+        with ProcessPoolExecutor(options.jobs, get_context("fork")) as processes:
+            cases = [case for found in processes.map(run, setups) for case in found]
+    report(cases)
+    return int(not cases or any(case.outcome in BAD for case in cases))
 
 
 if __name__ == "__main__":
