@@ -98,8 +98,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--drift",
         type=float,
         default=0.0,
-        help="how much the effects of ids change over the rows, in units of these effects; 1 makes "
-        "the order of training matter, as in real logs (default: %(default)s)",
+        help="how much the effects of ids change over the rows, in units of these effects "
+        "(default: %(default)s)",
     )
     add(
         "--format",

@@ -193,8 +193,8 @@ def test_mistakes_are_named(script, data, tmp_path, capsys):
     synthetic.write(tmp_path / "ones", rows=50, cardinalities=[5] * 26, fractions=[0.5, 0, 0.5])
     for path in (tmp_path / "ones").glob("train*.parquet"):
         pd.read_parquet(path).assign(label=1).to_parquet(path)
-    names = ("reproduce_tt_rec", "frontier", "baseline_trees")
-    tt_rec, frontier, trees = (script(name).main for name in names)
+    names = ("reproduce_tt_rec", "frontier", "baseline_trees", "shuffle_order")
+    tt_rec, frontier, trees, order = (script(name).main for name in names)
     for main, given, message in (
         (tt_rec, [], "error: --data is needed, or --ratios-only"),
         (tt_rec, ["--data", "nowhere"], "nowhere/meta.json does not exist"),
@@ -202,6 +202,7 @@ def test_mistakes_are_named(script, data, tmp_path, capsys):
         (frontier, ["--data", bare], "no_test has no test rows, which the comparison needs"),
         (tt_rec, ["--data", bare], "no_test has no test rows, which the comparison needs"),
         (frontier, ["--data", str(data), "--validation", bare], "no_test has no val rows"),
+        (order, ["--data", bare], "no_test has no test rows, which the comparison needs"),
         (trees, ["--data", bare], "no_test has no test rows, which the comparison needs"),
         (trees, ["--data", str(tmp_path / "lists")], "lists has lists of ids; trees take one id"),
         (
@@ -217,7 +218,11 @@ def test_mistakes_are_named(script, data, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", ["compare", "frontier", "reproduce_tt_rec", "compress_trained", "baseline_trees"]
+    "name",
+    [
+        *("compare", "frontier", "reproduce_tt_rec", "compress_trained", "baseline_trees"),
+        "shuffle_order",
+    ],
 )
 def test_every_option_is_explained(script, name):
     for action in script(name).arguments()._actions:

@@ -71,7 +71,7 @@ def write(
         positives: expected share of label 1.
         drift: how much the effects of ids change from the first row to the last: the standard
             deviation of the change of each to either side of the middle, in units of that of the
-            effects themselves. 0 is without drift; about 1 is needed to see the order of training.
+            effects themselves. 0 is without drift.
         format: ``parquet`` or ``tsv``.
         device: device that generates the rows, ``cpu`` or ``cuda``; by default a GPU if available.
         threads: files (chunks of TSV) written at a time; by default one per core.
