@@ -23,7 +23,9 @@ from dlrm.config.optimizers import optimizer_specs
 from dlrm.config.options import changed_options
 from dlrm.config.schema import RunConfig
 from dlrm.data import synthetic
+from dlrm.data.fingerprint import require_same_ids
 from dlrm.data.frequencies import read_frequencies
+from dlrm.data.raw_rows import keep_transform
 from dlrm.distributed.interruption import Interruption
 from dlrm.distributed.sharding_plan import make_sharding_plan
 from dlrm.distributed.world import World
@@ -75,7 +77,8 @@ class Run:
         )
         self.model = DLRM(**self.spec, sharding=self.sharding).to(self.device)
         if config.init_from and not resumed:
-            trained, _ = load_model(config.init_from, self.device, world=world)
+            trained, state = load_model(config.init_from, self.device, world=world)
+            require_same_ids(config.data, self.meta, state.fingerprint, config.init_from)
             self.model.load_trained(trained)
         both = self.model.dense_parameters(), self.model.sparse_arch.parameters()
         specs = zip(both, optimizer_specs(config.optim), strict=True)
@@ -218,6 +221,7 @@ class Run:
 
     def _print_plan(self) -> None:
         run_directory.write_config(self.directory, self.resolved)
+        keep_transform(self.config.data, self.directory / run_directory.PREPARATION)
         tables = format_table_plan(self.meta.tables, self.meta.cardinalities, self.spec["plan"])
         sharding, sizes = self.sharding.text if self.sharding else "", self._embedding_sizes()
         self.tracker.texts(config=self.resolved, tables=tables, sharding=sharding)

@@ -1,7 +1,4 @@
-"""Write the predictions of a trained model: ``python scripts/predict.py CHECKPOINT DATA OUTPUT``.
-
-The output is a Parquet file with the columns ``probability`` and ``label``, in row order.
-"""
+"""Write the predictions of a trained model: ``python scripts/predict.py RUN ROWS OUTPUT``."""
 
 from __future__ import annotations
 
@@ -11,29 +8,91 @@ if __name__ == "__main__":
     startup.begin()  # before the imports, which take seconds
 
 import sys
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
-from pyarrow import parquet
+import pyarrow.csv
+import pyarrow.parquet as pq
 
+from dlrm.data.raw_rows import in_batches
+from dlrm.data.schema import META_FILE
+from dlrm.data.table.pipeline import MADE_BY
 from dlrm.distributed.world import World
-from dlrm.training import metrics
 from dlrm.training.evaluation import TrainedModel
+from dlrm.training.predictor import (
+    BATCH_SIZE,
+    LABEL,
+    PROBABILITY,
+    ROW,
+    Predictor,
+    probabilities,
+    require_new_names,
+)
 from dlrm.utils.atomic import atomic_write
 from dlrm.utils.device import pick_device
 from dlrm.utils.program import Parser, count_arg, exit_status, path_arg
 
+EPILOG = """\
+ROWS is one of these:
+  raw rows of the kind that the model's data was prepared from, with or without a label: rows of
+    Criteo as text, or a table as CSV, JSON lines or Parquet; plain, gzip or zstd; a file, a
+    directory of a table, or a pattern in quotes. All that they need lies with the run.
+  a prepared directory with meta.json, of which --split is scored. It must have been prepared with
+    the ids of the model's data.
+
+OUTPUT is Parquet or CSV, by its suffix. It has the columns row (the number of the row in all files,
+from 1, without headers; rows that are left out are counted), those that are passed through (by the
+preparation, or --keep), probability, and label if the rows have one. It appears when it is
+complete.
+
+Examples:
+  predict.py runs/mine new.csv scores.csv --keep user
+  predict.py runs/mine 'logs/*.parquet' scores.parquet
+  predict.py runs/kaggle test.txt scores.parquet --bad-rows skip
+  predict.py runs/kaggle data/kaggle scores.parquet --split val
+"""
+SUFFIXES = (".parquet", ".csv")
+
+
+def scores_arg(text: str) -> Path:
+    """The ``type`` of the output."""
+    path = path_arg(text)
+    if path.is_dir():
+        raise ArgumentTypeError(f"is {text!r}, a directory; name the file to write")
+    if path.suffix not in SUFFIXES:
+        raise ArgumentTypeError(f"is {text!r}, its name must end in {' or '.join(SUFFIXES)}")
+    return path
+
 
 def arguments() -> Parser:
     """The command line."""
-    parser = Parser(__doc__)
-    parser.add_argument("checkpoint", help="run directory, or one of its checkpoints/")
-    parser.add_argument("data", help="prepared directory with meta.json")
-    parser.add_argument("output", type=path_arg, help="Parquet file to write")
-    parser.add_argument("--split", default="test", help="split to predict")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    parser.add_argument("--batch-size", type=count_arg, default=16384, help="samples per batch")
-    parser.add_argument(
+    parser = Parser(__doc__, epilog=EPILOG)
+    add = parser.add_argument
+    add("checkpoint", metavar="RUN", help="run directory, or one of its checkpoints/")
+    add("rows", metavar="ROWS", type=path_arg, help="raw rows, or a prepared directory")
+    add("output", metavar="OUTPUT", type=scores_arg, help="file to write, .parquet or .csv")
+    add("--split", help="split of a prepared directory (default: test)")
+    add(
+        "--keep",
+        nargs="+",
+        default=[],
+        metavar="COLUMN",
+        help="columns of the rows to copy to the output, such as keys (default: those that the "
+        "preparation passes through)",
+    )
+    add(
+        "--bad-rows",
+        choices=("stop", "skip"),
+        default="stop",
+        help="stop: end with an error at the first bad row. skip: leave bad rows of Criteo out, as "
+        "prepare_criteo.py does; row numbers tell which are there",
+    )
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    add("--batch-size", type=count_arg, default=BATCH_SIZE, help="samples per batch")
+    add(
         "--allow-outside",
         action="store_true",
         help="read the files that meta.json lists outside of its directory too (default: no)",
@@ -42,36 +101,98 @@ def arguments() -> Parser:
 
 
 def predict(options: Namespace) -> None:
-    """Write the predictions for one split."""
+    """Write the predictions."""
     processes = World.from_environment().size
     if processes > 1:  # each would write the file
         raise ValueError(
             f"predict.py runs in one process, but there are {processes}: start it without torchrun"
         )
-    output = options.output
-    if output.is_dir():
-        raise ValueError(f"{output} is a directory; name the Parquet file to write")
+    rows, output = options.rows, options.output
+    output.parent.mkdir(parents=True, exist_ok=True)
+    prepared = (rows / META_FILE).is_file()
+    batches = _prepared_scores(options) if prepared else _raw_scores(options)
+    written = 0
+    with atomic_write(output) as temporary:
+        writer = None
+        try:
+            for batch in batches:
+                writer = writer or _open(temporary, output.suffix, batch.schema)
+                writer.write(batch)
+                written += batch.num_rows
+        except pa.ArrowException as error:
+            raise ValueError(f"{output} can't be written: {' '.join(str(error).split())}") from None
+        finally:
+            if writer:
+                writer.close()
+        if not written:
+            raise ValueError(f"{rows} has no rows to score")
+    print(f"{written:,} predictions in {output}")
+
+
+def _raw_scores(options: Namespace) -> Iterator[pa.RecordBatch]:
+    """Scores of raw rows, in batches."""
+    if options.split:
+        raise ValueError(f"{options.rows} has no splits, as it is not prepared: leave out --split")
+    predictor = Predictor.load(options.checkpoint, device=pick_device(options.device))
+    inputs = predictor.transform.find_files([options.rows])
+    if options.output.resolve() in {path.resolve() for path in inputs}:
+        raise ValueError(f"{options.output} is also to be scored: name another file to write")
+    yield from predictor.score(
+        inputs,
+        keep=options.keep,
+        skip_bad=options.bad_rows == "skip",
+        batch_size=options.batch_size,
+    )
+
+
+def _prepared_scores(options: Namespace) -> Iterator[pa.RecordBatch]:
+    """Scores of a split of a prepared directory, in batches."""
+    split = options.split or "test"
     trained = TrainedModel.load(
         options.checkpoint,
-        options.data,
-        options.split,
+        options.rows,
+        split,
         device=pick_device(options.device),
         batch_size=options.batch_size,
         allow_outside=options.allow_outside,
     )
-    schema = pa.schema({"probability": pa.float32(), "label": pa.float32()})
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        atomic_write(output) as temporary,
-        parquet.ParquetWriter(temporary, schema, write_page_checksum=True) as writer,
-    ):
-        for batch in trained.loader:
-            logits, labels, *_ = trained.predict(batch)
-            metrics.require_finite_logits(logits)
-            probabilities = metrics.sigmoid(logits).float().cpu().numpy()
-            columns = [probabilities, labels.cpu().numpy()]
-            writer.write_table(pa.table(columns, schema=schema))
-    print(f"{trained.loader.rows:,} predictions in {output}")
+    meta = trained.loader.meta
+    files = [options.rows / name for name in meta.splits[split].files]
+    columns = meta.options.get("columns", {})
+    tables = meta.options.get("made_by") == MADE_BY
+    passed = [name for name, own in columns.items() if tables and own["kind"] == "pass"]
+    names = list(dict.fromkeys([*passed, *options.keep]))
+    for path in files:
+        there = pq.read_schema(path).names
+        if missing := [name for name in names if name not in there]:
+            raise ValueError(f"{path} has no column {missing[0]!r} to keep: leave it out")
+    require_new_names(names)
+    kept = in_batches(_read(files, names, options.batch_size), options.batch_size)
+    done = 0
+    for batch in trained.loader:
+        logits, labels, *_ = trained.predict(batch)
+        own = next(kept)[0] if names else {}
+        columns = {ROW: pa.array(range(done + 1, done + 1 + batch.size), pa.int64())}
+        columns |= {name: own[name].combine_chunks() for name in names}
+        columns |= {PROBABILITY: probabilities(logits), LABEL: labels.cpu().numpy()}
+        yield pa.RecordBatch.from_pydict(columns)
+        done += batch.size
+
+
+def _read(
+    files: Sequence[Path], names: Sequence[str], size: int
+) -> Iterator[tuple[pa.RecordBatch]]:
+    for path in files:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            for batch in file.iter_batches(size, columns=list(names)):
+                yield (batch,)
+
+
+def _open(path: Path, suffix: str, schema: pa.Schema) -> Any:
+    """A writer of record batches."""
+    if suffix == ".parquet":
+        return pq.ParquetWriter(path, schema, write_page_checksum=True)
+    return pyarrow.csv.CSVWriter(path, schema)
 
 
 def main(argv: list[str] | None = None) -> int:

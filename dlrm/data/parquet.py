@@ -126,33 +126,46 @@ class RowGroupReader:
         Raises:
             ValueError: the row group is damaged or holds an invalid value.
         """
-        table = self.read_table(row_group)
-        labels, weights, weight = self.labels(table, row_group), None, self.meta.weight
+        return self.convert(self.read_table(row_group), row_group)
+
+    def convert(self, table: pa.Table, where: object) -> Rows:
+        """Check the values of a table with the columns of ``meta``, of the types of its files.
+
+        Args:
+            table: the rows; without a column of labels, these are 0.
+            where: what to name in errors.
+
+        Raises:
+            ValueError: a value is invalid.
+        """
+        labels, weights, weight = np.zeros(len(table), np.uint8), None, self.meta.weight
+        if self.meta.label in table.schema.names:
+            labels = self.labels(table, where)
         if weight is not None:
-            weights = _weights(_only_chunk(table, weight), f"{row_group}, column {weight!r}")
+            weights = _weights(_only_chunk(table, weight), f"{where}, column {weight!r}")
         rows = Rows(labels=labels, dense=[], ids=[], bags=[], weights=weights)
         for name in self.meta.dense:
-            rows.dense.append(_dense(_only_chunk(table, name), f"{row_group}, column {name!r}"))
+            rows.dense.append(_dense(_only_chunk(table, name), f"{where}, column {name!r}"))
         for column, cardinality in zip(self.meta.categorical, self.num_embeddings, strict=True):
-            array, where = _only_chunk(table, column.name), f"{row_group}, column {column.name!r}"
+            array, place = _only_chunk(table, column.name), f"{where}, column {column.name!r}"
             if not column.multi_hot:
-                rows.ids.append(_ids(array, where, column, cardinality))
+                rows.ids.append(_ids(array, place, column, cardinality))
                 continue
-            offsets = np.zeros(row_group.rows + 1, np.int64)
+            offsets = np.zeros(len(table) + 1, np.int64)
             np.cumsum(pc.fill_null(pc.list_value_length(array), 0), out=offsets[1:])
-            ids = _ids(array.flatten(), where, column, cardinality)
+            ids = _ids(array.flatten(), place, column, cardinality)
             ids = ids.astype(self.ids_dtype, copy=False)
             rows.bags.append(pa.LargeListArray.from_arrays(offsets, ids))
         return rows
 
-    def labels(self, table: pa.Table, row_group: RowGroup) -> np.ndarray:
+    def labels(self, table: pa.Table, where: object) -> np.ndarray:
         """The labels in what :meth:`read_table` returned, ``[rows]`` bool or number.
 
         Raises:
             ValueError: a label is missing or not in [0, 1].
         """
         name = self.meta.label
-        return _labels(_only_chunk(table, name), f"{row_group}, column {name!r}")
+        return _labels(_only_chunk(table, name), f"{where}, column {name!r}")
 
     def open(self, path: Path) -> list[RowGroup]:
         """The row groups of one file, whose footer and schema are checked.

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
+
+import pyarrow as pa
 
 from dlrm.data.preprocess.transform import CriteoTransform
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.data.table.transform import TRANSFORM_FILE, TableTransform
+from dlrm.utils.messages import print_error
 
 
 def load_transform(directory: str | os.PathLike[str]) -> TableTransform | CriteoTransform:
@@ -16,7 +22,7 @@ def load_transform(directory: str | os.PathLike[str]) -> TableTransform | Criteo
     Example::
 
         transform = load_transform("data/mine")
-        for rows, kept in transform.read(["new.csv"], keep=["row_id"]):
+        for rows, kept, numbers in transform.read(["new.csv"], keep=["row_id"]):
             ...  # rows: label if the file has one, dense and categorical columns as in meta.json
 
     Raises:
@@ -44,3 +50,83 @@ def transform_files(directory: str | os.PathLike[str]) -> list[Path]:
             "prepare_criteo.py: only prepared rows can be scored"
         )
     return files + [Path(Meta.vocabulary_file(name)) for name in meta.tables]
+
+
+def keep_transform(directory: str | os.PathLike[str], target: Path) -> None:
+    """Keep what :func:`load_transform` needs of a prepared directory, so that a run has it.
+
+    Vocabularies may have hundreds of megabytes: they are hard links where the file system has
+    them, which take no room, and else copies. ``target`` is there completely or not at all. Data
+    that was not made from raw rows has nothing to keep.
+
+    Args:
+        directory: the prepared directory.
+        target: directory to make.
+    """
+    source = Path(directory)
+    try:
+        files = transform_files(source)
+    except ValueError:
+        return
+    if (target / META_FILE).is_file():
+        if Meta.read(target).fingerprint == Meta.read(source).fingerprint:
+            return
+        shutil.rmtree(target)
+    if missing := next((file for file in files if not (source / file).is_file()), None):
+        print_error(f"note: there is no {source / missing}: the run can score prepared rows only")
+        return
+    temporary = target.with_name(target.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    for file in files:
+        (temporary / file).parent.mkdir(parents=True, exist_ok=True)
+        linked = False
+        if file.parent.name:  # a vocabulary; people edit the other files in place
+            with suppress(OSError):  # another file system, or one without links
+                os.link((source / file).resolve(), temporary / file)
+                linked = True
+        if not linked:
+            shutil.copyfile(source / file, temporary / file)
+    temporary.replace(target)
+
+
+def in_batches(
+    parts: Iterable[tuple[pa.RecordBatch, ...]], size: int
+) -> Iterator[tuple[pa.Table, ...]]:
+    """Rows that come in parts, as tables of ``size`` rows each; the last may have fewer.
+
+    Args:
+        parts: batches of the same rows, such as their features and their keys.
+        size: rows of a table.
+
+    Raises:
+        ValueError: the columns of two parts differ.
+    """
+    held: list[tuple[pa.RecordBatch, ...]] = []
+    room = size
+    for part in parts:
+        start, rows = 0, part[0].num_rows
+        while start < rows:
+            taken = min(room, rows - start)
+            held.append(tuple(batch.slice(start, taken) for batch in part))
+            start, room = start + taken, room - taken
+            if not room:
+                yield _joined(held)
+                held, room = [], size
+    if held:
+        yield _joined(held)
+
+
+def _joined(parts: list[tuple[pa.RecordBatch, ...]]) -> tuple[pa.Table, ...]:
+    for batches in zip(*parts, strict=True):
+        first = batches[0].schema
+        for other in batches:
+            if not other.schema.equals(first):
+                raise ValueError(
+                    f"the rows have columns {_listed(first)} first and {_listed(other.schema)} "
+                    "later: give all files the same columns and types, all or none with a label"
+                )
+    return tuple(pa.Table.from_batches(batches) for batches in zip(*parts, strict=True))
+
+
+def _listed(schema: pa.Schema) -> str:
+    return ", ".join(f"{field.name} ({field.type})" for field in schema)

@@ -88,6 +88,8 @@ class Meta:
     """Name, size in bytes and SHA-256 of each raw input file."""
     planted: Mapping[str, Any] = field(default_factory=dict)
     """For synthetic data: the best possible metrics of each split, those of the label model."""
+    fingerprint: str | None = None
+    """Of data made from raw rows; see :func:`dlrm.data.fingerprint.fingerprint`."""
 
     def __post_init__(self) -> None:
         names = [self.label, *self.dense, *self.tables]
@@ -126,6 +128,8 @@ class Meta:
                 raise ValueError(f"split {shown(name)} has positives {shown(split.positives)}")
             if not all(isinstance(file, str) and len(file) <= MAX_NAME for file in split.files):
                 raise ValueError(f"split {shown(name)} has files {shown(split.files)}")
+        if not isinstance(self.fingerprint, str | None):
+            raise ValueError(f"fingerprint is {shown(self.fingerprint)}")
         for name, value in {"options": self.options, "planted": self.planted}.items():
             if not isinstance(value, Mapping):
                 raise ValueError(f"{name} is {shown(value)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from threading import Lock
@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 
 from dlrm.data.batch import Batch, RowBuffer
-from dlrm.data.parquet import RowGroup, RowGroupReader
+from dlrm.data.parquet import RowGroup, RowGroupReader, Rows
 
 RUN = 64
 """Rows that stay together: 256 bytes of a column, four cache lines. Writing single rows to random
@@ -246,9 +246,45 @@ def assemble(
     batch = out.to(torch.device("cpu"))
     if not reader.meta.multi_hot:
         return batch
-    # As soon as one feature is multi-hot, all of them become bags, table by table.
-    one_hot, ones = iter(out.ids), np.ones(batch.size, np.int64)
-    multi_hot = zip(*(buffer.bags(rows) for buffer, rows in parts), strict=True)
+    bags = zip(*(buffer.bags(rows) for buffer, rows in parts), strict=True)
+    return _with_bags(reader, batch, out.ids, bags)
+
+
+def batch_of(reader: RowGroupReader, rows: Rows) -> Batch:
+    """Rows as a batch in host memory, in their order.
+
+    Args:
+        reader: the reader of the rows.
+        rows: what it returned.
+    """
+    out = row_buffer(reader, len(rows.labels))
+    for target, values in zip((*out.dense, *out.ids), (*rows.dense, *rows.ids), strict=True):
+        target[:] = values
+    out.labels[:] = rows.labels
+    if out.weights is not None:
+        out.weights[:] = rows.weights
+    batch = out.to(torch.device("cpu"))
+    if not reader.meta.multi_hot:
+        return batch
+    return _with_bags(reader, batch, out.ids, ([bags] for bags in rows.bags))
+
+
+def _with_bags(
+    reader: RowGroupReader,
+    batch: Batch,
+    one_hot: np.ndarray,
+    multi_hot: Iterable[Iterable[pa.Array]],
+) -> Batch:
+    """A batch with all ids as bags, table by table: for as soon as one feature is multi-hot.
+
+    Args:
+        reader: names the columns.
+        batch: the rows with the one-hot features.
+        one_hot: their ids, a row per feature.
+        multi_hot: for each multi-hot feature, its bags in parts.
+    """
+    multi_hot, ones = iter(multi_hot), np.ones(batch.size, np.int64)
+    single = iter(one_hot)
     ids, lengths = [np.empty(0, reader.ids_dtype)], [np.zeros(1, np.int64)]
     for column in reader.meta.categorical:
         if column.multi_hot:
@@ -256,7 +292,7 @@ def assemble(
                 ids.append(bags.flatten().to_numpy())
                 lengths.append(bags.value_lengths().to_numpy())
         else:
-            ids.append(next(one_hot))
+            ids.append(next(single))
             lengths.append(ones)
     offsets = np.cumsum(np.concatenate(lengths))
     bounds = tuple(offsets[:: batch.size].tolist()) if batch.size else None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dlrm.data.batch import Batch
 from dlrm.data.criteo import CriteoLoader
+from dlrm.data.fingerprint import require_same_ids
 from dlrm.data.schema import Meta
 from dlrm.model import DLRM
 from dlrm.training import metrics
@@ -45,7 +46,8 @@ class TrainedModel:
     ) -> Self:
         """Load a model and open its data.
 
-        Prints a note if the data was prepared separately from that of the model.
+        Data that was prepared separately from that of the model is refused; if that is not known,
+        a note tells of tables that differ in size.
 
         Args:
             path: run directory or checkpoint.
@@ -75,6 +77,7 @@ class TrainedModel:
                 f"{data} has {columns} dense columns, the model {model.num_dense}: name data that "
                 "was prepared like the model's training data"
             )
+        require_same_ids(data, loader.meta, state.fingerprint, path)
         _note_other_tables(model, loader.meta)
         bf16 = config.get("precision") == "bf16"
         return cls(model=model, spec=state.model, loader=loader, bf16=bf16)

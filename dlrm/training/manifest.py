@@ -136,6 +136,8 @@ class RunState:
     """Sum and number of the losses since they were logged."""
     random: str | None = None
     """State of the random number generator in base64."""
+    fingerprint: str | None = None
+    """Of the data; see :func:`dlrm.data.fingerprint.fingerprint`."""
 
     def random_state(self) -> Tensor | None:
         """The state of the random number generator; None if there is none."""

@@ -228,8 +228,9 @@ def _state(fields: _Fields) -> RunState:
     lists = isinstance(groups, tuple) and all(isinstance(inner, tuple) for inner in groups)
     require(lists, "groups that are no lists")
     loader = fields.optional("loader")
-    texts = {name: fields.optional(name) for name in ("best_name", "random")}
-    require(all(isinstance(t, str | None) for t in texts.values()), "best_name or random, wrongly")
+    texts = {name: fields.optional(name) for name in ("best_name", "random", "fingerprint")}
+    for name, text in texts.items():
+        require(isinstance(text, str | None), f"{name}, wrongly")
     best, fitted = fields.optional("best"), fields.optional("fitted")
     require(_is_number(best), f"best {best!r:.50}")
     require(_are_numbers(fitted), "fitted metrics that are no numbers")

@@ -103,6 +103,7 @@ class RunCheckpoints:
             **self._about,
             groups=parts.groups(),
             loader=LoaderState(**loader),
+            fingerprint=self._loader.meta.fingerprint,
             random=base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
             **progress,
         )
@@ -123,6 +124,12 @@ class RunCheckpoints:
         random = state.random_state()
         if state.loader is None or random is None or len(random) != len(torch.get_rng_state()):
             raise ValueError(f"{path} has no state of a training run: use --init_from")
+        known = None not in (state.fingerprint, here := self._loader.meta.fingerprint)
+        if known and here != state.fingerprint:
+            raise ValueError(
+                f"{path} can't be resumed: the data was prepared again, and its ids stand for "
+                "other values; restore the data of the run, or start a new one"
+            )
         loader = asdict(state.loader)
         if (there := loader["order"].get("batch_size")) != batch_size:
             unequal = f"batch_size is {batch_size} here and {there!r:.50} in the state"

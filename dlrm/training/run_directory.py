@@ -22,6 +22,7 @@ from dlrm.utils.messages import require_local
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
+PREPARATION = "preparation"  # what raw rows are prepared with
 LATEST, BEST = "latest", "best"  # links to checkpoints
 LOCK, HOLDER = ".lock", ".lock.json"
 OLD_ABOUT = "about.pt"  # of earlier versions, which pickled

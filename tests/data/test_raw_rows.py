@@ -38,12 +38,12 @@ def test_rows_of_criteo_with_and_without_labels(criteo, tmp_path):
         shutil.copy(directory / "out" / file, tmp_path / "run" / file)
     transform = load_transform(tmp_path / "run")
     prepared = pa.concat_tables(pq.read_table(directory / "out" / f"{s}.parquet") for s in SPLITS)
-    found = [rows for rows, _ in transform.read([directory / "raw"], block_bytes=BLOCK)]
+    found = [rows for rows, *_ in transform.read([directory / "raw"], block_bytes=BLOCK)]
     assert len(found) > 2
     assert pa.Table.from_batches(found).equals(prepared)
     bare = tmp_path / "bare.gz"
     bare.write_bytes(gzip.compress("".join(line[2:] for line in lines).encode()))
-    found = [rows for rows, _ in transform.read([bare], block_bytes=BLOCK)]
+    found = [rows for rows, *_ in transform.read([bare], block_bytes=BLOCK)]
     assert pa.Table.from_batches(found).equals(prepared.drop_columns(["label"]))
 
 

@@ -55,7 +55,7 @@ def parse_block(block: RawBlock, transform: str = "log1p") -> tuple[pa.RecordBat
         return _parse(b"\n".join(good), len(good), transform), bad
 
 
-def dense(column: pa.ChunkedArray, transform: str) -> pa.Array:
+def dense(column: pa.ChunkedArray | pa.Array, transform: str) -> pa.Array:
     """Transform a column of numbers; a missing number counts as 0.
 
     ``log1p`` is log(max(x, 0) + 1), as in the reference; ``log3`` is log(max(x, -2) + 3), which
@@ -67,7 +67,9 @@ def dense(column: pa.ChunkedArray, transform: str) -> pa.Array:
     Raises:
         ValueError: a number is infinite or not a number.
     """
-    x = column.combine_chunks().fill_null(0).to_numpy()
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+    x = column.fill_null(0).to_numpy()
     if not np.isfinite(x).all():
         raise ValueError("infinite or not a number")
     low, shift = (0.0, 1.0) if transform == "log1p" else (-2.0, 3.0)
@@ -181,6 +183,7 @@ def _check(block: RawBlock) -> tuple[list[bytes], BadRows]:
             line = piece[starts[index] : stops[index]].removesuffix(b"\r")
             if _LINE.fullmatch(line) and _all_finite(line.split(b"\t", 14)[1:14]):
                 good.append(line)
+                bad.good_lines.append(first_line - block.first_line + index)
             else:
                 where, (kind, message) = first_line + index, _diagnose(line)
                 bad.add(BadRow(file=str(block.path), line=where, kind=kind, message=message))

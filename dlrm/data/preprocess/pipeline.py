@@ -23,6 +23,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from dlrm.data.fingerprint import fingerprint
 from dlrm.data.preprocess.passes import index_columns, parse_files, write_splits
 from dlrm.data.preprocess.reader import BAD_ROWS_KEPT, BLOCK_BYTES
 from dlrm.data.preprocess.spill import SpilledBlock
@@ -238,6 +239,11 @@ def _make(
         splits=write_splits(blocks, categorical, splits, work, workers=workers, progress=progress),
         options=asdict(options),
         inputs=tuple(inputs),
+        fingerprint=fingerprint(
+            work.directory,
+            [column.name for column in categorical],
+            {"dense_transform": options.dense_transform, "cap": options.cap},
+        ),
     ).write(work.directory)
 
 

@@ -44,6 +44,8 @@ class BadRows:
     kinds: Counter[str] = field(default_factory=Counter)
     first: list[BadRow] = field(default_factory=list)
     """The first ``BAD_ROWS_KEPT``, in the order of the file."""
+    good_lines: list[int] = field(default_factory=list)
+    """Where the other rows are in the block, from 0; empty if no row is bad."""
 
     def add(self, row: BadRow) -> None:
         """Count the next bad row."""

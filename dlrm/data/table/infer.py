@@ -303,7 +303,7 @@ def read_types(
     form = files[0].format
     text = pa.dictionary(pa.int32(), pa.string())
     types: dict[str, pa.DataType] = {}
-    inferred = {} if form != "json" else dict(_json_types(files[0]))
+    inferred = {} if form != "json" else dict(json_types(files[0]))
     for column in plan.columns:
         if column.name not in plan.needed:
             continue
@@ -320,7 +320,7 @@ def read_types(
     return types
 
 
-def _json_types(file: TableFile) -> Mapping[str, pa.DataType]:
+def json_types(file: TableFile) -> Mapping[str, pa.DataType]:
     """The types of JSON values; a time is read as the text that it is."""
     types = {}
     for field in _sample(file).schema:

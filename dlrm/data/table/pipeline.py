@@ -23,6 +23,7 @@ from typing import Any
 import pyarrow as pa
 import yaml
 
+from dlrm.data.fingerprint import fingerprint
 from dlrm.data.preprocess.reader import BLOCK_BYTES
 from dlrm.data.preprocess.workspace import Workspace
 from dlrm.data.schema import Meta
@@ -152,6 +153,9 @@ def _make(
         splits=splits,
         options=options,
         inputs=tuple(file.record() for file in files),
+        fingerprint=fingerprint(
+            work.directory, [feature.name for feature in plan.categorical], transform.rules()
+        ),
     ).write(work.directory)
 
 

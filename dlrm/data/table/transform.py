@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from numpy.typing import NDArray
 from dlrm.data.preprocess.reader import BLOCK_BYTES
 from dlrm.data.schema import Categorical, Meta
 from dlrm.data.table.columns import Feature, TablePlan
-from dlrm.data.table.files import Part, find_files, open_table
-from dlrm.data.table.infer import read_types
+from dlrm.data.table.files import Part, TableFile, find_files, open_table
+from dlrm.data.table.infer import json_types, read_types
 from dlrm.data.table.numbers import Scaling, bucket_names, bucket_numbers
 from dlrm.data.table.rows import convert_rows, map_parts
 from dlrm.data.table.vocabulary import TextVocabulary
@@ -61,6 +62,16 @@ class TableTransform:
     """Of the training rows; weights are divided by it, so that they don't change the step size."""
     vocabularies: dict[str, TextVocabulary] = field(default_factory=dict)
     """Of each categorical feature."""
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """The columns of the table that features are made of."""
+        return tuple(dict.fromkeys(feature.column.name for feature in self.plan.features))
+
+    @property
+    def passed(self) -> tuple[str, ...]:
+        """The columns that are passed through."""
+        return tuple(column.name for column in self.plan.columns if column.kind == "pass")
 
     def apply(self, raw: pa.RecordBatch) -> pa.RecordBatch:
         """Prepare raw rows.
@@ -147,35 +158,61 @@ class TableTransform:
             for feature in self.plan.categorical
         )
 
+    def _open(self, paths: Sequence[Path]) -> list[TableFile]:
+        """The files; where names are given, their rows may be without a label."""
+        options = self.plan.options
+        try:
+            return open_table(paths, options)
+        except ValueError:
+            label = self.plan.only("label")
+            if options.names is None or label is None:
+                raise
+            bare = tuple(name for name in options.names if name != label.name)
+            with suppress(ValueError):  # the first error is the one to report
+                return open_table(paths, replace(options, names=bare))
+            raise
+
+    def find_files(self, inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
+        """As :func:`dlrm.data.table.files.find_files`."""
+        return find_files(inputs)
+
     def read(
         self,
         inputs: Sequence[str | os.PathLike[str]],
         *,
         keep: Sequence[str] = (),
+        skip_bad: bool = False,
         block_bytes: int = BLOCK_BYTES,
-    ) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
+    ) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch, NDArray[np.int64]]]:
         """Read and prepare the raw rows of files, in bounded memory.
 
         Args:
             inputs: files, directories or patterns of CSV, JSON lines or Parquet. They need all
                 columns that features are made of; the label and others may be missing.
             keep: columns to return as they are, such as keys of the rows.
+            skip_bad: refused, as no row of a table is skipped by its preparation either.
             block_bytes: size of the blocks that text is read in.
 
         Yields:
-            What :meth:`apply` makes of some rows, and their columns ``keep``.
+            What :meth:`apply` makes of some rows, their columns ``keep``, and the number of each
+            row in all inputs, from 1.
 
         Raises:
             FileNotFoundError: there is no such file.
             ValueError: a file is damaged, a column is missing, or a value does not fit; the error
                 names the file, the row and the column.
         """
-        files = open_table(find_files(inputs), self.plan.options)
+        if skip_bad:
+            raise ValueError("bad rows of a table are not skipped: correct them, or leave them out")
+        files = self._open(find_files(inputs))
         types = dict(read_types(self.plan, files, keep))
-        if names := files[0].names:
-            features = {feature.column.name for feature in self.plan.features}
+        if files[0].format == "json":  # a row need not name what it has no value for
+            there = {*json_types(files[0]), *self.needed, *keep}
+            types = {name: kind for name, kind in types.items() if name in there}
+        else:
+            names = files[0].names
             for name in types:
-                if name not in names and (name in features or name in keep):
+                if name not in names and (name in self.needed or name in keep):
                     raise ValueError(
                         f"{files[0].path} has no column {name!r}{did_you_mean(name, names)}"
                     )
@@ -186,18 +223,32 @@ class TableTransform:
             return (self.apply(raw), raw.select(list(keep))), raw.num_rows
 
         parts = (part for file in files for part in file.parts(block_bytes))
-        for _, prepared, _ in map_parts(parts, prepare, cpu_count()):
-            yield prepared
+        done = 0
+        for _, prepared, rows in map_parts(parts, prepare, cpu_count()):
+            yield *prepared, np.arange(done + 1, done + 1 + rows)
+            done += rows
+
+    def _learned(self) -> dict[str, Any]:
+        """What was learned besides the vocabularies, as plain values."""
+        return {
+            "scalings": {name: asdict(scaling) for name, scaling in self.scalings.items()},
+            "newest": self.newest,
+            "edges": {name: edges.tolist() for name, edges in self.edges.items()},
+        }
+
+    def rules(self) -> dict[str, Any]:
+        """All that the features of a row depend on besides the vocabularies, as plain values."""
+        columns = {feature.column.name: feature.column for feature in self.plan.features}
+        own = {name: asdict(column.options) for name, column in columns.items()}
+        return {"columns": own, "missing": self.plan.options.missing, **self._learned()}
 
     def save(self, directory: Path) -> None:
         """Write ``transform.json``; the vocabularies are written when they are made."""
         content = {
             "version": VERSION,
             **self.plan.as_json(),
-            "scalings": {name: asdict(scaling) for name, scaling in self.scalings.items()},
-            "newest": self.newest,
+            **self._learned(),
             "mean_weight": self.mean_weight,
-            "edges": {name: edges.tolist() for name, edges in self.edges.items()},
         }
         with atomic_write(directory / TRANSFORM_FILE) as temporary:
             temporary.write_text(json.dumps(content, indent=2) + "\n")

@@ -155,17 +155,19 @@ def test_scoring_gives_what_the_preparation_gave(prepared, tmp_path):
     found = list(transform.read([directory / "rows.csv"], keep=["key"], block_bytes=BLOCK))
     assert len(found) > 4
     table = pa.concat_tables(read(directory / "out").values())
-    scored = pa.Table.from_batches([prepared for prepared, _ in found])
+    scored = pa.Table.from_batches([prepared for prepared, *_ in found])
     for name in table.schema.names:
         assert scored[name].to_pylist() == table[name].to_pylist()
-    keys = [key for _, kept in found for key in kept["key"].to_pylist()]
+    keys = [key for _, kept, _ in found for key in kept["key"].to_pylist()]
     assert keys == [row["key"] for row in rows]
+    numbers = [number for *_, some in found for number in some.tolist()]
+    assert numbers == list(range(1, len(rows) + 1))
 
     new = [{**row, "city": "unseen", "price": ""} for row in rows[:5]]
     for row in new:
         del row["clicked"], row["key"]
     path = write_csv(tmp_path / "new.csv", new)
-    ((scored, _),) = transform.read([path])
+    ((scored, *_),) = transform.read([path])
     assert "clicked" not in scored.schema.names
     assert set(scored["city"].to_pylist()) == {transform.vocabularies["city"].oov_id}
     assert scored["price"].to_pylist() == [0] * 5

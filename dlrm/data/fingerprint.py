@@ -1,0 +1,71 @@
+"""What tells whether two prepared directories gave their values the same ids and numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dlrm.data.preprocess.vocabulary import open_vocabulary, read_vocabulary
+from dlrm.data.schema import Meta
+
+
+def fingerprint(directory: str | os.PathLike[str], tables: Iterable[str], rules: Any) -> str:
+    """A digest of the vocabularies of a directory and of the rules for its other features.
+
+    It depends on the values and their ids, not on how often they occurred, on the rows, or on how
+    the files were written. So rows that were given the ids of earlier data have its fingerprint.
+
+    Args:
+        directory: has the vocabularies.
+        tables: the categorical columns, in order.
+        rules: everything else that determines the features of a raw row, as JSON.
+
+    Raises:
+        ValueError: a vocabulary is damaged.
+    """
+    total = hashlib.sha256(json.dumps(rules, sort_keys=True, default=str).encode())
+    for name in tables:
+        with open_vocabulary(Path(directory) / Meta.vocabulary_file(name), directory) as file:
+            values = read_vocabulary(file, ["value"])["value"]
+        unlisted = pc.index(values.is_null(), True).as_py()
+        total.update(json.dumps([name, len(values), unlisted]).encode())
+        texts = values.drop_null().cast(pa.large_binary()).combine_chunks()
+        total.update(pc.binary_length(texts).to_numpy().astype("<i8"))
+        _, offsets, data = texts.buffers()
+        if len(texts) and data is not None:
+            ends = np.frombuffer(offsets, np.int64)[texts.offset :]
+            total.update(memoryview(data)[ends[0] : ends[len(texts)]])
+    return total.hexdigest()
+
+
+def require_same_ids(
+    data: str | os.PathLike[str], meta: Meta, trained: str | None, model: str | os.PathLike[str]
+) -> None:
+    """Check that ids of data stand for the values that they stand for in a model.
+
+    Args:
+        data: the prepared directory.
+        meta: what describes it.
+        trained: the fingerprint of the data of the model; None if it is not known.
+        model: the run or checkpoint, for messages.
+
+    Raises:
+        ValueError: the fingerprints differ.
+    """
+    if None in (trained, meta.fingerprint) or trained == meta.fingerprint:
+        return
+    again = ""
+    if "dense_transform" in meta.options:  # prepared by prepare_criteo.py
+        again = ", or prepare them with prepare_criteo.py --ids-of the training data"
+    raise ValueError(
+        f"{data} was prepared separately from the data of {model}, so its ids stand for other "
+        f"values: score the raw rows with scripts/predict.py{again}"
+    )

@@ -1,0 +1,222 @@
+"""A trained model that scores raw rows: all that it needs lies in the directory of its run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+
+from dlrm.data.parquet import RowGroupReader
+from dlrm.data.preprocess.transform import CriteoTransform
+from dlrm.data.raw_rows import in_batches, load_transform
+from dlrm.data.schema import META_FILE, Meta
+from dlrm.data.shuffle import batch_of
+from dlrm.data.table.transform import TableTransform
+from dlrm.data.table.values import BadRow
+from dlrm.model import DLRM
+from dlrm.training import metrics
+from dlrm.training.checkpoint import load_model
+from dlrm.training.run_directory import PREPARATION, run_directory
+from dlrm.utils.messages import did_you_mean
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    Rows: TypeAlias = (
+        pd.DataFrame | pa.Table | pa.RecordBatch | Mapping[str, Any] | str | os.PathLike[str]
+    )
+
+BATCH_SIZE = 16384
+ROW, PROBABILITY, LABEL = "row", "probability", "label"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictor:
+    """A trained model with the vocabularies and transforms of its data.
+
+    Example::
+
+        model = dlrm.load("runs/NAME")
+        scores = model.predict(pandas.DataFrame({"price": [9.5], "user": ["u1"]}))
+        scores = model.predict("new.csv")
+    """
+
+    model: DLRM
+    """In evaluation mode."""
+    transform: TableTransform | CriteoTransform
+    reader: RowGroupReader
+    """Checks the prepared rows."""
+    device: torch.device
+    bf16: bool
+    """Whether the model was trained, and predicts, in bfloat16 autocast."""
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> Self:
+        """Load a model and what raw rows are prepared with.
+
+        Args:
+            path: run directory, or a checkpoint in it.
+            device: where to predict.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint.
+            ValueError: the run is damaged, or has nothing to prepare raw rows with.
+        """
+        model, state = load_model(Path(path), device)
+        kept = run_directory(Path(path)) / PREPARATION
+        if not kept.is_dir():
+            raise ValueError(
+                f"{path} can't score raw rows: it has no {PREPARATION}/, as its data was not made "
+                "from raw rows, or by an earlier version; give a prepared directory with "
+                f"{META_FILE} instead"
+            )
+        transform, meta = load_transform(kept), Meta.read(kept)
+        if state.fingerprint != meta.fingerprint:
+            raise ValueError(
+                f"{kept} is not of the data that {path} was trained on; restore it, or give a "
+                "prepared directory"
+            )
+        reader = RowGroupReader(kept, replace(meta, weight=None), model.sparse_arch.num_embeddings)
+        return cls(
+            model=model,
+            transform=transform,
+            reader=reader,
+            device=torch.device(device),
+            bf16=state.config.get("precision") == "bf16",
+        )
+
+    def predict(self, rows: Rows, *, batch_size: int = BATCH_SIZE) -> NDArray[np.float32]:
+        """The probabilities of raw rows.
+
+        Args:
+            rows: rows with the columns that the raw training data had, of which a label and others
+                that no feature is made of may be missing: a DataFrame, an Arrow table, a mapping
+                of columns, or the path of a file.
+            batch_size: rows that the model gets at a time.
+
+        Returns:
+            ``[n]``, in the order of the rows.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: a column is missing, or a value does not fit.
+        """
+        if isinstance(rows, str | os.PathLike):
+            parts = [batch[PROBABILITY] for batch in self.score([rows], batch_size=batch_size)]
+        else:
+            prepared = pa.Table.from_batches([self._prepare(_as_batch(rows))])
+            starts = range(0, len(prepared), batch_size)
+            parts = [self._probabilities(prepared.slice(at, batch_size)) for at in starts]
+        found = [part.to_numpy() for part in parts]
+        return np.concatenate(found) if found else np.empty(0, np.float32)
+
+    def score(
+        self,
+        inputs: Sequence[str | os.PathLike[str]],
+        *,
+        keep: Sequence[str] = (),
+        skip_bad: bool = False,
+        batch_size: int = BATCH_SIZE,
+    ) -> Iterator[pa.RecordBatch]:
+        """Score the raw rows of files, in bounded memory.
+
+        Args:
+            inputs: files or patterns, as for the preparation of the training data.
+            keep: columns to return as they are, next to those that the preparation passes through.
+            skip_bad: leave out bad rows, if the preparation could.
+            batch_size: rows that the model gets at a time.
+
+        Yields:
+            ``row``, the number of each row in all inputs, from 1, rows left out included; columns
+            passed through; ``probability``, and ``label`` if the rows have one.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: a file is damaged, a column is missing, or a value does not fit; the error
+                names the file and the row.
+        """
+        label = self.reader.meta.label
+
+        def parts() -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
+            read = self.transform.read(inputs, keep=keep, skip_bad=skip_bad)
+            for rows, kept, numbers in read:
+                passed = [n for n in self.transform.passed if n in rows.schema.names]
+                output = {name: kept[name] for name in keep}
+                output = {name: rows[name] for name in passed} | output
+                require_new_names(output)
+                yield rows, pa.RecordBatch.from_pydict({ROW: pa.array(numbers), **output})
+
+        for rows, output in in_batches(parts(), batch_size):
+            output = output.append_column(PROBABILITY, self._probabilities(rows))
+            if label in rows.schema.names:
+                output = output.append_column(LABEL, rows[label].cast(pa.float32()))
+            yield from output.combine_chunks().to_batches()
+
+    def _prepare(self, raw: pa.RecordBatch) -> pa.RecordBatch:
+        for name in self.transform.needed:
+            if name not in raw.schema.names:
+                names = raw.schema.names
+                raise ValueError(f"the rows have no column {name!r}{did_you_mean(name, names)}")
+        try:
+            return self.transform.apply(raw.select(list(self.transform.needed)))
+        except BadRow as error:
+            raise error.located(Path("the rows")) from None
+
+    def _probabilities(self, prepared: pa.Table) -> pa.Array:
+        """The probabilities of prepared rows, which fit into a batch."""
+        batch = batch_of(self.reader, self.reader.convert(prepared, "the prepared rows"))
+        logits, *_ = metrics.predict(self.model, [batch.to(self.device)], bf16=self.bf16)
+        return pa.array(probabilities(logits))
+
+
+def probabilities(logits: torch.Tensor) -> NDArray[np.float32]:
+    """The probabilities of logits.
+
+    Raises:
+        ValueError: a logit is not finite.
+    """
+    metrics.require_finite_logits(logits)
+    found: NDArray[np.float32] = metrics.sigmoid(logits).float().cpu().numpy()
+    return found
+
+
+def require_new_names(output: Collection[str]) -> None:
+    """Check the names of columns that are passed through.
+
+    Raises:
+        ValueError: one is that of a column of the scores.
+    """
+    for name in (ROW, PROBABILITY, LABEL):
+        if name in output:
+            raise ValueError(
+                f"column {name!r} can't be passed through, as the scores have a column of that "
+                "name; rename it in the rows"
+            )
+
+
+def _as_batch(rows: Any) -> pa.RecordBatch:
+    """Rows in memory as one batch.
+
+    Raises:
+        ValueError: they are no table, or a column has values of several types.
+    """
+    if isinstance(rows, pa.RecordBatch):
+        return rows
+    try:
+        if isinstance(rows, Mapping):
+            rows = pa.table(dict(rows))
+        elif not isinstance(rows, pa.Table):
+            rows = pa.Table.from_pandas(rows, preserve_index=False)
+    except (pa.ArrowException, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"the rows are no table: {error}; give a DataFrame, an Arrow table or a path"
+        ) from None
+    columns = [column.combine_chunks() for column in rows.columns]
+    return pa.RecordBatch.from_arrays(columns, names=rows.schema.names)
