@@ -65,15 +65,17 @@ def keep_transform(directory: str | os.PathLike[str], target: Path) -> None:
     """
     source = Path(directory)
     try:
-        files = transform_files(source)
+        files, meta = transform_files(source), Meta.read(source)
     except ValueError:
         return
     if (target / META_FILE).is_file():
-        if Meta.read(target).fingerprint == Meta.read(source).fingerprint:
+        if Meta.read(target).fingerprint == meta.fingerprint:
             return
         shutil.rmtree(target)
     if missing := next((file for file in files if not (source / file).is_file()), None):
-        print_error(f"note: there is no {source / missing}: the run can score prepared rows only")
+        if meta.fingerprint:  # other data may look like it, such as synthetic rows of Criteo
+            where = source / missing
+            print_error(f"note: {where} does not exist: the run can score prepared rows only")
         return
     temporary = target.with_name(target.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)

@@ -189,7 +189,7 @@ def test_a_run_that_was_moved_scores_without_its_data(table, start, predict, tmp
     assert found["probability"].tolist() == expected["probability"].tolist()
 
 
-def test_vocabularies_are_linked_or_copied_once(table, tmp_path, monkeypatch):
+def test_vocabularies_are_linked_or_copied_once(table, tmp_path, monkeypatch, capsys):
     directory, _ = table
     kept = directory / "run" / "preparation"
     vocabulary = Path(Meta.vocabulary_file("user"))
@@ -206,6 +206,11 @@ def test_vocabularies_are_linked_or_copied_once(table, tmp_path, monkeypatch):
     assert copy.stat().st_nlink == 1
     monkeypatch.setattr("shutil.copyfile", no_links)
     keep_transform(directory / "data", tmp_path / "copy")  # it is there
+    shutil.copytree(directory / "data", tmp_path / "less")
+    (tmp_path / "less" / vocabulary).unlink()
+    keep_transform(tmp_path / "less", tmp_path / "none")
+    assert f"note: {tmp_path / 'less' / vocabulary} does not exist" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
 
 
 def test_values_that_training_did_not_have_get_the_unseen_id(table, predict, tmp_path):

@@ -110,7 +110,7 @@ def test_files_where_directories_are_wanted(run, train, two_steps, data, tmp_pat
     train("run", output=file, status=2)
     run("predict", two_steps, data, file / "scores.parquet", status=2)
     done = run("predict", two_steps, data, tmp_path, status=2)
-    assert f"error: {tmp_path} is a directory; name the Parquet file" in done.stderr
+    assert f"OUTPUT: is '{tmp_path}', a directory; name the file to write" in done.stderr
     run("compare", two_steps, "--plot", file / "x.png", status=2)
 
 
