@@ -195,6 +195,8 @@ def test_vocabularies_are_linked_or_copied_once(table, tmp_path, monkeypatch, ca
     vocabulary = Path(Meta.vocabulary_file("user"))
     assert (kept / vocabulary).samefile(directory / "data" / vocabulary)
     assert not (kept / "meta.json").samefile(directory / "data" / "meta.json")
+    shutil.copytree(directory / "data", tmp_path / "less")
+    (tmp_path / "less" / vocabulary).unlink()
 
     def no_links(*_):
         raise OSError("another file system")
@@ -206,8 +208,6 @@ def test_vocabularies_are_linked_or_copied_once(table, tmp_path, monkeypatch, ca
     assert copy.stat().st_nlink == 1
     monkeypatch.setattr("shutil.copyfile", no_links)
     keep_transform(directory / "data", tmp_path / "copy")  # it is there
-    shutil.copytree(directory / "data", tmp_path / "less")
-    (tmp_path / "less" / vocabulary).unlink()
     keep_transform(tmp_path / "less", tmp_path / "none")
     assert f"note: {tmp_path / 'less' / vocabulary} does not exist" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
