@@ -51,6 +51,8 @@ class Outcome(StrEnum):
     EQUAL = "accepted, equal"
     SKIPPED = "accepted, rows skipped and counted"
     NOTED = "accepted, wrong, its missing checksums noted"
+    EARLIER = "accepted, an earlier one, told"
+    WRITTEN = "accepted, as its author wrote it"
     SILENT = "SILENTLY WRONG"
     TRACEBACK = "TRACEBACK"
     MESSAGE = "BAD MESSAGE"
@@ -61,6 +63,7 @@ class Outcome(StrEnum):
 
 
 GOOD = (Outcome.REFUSED, Outcome.EQUAL, Outcome.SKIPPED, Outcome.NOTED)
+GOOD += (Outcome.EARLIER, Outcome.WRITTEN)
 
 
 @dataclass(frozen=True, kw_only=True)
