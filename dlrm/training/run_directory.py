@@ -48,8 +48,8 @@ def checkpoints(run: Path) -> list[Path]:
 
 def link_target(link: Path) -> Path | None:
     """The checkpoint that a link names; None if it names none in its own directory."""
-    target = link.resolve()
-    inside = link.is_symlink() and target.parent == link.parent.resolve()
+    target = Path(os.path.realpath(link))  # unlike resolve(), takes links to themselves
+    inside = link.is_symlink() and target.parent == Path(os.path.realpath(link.parent))
     return link.parent / target.name if inside and target.is_dir() else None
 
 

@@ -279,11 +279,11 @@ def open_regular(path: Path) -> BinaryIO:
     """
     if path.is_symlink():
         raise ValueError(f"{path.name} is a link, it must be a file")
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb", buffering=0)
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(opened).st_mode):
+        os.close(opened)
         raise ValueError(f"{path.name} is not a regular file")
-    return file
+    return os.fdopen(opened, "rb", buffering=0)
 
 
 class TensorFileReader(dcp.StorageReader):

@@ -134,7 +134,7 @@ def run_pytest(
             raise
     if process.returncode not in (PASSED, FAILED, INTERRUPTED, NO_TESTS):
         raise RuntimeError(f"pytest ended with status {process.returncode}:\n{output}")
-    return process.returncode, re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", output, re.M)
+    return process.returncode, re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", output, re.M)
 
 
 def examine(fault: Fault, options: argparse.Namespace) -> dict[str, Any]:

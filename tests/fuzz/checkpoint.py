@@ -117,13 +117,15 @@ def used(use: str, given: Path, place: Path) -> tuple[str | None, str, str]:
         elif use == "evaluate":
             refused = refusal(evaluate.main, given, data, "--device", "cpu")
         else:
-            refused = refusal(predict.main, given, data, place / "scores", "--device", "cpu")
+            refused = refusal(
+                predict.main, given, data, place / "scores.parquet", "--device", "cpu"
+            )
     text = printed.getvalue()
     print(text)
     if refused is None and use == "evaluate":
         found = text[text.index("{") : text.index("}")]
     elif refused is None and use == "predict":
-        found = str(pq.read_table(place / "scores").to_pydict())
+        found = str(pq.read_table(place / "scores.parquet").to_pydict())
     elif refused is None:
         run = place / ("run" if use == "resume" else "new")
         metrics = json.loads((run / "result.json").read_text())["metrics"]
@@ -255,12 +257,8 @@ def forged(rng: random.Random, place: Path) -> Case:
     if rng.random() < 0.2:
         what, file = "values", bytearray((step / TENSORS).read_bytes())
         start = content["files"][TENSORS]["header"]
-        file[start:] = b"".join(
-            rng.choice((b"\0" * 4, b"\xff" * 4, b"\x00\x00\x80\x7f", rng.randbytes(4)))
-            if rng.random() < 0.2
-            else bytes(file[at : at + 4])
-            for at in range(start, len(file), 4)
-        )
+        for at in rng.sample(range(start, len(file) - 3, 4), rng.choice((1, 9, 999))):
+            file[at : at + 4] = rng.choice((b"\0" * 4, b"\x00\x00\x80\x7f", rng.randbytes(4)))
         (step / TENSORS).write_bytes(file)
         for tensor in content["tensors"].values():
             for shard in tensor["shards"]:

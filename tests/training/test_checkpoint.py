@@ -383,6 +383,28 @@ def test_a_link_out_of_the_run_is_not_followed(run, tmp_path):
     assert Checkpoint.open(run).path.name == "step_3"
 
 
+@pytest.mark.parametrize("name", ["latest", "best", "checkpoints"])
+def test_a_link_to_itself_leads_nowhere(name, run):
+    path = run / name if name == "checkpoints" else run / "checkpoints" / name
+    shutil.rmtree(path) if name == "checkpoints" else path.unlink()
+    path.symlink_to(name)
+    if name == "checkpoints":
+        with pytest.raises(FileNotFoundError, match="run"):
+            Checkpoint.open(run)
+    else:
+        assert Checkpoint.open(run).path.name == "step_3"
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "rank_00000.safetensors"])
+def test_a_directory_or_a_pipe_in_place_of_a_file_is_damage(name, run, capsys):
+    path = run / "checkpoints" / "step_3" / name
+    for make in (os.mkdir, os.mkfifo):
+        path.unlink() if path.is_file() else path.rmdir()
+        make(path)
+        assert Checkpoint.open(run).path.name != "step_3"
+        assert f"step_3 is damaged: {name} is not a regular file\n" in capsys.readouterr().err
+
+
 def test_what_is_read_while_a_run_writes_belongs_together(tmp_path):
     """Every tensor and the state are of one checkpoint, though old ones are removed meanwhile."""
     spec, model, optimizers = make("dense")
