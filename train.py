@@ -17,25 +17,24 @@ from pathlib import Path
 import torch
 import yaml
 
+from dlrm.config.build import build_model, build_optimizers
 from dlrm.config.cli import note_plan, parse, refuse_with_resume, resumed_path
 from dlrm.config.model_spec import model_spec
-from dlrm.config.optimizers import optimizer_specs
 from dlrm.config.options import changed_options
 from dlrm.config.schema import RunConfig
 from dlrm.data import synthetic
-from dlrm.data.fingerprint import require_same_ids
-from dlrm.data.frequencies import read_frequencies
 from dlrm.data.raw_rows import keep_transform
 from dlrm.distributed.interruption import Interruption
-from dlrm.distributed.sharding_plan import make_sharding_plan
 from dlrm.distributed.world import World
 from dlrm.embeddings import available
 from dlrm.model import DLRM
-from dlrm.optim import RowOptimizer, Schedule
+from dlrm.optim import Schedule
 from dlrm.sparse_arch.table_plan import AUTO, format_table_plan
 from dlrm.training import metrics, profiling, report, run_directory, tracking
-from dlrm.training.checkpoint import load_model
+from dlrm.training.best_model import BestModel
+from dlrm.training.checkpoint_timer import CheckpointTimer
 from dlrm.training.data_parallel import GradientReducer, state_bytes
+from dlrm.training.fine_tuning import Trained, auc_lost, fit, rate_factor
 from dlrm.training.held_out import HeldOut
 from dlrm.training.loaders import make_loader
 from dlrm.training.prefetch import PreparedBatch
@@ -61,29 +60,19 @@ class Run:
         options = asdict(config.loader) | {"seed": config.seed}
         self.train_data = loader("train", config.batch_size, options)
         self.meta = self.train_data.meta
-        # Opened here, so that a damaged file is reported before training.
-        splits = filter(self.meta.has_rows, ("val", "test"))
+        splits = filter(self.meta.has_rows, ("val", "test"))  # opened now, so that damage is seen
         loaders = {s: loader(s, config.eval_batch_size, options) for s in splits}
-        if not len(self.train_data):
-            raise ValueError("--loader.drop_last leaves no batch: lower --batch_size")
         self.spec = model_spec(config, self.meta)
         if resumed:
             resumed.require_spec(self.spec)
         torch.manual_seed(config.seed)
-        counts = (lambda: read_frequencies(config.data, self.meta)) if self.meta.multi_hot else None
-        rule, tables = config.optim.embeddings, self.meta.tables
-        self.sharding = make_sharding_plan(
-            world, tables, self.spec, counts, rule, **asdict(config.sharding)
-        )
-        self.model = DLRM(**self.spec, sharding=self.sharding).to(self.device)
+        self.model, self.sharding = build_model(config, self.spec, self.meta, world)
+        self.trained: Trained | None = None  # the model of --init_from, until it is evaluated
         if config.init_from and not resumed:
-            trained, state = load_model(config.init_from, self.device, world=world)
-            require_same_ids(config.data, self.meta, state.fingerprint, config.init_from)
-            self.model.load_trained(trained)
-        both = self.model.dense_parameters(), self.model.sparse_arch.parameters()
-        specs = zip(both, optimizer_specs(config.optim), strict=True)
-        self.optimizers = [RowOptimizer(own, rule, lr=lr, **o) for own, (rule, lr, o) in specs]
-        self.state_bytes = state_bytes(self.model, self.optimizers[1], world)
+            self.trained = fit(self.model, config.init_from, config.data, self.meta, world)
+        self.optimizers = build_optimizers(config.optim, self.model)
+        optimizer_bytes = state_bytes(self.model, self.optimizers[1], world)
+        self.sizes = report.embedding_sizes(self.model, optimizer_bytes)
         self.schedule = Schedule(self.optimizers, **config.optim.schedule)
         self.step = TrainStep(
             self.model,
@@ -97,8 +86,11 @@ class Run:
         self.interruption = Interruption(world)
         seen = partial(loader, "train", config.batch_size, options | {"shuffle": False})
         self.held_out = HeldOut(self.model, loaders, seen, self.interruption, config.precision)
-        self.steps, self.saved, self.epoch, self.best = 0, -1, 0, float("-inf")
-        self.last_step = min(config.max_steps or 2**31, config.epochs * len(self.train_data))
+        self.steps, self.epoch = 0, 0
+        epoch, most = len(self.train_data), config.max_steps
+        self.last_step = min(config.epochs * epoch, 2**31 if most is None else most)
+        self.eval_every = config.eval_every or max(epoch // 4, 1)
+        self.best = BestModel(self.eval_every, config.patience_for(epoch // self.eval_every))
         self.fitted: dict[str, float] = {}  # metrics after --init_from, before any step
         self.validated: tuple[int, dict[str, float]] = (-1, {})  # step and metrics of the last
         self.loss: torch.Tensor | None = None  # of the last step
@@ -108,8 +100,10 @@ class Run:
         self.checkpoints.attach(*parts, spec=self.spec, config=resolved)
         if resumed:
             state = self.checkpoints.restore(config.batch_size)
-            self.steps, self.epoch, self.best = state.steps, state.epoch, state.best
-            self.saved, self.fitted, self.validated = state.steps, state.fitted, state.validated
+            self.steps, self.epoch = state.steps, state.epoch
+            self.best.auc, self.best.step = state.best, state.best_step
+            self.fitted, self.validated = state.fitted, state.validated
+            self.schedule.fine_tune = state.fine_tune
             self.step.losses.load(state.losses)
         self.checkpoints.begin()
         step, place = self.steps if resumed else None, self.directory
@@ -119,22 +113,24 @@ class Run:
 
     def train(self) -> dict[str, float]:
         """Train, evaluate, and return the final metrics."""
-        config, data = self.config, self.train_data
-        if self.world.first:
+        config, data, silent = self.config, self.train_data, not self.world.first
+        if not silent:
             self._print_plan()
         if self.finished:  # and resumed with the same options: nothing is left to do
-            return self._report(self.finished)
-        eval_every = config.eval_every or max(len(data) // 4, 1)
-        if config.init_from and not self.steps:
-            self.fitted = {f"fitted/{k}": v for k, v in self._evaluate("test").items()}
-            self.tracker.log(0, self.fitted)
-        if self.steps % eval_every == 0 < self.steps:  # interrupted before or in its evaluation
+            report.print_summary(self.finished, self.directory, silent=silent)
+            return self.finished
+        if self.trained:
+            self._begin_fine_tuning(self.trained)
+        self.trained = None
+        if self.steps % self.eval_every == 0 < self.steps:  # interrupted before or in it
             self._validate()
+        self.last_step = self.best.last_step(self.validated[0], self.last_step, silent=silent)
         traced = config.profile and self.world.first
         profiler = profiling.Profiler(self.directory, self.device, active=traced)
         self.model.train()
+        timer = CheckpointTimer(config.checkpoint_every, self.world, self.steps)
         done, last = data.samples(self.steps), data.samples(self.last_step)
-        with profiling.progress_bar(last, done, silent=not self.world.first) as progress:
+        with profiling.progress_bar(last, done, silent=silent) as progress:
             self.clock.start()
             for prepared in self._batches():
                 self.schedule.set(self.steps)
@@ -150,9 +146,13 @@ class Run:
                     self.tracker.log(self.steps, renewed)
                 if logging:
                     self._log(out)
-                if self.steps % eval_every == 0:
+                if self.steps % self.eval_every == 0:
                     with self.clock.paused():
                         self._validate()
+                    self.last_step = self.best.last_step(self.steps, self.last_step, silent=silent)
+                elif config.checkpoint and timer.due(self.steps):
+                    with self.clock.paused():
+                        self._save()
                 if logging or self.steps == self.validated[0]:
                     progress.set_postfix(dict(sorted(self.shown.items())), refresh=False)
                 self.interruption.check(self._stop)
@@ -176,65 +176,72 @@ class Run:
         values |= self.model.sparse_arch.cache_stats()
         if self.steps < self.last_step:  # those of the last step are final metrics
             values |= self.clock.lap() | profiling.peak_memory(self.device)
-        for name, optimizer in zip(("dense", "embeddings"), self.optimizers, strict=True):
-            values[f"lr/{name}"] = float(optimizer.param_groups[0]["lr"])
-        self.tracker.log(self.steps, values)
+        self.tracker.log(self.steps, values | self.schedule.rates())
         self.shown["loss"] = f"{values['train/loss']:.4f}"
         metrics.require_finite(values["train/loss"], self.steps)
 
     def _validate(self) -> dict[str, float]:
         """Evaluate on validation, and keep the latest and the best state."""
-        if self.validated[0] == self.steps:
-            return self.validated[1]
-        values = self._evaluate("val")
+        if self.validated[0] != self.steps:
+            self._keep(self._evaluate("val"))
+        return self.validated[1]
+
+    def _keep(self, values: dict[str, float]) -> None:
         self.validated = self.steps, values
         if values:
-            self.tracker.log(self.steps, {f"val/{k}": v for k, v in values.items()})
+            self.tracker.log(self.steps, tracking.named("val", values))
             self.shown["val AUC"] = f"{values['auc']:.4f}"
-        if self.config.checkpoint and not self.held_out.diverged:
-            better = values.get("auc", float("-inf")) > self.best
-            self.best = values["auc"] if better else self.best
-            self._save(better=better)
-        return values
+        if not self.held_out.diverged:
+            better = self.best.offer(self.steps, values)
+            if self.config.checkpoint:
+                self._save(better=better)
 
-    def _evaluate(self, split: str) -> dict[str, float]:
-        return self.held_out.evaluate(split, self.steps, self._stop)
+    def _begin_fine_tuning(self, trained: Trained) -> None:
+        """Evaluate the fitted tables, which may be the best ones, and choose learning rates."""
+        self.fitted = tracking.named("fitted", self._evaluate("test"))
+        self.tracker.log(0, self.fitted)
+        before, after = self._evaluate("val", trained.model), self._evaluate("val")
+        given, lost = self.config.optim.fine_tune, auc_lost(before, after)
+        self.schedule.fine_tune = given or rate_factor(lost, trained.data, self.config.data)
+        if self.world.first:
+            print(report.fine_tuning(lost, self.schedule.fine_tune))
+        self._keep(after)
+
+    def _evaluate(self, split: str, model: DLRM | None = None) -> dict[str, float]:
+        return self.held_out.evaluate(split, self.steps, self._stop, model=model)
 
     def _finish(self) -> dict[str, float]:
-        val = {f"val/{k}": v for k, v in self._validate().items()}  # logged there
-        final = {f"test/{k}": v for k, v in self._evaluate("test").items()}
+        val, test = self._validate(), self._evaluate("test")
+        if self.held_out.diverged:
+            self.tracker.log(self.steps, tracking.named("test", test))
+            raise ValueError(self.held_out.diverged)
+        final = {"best_step": float(self.best.step)} if 0 <= self.best.step < self.steps else {}
+        if final and self.config.checkpoint:  # the weights of that step are the result
+            final |= tracking.named("last", test)
+            val, test = self.checkpoints.load_best(self.model), self._evaluate("test")
+        final |= tracking.named("test", test)
         best = {f"test/best_possible_{k}": v for k, v in self.meta.planted.get("test", {}).items()}
-        final |= best | self.fitted | self._embedding_sizes() | self.clock.total()
+        final |= best | self.fitted | self.sizes | self.clock.total()
         final |= profiling.peak_memory(self.device)
         self.tracker.log(self.steps, final)
-        if self.held_out.diverged:
-            raise ValueError(self.held_out.diverged)
-        final, options = val | final, yaml.safe_load(self.resolved)
+        final |= tracking.named("val", val)  # logged when it was evaluated
+        options = yaml.safe_load(self.resolved)
         about = report.about(self.steps, self.meta, self.spec["plan"])
         self.tracker.finish(options, final, changed_options(options, available()), **about)
-        return self._report(final)
-
-    def _report(self, final: dict[str, float]) -> dict[str, float]:
-        if self.world.first:
-            print(report.summary(final, self.directory))
+        report.print_summary(final, self.directory, silent=not self.world.first)
         return final
 
     def _print_plan(self) -> None:
         run_directory.write_config(self.directory, self.resolved)
         keep_transform(self.config.data, self.directory / run_directory.PREPARATION)
         tables = format_table_plan(self.meta.tables, self.meta.cardinalities, self.spec["plan"])
-        sharding, sizes = self.sharding.text if self.sharding else "", self._embedding_sizes()
+        sharding = self.sharding.text if self.sharding else ""
         self.tracker.texts(config=self.resolved, tables=tables, sharding=sharding)
-        self.tracker.log(self.steps, sizes)
-        note_plan(self.config, self.spec, sizes["embeddings/compression"])
-        opening = report.opening(self.config.emb, self.model, self.train_data.rows, sizes)
+        self.tracker.log(self.steps, self.sizes)
+        note_plan(self.config, self.spec, self.sizes["embeddings/compression"])
+        opening = report.opening(self.config.emb, self.model, self.train_data.rows, self.sizes)
         shown = sharding, tables if self.config.emb == AUTO else "", opening
         print(*filter(None, shown), sep="\n")
-
-    def _embedding_sizes(self) -> dict[str, float]:
-        """Bytes of the embeddings, and of their optimizer state, which the ratio leaves out."""
-        sizes = self.model.sparse_arch.sizes() | {"optimizer_bytes": float(self.state_bytes)}
-        return {f"embeddings/{name}": size for name, size in sizes.items()}
 
     def _save(self, *, better: bool = False) -> None:
         if self.loss is not None:  # a diverged state must not replace a good one
@@ -244,17 +251,22 @@ class Run:
             better=better,
             steps=self.steps,
             epoch=self.epoch,
-            best=self.best,
+            best=self.best.auc,
+            best_step=self.best.step,
             fitted=self.fitted,
+            fine_tune=self.schedule.fine_tune,
             validated=self.validated,
             clock=self.clock.state(),
             losses=self.step.losses.state(),
         )
-        self.saved = self.steps
 
     def _stop(self) -> None:
         """Leave an interrupted run so that it can be resumed."""
-        if self.config.checkpoint and self.saved != self.steps and not self.held_out.diverged:
+        if (
+            self.config.checkpoint
+            and self.checkpoints.saved != self.steps
+            and not self.held_out.diverged
+        ):
             self._save()
         self.tracker.close()
 
@@ -267,9 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work() -> None:
         nonlocal hint
         world.rendezvous()
-        saved = []
-        if resumed := resumed_path(arguments):
-            saved = [f"--config={run_directory.run_directory(resumed) / run_directory.CONFIG}"]
+        saved = run_directory.saved_options(resumed_path(arguments))
         with world.print_once():
             config, resolved = parse([*arguments, *saved], available())
         refuse_with_resume(arguments, config.resume)

@@ -24,7 +24,10 @@ from dlrm.utils.program import Parser, count_arg, exit_status
 def arguments() -> Parser:
     """The command line."""
     parser = Parser(__doc__)
-    parser.add_argument("checkpoint", help="run directory, or one of its checkpoints/")
+    help_text = "run directory, whose best checkpoint is taken, or one of its checkpoints/"
+    parser.add_argument("checkpoint", help=help_text)
+    last = "take the latest checkpoint of the run, not the best (default: no)"
+    parser.add_argument("--last", action="store_true", help=last)
     parser.add_argument("data", help="prepared directory with meta.json")
     parser.add_argument("--split", default="test", help="split to evaluate on")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
@@ -50,6 +53,7 @@ def evaluate(options: Namespace) -> None:
         device=pick_device(options.device),
         batch_size=options.batch_size,
         allow_outside=options.allow_outside,
+        last=options.last,
     )
     values = finite(trained.evaluate())
     print(json.dumps({"split": options.split, "rows": trained.loader.rows, **values}, indent=2))

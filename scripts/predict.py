@@ -71,9 +71,12 @@ def arguments() -> Parser:
     """The command line."""
     parser = Parser(__doc__, epilog=EPILOG)
     add = parser.add_argument
-    add("checkpoint", metavar="RUN", help="run directory, or one of its checkpoints/")
+    named = "run directory, whose best checkpoint is taken, or one of its checkpoints/"
+    add("checkpoint", metavar="RUN", help=named)
     add("rows", metavar="ROWS", type=path_arg, help="raw rows, or a prepared directory")
     add("output", metavar="OUTPUT", type=scores_arg, help="file to write, .parquet or .csv")
+    last = "take the latest checkpoint of the run, not the best (default: no)"
+    add("--last", action="store_true", help=last)
     add("--split", help="split of a prepared directory (default: test)")
     add(
         "--keep",
@@ -155,6 +158,7 @@ def _prepared_scores(options: Namespace) -> Iterator[pa.RecordBatch]:
         device=pick_device(options.device),
         batch_size=options.batch_size,
         allow_outside=options.allow_outside,
+        last=options.last,
     )
     meta = trained.loader.meta
     files = [options.rows / name for name in meta.splits[split].files]

@@ -127,7 +127,7 @@ def fine_tuning(cell: Cell, options: argparse.Namespace, meta: Meta) -> RunSpec:
     own = [
         *cell.options(meta.cardinalities),
         f"--init_from={(options.runs / 'dense-0').resolve()}",
-        *(f"--max_steps={options.fine_tune}", "--seed=1000"),
+        *(f"--max_steps={options.fine_tune}", "--seed=1000", "--optim.fine_tune=1"),
         *(f"--optim.lr={rate}", f"--optim.embeddings_lr={rate}", "--optim.warmup_steps=0"),
         *("--optim.decay_start=0", f"--optim.decay_steps={options.fine_tune}"),
     ]

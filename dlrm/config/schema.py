@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 HOUSEKEEPING = {
-    *("name", "output", "resume", "checkpoint", "keep_checkpoints", "profile", "dry_run"),
-    *("log_every", "eval_every"),
+    *("name", "output", "resume", "checkpoint", "checkpoint_every", "keep_checkpoints"),
+    *("profile", "dry_run", "log_every", "eval_every"),
     *("device", "deterministic", "loader.readers", "loader.prefetch", "loader.allow_outside"),
     "eval_batch_size",
 }
@@ -18,6 +19,9 @@ HOUSEKEEPING = {
 
 RENAMED = {"sharding.wire": "sharding.comm_dtype"}
 """Old names of options, and the new ones."""
+
+
+_PERIOD = re.compile(r"0*[1-9]\d{0,8}[smh]?")
 
 
 def _require(**conditions: tuple[bool, str]) -> None:
@@ -106,6 +110,10 @@ class OptimConfig:
     """Decay rate of the squared gradients in RMSprop. Default: 0.99."""
     rho: float | None = None
     """Decay rate of the squared gradients and steps in Adadelta. Default: 0.9."""
+    fine_tune: float | None = None
+    """Factor f on the rates with --init_from: embeddings_lr is multiplied by f, lr by f squared.
+    Default: 1 on other data; on the same, by the validation AUC that is lost when the tables are
+    fitted, 0.1 if none is, 1 from 0.02 on."""
     clip_norm: float | None = None
     """Clip the norm of all gradients together to this value. Default: no clipping."""
     warmup_steps: int = 50
@@ -129,6 +137,10 @@ class OptimConfig:
                 }.items()
             },
             clip_norm=(self.clip_norm is None or self.clip_norm > 0, "must be above 0"),
+            fine_tune=(
+                0 < (1 if self.fine_tune is None else self.fine_tune) < math.inf,
+                f"is {self.fine_tune}, it must be finite and above 0",
+            ),
             warmup_steps=(self.warmup_steps >= 0, "can't be negative"),
             decay_steps=(
                 self.decay_steps == 1 or (self.decay_steps > 1 and self.decay_start is not None),
@@ -245,7 +257,10 @@ class RunConfig:
     epochs: int = 1
     """Number of passes over the training rows."""
     max_steps: int | None = None
-    """Stop after this number of steps."""
+    """Stop after this number of steps. 0, with init_from, compresses and saves."""
+    patience: int | None = None
+    """Stop after this number of evaluations without a better validation AUC; 0 for never. Default:
+    as many as an epoch has, at least 2, if there are several epochs."""
     batch_size: int = 512
     """Number of samples per step, over all processes."""
     eval_batch_size: int = 16384
@@ -273,7 +288,11 @@ class RunConfig:
     """Print the tables with their sizes, the steps and the memory that training needs, and stop.
     Only meta.json is read, and nothing is written."""
     checkpoint: bool = True
-    """Save checkpoints: the latest ones, and the one with the best validation AUC."""
+    """Save checkpoints after evaluations: the latest ones, and the one with the best validation
+    AUC, whose weights are the result of the run."""
+    checkpoint_every: str | None = None
+    """Also save one after so many steps, for example 1000, or so much time, for example 90s, 10m or
+    2h."""
     keep_checkpoints: int = 2
     """Number of latest checkpoints to keep next to the best one."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -285,17 +304,21 @@ class RunConfig:
     """Options of each embedding kind, from --<kind>.<option>."""
 
     def __post_init__(self) -> None:
-        positive = ("epochs", "batch_size", "eval_batch_size", "log_every", "populate_every")
-        optional = ("max_steps", "eval_every", "keep_checkpoints")
-        values = {name: getattr(self, name) for name in (*positive, *optional)}
+        lowest = dict.fromkeys(("epochs", "batch_size", "eval_batch_size", "log_every"), 1)
+        lowest |= {"populate_every": 1, "eval_every": 1, "keep_checkpoints": 1, "patience": 0}
+        lowest["max_steps"] = 0 if self.init_from else 1
         _require(
             **{
                 name: (
-                    value is None or 1 <= value < 2**31,
-                    f"is {value}, it must be 1 .. 2**31 - 1",
+                    (value := getattr(self, name)) is None or least <= value < 2**31,
+                    f"is {value}, it must be {least} .. 2**31 - 1",
                 )
-                for name, value in values.items()
+                for name, least in lowest.items()
             },
+            checkpoint_every=(
+                self.checkpoint_every is None or bool(_PERIOD.fullmatch(self.checkpoint_every)),
+                f"is {self.checkpoint_every!r}, it must be steps, as 1000, or time, as 90s or 10m",
+            ),
             seed=(0 <= self.seed < 2**63, f"is {self.seed}, it must be 0 .. 2**63 - 1"),
             data=(self.data != "", "is empty, it must name a directory"),
             output=(self.output != "", "is empty, it must name a directory"),
@@ -306,3 +329,13 @@ class RunConfig:
                 f"is {self.name!r}, it must name a directory in output",
             ),
         )
+
+    def patience_for(self, evaluations: int) -> int:
+        """Evaluations without a better state after which training ends; 0 for never.
+
+        Args:
+            evaluations: in an epoch.
+        """
+        if self.patience is not None:
+            return self.patience
+        return max(evaluations, 2) if self.epochs > 1 else 0

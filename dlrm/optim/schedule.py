@@ -18,6 +18,10 @@ class Schedule:
         decay_start: step at which the decay begins; None for never.
         decay_steps: steps over which the rate falls to zero.
         power: of the decay (2 in the reference recipe for large batches).
+
+    Attributes:
+        fine_tune: factor on the rates of the last optimizer, that of the embeddings; the rates of
+            the others are multiplied by its square.
     """
 
     def __init__(
@@ -31,6 +35,9 @@ class Schedule:
     ) -> None:
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._peaks = [float(group["lr"]) for group in self._groups]
+        last = {id(group) for group in optimizers[-1].param_groups}
+        self._powers = [1 if id(group) in last else 2 for group in self._groups]
+        self.fine_tune = 1.0
         self._warmup, self._power = warmup, power
         self._decay_start, self._decay_steps = decay_start, decay_steps
 
@@ -43,8 +50,13 @@ class Schedule:
         left = 1 - (step - self._decay_start) / self._decay_steps
         return max(left, 0.0) ** self._power
 
+    def rates(self) -> dict[str, float]:
+        """The current rates of the dense part and of the embeddings."""
+        first, last = _rate(self._groups[0]), _rate(self._groups[-1])
+        return {"lr/dense": float(first), "lr/embeddings": float(last)}
+
     def set(self, step: int) -> None:
         """Set the rate of every optimizer for ``step``."""
         factor = self.factor(step)
-        for group, peak in zip(self._groups, self._peaks, strict=True):
-            _rate(group).fill_(peak * factor)
+        for group, peak, power in zip(self._groups, self._peaks, self._powers, strict=True):
+            _rate(group).fill_(peak * factor * self.fine_tune**power)

@@ -196,7 +196,7 @@ class Checkpoint:
         self._manifest, self._files = manifest, files
 
     @classmethod
-    def open(cls, path: str | Path, *, world: World | None = None) -> Self:
+    def open(cls, path: str | Path, *, best: bool = False, world: World | None = None) -> Self:
         """Open a checkpoint and verify it. Every process must call this function.
 
         If ``path`` is a run, or its link ``latest``, and that checkpoint is damaged, the newest
@@ -204,6 +204,7 @@ class Checkpoint:
 
         Args:
             path: directory of a run, or one of its ``checkpoints/``.
+            best: of a run, open the best checkpoint, if there is one, and not the latest.
             world: the processes, each of which verifies its share; None for one process.
 
         Raises:
@@ -213,7 +214,7 @@ class Checkpoint:
         world = world or World()
         refused: dict[str, str] = {}
         for _ in range(ATTEMPTS):
-            chosen = world.from_first(lambda: choose(Path(path), refused))
+            chosen = world.from_first(lambda: choose(Path(path), best, refused))
             if isinstance(chosen, Exception):
                 raise chosen
             directory, text = chosen
@@ -328,18 +329,23 @@ class Checkpoint:
 
 
 def load_model(
-    path: str | Path, device: torch.device | str = "cpu", *, world: World | None = None
+    path: str | Path,
+    device: torch.device | str = "cpu",
+    *,
+    last: bool = False,
+    world: World | None = None,
 ) -> tuple[DLRM, RunState]:
     """The trained model of a checkpoint, in evaluation mode, and the state of its run.
 
     Args:
-        path: as for :meth:`Checkpoint.open`.
+        path: as for :meth:`Checkpoint.open`; of a run, the best checkpoint is taken.
         device: where to put it.
+        last: of a run, take the latest checkpoint.
         world: the processes, all of which call this function; None for one process.
 
     Raises:
         FileNotFoundError, ValueError: as :meth:`Checkpoint.open` and
             :meth:`Checkpoint.build_model`.
     """
-    with Checkpoint.open(path, world=world) as found:
+    with Checkpoint.open(path, best=not last, world=world) as found:
         return found.build_model(device), found.state

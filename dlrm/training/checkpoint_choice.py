@@ -8,7 +8,7 @@ from pathlib import Path
 from dlrm.training import run_directory
 from dlrm.training.manifest import MANIFEST
 from dlrm.training.manifest_json import MAX_BYTES, manifest_from_json
-from dlrm.training.run_directory import LATEST, OLD_ABOUT
+from dlrm.training.run_directory import BEST, LATEST, OLD_ABOUT
 from dlrm.training.tensor_files import open_regular
 
 ATTEMPTS = 20  # to read a checkpoint of a run that removes old ones meanwhile
@@ -21,11 +21,12 @@ def reason(error: Exception) -> str:
     return f"{name}: {text}" if name else text
 
 
-def choose(path: Path, refused: dict[str, str]) -> tuple[Path, bytes] | Exception:
+def choose(path: Path, best: bool, refused: dict[str, str]) -> tuple[Path, bytes] | Exception:
     """The checkpoint that a path stands for, and its manifest; or the error to raise.
 
     Args:
         path: as the user gave it; links are followed now.
+        best: of a run, prefer the best checkpoint to the latest.
         refused: damaged checkpoints and why, which get more here; those that are gone are dropped.
     """
     for name in [name for name in refused if not Path(name).exists()]:
@@ -33,7 +34,7 @@ def choose(path: Path, refused: dict[str, str]) -> tuple[Path, bytes] | Exceptio
     try:
         for _ in range(ATTEMPTS):
             run, gone = run_directory.named_run(path), False
-            for candidate in _candidates(path, run):
+            for candidate in _candidates(path, run, best):
                 if str(candidate) in refused:
                     continue
                 try:
@@ -55,13 +56,13 @@ def changing(path: Path) -> ValueError:
     return ValueError(f"{path} changes all the time: wait until its run has ended")
 
 
-def _candidates(path: Path, run: Path | None) -> list[Path]:
-    """What may be opened, best first."""
+def _candidates(path: Path, run: Path | None, best: bool) -> list[Path]:
+    """What may be opened, in this order."""
     if run is None:
         return [run_directory.link_target(path) or path]
-    latest = run_directory.link_target(run / run_directory.CHECKPOINTS / LATEST)
-    others = [other for other in run_directory.checkpoints(run) if other != latest]
-    return [*([latest] if latest else []), *others]
+    links = [BEST, LATEST] if best and path == run else [LATEST]
+    linked = [run_directory.link_target(run / run_directory.CHECKPOINTS / link) for link in links]
+    return list(dict.fromkeys([*filter(None, linked), *run_directory.checkpoints(run)]))
 
 
 def _read_manifest(directory: Path) -> bytes:

@@ -43,6 +43,7 @@ class TrainedModel:
         device: torch.device,
         batch_size: int | None = None,
         allow_outside: bool = False,
+        last: bool = False,
     ) -> Self:
         """Load a model and open its data.
 
@@ -50,18 +51,19 @@ class TrainedModel:
         a note tells of tables that differ in size.
 
         Args:
-            path: run directory or checkpoint.
+            path: run directory, whose best checkpoint is taken, or a checkpoint.
             data: prepared directory.
             split: the split to score.
             device: where to evaluate.
             batch_size: samples per batch. Default: as in the evaluations of the run.
             allow_outside: as for :class:`~dlrm.data.criteo.CriteoLoader`.
+            last: of a run, take the latest checkpoint.
 
         Raises:
             FileNotFoundError: there is no checkpoint or no such data.
             ValueError: the checkpoint is damaged, or the data does not fit the model.
         """
-        model, state = load_model(path, device)
+        model, state = load_model(path, device, last=last)
         config = state.config
         loader = CriteoLoader(
             data,

@@ -44,17 +44,21 @@ class HeldOut:
         self._interruption, self._world = interruption, interruption.world
         self._bf16, self.diverged = precision == "bf16", ""
 
-    def evaluate(self, split: str, step: int, stop: Callable[[], object]) -> dict[str, float]:
+    def evaluate(
+        self, split: str, step: int, stop: Callable[[], object], *, model: DLRM | None = None
+    ) -> dict[str, float]:
         """The metrics of a split; none if the data has no such rows. Sets :attr:`diverged`.
 
         Args:
             split: ``val`` or ``test``.
             step: steps that the model was trained for.
             stop: see :meth:`Interruption.check`.
+            model: another model with the same inputs.
         """
         if (loader := self._loaders.get(split)) is None:
             return {}
-        values = self._measure(loader, self._interruption.between(loader, stop), loader.rows)
+        batches = self._interruption.between(loader, stop)
+        values = self._measure(loader, batches, loader.rows, model)
         self.diverged = self._divergence(values["log_loss"], step) if step else ""
         if self.diverged and split == "val" and self._world.first:
             print_error(f"warning: {self.diverged}")
@@ -82,7 +86,11 @@ class HeldOut:
         return problem if seen["log_loss"] > 2 * GUESSING else ""
 
     def _measure(
-        self, loader: CriteoLoader, batches: Iterable[Batch], rows: int
+        self,
+        loader: CriteoLoader,
+        batches: Iterable[Batch],
+        rows: int,
+        model: DLRM | None = None,
     ) -> dict[str, float]:
-        found = metrics.predict(self._model, batches, bf16=self._bf16)
+        found = metrics.predict(model or self._model, batches, bf16=self._bf16)
         return metrics.classification(*self._world.in_order(found, rows, loader.batch_size))

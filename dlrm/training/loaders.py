@@ -30,7 +30,8 @@ def make_loader(
         options: more arguments of ``CriteoLoader``.
 
     Raises:
-        ValueError: the processes can't share a batch evenly; or as ``CriteoLoader``.
+        ValueError: the processes can't share a batch evenly, or there is none to train on; or as
+            ``CriteoLoader``.
     """
     training = split == "train"
     in_full = {} if training else {"shuffle": False, "drop_last": False}
@@ -43,6 +44,8 @@ def make_loader(
         device=device,
         **{**options, **in_full},
     )
+    if not len(loader):
+        raise ValueError("--loader.drop_last leaves no batch: lower --batch_size")
     if training:  # the free memory of each process differs a little
         loader.windows = max(world.sizes(loader.windows, device))
     return loader

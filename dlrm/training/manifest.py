@@ -126,6 +126,10 @@ class RunState:
     """Best validation AUC so far."""
     best_name: str | None = None
     """The checkpoint with it; None for this one, or without one."""
+    best_step: int = -1
+    """Its step; -1 without one."""
+    fine_tune: float = 1.0
+    """Factor on the learning rates after ``--init_from``."""
     fitted: dict[str, float] = field(default_factory=dict)
     """Metrics after ``--init_from``, before any step."""
     validated: tuple[int, dict[str, float]] = field(default_factory=lambda: (-1, {}))

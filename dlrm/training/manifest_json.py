@@ -234,6 +234,10 @@ def _state(fields: _Fields) -> RunState:
     best, fitted = fields.optional("best"), fields.optional("fitted")
     require(_is_number(best), f"best {best!r:.50}")
     require(_are_numbers(fitted), "fitted metrics that are no numbers")
+    best_step, fine_tune = fields.optional("best_step"), fields.optional("fine_tune")
+    require(best_step == -1 or _count(best_step) >= 0, f"best_step {best_step!r:.50}")
+    positive = _is_number(fine_tune) and 0 < fine_tune < math.inf
+    require(positive, f"fine_tune {fine_tune!r:.50}")
     validated = fields.optional("validated")
     require(isinstance(validated, tuple) and len(validated) == 2, "validated, wrongly")
     step, metrics = validated
@@ -250,6 +254,8 @@ def _state(fields: _Fields) -> RunState:
         steps=fields.count("steps"),
         epoch=fields.count("epoch"),
         best=float(best),
+        best_step=best_step,
+        fine_tune=float(fine_tune),
         fitted=fitted,
         validated=(step, metrics),
         clock=clock,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from dlrm.utils.messages import format_bytes
 COLUMNS = {
     "test/": "test",
     "val/": "val",
+    "last/": "test, last step",
     "fitted/": "fitted",
     "test/best_possible_": "best possible",
 }
@@ -68,6 +70,12 @@ def opening(kind: str, model: DLRM, rows: int, sizes: Mapping[str, float]) -> st
     )
 
 
+def embedding_sizes(model: DLRM, optimizer_bytes: int) -> dict[str, float]:
+    """Bytes of the embeddings, and of their optimizer state, which the ratio leaves out."""
+    sizes = model.sparse_arch.sizes() | {"optimizer_bytes": float(optimizer_bytes)}
+    return {f"embeddings/{name}": size for name, size in sizes.items()}
+
+
 def about(steps: int, meta: Meta, plan: TablePlan) -> dict[str, Any]:
     """What ``result.json`` says about a run next to its options and metrics.
 
@@ -82,6 +90,26 @@ def about(steps: int, meta: Meta, plan: TablePlan) -> dict[str, Any]:
         "rows": meta.counts,
         "preparation": meta.preparation,
     }
+
+
+def fine_tuning(lost: float, factor: float) -> str:
+    """How a trained model is trained on, in one line.
+
+    Args:
+        lost: validation AUC that fitting its tables cost; NaN if it is unknown.
+        factor: on the learning rates.
+    """
+    cost = "" if math.isnan(lost) else f", which costs {lost:.4f} of validation AUC"
+    return (
+        f"tables fitted to those of the trained model{cost}: learning rates x{factor:.2g} for "
+        f"embeddings, x{factor**2:.2g} for the rest (--optim.fine_tune)"
+    )
+
+
+def print_summary(metrics: Mapping[str, float], directory: Path, *, silent: bool = False) -> None:
+    """Print :func:`summary`, unless ``silent``."""
+    if not silent:
+        print(summary(metrics, directory))
 
 
 def summary(metrics: Mapping[str, float], directory: Path) -> str:
@@ -99,6 +127,9 @@ def summary(metrics: Mapping[str, float], directory: Path) -> str:
     lines = []
     if not quality.empty:
         lines.append(quality.to_string(float_format="{:.4f}".format, na_rep=""))
+    if "best_step" in metrics:
+        kept = "the result" if "last/auc" in metrics else "not kept without --checkpoint"
+        lines.append(f"best validation    at step {metrics['best_step']:,.0f}, {kept}")
     for group, names in GROUPS.items():
         known = {name: metrics[key] for name in names if (key := f"{group}/{name}") in metrics}
         if known:

@@ -44,6 +44,7 @@ class RunCheckpoints:
     def __init__(self, new: Path, resume: str | None, world: World, *, keep: int = 2) -> None:
         self._world, self._keep = world, keep
         self._lock: RunLock | None = None
+        self.saved = -1  # step of the last checkpoint
         world.before_leaving(self.release)
 
         def hold() -> tuple[Path, str | None]:
@@ -109,6 +110,7 @@ class RunCheckpoints:
         )
         target, keep = self.directory / CHECKPOINTS, self._keep
         save(target, parts, state, run=self._run, best=better, keep=keep, world=self._world)
+        self.saved = state.steps
 
     def restore(self, batch_size: int) -> RunState:
         """Go on from the checkpoint that was opened; returns the rest of its state.
@@ -142,9 +144,20 @@ class RunCheckpoints:
         except RuntimeError as error:
             raise ValueError(f"{path} has a damaged random state: {error}") from None
         self.resumed.close()
+        self.saved = state.steps
         if self._world.first:
             _go_back(path, state)
         return state
+
+    def load_best(self, model: nn.Module) -> dict[str, float]:
+        """Load the weights of the best checkpoint into the model of the run.
+
+        Returns:
+            Its validation metrics.
+        """
+        with Checkpoint.open(self.directory, best=True, world=self._world) as best:
+            best.load(model, world=self._world)
+            return best.state.validated[1]
 
 
 def _go_back(path: Path, state: RunState) -> None:

@@ -115,6 +115,15 @@ def write_config(run: Path, options: str) -> None:
         temporary.write_text(options)
 
 
+def saved_options(resumed: str | None) -> list[str]:
+    """The options of the run that is resumed, as its file; none for a new one.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+    """
+    return [f"--config={run_directory(resumed) / CONFIG}"] if resumed else []
+
+
 def has_checkpoint(run: Path) -> bool:
     """Whether a run has written a checkpoint."""
     return any((path / MANIFEST).is_file() for path in checkpoints(run))

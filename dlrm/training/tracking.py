@@ -124,6 +124,11 @@ class Tracker:
         self.close()
 
 
+def named(group: str, values: Mapping[str, float]) -> dict[str, float]:
+    """Numbers under names like ``group/name``."""
+    return {f"{group}/{name}": value for name, value in values.items()}
+
+
 def without(options: Mapping[str, Any], hidden: Collection[str], group: str = "") -> dict[str, Any]:
     """Nested options without the ``hidden`` ones, named as on the command line."""
     return {

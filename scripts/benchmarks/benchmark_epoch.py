@@ -26,6 +26,7 @@ from dlrm.config.cli import parse
 from dlrm.data.schema import Meta
 from dlrm.distributed.world import World
 from dlrm.embeddings import available
+from dlrm.model import DLRM
 from dlrm.training import metrics
 from dlrm.training.benchmark import ROOT, gpu_milliseconds, parse_on_gpu, write
 from dlrm.utils.program import Parser
@@ -54,8 +55,9 @@ class TimedRun(Run):
         self.seconds[name] = time.perf_counter() - began
         return values
 
-    def _evaluate(self, split: str) -> dict[str, float]:
-        return self._timed(f"{split} metrics", lambda: super(TimedRun, self)._evaluate(split))
+    def _evaluate(self, split: str, model: DLRM | None = None) -> dict[str, float]:
+        evaluate = super()._evaluate
+        return self._timed(f"{split} metrics", lambda: evaluate(split, model))
 
     def _validate(self) -> dict[str, float]:
         return self._timed("validation", super()._validate)

@@ -39,7 +39,7 @@ def test_it_is_seen_on_test_rows_if_there_are_no_others(train, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        [*ADAM, "--optim.lr", "0.05", "--epochs", "40"],
+        [*ADAM, "--optim.lr", "0.05", "--epochs", "40", "--patience", "0"],
         ["--emb", "hash", "--hash.rows", "2", "--tables.threshold", "0", "--eval_every", "1"],
         ["--batch_size", "1", "--max_steps", "30", "--eval_every", "1"],
     ],

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-EVERY = ["--log_every", "1", "--eval_every", "10", "--epochs", "3"]
+EVERY = ["--patience", "0", "--log_every", "1", "--eval_every", "10", "--epochs", "3"]
 LINE = "interrupted; resume with --resume {}"
 
 

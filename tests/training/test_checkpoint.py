@@ -74,7 +74,7 @@ def names(run):
 
 def values(path):
     """The tensors of a checkpoint's model, and its steps."""
-    model, state = load_model(path)
+    model, state = load_model(path, last=True)
     return state.steps, model.state_dict()
 
 

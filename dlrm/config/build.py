@@ -1,0 +1,43 @@
+"""A model and its optimizers, from a configuration."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from dlrm.config.model_spec import ModelSpec
+from dlrm.config.optimizers import optimizer_specs
+from dlrm.config.schema import OptimConfig, RunConfig
+from dlrm.data.frequencies import read_frequencies
+from dlrm.data.schema import Meta
+from dlrm.distributed.sharding_plan import ShardingPlan, make_sharding_plan
+from dlrm.distributed.world import World
+from dlrm.model import DLRM
+from dlrm.optim import RowOptimizer
+
+
+def build_model(
+    config: RunConfig, spec: ModelSpec, meta: Meta, world: World
+) -> tuple[DLRM, ShardingPlan | None]:
+    """The model of a run on the device of this process, and how its tables are sharded, if so.
+
+    Args:
+        config: of the run.
+        spec: the arguments of the model.
+        meta: of the data.
+        world: the processes.
+    """
+    counts = (lambda: read_frequencies(config.data, meta)) if meta.multi_hot else None
+    rule, options = config.optim.embeddings, asdict(config.sharding)
+    sharding = make_sharding_plan(world, meta.tables, spec, counts, rule, **options)
+    return DLRM(**spec, sharding=sharding).to(world.device), sharding
+
+
+def build_optimizers(optim: OptimConfig, model: DLRM) -> list[RowOptimizer]:
+    """The optimizers of the dense part and of the embeddings.
+
+    Raises:
+        ValueError: as for :func:`~dlrm.config.optimizers.optimizer_specs`.
+    """
+    parts = model.dense_parameters(), model.sparse_arch.parameters()
+    specs = zip(parts, optimizer_specs(optim), strict=True)
+    return [RowOptimizer(own, rule, lr=lr, **options) for own, (rule, lr, options) in specs]

@@ -1,0 +1,179 @@
+"""The best state of a run is its result: early stopping, fine-tuning, checkpoints in between."""
+
+import json
+import math
+import os
+import signal
+import time
+
+import pytest
+
+from dlrm.config.schema import RunConfig
+from dlrm.distributed.world import World
+from dlrm.training import checkpoint_timer
+from dlrm.training.best_model import BestModel
+from dlrm.training.checkpoint import Checkpoint
+from dlrm.training.checkpoint_timer import CheckpointTimer
+from dlrm.training.fine_tuning import auc_lost, rate_factor
+
+OVERFIT = ["--optim.lr", "0.1", "--epochs", "6", "--eval_every", "10"]
+"""A run that is at its best in the first epochs."""
+
+
+def validations(lines):
+    return {line["step"]: line["val/auc"] for line in lines if "val/auc" in line}
+
+
+def test_a_run_stops_early_and_its_best_state_is_the_result(
+    run, train, lines, result, data, tmp_path
+):
+    done = train("run", *OVERFIT)
+    found = validations(lines(tmp_path / "run"))
+    best, last = max(found, key=found.get), max(found)
+    assert last - best == 30, "an epoch has 37 steps, so 3 evaluations"
+    assert f"stopped at step {last}: validation AUC has not risen since step {best};" in done.stdout
+    assert f"best validation    at step {best}, the result" in done.stdout
+    values = result(tmp_path / "run")
+    assert values["best_step"] == best
+    assert values["val/auc"] == found[best]
+    assert values["last/auc"] != values["test/auc"]
+    for options, group in (([], "test"), (["--last"], "last")):
+        again = json.loads(run("evaluate", tmp_path / "run", data, *options).stdout)
+        assert again["auc"] == values[f"{group}/auc"]
+        assert again["log_loss"] == values[f"{group}/log_loss"]
+    run("train", "--resume", tmp_path / "run")
+    assert result(tmp_path / "run") == values
+
+
+def test_a_run_that_is_killed_after_its_last_evaluation_stops_early_too(
+    start, run, command, result, tmp_path
+):
+    run("train", *command("whole", *OVERFIT))
+    whole = result(tmp_path / "whole")
+    step = whole["best_step"] + 30
+    process = start("train", *command("run", *OVERFIT))
+    saved = tmp_path / "run" / "checkpoints" / f"step_{step:.0f}"
+    while not saved.exists() and process.poll() is None:
+        time.sleep(0.001)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    run("train", "--resume", tmp_path / "run")
+    found = result(tmp_path / "run")
+    exact = [name for name in whole if name.startswith(("test/", "val/", "last/", "best_step"))]
+    assert [found[name] for name in exact] == [whole[name] for name in exact]
+
+
+def test_without_patience_or_checkpoints_the_last_state_is_the_result(
+    train, lines, result, tmp_path
+):
+    done = train("run", *OVERFIT, "--patience", "0", "--checkpoint", "false")
+    values = result(tmp_path / "run")
+    assert max(validations(lines(tmp_path / "run"))) == 6 * 38
+    assert "not kept without --checkpoint" in done.stdout
+    assert "last/auc" not in values
+
+
+def test_patience_is_an_epoch_where_there_are_several():
+    assert RunConfig().patience_for(4) == 0
+    assert RunConfig(epochs=2).patience_for(4) == 4
+    assert RunConfig(epochs=2).patience_for(0) == 2, "evaluations are rarer than epochs"
+    assert RunConfig(epochs=2, patience=7).patience_for(4) == 7
+    assert RunConfig(epochs=2, patience=0).patience_for(4) == 0
+
+
+def test_the_best_model_is_the_first_of_equal_ones(capsys):
+    best = BestModel(10, 2)
+    assert best.last_step(50, 100) == 100, "nothing was evaluated"
+    assert best.offer(10, {"auc": 0.7})
+    assert not best.offer(20, {"auc": 0.7})
+    assert not best.offer(20, {})
+    assert best.last_step(20, 100) == 100
+    assert not capsys.readouterr().out
+    assert best.last_step(30, 100) == 30
+    assert "stopped at step 30" in capsys.readouterr().out
+    assert BestModel(10, 0).last_step(10**9, 2**31) == 2**31
+
+
+@pytest.fixture
+def dense(train, tmp_path):
+    """A trained model."""
+    train("dense", "--optim.lr", "0.02")
+    return tmp_path / "dense"
+
+
+def test_a_model_that_is_compressed_alone_is_saved(run, dense, train, result, data, tmp_path):
+    given = ["--init_from", dense, "--emb", "tt", "--tt.rank", "4", "--max_steps", "0"]
+    train("tt", *given)
+    values = result(tmp_path / "tt")
+    assert values["test/auc"] == values["fitted/auc"]
+    assert values["embeddings/compression"] > 1.2
+    again = json.loads(run("evaluate", tmp_path / "tt", data).stdout)
+    assert again["auc"] == values["fitted/auc"]
+    done = train("none", "--max_steps", "0", status=2)
+    assert "max_steps is 0, it must be 1 .. 2**31 - 1" in done.stderr
+
+
+def test_fine_tuning_that_only_destroys_leaves_the_fitted_model(dense, train, result, tmp_path):
+    given = ["--init_from", dense, "--optim.fine_tune", "30", "--optim.warmup_steps", "0"]
+    done = train("worse", *given, "--epochs", "2")
+    values = result(tmp_path / "worse")
+    assert values["best_step"] == 0
+    assert values["test/auc"] == values["fitted/auc"]
+    assert values["last/auc"] < values["fitted/auc"]
+    assert "which costs 0.0000 of validation AUC: learning rates x30 for embeddings" in done.stdout
+
+
+def test_rates_of_fine_tuning_follow_what_was_lost(dense, run, train, lines, tmp_path):
+    given = ["--init_from", dense, "--optim.lr", "0.02", "--log_every", "1"]
+    train("same", *given, "--max_steps", "12")
+    rates = [line for line in lines(tmp_path / "same") if "lr/dense" in line]
+    assert rates[-1]["lr/embeddings"] == pytest.approx(0.02 * 0.1)
+    assert rates[-1]["lr/dense"] == pytest.approx(0.02 * 0.01)
+    run("train", "--resume", tmp_path / "same", "--max_steps", "14")
+    rates = [line for line in lines(tmp_path / "same") if "lr/dense" in line]
+    assert rates[-1]["lr/embeddings"] == pytest.approx(0.02 * 0.1)
+    lossy = [*given, "--emb", "hash", "--hash.rows", "4", "--tables.threshold", "0"]
+    train("lossy", *lossy, "--max_steps", "12")
+    rates = [line for line in lines(tmp_path / "lossy") if "lr/dense" in line]
+    assert rates[-1]["lr/dense"] == pytest.approx(0.02)
+
+
+def test_the_factor_on_rates():
+    for lost in (0, -0.1, math.nan):
+        assert rate_factor(lost, "data/a", "data/../data/a") == 0.1
+    assert rate_factor(0.01, "a", "a") == pytest.approx(0.5)
+    assert rate_factor(0.02, "a", "a") == rate_factor(0.3, "a", "a") == 1
+    assert rate_factor(0, "a", "b") == rate_factor(0, "None", "b") == 1, "new rows"
+    assert auc_lost({"auc": 0.8}, {"auc": 0.75}) == pytest.approx(0.05)
+    assert math.isnan(auc_lost({}, {}))
+
+
+def test_checkpoints_come_every_so_many_steps(train, tmp_path):
+    given = ["--checkpoint_every", "4", "--max_steps", "10", "--keep_checkpoints", "9"]
+    train("run", *given)
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert saved == ["step_10", "step_4", "step_8", "step_9"], "9 is a quarter of the epoch"
+    with Checkpoint.open(tmp_path / "run" / "checkpoints" / "step_8") as found:
+        assert found.state.steps == 8
+
+
+@pytest.mark.parametrize("every", ["0", "m", "10d", "-5", "1.5h", "10 m", ""])
+def test_another_period_is_refused(every):
+    with pytest.raises(ValueError, match=r"checkpoint_every is '.*', it must be steps, as 1000"):
+        RunConfig(checkpoint_every=every)
+
+
+def test_checkpoints_come_after_so_much_time(monkeypatch):
+    now, questions = [0.0], []
+    monkeypatch.setattr(checkpoint_timer.time, "monotonic", lambda: now[0])
+    world = World()
+    monkeypatch.setattr(world, "from_first", lambda make: questions.append(1) or make())
+    timer, due = CheckpointTimer("10m", world, step=100), []
+    for step in range(101, 100_101):  # 20 steps a second
+        now[0] += 0.05
+        if timer.due(step):
+            due.append(now[0])
+    assert len(due) == 8
+    assert all(600 <= later - before < 603 for before, later in zip([0, *due], due, strict=False))
+    assert len(questions) < 200, "the processes rarely agree"
+    assert not any(CheckpointTimer(None, world).due(step) for step in range(100))
