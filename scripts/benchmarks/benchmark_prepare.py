@@ -84,9 +84,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=options.directory) as work:
         raw = options.raw
         if options.table:
-            raw = _make_table(Path(work) / "raw.csv", max(options.rows))
+            raw = make_table(Path(work) / "raw.csv", max(options.rows))
         elif raw is None:
-            raw = _make(Path(work) / "raw", max(options.rows))
+            raw = make_raw(Path(work) / "raw", max(options.rows))
         runs = [measure(raw, rows, Path(work), options.table) for rows in sorted(options.rows)]
     for run in runs:
         print(json.dumps(run))
@@ -126,14 +126,16 @@ def measure(raw: Path, rows: int, work: Path, table: bool) -> dict[str, Any]:
 # Each in a process of its own: the peak memory of a process counts what its parent held.
 
 
-def _make(directory: Path, rows: int) -> Path:
+def make_raw(directory: Path, rows: int) -> Path:
+    """Write synthetic raw rows like those of Kaggle's file; returns the file."""
     command = [sys.executable, str(SCRIPTS / "make_synthetic.py"), "--like", "kaggle"]
     options = ["--format", "tsv", "--rows", str(rows), "--output", str(directory)]
     subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL)
     return directory / "train.txt"
 
 
-def _make_table(path: Path, rows: int) -> Path:
+def make_table(path: Path, rows: int) -> Path:
+    """Write a CSV with ten numbers and ten texts; returns its path."""
     command = [sys.executable, "-c", MAKE_TABLE, str(path), str(rows), *map(str, TABLE_SIZES)]
     subprocess.run(command, check=True)
     return path

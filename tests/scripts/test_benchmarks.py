@@ -95,3 +95,13 @@ def test_offloaded_tables_whose_losses_differ_are_an_error(capsys, monkeypatch, 
     given = ["--device", "cpu", "--cap", "500", "--batches", "32", "--rules", "sgd"]
     assert main([*given, "--output", str(tmp_path / "offload.json")]) == 2
     assert "error: offload sgd 32: losses differ by 0.09" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_scores_are_timed(tmp_path):
+    output = tmp_path / "result.json"
+    main_of("benchmark_predict")(["--rows", "3000", "--output", str(output)])
+    record = json.loads(output.read_text())
+    assert [run["count"] for run in record["runs"]] == [3000] * 4
+    assert all(run["rows_per_second"] > 0 for run in record["runs"])
+    assert [found["rows"] for found in record["latencies"]] == [1, 1024] * 2

@@ -46,4 +46,31 @@ def loader() -> str:
     return markdown(head, rows) + "\n*`benchmarks/loader.json`, `benchmarks/loader_h100.json`.*\n"
 
 
-TABLES = (prepare, prepare_table, loader)
+def predict() -> str:
+    """Scores of raw and of prepared rows, and the time of a few."""
+    result = read("predict")
+    names = {"criteo": "Criteo", "table": "10 numbers, 10 texts"}
+    latencies = {(one["data"], one["rows"]): one["median_ms"] for one in result["latencies"]}
+    rows = []
+    for one in result["runs"]:
+        raw = one["rows"] == "raw"
+        times = [f"{latencies[one['data'], count]:.0f}" if raw else "" for count in (1, 1024)]
+        rate, cores = one["rows_per_second"], one["core_seconds_per_million_rows"]
+        memory = f"{one['peak_memory_gb']:.2f}"
+        rows.append(
+            [f"{names[one['data']]}, {one['rows']}", f"{rate:,}", f"{cores:.0f}", memory, *times]
+        )
+    head = [
+        "rows",
+        "rows/s",
+        "core seconds per M rows",
+        "peak memory, GB",
+        "1 row, ms",
+        "1,024 rows, ms",
+    ]
+    count, load = result["runs"][0]["count"], result["load_average"]
+    note = f"{count:,} rows; 2 CPU cores, on which other programs ran too (load {load:.0f})"
+    return markdown(head, rows) + f"\n*{note}; `benchmarks/predict.json`.*\n"
+
+
+TABLES = (prepare, prepare_table, loader, predict)
