@@ -39,12 +39,23 @@ def test_the_readme_is_one_page():
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/in_your_model.md"])
-def test_python_in_the_pages_runs(name):
+def test_python_in_the_pages_runs(name, run, tmp_path):
+    import pandas as pd
     import torch
+
+    table = pd.DataFrame({"clicked": [0, 1] * 50, "user": [f"user {i % 7}" for i in range(100)]})
+    table.to_csv(tmp_path / "rows.csv", index=False)
+    data = ("--output", tmp_path / "data", "--label", "clicked")
+    run("prepare_table", tmp_path / "rows.csv", *data)
+    trained = ("--output", tmp_path, "--name", "run", "--max_steps", "1", "--batch_size", "8")
+    run("train", "--data", tmp_path / "data", *trained, "--device", "cpu")
 
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
     assert blocks
     names = {"trained": torch.nn.Embedding(5000, 64), "layer": torch.nn.Linear(64, 3000)}
+    names["table"] = table
     for block in blocks:
-        exec(block.replace("10_000_000", "10_000").replace("clusters=384", "clusters=16"), names)
+        own = block.replace("runs/NAME", str(tmp_path / "run")).replace("10_000_000", "10_000")
+        exec(own.replace("clusters=384", "clusters=16"), names)
     assert names["small"](torch.tensor([[1, 2]])).shape == (1, 64)
+    assert "scores" not in names or names["scores"].shape == (100,)
