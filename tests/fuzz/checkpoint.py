@@ -64,6 +64,8 @@ def originals() -> Path:
             given = f"--data {place / 'data'} --output {place} --name {name} --seed {seed}"
             refused = refusal(train.main, *given.split(), *SMALL.split(), "--max_steps", 6)
             assert refused is None, refused
+        best = place / "one" / "checkpoints" / "best"
+        assert best.resolve().name == "step_6", "what is evaluated is not what is changed"
         return Outcome.EQUAL
 
     in_fork(make)
