@@ -64,7 +64,7 @@ def require_same_ids(
         return
     again = ""
     if "dense_transform" in meta.options:  # prepared by prepare_criteo.py
-        again = ", or prepare them with prepare_criteo.py --ids-of the training data"
+        again = ", or prepare them with prepare_criteo.py --ids-of RUN/preparation"
     raise ValueError(
         f"{data} was prepared separately from the data of {model}, so its ids stand for other "
         f"values: score the raw rows with scripts/predict.py{again}"
