@@ -14,13 +14,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
-def load(path: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> Predictor:
+def load(
+    path: str | os.PathLike[str], *, device: torch.device | str = "cpu", last: bool = False
+) -> Predictor:
     """A trained model that scores raw rows; see :class:`dlrm.training.predictor.Predictor`.
 
     Args:
         path: run directory, or a checkpoint in it.
         device: where to predict.
+        last: of a run, take the latest checkpoint, not the best.
     """
     from dlrm.training.predictor import Predictor  # importing dlrm stays light
 
-    return Predictor.load(path, device=device)
+    return Predictor.load(path, device=device, last=last)

@@ -136,7 +136,8 @@ def _raw_scores(options: Namespace) -> Iterator[pa.RecordBatch]:
     """Scores of raw rows, in batches."""
     if options.split:
         raise ValueError(f"{options.rows} has no splits, as it is not prepared: leave out --split")
-    predictor = Predictor.load(options.checkpoint, device=pick_device(options.device))
+    device = pick_device(options.device)
+    predictor = Predictor.load(options.checkpoint, device=device, last=options.last)
     inputs = predictor.transform.find_files([options.rows])
     if options.output.resolve() in {path.resolve() for path in inputs}:
         raise ValueError(f"{options.output} is also to be scored: name another file to write")

@@ -58,18 +58,25 @@ class Predictor:
     """Whether the model was trained, and predicts, in bfloat16 autocast."""
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> Self:
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        device: torch.device | str = "cpu",
+        last: bool = False,
+    ) -> Self:
         """Load a model and what raw rows are prepared with.
 
         Args:
             path: run directory, or a checkpoint in it.
             device: where to predict.
+            last: of a run, take the latest checkpoint, not the best.
 
         Raises:
             FileNotFoundError: there is no checkpoint.
             ValueError: the run is damaged, or has nothing to prepare raw rows with.
         """
-        model, state = load_model(Path(path), device)
+        model, state = load_model(Path(path), device, last=last)
         kept = run_directory(Path(path)) / PREPARATION
         if not kept.is_dir():
             raise ValueError(

@@ -136,6 +136,10 @@ def test_raw_rows_of_criteo_get_the_scores_of_prepared_ones(criteo, predict, tmp
     test.write_text("".join(lines[TEST:]))
     labelled = predict(directory / "run", test)
     assert labelled.equals(prepared)
+    last = predict(directory / "run", test, "--last")
+    assert last.equals(predict(directory / "run", directory / "data", "--last"))
+    best, latest = (directory / "run" / "checkpoints" / name for name in ("best", "latest"))
+    assert last.equals(labelled) == (best.resolve() == latest.resolve())
     bare = tmp_path / "bare.gz"
     bare.write_bytes(gzip.compress("".join(line[2:] for line in lines[TEST:]).encode()))
     found = predict(directory / "run", bare, suffix=".csv")
@@ -178,7 +182,7 @@ def test_a_run_that_was_moved_scores_without_its_data(table, start, predict, tmp
     directory, rows = table
     expected = predict(directory / "run", directory / "data")
     for name in ("run", "data"):
-        shutil.copytree(directory / name, tmp_path / name)
+        shutil.copytree(directory / name, tmp_path / name, symlinks=True)
     shutil.move(tmp_path / "run", tmp_path / "elsewhere")
     shutil.rmtree(tmp_path / "data")
     write_csv(tmp_path / "new.csv", rows[TEST:], without=["row_id"])
@@ -368,7 +372,7 @@ def test_the_model_in_python(criteo, table, predict, tmp_path):
 
     directory, lines = criteo
     expected = predict(directory / "run", directory / "data")["probability"].to_numpy()
-    model = dlrm.load(directory / "run" / "checkpoints" / "latest")
+    model = dlrm.load(directory / "run" / "checkpoints" / "best")
     names = ["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))]
     values = [line.rstrip("\n").split("\t") for line in lines[TEST:]]
     frame = pd.DataFrame(values, columns=names)
