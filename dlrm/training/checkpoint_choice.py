@@ -61,8 +61,14 @@ def _candidates(path: Path, run: Path | None, best: bool) -> list[Path]:
     if run is None:
         return [run_directory.link_target(path) or path]
     links = [BEST, LATEST] if best and path == run else [LATEST]
-    linked = [run_directory.link_target(run / run_directory.CHECKPOINTS / link) for link in links]
+    linked = [_target(run / run_directory.CHECKPOINTS / link) for link in links]
     return list(dict.fromkeys([*filter(None, linked), *run_directory.checkpoints(run)]))
+
+
+def _target(link: Path) -> Path | None:
+    """What a link names, or the directory that a copy of the run has in its place."""
+    copied = link.is_dir() and not link.is_symlink()
+    return link if copied else run_directory.link_target(link)
 
 
 def _read_manifest(directory: Path) -> bytes:

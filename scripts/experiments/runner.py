@@ -175,14 +175,16 @@ def train_one(directory: Path, arguments: list[str]) -> str | None:
     log = directory.with_name(f"{directory.name}.log")
     with log.open("w") as output, redirect_stdout(output), redirect_stderr(output):
         try:
-            succeeded = main(arguments) == 0
+            status = main(arguments)
         except SystemExit:  # invalid options
-            succeeded = False
+            status = 2
         except Exception:
             traceback.print_exc()
-            succeeded = False
+            status = 1
+    if status > 128:  # a signal: this process must not begin another run
+        os._exit(status)
     benchmark.release()
-    if succeeded:
+    if not status:
         return None
     errors = [line for line in log.read_text().splitlines() if line.startswith("error")]
     if not errors:

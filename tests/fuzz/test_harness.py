@@ -62,7 +62,7 @@ def take(megabytes):
         (lambda: time.sleep(60), Outcome.HANG),
         (lambda: os._exit(3), Outcome.DIED),
         (take(20), Outcome.EQUAL),
-        (take(60), Outcome.MEMORY),
+        (take(150), Outcome.MEMORY),
         (take(100_000), Outcome.MEMORY),
     ],
 )
