@@ -34,6 +34,7 @@ with contextlib.suppress(ImportError):  # without the dev extra, as on a GPU mac
 ROOT = Path(__file__).parents[1]
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 """Processes started here can be interrupted, though a job in the background ignores that."""
 
 

@@ -156,7 +156,7 @@ def read_result(directory: Path) -> dict[str, Any]:
     path = directory / RESULT
     try:
         result = read_json(path)
-        _require_types(result["options"], result["metrics"])
+        _require_types(result["options"], result["metrics"], result.get("rows", {}))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a result of train.py: {shown(error)}; remove it") from None
     return result
@@ -177,8 +177,11 @@ def finished(directory: Path, step: int | None, options: str) -> dict[str, float
     return {k: math.nan if v is None else v for k, v in result["metrics"].items()} if same else {}
 
 
-def _require_types(options: dict[str, Any], metrics: dict[str, Any]) -> None:
+def _require_types(options: dict[str, Any], metrics: dict[str, Any], rows: dict[str, Any]) -> None:
     """Check what programs use of a result."""
+    for split, counts in rows.items():
+        if not (isinstance(counts, list) and counts and all(type(n) is int for n in counts)):
+            raise ValueError(f"rows of {shown(split)} are {shown(counts)}")
     wanted = {"emb": str, "data": str, "seed": int, "tt": dict}
     found = {name: options[name] for name in wanted if name in options or name == "emb"}
     wrong = [name for name, value in found.items() if not isinstance(value, wanted[name])]
