@@ -19,6 +19,24 @@ def cpu_step() -> str:
     return table(columns, read("step_cpu")["results"], "step_cpu")
 
 
+def busy_cpu() -> str:
+    """Training next to other programs, with and without bounded spinning."""
+    result = read("busy_cpu")
+    names = {"ours": "bounded spin", "default": "PyTorch's default", "passive": "no spin"}
+    rows = [
+        {"machine": state, "name": names[way], **result[state][way]}
+        for state in ("idle", "busy")
+        for way in names
+    ]
+    columns = {
+        "machine": "{machine}",
+        "waiting threads": "{name}",
+        "training, s": "{training:.1f}",
+        "whole program, s": "{whole:.1f}",
+    }
+    return table(columns, rows, "busy_cpu")
+
+
 def gpu_step() -> str:
     """Captured training step on one GPU, compared with the fastest other library."""
     return _steps("step_h100", {"times best peer": "{times best peer}"})
@@ -142,4 +160,4 @@ def epoch() -> str:
     return table(columns, rows, "epoch_h100")
 
 
-TABLES = (cpu_step, gpu_step, gpu_step_h200, gpu_kinds, tt_alone, lookup, basis, epoch)
+TABLES = (cpu_step, busy_cpu, gpu_step, gpu_step_h200, gpu_kinds, tt_alone, lookup, basis, epoch)
