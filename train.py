@@ -49,6 +49,7 @@ class Run:
 
     def __init__(self, config: RunConfig, resolved: str, world: World) -> None:
         self.config, self.resolved, self.world = config, resolved, world
+        self.options = yaml.safe_load(resolved)
         self.device = world.join(pick_device(config.device))
         new = Path(config.output) / (config.name or run_directory.new_name(config.emb))
         self.checkpoints = RunCheckpoints(new, config.resume, world, keep=config.keep_checkpoints)
@@ -87,9 +88,8 @@ class Run:
         seen = partial(loader, "train", config.batch_size, options | {"shuffle": False})
         self.held_out = HeldOut(self.model, loaders, seen, self.interruption, config.precision)
         self.steps, self.epoch = 0, 0
-        epoch, most = len(self.train_data), config.max_steps
-        self.last_step = min(config.epochs * epoch, 2**31 if most is None else most)
-        self.eval_every = config.eval_every or max(epoch // 4, 1)
+        epoch = len(self.train_data)
+        self.last_step, self.eval_every = config.steps_for(epoch), config.eval_every_for(epoch)
         self.best = BestModel(self.eval_every, config.patience_for(epoch // self.eval_every))
         self.fitted: dict[str, float] = {}  # metrics after --init_from, before any step
         self.validated: tuple[int, dict[str, float]] = (-1, {})  # step and metrics of the last
@@ -97,7 +97,7 @@ class Run:
         self.shown: dict[str, str] = {}  # in the progress line
         self.clock = profiling.Clock(self.train_data, resumed.state.clock if resumed else {})
         parts = self.model, self.optimizers, self.train_data
-        self.checkpoints.attach(*parts, spec=self.spec, config=resolved)
+        self.checkpoints.attach(*parts, spec=self.spec, config=self.options)
         if resumed:
             state = self.checkpoints.restore(config.batch_size)
             self.steps, self.epoch = state.steps, state.epoch
@@ -225,9 +225,9 @@ class Run:
         final |= profiling.peak_memory(self.device)
         self.tracker.log(self.steps, final)
         final |= tracking.named("val", val)  # logged when it was evaluated
-        options = yaml.safe_load(self.resolved)
         about = report.about(self.steps, self.meta, self.spec["plan"])
-        self.tracker.finish(options, final, changed_options(options, available()), **about)
+        changed = changed_options(self.options, available())
+        self.tracker.finish(self.options, final, changed, **about)
         report.print_summary(final, self.directory, silent=not self.world.first)
         return final
 

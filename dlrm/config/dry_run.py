@@ -6,8 +6,8 @@ from collections import Counter
 
 import torch
 
+from dlrm.config.build import build_optimizers
 from dlrm.config.model_spec import ModelSpec, model_spec
-from dlrm.config.optimizers import optimizer_specs
 from dlrm.config.schema import RunConfig
 from dlrm.data.criteo import ORDER_BYTES, shuffle_memory, windows_within
 from dlrm.data.schema import Meta
@@ -36,11 +36,9 @@ def describe(config: RunConfig) -> str:
     spec = model_spec(config, meta)
     with torch.device("meta"):
         model = DLRM(**spec)
-        parts = model.dense_parameters(), model.sparse_arch.parameters()
-        specs = zip(parts, optimizer_specs(config.optim), strict=True)
-        dense, sparse = (RowOptimizer(own, rule, lr=lr, **o) for own, (rule, lr, o) in specs)
+        dense, sparse = build_optimizers(config.optim, model)
     sizes = [sum(table.values()) for table in model.sparse_arch.footprint()]
-    compression = 4 * spec["embedding_dim"] * sum(meta.cardinalities) / sum(sizes)
+    compression = model.sparse_arch.sizes()["compression"]
     memory = _weights(model, dense, sparse) + _batch(config.batch_size, model, spec)
     memory += _shuffle_buffers(config, meta, device)
     lines = [
@@ -62,10 +60,10 @@ def _steps(config: RunConfig, meta: Meta) -> str:
     epoch = rows // size if config.loader.drop_last else -(-rows // size)
     if not epoch:
         raise ValueError("--loader.drop_last leaves no batch: lower --batch_size")
-    steps = min(config.max_steps or 2**31, config.epochs * epoch)
+    steps = config.steps_for(epoch)
     return (
         f"steps: {steps:,} of {size:,} samples, {steps / epoch:.3g} epochs of {rows:,} rows, "
-        f"an evaluation every {config.eval_every or max(epoch // 4, 1):,}"
+        f"an evaluation every {config.eval_every_for(epoch):,}"
     )
 
 

@@ -291,8 +291,8 @@ class RunConfig:
     """Save checkpoints after evaluations: the latest ones, and the one with the best validation
     AUC, whose weights are the result of the run."""
     checkpoint_every: str | None = None
-    """Also save one after so many steps, for example 1000, or so much time, for example 90s, 10m or
-    2h."""
+    """Also save one at this interval: a number of steps, for example 1000, or a time, for example
+    90s, 10m or 2h."""
     keep_checkpoints: int = 2
     """Number of latest checkpoints to keep next to the best one."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -329,6 +329,15 @@ class RunConfig:
                 f"is {self.name!r}, it must name a directory in output",
             ),
         )
+
+    def steps_for(self, epoch: int) -> int:
+        """Steps of the run, given those of an epoch."""
+        steps = self.epochs * epoch
+        return steps if self.max_steps is None else min(self.max_steps, steps)
+
+    def eval_every_for(self, epoch: int) -> int:
+        """Steps between evaluations on the validation split, given those of an epoch."""
+        return self.eval_every or max(epoch // 4, 1)
 
     def patience_for(self, evaluations: int) -> int:
         """Evaluations without a better state after which training ends; 0 for never.

@@ -249,7 +249,7 @@ def reason(error: BaseException) -> str:
 
 
 def whole_table(table: pa.Table, rows: int) -> pa.Table:
-    """``table``, whose columns must have so many rows: pyarrow skips pages of an unknown type.
+    """``table``, whose columns must all have ``rows``: pyarrow skips pages of an unknown type.
 
     Raises:
         pa.ArrowInvalid: a column has more or fewer.

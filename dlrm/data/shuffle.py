@@ -18,7 +18,7 @@ RUN = 64
 """Rows that stay together: 256 bytes of a column, four cache lines. Writing single rows to random
 positions of a buffer takes 5 times as long on a server CPU."""
 RUNS_PER_GROUP, RUNS_PER_WINDOW = 64, 1 << 14
-"""At least so many runs; where there are fewer rows, the runs are shorter, down to single rows."""
+"""Lowest number of runs; where there are fewer rows, the runs are shorter, down to single rows."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ PERIOD = 0.25  # seconds between two exchanges, about; the answer comes with the
 class Interruption:
     """Raises :class:`~dlrm.utils.signals.Interrupted` in all processes at the same step.
 
-    From the first :meth:`check` on, signals are only noted. Every so many checks the processes
+    From the first :meth:`check` on, signals are only noted. At intervals of checks the processes
     exchange what they noted. The exchange runs in the background and is read at the next one, so no
     step waits for it. A single process exchanges nothing.
 

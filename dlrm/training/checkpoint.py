@@ -38,7 +38,7 @@ from dlrm.training.manifest import (
     StoredFile,
     StoredTensor,
 )
-from dlrm.training.manifest_json import manifest_from_json, manifest_to_json
+from dlrm.training.manifest_json import manifest_to_json
 from dlrm.training.parts import LoadPlanner, Parts, SavePlanner
 from dlrm.training.run_directory import BEST, LATEST
 from dlrm.training.tensor_files import (
@@ -217,10 +217,9 @@ class Checkpoint:
             chosen = world.from_first(lambda: choose(Path(path), best, refused))
             if isinstance(chosen, Exception):
                 raise chosen
-            directory, text = chosen
+            directory, manifest = chosen
             found, why = None, None
             try:
-                manifest = manifest_from_json(text)
                 files = TensorFiles(directory, manifest)
                 found = cls(directory, manifest, files)
                 files.verify(world.rank, world.size)

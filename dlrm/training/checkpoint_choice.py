@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dlrm.training import run_directory
-from dlrm.training.manifest import MANIFEST
-from dlrm.training.manifest_json import MAX_BYTES, manifest_from_json
+from dlrm.training.manifest import MANIFEST, Manifest
+from dlrm.training.manifest_json import LIMITS, manifest_from_json
 from dlrm.training.run_directory import BEST, LATEST, OLD_ABOUT
 from dlrm.training.tensor_files import open_regular
 
@@ -21,7 +21,7 @@ def reason(error: Exception) -> str:
     return f"{name}: {text}" if name else text
 
 
-def choose(path: Path, best: bool, refused: dict[str, str]) -> tuple[Path, bytes] | Exception:
+def choose(path: Path, best: bool, refused: dict[str, str]) -> tuple[Path, Manifest] | Exception:
     """The checkpoint that a path stands for, and its manifest; or the error to raise.
 
     Args:
@@ -71,16 +71,15 @@ def _target(link: Path) -> Path | None:
     return link if copied else run_directory.link_target(link)
 
 
-def _read_manifest(directory: Path) -> bytes:
+def _read_manifest(directory: Path) -> Manifest:
     if not (directory / MANIFEST).exists() and (directory / OLD_ABOUT).exists():
         raise ValueError("it was written by an earlier version of this program: train again")
     with open_regular(directory / MANIFEST) as file:
-        text = file.read(MAX_BYTES + 1)
+        text = file.read(LIMITS.size + 1)
     try:
-        manifest_from_json(text)
+        return manifest_from_json(text)
     except ValueError as error:
         raise ValueError(f"{MANIFEST}: {error}") from None
-    return text
 
 
 def _nothing_intact(path: Path, run: Path | None, refused: Mapping[str, str]) -> Exception:

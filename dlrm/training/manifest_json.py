@@ -23,11 +23,10 @@ from dlrm.training.manifest import (
     StoredTensor,
     require,
 )
+from dlrm.utils.documents import JsonLimits, json_values, parse_json
 
 FORMAT, VERSION = "dlrm checkpoint", 1
-MAX_BYTES = 32 << 20
-MAX_VALUES = 1_000_000
-MAX_DEPTH = 32
+LIMITS = JsonLimits(size=32 << 20, values=1_000_000, depth=31)
 MAX_SIZE = 1 << 48  # of a count, a size or a position
 
 
@@ -51,7 +50,7 @@ def manifest_to_json(manifest: Manifest) -> bytes:
         "state": {key: _encoded(value) for key, value in asdict(manifest.state).items()},
     }
     body = _canonical(content)
-    if len(body) > MAX_BYTES - 1024 or _values(body) > MAX_VALUES:
+    if len(body) > LIMITS.size - 1024 or json_values(body.decode()) > LIMITS.values:
         shards = sum(len(tensor.shards) for tensor in manifest.tensors.values())
         raise ValueError(f"it has {shards:,} shards, too many: use larger pages")
     digest = hashlib.sha256(body).hexdigest()
@@ -97,10 +96,6 @@ def manifest_from_json(text: bytes) -> Manifest:
     return Manifest(run=top.text("run"), files=files, tensors=tensors, state=state)
 
 
-def _values(text: bytes) -> int:
-    return text.count(b",") + text.count(b"[") + text.count(b"{")
-
-
 def _canonical(content: Any) -> bytes:
     """JSON as the digest covers it.
 
@@ -114,26 +109,12 @@ def _canonical(content: Any) -> bytes:
 
 
 def _parsed(text: bytes) -> Any:
-    if len(text) > MAX_BYTES or _values(text) > MAX_VALUES:
-        raise ValueError(f"it has more than {MAX_BYTES:,} bytes or {MAX_VALUES:,} values")
+    if len(text) > LIMITS.size:
+        raise ValueError(f"it has more than {LIMITS.size:,} bytes")
     try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deep") from None
-    except ValueError as error:
+        return parse_json(text.decode(), LIMITS)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"it is not JSON: {error}") from None
-    level, depth = [value], 0
-    while level:
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
-    return value
 
 
 def _encoded(value: Any) -> Any:

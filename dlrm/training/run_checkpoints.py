@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import nn
 
 from dlrm.data.criteo import CriteoLoader
@@ -74,17 +73,17 @@ class RunCheckpoints:
         loader: CriteoLoader,
         *,
         spec: Mapping[str, Any],
-        config: str,
+        config: Mapping[str, Any],
     ) -> None:
         """Name the parts whose state is saved and restored.
 
         Args:
             model, optimizers, loader: the parts.
             spec: the arguments of the model.
-            config: the configuration of the run as YAML.
+            config: the configuration of the run, nested as in its file.
         """
         self._model, self._optimizers, self._loader = model, list(optimizers), loader
-        self._about = {"model": dict(spec), "config": yaml.safe_load(config)}
+        self._about: dict[str, Any] = {"model": dict(spec), "config": dict(config)}
 
     def save(self, *, unused: int, better: bool, **progress: Any) -> None:
         """Write a checkpoint.

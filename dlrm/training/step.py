@@ -24,8 +24,8 @@ from dlrm.utils.streams import side_stream_of
 def mean_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
     """Mean binary cross entropy in fp32, ``[B]`` and ``[B]`` to a 0-d tensor.
 
-    With ``weights [B]``, that of each sample counts so many times; the sum is divided by B, as the
-    weights of a data set are 1 on average.
+    With ``weights [B]``, the loss of each sample is multiplied by its weight; the sum is divided by
+    B, as the weights of a data set are 1 on average.
     """
     return binary_cross_entropy_with_logits(logits.float(), labels, weights)
 

@@ -12,23 +12,31 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 MAX_YAML_BYTES = 1 << 20
 MAX_YAML_VALUES = 10_000
 MAX_JSON_BYTES = 1 << 23
-MAX_JSON_VALUES = 400_000
 MAX_DEPTH = 32
 MAX_DIGITS = 64
 MAX_SHOWN = 200  # characters of a value in an error message
 
-_LONG = 50  # a text counts as one more value for every so many characters
+_LONG = 50  # characters of a text that count as one more value
 _NUMBER = re.compile(r"[-+]?[.0-9][-+.0-9a-fA-FxX_:]*")
 _MISFITS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 """What constructors of PyYAML raise if a text does not fit its tag: ``!!int ""``, 2024-02-30."""
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster than in Python
+
+
+class JsonLimits(NamedTuple):
+    """What a JSON text may have."""
+
+    size: int = MAX_JSON_BYTES
+    """Bytes of a file, characters of a text."""
+    values: int = 400_000
+    depth: int = MAX_DEPTH
 
 
 def read_yaml(path: str | Path) -> Any:
@@ -87,31 +95,36 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str, limits: JsonLimits = JsonLimits()) -> Any:  # noqa: B008, it is immutable
     """The content of a JSON text.
 
     Raises:
         ValueError: it is not JSON, beyond a limit, or repeats a name.
     """
-    if len(text) > MAX_JSON_BYTES:
-        raise ValueError(f"it has more than {MAX_JSON_BYTES:,} bytes")
-    if text.count(",") + text.count("[") + text.count("{") > MAX_JSON_VALUES:
-        raise ValueError(f"it has more than {MAX_JSON_VALUES:,} values")
+    if len(text) > limits.size:
+        raise ValueError(f"it has more than {limits.size:,} bytes")
+    if json_values(text) > limits.values:
+        raise ValueError(f"it has more than {limits.values:,} values")
     try:
         value = json.loads(text, parse_int=_integer, object_pairs_hook=_object)
     except RecursionError:
-        raise ValueError(f"it is nested more than {MAX_DEPTH} deep") from None
+        raise ValueError(f"it is nested more than {limits.depth} deep") from None
     level, depth = [value], 0
     while level := [inner for outer in level for inner in _inner(outer)]:
         depth += 1
-        if depth > MAX_DEPTH:
-            raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+        if depth > limits.depth:
+            raise ValueError(f"it is nested more than {limits.depth} deep")
     if "\\ud" in text.lower():  # the only way to write half of a character
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise ValueError("it is not valid Unicode") from None
     return value
+
+
+def json_values(text: str) -> int:
+    """At least the number of values in a JSON text, as :func:`parse_json` counts them."""
+    return text.count(",") + text.count("[") + text.count("{")
 
 
 def shown(value: object) -> str:

@@ -136,19 +136,24 @@ def test_a_checkpoint_of_pieces_of_one_column(run, torchrun, data, tmp_path):
     assert max(losses(tmp_path / "run")) == 8
 
 
+def child_at_step(step, process, run):
+    """A process that torchrun started, when a run has logged a step."""
+    log, deadline = run / "metrics.jsonl", time.time() + 120
+    while time.time() < deadline and process.poll() is None:
+        if log.exists() and f'"step": {step},' in log.read_text():
+            break
+        time.sleep(0.02)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return int(children[-1])
+
+
 def test_killed_and_resumed_equals_uninterrupted(torchrun, data, tmp_path):
     """A killed process ends all; the run goes on from its last checkpoint."""
     common = [*OPTIONS, "--data", data, "--output", tmp_path, "--epochs", "30"]
     common += ["--emb", "tt", "--tt.rank", "4", "--tt.cache_rows", "40", "--populate_every", "7"]
     process = real_torchrun(2, "train.py", *common, "--name", "killed")
-    log = tmp_path / "killed" / "metrics.jsonl"
-    deadline = time.time() + 120
-    while time.time() < deadline and process.poll() is None:
-        if log.exists() and '"step": 33,' in log.read_text():
-            break
-        time.sleep(0.02)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(children[-1]), signal.SIGKILL)
+    child = child_at_step(33, process, tmp_path / "killed")
+    os.kill(child, signal.SIGKILL)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "SIGKILL" in error
@@ -165,15 +170,9 @@ def test_a_signal_to_one_process_ends_all_after_the_same_step(start, torchrun, d
     common = [*OPTIONS, "--data", data, "--output", tmp_path, "--epochs", "30", "--emb", "paged"]
     common[common.index("--eval_every") + 1] = "1000"
     process = start("train", *common, "--name", "run", processes=2)
-    log = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.time() + 120
-    while time.time() < deadline and process.poll() is None:
-        if log.exists() and '"step": 33,' in log.read_text():
-            break
-        time.sleep(0.02)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    child = child_at_step(33, process, tmp_path / "run")
     began = time.time()
-    os.kill(int(children[-1]), signal.SIGTERM)
+    os.kill(child, signal.SIGTERM)
     process.wait()
     assert time.time() - began < 10
     assert len(re.findall("exitcode *: 143", process.stderr)) >= 1, process.stderr

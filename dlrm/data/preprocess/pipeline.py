@@ -121,7 +121,6 @@ def prepare(
         "format": [FORMAT, block_bytes],
         "ids_of": ids_of and [str(ids_of.resolve()), (ids_of / META_FILE).stat().st_mtime_ns],
         "options": asdict(options) | {"bad_rows": None},  # does not change what is spilled
-        "inputs": [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in paths],
     }
     with Workspace(Path(output), key, inputs=paths, overwrite=overwrite) as work:
         if not work.finished:

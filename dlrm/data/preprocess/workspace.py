@@ -28,8 +28,8 @@ class Workspace:
 
     Args:
         output: directory for the results; created if necessary.
-        key: everything that the results depend on, with ``options`` as ``meta.json`` has them.
-            Work done under another key is deleted.
+        key: everything that the results depend on besides the inputs, with ``options`` as
+            ``meta.json`` has them. Work done under another key, or of other inputs, is deleted.
         inputs: the raw files.
         overwrite: replace data that was prepared from other inputs or with other options.
 
@@ -50,7 +50,8 @@ class Workspace:
         self.output = output
         self._options, self._inputs, self._overwrite = key.get("options", {}), inputs, overwrite
         self.directory = output / DIRECTORY
-        self._key = json.dumps(key, indent=2, sort_keys=True)
+        files = [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in inputs]
+        self._key = json.dumps({**key, "inputs": files}, indent=2, sort_keys=True)
 
     def __enter__(self) -> Workspace:
         self._require_no_other_files()

@@ -96,7 +96,6 @@ def prepare_table(
     key = {
         "format": [FORMAT, block_bytes],
         "options": options,
-        "inputs": [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in inputs],
     }
     with Workspace(Path(output), key, inputs=inputs, overwrite=overwrite) as work:
         if not work.finished:

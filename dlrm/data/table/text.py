@@ -23,13 +23,10 @@ QUOTE = ord('"')
 
 
 @dataclass(frozen=True, kw_only=True)
-class CsvPart:
-    """Whole rows of a CSV."""
+class TextPart:
+    """Whole rows of a file of text."""
 
     block: RawBlock
-    data: bytes
-    """Without the header."""
-    file: TableFile
 
     @property
     def path(self) -> Path:
@@ -40,6 +37,15 @@ class CsvPart:
     def consumed(self) -> int:
         """Bytes of the file up to here."""
         return self.block.consumed
+
+
+@dataclass(frozen=True, kw_only=True)
+class CsvPart(TextPart):
+    """Whole rows of a CSV."""
+
+    data: bytes
+    """Without the header."""
+    file: TableFile
 
     def parse(self, types: Mapping[str, pa.DataType]) -> pa.RecordBatch:
         """The columns with the names of ``types``.
@@ -126,20 +132,8 @@ class CsvPart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JsonPart:
+class JsonPart(TextPart):
     """Whole lines of JSON."""
-
-    block: RawBlock
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        return self.block.path
-
-    @property
-    def consumed(self) -> int:
-        """Bytes of the file up to here."""
-        return self.block.consumed
 
     def parse(self, types: Mapping[str, pa.DataType]) -> pa.RecordBatch:
         """The columns with the names of ``types``; one that a row doesn't name is null there.

@@ -23,7 +23,7 @@ from dlrm.data.preprocess.vocabulary import assign_ids, open_vocabulary, read_vo
 from dlrm.utils.atomic import atomic_write
 
 TEXT = pa.large_string()
-FEW_IDS = 50_000  # so many are looked up by a table that is made anew each time
+FEW_IDS = 50_000  # vocabularies up to this size are hashed anew by each look-up
 SCHEMA = pa.schema([("value", TEXT), ("id", pa.int32()), ("count", pa.int64())])
 
 
