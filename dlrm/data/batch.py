@@ -18,7 +18,9 @@ class Batch:
     of all bags as ``ids [nnz]``, table by table, and ``offsets [F * B + 1]``: the bag of feature
     ``f`` and sample ``b`` is ``ids[offsets[f * B + b] : offsets[f * B + b + 1]]``. The optional
     ``bounds`` has on the host where the ids of each table begin, so that a model need not wait for
-    the device to read it from the offsets.
+    the device to read it from the offsets. Where all bags of a feature have one length, known on
+    the host, ``bag_sizes`` has it for each feature; batches of equal ``bag_sizes`` and size have
+    equal shapes and offsets, which lets a captured step skip both.
     """
 
     dense: Tensor  # [N, B] float32
@@ -28,6 +30,7 @@ class Batch:
     bounds: tuple[int, ...] | None = None  # offsets[::B], on the host
     total: int | None = None  # samples of all processes, if this batch is the share of one
     weights: Tensor | None = None  # [B] float32, of the samples; None: all 1
+    bag_sizes: tuple[int, ...] | None = None  # [F] ids of each bag; None: ragged, or no offsets
 
     @property
     def size(self) -> int:
@@ -79,6 +82,23 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
         labels=torch.cat([batch.labels for batch in batches]),
         weights=torch.cat(weights) if weights else None,
     )
+
+
+def fixed_bags(
+    bag_sizes: Sequence[int], size: int, device: torch.device | str
+) -> tuple[Tensor, tuple[int, ...]]:
+    """The ``offsets [F * B + 1]`` and ``bounds`` of ``size`` samples with bags of fixed lengths.
+
+    Args:
+        bag_sizes: ids of each bag of each feature, 0 or more.
+        size: samples B.
+        device: of the offsets.
+    """
+    sizes = torch.tensor(tuple(bag_sizes), dtype=torch.int64)
+    starts = torch.cat([sizes.new_zeros(1), (sizes * size).cumsum(0)])
+    within = torch.arange(size) * sizes[:, None]  # [F, B]
+    offsets = torch.cat([(starts[:-1, None] + within).flatten(), starts[-1:]])
+    return offsets.to(device), tuple(starts.tolist())
 
 
 class RowBuffer:
