@@ -89,6 +89,8 @@ def check(setup: Setup, rule: str) -> float:
     """
     ids, grad = setup.ids[0], setup.grads[0]
     rows, local = setup.flat[0].unique(return_inverse=True)
+    # Steps timed before have moved frequent rows so far from 0 that a step is lost in rounding.
+    setup.weight.data[rows] = torch.randn_like(setup.weight.data[rows])
     before = setup.weight.detach()[rows].double()
     exact = before.clone()
     states, exact_states = states_of(rule, setup.weight), states_of(rule, exact)

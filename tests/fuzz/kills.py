@@ -35,6 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each run starts processes for it
+# A process that has asked CUDA's runtime for its devices cannot fork; NVML is another library.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import launcher
 import torch
@@ -321,7 +323,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kills-data-") as place:
         data = Path(place) / "data"
         rows = [3000 if column % 5 == 0 else 20 + column for column in range(26)]
-        synthetic.write(data, rows=4001, cardinalities=rows, fractions=[0.8, 0.1, 0.1])
+        sizes = {"rows": 4001, "cardinalities": rows, "fractions": [0.8, 0.1, 0.1]}
+        synthetic.write(data, **sizes, device="cpu")
         setups = range(options.first // SHARING, -(-(options.first + options.count) // SHARING))
         run = partial(run_setup, options=options, data=data, stop_at=stop_at)
         with ProcessPoolExecutor(options.jobs, get_context("fork")) as processes:

@@ -38,7 +38,7 @@ class Process:
             except SystemExit as stop:
                 os._exit(stop.code if isinstance(stop.code, int) else bool(stop.code))
             except BaseException as error:
-                print(f"{type(error).__name__}", file=sys.stderr, flush=True)
+                print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 os._exit(1)
         self.status: int | None = None
         self.until = time.monotonic() + TIMEOUT
