@@ -23,8 +23,9 @@ from dlrm.distributed.sharding_plan import ShardingPlan
 from dlrm.distributed.shardings import ColumnWise, RowWise, Sharding, TableWise
 from dlrm.distributed.world import exchange
 from dlrm.embeddings.base import Common, Embedding
-from dlrm.embeddings.common.bags import row_offsets
+from dlrm.embeddings.common.bags import Bags, row_offsets
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
+from dlrm.kernels.lookup.bags import lookup_bags
 from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.lookup.tables import lookup, lookup_tables
 from dlrm.utils.local_shards import LocalShards, saved_weight
@@ -190,6 +191,30 @@ class ShardedTables(Embedding):
         found = self.parts(ids, context=context)
         like = torch.promote_types(found[0].dtype, next(self.parameters()).dtype)
         return torch.cat([part.to(like) for part in found], 1).index_select(1, self._back)
+
+    def lookup_bags(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        context: LookupContext = NO_CONTEXT,
+    ) -> Tensor:
+        if self.mode == "max" or weights is not None:
+            return super().lookup_bags(ids, offsets, weights, context)
+        bags, found = Bags.of(ids, offsets, self.num_tables), []
+        if self.replicated is not None:
+            own = bags.select(self._replicated, self.replicated_tables)
+            found.append(
+                lookup_bags(
+                    self.replicated, self._starts, own.ids, own.offsets,
+                    sparse=self.sparse, sorter=context.sorter,
+                )
+            )  # fmt: skip
+        for sharding in self._shardings():
+            found += sharding.pool(self.get_parameter(sharding.name), bags, context)
+        like = torch.promote_types(found[0].dtype, next(self.parameters()).dtype)
+        out = torch.cat([part.to(like) for part in found], 1).index_select(1, self._back)
+        return out / bags.lengths.t().clamp(min=1)[..., None] if self.mode == "mean" else out
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         """As every kind does, for the ids of every process; all must call it at the same time."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from dlrm.distributed.peer_lookup import PeerLookup
 from dlrm.distributed.planner import Shard
 from dlrm.distributed.world import World, exchange
+from dlrm.embeddings.common.bags import Bags
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
+from dlrm.kernels.lookup.bags import lookup_bags
 from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.lookup.tables import lookup, lookup_tables
 
@@ -129,10 +131,14 @@ class Sharding(nn.Module, ABC):
         self, weight: Tensor, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT
     ) -> Tensor:
         """Rows of ``ids`` of ``tables``, ``[..., width]``; zeros for those of other ranks."""
+        rows, inside = self._local_rows(tables, ids)
+        return lookup(weight, rows, sparse=True, sorter=context.sorter) * inside[..., None]
+
+    def _local_rows(self, tables: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The local rows of ids, and whether they are here; other ids have the last row."""
         rows = ids - self._first[tables]
         inside = (rows >= 0) & (rows < self._count[tables])
-        rows = torch.where(inside, rows + self._start[tables], self.height)
-        return lookup(weight, rows, sparse=True, sorter=context.sorter) * inside[..., None]
+        return torch.where(inside, rows + self._start[tables], self.height), inside
 
     def new_weight(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Zeros for the local rows, and one more row, for ids of other ranks."""
@@ -166,22 +172,90 @@ class Sharding(nn.Module, ABC):
         return partial(self.finish, self._exchange(weight, ids, context))
 
     def _exchange(self, weight: Tensor, ids: Tensor, context: LookupContext) -> list[Tensor]:
-        """Send ids to their holders and receive vectors: ``[B, shards, width]`` of every rank."""
+        """Send ids to their holders, and receive vectors ``[B, shards, width]`` of each rank."""
         batch = ids.shape[1]
         sizes = self.world.sizes(batch, ids.device, equal=context.equal_sizes)
-        counts = [len(self.mine) * size for size in sizes]
         received = exchange(
             ids.index_select(0, self._requested).view(-1),
             [len(own) * batch for own in self.by_rank],
-            counts,
+            [len(self.mine) * size for size in sizes],
         )
-        parts = zip(received.split(counts), sizes, strict=True)
-        requests = torch.cat([part.view(len(self.mine), size) for part, size in parts], dim=1)
+        requests = self._by_shard(received, sizes)
         if self.complete:  # requests are [shards, global batch]
             found = lookup_tables(weight, self._start[self._mine], requests, sorter=context.sorter)
         else:
             found = self.lookup_local(weight, self._mine[:, None], requests, context)
             found = found.transpose(0, 1)
+        return self._send_back(found, batch, sizes)
+
+    def pool(self, weight: Tensor, bags: Bags, context: LookupContext = NO_CONTEXT) -> list[Tensor]:
+        """Sum the rows of bags at their holders: a bag crosses a link as one vector per holder.
+
+        Args:
+            weight: the local rows.
+            bags: of this process's samples, of all tables.
+            context: see ``Embedding.forward``.
+
+        Returns:
+            The sums ``[B, F_i, D]``, tables in ``order``.
+        """
+        sizes = self.world.sizes(bags.batch, bags.ids.device, equal=context.equal_sizes)
+        asked = bags.select(self._requested, [p.table for own in self.by_rank for p in own])
+        served = self._serve(asked, sizes)
+        if not self.mine:
+            found = lookup_tables(weight, self._start[:0], served.lengths, sorter=context.sorter)
+        elif self.complete:
+            starts = self._start[self._mine]
+            found = lookup_bags(weight, starts, served.ids, served.offsets, sorter=context.sorter)
+        else:
+            counts = served.lengths.sum(1)
+            tables = self._mine.repeat_interleave(counts, output_size=len(served.ids))
+            rows, inside = self._local_rows(tables, served.ids)
+            found = lookup_bags(
+                weight,
+                torch.zeros_like(self._mine),
+                rows,
+                served.offsets,
+                per_sample_weights=inside.to(weight.dtype),
+                sorter=context.sorter,
+            )
+        return self.finish(self._send_back(found, bags.batch, sizes))
+
+    def _serve(self, asked: Bags, sizes: Sequence[int]) -> Bags:
+        """The bags that all ranks ask of this one, from those that this one asks of each."""
+        shards, own = [len(shards) for shards in self.by_rank], len(self.mine)
+        if asked.bag_sizes is None:
+            counts = torch.tensor(asked.counts, device=asked.ids.device)
+            counts = exchange(counts, shards, [own] * len(sizes))
+            get = counts.view(len(sizes), own).tolist()
+            lengths = exchange(
+                asked.lengths.reshape(-1),
+                [count * asked.batch for count in shards],
+                [own * size for size in sizes],
+            )
+            lengths = self._by_shard(lengths, sizes)
+        else:
+            first = sum(shards[: self.world.rank])
+            bag_sizes = asked.bag_sizes[first : first + own]
+            get = [[bag_size * size for bag_size in bag_sizes] for size in sizes]
+            lengths = asked.lengths[first : first + own, :1].expand(own, sum(sizes))
+        ends = list(accumulate(shards, initial=0))
+        give = [sum(asked.counts[begin:end]) for begin, end in pairwise(ends)]
+        received = exchange(asked.ids, give, [sum(counts) for counts in get])
+        parts = received.split([count for counts in get for count in counts])
+        ids = torch.cat([received[:0], *(part for s in range(own) for part in parts[s::own])])
+        return Bags(ids, lengths, [sum(column) for column in zip(*get, strict=True)])
+
+    def _by_shard(self, received: Tensor, sizes: Sequence[int]) -> Tensor:
+        """``[shards, global batch]`` from what each rank sent, one rank after another."""
+        own = len(self.mine)
+        parts = zip(received.split([own * size for size in sizes]), sizes, strict=True)
+        return torch.cat([part.view(own, size) for part, size in parts], dim=1)
+
+    def _send_back(self, found: Tensor, batch: int, sizes: Sequence[int]) -> list[Tensor]:
+        """Send vectors ``[global batch, shards, width]`` to the ranks of their samples; returns
+        what this one gets of each rank.
+        """
         widths = [own[0].width if own else 0 for own in self.by_rank]
         get = [batch * len(own) * w for own, w in zip(self.by_rank, widths, strict=True)]
         give = [size * len(self.mine) * self.width for size in sizes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -10,6 +11,48 @@ from torch import Tensor
 from torch.nn import functional
 
 MODES = ("sum", "mean", "max")
+
+
+@dataclass(frozen=True)
+class Bags:
+    """The bags of several tables, one table after another."""
+
+    ids: Tensor  # [nnz]
+    lengths: Tensor  # [F, B]
+    counts: Sequence[int]  # ids of each table, on the host
+    bag_sizes: Sequence[int] | None = None  # the length of all bags of each table, if it is fixed
+
+    @classmethod
+    def of(
+        cls, ids: Tensor, offsets: Tensor, num_tables: int, bag_sizes: Sequence[int] | None = None
+    ) -> Bags:
+        """The bags that begin at ``offsets [F * B + 1]``. Without ``bag_sizes`` the host waits for
+        the device.
+        """
+        lengths = offsets.diff().view(num_tables, -1)
+        if bag_sizes is None:
+            return cls(ids, lengths, lengths.sum(1).tolist())
+        return cls(ids, lengths, [size * lengths.shape[1] for size in bag_sizes], bag_sizes)
+
+    @property
+    def batch(self) -> int:
+        """Number of samples B."""
+        return self.lengths.shape[1]
+
+    @property
+    def offsets(self) -> Tensor:
+        """Where each bag begins, and the end, ``[F * B + 1]``."""
+        return functional.pad(self.lengths.reshape(-1).cumsum(0), (1, 0))
+
+    def select(self, tables: Tensor, numbers: Sequence[int]) -> Bags:
+        """The bags of some tables, whose numbers are given on the device and on the host."""
+        by_table = self.ids.split(list(self.counts))
+        return Bags(
+            torch.cat([self.ids[:0], *(by_table[table] for table in numbers)]),
+            self.lengths.index_select(0, tables),
+            [self.counts[table] for table in numbers],
+            None if self.bag_sizes is None else [self.bag_sizes[table] for table in numbers],
+        )
 
 
 def check_offsets(offsets: Tensor, count: int) -> None:
