@@ -32,13 +32,13 @@ from dlrm.optim import Schedule
 from dlrm.sparse_arch.table_plan import AUTO, format_table_plan
 from dlrm.training import metrics, profiling, report, run_directory, tracking
 from dlrm.training.best_model import BestModel
-from dlrm.training.checkpoint_timer import CheckpointTimer
+from dlrm.training.checkpoint.run_checkpoints import RunCheckpoints
+from dlrm.training.checkpoint.timer import CheckpointTimer
 from dlrm.training.data_parallel import GradientReducer, state_bytes
 from dlrm.training.fine_tuning import Trained, auc_lost, fit, rate_factor
 from dlrm.training.held_out import HeldOut
 from dlrm.training.loaders import make_loader
 from dlrm.training.prefetch import PreparedBatch
-from dlrm.training.run_checkpoints import RunCheckpoints
 from dlrm.training.step import TrainStep
 from dlrm.utils.device import pick_device
 from dlrm.utils.program import exit_status

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from dlrm.training.manifest import MANIFEST
 from dlrm.utils.atomic import atomic_write
 from dlrm.utils.messages import require_local
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
+MANIFEST = "manifest.json"  # of a checkpoint
 PREPARATION = "preparation"  # what raw rows are prepared with
 LATEST, BEST = "latest", "best"  # links to checkpoints
 LOCK, HOLDER = ".lock", ".lock.json"

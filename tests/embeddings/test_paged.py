@@ -14,7 +14,7 @@ from dlrm.kernels.offload.pinned_memory import in_host_memory
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, gradient_norm
 from dlrm.training import checkpoint
-from dlrm.training.manifest import RunState
+from dlrm.training.checkpoint.manifest import RunState
 from dlrm.training.step import TrainStep
 
 SIZES = [1, 7, 40, 131]

@@ -38,7 +38,7 @@ from trees import NASTY, as_json, mutate_text, mutate_values
 import train
 from dlrm.data import synthetic
 from dlrm.training.checkpoint import load_model
-from dlrm.training.manifest import MANIFEST
+from dlrm.training.run_directory import MANIFEST
 from scripts import evaluate, predict
 
 TENSORS = "rank_00000.safetensors"

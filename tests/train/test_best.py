@@ -10,10 +10,10 @@ import pytest
 
 from dlrm.config.schema import RunConfig
 from dlrm.distributed.world import World
-from dlrm.training import checkpoint_timer
 from dlrm.training.best_model import BestModel
 from dlrm.training.checkpoint import Checkpoint
-from dlrm.training.checkpoint_timer import CheckpointTimer
+from dlrm.training.checkpoint import timer as checkpoint_timer
+from dlrm.training.checkpoint.timer import CheckpointTimer
 from dlrm.training.fine_tuning import auc_lost, rate_factor
 
 OVERFIT = ["--optim.lr", "0.1", "--epochs", "6", "--eval_every", "10"]

@@ -15,9 +15,10 @@ from safetensors import safe_open
 from dlrm.embeddings import available
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
-from dlrm.training import checkpoint, run_directory, tensor_files
-from dlrm.training.checkpoint import Checkpoint, Parts, load_model
-from dlrm.training.manifest import MANIFEST, RunState
+from dlrm.training import checkpoint, run_directory
+from dlrm.training.checkpoint import Checkpoint, Parts, load_model, tensor_files, writer
+from dlrm.training.checkpoint.manifest import RunState
+from dlrm.training.run_directory import MANIFEST
 from dlrm.utils.local_shards import LocalShards
 
 SIZES = [300, 20, 150]
@@ -176,13 +177,13 @@ def test_links_point_to_whole_checkpoints_and_old_ones_are_removed(run):
 
 def test_the_best_is_linked_before_the_latest(run, monkeypatch):
     """A process that is killed between them leaves both right."""
-    real = checkpoint.point
+    real = writer.point
 
     def killed(link, name):
         real(link, name)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint, "point", killed)
+    monkeypatch.setattr(writer, "point", killed)
     with pytest.raises(KeyboardInterrupt):
         save(run, 4, make("dense"), best=True)
     links = [(run / "checkpoints" / link).resolve().name for link in ("latest", "best")]

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MANIFEST = "manifest.json"
 MAX_DIMS = 8
 
 DTYPES = {

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from dlrm.training.manifest import (
+from dlrm.training.checkpoint.manifest import (
     DTYPE_NAMES,
     DTYPES,
     Manifest,

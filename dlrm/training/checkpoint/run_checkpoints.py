@@ -16,10 +16,11 @@ from torch import nn
 from dlrm.data.criteo import CriteoLoader
 from dlrm.distributed.world import World
 from dlrm.training import restarts, run_directory
-from dlrm.training.checkpoint import Checkpoint, point, save
-from dlrm.training.manifest import MANIFEST, LoaderState, RunState
-from dlrm.training.parts import Parts
-from dlrm.training.run_directory import BEST, CHECKPOINTS, LATEST, RunLock
+from dlrm.training.checkpoint.manifest import LoaderState, RunState
+from dlrm.training.checkpoint.parts import Parts
+from dlrm.training.checkpoint.reader import Checkpoint
+from dlrm.training.checkpoint.writer import point, save
+from dlrm.training.run_directory import BEST, CHECKPOINTS, LATEST, MANIFEST, RunLock
 
 PATIENCE = 30  # seconds to wait for the end of an earlier attempt of the same job
 
@@ -91,7 +92,8 @@ class RunCheckpoints:
         Args:
             unused: samples of the loader that were not used; see its ``state_dict``.
             better: whether this is the best checkpoint so far.
-            progress: ``steps`` and other fields of :class:`~dlrm.training.manifest.RunState`.
+            progress: ``steps`` and other fields of
+                :class:`~dlrm.training.checkpoint.manifest.RunState`.
 
         Raises:
             OSError: it can't be written. Earlier checkpoints are unchanged.

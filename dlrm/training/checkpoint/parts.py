@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dlrm.kernels.update.rules import make_rule
-from dlrm.training.manifest import Group
+from dlrm.training.checkpoint.manifest import Group
 from dlrm.utils.local_shards import LocalShards
 
 Values = dict[str, Tensor | LocalShards]

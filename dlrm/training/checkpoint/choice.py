@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dlrm.training import run_directory
-from dlrm.training.manifest import MANIFEST, Manifest
-from dlrm.training.manifest_json import LIMITS, manifest_from_json
-from dlrm.training.run_directory import BEST, LATEST, OLD_ABOUT
-from dlrm.training.tensor_files import open_regular
+from dlrm.training.checkpoint.manifest import Manifest
+from dlrm.training.checkpoint.manifest_json import LIMITS, manifest_from_json
+from dlrm.training.checkpoint.tensor_files import open_regular
+from dlrm.training.run_directory import BEST, LATEST, MANIFEST, OLD_ABOUT
 
 ATTEMPTS = 20  # to read a checkpoint of a run that removes old ones meanwhile
 

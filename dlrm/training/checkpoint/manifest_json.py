@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from dlrm.training.manifest import (
+from dlrm.training.checkpoint.manifest import (
     Group,
     LoaderState,
     Manifest,
