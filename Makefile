@@ -1,4 +1,5 @@
 # make run    set everything up, then train the default model on a synthetic demo
+# make retail   a retailer's log, from its package to dense and compressed models, compared
 # make test   set everything up, then run the tests but for the slow ones
 # make test-all   all tests
 # make test-gpu   the tests that need a GPU, and the kernel tests natively
@@ -9,10 +10,14 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: run test test-all test-gpu lint audit clean
+.PHONY: run retail test test-all test-gpu lint audit clean
 
 run: $(VENV)/.installed
 	$(BIN)/python train.py --emb tt
+
+retail: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[retail]'
+	$(BIN)/python scripts/experiments/retail.py
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"

@@ -7,8 +7,8 @@ The results are a table, a plot of quality against memory (``--plot``), one of s
 added to its name), and a JSON file. The time of a step is measured separately, after all runs.
 
 With ``--rates`` and ``--validation DIR``, the learning rate of the embeddings is first chosen for
-each kind: the one with the best AUC on the validation split of that data. ``--lr tt=0.002
-hash=0.006`` sets rates that are already known.
+each kind: the one with the best AUC on the validation split of that data. If that is the highest of
+them, higher ones are tried too. ``--lr tt=0.002 hash=0.006`` sets rates that are already known.
 
 ``drop`` is the baseline that every method should beat: it keeps the frequent rows, and all others
 share one row. ``auto`` is the planner, which may mix kinds. ``tt+cache`` also keeps the most used
@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -47,6 +48,7 @@ from scripts.experiments.runner import (
 )
 
 CACHED = "tt+cache"
+MORE_RATES = 4  # doublings of the highest learning rate while it is the best
 KINDS = ("auto", "tt", CACHED, "qr", "block", "hash", "drop", "robe", "cafe")
 
 
@@ -112,22 +114,45 @@ def point(kind: str, ratio: float, seed: int, rate: float | None, rows: int) -> 
 def choose_rates(options: argparse.Namespace, runner: Runner) -> tuple[dict[str, float], list[str]]:
     """Choose the learning rate of each kind by validation AUC, averaged over two seeds.
 
+    While the highest rate of a kind is its best one, twice that rate is tried too.
+
     Returns:
         The rate of each kind for which a run finished, and why some runs are impossible.
     """
+    kinds = [kind for kind in ("dense", *options.kinds) if kind not in dict(options.lr)]
+    todo = dict.fromkeys(kinds, options.rates)
+    tried: dict[str, dict[float, float]] = {kind: {} for kind in kinds}
+    best: dict[str, float] = {}
+    impossible: list[str] = []
+    for more in range(MORE_RATES, -1, -1):
+        aucs, reasons = _try_rates(todo, options, runner)
+        impossible += reasons
+        for (kind, rate), auc in aucs.items():
+            tried[kind][rate] = auc
+        best = {kind: max(own, key=own.__getitem__) for kind, own in tried.items() if own}
+        todo = {kind: [2 * rate] for kind, rate in best.items() if rate == max(tried[kind])}
+        for kind in todo:
+            then = f"trying {2 * best[kind]:g}" if more else "higher ones were not tried"
+            print(f"{kind}: the highest learning rate, {best[kind]:g}, is the best; {then}")
+        if not todo:
+            break
+    return best, impossible
+
+
+def _try_rates(
+    rates: Mapping[str, Sequence[float]], options: argparse.Namespace, runner: Runner
+) -> tuple[dict[tuple[str, float], float], list[str]]:
+    """The validation AUC of kinds and rates, and why some runs are impossible."""
     rows = sum(Meta.read(options.validation).cardinalities)
     candidates: dict[tuple[str, float], list[RunSpec]] = {}
-    for kind in ("dense", *options.kinds):
-        if kind in dict(options.lr):
-            continue
-        for rate in options.rates:
-            runs = [point(kind, options.rates_at, seed, rate, rows) for seed in range(2)]
-            named = [RunSpec(f"rate-{rate:g}-{run.name}", run.options) for run in runs]
-            candidates[kind, rate] = named
+    for kind, rate in ((kind, rate) for kind, own in rates.items() for rate in own):
+        runs = [point(kind, options.rates_at, seed, rate, rows) for seed in range(2)]
+        named = [RunSpec(f"rate-{rate:g}-{run.name}", run.options) for run in runs]
+        candidates[kind, rate] = named
     todo = [run for runs in candidates.values() for run in runs]
     impossible = runner.train(todo, options.validation)
-    best: dict[str, tuple[float, float]] = {}
-    for (kind, rate), runs in candidates.items():
+    found = {}
+    for chosen, runs in candidates.items():
         names = [run.name for run in runs if runner.finished(run.name)]
         aucs = [runner.metrics(name)["val/auc"] for name in names]
         if None in aucs:
@@ -136,8 +161,8 @@ def choose_rates(options: argparse.Namespace, runner: Runner) -> tuple[dict[str,
                 "be chosen: prepare it with more rows"
             )
         if aucs:
-            best[kind] = max(best.get(kind, (0.0, 0.0)), (sum(aucs) / len(aucs), rate))
-    return {kind: rate for kind, (_, rate) in best.items()}, impossible
+            found[chosen] = sum(aucs) / len(aucs)
+    return found, impossible
 
 
 def publish(summary: pd.DataFrame, options: argparse.Namespace, report: dict[str, object]) -> None:

