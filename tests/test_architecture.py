@@ -23,6 +23,7 @@ BELOW = {
 BELOW["sparse_arch"] = (*BELOW["distributed"], "distributed")
 BELOW["model"] = (*BELOW["sparse_arch"], "sparse_arch")
 BELOW["config"] = BELOW["training"] = (*BELOW["model"], "model")
+BELOW["export"] = (*BELOW["training"], "training")
 """What each room of ``dlrm`` may import, next to itself: imports go one way."""
 
 KERNELS_BELOW = {

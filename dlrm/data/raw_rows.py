@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
 from dlrm.data.preprocess.transform import CriteoTransform
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.data.table.transform import TRANSFORM_FILE, TableTransform
-from dlrm.utils.messages import print_error
+from dlrm.data.table.values import BadRow
+from dlrm.utils.messages import did_you_mean, print_error
 
 
 def load_transform(directory: str | os.PathLike[str]) -> TableTransform | CriteoTransform:
@@ -89,6 +91,48 @@ def keep_transform(directory: str | os.PathLike[str], target: Path) -> None:
         if not linked:
             shutil.copyfile(source / file, temporary / file)
     temporary.replace(target)
+
+
+def prepare(transform: TableTransform | CriteoTransform, rows: Any) -> pa.RecordBatch:
+    """Prepare raw rows in memory.
+
+    Args:
+        transform: of the data that the model was trained on.
+        rows: as in :func:`as_batch`, with the columns that features are made of.
+
+    Raises:
+        ValueError: a column is missing, or a value does not fit; the error names it.
+    """
+    raw = as_batch(rows)
+    for name in transform.needed:
+        if name not in raw.schema.names:
+            names = raw.schema.names
+            raise ValueError(f"the rows have no column {name!r}{did_you_mean(name, names)}")
+    try:
+        return transform.apply(raw.select(list(transform.needed)))
+    except BadRow as error:
+        raise error.located(Path("the rows")) from None
+
+
+def as_batch(rows: Any) -> pa.RecordBatch:
+    """Rows in memory as one batch: a DataFrame, an Arrow table or batch, or a mapping of columns.
+
+    Raises:
+        ValueError: they are no table, or a column has values of several types.
+    """
+    if isinstance(rows, pa.RecordBatch):
+        return rows
+    try:
+        if isinstance(rows, Mapping):
+            rows = pa.table(dict(rows))
+        elif not isinstance(rows, pa.Table):
+            rows = pa.Table.from_pandas(rows, preserve_index=False)
+    except (pa.ArrowException, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"the rows are no table: {error}; give a DataFrame, an Arrow table or a path"
+        ) from None
+    columns = [column.combine_chunks() for column in rows.columns]
+    return pa.RecordBatch.from_arrays(columns, names=rows.schema.names)
 
 
 def in_batches(

@@ -15,16 +15,14 @@ from numpy.typing import NDArray
 
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.preprocess.transform import CriteoTransform
-from dlrm.data.raw_rows import in_batches, load_transform
+from dlrm.data.raw_rows import in_batches, load_transform, prepare
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.data.shuffle import batch_of
 from dlrm.data.table.transform import TableTransform
-from dlrm.data.table.values import BadRow
 from dlrm.model import DLRM
 from dlrm.training import metrics
 from dlrm.training.checkpoint import load_model
 from dlrm.training.run_directory import PREPARATION, run_directory
-from dlrm.utils.messages import did_you_mean
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -118,7 +116,7 @@ class Predictor:
         if isinstance(rows, str | os.PathLike):
             parts = [batch[PROBABILITY] for batch in self.score([rows], batch_size=batch_size)]
         else:
-            prepared = pa.Table.from_batches([self._prepare(_as_batch(rows))])
+            prepared = pa.Table.from_batches([prepare(self.transform, rows)])
             starts = range(0, len(prepared), batch_size)
             parts = [self._probabilities(prepared.slice(at, batch_size)) for at in starts]
         found = [part.to_numpy() for part in parts]
@@ -166,16 +164,6 @@ class Predictor:
                 output = output.append_column(LABEL, rows[label].cast(pa.float32()))
             yield from output.combine_chunks().to_batches()
 
-    def _prepare(self, raw: pa.RecordBatch) -> pa.RecordBatch:
-        for name in self.transform.needed:
-            if name not in raw.schema.names:
-                names = raw.schema.names
-                raise ValueError(f"the rows have no column {name!r}{did_you_mean(name, names)}")
-        try:
-            return self.transform.apply(raw.select(list(self.transform.needed)))
-        except BadRow as error:
-            raise error.located(Path("the rows")) from None
-
     def _probabilities(self, prepared: pa.Table) -> pa.Array:
         """The probabilities of prepared rows, which fit into a batch."""
         batch = batch_of(self.reader, self.reader.convert(prepared, "the prepared rows"))
@@ -206,24 +194,3 @@ def require_new_names(output: Collection[str]) -> None:
                 f"column {name!r} can't be passed through, as the scores have a column of that "
                 "name; rename it in the rows"
             )
-
-
-def _as_batch(rows: Any) -> pa.RecordBatch:
-    """Rows in memory as one batch.
-
-    Raises:
-        ValueError: they are no table, or a column has values of several types.
-    """
-    if isinstance(rows, pa.RecordBatch):
-        return rows
-    try:
-        if isinstance(rows, Mapping):
-            rows = pa.table(dict(rows))
-        elif not isinstance(rows, pa.Table):
-            rows = pa.Table.from_pandas(rows, preserve_index=False)
-    except (pa.ArrowException, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"the rows are no table: {error}; give a DataFrame, an Arrow table or a path"
-        ) from None
-    columns = [column.combine_chunks() for column in rows.columns]
-    return pa.RecordBatch.from_arrays(columns, names=rows.schema.names)

@@ -2,11 +2,8 @@
 
 import csv
 import gzip
-import importlib
 import json
-import random
 import shutil
-from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -26,60 +23,6 @@ SMALL = ["--batch_size", "128", "--model.bottom_mlp", "[16]", "--model.top_mlp",
 SMALL += ["--max_steps", "6", "--optim.lr", "0.05", "--device", "cpu", "--name", "run"]
 ROWS, TEST = 2000, 1500  # the rows from TEST on are the test split
 CPU = ("--device", "cpu")
-
-
-@pytest.fixture(scope="module")
-def programs():
-    """Runs a program for a fixture of this module."""
-
-    def run(name, *arguments):
-        with pytest.MonkeyPatch.context() as patched:
-            patched.syspath_prepend(str(ROOT))
-            assert importlib.import_module(name).main([str(a) for a in arguments]) == 0
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def criteo(tmp_path_factory, programs):
-    """A directory with ``raw``, prepared as ``data``, and a run; and the lines."""
-    directory, rng = tmp_path_factory.mktemp("criteo"), random.Random(0)
-    lines = []
-    for _ in range(ROWS):
-        fields = [str(int(rng.random() < 0.3))]
-        fields += ["" if rng.random() < 0.2 else str(rng.randrange(-2, 999)) for _ in range(13)]
-        fields += ["" if rng.random() < 0.2 else f"{rng.randrange(99):x}" for _ in range(26)]
-        lines.append("\t".join(fields) + "\n")
-    (directory / "raw").write_text("".join(lines))
-    split = ("--split", "0.7", "0.05", "0.25", "--min-count", "2")
-    programs("scripts.prepare_criteo", directory / "raw", "--output", directory / "data", *split)
-    programs("train", "--data", directory / "data", "--output", directory, *SMALL)
-    return directory, lines
-
-
-@pytest.fixture(scope="module")
-def table(tmp_path_factory, programs):
-    """A directory with ``raw.csv``, prepared as ``data``, and a run; and the rows."""
-    directory, rng = tmp_path_factory.mktemp("table"), random.Random(0)
-    start = datetime(2024, 1, 1)
-    rows = [
-        {
-            "row_id": f"row-{i}",
-            "price": "" if rng.random() < 0.1 else f"{rng.lognormvariate(3, 2):.2f}",
-            "user": f"user {rng.randrange(50)}",
-            "when": str(start + timedelta(minutes=7 * i)),
-            "tags": "|".join(f"t{rng.randrange(9)}" for _ in range(rng.randrange(4))),
-            "clicked": int(rng.random() < 0.3),
-        }
-        for i in range(ROWS)
-    ]
-    write_csv(directory / "raw.csv", rows)
-    columns = {"row_id": "pass", "tags": {"kind": "list", "separator": "|"}}
-    (directory / "options").write_text(json.dumps({"label": "clicked", "columns": columns}))
-    given = ("--config", directory / "options", "--split", "0.7", "0.05", "0.25")
-    programs("scripts.prepare_table", directory / "raw.csv", "--output", directory / "data", *given)
-    programs("train", "--data", directory / "data", "--output", directory, *SMALL)
-    return directory, rows
 
 
 def write_csv(path, rows, without=()):

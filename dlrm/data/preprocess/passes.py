@@ -21,7 +21,7 @@ from tqdm import tqdm
 from dlrm.data.preprocess.parser import MISSING
 from dlrm.data.preprocess.reader import RawBlock, RawFile
 from dlrm.data.preprocess.spill import SpilledBlock
-from dlrm.data.preprocess.vocabulary import assign_ids, look_up, reuse_ids, sum_counts
+from dlrm.data.preprocess.vocabulary import ZSTD, assign_ids, look_up, reuse_ids, sum_counts
 from dlrm.data.preprocess.workspace import Workspace
 from dlrm.data.schema import (
     CRITEO_CATEGORICAL,
@@ -36,14 +36,6 @@ from dlrm.utils.atomic import atomic_write
 from dlrm.utils.documents import read_json
 
 ROW_GROUP_ROWS = 1 << 17
-# zstd with dictionaries: 43 bytes a row, 9 M rows/s read by a core; lz4: 54 bytes, 14 M rows/s.
-# Both are far faster than a loader needs, so take the smaller one.
-# With checksums, because zstd itself accepts about half of all damaged pages.
-ZSTD: dict[str, Any] = {
-    "compression": "zstd",
-    "compression_level": 1,
-    "write_page_checksum": True,
-}
 LARGEST_DICTIONARY = 1 << 16  # with more ids than this, few repeat within a row group
 CHUNK_KEYS = 1 << 25  # keys of the blocks merged at a time: 0.3 GB, 1 GB while they are sorted
 SCHEMA = pa.schema(

@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from dlrm.data.preprocess.passes import LARGEST_DICTIONARY, ROW_GROUP_ROWS, ZSTD
+from dlrm.data.preprocess.passes import LARGEST_DICTIONARY, ROW_GROUP_ROWS
+from dlrm.data.preprocess.vocabulary import ZSTD
 from dlrm.data.preprocess.workspace import Workspace
 from dlrm.data.schema import SPLITS, Meta, Split
 from dlrm.data.table.columns import SPLIT, Feature, TablePlan

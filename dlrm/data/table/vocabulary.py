@@ -18,8 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from dlrm.data.preprocess.passes import ZSTD
-from dlrm.data.preprocess.vocabulary import assign_ids, open_vocabulary, read_vocabulary
+from dlrm.data.preprocess.vocabulary import ZSTD, assign_ids, open_vocabulary, read_vocabulary
 from dlrm.utils.atomic import atomic_write
 
 TEXT = pa.large_string()

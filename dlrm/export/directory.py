@@ -1,0 +1,250 @@
+"""The directory of an export, which needs nothing of this package: see docs/export.md."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+import dlrm
+from dlrm.data.frequencies import read_frequencies
+from dlrm.data.model_inputs import PREPARATION
+from dlrm.data.raw_rows import keep_transform
+from dlrm.data.schema import META_FILE, Meta
+from dlrm.export.inference import InferenceModel
+from dlrm.export.programs import compile_program, save_onnx, save_program, trace
+from dlrm.export.reader import PACKAGE, copy_reader
+from dlrm.model import DLRM, WEIGHT_BYTES
+from dlrm.sparse_arch.table_plan import make_table_plan
+from dlrm.training.checkpoint import Checkpoint
+from dlrm.training.manifest import RunState
+from dlrm.training.run_directory import PREPARATION as KEPT
+from dlrm.training.run_directory import run_directory
+from dlrm.utils.atomic import atomic_write, disk_full_names
+
+FORMAT, VERSION = "dlrm export", 1
+MANIFEST = "manifest.json"
+WEIGHTS = "weights.safetensors"
+PROGRAM = "model.pt2"
+ONNX = "model.onnx"
+"""Names of the files."""
+
+
+def compiled_file(device: str) -> str:
+    """The name of the program that is compiled for ``cpu`` or ``cuda``."""
+    return f"model_{device}.pt2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """What to export of a run, and as what."""
+
+    tables: str = "fp32"
+    """Number format of the rows of tables: fp32 (as trained), bf16, int8 or int4."""
+    emb: str | None = None
+    """Compress the trained tables by this kind, or by auto."""
+    budget: str | None = None
+    """Memory for all tables, with ``emb``."""
+    devices: Sequence[str] = ("cpu",)
+    """Compile ahead of time for ``cpu`` and ``cuda``."""
+    onnx: bool = False
+    last: bool = False
+    """Of a run, take the latest checkpoint, not the best."""
+    data: Path | None = None
+    """The prepared data, for a run that has not kept how raw rows are prepared."""
+
+
+def export_run(
+    run: Path, output: Path, options: ExportOptions, *, note: Callable[[str], object] = print
+) -> dict[str, Any]:
+    """Export a trained model. The directory is there completely or not at all.
+
+    Args:
+        run: run directory, or a checkpoint in it.
+        output: directory to make.
+        options: what to export.
+        note: is told each file that is made.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint or data.
+        ValueError: ``output`` exists, the run is damaged, or an option does not fit it.
+    """
+    if output.exists():
+        raise ValueError(f"{output} exists: name another directory, or remove it")
+    kept = run_directory(run) / KEPT
+    with Checkpoint.open(run, best=not options.last) as found:
+        model, state, identity = found.build_model(), found.state, found.run
+    directory, meta = _described(kept, options.data, state, model)
+    if options.emb is not None:
+        model = _compressed(model, state, directory, meta, options.emb, options.budget)
+    elif options.budget is not None:
+        raise ValueError("--budget needs --emb, the kind to compress by: add --emb auto")
+    contents = _Contents(model, state, meta, identity, options)
+    temporary = output.with_name(output.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        with disk_full_names(output):
+            temporary.mkdir(parents=True)
+            manifest = contents.write(temporary, kept if directory == kept else None, note)
+            temporary.replace(output)
+    except BaseException:
+        with suppress(OSError):  # the first error is the one to report
+            shutil.rmtree(temporary)
+        raise
+    return manifest
+
+
+def _described(kept: Path, data: Path | None, state: RunState, model: DLRM) -> tuple[Path, Meta]:
+    """The directory that describes the columns of a model, and what it says.
+
+    Raises:
+        FileNotFoundError, ValueError: there is none, or it is of other columns.
+    """
+    directory = kept if kept.is_dir() else data
+    if directory is None:
+        given = state.config.get("data")
+        directory = Path(given) if isinstance(given, str) else None
+    if directory is None or not (directory / META_FILE).is_file():
+        raise ValueError(
+            f"{kept} does not exist, and {directory} has no {META_FILE} either: name the prepared "
+            "data of the run with --data"
+        )
+    meta, arch = Meta.read(directory), model.sparse_arch
+    same = meta.cardinalities == arch.num_embeddings and len(meta.dense) == model.num_dense
+    if not same or state.fingerprint not in (None, meta.fingerprint):
+        raise ValueError(
+            f"{directory} is not of the data that the model was trained on; restore it, or name "
+            "the prepared data with --data"
+        )
+    return directory, meta
+
+
+def _compressed(
+    model: DLRM, state: RunState, directory: Path, meta: Meta, kind: str, budget: str | None
+) -> DLRM:
+    """The model with its tables fitted by another kind."""
+    if budget is None:
+        raise ValueError(f"--emb {kind} needs --budget, such as --budget 20MB or --budget 100x")
+    dtype = state.model.get("tables_dtype", "fp32")
+    plan = make_table_plan(
+        meta.tables,
+        meta.cardinalities,
+        model.sparse_arch.embedding_dim,
+        kind,
+        budget=budget,
+        counts=lambda: read_frequencies(directory, meta),
+        weight_bytes=WEIGHT_BYTES[dtype],
+    )
+    fitted = DLRM(**{**state.model, "plan": plan})
+    fitted.load_trained(model)
+    return fitted.eval()
+
+
+class _Contents:
+    """What goes into the directory."""
+
+    def __init__(
+        self, model: DLRM, state: RunState, meta: Meta, run: str, options: ExportOptions
+    ) -> None:
+        self._options, self._meta = options, meta
+        kinds = {
+            feature: group.kind()
+            for group, features in model.sparse_arch.embeddings()
+            for feature in features
+        }
+        lists = [column.multi_hot for column in meta.categorical]
+        self._manifest: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "made_by": {"dlrm": dlrm.__version__, "torch": torch.__version__},
+            "run": run,
+            "step": state.steps,
+            "trained_in": state.config.get("precision", "fp32"),
+            "tables": options.tables,
+            "inputs": _inputs(meta),
+            "output": {"name": "probability", "dtype": "float32", "shape": ["batch"]},
+            "label": meta.label,
+            "dense": list(meta.dense),
+            "categorical": [
+                {
+                    "name": column.name,
+                    "rows": column.cardinality,
+                    "multi_hot": column.multi_hot,
+                    "oov_id": column.oov_id,
+                    "kind": kinds[index],
+                }
+                for index, column in enumerate(meta.categorical)
+            ],
+        }
+        self._model = InferenceModel(model, lists, precision=options.tables)
+
+    def write(
+        self, directory: Path, kept: Path | None, note: Callable[[str], object]
+    ) -> dict[str, Any]:
+        """Write all files; the manifest, which lists the others, comes last."""
+        made = dict[str, Any](self._manifest)
+        program = trace(self._model, len(self._meta.dense))
+        weights = {name: value.contiguous() for name, value in program.state_dict.items()}
+        save_file(weights, directory / WEIGHTS, {"format": "pt"})
+        sizes = {n: v.nbytes for n, v in weights.items() if n.startswith("tables.")}
+        made["bytes_of_tables"] = sum(sizes.values())
+        made["weights"] = WEIGHTS
+        note(f"{WEIGHTS}: {sum(v.nbytes for v in weights.values()):,} bytes")
+        save_program(program, directory / PROGRAM)
+        made["program"] = PROGRAM
+        note(f"{PROGRAM}: for torch.export.load")
+        made["compiled"] = {}
+        for device in self._options.devices:
+            compile_program(program, directory / compiled_file(device), device)
+            made["compiled"][device] = compiled_file(device)
+            note(f"{compiled_file(device)}: compiled for {device}")
+        if self._options.onnx:
+            save_onnx(program, directory / ONNX)
+            made["onnx"] = ONNX
+            note(f"{ONNX}: for ONNX Runtime and others")
+        made["raw_rows"] = kept is not None
+        if kept is not None:
+            keep_transform(kept, directory / PREPARATION)
+            copy_reader(directory)
+            note(f"{PREPARATION}/, {PACKAGE}/: to read raw rows")
+        made["files"] = _digests(directory)
+        with atomic_write(directory / MANIFEST) as temporary:
+            temporary.write_text(json.dumps(made, indent=2) + "\n")
+        return made
+
+
+def _inputs(meta: Meta) -> list[Mapping[str, Any]]:
+    """The inputs of the programs, in order."""
+    single = [column.name for column in meta.categorical if not column.multi_hot]
+    inputs: list[Mapping[str, Any]] = [
+        {"name": "dense", "dtype": "float32", "shape": [len(meta.dense), "batch"]},
+        {"name": "ids", "dtype": "int64", "shape": [len(single), "batch"], "columns": single},
+    ]
+    for column in meta.categorical:
+        if column.multi_hot:
+            values = {"name": f"{column.name}.values", "dtype": "int64", "shape": ["nnz"]}
+            offsets = {"name": f"{column.name}.offsets", "dtype": "int64", "shape": ["batch + 1"]}
+            inputs += [values, offsets]
+    return inputs
+
+
+def _digests(directory: Path) -> dict[str, Any]:
+    """Bytes and SHA-256 of all files, by their path in the directory."""
+    found = {}
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        name = path.relative_to(directory).as_posix()
+        found[name] = {"bytes": path.stat().st_size, "sha256": digest}
+    return found

@@ -1,0 +1,148 @@
+"""Look-ups of trained tables as modules of plain PyTorch operators.
+
+Their shapes depend on the shape of the ids alone, and nothing in them is Triton: ``torch.export``
+takes them with a dynamic batch, and so do the compilers behind it.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from dlrm.embeddings.base import Embedding
+from dlrm.embeddings.common.bags import row_offsets
+from dlrm.embeddings.offload import Offload
+from dlrm.embeddings.paged import Paged
+from dlrm.embeddings.shared_rows import SharedRows
+from dlrm.embeddings.tt import TT
+from dlrm.export.rows import store_rows
+
+
+class RowLookup(nn.Module):
+    """Tables whose rows lie in one weight: dense, hash, drop, block, paged and offload.
+
+    Args:
+        group: the trained tables.
+        precision: see :func:`~dlrm.export.rows.store_rows`.
+    """
+
+    def __init__(self, group: SharedRows | Paged | Offload, precision: str) -> None:
+        super().__init__()
+        weight = group.state_dict()["weight"]
+        self.rows = store_rows(weight, precision)
+        shared = group if isinstance(group, SharedRows) else None
+        kept = shared.num_kept if shared else group.num_embeddings
+        modulo = shared._modulo if shared else None
+        overflow_row = shared._overflow_row if shared else None
+        self.register_buffer("starts", row_offsets(kept).to(weight.device))
+        self.register_buffer("modulo", modulo)
+        self.register_buffer("overflow_row", overflow_row)
+        projection = getattr(group, "projection", None)
+        self.register_buffer("projection", None if projection is None else projection.detach())
+        self.starts: Tensor  # [F]
+        self.modulo: Tensor | None  # [F]
+        self.overflow_row: Tensor | None  # [F]
+        self.projection: Tensor | None  # [F, E, D]
+
+    def forward(self, tables: Tensor, ids: Tensor) -> Tensor:
+        """Look up ``ids [F, B]`` of ``tables [F, 1]``, or ``[n]`` of ``[1]``; adds a last dim D."""
+        if self.modulo is not None:
+            ids = ids % self.modulo[tables]
+        if self.overflow_row is not None:
+            ids = ids.minimum(self.overflow_row[tables])
+        rows = self.rows(ids + self.starts[tables])
+        if self.projection is None:
+            return rows
+        projected = rows @ self.projection[tables.reshape(-1)].float()
+        return projected.reshape(*ids.shape, projected.shape[-1])
+
+
+class TTLookup(nn.Module):
+    """Tensor-train tables: every id is multiplied out on its own, equal ones too.
+
+    A training step looks for equal ids; their number is known only once it has run, so that no
+    compiler can plan for it.
+
+    Args:
+        group: the trained tables, with their cache of hot rows, if there is one.
+        precision: ``bf16`` keeps the cores in bf16; all others leave them as they are. The rows of
+            a cache have it.
+    """
+
+    def __init__(self, group: TT, precision: str) -> None:
+        super().__init__()
+        self.q, self.ranks = group.q, group.ranks
+        own = "bf16" if precision == "bf16" else "fp32"
+        self.cores = nn.ModuleList(store_rows(core, own) for core in group.cores)
+        p = group._p
+        place = p.flip(1).cumprod(1).flip(1) // p  # ids that agree in the digits up to this one
+        self.register_buffer("p", p)
+        self.register_buffer("place", place)
+        self.register_buffer("starts", p.cumsum(0) - p)
+        self.p: Tensor  # [F, d]
+        self.place: Tensor  # [F, d]
+        self.starts: Tensor  # [F, d], the first slice of each table
+        self.cached = None
+        if group.cache is not None:
+            self.cached = store_rows(group.cache.rows, precision)
+            self.register_buffer("keys", group.cache._keys)
+            self.register_buffer("slots", group.cache._slots.long())
+            self.register_buffer("first_key", group._row_offsets)
+            self.keys: Tensor  # [capacity], in rising order
+            self.slots: Tensor  # [capacity]
+            self.first_key: Tensor  # [F]
+
+    def forward(self, tables: Tensor, ids: Tensor) -> Tensor:
+        """As in :class:`RowLookup`."""
+        vectors = self._compressed(tables, ids)
+        if self.cached is None:
+            return vectors
+        keys = (ids + self.first_key[tables]).to(self.keys.dtype)
+        place = torch.searchsorted(self.keys, keys).clamp(max=len(self.keys) - 1)
+        hits = self.keys[place] == keys
+        return torch.where(hits[..., None], self.cached(self.slots[place]), vectors)
+
+    def _compressed(self, tables: Tensor, ids: Tensor) -> Tensor:
+        rows = ids.new_ones(1)
+        for k, core in enumerate(self.cores):
+            digits = ids // self.place[tables, k] % self.p[tables, k]
+            slices = core((digits + self.starts[tables, k]).reshape(-1))  # [n, r q r']
+            if k == 0:
+                rows = slices
+            else:
+                left = rows.view(-1, prod(self.q[:k]), self.ranks[k])
+                rows = left @ slices.view(-1, self.ranks[k], self.q[k] * self.ranks[k + 1])
+        return rows.reshape(*ids.shape, prod(self.q))
+
+
+class OwnLookup(nn.Module):
+    """Tables of a kind whose own look-up is plain PyTorch on a CPU: qr, robe, cafe and basis.
+
+    Args:
+        group: the trained tables, on the CPU.
+    """
+
+    def __init__(self, group: Embedding) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, tables: Tensor, ids: Tensor) -> Tensor:
+        """As in :class:`RowLookup`."""
+        return self.group.vectors(tables, ids).float()
+
+
+def lookup_of(group: Embedding, precision: str) -> nn.Module:
+    """The look-up of a group of trained tables, on the CPU.
+
+    Args:
+        group: the tables.
+        precision: of rows, one of :data:`~dlrm.export.rows.PRECISIONS`. Kinds whose parameters are
+            no rows of one table each keep them in fp32 instead of int8 and int4.
+    """
+    if isinstance(group, SharedRows | Paged | Offload):
+        return RowLookup(group, precision)
+    if isinstance(group, TT):
+        return TTLookup(group, precision)
+    return OwnLookup(group.to(torch.bfloat16) if precision == "bf16" else group)

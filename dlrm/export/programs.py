@@ -1,0 +1,134 @@
+"""A model as programs: for PyTorch, compiled ahead of time for C++, and for ONNX."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor import aoti_compile_and_package
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
+from torch.export import Dim, ExportedProgram
+from torch.export.passes import move_to_device_pass
+
+from dlrm.export.inference import InferenceModel
+
+DEVICES = ("cpu", "cuda")
+ONNX_PACKAGES = ("onnx", "onnxscript")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without warnings of PyTorch about itself."""
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it names operators of packages that are not there
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def trace(model: InferenceModel, num_dense: int) -> ExportedProgram:
+    """The model as a program of ATen operators with a dynamic batch.
+
+    Args:
+        model: on the CPU.
+        num_dense: number of dense features N.
+    """
+    batch = 4  # of the example; any but 0 and 1, which would be taken for constants
+    singles = model.multi_hot.count(False)
+    inputs = [torch.zeros(num_dense, batch), torch.zeros(singles, batch, dtype=torch.int64)]
+    rows = Dim("batch")
+    shapes: list[Any] = [{1: rows}, {1: rows}]
+    bags: list[dict[int, Any]] = []
+    for index in range(model.multi_hot.count(True)):
+        nnz = batch + 2 + index  # another one for each, or they would be taken to be equal
+        offsets = torch.tensor([0, 1, 2, 3, nnz])
+        inputs += [torch.zeros(nnz, dtype=torch.int64), offsets]
+        bags += [{0: Dim(f"nnz_{index}")}, {0: rows + 1}]
+    dynamic = (*shapes, tuple(bags)) if bags else tuple(shapes)
+    program = torch.export.export(model, tuple(inputs), dynamic_shapes=dynamic)
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:  # paths of this machine are nobody else's business
+                node.meta.pop("stack_trace", None)
+    return program
+
+
+def save_program(program: ExportedProgram, path: Path) -> None:
+    """Write a program without its weights, which ``program.state_dict`` takes when it is loaded.
+
+    In their place are values of no size in memory: NaN, so that a score without weights is NaN.
+    """
+    weights = dict(program.state_dict)
+    program.state_dict.update({name: _placeholder(value) for name, value in weights.items()})
+    try:
+        with _quiet():
+            torch.export.save(program, path)
+    finally:
+        program.state_dict.update(weights)
+
+
+def _placeholder(value: Tensor) -> Tensor:
+    fill = float("nan") if value.is_floating_point() else 0
+    return torch.full((), fill, dtype=value.dtype).expand(value.shape)
+
+
+def compile_program(program: ExportedProgram, path: Path, device: str) -> None:
+    """Compile a program ahead of time with AOTInductor, again without its weights.
+
+    The code is for processors, or GPUs, like those of this machine.
+
+    Raises:
+        ValueError: there is no C++ compiler, or no such device.
+    """
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise ValueError(
+            "compiling needs a C++ compiler, and there is none: install g++, or leave out --compile"
+        ) from None
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("--compile cuda needs a GPU, and there is none: leave it out")
+        program = move_to_device_pass(program, device)
+    configs = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
+    with _quiet():
+        aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
+
+
+def save_onnx(program: ExportedProgram, path: Path) -> None:
+    """Write a program as ONNX, its weights in a file next to it.
+
+    Raises:
+        ValueError: a package is missing, or ONNX lacks an operator.
+    """
+    if missing := [name for name in ONNX_PACKAGES if importlib.util.find_spec(name) is None]:
+        raise ValueError(
+            f"--onnx needs {', '.join(missing)}: pip install {' '.join(ONNX_PACKAGES)}, or leave "
+            "it out"
+        )
+    try:
+        with _quiet():
+            written = torch.onnx.export(program, dynamo=True, verbose=False)
+    except torch.onnx.OnnxExporterError as error:
+        raise ValueError(f"the model can't be written as ONNX: {_first_cause(error)}") from None
+    assert written is not None
+    written.save(path, external_data=True)
+
+
+def _first_cause(error: BaseException) -> str:
+    """What an error began with, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{' '.join(str(error).split()):.300}"

@@ -1,0 +1,87 @@
+"""Export a trained model to a directory that needs nothing of this package."""
+
+from __future__ import annotations
+
+from dlrm.utils import startup
+
+if __name__ == "__main__":
+    startup.begin()  # before the imports, which take seconds
+
+import sys
+from argparse import Namespace
+
+from dlrm.export.directory import ExportOptions, export_run
+from dlrm.export.programs import DEVICES
+from dlrm.export.rows import PRECISIONS
+from dlrm.utils.program import Parser, exit_status, path_arg
+
+EPILOG = """\
+OUTPUT gets the weights as safetensors, the model as a program for torch.export.load, compiled
+programs for C++ and Python, a reader of raw rows, and manifest.json. docs/export.md tells how to
+load it.
+
+Examples:
+  export.py runs/mine exported
+  export.py runs/mine exported --tables int8
+  export.py runs/mine exported --emb auto --budget 100x
+  export.py runs/mine exported --compile cpu cuda --onnx
+"""
+
+
+def arguments() -> Parser:
+    """The command line."""
+    parser = Parser(__doc__, epilog=EPILOG)
+    add = parser.add_argument
+    named = "run directory, whose best checkpoint is taken, or one of its checkpoints/"
+    add("checkpoint", metavar="RUN", type=path_arg, help=named)
+    add("output", metavar="OUTPUT", type=path_arg, help="directory to make")
+    add(
+        "--tables",
+        choices=PRECISIONS,
+        default="fp32",
+        help="number format of the rows of tables; fp32 keeps them as they were trained",
+    )
+    add("--emb", metavar="KIND", help="compress the trained tables by this kind, or by auto")
+    add("--budget", help="memory for all tables, with --emb: 20MB, or 100x")
+    add(
+        "--compile",
+        nargs="*",
+        choices=DEVICES,
+        default=["cpu"],
+        help="compile ahead of time for machines like this one; without a name, don't",
+    )
+    add("--onnx", action="store_true", help="also write ONNX (default: no)")
+    last = "take the latest checkpoint of the run, not the best (default: no)"
+    add("--last", action="store_true", help=last)
+    add(
+        "--data",
+        type=path_arg,
+        help="prepared data of the run, if the run has not kept how raw rows are prepared "
+        "(default: that of its configuration)",
+    )
+    return parser
+
+
+def export(options: Namespace) -> None:
+    """Export the model."""
+    chosen = ExportOptions(
+        tables=options.tables,
+        emb=options.emb,
+        budget=options.budget,
+        devices=tuple(dict.fromkeys(options.compile)),
+        onnx=options.onnx,
+        last=options.last,
+        data=options.data,
+    )
+    export_run(options.checkpoint, options.output, chosen)
+    print(f"exported to {options.output}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program; returns the exit status."""
+    options = arguments().parse_args(argv)
+    return exit_status(lambda: export(options), "interrupted; nothing was written")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

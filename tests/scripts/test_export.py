@@ -1,0 +1,238 @@
+"""An exported model scores raw rows like predict.py, in a process that can't import dlrm."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dlrm.training.run_directory import PREPARATION
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = (ROOT / "docs" / "export.md").read_text()
+BOUND = 1e-6  # on a probability, of fp32 tables
+ALONE = "import sys; sys.modules['dlrm'] = None; sys.path[:] = [p for p in sys.path if p]\n"
+SCORE = """
+import numpy, sys, torch
+from safetensors.torch import load_file
+
+export, rows, output = sys.argv[1:]
+sys.path.insert(0, export)
+from dlrm_reader import InputReader
+
+program = torch.export.load(f"{export}/model.pt2")
+program.state_dict.update(load_file(f"{export}/weights.safetensors"))
+model = program.module()
+batches = InputReader.load(export).read([rows], batch_size=300)
+found = [model(*map(torch.from_numpy, arrays)) for arrays in batches]
+numpy.save(output, torch.cat(found).numpy())
+try:
+    import dlrm
+except ImportError:
+    sys.exit()
+sys.exit("dlrm can be imported")
+"""
+
+
+def block_of(language, containing):
+    """A block of code in the document."""
+    blocks = [part.partition("```")[0] for part in DOCUMENT.split(f"```{language}\n")[1:]]
+    return next(block for block in blocks if containing in block)
+
+
+def alone(code, *arguments, cwd):
+    """Run Python without this package; returns what it printed."""
+    command = [sys.executable, "-c", ALONE + code, *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def expected(run, tmp_path):
+    """The probabilities that predict.py gives raw rows."""
+
+    def expected(trained, rows, *options):
+        output = tmp_path / "expected.parquet"
+        run("predict", trained, rows, output, "--device", "cpu", *options)
+        return pd.read_parquet(output)["probability"].to_numpy()
+
+    return expected
+
+
+@pytest.fixture
+def export(run, tmp_path):
+    """Exports a run; returns the directory."""
+
+    def export(trained, *options, name="exported", compiled=()):
+        run("export", trained, tmp_path / name, "--compile", *compiled, *options)
+        return tmp_path / name
+
+    return export
+
+
+@pytest.fixture(params=["criteo", "table"])
+def trained(request):
+    """A run, and a file of raw rows."""
+    directory, _ = request.getfixturevalue(request.param)
+    return directory / "run", directory / {"criteo": "raw", "table": "raw.csv"}[request.param]
+
+
+def test_an_export_scores_like_predict_without_this_package(trained, export, expected, tmp_path):
+    run, rows = trained
+    made = export(run)
+    moved = tmp_path / "elsewhere"
+    made.rename(moved)
+    alone(SCORE, moved, rows, tmp_path / "scores.npy", cwd=tmp_path)
+    found = np.load(tmp_path / "scores.npy")
+    want = expected(run, rows, "--batch-size", 300)
+    assert len(found) == 2000
+    assert np.abs(found - want).max() <= BOUND
+    assert len(set(found)) > 1000
+
+
+def test_the_example_of_the_document(table, export, tmp_path):
+    directory, rows = table
+    made = export(directory / "run", name="EXPORT")
+    code = block_of("python", "torch.export.load")
+    given = {name: [str(row[name]) for row in rows[:3]] for name in rows[0]}
+    code = code.replace('{"price": [9.5], "user": ["u1"]}', repr(given))
+    printed = alone(code + "\nprint(probabilities.tolist())", cwd=tmp_path)
+    import dlrm
+
+    assert made.is_dir()
+    want = dlrm.load(directory / "run").predict(given)
+    assert np.abs(np.array(json.loads(printed)) - want).max() <= BOUND
+
+
+def test_the_manifest(table, export):
+    directory, _ = table
+    made = export(directory / "run", "--tables", "int8")
+    manifest = json.loads((made / "manifest.json").read_text())
+    assert (manifest["format"], manifest["version"]) == ("dlrm export", 1)
+    assert manifest["tables"] == "int8"
+    assert manifest["dense"] == ["price", "when_age"]
+    columns = {column.pop("name"): column for column in manifest["categorical"]}
+    assert list(columns) == ["user", "when_hour", "when_weekday", "tags"]
+    assert columns["tags"] == {"rows": 10, "multi_hot": True, "oov_id": 9, "kind": "dense"}
+    inputs = [(entry["name"], entry["shape"]) for entry in manifest["inputs"]]
+    bags = [("tags.values", ["nnz"]), ("tags.offsets", ["batch + 1"])]
+    assert inputs == [("dense", [2, "batch"]), ("ids", [3, "batch"]), *bags]
+    there = {p.relative_to(made).as_posix() for p in made.rglob("*") if p.is_file()}
+    assert there == {*manifest["files"], "manifest.json"}
+    for name, entry in manifest["files"].items():
+        content = (made / name).read_bytes()
+        assert hashlib.sha256(content).hexdigest() == entry["sha256"]
+        assert str(ROOT).encode() not in content
+    weights = load_file(made / "weights.safetensors")
+    size = sum(v.nbytes for name, v in weights.items() if name.startswith("tables."))
+    assert manifest["bytes_of_tables"] == size
+
+
+SLOW = [pytest.param(tables, marks=pytest.mark.slow) for tables in ("bf16", "int8")]
+
+
+@pytest.mark.parametrize("tables", [*SLOW, "int4"])
+def test_smaller_tables_score_nearly_the_same(tables, criteo, export, expected, tmp_path):
+    directory, _ = criteo
+    made = export(directory / "run", "--tables", tables)
+    alone(SCORE, made, directory / "raw", tmp_path / "scores.npy", cwd=tmp_path)
+    change = np.abs(
+        np.load(tmp_path / "scores.npy") - expected(directory / "run", directory / "raw")
+    )
+    assert 0 < change.max() < {"bf16": 0.005, "int8": 0.005, "int4": 0.05}[tables]
+
+
+def test_compressed_on_the_way(criteo, export):
+    directory, _ = criteo
+    made = export(directory / "run", "--emb", "auto", "--budget", "3x")
+    manifest = json.loads((made / "manifest.json").read_text())
+    dense = sum(4 * 16 * column["rows"] for column in manifest["categorical"])
+    assert manifest["bytes_of_tables"] < dense / 2
+    assert {column["kind"] for column in manifest["categorical"]} != {"dense"}
+
+
+def test_what_can_not_be_exported(criteo, export, run, tmp_path):
+    directory, _ = criteo
+    trained = directory / "run"
+
+    def refused(*options, given=trained, output=tmp_path / "refused"):
+        done = run("export", given, output, "--compile", *options, status=2)
+        assert not (tmp_path / "refused").exists()
+        assert not (tmp_path / "refused.tmp").exists()
+        assert len(done.stderr.splitlines()) == 1
+        return done.stderr
+
+    assert f"{tmp_path} exists: name another directory" in refused(output=tmp_path)
+    assert "--budget needs --emb" in refused("--budget", "10x")
+    assert "--emb tt needs --budget" in refused("--emb", "tt")
+    assert "unknown embedding kind 'tr'" in refused("--emb", "tr", "--budget", "9x")
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    meta = copy / PREPARATION / "meta.json"
+    meta.write_text(meta.read_text().replace('"fingerprint": "', '"fingerprint": "0'))
+    assert "is not of the data that the model was trained on" in refused(given=copy)
+    shutil.rmtree(copy / PREPARATION)
+    other = tmp_path / "other"
+    other.mkdir()
+    message = refused("--data", other, given=copy)
+    assert f"{copy / PREPARATION} does not exist, and {other} has no meta.json either" in message
+    made = export(copy, "--data", directory / "data")  # ids can be given
+    manifest = json.loads((made / "manifest.json").read_text())
+    assert manifest["raw_rows"] is False
+    assert not (made / "dlrm_reader").exists()
+
+
+def test_nothing_is_left_of_an_export_that_fails(criteo, run, tmp_path, monkeypatch):
+    directory, _ = criteo
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dlrm.export.directory.save_file", full)
+    done = run("export", directory / "run", tmp_path / "made", "--compile", status=2)
+    assert f"{tmp_path / 'made'} can't be written" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_from_cpp_and_compiled(table, export, expected, tmp_path):
+    """As the document says: the program in C++ has no Python."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    directory, _ = table
+    made = export(directory / "run", compiled=["cpu"])
+    line = block_of("bash", "g++").replace("examples/", f"{ROOT}/examples/")
+    python = f"PATH={Path(sys.executable).parent}:$PATH; "
+    subprocess.run(["bash", "-c", python + line], cwd=tmp_path, check=True)
+    code = "import sys\nfrom safetensors.numpy import save_file\nsys.path.insert(0, sys.argv[1])\n"
+    code += "from dlrm_reader import InputReader\n"
+    code += "(arrays,) = InputReader.load(sys.argv[1]).read([sys.argv[2]])\n"
+    code += "save_file(dict(zip(sys.argv[3:], arrays)), 'inputs.safetensors')"
+    names = [entry["name"] for entry in json.loads((made / "manifest.json").read_text())["inputs"]]
+    alone(code, made, directory / "raw.csv", *names, cwd=tmp_path)
+    command = [tmp_path / "score", made, "inputs.safetensors", *names]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    want = expected(directory / "run", directory / "raw.csv")
+    found = np.array([float(text) for text in done.stdout.split()])
+    assert np.abs(found - want).max() <= BOUND
+    compiled = block_of("python", "aoti_load_package")
+    code = "from safetensors.torch import load_file\n" + compiled
+    code += "\ngiven = load_file('inputs.safetensors')\nimport json, sys\n"
+    code += "print(json.dumps(model(*(given[name] for name in sys.argv[1:])).tolist()))"
+    made.rename(tmp_path / "EXPORT")
+    printed = alone(code, *names, cwd=tmp_path)
+    assert np.abs(np.array(json.loads(printed)) - want).max() <= BOUND
+    save_file({"dense": torch.zeros(1)}, tmp_path / "inputs.safetensors")
+    for wrong in (["inputs.safetensors", "dense", "ids"], ["none", "dense", "ids"]):
+        command = [tmp_path / "score", tmp_path / "EXPORT", *wrong]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: ")
