@@ -25,7 +25,7 @@ from dlrm.export.reader import PACKAGE, copy_reader
 from dlrm.model import DLRM, WEIGHT_BYTES
 from dlrm.sparse_arch.table_plan import make_table_plan
 from dlrm.training.checkpoint import Checkpoint
-from dlrm.training.manifest import RunState
+from dlrm.training.checkpoint.manifest import RunState
 from dlrm.training.run_directory import PREPARATION as KEPT
 from dlrm.training.run_directory import run_directory
 from dlrm.utils.atomic import atomic_write, disk_full_names
