@@ -17,7 +17,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from dlrm.config.schema import HOUSEKEEPING, RunConfig
 from dlrm.kernels.update.rules import RULES
 from dlrm.sparse_arch.table_plan import AUTO
-from dlrm.utils.documents import parse_yaml
+from dlrm.utils.documents import parse_json, parse_yaml
 
 _NULLS = ("null", "Null", "NULL", "~")  # of YAML
 
@@ -130,8 +130,10 @@ def typed_value(schema: Mapping[str, Option], name: str, value: Any) -> Any:
         ArgumentError: it can't be converted.
     """
     wanted = schema[name].type
-    if isinstance(value, dict | list) and wanted in (str, str | None):
+    if wanted in (str, str | None) and isinstance(value, dict | list):
         raise ArgumentError(None, f"{name} must be text")
+    if wanted is str and value is None:
+        raise ArgumentError(None, f"{name} has no value")
     try:
         plain = isinstance(value, str | date)
         text = str(value) if plain else json.dumps(value, default=str)
@@ -139,6 +141,8 @@ def typed_value(schema: Mapping[str, Option], name: str, value: Any) -> Any:
         if wanted in (str, str | None):
             return None if text in _NULLS and wanted is not str else text
         content = parse_yaml(text)  # within limits, unlike what follows
+        if content is None and text not in _NULLS:
+            raise ValueError(f"{name} is empty")
     except (TypeError, ValueError) as error:  # keys that are not text
         raise ArgumentError(None, str(error)) from None
     # The time of jsonargparse is quadratic in the number of lists in a mapping.
@@ -149,6 +153,10 @@ def typed_value(schema: Mapping[str, Option], name: str, value: Any) -> Any:
         typed = parser.parse_args([f"--{name}={text}"])[name]
     except ArgumentError:
         typed = parser.parse_args([f"--{name}=[{text}]"])[name]
+    try:
+        parse_json(json.dumps(typed))  # text of a list becomes numbers, which have limits too
+    except ValueError as error:
+        raise ArgumentError(None, str(error)) from None
     # Tables may be named 0, 1, 2, which YAML takes for numbers.
     return {str(table): own for table, own in typed.items()} if isinstance(typed, dict) else typed
 

@@ -67,6 +67,7 @@ def test_option_without_value(capsys):
     [
         ("--model.embedding_dim", "0", "embedding_dim is 0, at least 1 needed"),
         ("--model.bottom_mlp", "[0]", "bottom_mlp has a size below 1"),
+        ("--model.top_mlp", "", "--model.top_mlp is '', it must be a list"),
         ("--tables.threshold", "-1", "threshold is -1"),
         ("--tables.largest", "-1", "largest is -1"),
         ("--sharding.tables", "{C3: rows}", "each must be one of auto, replicate, table, row"),
@@ -229,6 +230,10 @@ def test_a_name_in_yaml_may_look_like_a_date(tmp_path):
         ("name: 2024-02-30", "can't be read: day is out of range for month"),
         ("tt: {rank: {2024-01-01: 5}}", "tt.rank is {datetime"),
         ("tables: {kinds: &a {x: *a}}", "alias 'a' refers to a value that contains it"),
+        ("model: {top_mlp: ''}", "model.top_mlp is '', it must be a list, each a whole number"),
+        ("tt: {q: ' # none'}", "tt.q is ' # none', it must be"),
+        ("data:", "data is None, it must be text"),
+        (f"model: {{top_mlp: ['{'9' * 70}', 4]}}", "it must be a list, each a whole number"),
     ],
 )
 def test_yaml_that_says_what_no_option_can_be(capsys, tmp_path, text, told):

@@ -80,7 +80,7 @@ def agree(given: Any, found: Any) -> bool:
         given = float(given) if isinstance(given, str) else given  # 1e-3
         return agree(given, found)
     if type(given) in (int, float) and type(found) in (int, float):
-        return given == found
+        return type(found)(given) == found  # 2**63 - 1 and 10**40 are no floats
     return given == found or str(given).lower() == str(found).lower()
 
 
