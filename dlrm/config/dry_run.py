@@ -104,7 +104,8 @@ def _batch(batch_size: int, model: DLRM, spec: ModelSpec) -> Memory:
 
 
 def _shuffle_buffers(config: RunConfig, meta: Meta, device: torch.device) -> Memory:
-    row = 4 * (1 + len(meta.dense) + len(meta.tables)) + ORDER_BYTES
+    ids = sum(size or 1 for size in meta.lengths)  # of ragged bags, nothing is known here
+    row = 4 * (1 + len(meta.dense) + ids) + ORDER_BYTES
     size = meta.splits["train"].rows * row
     row_groups = -(-meta.splits["train"].rows // ROW_GROUP)
     window = config.loader.window if config.loader.shuffle else 1
@@ -112,7 +113,7 @@ def _shuffle_buffers(config: RunConfig, meta: Meta, device: torch.device) -> Mem
         windows = windows_within(shuffle_memory(device), size, row_groups)
     else:
         windows = -(-row_groups // window)
-    place = "host" if device.type == "cpu" or meta.multi_hot else "device"
+    place = "host" if device.type == "cpu" else "device"
     # The window in use and the next one.
     memory = [(place, "shuffle buffers", size * min(2, windows) // windows)]
     if place == "device":

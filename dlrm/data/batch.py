@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -72,16 +74,39 @@ class Batch:
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:
-    """One-hot batches of the same features, one after another, as one batch."""
+    """Batches of the same features, one after another, as one batch.
+
+    Multi-hot ones must have ``bounds``.
+    """
     if len(batches) == 1:
         return batches[0]
     weights = [batch.weights for batch in batches if batch.weights is not None]
-    return Batch(
+    whole = Batch(
         dense=torch.cat([batch.dense for batch in batches], dim=1),
-        ids=torch.cat([batch.ids for batch in batches], dim=1),
+        ids=torch.cat([batch.ids for batch in batches], dim=-1),
         labels=torch.cat([batch.labels for batch in batches]),
         weights=torch.cat(weights) if weights else None,
     )
+    if batches[0].offsets is None:
+        return whole
+    bounds = [batch.bounds or () for batch in batches]
+    counts = [[end - start for start, end in pairwise(ends)] for ends in bounds]
+    ids = [batch.ids.split(sizes) for batch, sizes in zip(batches, counts, strict=True)]
+    ends = tuple(map(sum, zip(*bounds, strict=True)))
+    if (sizes := batches[0].bag_sizes) is not None:
+        offsets = fixed_offsets(sizes, whole.size, whole.ids.device)
+    else:
+        lengths = [b.offsets.diff().view(-1, b.size) for b in batches if b.offsets is not None]
+        offsets = offsets_of(torch.cat(lengths, dim=1))
+    of_features = [part for feature in zip(*ids, strict=True) for part in feature]
+    return replace(whole, ids=torch.cat(of_features), offsets=offsets, bounds=ends, bag_sizes=sizes)
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    """The ``offsets [F * B + 1]`` of bags with ``lengths [F, B]``."""
+    offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
+    torch.cumsum(lengths.flatten(), 0, out=offsets[1:])
+    return offsets
 
 
 def fixed_bags(
@@ -99,6 +124,13 @@ def fixed_bags(
     within = torch.arange(size) * sizes[:, None]  # [F, B]
     offsets = torch.cat([(starts[:-1, None] + within).flatten(), starts[-1:]])
     return offsets.to(device), tuple(starts.tolist())
+
+
+@lru_cache(maxsize=4)
+def fixed_offsets(bag_sizes: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    """The offsets of :func:`fixed_bags`, made once and shared by all batches: not to be changed."""
+    with torch.inference_mode(False):  # an evaluation may ask first, and training then
+        return fixed_bags(bag_sizes, size, device)[0]
 
 
 class RowBuffer:

@@ -92,7 +92,7 @@ class CriteoLoader:
         prefetch: batches assembled ahead of the consumer if the CPU assembles them.
         device: device of the batches. A CUDA device gets whole row groups from pinned memory and
             gathers the rows of a batch itself, on a stream of its own, while the batch before it
-            is in use. Multi-hot batches are assembled by the CPU and copied.
+            is in use.
         num_embeddings: rows of each table, against which ids are checked; by default the
             cardinalities in ``meta.json``.
         allow_outside: whether ``meta.json`` may list files outside of the directory.
@@ -153,7 +153,7 @@ class CriteoLoader:
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.readers, self.prefetch, self.device = readers, prefetch, torch.device(device)
         self.split = split
-        self._gathers = on_gpu and not self.meta.multi_hot
+        self._gathers = on_gpu
         self._fixed_window = window is not None
         self.windows = self._default_windows(memory) if window is None else self._windows(window)
         self._resident: DeviceShuffleBuffer | None = None  # the only window, kept on the device

@@ -1,4 +1,4 @@
-"""Batches on the GPU, each copied or gathered there while the one before it is in use."""
+"""Batches on the GPU, each gathered there while the one before it is in use."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ QUEUED = 8  # batches whose work may be queued on the GPU
 def prefetch_to_device(
     batches: Iterator[tuple[Batch, int]], device: torch.device
 ) -> Iterator[tuple[Batch, int]]:
-    """Yield ``batches``, each with a position, on a CUDA device, one batch ahead of the consumer.
+    """Yield ``batches`` of a CUDA device, each with a position, one batch ahead of the consumer.
 
-    Batches are made and copied on a stream of their own, and are ready for the current stream of
+    Batches are made on a stream of their own, and are ready for the current stream of
     the consumer when they are yielded.
     """
     stream = stream_of(device, "loads")
@@ -29,8 +29,7 @@ def prefetch_to_device(
             batch, position = next(batches, (None, 0))
             if batch is None:
                 break
-            on_device = batch if batch.labels.is_cuda else batch.pin_memory().to(device)
-            made.append((on_device, position, stream.record_event()))
+            made.append((batch, position, stream.record_event()))
         if len(made) > 1:
             yield _received(*made.popleft())
             # By now the work on that batch is queued. Wait for earlier work: this bounds memory,

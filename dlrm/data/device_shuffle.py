@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dlrm.data.bags import DeviceBags, StagedBags
 from dlrm.data.batch import Batch, RowBuffer
 from dlrm.data.parquet import RowGroup, RowGroupReader
 from dlrm.data.shuffle import Interleave, ShuffleGroup, interleave, row_buffer
@@ -21,8 +23,8 @@ from dlrm.data.shuffle import Interleave, ShuffleGroup, interleave, row_buffer
 class DeviceShuffleBuffer:
     """The rows of a shuffle group on a device, filled by the reader threads.
 
-    Holds the same rows in the same order as :class:`~dlrm.data.shuffle.ShuffleBuffer`, for one-hot
-    features. One thread must make all calls, on one stream.
+    Holds the same rows in the same order as :class:`~dlrm.data.shuffle.ShuffleBuffer`. One thread
+    must make all calls, on one stream.
 
     Args:
         group: the rows and their order.
@@ -41,65 +43,126 @@ class DeviceShuffleBuffer:
         staged: int,
     ) -> None:
         self.group, self._reader, self._device, self._staged = group, reader, device, staged
-        self._pool = pool
-        self._unread = deque(group.row_groups)
-        self._reads: deque[Future[RowBuffer]] = deque()
+        self._pool, meta = pool, reader.meta
+        self._unread = deque(zip(group.row_groups, self._arrange(group), strict=True))
+        self._reads: deque[Future[tuple[RowBuffer, StagedBags | None]]] = deque()
         self._rows: Batch | None = None
-        self._arrived = 0
+        self._bags: DeviceBags | None = None
+        self._arrived = self._submitted = 0  # rows
+        # How many ids the rows have of ragged features, in the order of the file.
+        self._lengths = np.empty((meta.lengths.count(None), group.rows), np.int32)
+        self._ordered_lengths = self._lengths if group.seed is None else self._lengths.copy()
+        self._ordered: list[Future[None]] = []
         self._read_more()
-        self.reorder(group, pool)
 
     def reorder(self, group: ShuffleGroup, pool: ThreadPoolExecutor) -> None:
         """Change the order of the rows to that of ``group``, which has the same row groups."""
+        self._ordered, first = [], 0
+        for mix in self._arrange(group):
+            if mix is not None:
+                self._ordered.append(pool.submit(self._write_order, mix, first))
+                first += mix.rows
+
+    def _arrange(self, group: ShuffleGroup) -> list[Interleave] | list[None]:
+        """Make room for the order of ``group``; returns how its row groups are mixed."""
         self.group = group
-        self._ordered: list[Future[None]] = []
         self._order: Tensor | None = None
-        if group.seed is None:
-            return
-        kind = torch.int32 if group.rows < 2**31 else torch.int64
-        self._order = torch.empty(group.rows, dtype=kind, pin_memory=self._device.type == "cuda")
-        first = 0
-        for mix in interleave(group):
-            assert mix is not None
-            self._ordered.append(pool.submit(_write_order, mix, first, self._order.numpy()))
-            first += mix.rows
+        if group.seed is not None:
+            kind = torch.int32 if group.rows < 2**31 else torch.int64
+            pinned = self._device.type == "cuda"
+            self._order = torch.empty(group.rows, dtype=kind, pin_memory=pinned)
+        return interleave(group)
+
+    def _write_order(self, mix: Interleave, first: int) -> None:
+        """Write the rows of a row group, from ``first`` on in file order, to their positions."""
+        assert self._order is not None
+        rows, positions = first + mix.permutation(), mix.positions()
+        self._order.numpy()[positions] = rows
+        for lengths, ordered in zip(self._lengths, self._ordered_lengths, strict=True):
+            ordered[positions] = lengths[rows]
 
     def _read_more(self) -> None:
         """Start to read as many row groups as may be in host memory."""
+        # Pinned by this thread: calls to CUDA from others disturb the capture of a CUDA graph.
+        pinned, reader = self._device.type == "cuda", self._reader
         while self._unread and len(self._reads) < self._staged:
-            row_group = self._unread.popleft()
-            # Pinned by this thread: calls to CUDA from others disturb the capture of a CUDA graph.
-            pinned = self._device.type == "cuda"
-            out = row_buffer(self._reader, row_group.rows, pinned=pinned)
-            self._reads.append(self._pool.submit(_read, self._reader, row_group, out))
+            row_group, mix = self._unread.popleft()
+            rows, bags = row_buffer(reader, row_group.rows, pinned=pinned), None
+            if reader.meta.multi_hot:
+                bags = StagedBags(
+                    reader.meta.lengths,
+                    row_group.rows,
+                    reader.num_ids(row_group),
+                    dtype=reader.ids_dtype,
+                    pinned=pinned,
+                )
+            read = self._pool.submit(self._read, row_group, mix, self._submitted, rows, bags)
+            self._reads.append(read)
+            self._submitted += row_group.rows
+
+    def _read(
+        self,
+        row_group: RowGroup,
+        mix: Interleave | None,
+        first: int,
+        out: RowBuffer,
+        bags: StagedBags | None,
+    ) -> tuple[RowBuffer, StagedBags | None]:
+        """Read a row group, the rows from ``first`` on in file order, which is kept."""
+        rows = self._reader.read(row_group)
+        columns, outs = [rows.labels, *rows.dense], [out.labels, *out.dense]
+        if bags is None:
+            columns += rows.ids
+            outs += [*out.ids]
+        else:
+            bags.fill(rows.ids, rows.offsets)
+            self._lengths[:, first : first + row_group.rows] = bags.lengths.numpy()
+        for values, column in zip(columns, outs, strict=True):
+            column[:] = values
+        if rows.weights is not None and out.weights is not None:
+            out.weights[:] = rows.weights
+        if mix is not None:
+            self._write_order(mix, first)
+        return out, bags
 
     def copy_arrived(self) -> None:
         """Start to copy the row groups that have been read, and to read the next ones; errors are
         left to :meth:`wait`."""
         while self._reads and self._reads[0].done() and not self._reads[0].exception():
-            self._store(self._reads.popleft().result().to(self._device))
+            self._store(*self._reads.popleft().result())
             self._read_more()
 
-    def _store(self, rows: Batch) -> None:
+    def _store(self, read: RowBuffer, staged: StagedBags | None) -> None:
         """Append the rows of a row group."""
+        rows, all_rows = read.to(self._device), self.group.rows
+        here = slice(self._arrived, self._arrived + rows.size)
+        self._arrived = here.stop
+        if staged is not None:
+            if self._bags is None:
+                room = map(sum, zip(*map(self._reader.num_ids, self.group.row_groups), strict=True))
+                self._bags = DeviceBags(
+                    self._reader.meta.lengths,
+                    all_rows,
+                    list(room),
+                    dtype=staged.values.dtype,
+                    device=self._device,
+                )
+            self._bags.append(staged, here)
+        if len(self.group.row_groups) == 1:
+            self._rows = rows
+            return
         if self._rows is None:
-            if len(self.group.row_groups) == 1:
-                self._rows = rows
-                return
-            all_rows = self.group.rows
             self._rows = Batch(
                 dense=rows.dense.new_empty((len(rows.dense), all_rows)),
                 ids=rows.ids.new_empty((len(rows.ids), all_rows)),
                 labels=rows.labels.new_empty(all_rows),
                 weights=None if rows.weights is None else rows.weights.new_empty(all_rows),
             )
-        here = slice(self._arrived, self._arrived + rows.size)
         self._rows.dense[:, here] = rows.dense
         self._rows.ids[:, here] = rows.ids
         self._rows.labels[here] = rows.labels
         if self._rows.weights is not None and rows.weights is not None:
             self._rows.weights[here] = rows.weights
-        self._arrived = here.stop
 
     def wait(self) -> None:
         """Wait until all rows have been read.
@@ -121,32 +184,26 @@ class DeviceShuffleBuffer:
         rows, part = self._rows, self.group.between(first, last)
         assert rows is not None
         if self._order is None:
-            return Batch(
+            batch = Batch(
                 rows.dense[:, part].contiguous(),
                 rows.ids[:, part].contiguous(),
                 rows.labels[part],
                 weights=None if rows.weights is None else rows.weights[part],
             )
-        index = self._order[part]
-        return Batch(
-            rows.dense.index_select(1, index),
-            rows.ids.index_select(1, index),
-            rows.labels.index_select(0, index),
-            weights=None if rows.weights is None else rows.weights.index_select(0, index),
-        )
-
-
-def _read(reader: RowGroupReader, row_group: RowGroup, out: RowBuffer) -> RowBuffer:
-    """Read a row group in file order."""
-    rows = reader.read(row_group)
-    outs = [out.labels, *out.dense, *out.ids]
-    for values, column in zip([rows.labels, *rows.dense, *rows.ids], outs, strict=True):
-        column[:] = values
-    if rows.weights is not None and out.weights is not None:
-        out.weights[:] = rows.weights
-    return out
-
-
-def _write_order(mix: Interleave, first: int, order: np.ndarray) -> None:
-    """Write the rows of a row group, from ``first`` on in file order, to their positions."""
-    order[mix.positions()] = first + mix.permutation()
+        else:
+            index = self._order[part]
+            batch = Batch(
+                rows.dense.index_select(1, index),
+                rows.ids.index_select(1, index),
+                rows.labels.index_select(0, index),
+                weights=None if rows.weights is None else rows.weights.index_select(0, index),
+            )
+        if self._bags is None:
+            return batch
+        if self._order is None:
+            index = torch.arange(part.start, part.stop, device=self._device)
+        meta = self._reader.meta
+        ragged = iter(self._ordered_lengths[:, part].sum(1, dtype=np.int64).tolist())
+        counts = [next(ragged) if size is None else size * batch.size for size in meta.lengths]
+        ids, offsets, bounds = self._bags.gather(index, counts)
+        return replace(batch, ids=ids, offsets=offsets, bounds=bounds, bag_sizes=meta.bag_sizes)

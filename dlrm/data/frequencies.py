@@ -80,11 +80,8 @@ def count_ids(
             f"{directory}: the counts of {sum(meta.cardinalities):,} ids do not fit in memory, "
             f"most of them of {column.name!r}; renumber the ids from 0, the most frequent first"
         ) from None
-    # The columns in the order in which they are read: the one-hot ones come first.
-    order = sorted(range(len(counts)), key=lambda index: meta.categorical[index].multi_hot)
     for rows in map_in_order(reader.read, row_groups[::every], cpu_count()):
-        columns = [*rows.ids, *(bags.flatten().to_numpy() for bags in rows.bags)]
-        for index, column in zip(order, columns, strict=True):
-            ids = torch.from_numpy(column.astype(np.int64))
-            counts[index].index_add_(0, ids, torch.ones_like(ids))
+        for count, values in zip(counts, rows.ids, strict=True):
+            ids = torch.from_numpy(values.ravel().astype(np.int64))
+            count.index_add_(0, ids, torch.ones_like(ids))
     return [count * every for count in counts]

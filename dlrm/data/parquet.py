@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from dlrm.data.schema import META_FILE, Categorical, Meta
+from dlrm.data.column_values import read_bags, read_dense, read_ids, read_labels, read_weights
+from dlrm.data.schema import META_FILE, Meta
 from dlrm.utils.messages import did_you_mean, listing, printable
 
 
@@ -38,12 +38,12 @@ class RowGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The rows of a row group by column; labels and one-hot ids have the types of the file."""
+    """The rows of a row group by column; labels and ids have the types of the file."""
 
     labels: np.ndarray  # [rows] bool or number
     dense: list[np.ndarray]  # [rows] float32 each
-    ids: list[np.ndarray]  # [rows] integer each: the one-hot features
-    bags: list[pa.LargeListArray]  # [rows] lists of int32 or int64 each: the multi-hot features
+    ids: list[np.ndarray]  # [rows] integer each, [rows, L] of bags of L ids, [nnz] of ragged ones
+    offsets: list[np.ndarray | None]  # [rows + 1] int64 each: where ragged bags begin, else None
     weights: np.ndarray | None = None  # [rows] float32
 
 
@@ -107,18 +107,24 @@ class RowGroupReader:
 
     def decoded_bytes(self, row_group: RowGroup) -> int:
         """Memory of the decoded rows of ``row_group``; from the footer, without reading them."""
-        bags = tuple(f"{column.name}." for column in self.meta.categorical if column.multi_hot)
         floats = 1 + len(self.meta.dense) + (self.meta.weight is not None)
-        one_hot = len(self.meta.categorical) - len(bags)
-        scalars = 4 * floats + self.ids_dtype.itemsize * one_hot
-        total = row_group.rows * scalars
-        if bags:
+        ragged = sum(size is None for size in self.meta.lengths)  # a start and a length for each
+        ids = self.ids_dtype.itemsize * sum(self.num_ids(row_group))
+        return row_group.rows * (4 * floats + 12 * ragged) + ids
+
+    def num_ids(self, row_group: RowGroup) -> list[int]:
+        """Ids of each categorical column in ``row_group``, or a little more: Parquet counts an
+        empty list as one value."""
+        counts = [row_group.rows * (size or 0) for size in self.meta.lengths]
+        if None in self.meta.lengths:
             described = row_group.metadata.row_group(row_group.index)
-            for index in range(described.num_columns):
-                column = described.column(index)
-                if column.path_in_schema.startswith(bags):  # as name.list.element
-                    total += self.ids_dtype.itemsize * column.num_values + 8 * row_group.rows
-        return total
+            columns = [described.column(index) for index in range(described.num_columns)]
+            values = {column.path_in_schema: column.num_values for column in columns}
+            for index, column in enumerate(self.meta.categorical):
+                if self.meta.lengths[index] is None:
+                    inner = f"{column.name}."  # as name.list.element
+                    counts[index] = sum(n for path, n in values.items() if path.startswith(inner))
+        return counts
 
     def read(self, row_group: RowGroup) -> Rows:
         """Read ``row_group`` and check its values.
@@ -126,7 +132,15 @@ class RowGroupReader:
         Raises:
             ValueError: the row group is damaged or holds an invalid value.
         """
-        return self.convert(self.read_table(row_group), row_group)
+        rows = self.convert(self.read_table(row_group), row_group)
+        room = self.num_ids(row_group)
+        for column, ids, most in zip(self.meta.categorical, rows.ids, room, strict=True):
+            if ids.size > most:
+                raise ValueError(
+                    f"{row_group}, column {column.name!r} has {ids.size} ids, its footer says "
+                    f"{most}; the file is damaged: write or copy it again"
+                )
+        return rows
 
     def convert(self, table: pa.Table, where: object) -> Rows:
         """Check the values of a table with the columns of ``meta``, of the types of its files.
@@ -142,20 +156,18 @@ class RowGroupReader:
         if self.meta.label in table.schema.names:
             labels = self.labels(table, where)
         if weight is not None:
-            weights = _weights(_only_chunk(table, weight), f"{where}, column {weight!r}")
-        rows = Rows(labels=labels, dense=[], ids=[], bags=[], weights=weights)
+            weights = read_weights(_only_chunk(table, weight), f"{where}, column {weight!r}")
+        rows = Rows(labels=labels, dense=[], ids=[], offsets=[], weights=weights)
         for name in self.meta.dense:
-            rows.dense.append(_dense(_only_chunk(table, name), f"{where}, column {name!r}"))
+            rows.dense.append(read_dense(_only_chunk(table, name), f"{where}, column {name!r}"))
         for column, cardinality in zip(self.meta.categorical, self.num_embeddings, strict=True):
             array, place = _only_chunk(table, column.name), f"{where}, column {column.name!r}"
-            if not column.multi_hot:
-                rows.ids.append(_ids(array, place, column, cardinality))
-                continue
-            offsets = np.zeros(len(table) + 1, np.int64)
-            np.cumsum(pc.fill_null(pc.list_value_length(array), 0), out=offsets[1:])
-            ids = _ids(array.flatten(), place, column, cardinality)
-            ids = ids.astype(self.ids_dtype, copy=False)
-            rows.bags.append(pa.LargeListArray.from_arrays(offsets, ids))
+            if column.multi_hot:
+                ids, offsets = read_bags(array, place, column, cardinality)
+            else:
+                ids, offsets = read_ids(array, place, column, cardinality), None
+            rows.ids.append(ids)
+            rows.offsets.append(offsets)
         return rows
 
     def labels(self, table: pa.Table, where: object) -> np.ndarray:
@@ -165,7 +177,7 @@ class RowGroupReader:
             ValueError: a label is missing or not in [0, 1].
         """
         name = self.meta.label
-        return _labels(_only_chunk(table, name), f"{where}, column {name!r}")
+        return read_labels(_only_chunk(table, name), f"{where}, column {name!r}")
 
     def open(self, path: Path) -> list[RowGroup]:
         """The row groups of one file, whose footer and schema are checked.
@@ -323,76 +335,3 @@ def _is_number(kind: pa.DataType) -> bool:
 def _only_chunk(table: pa.Table, name: str) -> pa.Array:
     column = table.column(name)
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-
-
-def _labels(array: pa.Array, where: str) -> np.ndarray:
-    if array.null_count:
-        row = pc.index(array.is_null(), True).as_py()
-        raise ValueError(f"{where}: row {row} is null; drop rows without a label")
-    labels = array.to_numpy(zero_copy_only=False)
-    if labels.dtype != bool and not (labels.min(initial=0) >= 0 and labels.max(initial=1) <= 1):
-        row = np.flatnonzero(~((labels >= 0) & (labels <= 1)))[0]
-        raise ValueError(f"{where}: row {row} is {labels[row]}; a label must be in [0, 1]")
-    return labels
-
-
-def _weights(array: pa.Array, where: str) -> np.ndarray:
-    """The weights of samples: float32, none missing or negative."""
-    weights = array.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
-    if not (weights.min(initial=0) >= 0 and weights.max(initial=0) < np.inf):  # false for NaN
-        row = np.flatnonzero(~((weights >= 0) & (weights < np.inf)))[0]
-        raise ValueError(
-            f"{where}: row {row} is {array[row]}; a weight must be a number of 0 or more"
-        )
-    return weights
-
-
-def _dense(array: pa.Array, where: str) -> np.ndarray:
-    """The values of a dense column; null, and NaN, which pandas writes for null, become 0."""
-    if array.null_count:
-        array = array.cast(pa.float32(), safe=False).fill_null(0.0)
-    values = array.to_numpy(zero_copy_only=False)
-    with np.errstate(over="ignore", invalid="ignore"):
-        values = values.astype(np.float32, copy=False)
-        if np.isfinite(values.sum()):
-            return values
-    infinite = np.flatnonzero(np.isinf(values))
-    if infinite.size:
-        raise ValueError(
-            f"{where}: row {infinite[0]} is infinite or beyond float32; "
-            "dense values must be finite: clip or transform the column"
-        )
-    return np.nan_to_num(values, nan=0.0)
-
-
-def _ids(array: pa.Array, where: str, column: Categorical, cardinality: int) -> np.ndarray:
-    """The ids of a column, checked to be in ``[0, cardinality)``; null becomes ``oov_id``.
-
-    An id beyond them becomes ``oov_id`` too if the column says so, and the table is its own.
-    """
-    oov_id = column.oov_id
-    if array.null_count:
-        if oov_id is None:
-            value = pc.index(array.is_null(), True).as_py()
-            raise ValueError(
-                f"{where}: value {value} is null; fill it in, or set oov_id in {META_FILE} to the "
-                "id that stands for unknown values"
-            )
-        array = array.cast(pa.int64(), safe=False).fill_null(oov_id)
-    ids = array.to_numpy()
-    # As unsigned integers, negative ids are at least half the range of the type: one pass, not two.
-    unsigned, limit = ids.view(f"u{ids.itemsize}"), cardinality
-    if ids.dtype.kind == "i":
-        limit = min(cardinality, 1 << (8 * ids.itemsize - 1))
-    if ids.size and unsigned.max() >= limit:
-        if column.unseen == "row" and column.cardinality == cardinality and ids.min() >= 0:
-            ids = ids.copy()
-            ids[unsigned >= limit] = oov_id
-            return ids
-        value = np.flatnonzero(unsigned >= limit)[0]
-        raise ValueError(
-            f"{where}: value {value} is id {ids[value]}, outside the table of {cardinality} rows; "
-            f"ids must be in [0, {cardinality}): enlarge the table or correct the data (for files "
-            "of a trained model: describe_parquet.py --tables-of)"
-        )
-    return ids

@@ -52,6 +52,8 @@ class Categorical:
     """Rows of the table; every id is in ``[0, cardinality)``."""
     multi_hot: bool = False
     """Each value is a list of ids (a bag) rather than one id."""
+    bag_size: int | None = None
+    """Multi-hot: ids of every bag, where all have as many; None: bags differ in length."""
     oov_id: int | None = None
     """The id shared by all values that are not in the vocabulary, if there is one."""
     unseen: str = "error"
@@ -117,6 +119,11 @@ class Meta:
                 raise ValueError(f"column {name} has oov_id {shown(oov)}")
             if type(column.multi_hot) is not bool:
                 raise ValueError(f"column {name} has multi_hot {shown(column.multi_hot)}")
+            size = column.bag_size
+            if size is not None and (type(size) is not int or size < 1 or not column.multi_hot):
+                raise ValueError(
+                    f"column {name} has multi_hot {column.multi_hot} and bag_size {shown(size)}"
+                )
             if column.unseen not in ("error", "row") or (column.unseen == "row" and oov is None):
                 raise ValueError(
                     f"column {name} has unseen {shown(column.unseen)} and oov_id {oov}"
@@ -152,6 +159,17 @@ class Meta:
     def multi_hot(self) -> bool:
         """Whether any categorical column is a list column."""
         return any(column.multi_hot for column in self.categorical)
+
+    @property
+    def lengths(self) -> tuple[int | None, ...]:
+        """Ids of each column in a row, in column order; None where rows differ."""
+        return tuple(c.bag_size if c.multi_hot else 1 for c in self.categorical)
+
+    @property
+    def bag_sizes(self) -> tuple[int, ...] | None:
+        """The lengths if a column is multi-hot and all have a fixed length, otherwise None."""
+        known = tuple(size for size in self.lengths if size is not None)
+        return known if self.multi_hot and len(known) == len(self.lengths) else None
 
     @property
     def counts(self) -> dict[str, list[int]]:

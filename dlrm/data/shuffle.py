@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from threading import Lock
+from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
 import torch
 
+from dlrm.data.bags import RaggedIds, with_bags
 from dlrm.data.batch import Batch, RowBuffer
 from dlrm.data.parquet import RowGroup, RowGroupReader, Rows
 
@@ -110,9 +109,10 @@ class Interleave:
         return np.concatenate([runs.ravel(), self.rest])
 
     def write(self, values: np.ndarray, out: np.ndarray) -> None:
-        """Write the permuted ``values`` of a column to their positions in ``out``."""
+        """Write the permuted ``values [rows, ...]`` of a column to their positions in ``out``."""
         in_runs, end = len(self.slots) * self.run, len(out) // self.run * self.run
-        out[:end].reshape(-1, self.run)[self.slots] = values[:in_runs].reshape(-1, self.run)
+        runs = (-1, self.run, *out.shape[1:])
+        out[:end].reshape(runs)[self.slots] = values[:in_runs].reshape(runs)
         out[self.rest] = values[in_runs:]
 
 
@@ -155,38 +155,45 @@ class ShuffleBuffer:
         self, group: ShuffleGroup, reader: RowGroupReader, pool: ThreadPoolExecutor
     ) -> None:
         self.group, self._reader, meta = group, reader, reader.meta
-        one_hot = sum(not column.multi_hot for column in meta.categorical)
         self.dense = np.empty((len(meta.dense), group.rows), np.float32)
-        self.ids = np.empty((one_hot, group.rows), reader.ids_dtype)
         self.labels = np.empty(group.rows, np.float32)
         self.weights = None if meta.weight is None else np.empty(group.rows, np.float32)
-        self._bags: list[pa.Array] | None = None
-        self._joining = Lock()
-        shuffled_bags = meta.multi_hot and group.seed is not None
-        self._order = np.empty(group.rows, np.int64) if shuffled_bags else None  # of the bags
-        self._reads, first = [], 0
-        for row_group, mix in zip(group.row_groups, interleave(group), strict=True):
-            self._reads.append(pool.submit(self._read, row_group, mix, first))
-            first += row_group.rows
+        one_hot = 0 if meta.multi_hot else len(meta.categorical)
+        self.ids = np.empty((one_hot, group.rows), reader.ids_dtype)
+        room = np.array([reader.num_ids(row_group) for row_group in group.row_groups])
+        self.bags = _bags(reader, group.rows, room.sum(0)) if meta.multi_hot else []
+        starts = room.cumsum(0) - room
+        self._reads = [
+            pool.submit(self._read, row_group, mix, start.tolist())
+            for row_group, mix, start in zip(
+                group.row_groups, interleave(group), starts, strict=True
+            )
+        ]
 
-    def _read(self, row_group: RowGroup, mix: Interleave | None, first: int) -> list[pa.Array]:
-        """Read a row group, the rows from ``first`` on in file order; returns its bags."""
+    def _read(self, row_group: RowGroup, mix: Interleave | None, starts: list[int]) -> None:
+        """Read a row group; ragged ids of each feature go to ``starts``."""
         rows = self._reader.read(row_group)
-        columns = [rows.labels, *rows.dense, *rows.ids]
-        outs = [self.labels, *self.dense, *self.ids]
+        columns, outs = [rows.labels, *rows.dense], [self.labels, *self.dense]
         if rows.weights is not None and self.weights is not None:
             columns.append(rows.weights)
             outs.append(self.weights)
+        features = [*self.ids, *self.bags]
+        for ids, offsets, out, start in zip(rows.ids, rows.offsets, features, starts, strict=True):
+            if isinstance(out, np.ndarray):
+                columns.append(ids)
+                outs.append(out)
+            elif offsets is not None:
+                out.values[start : start + len(ids)] = ids
+                columns += [offsets[:-1] + start, np.diff(offsets)]
+                outs += [out.starts, out.lengths]
         if mix is None:
             for values, out in zip(columns, outs, strict=True):
                 out[:] = values
-            return rows.bags
+            return
         permutation = mix.permutation()
         for values, out in zip(columns, outs, strict=True):
-            mix.write(values.take(permutation, mode="clip"), out)  # clip: skips the bounds check
-        if self._order is not None:
-            self._order[mix.positions()] = first + permutation
-        return rows.bags
+            # clip: skips the bounds check
+            mix.write(values.take(permutation, axis=0, mode="clip"), out)
 
     def wait(self) -> None:
         """Wait until all rows are there.
@@ -194,27 +201,30 @@ class ShuffleBuffer:
         Raises:
             ValueError: a row group is damaged or holds an invalid value.
         """
-        for read in list(self._reads):
+        for read in self._reads:
             read.result()
 
-    def bags(self, rows: slice) -> list[pa.Array]:
-        """The multi-hot features of these rows, a list per row."""
-        with self._joining:
-            if self._bags is None:
-                features = zip(*(read.result() for read in self._reads), strict=True)
-                self._bags = [pa.concat_arrays(row_groups) for row_groups in features]
-                self._reads = []  # which hold the row groups
-        if self._order is None:
-            return [bags[rows] for bags in self._bags]
-        return [bags.take(self._order[rows]) for bags in self._bags]
+
+def _bags(reader: RowGroupReader, rows: int, room: Sequence[int]) -> list[np.ndarray | RaggedIds]:
+    """Room for the ids of each feature of multi-hot data: ``[rows]`` if it is one-hot itself,
+    ``[rows, L]`` for bags of L ids."""
+    dtype = reader.ids_dtype
+    return [
+        RaggedIds(rows, most, dtype)
+        if size is None
+        else np.empty((rows, size) if column.multi_hot else rows, dtype)
+        for column, size, most in zip(
+            reader.meta.categorical, reader.meta.lengths, room, strict=True
+        )
+    ]
 
 
 def row_buffer(reader: RowGroupReader, size: int, *, pinned: bool = False) -> RowBuffer:
-    """Room for the dense features, one-hot ids, labels and weights of ``size`` rows."""
+    """Room for ``size`` rows: dense features, labels, weights, and ids if all are one-hot."""
     return RowBuffer(
         size,
         dense=len(reader.meta.dense),
-        one_hot=sum(not column.multi_hot for column in reader.meta.categorical),
+        one_hot=0 if reader.meta.multi_hot else len(reader.meta.categorical),
         ids=reader.ids_dtype,
         pinned=pinned,
         weighted=reader.meta.weight is not None,
@@ -246,8 +256,19 @@ def assemble(
     batch = out.to(torch.device("cpu"))
     if not reader.meta.multi_hot:
         return batch
-    bags = zip(*(buffer.bags(rows) for buffer, rows in parts), strict=True)
-    return _with_bags(reader, batch, out.ids, bags)
+    features = []
+    for index, length in enumerate(reader.meta.lengths):
+        ids, lengths = [np.empty(0, reader.ids_dtype)], [np.empty(0, np.int64)]
+        for buffer, rows in parts:
+            bags = buffer.bags[index]
+            if isinstance(bags, np.ndarray):
+                ids.append(bags[rows])
+            else:
+                taken, of_rows = bags.take(rows)
+                ids.append(taken)
+                lengths.append(of_rows)
+        features.append((ids, lengths if length is None else length))
+    return with_bags(batch, features)
 
 
 def batch_of(reader: RowGroupReader, rows: Rows) -> Batch:
@@ -258,7 +279,7 @@ def batch_of(reader: RowGroupReader, rows: Rows) -> Batch:
         rows: what it returned.
     """
     out = row_buffer(reader, len(rows.labels))
-    for target, values in zip((*out.dense, *out.ids), (*rows.dense, *rows.ids), strict=True):
+    for target, values in zip((*out.dense, *out.ids), (*rows.dense, *rows.ids), strict=False):
         target[:] = values
     out.labels[:] = rows.labels
     if out.weights is not None:
@@ -266,35 +287,8 @@ def batch_of(reader: RowGroupReader, rows: Rows) -> Batch:
     batch = out.to(torch.device("cpu"))
     if not reader.meta.multi_hot:
         return batch
-    return _with_bags(reader, batch, out.ids, ([bags] for bags in rows.bags))
-
-
-def _with_bags(
-    reader: RowGroupReader,
-    batch: Batch,
-    one_hot: np.ndarray,
-    multi_hot: Iterable[Iterable[pa.Array]],
-) -> Batch:
-    """A batch with all ids as bags, table by table: for as soon as one feature is multi-hot.
-
-    Args:
-        reader: names the columns.
-        batch: the rows with the one-hot features.
-        one_hot: their ids, a row per feature.
-        multi_hot: for each multi-hot feature, its bags in parts.
-    """
-    multi_hot, ones = iter(multi_hot), np.ones(batch.size, np.int64)
-    single = iter(one_hot)
-    ids, lengths = [np.empty(0, reader.ids_dtype)], [np.zeros(1, np.int64)]
-    for column in reader.meta.categorical:
-        if column.multi_hot:
-            for bags in next(multi_hot, ()):
-                ids.append(bags.flatten().to_numpy())
-                lengths.append(bags.value_lengths().to_numpy())
-        else:
-            ids.append(next(single))
-            lengths.append(ones)
-    offsets = np.cumsum(np.concatenate(lengths))
-    bounds = tuple(offsets[:: batch.size].tolist()) if batch.size else None
-    all_ids = torch.from_numpy(np.concatenate(ids))
-    return replace(batch, ids=all_ids, offsets=torch.from_numpy(offsets), bounds=bounds)
+    features: list[tuple[list[np.ndarray], list[np.ndarray] | int]] = []
+    for ids, offsets, size in zip(rows.ids, rows.offsets, reader.meta.lengths, strict=True):
+        lengths = size or 1 if offsets is None else [np.diff(offsets)]
+        features.append(([ids.astype(reader.ids_dtype, copy=False)], lengths))
+    return with_bags(batch, features)

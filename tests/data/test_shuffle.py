@@ -130,7 +130,7 @@ def test_bags_count_with_all_of_their_ids(tmp_path):
     reader = RowGroupReader(tmp_path, Meta.read(tmp_path))
     (row_group,) = reader.row_groups("train")
     ids = sum(max(i % 3, 1) for i in range(300))  # Parquet counts an empty list as a value
-    assert reader.decoded_bytes(row_group) == 300 * 4 * 3 + 4 * ids + 8 * 300
+    assert reader.decoded_bytes(row_group) == 300 * 4 * 3 + 4 * ids + (8 + 4) * 300
 
 
 @pytest.mark.parametrize("make", [CriteoLoader, gathering])

@@ -1,0 +1,113 @@
+"""The values of the columns of a row group, checked: labels, weights, dense features, ids, bags."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dlrm.data.schema import META_FILE, Categorical
+
+
+def read_labels(array: pa.Array, where: str) -> np.ndarray:
+    """The labels, bool or number: none missing or outside [0, 1]."""
+    if array.null_count:
+        row = pc.index(array.is_null(), True).as_py()
+        raise ValueError(f"{where}: row {row} is null; drop rows without a label")
+    labels = array.to_numpy(zero_copy_only=False)
+    if labels.dtype != bool and not (labels.min(initial=0) >= 0 and labels.max(initial=1) <= 1):
+        row = np.flatnonzero(~((labels >= 0) & (labels <= 1)))[0]
+        raise ValueError(f"{where}: row {row} is {labels[row]}; a label must be in [0, 1]")
+    return labels
+
+
+def read_weights(array: pa.Array, where: str) -> np.ndarray:
+    """The weights of samples: float32, none missing or negative."""
+    weights = array.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
+    if not (weights.min(initial=0) >= 0 and weights.max(initial=0) < np.inf):  # false for NaN
+        row = np.flatnonzero(~((weights >= 0) & (weights < np.inf)))[0]
+        raise ValueError(
+            f"{where}: row {row} is {array[row]}; a weight must be a number of 0 or more"
+        )
+    return weights
+
+
+def read_dense(array: pa.Array, where: str) -> np.ndarray:
+    """The values of a dense column; null, and NaN, which pandas writes for null, become 0."""
+    if array.null_count:
+        array = array.cast(pa.float32(), safe=False).fill_null(0.0)
+    values = array.to_numpy(zero_copy_only=False)
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = values.astype(np.float32, copy=False)
+        if np.isfinite(values.sum()):
+            return values
+    infinite = np.flatnonzero(np.isinf(values))
+    if infinite.size:
+        raise ValueError(
+            f"{where}: row {infinite[0]} is infinite or beyond float32; "
+            "dense values must be finite: clip or transform the column"
+        )
+    return np.nan_to_num(values, nan=0.0)
+
+
+def read_ids(array: pa.Array, where: str, column: Categorical, cardinality: int) -> np.ndarray:
+    """The ids of a column, checked to be in ``[0, cardinality)``; null becomes ``oov_id``.
+
+    An id beyond them becomes ``oov_id`` too if the column says so, and the table is its own.
+    """
+    oov_id = column.oov_id
+    if array.null_count:
+        if oov_id is None:
+            value = pc.index(array.is_null(), True).as_py()
+            raise ValueError(
+                f"{where}: value {value} is null; fill it in, or set oov_id in {META_FILE} to the "
+                "id that stands for unknown values"
+            )
+        array = array.cast(pa.int64(), safe=False).fill_null(oov_id)
+    ids = array.to_numpy()
+    # As unsigned integers, negative ids are at least half the range of the type: one pass, not two.
+    unsigned, limit = ids.view(f"u{ids.itemsize}"), cardinality
+    if ids.dtype.kind == "i":
+        limit = min(cardinality, 1 << (8 * ids.itemsize - 1))
+    if ids.size and unsigned.max() >= limit:
+        if column.unseen == "row" and column.cardinality == cardinality and ids.min() >= 0:
+            ids = ids.copy()
+            ids[unsigned >= limit] = oov_id
+            return ids
+        value = np.flatnonzero(unsigned >= limit)[0]
+        raise ValueError(
+            f"{where}: value {value} is id {ids[value]}, outside the table of {cardinality} rows; "
+            f"ids must be in [0, {cardinality}): enlarge the table or correct the data (for files "
+            "of a trained model: describe_parquet.py --tables-of)"
+        )
+    return ids
+
+
+def read_bags(
+    array: pa.Array, where: str, column: Categorical, cardinality: int
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """The ids of a multi-hot column, and where each bag begins; a null is an empty bag.
+
+    Returns:
+        The ids ``[rows, bag_size]`` and None if the column has a ``bag_size``; otherwise the ids
+        ``[nnz]`` of all rows and offsets ``[rows + 1]``, int64.
+    """
+    size, rows, offsets = column.bag_size, len(array), None
+    fixed = pa.types.is_fixed_size_list(array.type)
+    if size is None or not fixed or array.type.list_size != size or array.null_count:
+        offsets = np.zeros(rows + 1, np.int64)
+        if fixed or array.null_count:
+            np.cumsum(pc.fill_null(pc.list_value_length(array), 0), out=offsets[1:])
+        else:
+            offsets[:] = array.offsets
+            offsets -= offsets[0]
+    if size is not None and offsets is not None:
+        wrong = np.flatnonzero(np.diff(offsets) != size)
+        if wrong.size:
+            row = wrong[0]
+            raise ValueError(
+                f"{where}: row {row} has {offsets[row + 1] - offsets[row]} ids, {META_FILE} says "
+                f"bag_size {size}; take bag_size out of {META_FILE} if bags differ in length"
+            )
+    ids = read_ids(array.flatten(), where, column, cardinality)
+    return (ids, offsets) if size is None else (ids.reshape(rows, size), None)
