@@ -25,7 +25,7 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -49,10 +49,23 @@ HASHED = 10  # with more rows of a table than this per row of data, the ids look
 
 @dataclass
 class IdRange:
-    """The largest id and the number of nulls of a categorical column."""
+    """The largest id, the number of nulls and the lengths of the bags of a categorical column."""
 
     largest: int = -1
     nulls: int = 0
+    lengths: set[int | None] = field(default_factory=set)
+    """The shortest and the longest of each row group; None for a bag that is null."""
+
+    @property
+    def bag_size(self) -> int | None:
+        """The length of the bags, if all have as many ids."""
+        (length,) = self.lengths if len(self.lengths) == 1 else (None,)
+        return length or None
+
+    def update_lengths(self, bags: pa.ChunkedArray) -> None:
+        """Add the bags of one row group."""
+        self.lengths.update(pc.min_max(pc.list_value_length(bags)).as_py().values())
+        self.lengths.update([None] if bags.null_count else [])
 
     def update(self, name: str, where: object, ids: pa.ChunkedArray) -> None:
         """Add the ids of one row group; the bags of a multi-hot column are flattened."""
@@ -117,7 +130,9 @@ def describe_files(
                 positives[split] += round(float(labels.sum(dtype=np.float64)))
                 for column in columns:
                     ids = table[column.name]
-                    ids = pc.list_flatten(ids) if column.multi_hot else ids
+                    if column.multi_hot:
+                        seen[column.name].update_lengths(ids)
+                        ids = pc.list_flatten(ids)
                     seen[column.name].update(column.name, row_group, ids)
                 missing = {name for name in missing if _is_missing(table[name])}
                 progress.update(row_group.rows)
@@ -141,6 +156,7 @@ def _with_table(column: Categorical, ids: IdRange, unseen: str) -> Categorical:
         cardinality=max(1, ids.largest + 1 + reserved),
         oov_id=ids.largest + 1 if reserved else None,
         unseen=unseen,
+        bag_size=ids.bag_size,
     )
 
 
@@ -160,7 +176,7 @@ def _in_table(column: Categorical, ids: IdRange) -> Categorical:
             f"column {column.name!r} has nulls, its table no row for them: fill them in, or "
             "describe the training data with --unseen row, and train again"
         )
-    return column
+    return replace(column, bag_size=ids.bag_size)
 
 
 def _is_missing(column: pa.ChunkedArray) -> bool:

@@ -81,6 +81,29 @@ def test_described_files_are_read(shop, describe):
     np.testing.assert_array_equal(batch.ids[400:], np.concatenate(expected["tags"]))
 
 
+def test_bags_of_one_length_are_noticed(tmp_path, describe):
+    pairs, ragged = [[1, 2], [3, 4], [5, 6]], [[1], [2, 3], [4]]
+    columns = {
+        "fixed": pa.array(pairs, pa.list_(pa.int32(), 2)),
+        "same": pa.array(pairs),
+        "ragged": pa.array(ragged),
+        "empty": pa.array([[], [], []], pa.list_(pa.int32())),
+        "null": pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int32(), 2)),
+    }
+    pq.write_table(pa.table({"label": [0, 1, 0], **columns}), tmp_path / "a.parquet")
+    pq.write_table(
+        pa.table({"label": [0, 1, 0], **columns, "same": ragged}), tmp_path / "b.parquet"
+    )
+    given = [str(tmp_path), "--label", "label", "--train", "a.parquet"]
+    assert describe.main(given) == 0
+    meta = Meta.read(tmp_path)
+    assert meta.lengths == (2, 2, None, None, None)
+    (batch,) = CriteoLoader(tmp_path, "train", batch_size=3)
+    assert batch.offsets.diff().tolist() == [2] * 6 + [1, 2, 1] + [0] * 3 + [2, 0, 2]
+    assert describe.main([*given, "b.parquet", "--overwrite"]) == 0
+    assert Meta.read(tmp_path).lengths == (2, None, None, None, None)
+
+
 def test_names_with_brackets_and_directories_of_files(shop, describe):
     (shop / "train-0.parquet").rename(shop / "train[0].parquet")
     (shop / "rest").mkdir()
