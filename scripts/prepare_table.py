@@ -13,9 +13,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dlrm.data.table.columns import TablePlan
+from dlrm.data.table.files import TableFile
 from dlrm.data.table.infer import format_plan
 from dlrm.data.table.options import build_options, read_options
-from dlrm.data.table.pipeline import OPTIONS_FILE, open_and_plan, options_as_yaml, prepare_table
+from dlrm.data.table.pipeline import (
+    OPTIONS_FILE,
+    open_and_plan,
+    open_later_rows,
+    options_as_yaml,
+    prepare_table,
+)
 from dlrm.data.table.transform import TRANSFORM_FILE
 from dlrm.utils.documents import read_json
 from dlrm.utils.messages import printable
@@ -44,12 +52,16 @@ count; value "" is a missing value, null stands for all values without their own
 transform.json, which with the vocabularies turns new rows into the same features; table.yaml, all
 options; and meta.json, written last. Ids are in order of falling frequency in the training rows.
 
+Rows that come later get the ids and the scaling of those that were prepared before with --ids-of
+DIR, which may also be RUN/preparation. All options but the split are those of DIR.
+
 If the program is killed, start it again with the same options: it continues, and the output has the
 same bytes.
 
 Examples:
   prepare_table.py clicks.csv --output data/clicks --label clicked
   prepare_table.py 'logs/*.parquet' --output data/logs --config logs.yaml --dry-run
+  prepare_table.py tuesday.csv --output data/tuesday --ids-of data/clicks
 """
 
 
@@ -69,6 +81,7 @@ def _prepare(
     weight: str | None,
     split: list[str] | None,
     split_by: str | None,
+    ids_of: Path | None,
     dry_run: bool,
     overwrite: bool,
     workers: int | None,
@@ -86,13 +99,16 @@ def _prepare(
         way, _, column = split_by.partition(":")
         own = {"by": way} | ({"column": column} if column else {})
         content["split"] = {**(content.get("split") or {}), **own}
-    options = build_options(content, f"{config}: " if config else "")
-    files, plan = open_and_plan(inputs, options)
+    if ids_of is None:
+        options = build_options(content, f"{config}: " if config else "")
+        files, plan = open_and_plan(inputs, options)
+    else:
+        files, plan = _later_rows(inputs, ids_of, content, config)
     print(format_plan(plan), flush=True)
     if dry_run:
         print(f"\n{options_as_yaml(plan)}\nnothing was prepared (--dry-run)")
         return
-    meta = prepare_table(files, plan, output, overwrite=overwrite, workers=workers)
+    meta = prepare_table(files, plan, output, ids_of=ids_of, overwrite=overwrite, workers=workers)
     seconds = time.perf_counter() - start
     rows = sum(part.rows for part in meta.splits.values())
     for name, part in meta.splits.items():
@@ -109,6 +125,23 @@ def _prepare(
     )
 
 
+def _later_rows(
+    inputs: list[str], ids_of: Path, content: dict[str, Any], config: Path | None
+) -> tuple[list[TableFile], TablePlan]:
+    """The files and the plan of rows with the ids of ``ids_of``."""
+    if others := [name for name in content if name != "split"]:
+        raise ValueError(
+            f"{', '.join(others)}: with --ids-of, only the split is given; everything else is as "
+            f"{ids_of} was prepared"
+        )
+    split = content.get("split") or {"train": "0", "val": "0", "test": "1"}
+    options = build_options({"split": split}, f"{config}: " if config else "")
+    files, plan, left_out = open_later_rows(inputs, ids_of, options.split)
+    for name in left_out:
+        print(f"note: column {printable(name)} is left out, {ids_of} was prepared without it")
+    return files, plan
+
+
 def _parser() -> Parser:
     parser = Parser(__doc__, epilog=EPILOG)
     add = parser.add_argument
@@ -121,13 +154,19 @@ def _parser() -> Parser:
         "--split",
         nargs="+",
         metavar="SHARE",
-        help="the shares of train, val and test (default: 0.8 0.1 0.1)",
+        help="the shares of train, val and test (default: 0.8 0.1 0.1; with --ids-of 0 0 1)",
     )
     add(
         "--split-by",
         metavar="WAY",
         help="rows: in the order of the rows. random. time:COLUMN: earlier rows for training. "
         "column:COLUMN: its values are train, val and test (default: rows)",
+    )
+    add(
+        "--ids-of",
+        metavar="DIR",
+        type=path_arg,
+        help="give rows the ids and the scaling of a prepared directory (default: new ones)",
     )
     add(
         "--dry-run",

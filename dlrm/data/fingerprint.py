@@ -62,10 +62,9 @@ def require_same_ids(
     """
     if None in (trained, meta.fingerprint) or trained == meta.fingerprint:
         return
-    again = ""
-    if "dense_transform" in meta.options:  # prepared by prepare_criteo.py
-        again = ", or prepare them with prepare_criteo.py --ids-of RUN/preparation"
+    program = "criteo" if "dense_transform" in meta.options else "table"
     raise ValueError(
         f"{data} was prepared separately from the data of {model}, so its ids stand for other "
-        f"values: score the raw rows with scripts/predict.py{again}"
+        f"values: score the raw rows with scripts/predict.py, or prepare them with "
+        f"prepare_{program}.py --ids-of RUN/preparation"
     )

@@ -109,5 +109,5 @@ def _note_other_tables(model: DLRM, meta: Meta) -> None:
         text = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
         print_error(
             f"note: {len(others)} tables of the data differ in size from the model's ({text}): was "
-            "it prepared separately? prepare_criteo.py --ids-of gives rows the ids of earlier data"
+            "it prepared separately? A preparation with --ids-of gives rows the ids of earlier data"
         )

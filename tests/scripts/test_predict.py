@@ -266,6 +266,23 @@ def test_data_of_another_preparation_is_refused(criteo, programs, run, refused, 
     assert '"auc"' in run("evaluate", trained, tmp_path / "again", *CPU).stdout
 
 
+def test_a_model_is_measured_on_the_rows_of_another_day(table, programs, run, predict, tmp_path):
+    directory, rows = table
+    path, again = write_csv(tmp_path / "later.csv", rows[:400]), tmp_path / "again"
+    kept = directory / "run" / "preparation"
+    later = (path, "--output", again, "--ids-of", kept)
+    programs("scripts.prepare_table", *later)
+    assert '"auc"' in run("evaluate", directory / "run", again, *CPU).stdout
+    prepared = predict(directory / "run", again)
+    assert len(prepared) == 400
+    assert prepared.equals(predict(directory / "run", path)[prepared.columns])
+    done = run("prepare_table", *later, "--label", "price", status=2)
+    assert done.stderr == (
+        f"error: label: with --ids-of, only the split is given; everything else is as {kept} was "
+        "prepared\n"
+    )
+
+
 def test_a_fingerprint_is_of_the_ids_and_not_of_how_they_are_written(criteo, tmp_path):
     directory, _ = criteo
     meta = Meta.read(directory / "data")

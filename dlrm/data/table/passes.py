@@ -291,7 +291,7 @@ def write_splits(
             list(accumulate((len(b.entries(feature).dictionary) for b in blocks), initial=0)),
         )
         for index, feature in enumerate(plan.features)
-        if not feature.dense and not feature.bucketed
+        if not feature.dense and not feature.bucketed and (work / "ids" / str(index)).exists()
     }
 
     def encode(numbered: tuple[int, Block]) -> list[pa.RecordBatch]:

@@ -15,8 +15,10 @@ and turns other raw rows into the same features.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,15 @@ import yaml
 from dlrm.data.fingerprint import fingerprint
 from dlrm.data.preprocess.reader import BLOCK_BYTES
 from dlrm.data.preprocess.workspace import Workspace
-from dlrm.data.schema import Meta
+from dlrm.data.schema import META_FILE, Meta
 from dlrm.data.table.columns import SPLIT, TablePlan
 from dlrm.data.table.files import TableFile, find_files, open_table
 from dlrm.data.table.infer import plan_table, read_types
 from dlrm.data.table.options import ColumnOptions, SplitOptions, TableOptions
 from dlrm.data.table.passes import convert_files, index_features, write_splits
+from dlrm.data.table.reuse import plan_of_later_rows
 from dlrm.data.table.splitting import make_splitter
+from dlrm.data.table.transform import TRANSFORM_FILE, TableTransform
 from dlrm.data.table.values import numbers, times
 from dlrm.utils.atomic import atomic_write
 from dlrm.utils.cpus import cpu_count
@@ -55,11 +59,30 @@ def open_and_plan(
     return files, plan_table(files, options)
 
 
+def open_later_rows(
+    inputs: Sequence[str | os.PathLike[str]], ids_of: Path, split: SplitOptions
+) -> tuple[list[TableFile], TablePlan, list[str]]:
+    """The same for rows that become the features of an earlier preparation, with its ids.
+
+    Returns:
+        The files, what each column is, and the names of columns that are left out since the earlier
+        table did not have them.
+
+    Raises:
+        FileNotFoundError: an input does not exist, or ``ids_of`` was not made from a table.
+        ValueError: the files differ, or a column is missing.
+    """
+    known = TableTransform.load(ids_of).plan
+    files = open_table(find_files(inputs), known.options)
+    return files, *plan_of_later_rows(known, files, split)
+
+
 def prepare_table(
     files: Sequence[TableFile],
     plan: TablePlan,
     output: str | os.PathLike[str],
     *,
+    ids_of: Path | None = None,
     overwrite: bool = False,
     workers: int | None = None,
     block_bytes: int = BLOCK_BYTES,
@@ -71,10 +94,12 @@ def prepare_table(
     same bytes. No result gets its final name before the end.
 
     Args:
-        files: the files, from :func:`open_and_plan`.
+        files: the files, from :func:`open_and_plan` or :func:`open_later_rows`.
         plan: what each column is.
         output: directory for ``train.parquet``, ``val.parquet``, ``test.parquet``, ``vocabulary/``,
             ``transform.json``, ``table.yaml`` and ``meta.json``.
+        ids_of: a prepared directory, or a copy of its transform: nothing is learned of these rows,
+            they get its ids and scalings.
         overwrite: replace what was prepared there with other options.
         workers: threads; by default one per core that the process may use.
         block_bytes: size of the blocks of text that are converted and spilled.
@@ -91,15 +116,20 @@ def prepare_table(
         "made_by": MADE_BY,
         "options": asdict(replace(plan.options, columns={})),
         "columns": {column.name: asdict(column.options) for column in plan.columns},
+        "ids_of": None if ids_of is None else str(ids_of),
     }
+    if ids_of is not None and ids_of.resolve() == Path(output).resolve():
+        raise ValueError(f"--ids-of {ids_of} is also the output; give another --output")
     inputs = [file.path for file in files]
     key = {
         "format": [FORMAT, block_bytes],
         "options": options,
+        "ids_of": ids_of and [str(ids_of.resolve()), _modified(ids_of)],
     }
     with Workspace(Path(output), key, inputs=inputs, overwrite=overwrite) as work:
         if not work.finished:
-            _make(files, plan, options, work, workers or cpu_count(), block_bytes, progress)
+            make = partial(_make, files, plan, options, ids_of, work)
+            make(workers or cpu_count(), block_bytes, progress)
         work.publish()
     return Meta.read(output)
 
@@ -108,6 +138,7 @@ def _make(
     files: Sequence[TableFile],
     plan: TablePlan,
     options: dict[str, Any],
+    ids_of: Path | None,
     work: Workspace,
     workers: int,
     block_bytes: int,
@@ -132,12 +163,18 @@ def _make(
         lambda: (block.column(SPLIT).to_numpy() for block in blocks),
         lambda text: _limit(plan, text),
     )
-    if not any((block.codes(splitter) == 0).any() for block in blocks):
+    if ids_of is None and not any((block.codes(splitter) == 0).any() for block in blocks):
         raise ValueError(
             f"no rows to learn from: {rows:,} rows were read and the split leaves none for "
             "training; choose another split"
         )
-    transform = index_features(blocks, plan, splitter, work, progress=progress)
+    if ids_of is None:
+        transform = index_features(blocks, plan, splitter, work, progress=progress)
+    else:
+        transform = replace(TableTransform.load(ids_of), plan=plan)
+        for feature in plan.categorical:
+            file = Meta.vocabulary_file(feature.name)
+            shutil.copyfile(ids_of / file, work / file)
     splits = write_splits(blocks, transform, splitter, work, workers=workers, progress=progress)
     label, weight = plan.only("label"), plan.only("weight")
     assert label is not None
@@ -172,6 +209,12 @@ def options_as_yaml(plan: TablePlan) -> str:
         own = {name: list(v) if isinstance(v, tuple) else v for name, v in own.items()}
         content["columns"][column.name] = own["kind"] if len(own) == 1 else own
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _modified(prepared: Path) -> list[int]:
+    """When the files that :func:`_make` reads of a preparation were written, in ns."""
+    names = (TRANSFORM_FILE, META_FILE)
+    return [(prepared / name).stat().st_mtime_ns for name in names if (prepared / name).exists()]
 
 
 def _different(options: Any, default: Any) -> dict[str, Any]:

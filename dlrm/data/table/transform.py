@@ -96,7 +96,7 @@ class TableTransform:
 
         Args:
             rows: the converted rows.
-            ids: for each category or list, the ids of the entries of its dictionary, if they have
+            ids: for categories and lists, the ids of the entries of the dictionary, if they have
                 been looked up already.
         """
         columns: dict[str, pa.Array] = {}
@@ -137,7 +137,8 @@ class TableTransform:
             of_bucket = self.vocabularies[name].ids(pa.array(bucket_names(edges)))
             return pa.array(of_bucket[bucket_numbers(column.to_numpy(), edges)])
         entries = column.flatten() if feature.multi_hot else column
-        of_entry = self.vocabularies[name].ids(entries.dictionary) if ids is None else ids[name]
+        known = None if ids is None else ids.get(name)
+        of_entry = self.vocabularies[name].ids(entries.dictionary) if known is None else known
         found = pa.array(of_entry).take(entries.indices)
         if not feature.multi_hot:
             return found

@@ -19,7 +19,7 @@ from dlrm.data.preprocess import pipeline as criteo
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, SPLITS
 from dlrm.data.table import passes
 from dlrm.data.table.options import build_options
-from dlrm.data.table.pipeline import open_and_plan, prepare_table
+from dlrm.data.table.pipeline import open_and_plan, open_later_rows, prepare_table
 from dlrm.data.table.transform import TableTransform
 
 BLOCK = 4_000  # bytes, some 60 rows
@@ -221,6 +221,69 @@ def test_every_format_gives_the_same(prepared, tmp_path, form):
         found = read(tmp_path / "out")[split]
         assert found.schema.names == table.schema.names
         assert found.to_pylist() == table.to_pylist()
+
+
+def prepare_later(inputs, output, ids_of, split=None, **kwargs):
+    split = build_options({"split": split or {"train": "0", "val": "0", "test": "1"}}).split
+    files, plan, left_out = open_later_rows([inputs], ids_of, split)
+    meta = prepare_table(files, plan, output, ids_of=ids_of, progress=False, **kwargs)
+    return meta, left_out
+
+
+def test_later_rows_get_the_ids_and_the_scaling_of_those_prepared_before(prepared, tmp_path):
+    directory, _, before = prepared
+    rows = [row | {"new": "x"} for row in table_rows(200, seed=1)]
+    rows[0] |= {"user_id": "never seen", "price": "1e9"}
+    path = write_csv(tmp_path / "later.csv", rows)
+    meta, left_out = prepare_later(path, tmp_path / "out", directory / "out", block_bytes=BLOCK)
+    assert left_out == ["new"]
+    assert meta.fingerprint == before.fingerprint
+    assert [meta.splits[split].rows for split in SPLITS] == [0, 0, 200]
+    assert (meta.dense, meta.categorical) == (before.dense, before.categorical)
+    transform = TableTransform.load(directory / "out")  # what predict.py makes of the same rows
+    scored = pa.Table.from_batches([part for part, _, _ in transform.read([path])])
+    written = pq.read_table(tmp_path / "out" / "test.parquet")
+    for name in (*meta.dense, *meta.tables, "clicked"):
+        assert written[name].to_pylist() == scored[name].to_pylist(), name
+    copied = TableTransform.load(tmp_path / "out")  # from which others can go on
+    assert copied.rules() == transform.rules()
+    again, _ = prepare_later(path, tmp_path / "again", tmp_path / "out", block_bytes=BLOCK)
+    assert again.fingerprint == before.fingerprint
+
+
+def test_later_rows_are_split_as_they_are_told(prepared, tmp_path):
+    directory, rows, _ = prepared
+    parts = [row | {"part": ("train", "test")[i % 2]} for i, row in enumerate(rows)]
+    path, ids_of = write_csv(tmp_path / "later.csv", parts), directory / "out"
+    meta, left_out = prepare_later(path, tmp_path / "a", ids_of, {"by": "column", "column": "part"})
+    assert [meta.splits[split].rows for split in SPLITS] == [200, 0, 200]
+    assert not left_out
+    by_time = {"by": "time", "column": "when", "train": "0.5", "val": "0", "test": "0.5"}
+    meta, _ = prepare_later(path, tmp_path / "b", ids_of, by_time)
+    assert 0 < meta.splits["train"].rows < 400
+    with pytest.raises(ValueError, match="by time:part: the earlier preparation has no such col"):
+        prepare_later(path, tmp_path / "c", ids_of, by_time | {"column": "part"})
+    # In the first result "part" is a split column, which rows of the next day need not have.
+    next_day = write_csv(tmp_path / "next.csv", rows)
+    meta, _ = prepare_later(next_day, tmp_path / "d", tmp_path / "a")
+    assert meta.splits["test"].rows == 400
+
+
+def test_later_rows_that_do_not_fit_are_refused(prepared, tmp_path):
+    directory, rows, _ = prepared
+    ids_of = directory / "out"
+    less = [{k: v for k, v in row.items() if k != "city"} for row in rows]
+    path = write_csv(tmp_path / "less.csv", less)
+    with pytest.raises(ValueError, match=r"less\.csv has no column 'city', which the earlier prep"):
+        prepare_later(path, tmp_path / "out", ids_of)
+    path = write_csv(tmp_path / "rows.csv", rows)
+    with pytest.raises(ValueError, match="is also the output"):
+        prepare_later(path, ids_of, ids_of)
+    prepare_later(path, tmp_path / "out", ids_of)
+    with pytest.raises(ValueError, match=r"was prepared before, with other options and .*ids_of"):
+        prepare(path, tmp_path / "out")
+    with pytest.raises(FileNotFoundError, match=r"was not made by scripts/prepare_table\.py"):
+        prepare_later(path, tmp_path / "new", tmp_path)
 
 
 def test_rows_of_criteo_get_the_ids_of_prepare_criteo(tmp_path):

@@ -1,0 +1,54 @@
+"""Rows that come later: the plan of an earlier preparation for other files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dlrm.data.table.columns import Column, TablePlan
+from dlrm.data.table.files import TableFile
+from dlrm.data.table.options import ColumnOptions, SplitOptions
+from dlrm.utils.messages import did_you_mean
+
+
+def plan_of_later_rows(
+    known: TablePlan, files: Sequence[TableFile], split: SplitOptions
+) -> tuple[TablePlan, list[str]]:
+    """What the columns of a table are, if they are to become the features of an earlier one.
+
+    Args:
+        known: the plan of the earlier preparation.
+        files: the files of the table, opened with the options of that plan.
+        split: the split of these rows.
+
+    Returns:
+        The plan, and the names of columns that the earlier table did not have and that are left
+        out.
+
+    Raises:
+        ValueError: a column is missing.
+    """
+    columns = []
+    for column in known.columns:
+        unused = column.kind == "split" and (split.by, split.column) != ("column", column.name)
+        own = replace(column.options, kind="drop") if unused else column.options
+        columns.append(replace(column, options=own))
+    names = [column.name for column in columns]
+    if split.column is not None and split.column not in names:
+        if split.by == "time":
+            raise ValueError(
+                f"--split-by time:{split.column}: the earlier preparation has no such column"
+                f"{did_you_mean(split.column, names)}"
+            )
+        own = ColumnOptions(kind="split")
+        columns.append(Column(name=split.column, found="text", why="given", options=own))
+    plan = TablePlan(options=replace(known.options, split=split), columns=tuple(columns))
+    for file in files:
+        for name in plan.needed if file.names else ():  # rows of JSON may leave out names
+            if name not in file.names:
+                raise ValueError(
+                    f"{file.path} has no column {name!r}, which the earlier preparation has"
+                    f"{did_you_mean(name, file.names)}"
+                )
+    there = {column.name for column in columns}
+    return plan, [name for name in files[0].names if name not in there]
