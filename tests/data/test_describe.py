@@ -94,13 +94,13 @@ def test_bags_of_one_length_are_noticed(tmp_path, describe):
     pq.write_table(
         pa.table({"label": [0, 1, 0], **columns, "same": ragged}), tmp_path / "b.parquet"
     )
-    given = [str(tmp_path), "--label", "label", "--train", "a.parquet"]
-    assert describe.main(given) == 0
+    given = (tmp_path, "--label", "label", "--train", "a.parquet")
+    assert describe(*given).returncode == 0
     meta = Meta.read(tmp_path)
     assert meta.lengths == (2, 2, None, None, None)
     (batch,) = CriteoLoader(tmp_path, "train", batch_size=3)
     assert batch.offsets.diff().tolist() == [2] * 6 + [1, 2, 1] + [0] * 3 + [2, 0, 2]
-    assert describe.main([*given, "b.parquet", "--overwrite"]) == 0
+    assert describe(*given, "b.parquet", "--overwrite").returncode == 0
     assert Meta.read(tmp_path).lengths == (2, None, None, None, None)
 
 
