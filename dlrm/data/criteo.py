@@ -14,12 +14,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 
 from dlrm.data.batch import Batch, concatenate
-from dlrm.data.device_prefetch import prefetch_to_device
+from dlrm.data.device_prefetch import Run, prefetch_to_device
 from dlrm.data.device_shuffle import DeviceShuffleBuffer
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import Meta
@@ -30,6 +31,7 @@ from dlrm.utils.memory import free_memory
 
 Buffer = TypeVar("Buffer", ShuffleBuffer, DeviceShuffleBuffer)
 ORDER_BYTES = 8  # of a row, for its place in a window
+ROWS_AT_ONCE = 4096  # that a device gathers for batches of fewer rows
 
 
 def shuffle_memory(device: torch.device) -> int:
@@ -91,8 +93,8 @@ class CriteoLoader:
             or three quarters, up to 12, if the batches go to a GPU.
         prefetch: batches assembled ahead of the consumer if the CPU assembles them.
         device: device of the batches. A CUDA device gets whole row groups from pinned memory and
-            gathers the rows of a batch itself, on a stream of its own, while the batch before it
-            is in use.
+            gathers the rows of batches itself, on a stream of its own, while earlier ones are in
+            use.
         num_embeddings: rows of each table, against which ids are checked; by default the
             cardinalities in ``meta.json``.
         allow_outside: whether ``meta.json`` may list files outside of the directory.
@@ -155,7 +157,10 @@ class CriteoLoader:
         self.split = split
         self._gathers = on_gpu
         self._fixed_window = window is not None
-        self.windows = self._default_windows(memory) if window is None else self._windows(window)
+        if window is None:
+            self.windows = self._default_windows(memory)
+        else:
+            self.windows = -(-len(self._row_groups) // window)
         self._resident: DeviceShuffleBuffer | None = None  # the only window, kept on the device
         self.wait_seconds = 0.0
         self.epoch = 0
@@ -248,10 +253,6 @@ class CriteoLoader:
         self.epoch = state["epoch"]
         self._position = self._start = state["position"]
 
-    def _windows(self, window: int) -> int:
-        """Number of windows of at most ``window`` row groups."""
-        return -(-len(self._row_groups) // window)
-
     def _default_windows(self, memory: int | None) -> int:
         """Number of windows that are within ``memory``."""
         if not self.shuffle:
@@ -295,29 +296,41 @@ class CriteoLoader:
             thread_pool(self.readers, "parquet-reader") as readers,
         ):
             if self._gathers:
-                batches = self._gathered(start, readers)
+                runs = self._gathered(start, readers)
             else:
-                batches = self._assembled(start, readers, assembler)
+                runs = ([each] for each in self._assembled(start, readers, assembler))
             if self.device.type == "cuda":
-                batches = prefetch_to_device(batches, self.device)
-            for batch, position in batches:
+                runs = prefetch_to_device(runs, self.device)
+            for batch, position in chain.from_iterable(runs):
                 total, self._position = position - self._position, position
                 yield replace(batch, total=total)
 
-    def _gathered(self, start: int, readers: ThreadPoolExecutor) -> Iterator[tuple[Batch, int]]:
-        """Batches gathered by the device, each with the position after it."""
+    def _gathered(self, start: int, readers: ThreadPoolExecutor) -> Iterator[Run]:
+        """Runs of batches that the device gathers in the launches of one, with their positions."""
         make = partial(self._on_device, readers=readers)
+        run: list[tuple[DeviceShuffleBuffer, int, int]] = []  # first row, position after the batch
         for buffers, first, last, position in self._buffered(start, make):
             for buffer in buffers:
                 buffer.copy_arrived()
             mine = [buffer for buffer in buffers if buffer.group.start < last]
+            full = len(mine) == 1 and last - first == self.batch_size and not self.meta.multi_hot
+            more = full and len(run) * self.batch_size < ROWS_AT_ONCE
+            if run and not (more and mine[0] is run[0][0]):
+                yield _gather(run, self.batch_size)
+                run = []
             with self._waiting():
                 for buffer in mine:
                     buffer.wait()
             if self.shuffle and self.windows == 1 and mine:
                 self._resident = mine[0]
+            if full:
+                run.append((mine[0], first, position))
+                continue
             parts = [buffer.batch(first, last) for buffer in mine]
-            yield concatenate(parts or [assemble(self._reader, [], 0, 0).to(self.device)]), position
+            parts = parts or [assemble(self._reader, [], 0, 0).to(self.device)]
+            yield [(concatenate(parts), position)]
+        if run:
+            yield _gather(run, self.batch_size)
 
     def _on_device(self, group: ShuffleGroup, readers: ThreadPoolExecutor) -> DeviceShuffleBuffer:
         """The buffer of a window: the one of the last epoch, if it holds all rows."""
@@ -379,3 +392,9 @@ class CriteoLoader:
         began = time.perf_counter()
         yield
         self.wait_seconds += time.perf_counter() - began
+
+
+def _gather(run: Sequence[tuple[DeviceShuffleBuffer, int, int]], size: int) -> Run:
+    """Batches of one buffer: it, the first row of each, and the position after each."""
+    sources, firsts, positions = zip(*run, strict=True)
+    return list(zip(sources[0].batches(firsts, size), positions, strict=True))

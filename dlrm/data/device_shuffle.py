@@ -7,6 +7,7 @@ time. So the readers keep the order of the file, and a batch is a gather by row 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -180,30 +181,49 @@ class DeviceShuffleBuffer:
 
     def batch(self, first: int, last: int) -> Batch:
         """Rows ``first`` to ``last - 1`` of the epoch as far as they are in this group."""
-        self.wait()
-        rows, part = self._rows, self.group.between(first, last)
-        assert rows is not None
-        if self._order is None:
-            batch = Batch(
-                rows.dense[:, part].contiguous(),
-                rows.ids[:, part].contiguous(),
-                rows.labels[part],
-                weights=None if rows.weights is None else rows.weights[part],
-            )
-        else:
-            index = self._order[part]
-            batch = Batch(
-                rows.dense.index_select(1, index),
-                rows.ids.index_select(1, index),
-                rows.labels.index_select(0, index),
-                weights=None if rows.weights is None else rows.weights.index_select(0, index),
-            )
+        part = self.group.between(first, last)
+        (batch,) = self._gather(part, part.stop - part.start, 0)
         if self._bags is None:
             return batch
         if self._order is None:
             index = torch.arange(part.start, part.stop, device=self._device)
+        else:
+            index = self._order[part]
         meta = self._reader.meta
         ragged = iter(self._ordered_lengths[:, part].sum(1, dtype=np.int64).tolist())
         counts = [next(ragged) if size is None else size * batch.size for size in meta.lengths]
         ids, offsets, bounds = self._bags.gather(index, counts)
         return replace(batch, ids=ids, offsets=offsets, bounds=bounds, bag_sizes=meta.bag_sizes)
+
+    def batches(self, firsts: Sequence[int], size: int) -> list[Batch]:
+        """One-hot batches of this group, gathered in as many launches as one.
+
+        Args:
+            firsts: the first row of each in the epoch; equally far apart, at least ``size``.
+            size: rows of each.
+        """
+        apart = firsts[1] - firsts[0] if len(firsts) > 1 else size
+        return self._gather(self.group.between(firsts[0], firsts[-1] + size), size, apart)
+
+    def _gather(self, part: slice, size: int, apart: int) -> list[Batch]:
+        """Batches of ``size`` rows of ``part``, whose first rows are ``apart``, without bags."""
+        self.wait()
+        rows = self._rows
+        assert rows is not None
+
+        def split(values: Tensor, apart: int) -> Tensor:
+            """``[..., rows]`` as one contiguous matrix for each batch, ``[batches, ..., size]``."""
+            return values.unfold(-1, size, max(apart, 1)).movedim(-2, 0).contiguous()
+
+        def gathered(values: Tensor) -> Sequence[Tensor]:
+            if self._order is None:
+                return split(values[..., part], apart).unbind()
+            return split(values.index_select(-1, index), size).unbind()
+
+        if self._order is not None:
+            index = split(self._order[part], apart).view(-1)
+        dense, ids, labels = map(gathered, (rows.dense, rows.ids, rows.labels))
+        no_weights: list[Tensor | None] = [None] * len(labels)
+        weights = no_weights if rows.weights is None else gathered(rows.weights)
+        made = zip(dense, ids, labels, weights, strict=True)
+        return [Batch(own, i, label, weights=weight) for own, i, label, weight in made]

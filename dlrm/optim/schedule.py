@@ -40,6 +40,7 @@ class Schedule:
         self.fine_tune = 1.0
         self._warmup, self._power = warmup, power
         self._decay_start, self._decay_steps = decay_start, decay_steps
+        self._last: tuple[float, float] | None = None  # factors that are set
 
     def factor(self, step: int) -> float:
         """The share of the peak rate at ``step``, counted from 0."""
@@ -56,7 +57,10 @@ class Schedule:
         return {"lr/dense": float(first), "lr/embeddings": float(last)}
 
     def set(self, step: int) -> None:
-        """Set the rate of every optimizer for ``step``."""
+        """Set the rate of every optimizer for ``step``, if it changes: setting takes a launch."""
         factor = self.factor(step)
+        if (factor, self.fine_tune) == self._last:
+            return
+        self._last = factor, self.fine_tune
         for group, peak, power in zip(self._groups, self._peaks, self._powers, strict=True):
             _rate(group).fill_(peak * factor * self.fine_tune**power)

@@ -5,7 +5,8 @@
 
 Each run is train.py with its loop, loader and evaluation. Reported separately are the start
 (importing, building the model, compiling, capturing), the training loop, the evaluation of a split
-(its metrics also alone), and writing the checkpoint.
+(its metrics also alone), and writing the checkpoint. ``step_ms`` is a step alone, with batches on
+the GPU; ``loop_of_step`` is the speed of the training loop relative to such steps in sequence.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from dlrm.utils.program import Parser
 sys.path.insert(0, str(ROOT))
 from train import Run
 
+CONFIG = ROOT / "configs/criteo_kaggle_large_batch.yaml"  # its schedule is fitted to the epoch
 KIND_OPTIONS = {"tt": ["--tt.rank", "32"], "qr": ["--qr.collisions", "100"]}
 
 
@@ -78,15 +81,23 @@ def metrics_alone(rows: int) -> float:
     return times / 1e3
 
 
+def step_milliseconds(run: Run) -> float:
+    """A step of the run alone, on batches that are on the GPU; it goes on training the model."""
+    batches = list(islice(run.train_data, 8))
+    run.model.train()
+    return gpu_milliseconds(lambda index: run.step(batches[index % 8]), warm_up=50, steps=500)
+
+
 def arguments(options: argparse.Namespace, kind: str, batch: int, directory: str) -> list[str]:
     """Options of train.py for one run."""
-    chosen = ["--config", str(ROOT / "configs/criteo_kaggle_large_batch.yaml")]
+    chosen = ["--config", str(options.config)]
     chosen += ["--data", str(options.data), "--output", directory, "--name", f"{kind}-{batch}"]
     chosen += ["--emb", kind, "--batch_size", str(batch), "--eval_every", str(10**9)]
     chosen += ["--checkpoint", str(options.checkpoint).lower()]
-    steps = Meta.read(options.data).splits["train"].rows // batch
-    chosen += ["--optim.warmup_steps", str(steps // 20)]
-    chosen += ["--optim.decay_start", str(steps // 2), "--optim.decay_steps", str(steps // 2 + 1)]
+    if options.config == CONFIG:
+        half = (steps := Meta.read(options.data).splits["train"].rows // batch) // 2
+        chosen += ["--optim.warmup_steps", str(steps // 20)]
+        chosen += ["--optim.decay_start", str(half), "--optim.decay_steps", str(half + 1)]
     if kind != "dense":
         chosen += ["--tables.largest", "7", *KIND_OPTIONS.get(kind, [])]
     return chosen + options.train
@@ -120,6 +131,8 @@ def measure_one(options: argparse.Namespace, kind: str, batch: int) -> dict[str,
         "waiting_for_data": run.train_data.wait_seconds,
         "wait_share": run.train_data.wait_seconds / loop,
         "Mrows/s": rows / loop / 1e6,
+        "step_ms": (step := step_milliseconds(run)),
+        "loop_of_step": step * run.steps / loop / 1e3,
         "peak_gpu_MB": final["memory/gpu_peak"] / 1e6,
         "peak_process_MB": final["memory/process_peak"] / 1e6,
         "test_auc": final["test/auc"],
@@ -136,6 +149,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, required=True, help="prepared directory")
     parser.add_argument("--kinds", nargs="+", default=["dense", "tt"])
     parser.add_argument("--batches", nargs="+", type=int, default=[16384, 65536])
+    parser.add_argument("--config", type=Path, default=CONFIG, help="of the runs: a YAML file")
     parser.add_argument("--checkpoint", action="store_true", help="write checkpoints, and time it")
     parser.add_argument("--output", type=Path, help="where to write the results as JSON")
     parser.add_argument("train", nargs="*", help="further options of train.py, after --")

@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from dlrm.data import shuffle
+from dlrm.data import criteo, shuffle
 from dlrm.data.batch import Batch
 from dlrm.data.criteo import CriteoLoader
+from dlrm.data.device_shuffle import DeviceShuffleBuffer
 from dlrm.data.schema import Categorical, Meta, Split
 from dlrm.training.prefetch import NoPrefetcher
 
@@ -628,6 +629,44 @@ def test_gathered_batches_of_ranks_and_of_a_resumed_epoch(tmp_path):
         assert batches[0].ids.dtype == batches[1].ids.dtype == torch.int64
         gathered.load_state_dict({**gathered.state_dict(), "position": 12})
         assert same(list(gathered), batches[1:])
+
+
+def test_small_batches_are_gathered_together(data, monkeypatch):
+    """As many as have ``ROWS_AT_ONCE`` rows, and never beyond a buffer."""
+    monkeypatch.setattr(criteo, "ROWS_AT_ONCE", 30)
+    runs = []
+    batches = DeviceShuffleBuffer.batches
+
+    def counted(self, firsts, size):
+        runs.append(len(firsts))
+        return batches(self, firsts, size)
+
+    monkeypatch.setattr(DeviceShuffleBuffer, "batches", counted)
+    options = {"shuffle": True, "window": 20, "drop_last": True}
+    assert len(list(gathering(data, "train", batch_size=10, **options))) == 100
+    assert runs == [3] * 33 + [1]
+    runs.clear()
+    ranks = [
+        list(gathering(data, "train", batch_size=5, rank=rank, world_size=2, **options))
+        for rank in range(2)
+    ]
+    assert runs == 2 * ([6] * 16 + [4])
+    whole = list(CriteoLoader(data, "train", batch_size=10, **options))
+    both = [[*rows([a]), *rows([b])] for a, b in zip(*ranks, strict=True)]
+    assert both == [rows([batch]) for batch in whole]
+
+
+def test_a_position_inside_of_a_run(data):
+    """The state is that after the batch, not after the run that it was gathered with."""
+    options = {"batch_size": 7, "shuffle": True, "window": 20}
+    first, again = gathering(data, "train", **options), gathering(data, "train", **options)
+    batches = iter(first)
+    begun = [next(batches) for _ in range(5)]
+    state = first.state_dict(unused=7)
+    assert state["position"] == 28
+    again.load_state_dict(state)
+    rest = list(again)
+    assert same([begun[4], *batches], rest)
 
 
 def test_errors_of_readers_reach_the_consumer_of_gathered_batches(tmp_path):

@@ -240,6 +240,20 @@ def test_schedule_warms_up_holds_and_decays():
     assert rates == pytest.approx(expected)
 
 
+def test_schedule_sets_rates_that_change():
+    """Setting one takes a launch, which at a small batch takes as long as some of a step."""
+    optimizer = RowOptimizer([torch.nn.Parameter(torch.ones(1))], lr=2.0)
+    schedule, rate = Schedule([optimizer], warmup=2), optimizer.param_groups[0]["lr"]
+    versions = []
+    for step in range(5):
+        schedule.set(step)
+        versions.append(rate._version)
+    schedule.fine_tune = 0.5
+    schedule.set(5)
+    assert float(rate) == 1.0
+    assert versions[0] < versions[1] == versions[4] < rate._version
+
+
 @pytest.mark.parametrize("make", [RowOptimizer, torch.optim.SGD, torch.optim.Adam])
 def test_schedule_takes_rates_that_are_numbers(make):
     """As optimizers of torch have them, and whoever sets a rate by hand."""

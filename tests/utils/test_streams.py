@@ -86,10 +86,11 @@ def test_batches_of_many_epochs_are_loaded_on_a_stream_of_their_own(device):
 
     def batches():
         assert torch.cuda.current_stream().cuda_stream not in others
-        yield Batch(torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.int64), torch.zeros(2)), 0
+        batch = Batch(torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.int64), torch.zeros(2))
+        yield [(batch, 0)]
 
     for _ in range(40):
-        ((batch, _),) = prefetch_to_device(batches(), device)
+        (((batch, _),),) = prefetch_to_device(batches(), device)
         assert batch.labels.is_cuda
 
 
