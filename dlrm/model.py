@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.nn import functional
 
 from dlrm.distributed.sharding_plan import ShardingPlan
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
+from dlrm.kernels.cross import CrossWeights, concatenate_vectors, cross_network
 from dlrm.kernels.interaction import dot_interaction
 from dlrm.sparse_arch.arch import SparseArch
 from dlrm.sparse_arch.table_plan import TablePlan
@@ -84,7 +86,7 @@ class DotInteraction(nn.Module):
 
 
 class CrossLayer(nn.Module):
-    """``x_0 * (W (V x) + b) + x`` with V of ``rank`` outputs."""
+    """The weights of ``x_0 * (W (V x) + b) + x`` with V of ``rank`` outputs."""
 
     def __init__(self, features: int, rank: int) -> None:
         super().__init__()
@@ -94,9 +96,10 @@ class CrossLayer(nn.Module):
         nn.init.xavier_normal_(self.up.weight)
         nn.init.zeros_(self.up.bias)
 
-    def forward(self, first: Tensor, x: Tensor) -> Tensor:
-        """Cross ``x`` with the input of the network, ``first``, both ``[B, features]``."""
-        return first * self.up(self.down(x)) + x
+    @property
+    def weights(self) -> CrossWeights:
+        """V, W and b."""
+        return CrossWeights(self.down.weight, self.up.weight, self.up.bias)
 
 
 class CrossInteraction(nn.Module):
@@ -112,12 +115,9 @@ class CrossInteraction(nn.Module):
 
     def forward(self, bottom: Tensor, embedded: list[Tensor], order: Tensor) -> Tensor:
         """Arguments as in :class:`DotInteraction`; returns ``[B, (F + 1) D]``."""
-        vectors = torch.cat(embedded, dim=1).index_select(1, order).to(bottom.dtype)
-        first = torch.cat([bottom[:, None], vectors], dim=1).flatten(1)
-        x = first
-        for layer in self.layers:
-            x = layer(first, x)
-        return x
+        first = concatenate_vectors(bottom, embedded, order=order)
+        layers = cast(Sequence[CrossLayer], self.layers)
+        return cross_network(first, [layer.weights for layer in layers])
 
 
 class DLRM(nn.Module):

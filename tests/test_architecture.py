@@ -31,6 +31,7 @@ KERNELS_BELOW = {
     "update": ("",),
     "multi_copy": ("",),
     "interaction": ("",),
+    "cross": ("", "interaction"),
     "lookup": ("", "update"),
     "tt": ("", "update"),
     "offload": ("", "update", "lookup", "tt"),

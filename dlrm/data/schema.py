@@ -40,6 +40,11 @@ TERABYTE_CARDINALITIES = (
     2209, 11938, 155, 4, 976, 14, 40000000, 40000000, 40000000, 590152, 12973, 108, 36,
 )  # fmt: skip
 
+# Ids of a bag of each table in the multi-hot data of MLPerf's DLRM-DCNv2: 214 a sample.
+MLPERF_BAG_SIZES = (
+    3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1,
+)  # fmt: skip
+
 DESCRIBED = "scripts/describe_parquet.py"  # options["made_by"] of Parquet from other programs
 
 

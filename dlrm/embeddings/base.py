@@ -47,6 +47,8 @@ class Embedding(nn.Module, ABC):
     per_table: ClassVar[frozenset[str]] = frozenset()
     """Options that may be a list with a value for each table, so that tables which differ only in
     these form one group."""
+    captures_bags: ClassVar[bool] = False
+    """Whether a captured step can look up bags, padded ones included: ``LookupContext.padded``."""
     budget_by_counts: ClassVar[bool] = False
     """Whether :meth:`for_budget` uses how often each id occurs."""
 
@@ -253,16 +255,17 @@ class Embedding(nn.Module, ABC):
         if self.check_ids:
             require_integers(self._sizes, offsets=offsets)
             check_offsets(offsets, ids.numel())
-        bag = bag_indices(offsets, ids.numel())
         if self.check_ids:
-            self._check(bag // batch, ids)
+            self._check(bag_indices(offsets, ids.numel()) // batch, ids)
         if self.padding_idx is not None:
+            bag = bag_indices(offsets, ids.numel())
             keep = ids != self.padding_idx
             ids, bag = ids[keep], bag[keep]
             weights = None if weights is None else weights[keep]
             lengths = torch.bincount(bag, minlength=bags)
             offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        self._observe(bag // batch, ids, context)
+        if self.training and isinstance(self, CachesHotRows) and self.has_cache:
+            self._observe(bag_indices(offsets, ids.numel()) // batch, ids, context)
         return self.lookup_bags(ids, offsets, weights, context)
 
     def _observe(self, tables: Tensor, ids: Tensor, context: LookupContext) -> None:

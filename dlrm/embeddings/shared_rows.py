@@ -28,6 +28,8 @@ class SharedRows(Embedding):
         row_dim: length of the rows kept; by default the embedding dim.
     """
 
+    captures_bags = True
+
     def __init__(
         self,
         num_embeddings: Sequence[int],
@@ -102,7 +104,7 @@ class SharedRows(Embedding):
             modulo=self._modulo,
             last=self._overflow_row,
             sparse=self.sparse,
-            sorter=context.sorter,
+            context=context.of_bags,
         )
 
     def footprint(self) -> list[dict[str, int]]:

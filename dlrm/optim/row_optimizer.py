@@ -247,10 +247,11 @@ def apply_in_backward(optimizers: Iterable[RowOptimizer]) -> FusedUpdates:
         optimizer.step()  # all parameters that have a gradient
         optimizer.zero_grad()
 
-    It applies to the middle cores of tensor trains in fp32 that Triton kernels look up once in the
-    block, under SGD, Adagrad, and row-wise Adagrad up to 64 columns of a slice, ``q_k r_k`` (with
-    four cores ``r_{k-1} q_k`` for the third), without momentum and decay. All other parameters
-    have gradients as usual.
+    It applies to what Triton kernels look up once in the block: rows of bags that are summed
+    without weights, under every rule; and the middle cores of tensor trains in fp32 under SGD,
+    Adagrad, and row-wise Adagrad up to 64 columns of a slice, ``q_k r_k`` (with four cores
+    ``r_{k-1} q_k`` for the third), without momentum and decay. All other parameters have gradients
+    as usual.
 
     Use it for steps that need no gradients: without clipping or norms, without a sum over processes
     or several backward passes, and with cores that are used for look-ups only.
@@ -270,7 +271,14 @@ def apply_in_backward(optimizers: Iterable[RowOptimizer]) -> FusedUpdates:
                 if parameter.grad is None:  # else gradients are being accumulated
                     lr, states = _rate(group).to(parameter.device), optimizer.state[parameter]
                     parameters.append(parameter)
-                    updates.append(FusedUpdate(rule=rule, lr=lr, states=list(states.values())))
+                    updates.append(
+                        FusedUpdate(
+                            rule=rule,
+                            lr=lr,
+                            states=list(states.values()),
+                            seed=group.get("seed") if optimizer._rounds(parameter) else None,
+                        )
+                    )
     return FusedUpdates(parameters, updates)
 
 

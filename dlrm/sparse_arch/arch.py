@@ -153,6 +153,11 @@ class SparseArch(nn.Module):
         caches = (group for group in self.groups if isinstance(group, PrefetchesRows))
         return all(group.rows_ready for group in caches)
 
+    def captures_bags(self, *, ragged: bool) -> bool:
+        """Whether a captured step can look up bags; ragged ones only of a single group."""
+        alone = len(self.groups) == 1 or not ragged
+        return alone and all(group.captures_bags for group, _ in self.embeddings())
+
     @property
     def at_peers(self) -> bool:
         """Whether peers read rows of tables in each other's memory."""

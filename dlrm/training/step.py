@@ -37,7 +37,8 @@ class TrainStep:
     ``graph`` does so too and captures the whole step, the optimizers included, as a CUDA graph
     for each batch size that comes up often (:mod:`dlrm.training.cuda_graph`). ``auto`` is ``graph``
     on a GPU, ``compile`` if some tables are on other devices, and ``eager`` elsewhere.
-    Batches with bags of ids change their shape from step to step and are never captured.
+    Batches with bags of ids are captured too, of tables that allow it (``Embedding.captures_bags``)
+    in a single process; others run eagerly.
 
     Args:
         model: the model, in training mode.
@@ -77,6 +78,8 @@ class TrainStep:
         if self.mode != "eager":
             compile_mlps(model, self.device)
         self._loss = mean_loss if self.mode == "eager" else torch.compile(mean_loss, dynamic=False)
+        # The interaction casts vectors to the type of the MLPs anyway.
+        self._dtype = torch.bfloat16 if precision == "bf16" else None
         embeddings = {id(parameter) for parameter in model.sparse_arch.parameters()}
         self._embedding_optimizers: list[RowOptimizer] = []  # of nothing else
         self._other_optimizers: list[RowOptimizer] = []
@@ -106,17 +109,23 @@ class TrainStep:
         """
         prepared = self.prefetcher.prepare(batch) if isinstance(batch, Batch) else batch
         self.losses.count += 1
-        even = self.reducer is None or self.reducer.is_even(prepared.batch)
-        if self.mode == "graph" and prepared.batch.offsets is None and even:
+        if self.mode == "graph" and self._can_capture(prepared.batch):
             return self.graphs(self._run, prepared, norms)
         return self._run(prepared, norms)
+
+    def _can_capture(self, batch: Batch) -> bool:
+        if batch.offsets is None:
+            return self.reducer is None or self.reducer.is_even(batch)
+        ragged = batch.bag_sizes is None
+        known = self.model.sparse_arch.captures_bags(ragged=ragged)
+        return self.reducer is None and known and batch.size > 0
 
     def _run(self, prepared: PreparedBatch, norms: bool) -> dict[str, Tensor]:
         batch, reducer = prepared.batch, self.reducer
         norms = norms or self.clip_norm is not None
         fused = () if norms or reducer is not None else self.optimizers
         with self._sorter as sorter, apply_in_backward(fused) as updates:
-            context = replace(prepared.context, sorter=sorter, updates=updates)
+            context = replace(prepared.context, sorter=sorter, updates=updates, dtype=self._dtype)
             if reducer is not None:
                 context = reducer.in_context(batch, context)
             with torch.autocast(self.device.type, torch.bfloat16, self.precision == "bf16"):

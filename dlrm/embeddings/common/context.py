@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from dlrm.kernels.lookup.bags import BagContext
 from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.update.in_backward import FusedUpdates
 from dlrm.kernels.update.row_sort import RowSorter
@@ -27,12 +29,24 @@ class LookupContext:
     """Rows in host memory were fetched ahead, with their prefetch window."""
     lookups: Sequence[SortedLookups] = ()
     """Look-ups at peers that were sorted ahead, one for each sharding; or empty."""
+    padded: bool = False
+    """There are more ids than the last offset says, so that one shape serves several batches."""
+    dtype: torch.dtype | None = None
+    """Type in which pooled vectors may be returned, which are summed in fp32; None: that of the
+    rows."""
     equal_sizes: bool = False
     """Every process has the same number of one-hot samples, so sizes need not be exchanged."""
     grouped: bool = False
     """The ids are in the order of the groups of tables, not in that of the features."""
     gather_ids: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     """Gathers the tables and ids of the batches of all processes."""
+
+    @property
+    def of_bags(self) -> BagContext:
+        """What the look-up of bags in one weight needs."""
+        return BagContext(
+            sorter=self.sorter, updates=self.updates, padded=self.padded, dtype=self.dtype
+        )
 
 
 NO_CONTEXT = LookupContext()

@@ -1,13 +1,16 @@
 """Pool bags of rows of tables that are concatenated in one weight, all in one launch.
 
-The gradient of the weight is an uncoalesced sparse COO tensor with one entry per look-up, whose
-values repeat the gradient of its bag: see :mod:`dlrm.kernels.lookup.tables`.
+In a training step the backward pass updates the rows itself: it sums the gradients of bags by row,
+and none is copied once per look-up. Where gradients are wanted, as for their norm, that of the
+weight is an uncoalesced sparse COO tensor with one entry per look-up, whose values repeat the
+gradient of its bag: see :mod:`dlrm.kernels.lookup.tables`.
 
 Bytes that must be moved: a row and an id read per look-up, a row written per bag.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,23 +20,82 @@ from torch.nn import functional
 
 from dlrm.kernels import require_contiguous, require_integers, tl, triton, use_triton
 from dlrm.kernels.lookup.tables import row_gradient, row_of, tiling
-from dlrm.kernels.update.row_sort import RowSorter
+from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
+from dlrm.kernels.update.row_sort import RowSorter, sort_rows
+from dlrm.kernels.update.sparse import update_rows
 from dlrm.utils.messages import did_you_mean
 
 MODES = ("sum", "mean", "max")
 TILE = 1024  # elements of a tile
+BAGS = 512  # elements of the bags that a warp sums at a time
+CHUNK = 4  # rows of a bag that are in flight together
+
+
+@dataclass(frozen=True, kw_only=True)
+class BagContext:
+    """What a training step prepared for a look-up of bags."""
+
+    sorter: RowSorter | None = None
+    """Sorts the rows that will have a gradient ahead of their update."""
+    updates: FusedUpdates | None = None
+    """Updates that the backward pass may apply itself: that of rows that are summed unweighted."""
+    padded: bool = False
+    """There are more ids than the last offset says; what lies beyond it is no look-up."""
+    dtype: torch.dtype | None = None
+    """Of the result, whose sums are taken in fp32; None: that of the weight."""
+
+
+NO_BAG_CONTEXT = BagContext()
 
 
 @triton.jit
 def _pool(
-    ids, offsets, tables, weight, scale, out, flat, chosen, n, batch,
+    ids, offsets, tables, weight, scale, out, entries, n, batch,
     F: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    MODE: tl.constexpr,
+    CHUNK: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
-    """Pool one bag per table and sample; ``chosen`` receives the look-ups that gave the maxima.
+    """Sum bags, table by table, whose bags are of like lengths; ``CHUNK`` rows of each at a time.
 
-    ``tables`` has the ``starts``, ``modulo`` and ``last`` of :func:`row_of`.
+    ``tables`` has the ``starts``, ``modulo`` and ``last`` of :func:`row_of`; ``entries`` receives
+    the row of each look-up, and the index in ``out`` of its bag.
     """
+    bag = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = bag < n
+    table = tl.where(inside, bag // batch, 0)
+    owner = (bag % batch) * F + table
+    begin = tl.load(offsets + bag, mask=inside, other=0).to(tl.int64)
+    length = tl.load(offsets + bag + 1, mask=inside, other=0) - begin
+    column = tl.arange(0, BLOCK_D)
+    total = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    for step in range(0, tl.max(length, 0), CHUNK):
+        member = step + tl.arange(0, CHUNK)[None, :]
+        live = member < length[:, None]
+        at = begin[:, None] + member
+        id = tl.load(ids + at, mask=live, other=0)
+        row = row_of(id, table[:, None], tables[0], tables[1], tables[2])
+        if entries[0] is not None:
+            tl.store(entries[0] + at, row, mask=live)
+        if entries[1] is not None:
+            tl.store(entries[1] + at, tl.broadcast_to(owner[:, None], at.shape), mask=live)
+        mask = live[:, :, None] & (column < D)[None, None, :]
+        place = row[:, :, None] * D + column[None, None, :]
+        value = tl.load(weight + place, mask=mask, other=0.0).to(tl.float32)
+        if scale is not None:
+            value *= tl.load(scale + at, mask=live, other=0.0).to(tl.float32)[:, :, None]
+        total += tl.sum(value, 1)
+    if MEAN:
+        total /= tl.maximum(length, 1).to(tl.float32)[:, None]
+    to = owner[:, None] * D + column[None, :]
+    mask = inside[:, None] & (column < D)[None, :]
+    tl.store(out + to, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _pool_max(
+    ids, offsets, tables, weight, out, flat, chosen, n, batch,
+    F: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The maxima of bags; ``chosen`` receives the look-ups that gave them."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
     table = k % F
@@ -41,7 +103,7 @@ def _pool(
     begin = tl.load(offsets + bag, mask=inside, other=0).to(tl.int64)
     length = tl.load(offsets + bag + 1, mask=inside, other=0) - begin
     column = tl.arange(0, BLOCK_D)[None, :]
-    total = tl.full((BLOCK, BLOCK_D), float("-inf") if MODE == "max" else 0.0, tl.float32)
+    total = tl.full((BLOCK, BLOCK_D), float("-inf"), tl.float32)
     first = tl.full((BLOCK, BLOCK_D), -1, tl.int64)
     for step in range(tl.max(length, 0)):
         live = step < length
@@ -51,18 +113,10 @@ def _pool(
             tl.store(flat + at, row, mask=live)
         mask = live[:, None] & (column < D)
         value = tl.load(weight + row[:, None] * D + column, mask=mask, other=0.0).to(tl.float32)
-        if MODE == "max":
-            better = mask & ((value > total) | (first < 0))
-            total = tl.where(better, value, total)
-            first = tl.where(better, at[:, None], first)
-        elif scale is not None:
-            total += value * tl.load(scale + at, mask=live, other=0.0).to(tl.float32)[:, None]
-        else:
-            total += value
-    if MODE == "mean":
-        total /= tl.maximum(length, 1).to(tl.float32)[:, None]
-    if MODE == "max":
-        total = tl.where(first < 0, 0.0, total)
+        better = mask & ((value > total) | (first < 0))
+        total = tl.where(better, value, total)
+        first = tl.where(better, at[:, None], first)
+    total = tl.where(first < 0, 0.0, total)
     to = k.to(tl.int64)[:, None] * D + column
     mask = inside[:, None] & (column < D)
     tl.store(out + to, total.to(out.dtype.element_ty), mask=mask)
@@ -108,6 +162,16 @@ def _pool_backward(
         tl.store(values + to, value.to(values.dtype.element_ty), mask=mask)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """What a look-up of bags is given besides its tensors."""
+
+    mode: str
+    sparse: bool
+    context: BagContext
+    update: FusedUpdate | None
+
+
 class _LookupBags(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -119,47 +183,77 @@ class _LookupBags(torch.autograd.Function):
         offsets: Tensor,
         modulo: Tensor | None,
         last: Tensor | None,
-        mode: str,
-        sparse: bool,
-        sorter: RowSorter | None,
+        request: _Request,
     ) -> Tensor:
         tables, dim = len(starts), weight.shape[1]
         bags = offsets.numel() - 1
-        out = weight.new_empty(bags // tables, tables, dim)
-        flat = chosen = None
+        context, shape = request.context, (bags // tables, tables, dim)
+        out = weight.new_empty(shape, dtype=context.dtype or weight.dtype)
+        flat = owners = chosen = None
         if any(ctx.needs_input_grad[:2]):
             flat = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
-            if mode == "max":
+            if context.padded:
+                flat.fill_(-1)  # beyond the last bag: left out of the update
+            if request.update is not None:
+                owners = torch.zeros(ids.shape, dtype=torch.int32, device=ids.device)
+            if request.mode == "max":
                 chosen = torch.empty(out.shape, dtype=torch.int64, device=ids.device)
-        grid, sizes = tiling(bags, dim, TILE)
-        if bags:
-            _pool[grid](
-                ids, offsets, (starts, modulo, last), weight, scale, out, flat, chosen,
-                bags, bags // tables, F=tables, MODE=mode, **sizes,
+        if bags and request.mode == "max":
+            grid, sizes = tiling(bags, dim, TILE)
+            _pool_max[grid](
+                ids, offsets, (starts, modulo, last), weight, out, flat, chosen,
+                bags, bags // tables, F=tables, **sizes,
             )  # fmt: skip
-        if flat is not None and ctx.needs_input_grad[0] and sorter is not None:
-            sorter.submit(flat, len(weight))
-        ctx.save_for_backward(weight, scale, offsets, flat, chosen)
-        ctx.mode, ctx.sparse, ctx.tables = mode, sparse, tables
+        elif bags:
+            block_d = triton.next_power_of_2(dim)
+            block = max(1, BAGS // block_d)
+            _pool[triton.cdiv(bags, block),](
+                ids, offsets, (starts, modulo, last), weight, scale, out, (flat, owners),
+                bags, bags // tables, F=tables, D=dim, BLOCK=block, BLOCK_D=block_d, CHUNK=CHUNK,
+                MEAN=request.mode == "mean", num_warps=1,
+            )  # fmt: skip
+        if flat is not None and ctx.needs_input_grad[0] and context.sorter is not None:
+            context.sorter.submit(flat, len(weight), owners)
+        ctx.save_for_backward(weight, scale, offsets, flat, owners, chosen)
+        ctx.request, ctx.tables = request, tables
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, scale, offsets, flat, chosen = ctx.saved_tensors
-        bags, dim = offsets.numel() - 1, weight.shape[1]
-        values = grad.new_empty(flat.numel(), dim)
+        weight, scale, offsets, flat, owners, chosen = ctx.saved_tensors
+        request, dim = ctx.request, weight.shape[1]
+        if request.update is not None and request.update.due:
+            _apply(request, weight, flat, owners, grad.reshape(-1, dim))
+            return (None,) * 8
+        bags = offsets.numel() - 1
+        values = weight.new_empty(flat.numel(), dim)
         grad_scale = torch.empty_like(scale) if ctx.needs_input_grad[1] else None
         grid, sizes = tiling(bags, dim, TILE)
         if bags:
             _pool_backward[grid](
                 grad.contiguous(), offsets, flat, weight, scale, chosen, values, grad_scale,
-                bags, bags // ctx.tables, F=ctx.tables, MODE=ctx.mode, **sizes,
+                bags, bags // ctx.tables, F=ctx.tables, MODE=request.mode, **sizes,
             )  # fmt: skip
         grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_weight = row_gradient(weight, flat, values, ctx.sparse)
-        return grad_weight, grad_scale, *[None] * 8
+            if owners is not None:  # they were sorted for an update of whole bags
+                flat = flat.clone()
+            grad_weight = row_gradient(weight, flat, values, request.sparse)
+        return grad_weight, grad_scale, *[None] * 6
+
+
+def _apply(request: _Request, weight: Tensor, flat: Tensor, owners: Tensor, grads: Tensor) -> None:
+    """Update the rows of bags from the gradient of each bag, which is not repeated in memory."""
+    update, sorter = request.update, request.context.sorter
+    assert update is not None
+    found = None if sorter is None else sorter.result(flat)
+    found = found or sort_rows(flat, len(weight)).of_owners(owners)
+    update_rows(
+        update.rule, weight.detach(), flat, grads, update.states,
+        lr=update.lr, sorted_rows=found, seed=update.seed, impl="triton",
+    )  # fmt: skip
+    update.done(weight)
 
 
 def lookup_bags(
@@ -173,7 +267,7 @@ def lookup_bags(
     modulo: Tensor | None = None,
     last: Tensor | None = None,
     sparse: bool = True,
-    sorter: RowSorter | None = None,
+    context: BagContext = NO_BAG_CONTEXT,
     impl: str | None = None,
 ) -> Tensor:
     """Pool a bag of rows per table and sample.
@@ -188,7 +282,7 @@ def lookup_bags(
         modulo, last: as in :func:`~dlrm.kernels.lookup.tables.lookup_tables`.
         sparse: whether the gradient of the weight is an uncoalesced COO tensor, its entries in the
             order of ``ids``, or a dense one.
-        sorter: sorts the rows that will have a gradient ahead of their update.
+        context: what a training step prepared.
         impl: see :mod:`dlrm.kernels`.
 
     Returns:
@@ -197,19 +291,27 @@ def lookup_bags(
     Raises:
         ValueError: unknown mode, per_sample_weights in another mode than sum or not one per id,
             offsets of a wrong length, ids or offsets that are not integers or on another device,
-            or a tensor that a kernel reads is not contiguous.
+            padded ids with a dense gradient, or a tensor that a kernel reads is not contiguous.
     """
     _check(weight, starts, ids, offsets, per_sample_weights, mode)
+    if context.padded and not sparse:
+        raise ValueError("padded ids have no dense gradient: give sparse=True, or no padding")
     if not use_triton(weight, impl):
-        return lookup_bags_torch(
+        if context.padded:
+            ids = ids[: int(offsets[-1])]
+        out = lookup_bags_torch(
             weight, starts, ids, offsets, per_sample_weights, mode, modulo, last, sparse
         )
+        return out.to(context.dtype or out.dtype)
     require_contiguous(weight=weight, starts=starts, modulo=modulo, last=last)
     if per_sample_weights is not None:
         per_sample_weights = per_sample_weights.contiguous()
     ids, offsets = ids.contiguous(), offsets.contiguous()
+    alike = mode == "sum" and per_sample_weights is None and sparse
+    update = context.updates.take(weight) if alike and context.updates is not None else None
+    request = _Request(mode=mode, sparse=sparse, context=context, update=update)
     return _LookupBags.apply(
-        weight, per_sample_weights, starts, ids, offsets, modulo, last, mode, sparse, sorter
+        weight, per_sample_weights, starts, ids, offsets, modulo, last, request
     )
 
 

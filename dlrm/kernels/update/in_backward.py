@@ -24,11 +24,13 @@ class FusedUpdate:
         rule: the rule.
         lr: learning rate, a 0-d tensor on the parameter's device.
         states: the state of the optimizer, in the order of ``rule.states``.
+        seed: of stochastic rounding, a 0-d tensor on the parameter's device; None for none.
     """
 
     rule: Rule
     lr: Tensor
     states: Sequence[Tensor]
+    seed: Tensor | None = None
     takers: int = 0  # forward passes that read the parameter and took its update
     applied: bool = False
 

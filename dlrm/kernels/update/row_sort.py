@@ -7,7 +7,7 @@ The sort is the larger part of an update of 16 columns, but needs the ids alone:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Self
 
@@ -41,9 +41,14 @@ class SortedRows:
     """The entries of a row gradient sorted by row; they may be part of a longer list."""
 
     rows: Tensor  # [n] int32 or int64, ascending: the row of each entry, plus base
-    order: Tensor  # [n] int64, the index of each entry, plus first
+    order: Tensor  # [n] int32 or int64, the index of each entry's gradient, plus first
     base: int = 0
     first: int = 0
+
+    def of_owners(self, owners: Tensor) -> SortedRows:
+        """The same rows, where entry k has the gradient ``owners[k]`` instead of its own."""
+        order = self.order - self.first if self.first else self.order
+        return replace(self, order=owners[order], first=0)
 
 
 def sort_rows(rows: Tensor, num_rows: int) -> SortedRows:
@@ -146,6 +151,7 @@ class RowSorter:
         device = torch.device(device)
         self._stream = stream_of(device, "sorts") if device.type == "cuda" else None
         self._submitted: list[tuple[Tensor, int]] = []
+        self._owners: dict[int, Tensor] = {}  # by the address of the rows
         self._sorted: dict[int, tuple[Tensor, SortedRows]] = {}  # by the address of the rows
 
     def __enter__(self) -> Self:
@@ -156,17 +162,22 @@ class RowSorter:
         if self._stream is not None and (self._submitted or self._sorted):
             torch.cuda.current_stream().wait_stream(self._stream)
         self._submitted.clear()
+        self._owners.clear()
         self._sorted.clear()
 
-    def submit(self, rows: Tensor, num_rows: int) -> None:
+    def submit(self, rows: Tensor, num_rows: int, owners: Tensor | None = None) -> None:
         """Have the rows of a gradient sorted; they must not change until the block ends.
 
         Args:
             rows, num_rows: see :func:`sort_rows_together`.
+            owners: the gradient of each row, ``[n]``, where several rows share one, as in a bag; by
+                default each has its own.
         """
         if self._stream is not None and rows.is_cuda and rows.numel():
             self._stream.wait_stream(torch.cuda.current_stream())
             self._submitted.append((rows, num_rows))
+            if owners is not None:
+                self._owners[rows.data_ptr()] = owners
 
     def sort(self) -> None:
         """Begin to sort what was submitted so far; call it after the last look-up."""
@@ -174,9 +185,10 @@ class RowSorter:
         if submitted:
             # Memory of this stream, freed at the end of the block and reused in the next one.
             with torch.cuda.stream(self._stream):
-                found = sort_rows_together(submitted)
-            for (rows, _), each in zip(submitted, found, strict=True):
-                self._sorted[rows.data_ptr()] = rows, each
+                for (rows, _), found in zip(submitted, sort_rows_together(submitted), strict=True):
+                    owners = self._owners.get(rows.data_ptr())
+                    each = found if owners is None else found.of_owners(owners)
+                    self._sorted[rows.data_ptr()] = rows, each
 
     def result(self, rows: Tensor) -> SortedRows | None:
         """The sorted rows of a look-up; None if they were not submitted."""

@@ -40,8 +40,9 @@ from dlrm.kernels.update.rules import (
     store_after_all_read,
 )
 
-TILE = 2048  # elements of a part of a tile
-MANY = 6000  # tiles that fill a GPU; beyond that, tiles have up to 8 parts
+TILE = 2048  # elements that a warp sums at a time
+MANY = 6000  # tiles that fill a GPU; beyond that, tiles have several parts
+LONGEST = 8 * TILE  # elements of a tile of many parts
 
 
 class _Entries(NamedTuple):
@@ -161,7 +162,7 @@ def _merge(
         inside = k < entries.n
         row = _row_at(entries, k, inside)
         following = _row_at(entries, k + 1, k + 1 < entries.n)
-        entry = tl.load(entries.order + k, mask=inside, other=0) - entries.first
+        entry = tl.load(entries.order + k, mask=inside, other=0).to(tl.int64) - entries.first
         slot = _slot_of(row, table, row >= 0)  # in flight while the sums are computed
         mask = (row >= 0)[:, None] & (column < D)  # the gradient of a skipped entry is not read
         grad = tl.load(grads + entry[:, None] * D + column, mask=mask, other=0.0).to(tl.float32)
@@ -234,7 +235,8 @@ def update_rows(
             default options.
         weight: the table, ``[V, D]`` contiguous, fp32 or bf16.
         rows: row of each gradient, ``[n]``; those with row -1 are skipped.
-        grads: ``[n, D]``, fp32 or bf16.
+        grads: ``[n, D]``, fp32 or bf16; with ``sorted_rows`` of another length, if their ``order``
+            says which gradient each row has, as where a bag of rows has one.
         states: state of the table, in the order of ``rule.states``, zeros at first: ``[V, D]``, or
             ``[V]`` or ``[V, 1]`` where it is one number per row; fp32, steps also int32.
         lr: learning rate, a 0-d fp32 tensor.
@@ -260,8 +262,8 @@ def update_rows(
     if not use_triton(weight, impl):
         update_rows_torch(rule, weight, rows, grads, states, lr=lr, cached=cached, seed=seed)
         return
-    if len(grads):
-        sorted_rows = sorted_rows or sort_rows(rows, len(weight))
+    sorted_rows = sorted_rows or sort_rows(rows, len(weight))
+    if len(sorted_rows.rows):
         tensors = (weight, *states)
         table = _Table(tensors, None, ())
         if cached is not None:
@@ -272,10 +274,11 @@ def update_rows(
 
 
 def _launch(rule: Rule, sorted_rows: SortedRows, grads: Tensor, table: _Table, step: _Step) -> None:
-    n, dim = grads.shape
+    n, dim = len(sorted_rows.rows), grads.shape[1]
     block_d = triton.next_power_of_2(dim)
-    block = max(16, min(256, TILE // block_d))
-    parts = min(8, triton.next_power_of_2(max(1, n // (MANY * block))))
+    block, warps = _tile(block_d, rule.kind.weight_states + rule.kind.momentum)
+    longest = max(8, LONGEST // (block * block_d))
+    parts = min(longest, triton.next_power_of_2(max(1, n // (MANY * block))))
     tiles = triton.cdiv(n, block * parts)
     partials = torch.empty(tiles, 2, dim, device=grads.device)
     entries = _Entries(sorted_rows.rows, sorted_rows.order, sorted_rows.base, sorted_rows.first, n)
@@ -287,13 +290,24 @@ def _launch(rule: Rule, sorted_rows: SortedRows, grads: Tensor, table: _Table, s
     }
     _merge[tiles,](
         entries, grads, partials, table, step,
-        BLOCK=block, PARTS=parts, num_warps=max(1, block * block_d // 2048), **options,
+        BLOCK=block, PARTS=parts, num_warps=warps, **options,
     )  # fmt: skip
     if tiles > 1:
         _finish[tiles - 1,](
             entries, partials, table, step,
             BLOCK=block * parts, WIDTH=max(16, min(64, 4096 // block_d)), num_warps=1, **options,
         )  # fmt: skip
+
+
+def _tile(block_d: int, states: int) -> tuple[int, int]:
+    """Rows of a part of a tile, and its warps.
+
+    A warp holds the gradient, the weight and each state of its elements in registers, and their
+    addresses. With 64 elements a thread Adam spilled 5 kB a thread: ten times the time.
+    """
+    elements = max(32, TILE >> min(states, 2))
+    block = max(8, min(256, elements // block_d))
+    return block, min(4, max(1, block * block_d // elements))
 
 
 def _check(rule: Rule, weight: Tensor, grads: Tensor, states: Sequence[Tensor]) -> None:

@@ -6,10 +6,13 @@ from torch.nn import functional
 
 from dlrm.kernels.lookup import bags
 from dlrm.kernels.lookup import tables as kernel
-from dlrm.kernels.lookup.bags import MODES, lookup_bags
+from dlrm.kernels.lookup.bags import MODES, BagContext, lookup_bags
 from dlrm.kernels.lookup.projected import lookup_projected
 from dlrm.kernels.lookup.quotient_remainder import lookup_quotient
 from dlrm.kernels.lookup.tables import gather_rows, lookup, lookup_tables
+from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
+from dlrm.kernels.update.rules import make_rule
+from dlrm.kernels.update.sparse import update_rows_torch
 
 GPU = torch.cuda.is_available()
 SCALE = 400 if GPU else 1
@@ -338,3 +341,38 @@ def test_flat_index_beyond_two_to_the_31():
     ids = torch.tensor([[2, 2], [4, 0]], dtype=torch.int32, device="cuda")
     out = lookup_tables(weight, torch.tensor([0, 2**27], device="cuda"), ids)
     assert out.sum(2).tolist() == [[0, 16 * 7], [0, 0]]
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adam"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spare", [0, 9])
+def test_bags_are_updated_in_the_backward_pass(device, assert_close, rule, dtype, spare):
+    """As by an optimizer that gets the gradient; ids beyond the last offset change nothing."""
+    rule = make_rule(rule)
+    weight, starts = tables(8, device)
+    batch = 5 * SCALE
+    ids, offsets = bags_of(batch, device)
+    room = torch.cat([ids, ids.new_full((spare,), 10**6)])
+    expected, lr = weight.detach().double(), torch.tensor(0.5, device=device)
+    grads = torch.randn(batch, len(starts), 8, device=device).to(dtype)
+    owner = torch.repeat_interleave(offsets.diff())
+    rows = ids + starts[owner // batch]
+    each = grads.transpose(0, 1).reshape(-1, 8)[owner].double()
+    zeros = [weight.new_zeros(len(weight), 1 if own else 8) for own in rule.states.values()]
+    update_rows_torch(rule, expected, rows, each, [s.double() for s in zeros], lr=lr.double())
+    update = FusedUpdate(rule=rule, lr=lr, states=zeros)
+    with FusedUpdates([weight], [update]) as updates:
+        context = BagContext(updates=updates, padded=spare > 0, dtype=dtype)
+        out = lookup_bags(weight, starts, room, offsets, context=context, impl="triton")
+        assert out.dtype == dtype
+        out.backward(grads)
+    assert weight.grad is None
+    assert update.applied
+    assert_close(weight.detach(), expected, "weight", factor=10)
+
+
+def test_padded_ids_need_a_sparse_gradient(device):
+    weight, starts = tables(8, device)
+    ids, offsets = bags_of(5, device)
+    with pytest.raises(ValueError, match="padded ids have no dense gradient"):
+        lookup_bags(weight, starts, ids, offsets, sparse=False, context=BagContext(padded=True))

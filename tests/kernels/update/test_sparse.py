@@ -104,7 +104,7 @@ def test_steps_match_float64(device, scale, assert_close, name, pattern, entries
 def test_a_row_has_the_gradients_of_all_tiles_that_it_lies_in(device, monkeypatch):
     """There are so many that the second kernel adds up their sums in several rounds."""
     monkeypatch.setattr(kernel, "TILE", 1)
-    monkeypatch.setattr(kernel, "MANY", 10**9)  # tiles of 16 entries, 64 tiles a round
+    monkeypatch.setattr(kernel, "MANY", 10**9)  # tiles of 8 entries, 64 tiles a round
     entries = 16 * 64 + 40
     weight, lr = torch.zeros(3, 4, device=device), torch.ones((), device=device)
     ids = torch.ones(entries, dtype=torch.int64, device=device)
