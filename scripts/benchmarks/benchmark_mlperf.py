@@ -125,8 +125,9 @@ def profile(step: TrainStep, batches: Sequence[Batch], steps: int = 5) -> str:
         torch.cuda.synchronize()
     times, counts = Counter[str](), Counter[str]()
     for event in profiler.events():
-        times[event.name] += event.device_time / steps
-        counts[event.name] += 1
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            times[event.name] += event.device_time_total / steps
+            counts[event.name] += 1
     total, launches = sum(times.values()), sum(counts.values()) / steps
     lines = [f"{total:9.1f} us a step in {launches:.0f} launches"]
     for name, time in times.most_common(KERNELS):

@@ -195,7 +195,7 @@ class _LookupBags(torch.autograd.Function):
             if context.padded:
                 flat.fill_(-1)  # beyond the last bag: left out of the update
             if request.update is not None:
-                owners = torch.zeros(ids.shape, dtype=torch.int32, device=ids.device)
+                owners = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
             if request.mode == "max":
                 chosen = torch.empty(out.shape, dtype=torch.int64, device=ids.device)
         if bags and request.mode == "max":
