@@ -1,0 +1,139 @@
+"""Time a look-up with its update under every rule, at the shape that FBGEMM publishes.
+
+    python scripts/benchmarks/benchmark_rules.py --output benchmarks/rules_h200.json
+
+One table of 24 million rows in fp32 and 1,048,576 look-ups of it from a power law of exponent 1.05:
+forward, sort and update, captured as a CUDA graph, next to the least time in which the bytes can be
+moved. FBGEMM takes 0.96 ms with SGD and 1.35 ms with Adam at dim 128 on an H100 (published).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlrm.kernels.lookup.tables import gather_rows, lookup_tables
+from dlrm.kernels.update.row_sort import sort_rows
+from dlrm.kernels.update.rules import RULES, Rule, make_rule
+from dlrm.kernels.update.sparse import update_rows
+from dlrm.training import benchmark
+from dlrm.utils.program import Parser, count_arg, exit_status
+
+EXPONENT = 1.05  # of the power law
+INPUTS = 4  # different batches in rotation
+SORT_BYTES = 4 * 2 * (4 + 8)  # of a look-up: 4 passes over a key and an index, read and written
+TYPES = {"int32": torch.int32, "int64": torch.int64}
+
+
+def power_law(rows: int, lookups: int) -> Tensor:
+    """Ids from a power law over the rows of a table, ``[lookups]`` int64."""
+    uniform = torch.rand(lookups, device="cuda", dtype=torch.float64)
+    power = 1 - EXPONENT
+    return (((rows**power - 1) * uniform + 1) ** (1 / power)).long().clamp(1, rows) - 1
+
+
+def states_of(rule: Rule, weight: Tensor) -> list[Tensor]:
+    """The state of a rule for a table, zeros."""
+    widths = (1 if per_row else weight.shape[1] for per_row in rule.states.values())
+    return [torch.zeros(len(weight), width, device=weight.device) for width in widths]
+
+
+def floors(rule: Rule, dim: int, lookups: int, distinct: float, id_bytes: int) -> dict[str, float]:
+    """The least bytes of each part: every distinct row once, every vector and gradient once."""
+    row = 4 * dim
+    state = sum(4 if per_row else row for per_row in rule.states.values())
+    return {
+        "forward": lookups * (id_bytes + row) + distinct * row,
+        "sort": lookups * SORT_BYTES,
+        "update": lookups * (12 + row) + distinct * 2 * (row + state),
+    }
+
+
+def whole(weight: Tensor, start: Tensor, ids: Tensor, grad: Tensor, update: Any) -> None:
+    """Forward, backward and update through autograd, the sort included."""
+    lookup_tables(weight, start, ids).backward(grad)
+    gradient = weight.grad
+    assert gradient is not None
+    update(weight.detach(), gradient._indices()[0], gradient._values())
+    weight.grad = None
+
+
+def measure(weight: Tensor, batches: list[Tensor], rule: Rule, bandwidth: float) -> dict[str, Any]:
+    """Milliseconds of the parts and of the whole, and by how much the whole exceeds its bytes."""
+    dim, lookups = weight.shape[1], batches[0].numel()
+    start, lr = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.tensor(0.01, device="cuda")
+    states = states_of(rule, weight)
+    grads = [torch.randn(lookups, 1, dim, device="cuda") for _ in batches]
+    flat = [ids[0].long() for ids in batches]
+    plans = [sort_rows(rows, len(weight)) for rows in flat]
+    distinct = sum(rows.unique().numel() for rows in flat) / len(flat)
+    update = partial(update_rows, rule, states=states, lr=lr)
+    out = torch.empty(lookups, 1, dim, device="cuda")
+    timed = benchmark.captured_milliseconds
+    own, pairs = weight.detach(), list(zip(batches, grads, strict=True))
+    times = {
+        "forward": timed([partial(gather_rows, own, start, ids, out) for ids in batches]),
+        "sort": timed([partial(sort_rows, rows, len(own)) for rows in flat]),
+        "update": timed(
+            [
+                partial(update, own, plan.rows, grad[:, 0], sorted_rows=plan)
+                for plan, grad in zip(plans, grads, strict=True)
+            ]
+        ),
+        "all": timed([partial(whole, weight, start, *pair, update) for pair in pairs]),
+    }
+    needed = floors(rule, dim, lookups, distinct, batches[0].element_size())
+    floor = sum(needed.values()) / bandwidth * 1e3
+    return {
+        "distinct": round(distinct / lookups, 3),
+        **{f"{name}_ms": round(ms, 4) for name, ms in times.items()},
+        **{f"{name}_floor_ms": round(b / bandwidth * 1e3, 4) for name, b in needed.items()},
+        "floor_ms": round(floor, 4),
+        "times_floor": round(times["all"] / floor, 2),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and write the results; returns the exit status."""
+    parser = Parser(__doc__)
+    parser.add_argument("--dims", type=count_arg, nargs="+", default=[16, 32, 64, 128, 256])
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
+    parser.add_argument("--ids", nargs="+", choices=TYPES, default=list(TYPES))
+    parser.add_argument("--rows", type=count_arg, default=24_000_000, help="of the table")
+    parser.add_argument("--lookups", type=count_arg, default=1 << 20)
+    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
+    options = benchmark.parse_on_gpu(parser, argv)
+    return exit_status(lambda: measure_all(options))
+
+
+def measure_all(options: Any) -> None:
+    """Measure every case, and write after each dim."""
+    torch.manual_seed(0)
+    bandwidth = benchmark.copy_bandwidth()
+    results: list[dict[str, Any]] = []
+    for dim in options.dims:
+        weight = torch.empty(options.rows, dim, device="cuda").normal_(std=0.01).requires_grad_()
+        drawn = [power_law(options.rows, options.lookups)[None] for _ in range(INPUTS)]
+        for name in options.rules:
+            for kind in options.ids:
+                batches = [ids.to(TYPES[kind]) for ids in drawn]
+                found = measure(weight, batches, make_rule(name), bandwidth)
+                results.append({"dim": dim, "rule": name, "ids": kind, **found})
+                print(json.dumps(results[-1]), flush=True)
+                benchmark.release()
+        del weight
+        if options.output:
+            about = {"rows": options.rows, "lookups": options.lookups, "exponent": EXPONENT}
+            about |= {"copy_bandwidth_bytes_per_second": round(bandwidth)}
+            benchmark.write(options.output, {**about, "results": results})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
