@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import cast
 
@@ -12,12 +12,15 @@ from torch.nn import functional
 
 from dlrm.distributed.sharding_plan import ShardingPlan
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.kernels.cross import CrossWeights, concatenate_vectors, cross_network
+from dlrm.kernels.cross import CrossWeights, cast_layers, concatenate_vectors, cross_network
 from dlrm.kernels.interaction import dot_interaction
 from dlrm.sparse_arch.arch import SparseArch
 from dlrm.sparse_arch.table_plan import TablePlan
 from dlrm.utils.messages import did_you_mean
 from dlrm.utils.streams import side_stream_of
+
+Interact = Callable[[Tensor, list[Tensor], Tensor], Tensor]
+"""From the bottom vector, the embeddings of the groups and their order to the crossed features."""
 
 INTERACTIONS = ("dot", "dcn")
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2}  # by the dtype of the tables
@@ -69,6 +72,10 @@ class DotInteraction(nn.Module):
         super().__init__()
         self.out_features = embedding_dim + num_tables * (num_tables + 1) // 2
 
+    def begin(self) -> Interact:
+        """:meth:`forward`, after what can be done before its arguments are known."""
+        return self
+
     def forward(self, bottom: Tensor, embedded: list[Tensor], order: Tensor) -> Tensor:
         """Combine dense and sparse features.
 
@@ -113,11 +120,21 @@ class CrossInteraction(nn.Module):
         self.out_features = (num_tables + 1) * embedding_dim
         self.layers = nn.ModuleList(CrossLayer(self.out_features, rank) for _ in range(layers))
 
+    def begin(self) -> Interact:
+        """As :class:`DotInteraction` has it, with the weights cast now."""
+        weights = [layer.weights for layer in cast(Sequence[CrossLayer], self.layers)]
+        device = weights[0].bias.device.type if weights else "cpu"
+        casts = torch.is_autocast_enabled(device)
+        layers = cast_layers(weights, torch.get_autocast_dtype(device) if casts else torch.float32)
+
+        def interact(bottom: Tensor, embedded: list[Tensor], order: Tensor) -> Tensor:
+            return cross_network(concatenate_vectors(bottom, embedded, order=order), layers)
+
+        return interact
+
     def forward(self, bottom: Tensor, embedded: list[Tensor], order: Tensor) -> Tensor:
         """Arguments as in :class:`DotInteraction`; returns ``[B, (F + 1) D]``."""
-        first = concatenate_vectors(bottom, embedded, order=order)
-        layers = cast(Sequence[CrossLayer], self.layers)
-        return cross_network(first, [layer.weights for layer in layers])
+        return self.begin()(bottom, embedded, order)
 
 
 class DLRM(nn.Module):
@@ -211,6 +228,7 @@ class DLRM(nn.Module):
                 f"dense has shape {tuple(dense.shape)}, it must be [{self.num_dense}, B]: "
                 "one row per dense feature"
             )
+        interact = self.interaction.begin()
         stream = side_stream_of(ids.device)
         begin = stream.record_event()
         bottom = self.bottom_mlp(dense.t())  # [B, D]; first, as it takes longer for small batches
@@ -218,7 +236,7 @@ class DLRM(nn.Module):
             embedded = self.sparse_arch(ids, offsets, bounds=bounds, context=context)
         stream.join()
         order = self.sparse_arch.feature_order.positions
-        crossed = self.interaction(bottom, embedded, order)
+        crossed = interact(bottom, embedded, order)
         return self.top_mlp(crossed).squeeze(1)
 
     def load_trained(self, trained: DLRM) -> None:

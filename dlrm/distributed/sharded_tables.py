@@ -25,7 +25,7 @@ from dlrm.distributed.world import exchange
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.bags import Bags, row_offsets
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.kernels.lookup.bags import lookup_bags
+from dlrm.kernels.lookup.bags import BagContext, lookup_bags
 from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.lookup.tables import lookup, lookup_tables
 from dlrm.utils.local_shards import LocalShards, saved_weight
@@ -207,7 +207,7 @@ class ShardedTables(Embedding):
             found.append(
                 lookup_bags(
                     self.replicated, self._starts, own.ids, own.offsets,
-                    sparse=self.sparse, sorter=context.sorter,
+                    sparse=self.sparse, context=BagContext(sorter=context.sorter),
                 )
             )  # fmt: skip
         for sharding in self._shardings():

@@ -15,7 +15,7 @@ from dlrm.distributed.planner import Shard
 from dlrm.distributed.world import World, exchange
 from dlrm.embeddings.common.bags import Bags
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.kernels.lookup.bags import lookup_bags
+from dlrm.kernels.lookup.bags import BagContext, lookup_bags
 from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.lookup.tables import lookup, lookup_tables
 
@@ -206,7 +206,8 @@ class Sharding(nn.Module, ABC):
             found = lookup_tables(weight, self._start[:0], served.lengths, sorter=context.sorter)
         elif self.complete:
             starts = self._start[self._mine]
-            found = lookup_bags(weight, starts, served.ids, served.offsets, sorter=context.sorter)
+            prepared = BagContext(sorter=context.sorter)
+            found = lookup_bags(weight, starts, served.ids, served.offsets, context=prepared)
         else:
             counts = served.lengths.sum(1)
             tables = self._mine.repeat_interleave(counts, output_size=len(served.ids))
@@ -217,7 +218,7 @@ class Sharding(nn.Module, ABC):
                 rows,
                 served.offsets,
                 per_sample_weights=inside.to(weight.dtype),
-                sorter=context.sorter,
+                context=BagContext(sorter=context.sorter),
             )
         return self.finish(self._send_back(found, bags.batch, sizes))
 

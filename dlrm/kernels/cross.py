@@ -36,6 +36,13 @@ class CrossWeights(NamedTuple):
     bias: Tensor  # [n]
 
 
+class CastLayers(NamedTuple):
+    """The weights of all layers: V of each, W of each, b of each."""
+
+    weights: tuple[Tensor, ...]
+    late: list[Tensor]  # factors of the gradients of V and W, from one backward pass to the next
+
+
 @triton.jit
 def _concatenate(
     bottom, parts, order, out, stride_bottom,
@@ -159,30 +166,49 @@ class _Concatenate(torch.autograd.Function):
         return grad_bottom, None, *grad_parts
 
 
-class _CrossNetwork(torch.autograd.Function):
-    """Saved are the input of each layer, both products, and the weights in the type of the input.
+class _Cast(torch.autograd.Function):
+    """The matrices of all layers in the type of their products.
 
-    The gradients of weights are summed in fp32 and returned so, not rounded to the type of ``x``.
+    :class:`_CrossNetwork` hands their gradients over as pairs of factors, and here they are
+    multiplied: autograd gets here when all that depends on the gradient of the input is launched.
     """
 
     @staticmethod
-    def forward(ctx: Any, first: Tensor, *weights: Tensor) -> Tensor:
-        matrices, biases = [*weights[::3], *weights[1::3]], weights[2::3]
-        low = [torch.empty_like(matrix, dtype=first.dtype) for matrix in matrices]
-        torch._foreach_copy_(low, matrices)
-        downs, ups = low[: len(biases)], low[len(biases) :]
-        x = first
-        inputs: list[Tensor] = []
+    def forward(ctx: Any, late: list[Tensor], dtype: torch.dtype, *wide: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.late, ctx.dtype = late, wide[0].dtype
+        low = [torch.empty_like(matrix, dtype=dtype) for matrix in wide]
+        torch._foreach_copy_(low, list(wide))
+        return tuple(low)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        pairs = zip(ctx.late[::2], ctx.late[1::2], strict=True)
+        found = [_product(left.t(), right, ctx.dtype) for left, right in pairs]
+        ctx.late.clear()
+        return None, None, *found
+
+
+class _CrossNetwork(torch.autograd.Function):
+    """``weights`` are V of each layer, then W of each, then b of each."""
+
+    @staticmethod
+    def forward(ctx: Any, late: list[Tensor], first: Tensor, *weights: Tensor) -> Tensor:
+        layers = len(weights) // 3
+        inputs: list[Tensor] = [first]
         narrow: list[Tensor] = []
         products: list[Tensor] = []
-        for down, up, bias in zip(downs, ups, biases, strict=True):
-            inputs.append(x)
-            narrow.append(x @ down.t())
+        for layer in range(layers):
+            down, up, bias = weights[layer::layers]
+            narrow.append(inputs[-1] @ down.t())
             products.append(narrow[-1] @ up.t())
             x = torch.empty_like(first)
             _launch(_cross, x.shape, ROWS, first, products[-1], bias, inputs[-1], x)
-        ctx.save_for_backward(*inputs, *narrow, *products, *downs, *ups, *biases)
-        return x
+            inputs.append(x)
+        ctx.late, out = late, inputs.pop()
+        ctx.save_for_backward(*inputs, *narrow, *products, *weights)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -192,9 +218,12 @@ class _CrossNetwork(torch.autograd.Function):
             saved[begin : begin + layers] for begin in range(0, len(saved), layers)
         )
         first, grad = inputs[0], grad.contiguous()
-        grad_first, grad_product = torch.empty_like(first), torch.empty_like(first)
-        grads: list[Tensor] = []
+        grad_first = torch.empty_like(first)
+        of_downs: list[Tensor] = []
+        of_ups: list[Tensor] = []
+        grad_biases: list[Tensor] = []
         for layer in reversed(range(layers)):
+            grad_product = torch.empty_like(first)
             partial = grad.new_empty(
                 triton.cdiv(len(first), ROWS * REPEATS), first.shape[1], dtype=torch.float32
             )
@@ -204,17 +233,14 @@ class _CrossNetwork(torch.autograd.Function):
                 REPEATS=REPEATS, BEGIN=layer == layers - 1, END=layer == 0,
             )  # fmt: skip
             grad_narrow = grad_product @ ups[layer]
-            wide = biases[layer].dtype
-            grads = [
-                _product(grad_narrow.t(), inputs[layer], wide),
-                _product(grad_product.t(), narrow[layer], wide),
-                partial.sum(0).to(wide),
-                *grads,
-            ]
+            of_downs[:0] = [grad_narrow, inputs[layer]]
+            of_ups[:0] = [grad_product, narrow[layer]]
+            grad_biases.insert(0, partial.sum(0).to(biases[layer].dtype))
             if layer:
                 grad = torch.addmm(grad, grad_narrow, downs[layer])
         grad_first.addmm_(grad_narrow, downs[0])
-        return grad_first, *grads
+        ctx.late[:] = [*of_downs, *of_ups]
+        return None, grad_first, *[None] * (2 * layers), *grad_biases
 
 
 def _launch(kernel: Any, shape: torch.Size, rows: int, *tensors: Tensor, **sizes: Any) -> None:
@@ -279,28 +305,54 @@ def concatenate_vectors_torch(
     return torch.cat([bottom[:, None], x.to(bottom.dtype)], dim=1).flatten(1)
 
 
+def cast_layers(
+    layers: Sequence[CrossWeights], dtype: torch.dtype, *, impl: str | None = None
+) -> CastLayers | Sequence[CrossWeights]:
+    """The layers for :func:`cross_network` with matrices in the type of its input.
+
+    In a backward pass, the gradients of these come after all of what is launched later in the
+    forward pass than this. Do it first, and embeddings are updated next to these products.
+
+    Args:
+        layers: of the network, fp32.
+        dtype: that of the input.
+        impl: see :mod:`dlrm.kernels`.
+
+    Raises:
+        ValueError: weights that a kernel reads are not contiguous.
+    """
+    if not layers or not use_triton(layers[0].bias, impl):
+        return layers
+    for layer in layers:
+        require_contiguous(**layer._asdict())
+    late: list[Tensor] = []
+    downs, ups, biases = zip(*layers, strict=True)
+    return CastLayers((*_Cast.apply(late, dtype, *downs, *ups), *biases), late)
+
+
 def cross_network(
-    first: Tensor, layers: Sequence[CrossWeights], *, impl: str | None = None
+    first: Tensor, layers: CastLayers | Sequence[CrossWeights], *, impl: str | None = None
 ) -> Tensor:
     """``x_{l+1} = first * (W_l (V_l x_l) + b_l) + x_l`` for each layer, from ``x_0 = first``.
 
     Args:
         first: ``[B, n]``, fp32 or bf16; the products are computed in its type.
-        layers: V ``[r, n]``, W ``[n, r]`` and b ``[n]`` of each, fp32.
+        layers: V ``[r, n]``, W ``[n, r]`` and b ``[n]`` of each, fp32; or :func:`cast_layers` of
+            them.
         impl: see :mod:`dlrm.kernels`.
 
     Returns:
         The output of the last layer, ``[B, n]``.
 
     Raises:
-        ValueError: weights that a kernel reads are not contiguous.
+        ValueError: as for :func:`cast_layers`.
     """
-    if not layers or not use_triton(first, impl):
+    if not isinstance(layers, CastLayers):
+        layers = cast_layers(layers, first.dtype, impl=impl)
+    if not isinstance(layers, CastLayers):
         return cross_network_torch(first, layers)
-    for layer in layers:
-        require_contiguous(**layer._asdict())
     with torch.autocast(first.device.type, enabled=False):
-        return _CrossNetwork.apply(first.contiguous(), *(x for own in layers for x in own))
+        return _CrossNetwork.apply(layers.late, first.contiguous(), *layers.weights)
 
 
 def cross_network_torch(first: Tensor, layers: Sequence[CrossWeights]) -> Tensor:
