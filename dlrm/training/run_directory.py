@@ -23,7 +23,7 @@ CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"  # of a checkpoint
 PREPARATION = "preparation"  # what raw rows are prepared with
-LATEST, BEST = "latest", "best"  # links to checkpoints
+LATEST, BEST = "latest", "best"  # links to checkpoints, or text files with their names
 LOCK, HOLDER = ".lock", ".lock.json"
 OLD_ABOUT = "about.pt"  # of earlier versions, which pickled
 
@@ -46,10 +46,24 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted(found, key=lambda path: step_of(path) or (0, 0), reverse=True)
 
 
+def is_copy(link: Path) -> bool:
+    """Whether a checkpoint lies in place of a link, as in a copy that has followed links."""
+    return link.is_dir() and not link.is_symlink()
+
+
 def link_target(link: Path) -> Path | None:
-    """The checkpoint that a link names; None if it names none in its own directory."""
+    """The checkpoint that a link names; None if it names none in its own directory.
+
+    A link is a symbolic one, or a text file with a name; see
+    :func:`dlrm.training.checkpoint.writer.point`.
+    """
+    if not link.is_symlink():
+        with suppress(OSError, ValueError), link.open() as file:
+            named = link.with_name(file.read(100).strip())
+            return named if step_of(named) and named.is_dir() else None
+        return None
     target = Path(os.path.realpath(link))  # unlike resolve(), takes links to themselves
-    inside = link.is_symlink() and target.parent == Path(os.path.realpath(link.parent))
+    inside = target.parent == Path(os.path.realpath(link.parent))
     return link.parent / target.name if inside and target.is_dir() else None
 
 
@@ -122,6 +136,14 @@ def saved_options(resumed: str | None) -> list[str]:
         FileNotFoundError: there is no checkpoint.
     """
     return [f"--config={run_directory(resumed) / CONFIG}"] if resumed else []
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a checkpoint, so that its name is free; returns the new one."""
+    aside = path.with_name(f"{path.name}.aside")
+    while aside.exists():
+        aside = aside.with_name(f"{aside.name}+")
+    return path.rename(aside)
 
 
 def has_checkpoint(run: Path) -> bool:

@@ -2,12 +2,14 @@
 
 The argument is a list of programs with their arguments, which run one after the other. Imports of
 Triton and of modules that Windows lacks fail here, names of :mod:`os` and :mod:`signal` that it
-lacks are gone, and so is ``/proc``.
+lacks are gone, and so is ``/proc``. Symbolic links need a privilege there, and directories can't be
+opened.
 """
 
 import importlib
 import json
 import os
+import shutil
 import signal
 import sys
 
@@ -15,9 +17,10 @@ import psutil
 
 ABSENT = {"triton", "resource", "fcntl"}
 ABSENT_NAMES = {
-    os: ("fork", "forkpty", "getloadavg", "sched_getaffinity", "sysconf"),
+    os: ("fork", "forkpty", "getloadavg", "sched_getaffinity", "sysconf", "pread", "preadv",
+         "O_NOFOLLOW", "O_NONBLOCK", "O_DIRECTORY"),
     signal: ("SIGHUP", "SIGUSR1", "SIGALRM"),
-}
+}  # fmt: skip
 
 
 class Finder:
@@ -29,10 +32,14 @@ class Finder:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-def without_proc(event, arguments):
-    """An audit hook to which there is no ``/proc``."""
+def files_elsewhere(event, arguments):
+    """An audit hook: no ``/proc``, no symbolic links, and no directory is opened."""
     if event == "open" and str(arguments[0]).startswith("/proc"):
         raise FileNotFoundError(2, "No such file or directory", arguments[0])
+    if event == "open" and isinstance(arguments[0], str) and os.path.isdir(arguments[0]):
+        raise PermissionError(13, "Permission denied", arguments[0])
+    if event == "os.symlink":
+        raise OSError(22, "A required privilege is not held by the client", arguments[0])
 
 
 def main():
@@ -45,7 +52,8 @@ def main():
             delattr(module, name)
     memory = psutil.virtual_memory()  # it needs /proc on Linux alone
     psutil.virtual_memory = lambda: memory
-    sys.addaudithook(without_proc)
+    shutil._use_fd_functions = False
+    sys.addaudithook(files_elsewhere)
     for name, *arguments in json.loads(sys.argv[1]):
         program = importlib.import_module(name)
         if status := program.main(arguments):

@@ -1,16 +1,20 @@
 """Runs of train.py that stop and go on."""
 
+import errno
 import io
 import os
 import shutil
 import signal
 import time
 import zipfile
+from pathlib import Path
 
 import pytest
 import yaml
 
 from dlrm.data import synthetic
+from dlrm.training.checkpoint import Checkpoint, load_model
+from dlrm.training.checkpoint.writer import point
 from dlrm.training.run_directory import RunLock, resume_hint
 
 
@@ -89,6 +93,36 @@ def test_of_two_runs_to_resume_the_last_goes_on_with_its_own_options(
     run("train", *both, "--max_steps", "4")
     resolved = yaml.safe_load((tmp_path / "last" / "config.yaml").read_text())
     assert resolved["optim"]["lr"] == 0.02
+
+
+def unprivileged(*_):
+    raise OSError(errno.EINVAL, "A required privilege is not held by the client")
+
+
+@pytest.mark.parametrize("links", ["directories", "absent", "text"])
+def test_a_copy_of_a_run_goes_on_without_symbolic_links(
+    links, run, train, two_steps, result, monkeypatch, tmp_path
+):
+    """Some programs copy what a link leads to or leave it out, and Windows may have none."""
+    copy, whole = tmp_path / "copy", tmp_path / "whole"
+    shutil.copytree(two_steps, whole, symlinks=True)
+    shutil.copytree(two_steps, copy, symlinks=links != "directories")
+    for name in ("latest", "best") if links != "directories" else ():
+        link = copy / "checkpoints" / name
+        target = os.readlink(link)
+        link.unlink()
+        if links == "text":
+            monkeypatch.setattr(Path, "symlink_to", unprivileged)
+            point(link, target)
+            assert link.read_text() == target
+    assert load_model(copy)[1].steps == load_model(whole)[1].steps  # the best one
+    for directory in (whole, copy):
+        run("train", "--resume", directory, "--max_steps", "4")
+    assert result(copy)["test/auc"] == result(whole)["test/auc"]
+    assert Checkpoint.open(copy).state.steps == Checkpoint.open(whole).state.steps == 4
+    for name in ("latest", "best"):
+        opened = [Checkpoint.open(run / "checkpoints" / name) for run in (whole, copy)]
+        assert opened[0].state.steps == opened[1].state.steps, name
 
 
 def test_a_finished_run_is_not_evaluated_again(run, two_steps, tmp_path, monkeypatch):

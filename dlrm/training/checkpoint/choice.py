@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from dlrm.training import run_directory
@@ -61,14 +63,25 @@ def _candidates(path: Path, run: Path | None, best: bool) -> list[Path]:
     if run is None:
         return [run_directory.link_target(path) or path]
     links = [BEST, LATEST] if best and path == run else [LATEST]
-    linked = [_target(run / run_directory.CHECKPOINTS / link) for link in links]
+    directory = run / run_directory.CHECKPOINTS
+    linked = [_target(directory / link) for link in links]
+    if links[0] == BEST and not os.path.lexists(directory / BEST):
+        linked.insert(0, _best_of(run))
     return list(dict.fromkeys([*filter(None, linked), *run_directory.checkpoints(run)]))
 
 
 def _target(link: Path) -> Path | None:
     """What a link names, or the directory that a copy of the run has in its place."""
-    copied = link.is_dir() and not link.is_symlink()
-    return link if copied else run_directory.link_target(link)
+    return link if run_directory.is_copy(link) else run_directory.link_target(link)
+
+
+def _best_of(run: Path) -> Path | None:
+    """The best checkpoint of a copy without links, if the newest one knows its name."""
+    for newest in run_directory.checkpoints(run)[:1]:
+        with suppress(ValueError, OSError):
+            best = newest.with_name(_read_manifest(newest).state.best_name or newest.name)
+            return best if run_directory.step_of(best) and best.is_dir() else None
+    return None
 
 
 def _read_manifest(directory: Path) -> Manifest:

@@ -164,19 +164,22 @@ class RunCheckpoints:
 def _go_back(path: Path, state: RunState) -> None:
     """Make a checkpoint the latest one of its run, and set aside those of later steps."""
     directory, run = path.parent, path.parent.parent
+    if path.name in (LATEST, BEST):  # of a copy that has followed links
+        own = directory / f"step_{state.steps}"
+        if own.exists():
+            run_directory.set_aside(own)
+        path = path.rename(own)
     later = [p for p in run_directory.checkpoints(run) if _steps(p) > state.steps]
     if run_directory.link_target(directory / LATEST) != path:
         point(directory / LATEST, path.name)
     best = run_directory.link_target(directory / BEST)
-    if (directory / BEST).is_symlink() and (best is None or best in later):
+    missing = state.best_step >= 0 and not run_directory.is_copy(directory / BEST)
+    if missing and (best is None or best in later):
         name = state.best_name
         known = name and Path(name).name == name and (directory / name / MANIFEST).is_file()
         point(directory / BEST, name if name and known else path.name)
     for old in later:
-        aside = old.with_name(f"{old.name}.aside")
-        while aside.exists():
-            aside = aside.with_name(f"{aside.name}+")
-        old.rename(aside)
+        aside = run_directory.set_aside(old)
         print(
             f"note: the run goes on from {path.name}; {old.name} is set aside as {aside.name}",
             file=sys.stderr,

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import Any, BinaryIO
 
 import torch
@@ -53,6 +54,8 @@ from dlrm.utils.cpus import cpu_count
 SLICE = 64 << 20  # bytes that are copied from a GPU at a time
 _PIECE = 4 << 20  # bytes that are hashed at a time
 _THREADS = 4
+_REGULAR = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
+"""Flags for opening a file; Windows lacks the first two, and others the last."""
 
 
 class TensorFileWriter(dcp.StorageWriter):
@@ -199,6 +202,7 @@ class TensorFiles:
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._directory, self._manifest = directory, manifest
         self._files: dict[str, BinaryIO] = {}
+        self._position = Lock()
         for path in directory.iterdir():
             if path.name not in manifest.files and path.suffix == ".safetensors":
                 raise ValueError(f"{path.name} is not in its manifest")
@@ -259,10 +263,18 @@ class TensorFiles:
         """Fill ``into`` from a position of a file."""
         done = 0
         while done < len(into):
-            count = os.preadv(self._files[name].fileno(), [into[done:]], start + done)
+            count = self._read_some(self._files[name], start + done, into[done:])
             if not count:
                 raise ValueError(f"{name} has become shorter")
             done += count
+
+    def _read_some(self, file: BinaryIO, start: int, into: memoryview) -> int:
+        """Read from a position, next to other threads; returns the number of bytes."""
+        if hasattr(os, "preadv"):
+            return os.preadv(file.fileno(), [into], start)
+        with self._position:  # Windows
+            file.seek(start)
+            return file.readinto(into)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Close the files."""
@@ -279,7 +291,7 @@ def open_regular(path: Path) -> BinaryIO:
     """
     if path.is_symlink():
         raise ValueError(f"{path.name} is a link, it must be a file")
-    opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    opened = os.open(path, os.O_RDONLY | _REGULAR)
     if not stat.S_ISREG(os.fstat(opened).st_mode):
         os.close(opened)
         raise ValueError(f"{path.name} is not a regular file")

@@ -91,10 +91,19 @@ def save(
 
 
 def point(link: Path, name: str) -> None:
-    """Make ``link`` a link to a checkpoint next to it."""
+    """Make ``link`` name a checkpoint next to it.
+
+    It is a symbolic link, or where these can't be made, as on Windows without a privilege, a text
+    file with the name.
+    """
+    if run_directory.is_copy(link):
+        run_directory.set_aside(link)
     with atomic_write(link) as new:
         new.unlink(missing_ok=True)
-        new.symlink_to(name)
+        try:
+            new.symlink_to(name)
+        except (OSError, NotImplementedError):
+            new.write_text(name)
 
 
 def _remove_old(directory: Path, keep: int) -> None:
@@ -114,7 +123,10 @@ def _remove_old(directory: Path, keep: int) -> None:
 
 def _sync(directory: Path) -> None:
     """Let the names in a directory be on disk."""
-    file = os.open(directory, os.O_RDONLY)
+    try:
+        file = os.open(directory, os.O_RDONLY)
+    except PermissionError:  # Windows opens no directories
+        return
     try:
         os.fsync(file)
     finally:
