@@ -21,7 +21,7 @@ CASES = {
     "block": {"keep": 20},
     "robe": {"rows": 50},
     "cafe": {"rows": 50},
-    "tt": {"rank": 8},
+    "tt": {"rank": 32},
     "tt with a cache": {"rank": 8, "cache_rows": 20},
     "paged": {"page_size": 64, "devices": ["cpu", "cpu"]},
 }
@@ -125,21 +125,31 @@ def test_a_program_without_its_weights_scores_nothing(tmp_path):
     assert b"/export/inference.py" not in (tmp_path / "model.pt2").read_bytes()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["block", "cafe", "tt with a cache"])
-@pytest.mark.parametrize("lists", [False, True])
-def test_compiled_programs(case, lists, tmp_path):
+@pytest.mark.parametrize(
+    ("where", "lists"),
+    [
+        pytest.param("cpu", False, marks=pytest.mark.slow),
+        pytest.param("cpu", True, marks=pytest.mark.slow),
+        pytest.param("cuda", False, marks=pytest.mark.gpu),
+        pytest.param("cuda", True, marks=pytest.mark.gpu),
+    ],
+)
+def test_compiled_programs(case, where, lists, tmp_path):
     model = model_of(case)
     program = trace(InferenceModel(copy.deepcopy(model), LISTS if lists else [False] * 5), 3)
-    compile_program(program, tmp_path / "compiled.pt2", "cpu")
+    compile_program(program, tmp_path / "compiled.pt2", where)
     compiled = torch._inductor.aoti_load_package(str(tmp_path / "compiled.pt2"))
-    weights = {name: program.state_dict[name] for name in compiled.get_constant_fqns()}
+    names = compiled.get_constant_fqns()
+    weights = {name: program.state_dict[name].to(where) for name in names}
     compiled.load_constants(weights, check_full_update=True, user_managed=True)
+    bound = 1e-6 if where == "cpu" else 1e-5
     for size in BATCHES:
         given, own = batch_of(size, lists)
         with torch.no_grad():
             expected = torch.sigmoid(model(*own))
-        torch.testing.assert_close(compiled(*given), expected, rtol=1e-6, atol=1e-6)
+        found = compiled(*(value.to(where) for value in given)).cpu()
+        torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
 
 
 ONNX = [(case, "fp32", False) for case in sorted(CASES)]

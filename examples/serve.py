@@ -1,0 +1,323 @@
+"""Serve an exported model over HTTP: ``python examples/serve.py EXPORT``.
+
+It needs PyTorch, safetensors, numpy, pandas, pyarrow, PyYAML, starlette, uvicorn and
+prometheus-client, but not the package that trained the model.
+
+POST /score takes raw rows and answers with their probabilities, in the same form:
+
+  application/json: {"rows": [{"price": 9.5, "user": "u1"}, ...]}
+    -> {"probability": [0.1, ...]}
+  application/vnd.apache.arrow.stream: an Arrow stream with the columns
+    -> an Arrow stream with the column probability
+
+GET /health says whether the model is there; GET /metrics is for Prometheus. What is refused gets a
+status of 4xx or 503 and {"error": "..."}. There is no authentication: it listens on this machine
+alone, unless --host says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import prometheus_client as prometheus
+import pyarrow as pa
+import torch
+import uvicorn
+from safetensors.torch import load_file
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+JSON, ARROW = "application/json", "application/vnd.apache.arrow.stream"
+MISFITS = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class Refused(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, status: int, error: str) -> None:
+        super().__init__(error)
+        self.status = status
+
+
+class Scorer:
+    """An exported model that scores raw rows.
+
+    Args:
+        export: directory that scripts/export.py made.
+        threads: of PyTorch, for a batch.
+    """
+
+    def __init__(self, export: Path, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.manifest = json.loads((export / "manifest.json").read_text())
+        if self.manifest.get("format") != "dlrm export" or self.manifest.get("version") != 1:
+            raise ValueError(f"{export} is not an export that this program reads")
+        if not self.manifest["raw_rows"]:
+            raise ValueError(f"{export} can't read raw rows: its data was not made from any")
+        sys.path.insert(0, str(export))
+        from dlrm_reader import InputReader
+
+        self._reader = InputReader.load(export)
+        weights = load_file(export / self.manifest["weights"])  # mapped: processes share them
+        if compiled := self.manifest["compiled"].get("cpu"):
+            self._model = torch._inductor.aoti_load_package(str(export / compiled))
+            self._weights = {name: weights[name] for name in self._model.get_constant_fqns()}
+            self._model.load_constants(self._weights, check_full_update=True, user_managed=True)
+        else:
+            program = torch.export.load(export / self.manifest["program"])
+            program.state_dict.update(weights)
+            self._model = program.module()
+
+    def score(self, rows: pa.Table) -> list[float]:
+        """The probability of each row.
+
+        Raises:
+            ValueError: a column is missing, or a value does not fit.
+        """
+        if not len(rows):
+            return []
+        arrays = self._reader.arrays(rows)
+        with torch.inference_mode():
+            return self._model(*map(torch.from_numpy, arrays)).tolist()
+
+
+def rows_of(body: bytes, kind: str, most: int) -> pa.Table:
+    """The rows of a request.
+
+    Raises:
+        Refused: they are no rows, or too many.
+    """
+    if kind == ARROW:
+        try:
+            with pa.ipc.open_stream(body) as stream:
+                batches, count = [], 0
+                for batch in stream:
+                    count += batch.num_rows
+                    if count > most:
+                        break
+                    batch.validate(full=True)  # whoever sent it may have made it by hand
+                    batches.append(batch)
+                table = pa.Table.from_batches(batches, stream.schema)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise Refused(400, f"the body is no Arrow stream: {one_line(error)}") from None
+    else:
+        try:
+            rows = json.loads(body, parse_constant=_no_constant)["rows"]
+            if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+                raise TypeError("rows must be a list of objects")
+            count = len(rows)
+            names = dict.fromkeys(name for row in rows[:most] for name in row)
+            table = pa.table({name: [row.get(name) for row in rows[:most]] for name in names})
+        except (*MISFITS, pa.ArrowException) as error:
+            form = 'it must be {"rows": [{"column": value, ...}, ...]}'
+            raise Refused(400, f"the body does not fit: {one_line(error)}; {form}") from None
+    if count > most:
+        raise Refused(413, f"more than {most} rows; send them in several requests")
+    return table
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def one_line(error: BaseException) -> str:
+    """An error as one short line."""
+    return f"{' '.join(str(error).split()):.300}"
+
+
+class Service:
+    """The endpoints.
+
+    Args:
+        scorer: scores rows.
+        options: the limits.
+    """
+
+    def __init__(self, scorer: Scorer, options: argparse.Namespace) -> None:
+        self._scorer, self._options = scorer, options
+        self._pool = ThreadPoolExecutor(options.workers)
+        self._waiting = 0
+        self.draining = False
+        self._registry = prometheus.CollectorRegistry()
+        own: dict[str, Any] = {"registry": self._registry}
+        prometheus.ProcessCollector(registry=self._registry)
+        self._requests = prometheus.Counter("requests", "Answers by status", ["status"], **own)
+        self._rows = prometheus.Counter("rows", "Rows that were scored", **own)
+        self._seconds = prometheus.Histogram("seconds", "Time of a request to score", **own)
+
+    async def score(self, request: Request) -> Response:
+        """Answer POST /score."""
+        begin = time.perf_counter()
+        try:
+            async with asyncio.timeout(self._options.timeout):
+                response = await self._answer(request)
+        except Refused as refused:
+            headers = {"Retry-After": "1"} if refused.status == 503 else None
+            response = JSONResponse({"error": str(refused)}, refused.status, headers)
+        except TimeoutError:
+            text = f"it took more than {self._options.timeout:g} seconds; send fewer rows at a time"
+            response = JSONResponse({"error": text}, 408, {"Connection": "close"})
+        except ClientDisconnect:
+            response = Response(status_code=400)  # nobody reads it
+        self._requests.labels(response.status_code).inc()
+        self._seconds.observe(time.perf_counter() - begin)
+        return response
+
+    async def _answer(self, request: Request) -> Response:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind not in (JSON, ARROW):
+            raise Refused(415, f"the content type must be {JSON} or {ARROW}")
+        if self._waiting >= self._options.queue:
+            raise Refused(503, "too many requests are waiting; try again")
+        self._waiting += 1
+        try:
+            body = await self._body(request)
+            loop = asyncio.get_running_loop()
+            content, count = await loop.run_in_executor(self._pool, self._work, body, kind)
+        finally:
+            self._waiting -= 1
+        self._rows.inc(count)
+        return Response(content, media_type=kind)
+
+    async def _body(self, request: Request) -> bytes:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self._options.max_bytes:
+                raise Refused(413, f"the body has more than {self._options.max_bytes} bytes")
+        return bytes(body)
+
+    def _work(self, body: bytes, kind: str) -> tuple[bytes, int]:
+        """Read rows, score them and write the answer, in a thread."""
+        rows = rows_of(body, kind, self._options.max_rows)
+        try:
+            found = self._scorer.score(rows)
+        except ValueError as error:
+            raise Refused(400, one_line(error)) from None
+        if kind == JSON:
+            return json.dumps({"probability": found}).encode(), len(found)
+        table = pa.table({"probability": pa.array(found, pa.float32())})
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+        return sink.getvalue().to_pybytes(), len(found)
+
+    async def health(self, _: Request) -> Response:
+        """Answer GET /health: 503 once the server is about to end, so that no more is sent here."""
+        manifest = self._scorer.manifest
+        status = {"status": "ends" if self.draining else "ok"}
+        about = {name: manifest[name] for name in ("run", "step", "tables")}
+        return JSONResponse(status | about, 503 if self.draining else 200)
+
+    async def metrics(self, _: Request) -> Response:
+        """Answer GET /metrics."""
+        return Response(
+            prometheus.generate_latest(self._registry),
+            headers={"Content-Type": prometheus.CONTENT_TYPE_LATEST},
+        )
+
+    def app(self, address: str) -> Starlette:
+        """The application, which prints its address when it takes requests."""
+
+        @asynccontextmanager
+        async def lifespan(_: Starlette) -> AsyncIterator[None]:
+            print(f"serving on {address}", flush=True)
+            yield
+            self._pool.shutdown()
+
+        hosts = [*LOOPBACK, "[::1]"] if self._options.host in LOOPBACK else ["*"]
+        routes: list[tuple[str, Callable[[Request], Awaitable[Response]], str]] = [
+            ("/score", self.score, "POST"),
+            ("/health", self.health, "GET"),
+            ("/metrics", self.metrics, "GET"),
+        ]
+        return Starlette(
+            routes=[Route(path, endpoint, methods=[method]) for path, endpoint, method in routes],
+            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
+            lifespan=lifespan,
+        )
+
+
+class Server(uvicorn.Server):
+    """A server that goes on for a while after SIGTERM, while /health says that it ends."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, drain: float) -> None:
+        super().__init__(config)
+        self._service, self._drain = service, drain
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take the signal; a second one ends at once."""
+        if self._service.draining or sig != signal.SIGTERM or not self._drain:
+            super().handle_exit(sig, frame)
+            return
+        self._service.draining = True
+        later = super().handle_exit
+        loop = asyncio.get_running_loop()
+        loop.call_soon_threadsafe(loop.call_later, self._drain, later, sig, frame)
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("export", type=Path, help="directory that scripts/export.py made")
+    add("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
+    add("--port", type=int, default=8000, help="0 takes any that is free (default: 8000)")
+    add("--max-rows", type=int, default=10_000, help="of a request (default: 10000)")
+    add("--max-bytes", type=int, default=16 << 20, help="of a request (default: 16 MiB)")
+    add("--timeout", type=float, default=10, help="seconds of a request (default: 10)")
+    add("--queue", type=int, default=64, help="requests at a time; more get a 503 (default: 64)")
+    add("--workers", type=int, default=2, help="requests that are scored at a time (default: 2)")
+    add("--threads", type=int, default=1, help="of PyTorch (default: 1)")
+    add("--drain", type=float, default=1, help="seconds to go on after SIGTERM (default: 1)")
+    return parser
+
+
+def main() -> int:
+    """Serve until a signal ends it; returns the exit status."""
+    options = arguments().parse_args()
+    try:
+        scorer = Scorer(options.export, options.threads)
+        listening = socket.create_server(
+            (options.host, options.port),
+            family=socket.AF_INET6 if ":" in options.host else socket.AF_INET,
+        )
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or answers wait 40 ms
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.host not in LOOPBACK:
+        print("note: other machines can reach this, and there is no authentication", flush=True)
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    service = Service(scorer, options)
+    config = uvicorn.Config(
+        service.app(f"http://{host}:{listening.getsockname()[1]}"),
+        log_level="warning",
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(options.timeout) + 5,
+    )
+    Server(config, service, options.drain).run(sockets=[listening])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,276 @@
+"""The server of an exported model answers everything, refuses too much, and loses nothing."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pytest
+
+import dlrm
+from dlrm.export.directory import ExportOptions, export_run
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+pytest.importorskip("prometheus_client")
+
+ROOT = Path(__file__).parents[2]
+JSON, ARROW = "application/json", "application/vnd.apache.arrow.stream"
+# The server must not find this package: not in its directory, and not where it is installed.
+START = "import runpy, sys; sys.modules['dlrm'] = None; sys.argv[:] = sys.argv[1:]; "
+START += "runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+class Served:
+    """A server in a process of its own."""
+
+    def __init__(self, export, *options, timeout=60):
+        command = [sys.executable, "-c", START, ROOT / "examples" / "serve.py", export]
+        command += ["--port", "0", *options]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        self.process = subprocess.Popen([*map(str, command)], cwd=export, **pipes)
+        line = self.process.stdout.readline()
+        assert line.startswith("serving on http://127.0.0.1:"), line
+        self.port = int(line.rpartition(":")[2])
+
+    def connect(self, timeout=30):
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+
+    def ask(self, method, path, body=None, kind=JSON, connection=None, **headers):
+        """Status and content of an answer."""
+        connection = connection or self.connect()
+        connection.request(method, path, body, {"Content-Type": kind, **headers})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+    def error(self, *arguments, **options):
+        """Status and text of an error."""
+        status, content = self.ask("POST", "/score", *arguments, **options)
+        return status, json.loads(content)["error"]
+
+    def metric(self, name):
+        _, content = self.ask("GET", "/metrics")
+        lines = content.decode().splitlines()
+        return next((float(ln.rpartition(" ")[2]) for ln in lines if ln.startswith(name)), 0.0)
+
+    def stop(self):
+        self.process.terminate()
+        assert self.process.wait(30) == -signal.SIGTERM  # as uvicorn ends
+        return self.process.stdout.read()
+
+
+@pytest.fixture(scope="module")
+def exported(table, tmp_path_factory):
+    """An export, the model in Python, and raw rows."""
+    directory, rows = table
+    made = tmp_path_factory.mktemp("export") / "made"
+    export_run(directory / "run", made, ExportOptions(devices=()))
+    rows = [{**row, "price": float(row["price"]) if row["price"] else None} for row in rows]
+    return made, dlrm.load(directory / "run"), rows
+
+
+@pytest.fixture(scope="module")
+def served(exported):
+    """A server with small limits."""
+    limits = ("--max-rows", "50", "--max-bytes", "20000", "--timeout", "2", "--drain", "0")
+    server = Served(exported[0], *limits)
+    yield server
+    assert server.stop() == ""
+
+
+def as_json(rows):
+    return json.dumps({"rows": rows})
+
+
+def as_arrow(table):
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def test_rows_are_scored_as_json_and_as_arrow(served, exported):
+    _, model, rows = exported
+    some = rows[:40]
+    expected = model.predict(pa.Table.from_pylist(some))
+    status, content = served.ask("POST", "/score", as_json(some))
+    assert status == 200
+    assert np.abs(np.array(json.loads(content)["probability"]) - expected).max() < 1e-6
+    body = as_arrow(pa.Table.from_pylist(some))
+    status, content = served.ask("POST", "/score", body, ARROW)
+    assert status == 200
+    found = pa.ipc.open_stream(content).read_all()["probability"].to_numpy()
+    assert np.abs(found - expected).max() < 1e-6
+    assert json.loads(served.ask("POST", "/score", as_json([]))[1]) == {"probability": []}
+
+
+def test_health_and_metrics(served, exported):
+    _, _, rows = exported
+    manifest = json.loads((exported[0] / "manifest.json").read_text())
+    status, content = served.ask("GET", "/health")
+    assert (status, json.loads(content)["status"]) == (200, "ok")
+    assert json.loads(content)["run"] == manifest["run"]
+    before = served.metric("rows_total"), served.metric('requests_total{status="200"}')
+    served.ask("POST", "/score", as_json(rows[:7]))
+    after = served.metric("rows_total"), served.metric('requests_total{status="200"}')
+    assert after == (before[0] + 7, before[1] + 1)
+    assert served.metric("seconds_count") > 0
+
+
+def test_bad_requests_are_answered(served, exported):
+    _, _, rows = exported
+    row = rows[0]
+    for body, problem in {
+        "": "the body does not fit",
+        "[1]": "the body does not fit",
+        "{}": "the body does not fit: 'rows'",
+        '{"rows": 3}': "rows must be a list of objects",
+        '{"rows": [[]]}': "rows must be a list of objects",
+        '{"rows": [{"price": NaN}]}': "NaN is no number",
+        "[" * 5000: "the body does not fit",
+        "\udcff".encode("utf-8", "surrogateescape"): "the body does not fit",
+        '{"rows": [{"price": 1}]}': "the rows have no column 'user'",
+        as_json([{**row, "price": "cheap"}]): "row 1, column 'price': 'cheap' is not a number",
+        as_json([row, {**row, "price": [1]}]): "the body does not fit",
+        as_json([{**row, "price": [1]}]): "column 'price': it holds list",
+        as_json([{**row, "price": 10**400}]): "the body does not fit",
+    }.items():
+        status, error = served.error(body)
+        assert (status, problem in error) == (400, True), (body[:50], error)
+    good = as_arrow(pa.Table.from_pylist(rows[:5]))
+    for body in (b"", b"x", good[:-50], good[:300], bytes(1000)):
+        status, error = served.error(body, kind=ARROW)
+        assert status == 400, error
+    assert served.error(as_json([row]), kind="text/plain")[0] == 415
+    assert served.ask("GET", "/score")[0] == 405
+    assert served.ask("GET", "/elsewhere")[0] == 404
+    assert served.ask("GET", "/health", Host="evil.example")[0] == 400
+    assert served.ask("POST", "/score", as_json(rows[:3]))[0] == 200
+
+
+def test_limits(served, exported):
+    _, _, rows = exported
+    assert served.error(as_json([{}] * 51)) == (
+        413,
+        "more than 50 rows; send them in several requests",
+    )
+    body = as_arrow(pa.Table.from_pylist(rows[:51]))
+    assert served.error(body, kind=ARROW)[0] == 413
+    assert served.error(b" " * 20001) == (413, "the body has more than 20000 bytes")
+    parts = (b" " * 1000 for _ in range(100))  # in chunks, without a length
+    assert served.error(parts)[0] == 413
+    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as slow:
+        head = f"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: {JSON}\r\n"
+        slow.sendall(head.encode() + b"Content-Length: 100\r\n\r\n{")
+        begin = time.monotonic()
+        answer = slow.recv(4096)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert 1.5 < time.monotonic() - begin < 20
+    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as gone:
+        gone.sendall(head.encode() + b"Content-Length: 100\r\n\r\n{")
+    assert served.ask("POST", "/score", as_json(rows[:3]))[0] == 200
+
+
+def test_too_many_requests_at_a_time(exported):
+    made, _, rows = exported
+    server = Served(made, "--queue", "1", "--timeout", "30", "--drain", "0")
+    body = as_json(rows[:20])
+    waiting = server.connect()
+    waiting.putrequest("POST", "/score")
+    waiting.putheader("Content-Type", JSON)
+    waiting.putheader("Content-Length", str(len(body)))
+    waiting.endheaders(body[:10].encode())  # it waits for the rest
+    deadline = time.monotonic() + 20
+    while (status := server.error(body)[0]) == 200 and time.monotonic() < deadline:
+        time.sleep(0.05)  # it has not been read yet
+    assert status == 503
+    waiting.send(body[10:].encode())
+    assert waiting.getresponse().status == 200
+    assert server.ask("POST", "/score", body)[0] == 200
+    server.stop()
+
+
+def test_no_answer_is_lost_when_it_ends(exported):
+    """Requests that run when SIGTERM comes, and those that come until /health has been read."""
+    made, model, rows = exported
+    server = Served(made, "--drain", "1")
+    some = rows[:30]
+    expected, body = model.predict(pa.Table.from_pylist(some)), as_json(some)
+    answers, failures, told = [], [], threading.Event()
+
+    def ask():
+        while not told.is_set():
+            try:
+                status, content = server.ask("POST", "/score", body)
+                found = np.array(json.loads(content)["probability"])
+                answers.append((status, np.abs(found - expected).max() < 1e-6))
+            except Exception as error:
+                failures.append(repr(error))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while len(answers) < 20 and not failures:
+        time.sleep(0.01)
+    server.process.send_signal(signal.SIGTERM)
+    before = len(answers)
+    while server.ask("GET", "/health")[0] != 503:  # as a load balancer does
+        time.sleep(0.01)
+    time.sleep(0.2)
+    told.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert {*answers} == {(200, True)}
+    assert len(answers) > before
+    assert server.process.wait(30) == -signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow(exported):
+    """A hundred thousand requests: DLRM_REQUESTS=100000 pytest -k memory_does_not_grow."""
+    made, _, rows = exported
+    count = int(os.environ.get("DLRM_REQUESTS", "2000"))
+    server = Served(made, "--drain", "0")
+    bodies = [(as_json(rows[i : i + 8]), JSON) for i in range(20)]
+    bodies += [(as_arrow(pa.Table.from_pylist(rows[i : i + 8])), ARROW) for i in range(20)]
+    bodies += [("{}", JSON), (b"x", ARROW)]
+    process, connection = psutil.Process(server.process.pid), server.connect()
+
+    def ask(requests):
+        for i in range(requests):
+            body, kind = bodies[i % len(bodies)]
+            status, _ = server.ask("POST", "/score", body, kind, connection)
+            assert status == (200 if len(body) > 9 else 400)
+        return process.memory_info().rss
+
+    before = ask(1000)
+    after = ask(count)
+    print(f"{count:,} requests: {before:,} bytes, then {after:,}")
+    assert after - before < 16 << 20
+    assert process.num_threads() < 40
+    server.stop()
+
+
+def test_what_can_not_be_served(exported, tmp_path):
+    made, _, _ = exported
+    manifest = json.loads((made / "manifest.json").read_text())
+
+    def refused(content):
+        (tmp_path / "manifest.json").write_text(json.dumps(content))
+        command = [sys.executable, ROOT / "examples" / "serve.py", tmp_path]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        return done.stderr
+
+    assert "is not an export that this program reads" in refused({**manifest, "version": 2})
+    assert "can't read raw rows" in refused({**manifest, "raw_rows": False})
