@@ -2,6 +2,7 @@
 
     python scripts/make_synthetic.py --output data/demo
     python scripts/make_synthetic.py --output data/kaggle --like kaggle
+    python scripts/make_synthetic.py --output data/mlperf --like mlperf --rows 1000000 --cap 100000
     python scripts/make_synthetic.py --output raw --like kaggle --rows 1000000 --format tsv
 
 The same options give the same bytes on every device.
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from dlrm.data import synthetic
-from dlrm.data.schema import Meta
+from dlrm.data.schema import MLPERF_BAG_SIZES, Meta
 from dlrm.data.synthetic.distributions import profiles
 from dlrm.utils.program import Parser, exit_status, path_arg
 
@@ -36,6 +37,7 @@ class Preset:
     rows: int
     cap: int | None = None
     fractions: tuple[float, float, float] | None = None
+    bag_sizes: tuple[int, ...] | None = None
 
 
 PRESETS = {
@@ -47,6 +49,9 @@ PRESETS = {
     ),
     "kaggle": Preset(profile="kaggle", rows=45_840_617),
     "terabyte": Preset(profile="terabyte", rows=100_000_000, cap=40_000_000),
+    "mlperf": Preset(
+        profile="terabyte", rows=10_000_000, cap=40_000_000, bag_sizes=MLPERF_BAG_SIZES
+    ),
 }
 
 
@@ -67,7 +72,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         default="demo",
         help="demo: 300,000 rows, Kaggle's 26 tables with at most 20,000 rows each, split "
         "80/10/10. kaggle: 45,840,617 rows, 26 tables with 33.8 M rows in total. terabyte: 100 M "
-        "of the 4.4 billion rows, 26 tables with 204 M rows in total (ids modulo 40 M) "
+        "of the 4.4 billion rows, 26 tables with 204 M rows in total (ids modulo 40 M). mlperf: "
+        "10 M rows with these tables and the 214 ids of MLPerf's DLRM-DCNv2 in each, 9 GB "
         "(default: %(default)s)",
     )
     add("--rows", type=int, help="number of rows, over all splits (default: that of --like)")
@@ -77,6 +83,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         metavar="V",
         help="rows of each table (default: those of --like)",
+    )
+    add(
+        "--bag-sizes",
+        type=int,
+        nargs="+",
+        metavar="L",
+        help="ids of each table in a row, by MLPerf's rule (default: one, or those of --like)",
     )
     add(
         "--cap",
@@ -137,6 +150,7 @@ def make(args: argparse.Namespace) -> tuple[Meta, int]:
             args.output,
             rows=rows,
             like=preset.profile,
+            bag_sizes=args.bag_sizes or (None if args.cardinalities else preset.bag_sizes),
             cardinalities=[min(size, cap or size) for size in sizes],
             fractions=args.fractions or preset.fractions,
             seed=args.seed,

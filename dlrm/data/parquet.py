@@ -156,12 +156,12 @@ class RowGroupReader:
         if self.meta.label in table.schema.names:
             labels = self.labels(table, where)
         if weight is not None:
-            weights = read_weights(_only_chunk(table, weight), f"{where}, column {weight!r}")
+            weights = read_weights(only_chunk(table, weight), f"{where}, column {weight!r}")
         rows = Rows(labels=labels, dense=[], ids=[], offsets=[], weights=weights)
         for name in self.meta.dense:
-            rows.dense.append(read_dense(_only_chunk(table, name), f"{where}, column {name!r}"))
+            rows.dense.append(read_dense(only_chunk(table, name), f"{where}, column {name!r}"))
         for column, cardinality in zip(self.meta.categorical, self.num_embeddings, strict=True):
-            array, place = _only_chunk(table, column.name), f"{where}, column {column.name!r}"
+            array, place = only_chunk(table, column.name), f"{where}, column {column.name!r}"
             if column.multi_hot:
                 ids, offsets = read_bags(array, place, column, cardinality)
             else:
@@ -177,7 +177,7 @@ class RowGroupReader:
             ValueError: a label is missing or not in [0, 1].
         """
         name = self.meta.label
-        return read_labels(_only_chunk(table, name), f"{where}, column {name!r}")
+        return read_labels(only_chunk(table, name), f"{where}, column {name!r}")
 
     def open(self, path: Path) -> list[RowGroup]:
         """The row groups of one file, whose footer and schema are checked.
@@ -332,6 +332,7 @@ def _is_number(kind: pa.DataType) -> bool:
     return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
 
 
-def _only_chunk(table: pa.Table, name: str) -> pa.Array:
+def only_chunk(table: pa.Table, name: str) -> pa.Array:
+    """A column of a table as one array."""
     column = table.column(name)
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()

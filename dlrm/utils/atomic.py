@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,6 +33,29 @@ def atomic_write(path: Path) -> Iterator[Path]:
         with suppress(OSError):  # the first error is the one to report
             temporary.unlink()
         raise
+
+
+@contextmanager
+def atomic_directory(directory: Path, *, prefix: str) -> Iterator[Path]:
+    """A temporary directory that is renamed to ``directory`` if the block succeeds.
+
+    Args:
+        directory: directory to make; it may exist if it is empty.
+        prefix: of the name of the temporary one, next to it.
+
+    Raises:
+        ValueError: ``directory`` is not empty, or no directory.
+        OSError: the disk is full; the message names ``directory``.
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory} already exists; choose another output or remove it")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=directory.parent) as outer:
+        inner = Path(outer) / "data"
+        inner.mkdir()
+        with disk_full_names(directory):
+            yield inner
+            inner.replace(directory)
 
 
 def save_figure(figure: Figure, path: Path, *, dpi: int) -> None:

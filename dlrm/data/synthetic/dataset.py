@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -25,8 +24,9 @@ from dlrm.data.splits import split_by_days, split_by_shares
 from dlrm.data.synthetic.distributions import Distribution, Profile, profiles
 from dlrm.data.synthetic.generator import Generator
 from dlrm.data.synthetic.label_model import best_metrics
+from dlrm.data.synthetic.multi_hot import with_bag_sizes
 from dlrm.data.synthetic.writers import write_parquet, write_tsv
-from dlrm.utils.atomic import disk_full_names
+from dlrm.utils.atomic import atomic_directory
 from dlrm.utils.cpus import cpu_count
 from dlrm.utils.messages import did_you_mean
 
@@ -42,6 +42,7 @@ def write(
     rows: int = DEMO_ROWS,
     like: str = "kaggle",
     cardinalities: Sequence[int] | None = None,
+    bag_sizes: Sequence[int] | None = None,
     fractions: Sequence[float] | None = None,
     seed: int = 0,
     auc: float = 0.80,
@@ -64,6 +65,8 @@ def write(
         like: profile of the distributions of the columns, ``kaggle`` or ``terabyte``.
         cardinalities: rows of each table; by default those of the profile. A smaller table keeps
             the most frequent values. TSV needs 26.
+        bag_sizes: ids of each column in a row: its own, on which the label depends, and others, see
+            :mod:`~dlrm.data.synthetic.multi_hot`. By default all columns are one-hot, as TSV is.
         fractions: shares of train, val and test; by default the reference protocol, see
             :func:`~dlrm.data.splits.split_by_days`.
         seed: seed of everything random.
@@ -94,11 +97,18 @@ def write(
     }
     if drift:
         options["drift"] = drift
+    if bag_sizes:
+        options["bag_sizes"] = list(bag_sizes)
     profile = _profile(like)
     _check(rows=rows, fractions=fractions, seed=seed, auc=auc, positives=positives, format=format)
     if not 0 <= drift <= MAX_DRIFT:
         raise ValueError(f"drift is {drift}, it must be 0 to {MAX_DRIFT}")
     categorical = _columns(profile, cardinalities, format)
+    tables = tuple(Categorical(name=c.name, cardinality=c.cardinality) for c in categorical)
+    if bag_sizes:
+        if format == "tsv":
+            raise ValueError("a Criteo TSV file has one id in a column: write bags as Parquet")
+        tables = with_bag_sizes(tables, bag_sizes)
     threads = cpu_count() if threads is None else threads
     if threads < 1:
         raise ValueError(f"threads is {threads}, it must be at least 1")
@@ -106,7 +116,10 @@ def write(
         ranges = split_by_days([rows])
     else:  # the shares exactly as written in decimals
         ranges = split_by_shares(rows, *(Fraction(str(share)) for share in fractions[:2]))
-    with _atomic_directory(Path(directory)) as temporary, _one_thread_per_operation():
+    with (
+        atomic_directory(Path(directory), prefix=".synthetic-") as temporary,
+        _one_thread_per_operation(),
+    ):
         generator = Generator(
             profile.dense,
             categorical,
@@ -119,16 +132,13 @@ def write(
         )
         work = (temporary, generator, ranges, threads, progress)
         if format == "parquet":
-            splits, counts = write_parquet(*work)
+            splits, counts = write_parquet(*work, tables=tables, seed=seed)
         else:
             splits, counts = write_tsv(*work, seed=seed)
         probabilities = generator.label_model.probabilities
         meta = Meta(
             dense=tuple(column.name for column in profile.dense),
-            categorical=tuple(
-                Categorical(name=column.name, cardinality=column.cardinality)
-                for column in categorical
-            ),
+            categorical=tables,
             splits={split: splits[split] for split in SPLITS},
             options={"source": "synthetic", **options},
             planted={split: best_metrics(counts[split], probabilities) for split in SPLITS},
@@ -249,17 +259,3 @@ def _one_thread_per_operation() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _atomic_directory(directory: Path) -> Iterator[Path]:
-    """A temporary directory that is renamed to ``directory`` if the block succeeds."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory} already exists; choose another output or remove it")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".synthetic-", dir=directory.parent) as outer:
-        inner = Path(outer) / "data"
-        inner.mkdir()
-        with disk_full_names(directory):
-            yield inner
-            inner.replace(directory)

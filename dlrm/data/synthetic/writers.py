@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
-import pyarrow.parquet as pq
 import torch
 
-from dlrm.data.schema import Split
+from dlrm.data.schema import Categorical, Split
 from dlrm.data.synthetic.distributions import hashed
 from dlrm.data.synthetic.generator import GeneratedRows, Generator
 from dlrm.data.synthetic.label_model import BINS
+from dlrm.data.synthetic.multi_hot import (
+    GROUP_ROWS,
+    group_rows,
+    id_array,
+    id_field,
+    open_writer,
+)
 from dlrm.data.threads import map_in_order
 
-GROUP_ROWS = 1 << 17  # rows of a row group, or of a chunk of TSV
 FILE_GROUPS = 8  # row groups of a Parquet file
 TSV_FILE = "train.txt"
 
@@ -31,13 +37,17 @@ def write_parquet(
     splits: Mapping[str, range],
     threads: int,
     progress: Progress,
+    *,
+    tables: Sequence[Categorical],
+    seed: int,
 ) -> tuple[dict[str, Split], dict[str, np.ndarray]]:
-    """Write the splits as Parquet, several files at a time.
+    """Write the splits as Parquet, several files at a time; with bags where ``tables`` have them.
 
     Returns:
         The splits by name, and for each the rows by label and true probability, ``[2, BINS]``.
     """
-    size = GROUP_ROWS * FILE_GROUPS
+    write = partial(_write_file, generator=generator, tables=tables, seed=seed, progress=progress)
+    size = group_rows(tables) * FILE_GROUPS
     jobs = [
         (split, f"{split}-{number:05d}.parquet", range(start, min(start + size, rows.stop)))
         for split, rows in splits.items()
@@ -45,9 +55,7 @@ def write_parquet(
     ]
     files: dict[str, list[str]] = {split: [] for split in splits}
     counts = {split: np.zeros((2, BINS), dtype=np.int64) for split in splits}
-    results = map_in_order(
-        lambda job: _write_file(directory / job[1], generator, job[2], progress), jobs, threads
-    )
+    results = map_in_order(lambda job: write(directory / job[1], rows=job[2]), jobs, threads)
     for (split, file, _), added in zip(jobs, results, strict=True):
         files[split].append(file)
         counts[split] += added
@@ -119,21 +127,37 @@ class Tokens:
         return pa.Array.from_buffers(pa.string(), len(ids), buffers)
 
 
-def _write_file(path: Path, generator: Generator, rows: range, progress: Progress) -> np.ndarray:
+def _write_file(
+    path: Path,
+    *,
+    generator: Generator,
+    rows: range,
+    tables: Sequence[Categorical],
+    seed: int,
+    progress: Progress,
+) -> np.ndarray:
+    if multi_hot := any(table.multi_hot for table in tables):
+        features = [id_field(table) for table in tables]
+    else:
+        features = [pa.field(table.name, pa.int32()) for table in tables]
     schema = pa.schema(
-        [("label", pa.uint8())]
-        + [(column.name, pa.float32()) for column in generator.dense]
-        + [(column.name, pa.int32()) for column in generator.categorical]
+        [
+            pa.field("label", pa.uint8()),
+            *(pa.field(column.name, pa.float32()) for column in generator.dense),
+            *features,
+        ]
     )
-    counts = np.zeros((2, BINS), dtype=np.int64)
-    # Of the encodings measured, dictionaries with LZ4 read fastest for their size.
-    with pq.ParquetWriter(path, schema, compression="lz4", write_page_checksum=True) as writer:
-        for start in range(rows.start, rows.stop, GROUP_ROWS):
-            made = generator.rows(start, min(start + GROUP_ROWS, rows.stop))
-            dense, ids = generator.transformed(made), made.ids.to(torch.int32)
-            columns = (made.labels.cpu(), *dense.cpu(), *ids.cpu())
-            arrays = [pa.array(column.numpy()) for column in columns]
-            writer.write_table(pa.Table.from_arrays(arrays, schema=schema), GROUP_ROWS)
+    counts, size = np.zeros((2, BINS), dtype=np.int64), group_rows(tables)
+    with open_writer(path, schema, tables if multi_hot else ()) as writer:
+        for start in range(rows.start, rows.stop, size):
+            made = generator.rows(start, min(start + size, rows.stop))
+            arrays = [pa.array(made.labels.cpu().numpy())]
+            arrays += [pa.array(column) for column in generator.transformed(made).cpu().numpy()]
+            arrays += [
+                id_array(ids, table, feature=feature, seed=seed)
+                for feature, (ids, table) in enumerate(zip(made.ids, tables, strict=True))
+            ]
+            writer.write_table(pa.Table.from_arrays(arrays, schema=schema), size)
             counts += _tally(made)
             progress(len(made.labels))
     return counts
