@@ -151,15 +151,15 @@ def make_flat(directory: Path, output: Path) -> None:
 
 def make_ragged(directory: Path, output: Path) -> None:
     """Lists of the same ids, cut at random places: with an exponential distribution of lengths."""
-    meta, random = Meta.read(directory), np.random.default_rng(0)
+    meta = Meta.read(directory)
     tables = [replace(table, bag_size=None) for table in meta.categorical]
 
     def ragged(columns: list[np.ndarray]) -> list[pa.Array]:
         made = []
-        for ids, table in zip(columns, tables, strict=True):
+        for number, (ids, table) in enumerate(zip(columns, tables, strict=True)):
             array = pa.array(ids.reshape(-1))
             if table.multi_hot:
-                rows = len(ids)
+                rows, random = len(ids), np.random.default_rng(number)
                 inner = np.sort(random.integers(0, ids.size + 1, rows - 1))
                 offsets = np.concatenate([[0], inner, [ids.size]]).astype(np.int32)
                 array = pa.ListArray.from_arrays(offsets, array, type=id_field(table).type)

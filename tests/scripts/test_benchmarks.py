@@ -57,6 +57,22 @@ def test_a_benchmark_of_pages_needs_enough_rows(capsys):
     assert "--table-rows must be at least 131072" in capsys.readouterr().err
 
 
+def test_lists_are_timed_beside_flat_columns(tmp_path, capsys):
+    output = tmp_path / "result.json"
+    small = ["--multi-hot", "--rows", "3000", "--repeats", "1", "--batch-sizes", "500"]
+    assert main_of("benchmark_loader")([*small, "--output", str(output)]) == 0, capsys.readouterr()
+    record = json.loads(output.read_text())
+    assert record["ids_per_row"] == 214
+    assert [row["order"] for row in record["loader"]] == [
+        "shuffled",
+        "shuffled in windows",
+        "in order",
+    ]
+    for row in record["loader"]:
+        flat, lists = (row["ids_per_second"][kind]["median"] for kind in ("flat", "lists"))
+        assert row["lists_to_flat"] == pytest.approx(lists / flat, abs=0.01)
+
+
 def test_an_epoch_needs_a_gpu_too(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stop:

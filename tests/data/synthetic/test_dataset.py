@@ -92,7 +92,7 @@ def test_demo_does_not_take_a_directory_of_others(tmp_path):
 
 
 def test_several_files_per_split(tmp_path, monkeypatch):
-    monkeypatch.setattr("dlrm.data.synthetic.writers.GROUP_ROWS", 1000)
+    monkeypatch.setattr("dlrm.data.synthetic.multi_hot.GROUP_ROWS", 1000)
     monkeypatch.setattr("dlrm.data.synthetic.writers.FILE_GROUPS", 1)
     rows = 2010
     meta = synthetic.write(
