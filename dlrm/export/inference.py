@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dlrm.export.lookups import lookup_of
-from dlrm.model import DLRM, CrossInteraction
+from dlrm.model import DLRM, CrossInteraction, CrossLayer
 
 
 class InferenceModel(nn.Module):
@@ -75,7 +75,8 @@ class InferenceModel(nn.Module):
         if self.cross is not None:
             crossed = first = both.flatten(1)
             for layer in self.cross:
-                crossed = layer(first, crossed)
+                assert isinstance(layer, CrossLayer)
+                crossed = first * layer.up(layer.down(crossed)) + crossed
         else:
             products = torch.bmm(both, both.transpose(1, 2)).flatten(1)
             crossed = torch.cat([bottom, products.index_select(1, self.pairs)], dim=1)
