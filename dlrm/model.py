@@ -23,7 +23,6 @@ Interact = Callable[[Tensor, list[Tensor], Tensor], Tensor]
 """From the bottom vector, the embeddings of the groups and their order to the crossed features."""
 
 INTERACTIONS = ("dot", "dcn")
-WEIGHT_BYTES = {"fp32": 4, "bf16": 2}  # by the dtype of the tables
 
 
 class MLP(nn.Sequential):
@@ -149,7 +148,8 @@ class DLRM(nn.Module):
         top_mlp: hidden sizes of the top MLP; its last layer has one output.
         interaction: ``dot`` or ``dcn``.
         cross_layers, cross_rank: number of layers and rank of the dcn interaction.
-        tables_dtype: dtype of the embedding parameters, ``fp32`` or ``bf16``.
+        tables_dtype: type of the embedding parameters, ``fp32``, ``bf16``, ``int8`` or ``int4``;
+            see :class:`~dlrm.sparse_arch.arch.SparseArch`.
         sharding: how tables are sharded over several processes.
 
     Raises:
@@ -178,10 +178,6 @@ class DLRM(nn.Module):
         tables = len(num_embeddings)
         if len(plan) != tables:
             raise ValueError(f"the plan has {len(plan)} entries for {tables} tables")
-        if tables_dtype not in WEIGHT_BYTES:
-            raise ValueError(
-                f"unknown tables_dtype {tables_dtype!r}{did_you_mean(tables_dtype, WEIGHT_BYTES)}"
-            )
         self.num_dense = num_dense
         self.interaction: DotInteraction | CrossInteraction
         if interaction == "dot":
@@ -196,9 +192,9 @@ class DLRM(nn.Module):
             )
         self.bottom_mlp = MLP([num_dense, *bottom_mlp, embedding_dim])
         self.top_mlp = MLP([self.interaction.out_features, *top_mlp, 1], final_relu=False)
-        self.sparse_arch = SparseArch(num_embeddings, embedding_dim, plan, sharding=sharding)
-        if tables_dtype == "bf16":
-            self.sparse_arch.to(torch.bfloat16)
+        self.sparse_arch = SparseArch(
+            num_embeddings, embedding_dim, plan, dtype=tables_dtype, sharding=sharding
+        )
 
     def forward(
         self,

@@ -16,6 +16,7 @@ from dlrm.config.model_spec import ModelSpec
 from dlrm.config.optimizers import optimizer_specs
 from dlrm.config.options import Option, make_parser, option_schema, type_name, typed_value
 from dlrm.config.schema import RENAMED, RunConfig
+from dlrm.embeddings.common.budget import row_bytes
 from dlrm.sparse_arch.table_plan import AUTO, options_of_table, parse_bytes
 from dlrm.utils.device import is_out_of_memory, pick_device
 from dlrm.utils.documents import read_yaml, shown
@@ -265,7 +266,8 @@ def note_plan(config: RunConfig, spec: ModelSpec, compression: float) -> None:
         if config.budget and own and all(options.get(name) != value for options in own):
             option = f"--{config.emb}.{name}"
             print_error(f"note: {option} has no effect, --budget sets it")
-    without = 2.0 if config.tables.dtype == "bf16" else 1.0
+    dim = spec["embedding_dim"]
+    without = 4 * dim / row_bytes(dim, config.tables.dtype)
     if config.emb not in UNCOMPRESSED and compression <= without:
         largest = max(spec["num_embeddings"])
         why = "it keeps as many rows as the tables have"

@@ -8,7 +8,6 @@ from typing import TypedDict, cast
 from dlrm.config.schema import RunConfig
 from dlrm.data.frequencies import read_frequencies
 from dlrm.data.schema import Meta
-from dlrm.model import WEIGHT_BYTES
 from dlrm.sparse_arch.table_plan import TablePlan, make_table_plan
 
 
@@ -44,7 +43,7 @@ def model_spec(config: RunConfig, meta: Meta) -> ModelSpec:
             **tables,
             budget=config.budget,
             counts=lambda: read_frequencies(config.data, meta),
-            weight_bytes=WEIGHT_BYTES[dtype],
+            dtype=dtype,
         ),
         **asdict(config.model),
     }

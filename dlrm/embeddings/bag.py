@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
+from dlrm.embeddings.dense import Dense
 from dlrm.embeddings.registry import build
+from dlrm.kernels.update.packed import BITS
 
 
 class EmbeddingBag(nn.Module):
@@ -24,7 +26,8 @@ class EmbeddingBag(nn.Module):
         embedding_dim: length ``D`` of a row.
         mode, sparse, include_last_offset, padding_idx: as in ``nn.EmbeddingBag``.
         kind: the embedding kind, one of ``dlrm.embeddings.available()``.
-        device, dtype: of the parameters.
+        device, dtype: of the parameters; with ``sparse``, dtype may also be ``"int8"`` or
+            ``"int4"``, see :mod:`dlrm.kernels.update.packed`.
         options: the options of the kind, such as ``rank`` of tt.
 
     Raises:
@@ -45,7 +48,7 @@ class EmbeddingBag(nn.Module):
         include_last_offset: bool = False,
         padding_idx: int | None = None,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         *,
         kind: str = "dense",
         **options: Any,
@@ -57,13 +60,18 @@ class EmbeddingBag(nn.Module):
             if not -num_embeddings <= padding_idx < num_embeddings:
                 raise ValueError(f"padding_idx {padding_idx} is outside {num_embeddings} rows")
             padding_idx %= num_embeddings
-        common = {"mode": mode, "sparse": sparse, "padding_idx": padding_idx}
+        packed = str(dtype).removeprefix("torch.") in BITS  # not every PyTorch has torch.int4
+        common: dict[str, Any] = {"mode": mode, "sparse": sparse, "padding_idx": padding_idx}
+        common["dtype"] = str(dtype).removeprefix("torch.") if packed else None
         self.embedding = build(kind, [num_embeddings], embedding_dim, **common, **options)
         if _weight is not None:
             self.embedding.to(_weight).load_dense([_weight])
-        elif padding_idx is not None and kind == "dense":  # other kinds may share that row
-            nn.init.zeros_(self.weight[padding_idx])
-        self.embedding.to(device=device, dtype=dtype)
+        elif padding_idx is not None and isinstance(self.embedding, Dense):  # others share rows
+            with torch.no_grad():
+                for _, row in self.embedding.rows_to_write(0, padding_idx, padding_idx + 1):
+                    row.zero_()
+        floating = dtype if isinstance(dtype, torch.dtype) and not packed else None
+        self.embedding.to(device=device, dtype=floating)
         self.max_norm = max_norm
         self.norm_type = norm_type
         self.scale_grad_by_freq = scale_grad_by_freq
@@ -150,8 +158,10 @@ class EmbeddingBag(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The full table, ``[V, D]``: the parameter of the dense kind, a copy for other kinds."""
-        dense = self.embedding.kind() == "dense"
+        """The full table, ``[V, D]``: the parameter of the dense kind, a copy for other kinds and
+        packed rows.
+        """
+        dense = self.embedding.kind() == "dense" and self.embedding.dtype is None
         return self.embedding.get_parameter("weight") if dense else self.embedding.to_dense()
 
     def _load_from_state_dict(

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypedDict
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dlrm.embeddings.common.bags import MODES, bag_indices, check_offsets, pool
 from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
+from dlrm.embeddings.common.packed import PacksRows
 from dlrm.embeddings.common.row_caches import CachesHotRows
 from dlrm.kernels import require_integers
 
@@ -24,9 +25,10 @@ class Common(TypedDict, total=False):
     padding_idx: int | None
     sparse: bool
     check_ids: bool
+    dtype: str | None
 
 
-class Embedding(nn.Module, ABC):
+class Embedding(PacksRows, ABC):
     """A group of ``F`` tables looked up together, all of embedding dim ``D``.
 
     A kind is a subclass with one abstract method to fill, :meth:`vectors`. Its keyword-only
@@ -42,6 +44,12 @@ class Embedding(nn.Module, ABC):
             of a table is made. Small parameters (TT cores, projections) have dense gradients.
         check_ids: raise on ids outside their table. Costs a pass over the ids; turn it off if they
             are checked elsewhere, as by the loader.
+        dtype: ``int8`` or ``int4`` keeps packed rows (:mod:`dlrm.kernels.update.packed`), which
+            take sparse gradients only; of int4 one row in eight, those of the first ids, has 8
+            bits. None: parameters as ``torch`` has them.
+
+    Raises:
+        ValueError: an argument out of range, or packed rows of a kind that has none.
     """
 
     per_table: ClassVar[frozenset[str]] = frozenset()
@@ -61,6 +69,7 @@ class Embedding(nn.Module, ABC):
         padding_idx: int | None = None,
         sparse: bool = True,
         check_ids: bool = True,
+        dtype: str | None = None,
     ) -> None:
         super().__init__()
         if not num_embeddings or min(num_embeddings) < 1:
@@ -69,6 +78,7 @@ class Embedding(nn.Module, ABC):
             raise ValueError(f"embedding_dim must be at least 1, got {embedding_dim}")
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}, it must be one of {', '.join(MODES)}")
+        self._set_dtype(dtype, sparse)
         self.num_embeddings = tuple(int(rows) for rows in num_embeddings)
         self.embedding_dim = embedding_dim
         self.mode = mode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, Unpack
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dlrm.embeddings.base import Common, Embedding
-from dlrm.embeddings.common.budget import Budget, allocate
+from dlrm.embeddings.common.budget import Budget, allocate, row_bytes
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.shared_rows import SharedRows, num_kept_of
 from dlrm.kernels.lookup.projected import lookup_projected, project
@@ -103,6 +104,7 @@ class Block(SharedRows):
             self._offsets,
             ids,
             last=self._overflow_row,
+            wide=self._wide,
             sparse=self.sparse,
             sorter=context.sorter,
         )
@@ -116,7 +118,8 @@ class Block(SharedRows):
     ) -> Tensor:
         if self.projection is None:
             return super().lookup_bags(ids, offsets, weights, context)
-        if self.mode == "max":  # the maximum is one of projected rows
+        packed_on_cpu = self.dtype is not None and not self.weight.is_cuda
+        if self.mode == "max" or packed_on_cpu:  # the maximum is one of projected rows
             return Embedding.lookup_bags(self, ids, offsets, weights, context)
         return project(super().lookup_bags(ids, offsets, weights, context), self.projection)
 
@@ -127,18 +130,24 @@ class Block(SharedRows):
         Rows that are not kept are replaced by their mean.
         """
         self._check_dense(weights)
-        for table, (rows, weight) in enumerate(zip(self.rows_by_table(), weights, strict=True)):
-            head, tail = weight.split([len(rows) - 1, len(weight) - len(rows) + 1])
+        for table, (kept, weight) in enumerate(zip(self.num_kept, weights, strict=True)):
+            head, tail = weight.split([kept - 1, len(weight) - kept + 1])
             mean = tail.mean(0, keepdim=True)
-            if self.projection is None:
-                torch.cat([head, mean], out=rows)
-                continue
-            gram = len(tail) * mean.double().T @ mean.double()
-            for part in head.split(CHUNK):
-                gram += part.double().T @ part.double()
-            basis = torch.linalg.eigh(gram).eigenvectors[:, -self.dim :].to(weight.dtype)  # [D, E]
-            torch.cat([head @ basis, mean @ basis], out=rows)
-            self.projection[table] = basis.T
+            basis = None if self.projection is None else self._basis(head, mean, len(tail))
+            for at, part in self.rows_to_write(table, 0, kept - 1):
+                full = head[at : at + len(part)]
+                part.copy_(full if basis is None else full @ basis)
+            for _, part in self.rows_to_write(table, kept - 1):
+                part.copy_(mean if basis is None else mean @ basis)
+            if self.projection is not None and basis is not None:
+                self.projection[table] = basis.T
+
+    def _basis(self, head: Tensor, mean: Tensor, shared: int) -> Tensor:
+        """The ``dim`` main directions of rows, ``[D, dim]``; ``mean`` counts as many."""
+        gram = shared * mean.double().T @ mean.double()
+        for part in head.split(CHUNK):
+            gram += part.double().T @ part.double()
+        return torch.linalg.eigh(gram).eigenvectors[:, -self.dim :].to(head.dtype)
 
     def footprint(self) -> list[dict[str, int]]:
         parts = super().footprint()
@@ -154,18 +163,17 @@ class Block(SharedRows):
         All tables get an equal number of bytes. A row keeps at least one weight, so no budget below
         ``1 / D`` of the dense tables fits.
         """
-        embedding_dim, weight_bytes = budget.embedding_dim, budget.weight_bytes
+        embedding_dim = budget.embedding_dim
 
         def size(rows: int, dim: int) -> int:
             matrix = dim * embedding_dim if dim < embedding_dim else 0
-            return (rows * dim + matrix) * weight_bytes
+            return rows * row_bytes(dim, budget.dtype) + matrix * budget.weight_bytes
 
         def largest(rows: int, room: int) -> int:
+            dims = range(1, embedding_dim)
+            dim = max(1, bisect_right(dims, room, key=lambda dim: size(rows, dim)))
             dense = size(rows, embedding_dim)
-            dim = max(1, room // (weight_bytes * (rows + embedding_dim)))
-            if dense <= room or dim >= embedding_dim or size(rows, dim) >= dense:
-                return embedding_dim
-            return dim
+            return embedding_dim if dense <= room or size(rows, dim) >= dense else dim
 
         options = allocate(budget.num_embeddings, largest, size, budget.size, cls.kind())
         return [None if dim == embedding_dim else {"dim": dim} for dim in options]

@@ -32,5 +32,6 @@ class Dense(SharedRows):
     def load_dense(self, weights: Sequence[Tensor]) -> None:
         """Copy the rows of dense tables, each ``[V, D]``."""
         self._check_dense(weights)
-        for rows, weight in zip(self.rows_by_table(), weights, strict=True):
-            rows.copy_(weight)
+        for table, weight in enumerate(weights):
+            for at, part in self.rows_to_write(table):
+                part.copy_(weight[at : at + len(part)])

@@ -42,10 +42,11 @@ class Drop(SharedRows):
     def load_dense(self, weights: Sequence[Tensor]) -> None:
         """Copy the rows of ``weights``, each ``[V, D]``, that are kept, and average the others."""
         self._check_dense(weights)
-        for rows, weight in zip(self.rows_by_table(), weights, strict=True):
-            head, tail = weight.split([len(rows) - 1, len(weight) - len(rows) + 1])
-            rows[:-1] = head
-            rows[-1] = tail.mean(0)
+        for table, (kept, weight) in enumerate(zip(self.num_kept, weights, strict=True)):
+            for at, part in self.rows_to_write(table, 0, kept - 1):
+                part.copy_(weight[at : at + len(part)])
+            for _, part in self.rows_to_write(table, kept - 1):
+                part.copy_(weight[kept - 1 :].mean(0))
 
     @classmethod
     def for_budget(cls, budget: Budget) -> list[dict[str, Any] | None]:

@@ -44,15 +44,16 @@ class Hash(SharedRows):
     def load_dense(self, weights: Sequence[Tensor]) -> None:
         """Set each row to the mean of the rows of ``weights``, each ``[V, D]``, that share it."""
         self._check_dense(weights)
-        for rows, weight in zip(self.rows_by_table(), weights, strict=True):
-            times, rest = divmod(len(weight), len(rows))
+        for table, (kept, weight) in enumerate(zip(self.num_kept, weights, strict=True)):
+            times, rest = divmod(len(weight), kept)
             dtype = torch.promote_types(weight.dtype, torch.float32)  # fp16 ends at 65,504
-            full = weight[: times * len(rows)].unflatten(0, (times, len(rows)))
+            full = weight[: times * kept].unflatten(0, (times, kept))
             total = full.sum(0, dtype=dtype)
-            total[:rest] += weight[times * len(rows) :]
-            count = total.new_full((len(rows), 1), times)
+            total[:rest] += weight[times * kept :]
+            count = total.new_full((kept, 1), times)
             count[:rest] += 1
-            rows.copy_(total / count)
+            for at, part in self.rows_to_write(table):
+                part.copy_((total / count)[at : at + len(part)])
 
     @classmethod
     def for_budget(cls, budget: Budget) -> list[dict[str, Any] | None]:

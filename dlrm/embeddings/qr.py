@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.bags import row_offsets
-from dlrm.embeddings.common.budget import Budget, allocate
+from dlrm.embeddings.common.budget import Budget, allocate, row_bytes
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.lookup.quotient_remainder import compose, lookup_quotient
 from dlrm.kernels.lookup.tables import lookup
@@ -137,7 +137,10 @@ class QR(Embedding):
             if collisions is None:
                 return rows * budget.row_bytes
             quotients = -(-rows // collisions)
-            return budget.weight_bytes * (quotients * quotient_dim + collisions * remainder_dim)
+            quotient, remainder = (
+                row_bytes(dim, budget.dtype) for dim in (quotient_dim, remainder_dim)
+            )
+            return quotients * quotient + collisions * remainder
 
         def fewest(rows: int, room: int) -> int | None:
             choices = [None, *range(2, isqrt(rows) + 1)]  # beyond the root the size rises again

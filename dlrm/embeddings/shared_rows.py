@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from typing import Literal, Unpack
 
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.bags import row_offsets
+from dlrm.embeddings.common.budget import WIDE
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.lookup.bags import lookup_bags
-from dlrm.kernels.lookup.tables import lookup, lookup_tables
+from dlrm.kernels.lookup.tables import Wide, lookup, lookup_tables, rows_of_torch
+from dlrm.kernels.update.packed import chunks_to_write, record_bytes
 
 
 class SharedRows(Embedding):
@@ -29,6 +32,7 @@ class SharedRows(Embedding):
     """
 
     captures_bags = True
+    packs_rows = True
 
     def __init__(
         self,
@@ -42,35 +46,89 @@ class SharedRows(Embedding):
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, **common)
         self.num_kept = tuple(num_kept)
-        self.weight = nn.Parameter(torch.empty(sum(self.num_kept), row_dim or embedding_dim))
+        self.num_wide = self._wide_rows()
+        self.weight = self._new_rows(
+            sum(self.num_kept), row_dim or embedding_dim, sum(self.num_wide or ())
+        )
         rows = torch.tensor(self.num_kept)
         modulo = rows if shared == "modulo" else None
         overflow_row = rows - 1 if shared == "overflow" else None
-        self.register_buffer("_offsets", row_offsets(self.num_kept), persistent=False)
-        self.register_buffer("_modulo", modulo, persistent=False)
-        self.register_buffer("_overflow_row", overflow_row, persistent=False)
+        index: dict[str, Tensor | None] = {"_modulo": modulo, "_overflow_row": overflow_row}
+        index |= {"_offsets": row_offsets(self.num_kept), "_num_wide": None, "_narrow": None}
+        if self.num_wide is not None:
+            narrow = [n - wide for n, wide in zip(self.num_kept, self.num_wide, strict=True)]
+            index["_offsets"] = row_offsets(self.num_wide)
+            index["_num_wide"] = torch.tensor(self.num_wide)
+            index["_narrow"] = sum(self.num_wide) + row_offsets(narrow)
+        for name, tensor in index.items():
+            self.register_buffer(name, tensor, persistent=False)
         self._offsets: Tensor  # [F], the first row of each table
         self._modulo: Tensor | None  # [F]
         self._overflow_row: Tensor | None  # [F]
+        self._num_wide: Tensor | None  # [F], how many of them have 8 bits, of int4 tables
+        self._narrow: Tensor | None  # [F], and the first row of the others
+
+    def _wide_rows(self) -> tuple[int, ...] | None:
+        """Rows of each table with 8 bits, the others having 4; None if all rows are alike.
+
+        They are one row in eight of all tables together, the most used ones: as ids are in order
+        of falling frequency, the first of each table, equally many where there are so many.
+        """
+        if self.dtype != "int4":
+            return None
+
+        def wide(most: int) -> int:
+            return sum(min(own, most) for own in self.num_kept)
+
+        limit = sum(self.num_kept) // WIDE
+        most = bisect_right(range(max(self.num_kept) + 1), limit, key=wide) - 1
+        return tuple(min(own, most) for own in self.num_kept)
+
+    @property
+    def _wide(self) -> Wide | None:
+        if self._num_wide is None or self._narrow is None:
+            return None
+        return self._num_wide, self._narrow
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialize the rows: U(-b, b) with b = sqrt(D / row_dim / V) for a table of V ids."""
         scale = (self.embedding_dim / self.weight.shape[1]) ** 0.5
-        for table, rows in zip(self.num_embeddings, self.rows_by_table(), strict=True):
-            bound = scale * table**-0.5
-            nn.init.uniform_(rows, -bound, bound)
+        for table, rows in enumerate(self.num_embeddings):
+            bound = scale * rows**-0.5
+            for _, part in self.rows_to_write(table):
+                nn.init.uniform_(part, -bound, bound)
 
-    def rows_by_table(self) -> Sequence[Tensor]:
-        """The rows kept of each table, ``[num_kept, row_dim]``."""
-        return self.weight.split(self.num_kept)
+    def rows_to_write(
+        self, table: int, begin: int = 0, end: int | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Rows that a table keeps, in parts: the number of the first one, and memory
+        ``[n, row_dim]`` to fill. What was filled in is stored before the next part.
+        """
+        kept = self.num_kept[table]
+        for first, last, shift in self._ranges(table):
+            start, stop = max(first, begin), min(last, kept if end is None else end)
+            if start < stop:
+                for at, part in chunks_to_write(self.weight, start + shift, stop + shift):
+                    yield at - shift, part
+
+    def _ranges(self, table: int) -> list[tuple[int, int, int]]:
+        """Ranges of rows that a table keeps, with what to add for their place in the weight."""
+        kept, offset = self.num_kept[table], sum(self.num_kept[:table])
+        if self.num_wide is None:
+            return [(0, kept, offset)]
+        wide, offset = self.num_wide[table], sum(self.num_wide[:table])
+        narrow = sum(self.num_wide) + sum(self.num_kept[:table]) - offset - wide
+        if self._overflow_row is None:
+            return [(0, wide, offset), (wide, kept, narrow)]
+        # The row that many ids share comes first: it is used most.
+        own = max(wide - 1, 0)
+        ranges = [(0, own, offset + 1), (own, kept - 1, narrow + 1)]
+        return [*ranges, (kept - 1, kept, (offset if wide else narrow) - kept + 1)]
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
-        if self._modulo is not None:
-            ids = ids % self._modulo[tables]
-        if self._overflow_row is not None:
-            ids = ids.minimum(self._overflow_row[tables])
-        rows = ids + self._offsets[tables]
+        index = (self._offsets, self._modulo, self._overflow_row, self._wide)
+        rows = rows_of_torch(ids, tables, *index)
         return lookup(self.weight, rows, sparse=self.sparse, sorter=context.sorter)
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
@@ -80,6 +138,7 @@ class SharedRows(Embedding):
             ids,
             modulo=self._modulo,
             last=self._overflow_row,
+            wide=self._wide,
             sparse=self.sparse,
             sorter=context.sorter,
         )
@@ -91,8 +150,10 @@ class SharedRows(Embedding):
         weights: Tensor | None,
         context: LookupContext = NO_CONTEXT,
     ) -> Tensor:
-        if self.mode == "max" and not self.weight.is_cuda:
-            # PyTorch's embedding_bag would make a dense gradient of the table.
+        packed = self.dtype is not None
+        if (packed or self.mode == "max") and not self.weight.is_cuda:
+            # PyTorch's embedding_bag reads no packed rows, and for max it would make a dense
+            # gradient of the table.
             return super().lookup_bags(ids, offsets, weights, context)
         return lookup_bags(
             self.weight,
@@ -103,13 +164,20 @@ class SharedRows(Embedding):
             mode=self.mode,
             modulo=self._modulo,
             last=self._overflow_row,
+            wide=self._wide,
             sparse=self.sparse,
             context=context.of_bags,
         )
 
     def footprint(self) -> list[dict[str, int]]:
-        row = self.weight.shape[1] * self.weight.element_size()
-        return [{"weights": rows * row} for rows in self.num_kept]
+        dim, size = self.weight.shape[1], self.weight.element_size()
+        if self.dtype is None:
+            return [{"weights": rows * dim * size} for rows in self.num_kept]
+        wide = self.num_kept if self.num_wide is None else self.num_wide
+        return [
+            {"weights": own * record_bytes(dim, 8) + (rows - own) * record_bytes(dim, 4)}
+            for rows, own in zip(self.num_kept, wide, strict=True)
+        ]
 
 
 def num_kept_of(

@@ -22,7 +22,7 @@ from dlrm.data.schema import META_FILE, Meta
 from dlrm.export.inference import InferenceModel
 from dlrm.export.programs import compile_program, save_onnx, save_program, trace
 from dlrm.export.reader import PACKAGE, copy_reader
-from dlrm.model import DLRM, WEIGHT_BYTES
+from dlrm.model import DLRM
 from dlrm.sparse_arch.table_plan import make_table_plan
 from dlrm.training.checkpoint import Checkpoint
 from dlrm.training.checkpoint.manifest import RunState
@@ -144,7 +144,7 @@ def _compressed(
         kind,
         budget=budget,
         counts=lambda: read_frequencies(directory, meta),
-        weight_bytes=WEIGHT_BYTES[dtype],
+        dtype=dtype,
     )
     fitted = DLRM(**{**state.model, "plan": plan})
     fitted.load_trained(model)

@@ -15,6 +15,7 @@ from dlrm.kernels.offload.pinned_memory import zeros_in_same_memory
 from dlrm.kernels.offload.row_cache import CachedRows, cached_rows
 from dlrm.kernels.update.dense import update_dense
 from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
+from dlrm.kernels.update.packed import packed_rows
 from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.kernels.update.rules import OPTIONS, Rule, make_rule
 from dlrm.kernels.update.sparse import update_rows
@@ -34,13 +35,16 @@ class RowOptimizer(torch.optim.Optimizer):
     row.
 
     The state of bf16 parameters is in fp32 (in bf16, 256 + 1 is 256). They are updated with
-    stochastic rounding, so that steps too small for bf16 count on average.
+    stochastic rounding, so that steps too small for bf16 count on average. So are packed rows of
+    8 or 4 bits, :class:`~dlrm.kernels.update.packed.PackedParameter`; where some have 4, the
+    accumulators of row-wise Adagrad are bf16 and rounded likewise.
 
     Args:
         params: parameters or parameter groups.
         rule: one of :data:`dlrm.optim.RULES`.
         lr: learning rate.
-        stochastic: update bf16 parameters with stochastic rounding; otherwise round to nearest.
+        stochastic: update bf16 parameters and packed rows with stochastic rounding; otherwise round
+            to nearest.
         options: those of the rule, named as in ``torch.optim``; see
         ``dlrm.kernels.update.rules.OPTIONS``.
 
@@ -134,6 +138,8 @@ class RowOptimizer(torch.optim.Optimizer):
     def _update_dense(self, parameters: list[Tensor], rule: Rule, group: dict[str, Any]) -> None:
         """Update parameters with dense gradients, in few launches."""
         for parameter in parameters:
+            if packed_rows(parameter) is not None:
+                raise ValueError("rows in int8 or int4 need sparse gradients: this one is dense")
             if (cached := cached_rows(parameter)) is not None:
                 cached.release()
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -164,7 +170,8 @@ class RowOptimizer(torch.optim.Optimizer):
             return None
         if "seed" not in group:
             raise ValueError(
-                "parameters became bf16 after their optimizer was created: cast them first"
+                "parameters became bf16, int8 or int4 after their optimizer was created: cast them "
+                "first"
             )
         seed: Tensor = group["seed"]
         here = seed.to(parameters[0].device)
@@ -174,7 +181,8 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _rounds(self, parameter: Tensor) -> bool:
         """Whether a parameter is updated with stochastic rounding."""
-        return self._stochastic and parameter.dtype == torch.bfloat16
+        packed = packed_rows(parameter) is not None
+        return self._stochastic and (packed or parameter.dtype == torch.bfloat16)
 
     @torch.no_grad()
     def reset_rows(self, parameter: Tensor, rows: Tensor, sources: Tensor | None = None) -> None:
@@ -328,7 +336,8 @@ def _rate(group: dict[str, Any]) -> Tensor:
 def _new_state(parameter: Tensor, rule: Rule) -> dict[str, Tensor]:
     """Zeros for the states of the rule, which move with rows in host memory."""
     wide, row = _wide(parameter), (*parameter.shape[:1], *[1] * (parameter.dim() - 1))
-    cached = cached_rows(parameter)
+    packed, cached = packed_rows(parameter), cached_rows(parameter)
+    narrow = packed is not None and packed.format != 8
     if cached is not None:
         cached.start()
         return {
@@ -336,7 +345,11 @@ def _new_state(parameter: Tensor, rule: Rule) -> dict[str, Tensor]:
             for name, per_row in rule.states.items()
         }
     return {
-        name: zeros_in_same_memory(parameter, row if per_row else parameter.shape, wide)
+        name: zeros_in_same_memory(
+            parameter,
+            row if per_row else parameter.shape,
+            torch.bfloat16 if narrow and name == "sum" and per_row else wide,
+        )
         for name, per_row in rule.states.items()
     }
 

@@ -14,12 +14,15 @@ from dlrm.data.batch import Batch
 from dlrm.distributed.sharded_tables import ShardedTables
 from dlrm.distributed.sharding_plan import ShardingPlan
 from dlrm.embeddings.base import Embedding
+from dlrm.embeddings.common.budget import DTYPES
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.row_caches import CachesHotRows, CachesRows, PrefetchesRows
 from dlrm.embeddings.registry import available, build
 from dlrm.kernels.lookup.peer import SortedLookups
+from dlrm.kernels.update.packed import BITS
 from dlrm.sparse_arch.feature_order import FeatureOrder
 from dlrm.sparse_arch.table_plan import TablePlan
+from dlrm.utils.messages import did_you_mean
 
 
 class _ResetsRows(Protocol):
@@ -37,9 +40,15 @@ class SparseArch(nn.Module):
     Args:
         num_embeddings: rows of each table, in feature order.
         embedding_dim: length of a row.
-        plan: kind and options of each table; see :func:`group_tables`.
+        plan: kind and options of each table; see :func:`group_tables`. With the option ``dtype``
+            a table has a type of its own.
+        dtype: type of the other tables: ``fp32``, ``bf16``, or ``int8`` and ``int4``, whose vectors
+            are fp32.
         check_ids: see :class:`~dlrm.embeddings.base.Embedding`.
         sharding: shards of tables that several processes hold.
+
+    Raises:
+        ValueError: an unknown type, or one that a kind, or sharded tables, do not have.
     """
 
     def __init__(
@@ -48,10 +57,13 @@ class SparseArch(nn.Module):
         embedding_dim: int,
         plan: TablePlan,
         *,
+        dtype: str = "fp32",
         check_ids: bool = False,
         sharding: ShardingPlan | None = None,
     ) -> None:
         super().__init__()
+        if dtype not in DTYPES:
+            raise ValueError(f"unknown tables_dtype {dtype!r}{did_you_mean(dtype, DTYPES)}")
         self.num_embeddings = tuple(num_embeddings)
         self.embedding_dim = embedding_dim
         groups = group_tables(plan)
@@ -60,14 +72,23 @@ class SparseArch(nn.Module):
         for slots, kind, options in groups:
             rows = [num_embeddings[slot] for slot in slots]
             own = _sharding_of(slots, sharding)
+            own_dtype = options.pop("dtype", dtype)
+            packed = own_dtype if own_dtype in BITS else None
             group: Embedding
             if own is None:
-                group = build(kind, rows, embedding_dim, check_ids=check_ids, **options)
+                group = build(
+                    kind, rows, embedding_dim, check_ids=check_ids, dtype=packed, **options
+                )
                 returned.append(slots)
+            elif packed:
+                raise ValueError(
+                    f"tables in {packed} can't be sharded: set --sharding.by replicate, or "
+                    "--tables.dtype bf16"
+                )
             else:
                 group = ShardedTables(rows, embedding_dim, own, check_ids=check_ids)
                 returned.append([slots[table] for table in group.order])
-            self.groups.append(group)
+            self.groups.append(group.bfloat16() if own_dtype == "bf16" else group)
         self.feature_order = FeatureOrder([slots for slots, _, _ in groups], returned)
         # Dense tables last: they take one launch, the others a chain of several.
         self._launch_order = sorted(range(len(groups)), key=lambda i: groups[i][1] == "dense")

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
-from dlrm.embeddings.common.budget import Budget
+from dlrm.embeddings.common.budget import WEIGHT_BYTES, Budget, row_bytes
 from dlrm.embeddings.registry import available
 from dlrm.sparse_arch.auto import choose_tables
 from dlrm.utils.messages import did_you_mean, format_bytes, printable
@@ -37,7 +37,7 @@ def make_table_plan(
     kinds: Mapping[str, str] | None = None,
     budget: str | None = None,
     counts: Callable[[], Sequence[Tensor]] | None = None,
-    weight_bytes: int = 4,
+    dtype: str = "fp32",
 ) -> TablePlan:
     """Decide the kind and the options of every table.
 
@@ -55,7 +55,7 @@ def make_table_plan(
         budget: memory for all tables together, as :func:`parse_bytes` reads it; it decides the
             options of the tables to compress.
         counts: returns how often each id of each table occurs; called if the budget needs it.
-        weight_bytes: 4 for tables in fp32, 2 in bf16.
+        dtype: type of the tables, one of :data:`~dlrm.embeddings.common.budget.DTYPES`.
 
     Raises:
         ValueError: unknown names, a negative ``largest``, a budget that cannot be met, or ``auto``
@@ -77,7 +77,7 @@ def make_table_plan(
     if budget is not None:
         given = options.get(kind, {})
         fitted = _fit_budget(
-            kind, chosen, num_embeddings, embedding_dim, budget, given, counts, weight_bytes
+            kind, chosen, num_embeddings, embedding_dim, budget, given, counts, dtype
         )
         for table, (own, found) in zip(chosen, fitted, strict=True):
             plan[table] = (own, {**plan[table][1], **found} if own == kind else found)
@@ -197,10 +197,10 @@ def _fit_budget(
     budget: str,
     options: Mapping[str, Any],
     counts: Callable[[], Sequence[Tensor]] | None,
-    weight_bytes: int,
+    dtype: str,
 ) -> TablePlan:
     """Kind and options of the chosen tables, within what dense tables leave of a budget."""
-    row = weight_bytes * embedding_dim
+    row = row_bytes(embedding_dim, dtype)
     limit = parse_bytes(budget, 4 * embedding_dim * sum(num_embeddings))
     dense = row * sum(rows for table, rows in enumerate(num_embeddings) if table not in chosen)
     if not chosen and dense <= limit:
@@ -220,7 +220,10 @@ def _fit_budget(
         known = counts_of_chosen()
         if known is None:
             raise ValueError("--emb auto needs the number of occurrences of each id: pass counts")
-        return choose_tables(sizes, embedding_dim, limit - dense, known, weight_bytes=weight_bytes)
+        if dtype not in WEIGHT_BYTES:
+            raise ValueError(f"--emb auto has no {dtype} rows: set --tables.dtype to fp32 or bf16")
+        size = WEIGHT_BYTES[dtype]
+        return choose_tables(sizes, embedding_dim, limit - dense, known, weight_bytes=size)
     cls = available()[kind]
     accepted = inspect.signature(cls.for_budget).parameters
     fixed = {k: value for k, value in options.items() if value is not None and k in accepted}
@@ -231,6 +234,6 @@ def _fit_budget(
                 "budget"
             )
     known = counts_of_chosen() if cls.budget_by_counts else None
-    rest = Budget(sizes, embedding_dim, limit - dense, counts=known, weight_bytes=weight_bytes)
+    rest = Budget(sizes, embedding_dim, limit - dense, counts=known, dtype=dtype)
     fitted = cls.for_budget(rest, **fixed)
     return [("dense", {}) if found is None else (kind, found) for found in fitted]

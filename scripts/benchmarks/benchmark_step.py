@@ -5,8 +5,9 @@
 
 The Kaggle model, on a GPU with its 26 tables at full size, on a CPU with tables of at most 20,000
 rows; ids with log-uniform skew, as in the published figures. A mode whose losses differ from the
-eager ones is an error, not a result. A step is captured five times, and the median is reported: the
-driver schedules the branches of every CUDA graph anew.
+eager ones is an error, not a result. ``--terabyte`` is the model of MLPerf for Terabyte, its tables
+of at most 10 million rows of dim 128. A step is captured five times, and the median is reported:
+the driver schedules the branches of every CUDA graph anew.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ import itertools
 import statistics
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pandas as pd
 import torch
 
 from dlrm.data.batch import Batch
-from dlrm.data.schema import KAGGLE_CARDINALITIES
+from dlrm.data.schema import KAGGLE_CARDINALITIES, TERABYTE_CARDINALITIES
 from dlrm.embeddings import available
+from dlrm.embeddings.common.budget import DTYPES
 from dlrm.kernels.update.rules import OPTIONS
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
@@ -32,7 +35,6 @@ from dlrm.training import benchmark
 from dlrm.training.step import TrainStep
 from dlrm.utils.program import Parser, count_arg, exit_status
 
-DIM = 16
 NAMES = [f"C{i}" for i in range(1, 27)]
 TOLERANCE = {"fp32": 1e-4, "tf32": 2e-3, "bf16": 1e-2}
 # Milliseconds of a step of TorchRec 1.6, the fastest peer: on an H100 whichever precision is the
@@ -40,38 +42,57 @@ TOLERANCE = {"fp32": 1e-4, "tf32": 2e-3, "bf16": 1e-2}
 PEER_H100 = {2048: 2048 / 520, 16384: 16384 / 3550, 65536: 65536 / 6000}
 PEER_CPU = {("fp32", 2048): 68.0, ("bf16", 2048): 35.0}
 CPU_CAP = 20_000  # rows of a table on a CPU
+TERABYTE_CAP = 10_000_000
+TERABYTE_MLPS = {"bottom_mlp": (512, 256), "top_mlp": (1024, 1024, 512, 256)}
 CAPTURES = 5  # of a step
 
 
-def cardinalities(device: str) -> list[int]:
-    """Rows of the tables."""
-    cap = CPU_CAP if device == "cpu" else max(KAGGLE_CARDINALITIES)
-    return [min(rows, cap) for rows in KAGGLE_CARDINALITIES]
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is measured."""
+
+    device: str
+    terabyte: bool
+    kind: str
+    rule: str
+    dtype: str
+    precision: str
+    mode: str
+    batch: int
+    ids: str
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows of the tables."""
+        rows = TERABYTE_CARDINALITIES if self.terabyte else KAGGLE_CARDINALITIES
+        cap = TERABYTE_CAP if self.terabyte else max(rows)
+        return [min(own, CPU_CAP if self.device == "cpu" else cap) for own in rows]
 
 
-def make_batches(device: str, size: int, count: int, skewed: bool) -> list[Batch]:
+def make_batches(case: Case, count: int) -> list[Batch]:
     """Random batches on the device."""
-    rows = cardinalities(device)
-    return [benchmark.draw_batch(rows, size, device, skewed=skewed) for _ in range(count)]
+    rows, skewed = case.rows, case.ids == "skewed"
+    return [
+        benchmark.draw_batch(rows, case.batch, case.device, skewed=skewed) for _ in range(count)
+    ]
 
 
-def make_step(
-    device: str, kind: str, rule: str, precision: str, mode: str
-) -> tuple[DLRM, TrainStep]:
-    """The Kaggle model, its 7 largest tables of the kind (tt at rank 32)."""
+def make_step(case: Case, mode: str) -> tuple[DLRM, TrainStep]:
+    """The model, its 7 largest tables of the kind (tt at rank 32)."""
     torch.manual_seed(0)
-    rows = cardinalities(device)
+    rows, kind, dim = case.rows, case.kind, 128 if case.terabyte else 16
     options = {"hash": {"rows": 200_000}, "qr": {"collisions": 100}, "block": {"dim": 4}}
     table_plan = make_table_plan(
-        NAMES, rows, DIM, kind, largest=7, options={kind: options.get(kind, {})}
+        NAMES, rows, dim, kind, largest=7, options={kind: options.get(kind, {})}
     )
-    with torch.device(device):
-        model = DLRM(13, rows, DIM, table_plan)
+    mlps: dict[str, Any] = TERABYTE_MLPS if case.terabyte else {}
+    with torch.device(case.device):
+        model = DLRM(13, rows, dim, table_plan, tables_dtype=case.dtype, **mlps)
     optimizers = [
         RowOptimizer(model.dense_parameters(), "sgd", lr=0.01),
-        RowOptimizer(model.sparse_arch.parameters(), rule, lr=0.01),
+        RowOptimizer(model.sparse_arch.parameters(), case.rule, lr=0.01),
     ]
-    return model, TrainStep(model, optimizers, precision=precision, mode=mode)
+    return model, TrainStep(model, optimizers, precision=case.precision, mode=mode)
 
 
 def losses(step: TrainStep, batches: list[Batch]) -> list[float]:
@@ -79,23 +100,22 @@ def losses(step: TrainStep, batches: list[Batch]) -> list[float]:
     return [step(batch)["loss"].item() for batch in batches]
 
 
-def measure_one(
-    device: str, kind: str, rule: str, precision: str, mode: str, size: int, skewed: bool
-) -> dict[str, Any]:
+def measure_one(case: Case) -> dict[str, Any]:
     """Check a configuration against eager steps, then time it."""
-    batches = make_batches(device, size, 8, skewed)
-    expected = losses(make_step(device, kind, rule, precision, "eager")[1], batches)
+    device, precision, size = case.device, case.precision, case.batch
+    batches = make_batches(case, 8)
+    expected = losses(make_step(case, "eager")[1], batches)
     benchmark.release()
     on_gpu = device != "cpu"
     held = torch.cuda.memory_allocated() if on_gpu else 0
-    model, step = make_step(device, kind, rule, precision, mode)
+    model, step = make_step(case, case.mode)
     found = losses(step, batches)
     worst = max(abs(a - b) for a, b in zip(expected, found, strict=True))
     if not worst <= TOLERANCE[precision]:
-        raise ValueError(f"{kind} {rule} {precision} {mode} {size}: losses differ by {worst}")
+        raise ValueError(f"{case}: losses differ by {worst}")
     peer, memory = PEER_CPU.get((precision, size)), {}
     if on_gpu:
-        peer = PEER_H100.get(size)
+        peer = None if case.terabyte else PEER_H100.get(size)
         memory = {"peak_gpu_MB": round((torch.cuda.max_memory_allocated() - held) / 1e6, 1)}
     times = []
     for _ in range(CAPTURES if on_gpu else 1):
@@ -104,34 +124,35 @@ def measure_one(
         times.append(benchmark.milliseconds(lambda i: step(batches[i % 8]), device, **counts))
     ms = statistics.median(times)
     footprint = sum(sum(parts.values()) for parts in model.sparse_arch.footprint())
+    state = sum(o.state_bytes(model.sparse_arch.parameters()) for o in step.optimizers)
+    described = {name: own for name, own in asdict(case).items() if name != "device"}
     return {
-        "kind": kind,
-        "rule": rule,
-        "precision": precision,
-        "mode": mode,
-        "batch": size,
-        "ids": "skewed" if skewed else "uniform",
+        **described,
         "ms": round(ms, 4),
         "ms_range": [round(min(times), 4), round(max(times), 4)],
         "Msamples/s": round(size / ms / 1e3, 3),
         "times best peer": round(peer / ms, 2) if peer else None,
         "loss_error": worst,
         "embedding_MB": round(footprint / 1e6, 2),
+        "state_MB": round(state / 1e6, 2),
         **memory,
     }
 
 
-def cases(options: argparse.Namespace) -> Iterator[tuple[str, str, str, str, str, int, bool]]:
+def cases(options: argparse.Namespace) -> Iterator[Case]:
     """All requested combinations."""
-    return itertools.product(
-        [options.device],
-        options.kinds,
-        options.rules,
-        options.precisions,
-        options.modes,
-        options.batches,
-        [name == "skewed" for name in options.ids],
-    )
+    choices = {
+        "kind": options.kinds,
+        "rule": options.rules,
+        "dtype": options.dtypes,
+        "precision": options.precisions,
+        "mode": options.modes,
+        "batch": options.batches,
+        "ids": options.ids,
+    }
+    for chosen in itertools.product(*choices.values()):
+        named = dict(zip(choices, chosen, strict=True))
+        yield Case(device=options.device, terabyte=options.terabyte, **named)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -143,6 +164,8 @@ def main(argv: list[str] | None = None) -> int:
     rules, modes = sorted(OPTIONS), ("auto", "eager", "compile", "graph")
     precisions = ("fp32", "tf32", "bf16")
     parser.add_argument("--rules", nargs="+", default=["sgd", "rowwise_adagrad"], choices=rules)
+    parser.add_argument("--dtypes", nargs="+", default=["fp32"], choices=DTYPES, help="of tables")
+    parser.add_argument("--terabyte", action="store_true", help="the Terabyte model, dim 128")
     parser.add_argument("--precisions", nargs="+", default=precisions, choices=precisions)
     parser.add_argument("--modes", nargs="+", default=["auto"], choices=modes)
     parser.add_argument("--batches", nargs="+", type=count_arg, default=[2048, 16384, 65536])
@@ -159,7 +182,7 @@ def measure_all(options: argparse.Namespace) -> None:
     """Measure every case, write after each, and print a table."""
     results = []
     for case in cases(options):
-        results.append(measure_one(*case))
+        results.append(measure_one(case))
         benchmark.release()
         print(results[-1], flush=True)
         benchmark.write(options.output, {"results": results})

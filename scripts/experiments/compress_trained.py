@@ -19,7 +19,8 @@ import torch
 
 from dlrm.data.frequencies import read_frequencies
 from dlrm.embeddings import available
-from dlrm.model import DLRM, WEIGHT_BYTES
+from dlrm.embeddings.common.budget import DTYPES
+from dlrm.model import DLRM
 from dlrm.sparse_arch.table_plan import format_ratio, make_table_plan
 from dlrm.training import benchmark
 from dlrm.training.evaluation import TrainedModel
@@ -39,6 +40,9 @@ def arguments() -> Parser:
     ratios = [4, 10, 20, 40, 100]
     parser.add_argument(
         "--ratios", nargs="+", type=positive_arg, default=ratios, help="compression ratios"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="type of the compressed tables (default: that of the run)"
     )
     parser.add_argument("--split", default="test", help="split to evaluate on")
     parser.add_argument("--batch-size", type=count_arg, default=16384, help="samples per batch")
@@ -64,7 +68,8 @@ class Compressor:
             device=pick_device(options.device),
             batch_size=options.batch_size,
         )
-        self.spec = self.trained.spec
+        self.spec = dict(self.trained.spec)
+        self.spec["tables_dtype"] = options.dtype or self.spec.get("tables_dtype", "fp32")
         self.data, self.meta = options.data, self.trained.loader.meta
 
     def evaluate(self, model: DLRM | None = None) -> dict[str, float]:
@@ -91,7 +96,7 @@ class Compressor:
             kind,
             budget=format_ratio(ratio),
             counts=lambda: read_frequencies(self.data, self.meta),
-            weight_bytes=WEIGHT_BYTES[self.spec.get("tables_dtype", "fp32")],
+            dtype=self.spec["tables_dtype"],
         )
         model = DLRM(**{**self.spec, "plan": plan}).to(self.trained.loader.device)
         model.load_trained(self.trained.model)

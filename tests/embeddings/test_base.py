@@ -20,7 +20,7 @@ def test_a_kind_is_named_after_its_file():
     [
         ("hsah", {}, r"unknown embedding kind 'hsah', did you mean 'hash'\? valid: .*dense"),
         ("hash", {"row": 3}, r"kind hash has no option 'row', did you mean 'rows'\?"),
-        ("dense", {"zzz": 3}, r"kind dense has no option 'zzz'; valid: check_ids, mode"),
+        ("dense", {"zzz": 3}, r"kind dense has no option 'zzz'; valid: check_ids, dtype, mode"),
     ],
 )
 def test_unknown_names_come_with_the_nearest_valid_one(kind, options, message):

@@ -44,6 +44,7 @@ LOSSLESS = {
     "cafe": {"rows": 400, "hot": 1.0},
     "basis": {"clusters": 200},
 }
+NAMES_OF = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 KINDS = sorted(available())
 CASES = COMPRESSED + [(kind, {}) for kind in KINDS if kind not in dict(COMPRESSED)]
 NAMES = ["-".join([kind, *(str(value) for value in options.values())]) for kind, options in CASES]
@@ -524,7 +525,9 @@ def test_a_budget_is_kept(kind, compression, dtype):
         return
     for known in (None, counts):
         chosen = available()[kind].for_budget(
-            Budget(sizes, dim, budget, counts=known, weight_bytes=dtype.itemsize)
+            Budget(
+                sizes, dim, budget, counts=known, dtype="fp32" if dtype == torch.float32 else "bf16"
+            )
         )
         groups = [
             build("dense" if options is None else kind, [rows], dim, **(options or {})).to(dtype)

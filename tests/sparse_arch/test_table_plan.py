@@ -5,6 +5,7 @@ from dlrm.sparse_arch.arch import SparseArch
 from dlrm.sparse_arch.table_plan import format_ratio, make_table_plan, parse_bytes
 
 NAMES = ["a", "b", "c", "d"]
+NAMES_OF = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 SIZES = [50, 4000, 7, 900]
 
 
@@ -34,7 +35,7 @@ def test_a_budget_is_kept_and_used(kind, ratio, dtype):
     sizes = [50, 40000, 7, 9000]
     dense = 4 * 8 * sum(sizes)
     counts = [torch.arange(rows, 0, -1) for rows in sizes]
-    wishes = {"counts": lambda: counts, "weight_bytes": dtype.itemsize}
+    wishes = {"counts": lambda: counts, "dtype": NAMES_OF[dtype]}
     found = make_table_plan(NAMES, sizes, 8, kind, budget=f"{ratio}x", **wishes)
     arch = SparseArch(sizes, 8, found).to(dtype)
     total = sum(sum(parts.values()) for parts in arch.footprint())
@@ -114,7 +115,7 @@ def test_options_that_cannot_be_met_are_refused(arguments, message):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_budget_counts_the_options_of_tt(options, ratio, dtype):
     sizes = [50, 40000, 7, 9000]
-    wishes = {"options": {"tt": options}, "weight_bytes": dtype.itemsize}
+    wishes = {"options": {"tt": options}, "dtype": NAMES_OF[dtype]}
     found = make_table_plan(NAMES, sizes, 8, "tt", **wishes, budget=f"{ratio}x")
     arch = SparseArch(sizes, 8, found).to(dtype)
     assert ("tt", {**options, "rank": found[1][1]["rank"]}) == found[1]

@@ -59,6 +59,16 @@ def test_a_resumed_run_continues_the_random_numbers(run, train, losses, tmp_path
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_packed_rows_resume_to_the_last_bit(dtype, run, train, losses, result, tmp_path):
+    given = ["--log_every", "1", "--tables.dtype", dtype, "--optim.embeddings", "rowwise_adagrad"]
+    train("whole", *given, "--max_steps", "8")
+    train("parts", *given, "--max_steps", "5")
+    run("train", "--resume", tmp_path / "parts", "--max_steps", "8")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert result(tmp_path / "parts")["test/auc"] == result(tmp_path / "whole")["test/auc"]
+
+
 def test_offloaded_tables_train_as_dense_ones_to_the_last_digit(
     run, train, lines, losses, tmp_path
 ):

@@ -71,6 +71,25 @@ def test_tables_in_bf16_take_half_and_train(train, result, tmp_path):
     assert values["test/auc"] > 0.6
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["dense", "drop", "hash", "block"])
+def test_tables_in_int8_and_int4_train(kind, dtype, train, options, result, tmp_path):
+    rule = ["--optim.embeddings", "rowwise_adagrad", "--optim.lr", "0.02"]
+    train("run", *options(kind), "--tables.dtype", dtype, *rule)
+    values = result(tmp_path / "run")
+    assert values["test/auc"] > 0.6
+    assert values["embeddings/compression"] > {"int8": 2.4, "int4": 3.5}[dtype]
+
+
+@pytest.mark.parametrize("kind", ["tt", "paged", "offload", "auto"])
+def test_kinds_without_int8_rows_say_so(kind, train):
+    given = ["--emb", kind, "--tables.threshold", "0", "--tables.dtype", "int8"]
+    given += ["--budget", "4x"] if kind == "auto" else []
+    error = train("run", *given, status=2).stderr
+    assert f"--emb {kind} has no int8 rows: set --tables.dtype" in error
+    assert len(error.strip().splitlines()) <= 2
+
+
 def test_a_trained_model_is_compressed_and_trained_on(run, train, result, tmp_path):
     train("dense")
     given = ["--emb", "auto", "--budget", "3x", "--init_from", tmp_path / "dense"]

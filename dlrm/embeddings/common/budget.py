@@ -10,6 +10,13 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from dlrm.kernels.update.packed import BITS, record_bytes
+
+WEIGHT_BYTES = {"fp32": 4, "bf16": 2}  # of types without a scale
+DTYPES = (*WEIGHT_BYTES, *BITS)
+"""Types of tables: ``fp32``, ``bf16``, ``int8``, ``int4``."""
+WIDE = 8  # one row in so many of an int4 table has 8 bits
+
 Option = TypeVar("Option")
 
 
@@ -25,13 +32,30 @@ class Budget:
     """Bytes for all these tables together."""
     counts: Sequence[Tensor] | None = None
     """How often each id of each table occurs, in order of the ids, if it is known."""
-    weight_bytes: int = 4
-    """4 for tables in fp32, 2 in bf16."""
+    dtype: str = "fp32"
+    """Type of the tables, one of :data:`DTYPES`."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight that is not in a packed row, such as that of a matrix."""
+        return WEIGHT_BYTES.get(self.dtype, 4)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of an uncompressed row."""
-        return self.weight_bytes * self.embedding_dim
+        return row_bytes(self.embedding_dim, self.dtype)
+
+
+def row_bytes(dim: int, dtype: str) -> int:
+    """Bytes of a row of ``dim`` weights, its scale included, in a type of :data:`DTYPES`.
+
+    Of int4 tables one row in eight has 8 bits, so this is a mean, rounded up.
+    """
+    if dtype in WEIGHT_BYTES:
+        return dim * WEIGHT_BYTES[dtype]
+    if dtype == "int8":
+        return record_bytes(dim, 8)
+    return record_bytes(dim, 4) - (record_bytes(dim, 4) - record_bytes(dim, 8)) // WIDE
 
 
 def highest_level(cost: Callable[[int], int], highest: int, budget: int, kind: str) -> int:

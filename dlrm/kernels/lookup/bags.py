@@ -19,8 +19,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from dlrm.kernels import require_contiguous, require_integers, tl, triton, use_triton
-from dlrm.kernels.lookup.tables import row_gradient, row_of, tiling
+from dlrm.kernels.lookup.tables import Wide, row_gradient, row_of, tiling
 from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
+from dlrm.kernels.update.packed import load_rows, packed_rows, storage
 from dlrm.kernels.update.row_sort import RowSorter, sort_rows
 from dlrm.kernels.update.sparse import update_rows
 from dlrm.utils.messages import did_you_mean
@@ -50,14 +51,14 @@ NO_BAG_CONTEXT = BagContext()
 
 @triton.jit
 def _pool(
-    ids, offsets, tables, weight, scale, out, entries, n, batch,
+    ids, offsets, tables, weight, wide, scale, out, entries, n, batch,
     F: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    CHUNK: tl.constexpr, MEAN: tl.constexpr,
+    CHUNK: tl.constexpr, MEAN: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Sum bags, table by table, whose bags are of like lengths; ``CHUNK`` rows of each at a time.
 
-    ``tables`` has the ``starts``, ``modulo`` and ``last`` of :func:`row_of`; ``entries`` receives
-    the row of each look-up, and the index in ``out`` of its bag.
+    ``tables`` has the arguments of :func:`row_of` from ``starts`` on; ``entries`` receives the row
+    of each look-up, and the index in ``out`` of its bag.
     """
     bag = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = bag < n
@@ -72,14 +73,19 @@ def _pool(
         live = member < length[:, None]
         at = begin[:, None] + member
         id = tl.load(ids + at, mask=live, other=0)
-        row = row_of(id, table[:, None], tables[0], tables[1], tables[2])
+        row = row_of(id, table[:, None], tables[0], tables[1], tables[2], tables[3], tables[4])
         if entries[0] is not None:
             tl.store(entries[0] + at, row, mask=live)
         if entries[1] is not None:
             tl.store(entries[1] + at, tl.broadcast_to(owner[:, None], at.shape), mask=live)
-        mask = live[:, :, None] & (column < D)[None, None, :]
-        place = row[:, :, None] * D + column[None, None, :]
-        value = tl.load(weight + place, mask=mask, other=0.0).to(tl.float32)
+        if FORMAT == 0:
+            mask = live[:, :, None] & (column < D)[None, None, :]
+            place = row[:, :, None] * D + column[None, None, :]
+            value = tl.load(weight + place, mask=mask, other=0.0).to(tl.float32)
+        else:
+            many, there = tl.reshape(row, (BLOCK * CHUNK,)), tl.reshape(live, (BLOCK * CHUNK,))
+            value = load_rows(weight, many, wide, there, column[None, :], D, FORMAT)
+            value = tl.reshape(value, (BLOCK, CHUNK, BLOCK_D))
         if scale is not None:
             value *= tl.load(scale + at, mask=live, other=0.0).to(tl.float32)[:, :, None]
         total += tl.sum(value, 1)
@@ -92,8 +98,9 @@ def _pool(
 
 @triton.jit
 def _pool_max(
-    ids, offsets, tables, weight, out, flat, chosen, n, batch,
+    ids, offsets, tables, weight, wide, out, flat, chosen, n, batch,
     F: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
     """The maxima of bags; ``chosen`` receives the look-ups that gave them."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -108,11 +115,12 @@ def _pool_max(
     for step in range(tl.max(length, 0)):
         live = step < length
         at = begin + step
-        row = row_of(tl.load(ids + at, mask=live, other=0), table, tables[0], tables[1], tables[2])
+        id = tl.load(ids + at, mask=live, other=0)
+        row = row_of(id, table, tables[0], tables[1], tables[2], tables[3], tables[4])
         if flat is not None:
             tl.store(flat + at, row, mask=live)
         mask = live[:, None] & (column < D)
-        value = tl.load(weight + row[:, None] * D + column, mask=mask, other=0.0).to(tl.float32)
+        value = load_rows(weight, row, wide, live, column, D, FORMAT).to(tl.float32)
         better = mask & ((value > total) | (first < 0))
         total = tl.where(better, value, total)
         first = tl.where(better, at[:, None], first)
@@ -126,9 +134,9 @@ def _pool_max(
 
 @triton.jit
 def _pool_backward(
-    grad, offsets, flat, weight, scale, chosen, values, grad_scale, n, batch,
+    grad, offsets, flat, weight, wide, scale, chosen, values, grad_scale, n, batch,
     F: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    MODE: tl.constexpr,
+    MODE: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Repeat the gradient of each bag for its look-ups, as ``values [nnz, D]``."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -153,7 +161,7 @@ def _pool_backward(
             value = tl.where(first == at[:, None], arrived, 0.0)
         if grad_scale is not None:
             row = tl.load(flat + at, mask=live, other=0)
-            looked = tl.load(weight + row[:, None] * D + column, mask=mask, other=0.0)
+            looked = load_rows(weight, row, wide, live, column, D, FORMAT)
             dot = tl.sum(looked.to(tl.float32) * arrived, 1)
             tl.store(grad_scale + at, dot.to(grad_scale.dtype.element_ty), mask=live)
         if scale is not None:
@@ -183,6 +191,7 @@ class _LookupBags(torch.autograd.Function):
         offsets: Tensor,
         modulo: Tensor | None,
         last: Tensor | None,
+        wide: Wide | None,
         request: _Request,
     ) -> Tensor:
         tables, dim = len(starts), weight.shape[1]
@@ -198,19 +207,21 @@ class _LookupBags(torch.autograd.Function):
                 owners = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
             if request.mode == "max":
                 chosen = torch.empty(out.shape, dtype=torch.int64, device=ids.device)
+        data, num_wide, packing = storage(weight)
+        index = (starts, modulo, last, *(wide or (None, None)))
         if bags and request.mode == "max":
             grid, sizes = tiling(bags, dim, TILE)
             _pool_max[grid](
-                ids, offsets, (starts, modulo, last), weight, out, flat, chosen,
-                bags, bags // tables, F=tables, **sizes,
+                ids, offsets, index, data, num_wide, out, flat, chosen,
+                bags, bags // tables, F=tables, FORMAT=packing, **sizes,
             )  # fmt: skip
         elif bags:
             block_d = triton.next_power_of_2(dim)
             block = max(1, BAGS // block_d)
             _pool[triton.cdiv(bags, block),](
-                ids, offsets, (starts, modulo, last), weight, scale, out, (flat, owners),
+                ids, offsets, index, data, num_wide, scale, out, (flat, owners),
                 bags, bags // tables, F=tables, D=dim, BLOCK=block, BLOCK_D=block_d, CHUNK=CHUNK,
-                MEAN=request.mode == "mean", num_warps=1,
+                MEAN=request.mode == "mean", FORMAT=packing, num_warps=1,
             )  # fmt: skip
         if flat is not None and ctx.needs_input_grad[0] and context.sorter is not None:
             context.sorter.submit(flat, len(weight), owners)
@@ -225,22 +236,23 @@ class _LookupBags(torch.autograd.Function):
         request, dim = ctx.request, weight.shape[1]
         if request.update is not None and request.update.due:
             _apply(request, weight, flat, owners, grad.reshape(-1, dim))
-            return (None,) * 8
+            return (None,) * 9
         bags = offsets.numel() - 1
         values = weight.new_empty(flat.numel(), dim)
         grad_scale = torch.empty_like(scale) if ctx.needs_input_grad[1] else None
         grid, sizes = tiling(bags, dim, TILE)
         if bags:
+            data, num_wide, packing = storage(weight)
             _pool_backward[grid](
-                grad.contiguous(), offsets, flat, weight, scale, chosen, values, grad_scale,
-                bags, bags // ctx.tables, F=ctx.tables, MODE=request.mode, **sizes,
+                grad.contiguous(), offsets, flat, data, num_wide, scale, chosen, values, grad_scale,
+                bags, bags // ctx.tables, F=ctx.tables, MODE=request.mode, FORMAT=packing, **sizes,
             )  # fmt: skip
         grad_weight = None
         if ctx.needs_input_grad[0]:
             if owners is not None:  # they were sorted for an update of whole bags
                 flat = flat.clone()
             grad_weight = row_gradient(weight, flat, values, request.sparse)
-        return grad_weight, grad_scale, *[None] * 6
+        return grad_weight, grad_scale, *[None] * 7
 
 
 def _apply(request: _Request, weight: Tensor, flat: Tensor, owners: Tensor, grads: Tensor) -> None:
@@ -249,8 +261,9 @@ def _apply(request: _Request, weight: Tensor, flat: Tensor, owners: Tensor, grad
     assert update is not None
     found = None if sorter is None else sorter.result(flat)
     found = found or sort_rows(flat, len(weight)).of_owners(owners)
+    table = weight if packed_rows(weight) is not None else weight.detach()
     update_rows(
-        update.rule, weight.detach(), flat, grads, update.states,
+        update.rule, table, flat, grads, update.states,
         lr=update.lr, sorted_rows=found, seed=update.seed, impl="triton",
     )  # fmt: skip
     update.done(weight)
@@ -266,6 +279,7 @@ def lookup_bags(
     mode: str = "sum",
     modulo: Tensor | None = None,
     last: Tensor | None = None,
+    wide: Wide | None = None,
     sparse: bool = True,
     context: BagContext = NO_BAG_CONTEXT,
     impl: str | None = None,
@@ -273,13 +287,14 @@ def lookup_bags(
     """Pool a bag of rows per table and sample.
 
     Args:
-        weight: the concatenated tables, ``[sum(V), D]``, contiguous; fp32 or bf16.
+        weight: the concatenated tables, ``[sum(V), D]``, contiguous; fp32 or bf16; or a
+            :class:`~dlrm.kernels.update.packed.PackedParameter`, for kernels only.
         starts: first row of each table, ``[F]`` int64.
         ids: ids of all bags, table by table, ``[nnz]`` int32 or int64 (not checked).
         offsets: first id of each bag, then nnz, ``[F * B + 1]`` (not checked).
         per_sample_weights: a factor per id, ``[nnz]``; mode sum only. It has a gradient.
         mode: sum, mean or max; an empty bag gives zeros.
-        modulo, last: as in :func:`~dlrm.kernels.lookup.tables.lookup_tables`.
+        modulo, last, wide: as in :func:`~dlrm.kernels.lookup.tables.lookup_tables`.
         sparse: whether the gradient of the weight is an uncoalesced COO tensor, its entries in the
             order of ``ids``, or a dense one.
         context: what a training step prepared.
@@ -303,7 +318,7 @@ def lookup_bags(
             weight, starts, ids, offsets, per_sample_weights, mode, modulo, last, sparse
         )
         return out.to(context.dtype or out.dtype)
-    require_contiguous(weight=weight, starts=starts, modulo=modulo, last=last)
+    require_contiguous(weight=storage(weight)[0], starts=starts, modulo=modulo, last=last)
     if per_sample_weights is not None:
         per_sample_weights = per_sample_weights.contiguous()
     ids, offsets = ids.contiguous(), offsets.contiguous()
@@ -311,7 +326,7 @@ def lookup_bags(
     update = context.updates.take(weight) if alike and context.updates is not None else None
     request = _Request(mode=mode, sparse=sparse, context=context, update=update)
     return _LookupBags.apply(
-        weight, per_sample_weights, starts, ids, offsets, modulo, last, request
+        weight, per_sample_weights, starts, ids, offsets, modulo, last, wide, request
     )
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dlrm.kernels import require_contiguous, require_integers, tl, triton, use_triton
-from dlrm.kernels.lookup.tables import lookup_tables, row_gradient, row_of
+from dlrm.kernels.lookup.tables import Wide, lookup_tables, row_gradient, row_of
+from dlrm.kernels.update.packed import packed_rows
 from dlrm.kernels.update.row_sort import RowSorter
 
 BLOCK = 64  # samples of a tile
@@ -47,7 +48,7 @@ def _forward(
     sample = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = sample < batch
     k = table * batch + sample
-    row = row_of(tl.load(ids + k, mask=inside, other=0), table, starts, None, last)
+    row = row_of(tl.load(ids + k, mask=inside, other=0), table, starts, None, last, None, None)
     if flat is not None:
         tl.store(flat + k, row, mask=inside)
     at_e, at_d = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_D)[None, :]
@@ -158,6 +159,7 @@ def lookup_projected(
     ids: Tensor,
     *,
     last: Tensor | None = None,
+    wide: Wide | None = None,
     sparse: bool = True,
     sorter: RowSorter | None = None,
     impl: str | None = None,
@@ -165,11 +167,13 @@ def lookup_projected(
     """Fetch one short row per table and sample, and multiply it by the table's matrix.
 
     Args:
-        weight: the concatenated tables, ``[sum(V), E]``, contiguous; fp32 or bf16.
+        weight: the concatenated tables, ``[sum(V), E]``, contiguous; fp32 or bf16; or a
+            :class:`~dlrm.kernels.update.packed.PackedParameter`, whose rows PyTorch multiplies.
         projection: the matrix of each table, ``[F, E, D]``, contiguous; of the same type.
         starts: first row of each table, ``[F]`` int64.
         ids: ``[F, B]``, int32 or int64, each inside its table (not checked).
-        last: see :func:`~dlrm.kernels.lookup.tables.lookup_tables`.
+        last, wide: see :func:`~dlrm.kernels.lookup.tables.lookup_tables`; tables in two parts are
+            packed.
         sparse: whether the gradient of the weight is an uncoalesced COO tensor or a dense one.
         sorter: sorts the rows that will have a gradient ahead of their update.
         impl: see :mod:`dlrm.kernels`. Rows longer than :data:`MAX_DIM` are multiplied by PyTorch.
@@ -182,9 +186,10 @@ def lookup_projected(
             is not contiguous.
     """
     require_integers(weight, ids=ids)
-    if not use_triton(weight, impl) or max(projection.shape[1:]) > MAX_DIM:
+    packed = packed_rows(weight) is not None
+    if packed or not use_triton(weight, impl) or max(projection.shape[1:]) > MAX_DIM:
         short = lookup_tables(
-            weight, starts, ids, last=last, sparse=sparse, sorter=sorter, impl=impl
+            weight, starts, ids, last=last, wide=wide, sparse=sparse, sorter=sorter, impl=impl
         )
         return project(short, projection)
     require_contiguous(weight=weight, projection=projection, starts=starts, last=last)

@@ -21,42 +21,54 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from dlrm.kernels import require_contiguous, require_integers, tl, triton, use_triton
+from dlrm.kernels.update.packed import load_rows, packed_rows, storage
 from dlrm.kernels.update.row_sort import RowSorter
+
+Wide = tuple[Tensor, Tensor]
+"""Of tables in two parts, see :func:`lookup_tables`."""
 
 TILE = 4096  # elements of a tile: 32 per thread
 
 
 @triton.jit
-def row_of(id, table, starts, modulo, last):
+def row_of(id, table, starts, modulo, last, wide_first, wide_starts):
     """The row in the weight of ids of each ``table``."""
     if modulo is not None:
         id %= tl.load(modulo + table).to(id.dtype)
     if last is not None:
         id = tl.minimum(id, tl.load(last + table).to(id.dtype))
     row = id.to(tl.int64)
-    if starts is not None:
+    if wide_first is not None:
+        if last is not None:  # the shared row comes first
+            row = tl.where(row == tl.load(last + table), 0, row + 1)
+        first = tl.load(wide_first + table)
+        row += tl.where(row < first, tl.load(starts + table), tl.load(wide_starts + table) - first)
+    elif starts is not None:
         row += tl.load(starts + table)
     return row
 
 
 @triton.jit
 def _gather(
-    ids, starts, modulo, last, weight, out, flat, n, batch, stride_b, stride_f,
+    ids, tables, weight, wide, out, flat, n, batch, stride_b, stride_f,
     F: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Fetch one row per table and sample, sample by sample; ``flat`` receives their indices."""
+    """Fetch one row per table and sample, sample by sample; ``flat`` receives their indices.
+
+    ``tables`` has the arguments of :func:`row_of` from ``starts`` on.
+    """
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
     sample, table = (k // F).to(tl.int64), (k % F).to(tl.int64)
     id = tl.load(ids + table * batch + sample, mask=inside, other=0)
-    row = row_of(id, table, starts, modulo, last)
+    row = row_of(id, table, tables[0], tables[1], tables[2], tables[3], tables[4])
     if flat is not None:
         tl.store(flat + k, row, mask=inside)
     column = tl.arange(0, BLOCK_D)[None, :]
-    mask = inside[:, None] & (column < D)
-    value = tl.load(weight + row[:, None] * D + column, mask=mask, other=0.0)
+    value = load_rows(weight, row, wide, inside, column, D, FORMAT)
     to = sample * stride_b + table * stride_f
-    tl.store(out + to[:, None] + column, value, mask=mask)
+    tl.store(out + to[:, None] + column, value, mask=inside[:, None] & (column < D))
 
 
 def tiling(n: int, dim: int, tile: int) -> tuple[tuple[int], dict[str, int]]:
@@ -75,6 +87,7 @@ def gather_rows(
     *,
     modulo: Tensor | None = None,
     last: Tensor | None = None,
+    wide: Wide | None = None,
 ) -> None:
     """Launch the look-up of one row per table and sample, outside of autograd.
 
@@ -85,15 +98,16 @@ def gather_rows(
         out: output, ``[B, F, D]``; only its last dimension must be contiguous, so it may be part of
             a larger buffer.
         flat: receives the row in ``weight`` of every look-up, int64 ``[B, F]``.
-        modulo, last: see :func:`lookup_tables`.
+        modulo, last, wide: see :func:`lookup_tables`.
     """
     tables, batch = ids.shape
     grid, sizes = tiling(ids.numel(), weight.shape[1], TILE)
     if ids.numel():
-        strides = out.stride()[:2]
+        data, num_wide, packing = storage(weight)
+        index = (starts, modulo, last, *(wide or (None, None)))
         _gather[grid](
-            ids, starts, modulo, last, weight, out, flat, ids.numel(), batch, *strides,
-            F=tables, **sizes,
+            ids, index, data, num_wide, out, flat, ids.numel(), batch, *out.stride()[:2], F=tables,
+            FORMAT=packing, **sizes,
         )  # fmt: skip
 
 
@@ -120,6 +134,7 @@ class _LookupTables(torch.autograd.Function):
         ids: Tensor,
         modulo: Tensor | None,
         last: Tensor | None,
+        wide: Wide | None,
         sparse: bool,
         sorter: RowSorter | None,
     ) -> Tensor:
@@ -131,7 +146,7 @@ class _LookupTables(torch.autograd.Function):
         elif ctx.needs_input_grad[0]:
             flat = torch.empty(batch, tables, dtype=torch.int64, device=ids.device)
         to = None if starts is None else flat
-        gather_rows(weight, starts, ids, out, to, modulo=modulo, last=last)
+        gather_rows(weight, starts, ids, out, to, modulo=modulo, last=last, wide=wide)
         if flat is not None and sorter is not None:
             sorter.submit(flat.view(-1) if starts is None else flat, len(weight))
         ctx.save_for_backward(weight, flat)
@@ -144,7 +159,7 @@ class _LookupTables(torch.autograd.Function):
         weight, flat = ctx.saved_tensors
         values = grad.reshape(-1, weight.shape[1])
         grad_weight = row_gradient(weight, flat.view(-1), values, ctx.sparse)
-        return grad_weight, *[None] * 6
+        return grad_weight, *[None] * 7
 
 
 def lookup(
@@ -158,7 +173,8 @@ def lookup(
     """Fetch rows by index.
 
     Args:
-        weight: ``[V, D]``, contiguous; fp32 or bf16.
+        weight: ``[V, D]``, contiguous; fp32 or bf16; or a
+            :class:`~dlrm.kernels.update.packed.PackedParameter`.
         rows: any shape, int32 or int64, each in ``[0, V)`` (not checked).
         sparse: whether the gradient of the weight is an uncoalesced COO tensor or a dense one.
         sorter: sorts the rows that will have a gradient ahead of their update.
@@ -173,10 +189,10 @@ def lookup(
     """
     require_integers(weight, rows=rows)
     if not use_triton(weight, impl):
-        return functional.embedding(rows, weight, sparse=sparse)
-    require_contiguous(weight=weight)
+        return _lookup_torch(weight, rows, sparse)
+    require_contiguous(weight=storage(weight)[0])
     flat = rows.reshape(1, -1).contiguous()
-    out = _LookupTables.apply(weight, None, flat, None, None, sparse, sorter)
+    out = _LookupTables.apply(weight, None, flat, None, None, None, sparse, sorter)
     return out.view(*rows.shape, weight.shape[1])
 
 
@@ -187,6 +203,7 @@ def lookup_tables(
     *,
     modulo: Tensor | None = None,
     last: Tensor | None = None,
+    wide: Wide | None = None,
     sparse: bool = True,
     sorter: RowSorter | None = None,
     impl: str | None = None,
@@ -194,11 +211,15 @@ def lookup_tables(
     """Fetch one row per table and sample.
 
     Args:
-        weight: the concatenated tables, ``[sum(V), D]``, contiguous; fp32 or bf16.
+        weight: the concatenated tables, ``[sum(V), D]``, contiguous; fp32 or bf16; or a
+            :class:`~dlrm.kernels.update.packed.PackedParameter`.
         starts: first row of each table, ``[F]`` int64.
         ids: ``[F, B]``, int32 or int64, each inside its table (not checked).
         modulo: ids of equal remainder share a row, ``[F]`` int64; None for no sharing.
         last: ids from this one on share its row, ``[F]`` int64; None for no sharing.
+        wide: for tables in two parts, those of all tables one after another: the number of rows in
+            the first part, and the first row of the second one, each ``[F]`` int64. The row that
+            ``last`` has shared is then the first of its table.
         sparse: whether the gradient of the weight is an uncoalesced COO tensor, with its entries
             sample by sample, or a dense one.
         sorter: sorts the rows that will have a gradient ahead of their update.
@@ -217,9 +238,10 @@ def lookup_tables(
             f"ids have shape {tuple(ids.shape)}, they must be [{len(starts)}, B]: a row per table"
         )
     if not use_triton(weight, impl):
-        return lookup_tables_torch(weight, starts, ids, modulo, last, sparse)
-    require_contiguous(weight=weight, starts=starts, modulo=modulo, last=last)
-    return _LookupTables.apply(weight, starts, ids.contiguous(), modulo, last, sparse, sorter)
+        return lookup_tables_torch(weight, starts, ids, modulo, last, wide, sparse)
+    require_contiguous(weight=storage(weight)[0], starts=starts, modulo=modulo, last=last)
+    ids = ids.contiguous()
+    return _LookupTables.apply(weight, starts, ids, modulo, last, wide, sparse, sorter)
 
 
 def lookup_tables_torch(
@@ -228,10 +250,56 @@ def lookup_tables_torch(
     ids: Tensor,
     modulo: Tensor | None = None,
     last: Tensor | None = None,
+    wide: Wide | None = None,
     sparse: bool = True,
 ) -> Tensor:
     """:func:`lookup_tables` in PyTorch."""
-    ids = ids if modulo is None else ids % modulo[:, None]
-    ids = ids if last is None else ids.minimum(last[:, None])
-    rows = (ids + starts[:, None]).t().contiguous()  # [B, F]
-    return functional.embedding(rows, weight, sparse=sparse)
+    tables = torch.arange(len(starts), device=ids.device)[:, None]
+    rows = rows_of_torch(ids, tables, starts, modulo, last, wide)
+    return _lookup_torch(weight, rows.t().contiguous(), sparse)
+
+
+def rows_of_torch(
+    ids: Tensor,
+    tables: Tensor,
+    starts: Tensor,
+    modulo: Tensor | None = None,
+    last: Tensor | None = None,
+    wide: Wide | None = None,
+) -> Tensor:
+    """The rows in the weight of ``ids [...]`` of ``tables``, which broadcasts against them; see
+    :func:`lookup_tables`.
+    """
+    ids = ids if modulo is None else ids % modulo[tables]
+    ids = ids if last is None else ids.minimum(last[tables])
+    if wide is None:
+        return ids + starts[tables]
+    if last is not None:  # the shared row comes first
+        ids = torch.where(ids == last[tables], 0, ids + 1)
+    first = wide[0][tables]
+    return ids + torch.where(ids < first, starts[tables], wide[1][tables] - first)
+
+
+def _lookup_torch(weight: Tensor, rows: Tensor, sparse: bool) -> Tensor:
+    if packed_rows(weight) is None:
+        return functional.embedding(rows, weight, sparse=sparse)
+    return _LookupPacked.apply(weight, rows, sparse)
+
+
+class _LookupPacked(torch.autograd.Function):
+    """Packed rows by index, in PyTorch."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rows: Tensor, sparse: bool) -> Tensor:
+        packed = packed_rows(weight)
+        assert packed is not None
+        ctx.save_for_backward(weight, rows)
+        ctx.sparse = sparse
+        return packed.read(rows.reshape(-1)).view(*rows.shape, packed.dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, rows = ctx.saved_tensors
+        values = grad.reshape(-1, weight.shape[1])
+        return row_gradient(weight, rows.reshape(-1).long(), values, ctx.sparse), None, None

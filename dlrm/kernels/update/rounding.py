@@ -20,10 +20,16 @@ def round_stochastic(value: Tensor) -> Tensor:
 
 
 @triton.jit
+def round_to_bf16(value, element, seed):
+    """Round fp32 stochastically to a number that bf16 has; ``element`` numbers the values."""
+    random = tl.randint(tl.load(seed), element.to(tl.int32)).to(tl.int32) & 0xFFFF
+    bits = (value.to(tl.int32, bitcast=True) + random) & -65536  # the upper half is the bf16
+    return tl.where(value == value, bits.to(tl.float32, bitcast=True), value)
+
+
+@triton.jit
 def store_rounded(pointer, element, value, mask, seed, ROUND: tl.constexpr):
     """Store fp32 in the type of ``pointer``; with ROUND, bf16 by stochastic rounding."""
     if ROUND:
-        random = tl.randint(tl.load(seed), element.to(tl.int32)).to(tl.int32) & 0xFFFF
-        bits = (value.to(tl.int32, bitcast=True) + random) & -65536  # the upper half is the bf16
-        value = tl.where(value == value, bits.to(tl.float32, bitcast=True), value)
+        value = round_to_bf16(value, element, seed)
     tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)

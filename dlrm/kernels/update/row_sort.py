@@ -13,6 +13,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from dlrm.kernels import tl, triton, use_triton
 from dlrm.utils.streams import stream_of
@@ -126,6 +127,24 @@ def _sort_lists(gradients: Sequence[tuple[Tensor, int]]) -> list[SortedRows]:
         torch.add(wide, base, out=part)
     parts = (found.split(lengths) for found in torch.sort(keys, stable=True))
     return [SortedRows(*found) for found in zip(*parts, bases, firsts, strict=False)]
+
+
+def merge_rows_torch(rows: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum the gradients of equal rows.
+
+    Args:
+        rows: row of each gradient, ``[n]``; those below 0 are skipped.
+        grads: ``[n, D]``.
+
+    Returns:
+        The unique rows, ascending, and their sums in fp32 or wider.
+    """
+    rows, order = rows.sort(stable=True)
+    rows, counts = rows.unique_consecutive(return_counts=True)
+    grads = grads.to(torch.promote_types(grads.dtype, torch.float32))
+    sums = functional.embedding_bag(order, grads, counts.cumsum(0) - counts, mode="sum")
+    skipped = int((rows < 0).sum())
+    return rows[skipped:], sums[skipped:]
 
 
 class RowSorter:

@@ -22,12 +22,18 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from dlrm.kernels import require_integers, tl, triton, use_triton
 from dlrm.kernels.update.cached_slots import CachedSlots
-from dlrm.kernels.update.rounding import round_stochastic, store_rounded
-from dlrm.kernels.update.row_sort import SortedRows, sort_rows
+from dlrm.kernels.update.packed import (
+    load_packed,
+    packed_rows,
+    storage,
+    store_packed,
+    update_packed_torch,
+)
+from dlrm.kernels.update.rounding import round_stochastic, round_to_bf16, store_rounded
+from dlrm.kernels.update.row_sort import SortedRows, merge_rows_torch, sort_rows
 from dlrm.kernels.update.rules import (
     Hyper,
     Rule,
@@ -61,6 +67,7 @@ class _Table(NamedTuple):
     tensors: tuple[Tensor, ...]
     slots: Tensor | None
     offsets: tuple[int, ...]
+    wide: int = 0  # of packed rows, see :func:`~dlrm.kernels.update.packed.storage`
 
 
 class _Step(NamedTuple):
@@ -103,7 +110,8 @@ def _pointer(row, slot, table, INDEX: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _update(
-    row, slot, grad, live, table, step, D: tl.constexpr, RULE: tl.constexpr, ROUND: tl.constexpr
+    row, slot, grad, live, table, step, D: tl.constexpr, RULE: tl.constexpr, ROUND: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Apply the rule to ``row [K]`` where ``live [K]``, given the summed ``grad [K, BLOCK_D]``."""
     WEIGHTS: tl.constexpr = RULE.weight_states
@@ -111,8 +119,11 @@ def _update(
     column = tl.arange(0, grad.shape[1])[None, :]
     mask = live[:, None] & (column < D)
     lr = tl.load(step.lr)
-    weight = _pointer(row, slot, table, 0, D)[:, None] + column
-    value = tl.load(weight, mask=mask, other=0.0).to(tl.float32)
+    if FORMAT == 0:
+        weight = _pointer(row, slot, table, 0, D)[:, None] + column
+        value = tl.load(weight, mask=mask, other=0.0).to(tl.float32)
+    else:
+        value, scale = load_packed(table.tensors[0], row, table.wide, live, column, D, FORMAT)
     value, grad = decay_step(value, grad, lr, step.hyper, RULE)
     first, second = grad, grad
     row_state = row
@@ -125,8 +136,14 @@ def _update(
     if RULE.row_state is not None:
         at_row = _pointer(row, slot, table, WEIGHTS + 1, 1)
         old = tl.load(at_row, mask=live, other=0)
+        NARROW: tl.constexpr = old.dtype == tl.bfloat16
+        if NARROW:
+            old = old.to(tl.float32)
         row_state = row_step(old, tl.sum(grad * grad, 1) / D, RULE)
-        store_after_all_read(at_row, row_state, live)
+        kept = row_state
+        if NARROW and ROUND:
+            kept = round_to_bf16(row_state, ~row, step.seed)  # no number of a weight
+        store_after_all_read(at_row, kept.to(at_row.dtype.element_ty), live)
     first, second, move = rule_step(first, second, row_state, grad, step.hyper, RULE)
     if WEIGHTS > 1:
         tl.store(at_second, second, mask=mask)
@@ -136,15 +153,21 @@ def _update(
         at_buffer = _pointer(row, slot, table, len(table.tensors) - 1, D)[:, None] + column
         move += step.hyper.momentum * tl.load(at_buffer, mask=mask, other=0.0)
         tl.store(at_buffer, move, mask=mask)
-    element = row[:, None] * D + column
-    store_rounded(weight, element, value - lr * move, mask, step.seed, ROUND)
+    if FORMAT == 0:
+        element = row[:, None] * D + column
+        store_rounded(weight, element, value - lr * move, mask, step.seed, ROUND)
+    else:
+        store_packed(
+            table.tensors[0], row, table.wide, live, value - lr * move, scale, step.seed,
+            D, FORMAT, ROUND,
+        )  # fmt: skip
 
 
 @triton.jit
 def _merge(
     entries, grads, partials, table, step,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
-    RULE: tl.constexpr, ROUND: tl.constexpr,
+    RULE: tl.constexpr, ROUND: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Sum a tile of sorted gradients by row; update rows inside it, spill those that cross it."""
     tile = tl.program_id(0)
@@ -172,7 +195,7 @@ def _merge(
 
         ends = inside & (row != following)
         late = row == before  # it began in an earlier tile
-        _update(row, slot, total, ends & ~late, table, step, D, RULE, ROUND)
+        _update(row, slot, total, ends & ~late, table, step, D, RULE, ROUND, FORMAT)
         end_of_part = at == BLOCK - 1
         crosses = end_of_part & inside & ~ends & (part == PARTS - 1)  # into the next tile
         spill = ((ends & late) | crosses)[:, None] & (column < D)
@@ -186,7 +209,7 @@ def _merge(
 def _finish(
     entries, partials, table, step,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr,
-    RULE: tl.constexpr, ROUND: tl.constexpr,
+    RULE: tl.constexpr, ROUND: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Update the row that begins in this tile and crosses into the next, if there is one."""
     tile = tl.program_id(0)
@@ -209,7 +232,8 @@ def _finish(
             tile += WIDTH
         rows = row + tl.zeros((1,), row.dtype)
         live = rows >= 0
-        _update(rows, _slot_of(rows, table, live), total, live, table, step, D, RULE, ROUND)
+        slot = _slot_of(rows, table, live)
+        _update(rows, slot, total, live, table, step, D, RULE, ROUND, FORMAT)
 
 
 def update_rows(
@@ -233,18 +257,20 @@ def update_rows(
     Args:
         rule: a rule of :func:`~dlrm.kernels.update.rules.make_rule`, or the name of one with its
             default options.
-        weight: the table, ``[V, D]`` contiguous, fp32 or bf16.
+        weight: the table, ``[V, D]`` contiguous, fp32 or bf16; or a
+            :class:`~dlrm.kernels.update.packed.PackedParameter`.
         rows: row of each gradient, ``[n]``; those with row -1 are skipped.
         grads: ``[n, D]``, fp32 or bf16; with ``sorted_rows`` of another length, if their ``order``
             says which gradient each row has, as where a bag of rows has one.
         states: state of the table, in the order of ``rule.states``, zeros at first: ``[V, D]``, or
-            ``[V]`` or ``[V, 1]`` where it is one number per row; fp32, steps also int32.
+            ``[V]`` or ``[V, 1]`` where it is one number per row; fp32, steps also int32, sums also
+            bf16, which are rounded as bf16 rows are.
         lr: learning rate, a 0-d fp32 tensor.
         sorted_rows: ``sort_rows(rows, V)`` if that was computed ahead; the kernels then read it in
             place of ``rows``.
         cached: the cached rows of ``weight`` and ``states``, if these are in host memory.
-        seed: a 0-d int64 tensor. With it bf16 rows are rounded stochastically, without bias, and
-            the seed increases by one; without it they are rounded to nearest.
+        seed: a 0-d int64 tensor. With it bf16 and packed rows are rounded stochastically, without
+            bias, and the seed increases by one; without it they are rounded to nearest.
         impl: see :mod:`dlrm.kernels`.
 
     Raises:
@@ -264,18 +290,21 @@ def update_rows(
         return
     sorted_rows = sorted_rows or sort_rows(rows, len(weight))
     if len(sorted_rows.rows):
-        tensors = (weight, *states)
-        table = _Table(tensors, None, ())
+        data, wide, packing = storage(weight)
+        table = _Table((data, *states), None, (), wide)
         if cached is not None:
-            table = _Table(tensors, cached.slots, cached.offsets(tensors))
-        _launch(rule, sorted_rows, grads.contiguous(), table, _Step(lr, hyper(rule), seed))
+            table = _Table((data, *states), cached.slots, cached.offsets((data, *states)))
+        step = _Step(lr, hyper(rule), seed)
+        _launch(rule, sorted_rows, grads.contiguous(), table, step, packing)
     if seed is not None:  # without gradients too, so that every process rounds replicas alike
         seed.add_(1)
 
 
-def _launch(rule: Rule, sorted_rows: SortedRows, grads: Tensor, table: _Table, step: _Step) -> None:
+def _launch(
+    rule: Rule, sorted_rows: SortedRows, grads: Tensor, table: _Table, step: _Step, packing: int
+) -> None:
     n, dim = len(sorted_rows.rows), grads.shape[1]
-    block_d = triton.next_power_of_2(dim)
+    block_d = max(2 if packing else 1, triton.next_power_of_2(dim))
     block, warps = _tile(block_d, rule.kind.weight_states + rule.kind.momentum)
     longest = max(8, LONGEST // (block * block_d))
     parts = min(longest, triton.next_power_of_2(max(1, n // (MANY * block))))
@@ -286,7 +315,9 @@ def _launch(rule: Rule, sorted_rows: SortedRows, grads: Tensor, table: _Table, s
         "D": dim,
         "BLOCK_D": block_d,
         "RULE": rule.kind,
-        "ROUND": step.seed is not None and table.tensors[0].dtype == torch.bfloat16,
+        "ROUND": step.seed is not None
+        and (packing > 0 or table.tensors[0].dtype == torch.bfloat16),
+        "FORMAT": packing,
     }
     _merge[tiles,](
         entries, grads, partials, table, step,
@@ -320,26 +351,8 @@ def _check(rule: Rule, weight: Tensor, grads: Tensor, states: Sequence[Tensor]) 
         )
     if grads.dim() != 2 or grads.shape[1] != dim:
         raise ValueError(f"grads have shape {tuple(grads.shape)}, they must be [n, {dim}]")
-    if not all(tensor.is_contiguous() for tensor in (weight, *states)):
+    if not all(tensor.is_contiguous() for tensor in (storage(weight)[0], *states)):
         raise ValueError("weight and states must be contiguous, they are updated in place")
-
-
-def merge_rows_torch(rows: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum the gradients of equal rows.
-
-    Args:
-        rows: row of each gradient, ``[n]``; those below 0 are skipped.
-        grads: ``[n, D]``.
-
-    Returns:
-        The unique rows, ascending, and their sums in fp32 or wider.
-    """
-    rows, order = rows.sort(stable=True)
-    rows, counts = rows.unique_consecutive(return_counts=True)
-    grads = grads.to(torch.promote_types(grads.dtype, torch.float32))
-    sums = functional.embedding_bag(order, grads, counts.cumsum(0) - counts, mode="sum")
-    skipped = int((rows < 0).sum())
-    return rows[skipped:], sums[skipped:]
 
 
 @torch.no_grad()
@@ -354,11 +367,15 @@ def update_rows_torch(
     cached: CachedSlots | None = None,
     seed: Tensor | None = None,
 ) -> None:
-    """:func:`update_rows` in PyTorch; bf16 rows draw from PyTorch's generator, not ``seed``."""
+    """:func:`update_rows` in PyTorch, which draws from PyTorch's generator, not ``seed``."""
     if not len(rows):
         return
     rule = make_rule(rule) if isinstance(rule, str) else rule
     rows, grad = merge_rows_torch(rows.long(), grads)
+    packed = packed_rows(weight)
+    if packed is not None:
+        update_packed_torch(rule, packed, rows, grad, states, lr, seed)
+        return
     tensors = [tensor.view(len(weight), -1) for tensor in (weight, *states)]
     if cached is None:
         value, *state = [tensor.index_select(0, rows) for tensor in tensors]

@@ -1,0 +1,357 @@
+"""Rows of small integers: 8 or 4 bits a weight, and a scale for each row.
+
+A packed row is one record: the integers, then the scale in bf16. A look-up reads both together and
+an update writes both back; no copy of the rows in floating point exists anywhere. A table may keep
+its first rows, those of the most frequent ids, in 8 bits and the others in 4.
+
+An update adds its step in fp32 and rounds the sum stochastically, so that steps far below the scale
+count on average. Each rounding adds noise that grows with the scale. A row that is updated ten
+thousand times collects ten thousand roundings, a rare one only a few: that is why the frequent rows
+need more bits. A row keeps its scale until its largest weight no longer fits, or needs less than a
+third of it: with a new scale all weights of the row would be rounded, those without a step too.
+
+Reference: Li et al., "Adaptive Low-Precision Training for Embeddings in Click-Through Rate
+Prediction", AAAI 2023, arXiv 2212.05735.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from dlrm.kernels import tl, triton
+from dlrm.kernels.update.rounding import round_stochastic
+from dlrm.kernels.update.rules import Rule, foreach_update
+
+BITS = {"int8": 8, "int4": 4}
+"""Bits of a weight by the name of the type."""
+CHUNK = 1 << 18  # rows that are packed at a time
+SHRINK = 3.0  # a row takes a smaller scale once it needs less than a third of its own
+CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # shares of the largest weight that a scale may fit
+
+
+def value_bytes(dim: int, bits: int) -> int:
+    """Bytes of the integers of a row, an even number so that scales are aligned."""
+    return (dim * bits + 15) // 16 * 2
+
+
+def record_bytes(dim: int, bits: int) -> int:
+    """Bytes of a packed row with its scale."""
+    return value_bytes(dim, bits) + 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedRows:
+    """The packed rows of a table ``[V, D]``."""
+
+    data: Tensor
+    """The records, one after another, uint8."""
+    num_rows: int
+    dim: int
+    wide: int
+    """The number of rows in 8 bits, which come first; the others have 4."""
+
+    @classmethod
+    def empty(cls, num_rows: int, dim: int, wide: int, device: Any = None) -> Self:
+        """Zeros, on a device or the default one."""
+        size = wide * record_bytes(dim, 8) + (num_rows - wide) * record_bytes(dim, 4)
+        data = torch.zeros(size, dtype=torch.uint8, device=device)
+        return cls(data=data, num_rows=num_rows, dim=dim, wide=wide)
+
+    @property
+    def format(self) -> int:
+        """What kernels are compiled for: 8 or 4 bits, or 12 if there are both."""
+        return {self.num_rows: 8, 0: 4}.get(self.wide, 12)
+
+    def _parts(self, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Bits and records ``[N, bytes]`` of the two parts, and which of ``rows`` are in each:
+        their places in the list and in the part, ``[2, n]``.
+        """
+        split = self.wide * record_bytes(self.dim, 8)
+        for bits, first, data in (8, 0, self.data[:split]), (4, self.wide, self.data[split:]):
+            at = ((rows < self.wide) == (bits == 8)).nonzero()[:, 0]
+            records = data.view(-1, record_bytes(self.dim, bits))
+            yield bits, records, torch.stack([at, rows[at] - first])
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Rows ``[n]`` in fp32, ``[n, D]``."""
+        values, scale = self.read_packed(rows)
+        return values * scale[:, None]
+
+    def read_packed(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The integers of rows, ``[n, D]``, and their scales, ``[n]``, both in fp32."""
+        values = self.data.new_empty(len(rows), self.dim, dtype=torch.float32)
+        scale = values.new_empty(len(rows))
+        for bits, records, (at, index) in self._parts(rows):
+            found, split = records[index], value_bytes(self.dim, bits)
+            scale[at] = found[:, split:].contiguous().view(torch.bfloat16)[:, 0].float()
+            values[at] = _unpack(found[:, :split], self.dim, bits)
+        return values, scale
+
+    def write_packed(self, rows: Tensor, values: Tensor, scale: Tensor) -> None:
+        """Store integers and scales as :meth:`read_packed` returns them; no row twice."""
+        for bits, records, (at, index) in self._parts(rows):
+            scales = scale[at, None].bfloat16().view(torch.uint8)
+            records[index] = torch.cat([_pack(values[at], bits), scales], 1)
+
+    def highest(self, rows: Tensor) -> Tensor:
+        """The largest integer of each row, 127 or 7, ``[n, 1]`` fp32."""
+        return torch.where(rows < self.wide, 127.0, 7.0)[:, None]
+
+    def write(self, rows: Tensor, values: Tensor) -> None:
+        """Round rows ``[n, D]`` to nearest, each with the scale that gives the least error."""
+        highest = self.highest(rows)
+        values = values.float()
+        largest = values.abs().amax(1, keepdim=True)
+        best = scale = torch.full_like(largest, torch.inf)
+        for clip in CLIPS:
+            tried = _round_up(largest * clip / highest)
+            error = (_dequantize(values, tried, highest) * tried - values).square().sum(1, True)
+            better = error < best  # never for NaN
+            best, scale = error.where(better, best), tried.where(better, scale)
+        scale = scale.where(largest.isfinite(), torch.nan)
+        self.write_packed(rows, _dequantize(values, scale, highest), scale[:, 0])
+
+    def update(self, rows: Tensor, values: Tensor, *, stochastic: bool) -> None:
+        """Store updated rows ``[n, D]``, rounded stochastically or to nearest; no row twice.
+
+        A row keeps its scale while that fits. Rows with infinities or NaN become NaN.
+        """
+        highest, values = self.highest(rows), values.float()
+        largest = values.abs().amax(1, keepdim=True)  # NaN if one is
+        need = largest / highest
+        scale = self.read_packed(rows)[1][:, None]
+        scale = torch.where((scale >= need) & (scale <= SHRINK * need), scale, _round_up(need))
+        scale = scale.where(largest.isfinite(), torch.nan)
+        self.write_packed(rows, _dequantize(values, scale, highest, stochastic), scale[:, 0])
+
+
+def _dequantize(values: Tensor, scale: Tensor, highest: Tensor, stochastic: bool = False) -> Tensor:
+    """The integers that represent ``values [n, D]`` at scales ``[n, 1]``, in fp32."""
+    chance = torch.rand_like(values) if stochastic else 0.5
+    steps = (values / scale.where(scale > 0, 1.0) + chance).floor_()
+    return steps.nan_to_num_(0.0).clamp_(-highest, highest)
+
+
+def _round_up(scale: Tensor) -> Tensor:
+    """The next bf16 number that is not below, as fp32; below 1e-30 zero."""
+    bits = (scale.contiguous().view(torch.int32) + 0xFFFF) & -65536
+    return bits.view(torch.float32).where(scale > 1e-30, 0.0)
+
+
+def _unpack(data: Tensor, dim: int, bits: int) -> Tensor:
+    if bits == 4:
+        data = torch.stack([data & 15, data >> 4], -1).flatten(1)
+    return data[:, :dim].float() - 2.0 ** (bits - 1)
+
+
+def _pack(values: Tensor, bits: int) -> Tensor:
+    data = (values + 2.0 ** (bits - 1)).to(torch.uint8)
+    width = value_bytes(values.shape[1], bits) * 8 // bits
+    data = torch.nn.functional.pad(data, (0, width - data.shape[1]))
+    return data if bits == 8 else data[:, ::2] | data[:, 1::2] << 4
+
+
+class PackedParameter(nn.Parameter):
+    """A table ``[V, D]`` of packed rows.
+
+    To autograd and to optimizers it is a parameter in fp32, but there are no such numbers in
+    memory: all its elements are one zero. Only the look-ups of this library read its rows, its
+    gradients are sparse, and only ``RowOptimizer`` updates it; in-place operations of PyTorch
+    raise.
+
+    Args:
+        packed: the rows.
+        requires_grad: see ``nn.Parameter``.
+    """
+
+    packed: PackedRows
+
+    def __new__(cls, packed: PackedRows, requires_grad: bool = True) -> Self:
+        parameter = super().__new__(cls, _stand_in(packed), requires_grad)
+        parameter.packed = packed
+        return parameter
+
+    def moved(self, data: Tensor) -> Self:
+        """This parameter with its records in other memory; a new one between meta and others."""
+        new = replace(self.packed, data=data)
+        if data.is_meta != self.is_meta:
+            return type(self)(new, self.requires_grad)
+        self.packed, self.data = new, _stand_in(new)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if id(self) not in memo:
+            copied = replace(self.packed, data=self.packed.data.clone())
+            memo[id(self)] = type(self)(copied, self.requires_grad)
+        found: Self = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return type(self), (self.packed, self.requires_grad)
+
+
+def _stand_in(packed: PackedRows) -> Tensor:
+    """A tensor ``[V, D]`` of one element."""
+    zero = torch.zeros((), device=packed.data.device)
+    return zero.expand(packed.num_rows, packed.dim)
+
+
+def packed_rows(weight: Tensor) -> PackedRows | None:
+    """The packed rows of a parameter; None if its rows are not packed."""
+    return weight.packed if isinstance(weight, PackedParameter) else None
+
+
+def storage(weight: Tensor) -> tuple[Tensor, int, int]:
+    """What a kernel gets of a table: its memory, the number of wide rows, and the format, 0 if its
+    rows are not packed.
+    """
+    packed = packed_rows(weight)
+    return (weight, 0, 0) if packed is None else (packed.data, packed.wide, packed.format)
+
+
+@torch.no_grad()
+def chunks_to_write(weight: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    """Rows of a table to be written, one chunk at a time: the number of its first row, and memory
+    ``[n, D]`` to fill. Rows that are not packed are one chunk, in place.
+    """
+    packed = packed_rows(weight)
+    if packed is None:
+        yield start, weight[start:stop]
+    elif not packed.data.is_meta:
+        for first in range(start, stop, CHUNK):
+            rows = torch.arange(first, min(first + CHUNK, stop), device=packed.data.device)
+            values = torch.zeros(len(rows), packed.dim, device=packed.data.device)
+            yield first, values
+            packed.write(rows, values)
+
+
+@torch.no_grad()
+def update_packed_torch(
+    rule: Rule,
+    packed: PackedRows,
+    rows: Tensor,
+    grad: Tensor,
+    states: Sequence[Tensor],
+    lr: Tensor,
+    seed: Tensor | None,
+) -> None:
+    """Update packed rows, each listed once, in PyTorch.
+
+    Args:
+        rule, states, lr, seed: as of :func:`dlrm.kernels.update.sparse.update_rows`.
+        packed: the table.
+        rows: rows to update, ``[n]`` int64.
+        grad: the summed gradient of each, ``[n, D]``.
+    """
+    value, stochastic = packed.read(rows), seed is not None
+    state = [own.view(len(own), -1).index_select(0, rows).to(grad.dtype) for own in states]
+    foreach_update(rule, [value], [grad], [state], lr)
+    packed.update(rows, value, stochastic=stochastic)
+    for own, new in zip(states, state, strict=True):
+        if stochastic and own.dtype == torch.bfloat16:
+            new = round_stochastic(new)
+        own.view(len(own), -1).index_copy_(0, rows, new.to(own.dtype))
+
+
+# In kernels -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _record(row, wide, D: tl.constexpr, FORMAT: tl.constexpr):
+    """Where the records of rows begin, and where in them the scale is."""
+    VALUES8: tl.constexpr = (D + 1) // 2 * 2
+    VALUES4: tl.constexpr = (D + 3) // 4 * 2
+    if FORMAT == 8:
+        begin = row * (VALUES8 + 2)
+        scale = begin + VALUES8
+    elif FORMAT == 4:
+        begin = row * (VALUES4 + 2)
+        scale = begin + VALUES4
+    else:
+        begin = row * (VALUES4 + 2) + tl.minimum(row, wide) * (VALUES8 - VALUES4)
+        scale = begin + tl.where(row < wide, VALUES8, VALUES4)
+    return begin, scale
+
+
+@triton.jit
+def load_packed(data, row, wide, live, column, D: tl.constexpr, FORMAT: tl.constexpr):
+    """Packed rows ``[K]`` in fp32, ``[K, B]``, and their scales, ``[K]``."""
+    begin, scale_at = _record(row, wide, D, FORMAT)
+    mask = live[:, None] & (column < D)
+    scale = tl.load((data + scale_at).to(tl.pointer_type(tl.bfloat16)), mask=live, other=0.0)
+    scale = scale.to(tl.float32)
+    if FORMAT == 8:
+        byte = tl.load(data + begin[:, None] + column, mask=mask, other=128)
+        value = byte.to(tl.float32) - 128.0
+    elif FORMAT == 4:
+        byte = tl.load(data + begin[:, None] + column // 2, mask=mask, other=0x88)
+        value = ((byte.to(tl.int32) >> (column % 2 * 4)) & 15).to(tl.float32) - 8.0
+    else:
+        is_wide = (row < wide)[:, None]
+        at = begin[:, None] + tl.where(is_wide, column, column // 2)
+        byte = tl.load(data + at, mask=mask, other=0).to(tl.int32)
+        value = tl.where(is_wide, byte - 128, ((byte >> (column % 2 * 4)) & 15) - 8).to(tl.float32)
+    return tl.where(mask, value * scale[:, None], 0.0), scale
+
+
+@triton.jit
+def load_rows(weight, row, wide, live, column, D: tl.constexpr, FORMAT: tl.constexpr):
+    """Rows ``[K]`` of a table of any format, ``[K, B]``; fp32 if packed."""
+    if FORMAT == 0:
+        mask = live[:, None] & (column < D)
+        value = tl.load(weight + row[:, None] * D + column, mask=mask, other=0.0)
+    else:
+        value, _ = load_packed(weight, row, wide, live, column, D, FORMAT)
+    return value
+
+
+@triton.jit
+def store_packed(
+    data, row, wide, live, value, scale, seed, D: tl.constexpr, FORMAT: tl.constexpr,
+    ROUND: tl.constexpr,
+):  # fmt: skip
+    """Store updated rows ``[K, B]``, B even, whose ``scale [K]`` was read before; as
+    :meth:`PackedRows.update`.
+    """
+    K: tl.constexpr = value.shape[0]
+    B: tl.constexpr = value.shape[1]
+    column = tl.arange(0, B)[None, :]
+    mask = live[:, None] & (column < D)
+    value = tl.where(mask, value, 0.0)
+    if FORMAT == 8:
+        highest = tl.full((K,), 127.0, tl.float32)
+    elif FORMAT == 4:
+        highest = tl.full((K,), 7.0, tl.float32)
+    else:
+        highest = tl.where(row < wide, 127.0, 7.0)
+    need = tl.max(tl.abs(value), 1) / highest
+    bits = (need.to(tl.int32, bitcast=True) + 0xFFFF) & -65536
+    fitted = tl.where(need > 1e-30, bits.to(tl.float32, bitcast=True), 0.0)
+    scale = tl.where((scale >= need) & (scale <= 3.0 * need), scale, fitted)
+    broken = tl.sum(tl.where(tl.abs(value) < float("inf"), 0, 1), 1) > 0  # and for NaN
+    chance = tl.full((K, B), 0.5, tl.float32)
+    if ROUND:
+        chance = tl.rand(tl.load(seed), (row[:, None] * D + column).to(tl.int32))
+    steps = tl.div_rn(value, tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], (K, B)))
+    steps = tl.floor(steps + chance)
+    steps = tl.where(broken[:, None], 0.0, steps)
+    steps = tl.minimum(tl.maximum(steps, -highest[:, None]), highest[:, None]).to(tl.int32)
+    scale = tl.where(broken, float("nan"), scale)
+    begin, scale_at = _record(row, wide, D, FORMAT)
+    tl.debug_barrier()  # other warps may still read the record: see store_after_all_read
+    if FORMAT != 4:
+        mask8 = mask if FORMAT == 8 else mask & (row < wide)[:, None]
+        tl.store(data + begin[:, None] + column, (steps + 128).to(tl.uint8), mask=mask8)
+    if FORMAT != 8:
+        low, high = tl.split(tl.reshape(steps + 8, (K, B // 2, 2)))
+        half = tl.arange(0, B // 2)[None, :]
+        mask4 = live[:, None] & (half < (D + 1) // 2)
+        if FORMAT == 12:
+            mask4 = mask4 & (row >= wide)[:, None]
+        tl.store(data + begin[:, None] + half, (low | (high << 4)).to(tl.uint8), mask=mask4)
+    tl.store((data + scale_at).to(tl.pointer_type(tl.bfloat16)), scale.to(tl.bfloat16), mask=live)

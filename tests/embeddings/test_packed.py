@@ -1,0 +1,235 @@
+"""Groups of tables in int8 and int4."""
+
+import copy
+
+import pytest
+import torch
+
+from dlrm.embeddings import EmbeddingBag, available, build
+from dlrm.embeddings.common.budget import Budget, row_bytes
+from dlrm.embeddings.shared_rows import SharedRows
+from dlrm.model import DLRM
+from dlrm.optim import RowOptimizer
+from dlrm.sparse_arch.arch import SparseArch
+from dlrm.sparse_arch.table_plan import make_table_plan
+
+SIZES = [1, 3, 40, 131]
+CASES = {
+    "dense": {},
+    "drop": {"keep": 9},
+    "hash": {"rows": 13},
+    "block": {"dim": 4, "keep": 30},
+}
+every_kind = pytest.mark.parametrize("kind", CASES)
+every_dtype = pytest.mark.parametrize("dtype", ["int8", "int4"])
+
+
+def make(kind, dtype, device="cpu", **common):
+    """A packed group, and one in fp32 that holds the same rows."""
+    packed = build(kind, SIZES, 8, dtype=dtype, **CASES[kind], **common).to(device)
+    plain = build(kind, SIZES, 8, **CASES[kind], **common).to(device)
+    packed.load_dense([torch.randn(rows, 8, device=device) for rows in SIZES])
+    with torch.no_grad():
+        for table, own in enumerate(plain.num_kept):
+            ids = torch.arange(own, device=device)
+            rows = SharedRows.vectors(packed, packed._tables[table], ids)
+            for at, part in plain.rows_to_write(table):
+                part.copy_(rows[at : at + len(part)])
+        for mine, other in zip([*plain.parameters()][1:], [*packed.parameters()][1:], strict=True):
+            mine.copy_(other)
+    return packed, plain
+
+
+@every_kind
+@every_dtype
+def test_rows_are_those_of_dense_tables_rounded(kind, dtype, device):
+    weights = [torch.randn(rows, 8, device=device) for rows in SIZES]
+    packed = build(kind, SIZES, 8, dtype=dtype, **CASES[kind]).to(device)
+    plain = build(kind, SIZES, 8, **CASES[kind]).to(device)
+    packed.load_dense(weights)
+    plain.load_dense(weights)
+    for table in range(len(SIZES)):
+        off = packed.to_dense(table) - plain.to_dense(table)
+        deviation = plain.to_dense(table).std() if SIZES[table] > 1 else 1
+        assert off.square().mean().sqrt() < {"int8": 0.01, "int4": 0.12}[dtype] * deviation
+
+
+@every_kind
+@every_dtype
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_and_gradients_are_those_of_the_rows(kind, dtype, mode, device):
+    packed, plain = make(kind, dtype, device, mode=mode)
+    lengths = torch.randint(4, (len(SIZES), 5), device=device)
+    offsets = torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0))
+    ids = torch.cat(
+        [
+            torch.randint(rows, (int(n),), device=device)
+            for rows, n in zip(SIZES, lengths.sum(1), strict=True)
+        ]
+    )
+    one_hot = torch.stack([torch.randint(rows, (6,), device=device) for rows in SIZES])
+    for given in ((one_hot,), (ids, offsets)):
+        found, expected = packed(*given), plain(*given)
+        torch.testing.assert_close(found, expected)
+        grad = torch.randn_like(found)
+        ours = torch.autograd.grad(found, [*packed.parameters()], grad)
+        theirs = torch.autograd.grad(expected, [*plain.parameters()], grad)
+        mine, other = ours[0].to_dense(), theirs[0].to_dense()  # in another order of rows
+        torch.testing.assert_close(mine.norm(dim=1).sort()[0], other.norm(dim=1).sort()[0])
+        for mine, other in zip(ours[1:], theirs[1:], strict=True):
+            torch.testing.assert_close(mine, other)
+
+
+@every_kind
+@every_dtype
+def test_training_moves_rows_as_in_fp32(kind, dtype, device):
+    """To a common target, by many small steps: most are below a scale."""
+    torch.manual_seed(0)
+    group = build(kind, SIZES, 8, dtype=dtype, **CASES[kind]).to(device)
+    optimizer = RowOptimizer(group.parameters(), "rowwise_adagrad", lr=0.02)
+    target = torch.randn(len(SIZES), 8, device=device) / 4
+    losses = []
+    for _ in range(400):
+        ids = torch.stack([torch.randint(rows, (64,), device=device) for rows in SIZES])
+        loss = (group(ids) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < {"int8": 0.02, "int4": 0.1}[dtype] * losses[0]
+
+
+@every_kind
+@every_dtype
+def test_state_dict_copies_and_moves(kind, dtype, device):
+    group = build(kind, SIZES, 8, dtype=dtype, **CASES[kind])
+    names = [name for name, _ in group.named_parameters()]
+    every = [group.to_dense(table) for table in range(len(SIZES))]
+    state = {name: value.clone() for name, value in group.state_dict().items()}
+    assert state["weight"].dtype == torch.uint8
+    assert sum(v.nbytes for v in state.values()) == sum(sum(f.values()) for f in group.footprint())
+    twin = build(kind, SIZES, 8, dtype=dtype, **CASES[kind])
+    twin.load_state_dict(state)
+    held = twin.weight
+    for other in (twin, copy.deepcopy(group), twin.to(device).to(torch.bfloat16).float()):
+        assert [name for name, _ in other.named_parameters()] == names
+        if kind != "block":
+            for table, rows in enumerate(every):
+                assert torch.equal(other.to_dense(table).cpu(), rows)
+    assert twin.weight is held, "an optimizer may hold it"
+    with pytest.raises(RuntimeError, match="create the tables with the dtype of the saved ones"):
+        twin.load_state_dict({**state, "weight": torch.zeros(3)})
+    with pytest.raises(RuntimeError, match=r"Missing key.*weight"):
+        twin.load_state_dict({k: v for k, v in state.items() if k != "weight"})
+    with torch.device("meta"):
+        meta = build(kind, SIZES, 8, dtype=dtype, **CASES[kind])
+    assert meta.footprint() == group.footprint()
+
+
+@pytest.mark.parametrize("kind", sorted(available().keys() - CASES.keys()))
+@every_dtype
+def test_other_kinds_are_refused(kind, dtype):
+    with pytest.raises(ValueError, match=f"--emb {kind} has no {dtype} rows: set --tables.dtype"):
+        build(kind, SIZES, 8, dtype=dtype)
+
+
+def test_dense_gradients_and_unknown_types_are_refused():
+    with pytest.raises(ValueError, match="int4 rows have sparse gradients only: set sparse=True"):
+        build("dense", SIZES, 8, dtype="int4", sparse=False)
+    with pytest.raises(ValueError, match="dtype is 'int5', it must be one of int8, int4"):
+        build("dense", SIZES, 8, dtype="int5")
+    weight = build("dense", SIZES, 8, dtype="int8").weight
+    weight.grad = torch.zeros(len(weight), 8)
+    with pytest.raises(ValueError, match="need sparse gradients: this one is dense"):
+        RowOptimizer([weight], "sgd").step()
+
+
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "sgd", "adam"])
+@pytest.mark.parametrize(("dtype", "ratio"), [("int8", 3.0), ("int4", 5.0)])
+def test_bytes_in_training(dtype, ratio, optimizer):
+    rows = [100_000, 3000]
+    groups = [build("dense", rows, 16, dtype=own) for own in (None, dtype)]
+    sizes = [
+        sum(sum(f.values()) for f in group.footprint())
+        + RowOptimizer(group.parameters(), optimizer).state_bytes(group.parameters())
+        for group in groups
+    ]
+    if optimizer != "adam":  # its two numbers per weight stay in fp32
+        assert sizes[0] / sizes[1] > ratio
+    assert sizes[0] > sizes[1]
+
+
+@every_dtype
+@pytest.mark.parametrize("kind", ["drop", "hash", "block"])
+@pytest.mark.parametrize("ratio", [3, 8, 40])
+def test_budgets_count_scales(kind, dtype, ratio):
+    sizes, dense = [50, 4000, 7, 900], 64 * 4957
+    if kind == "block" and ratio == 40:
+        return  # a row of one weight and its scale is more
+    names = ["a", "b", "c", "d"]
+    plan = make_table_plan(names, sizes, 16, kind, budget=f"{ratio}x", dtype=dtype)
+    used = SparseArch(sizes, 16, plan, dtype=dtype).sizes()["bytes"]
+    assert used <= dense / ratio
+    if ratio >= 8:
+        assert used > 0.8 * dense / ratio
+    assert Budget(sizes, 16, dense, dtype=dtype).row_bytes == row_bytes(16, dtype)
+
+
+def test_bytes_of_rows():
+    assert [row_bytes(16, dtype) for dtype in ("fp32", "bf16", "int8", "int4")] == [64, 32, 18, 11]
+    assert [row_bytes(128, dtype) for dtype in ("int8", "int4")] == [130, 74]
+
+
+def test_one_row_in_eight_of_int4_has_8_bits_the_first_ones():
+    group = build("dense", [4, 12, 400], 16, dtype="int4")
+    assert group.num_wide == (4, 12, 36)
+    assert build("dense", [16], 16, dtype="int4").num_wide == (2,)
+    drop = build("drop", [400], 16, keep=15, dtype="int4")
+    assert drop.num_wide == (2,)
+    drop.load_dense([torch.linspace(0.5, 1, 400)[:, None].expand(400, 16)])
+    table, mean = drop.to_dense(), torch.linspace(0.5, 1, 400)[15:].mean()
+    assert (table[15:] - mean).abs().max() < 0.004, "the row that ids share has 8 bits"
+
+
+def test_tables_of_a_plan_have_types_of_their_own():
+    plan = [("dense", {"dtype": "int8"}), ("dense", {}), ("drop", {"keep": 5, "dtype": "bf16"})]
+    plan += [("dense", {"dtype": "fp32"})]
+    arch = SparseArch(SIZES, 8, plan, dtype="int4")
+    kinds = {slots[0]: (group.dtype, group.weight.dtype) for group, slots in arch.embeddings()}
+    assert kinds[0][0] == "int8"
+    assert kinds[1][0] == "int4"
+    assert kinds[2] == (None, torch.bfloat16)
+    assert kinds[3] == (None, torch.float32)
+    assert [sum(table.values()) for table in arch.footprint()] == [10, 18, 6 * 16, 131 * 32]
+
+
+@every_dtype
+def test_a_model_trains(dtype):
+    plan = [("dense", {})] * 2
+    model = DLRM(2, [30, 20], 8, plan, bottom_mlp=[8], top_mlp=[8], tables_dtype=dtype)
+    optimizer = RowOptimizer(model.parameters(), "adagrad", lr=0.1)
+    ids = torch.stack([torch.arange(20), torch.arange(20)])
+    labels = (torch.arange(20) % 2).float()
+    for _ in range(60):
+        logits = model(torch.zeros(2, 20), ids)
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss < 0.2
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, "int8", "int4"])
+def test_embedding_bag_takes_the_type(dtype):
+    bag = EmbeddingBag(50, 8, dtype=dtype, sparse=True, padding_idx=3, mode="sum")
+    plain = torch.nn.EmbeddingBag(50, 8, padding_idx=3, mode="sum")
+    assert bag.weight[3].eq(0).all()
+    bag.load_state_dict(plain.state_dict())
+    ids = torch.randint(50, (6, 4))
+    torch.testing.assert_close(bag(ids), plain(ids), atol=1.0, rtol=0)
+    assert (bag.weight - plain.weight).abs().max() < 0.35
+    assert 4 * 50 * 8 / bag.footprint()["weights"] > 3
+    with pytest.raises(ValueError, match="sparse gradients only: set sparse=True"):
+        EmbeddingBag(50, 8, dtype=dtype)
+    again = EmbeddingBag.from_pretrained(plain.weight.detach(), dtype=dtype, sparse=True)
+    torch.testing.assert_close(again.weight, bag.weight)
