@@ -15,7 +15,7 @@ from dlrm.embeddings.common.budget import WIDE
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.lookup.bags import lookup_bags
 from dlrm.kernels.lookup.tables import Wide, lookup, lookup_tables, rows_of_torch
-from dlrm.kernels.update.packed import chunks_to_write, record_bytes
+from dlrm.kernels.update.packed import CHUNK, chunks_to_write, record_bytes
 
 
 class SharedRows(Embedding):
@@ -125,6 +125,23 @@ class SharedRows(Embedding):
         own = max(wide - 1, 0)
         ranges = [(0, own, offset + 1), (own, kept - 1, narrow + 1)]
         return [*ranges, (kept - 1, kept, (offset if wide else narrow) - kept + 1)]
+
+    @torch.no_grad()
+    def kept_rows(self) -> Tensor:
+        """The rows of all tables, one table after another, ``[sum(num_kept), row_dim]``: the weight
+        itself or, if it is packed, a copy in fp32.
+        """
+        if self.dtype is None:
+            return self.weight.detach()
+        out = self._tables.new_empty(self.weight.shape, dtype=self.weight.dtype)
+        for table, rows in enumerate(out.split(self.num_kept)):
+            for first, last, shift in self._ranges(table):
+                places = torch.arange(first + shift, last + shift, device=out.device)
+                for at, part in zip(
+                    places.split(CHUNK), rows[first:last].split(CHUNK), strict=True
+                ):
+                    part.copy_(lookup(self.weight, at))
+        return out
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         index = (self._offsets, self._modulo, self._overflow_row, self._wide)

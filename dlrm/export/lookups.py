@@ -33,9 +33,9 @@ class RowLookup(nn.Module):
 
     def __init__(self, group: SharedRows | Paged | Offload, precision: str) -> None:
         super().__init__()
-        weight = group.state_dict()["weight"]
-        self.rows = store_rows(weight, precision)
         shared = group if isinstance(group, SharedRows) else None
+        weight = shared.kept_rows() if shared else group.state_dict()["weight"]
+        self.rows = store_rows(weight, precision)
         kept = shared.num_kept if shared else group.num_embeddings
         modulo = shared._modulo if shared else None
         overflow_row = shared._overflow_row if shared else None

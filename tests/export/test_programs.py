@@ -84,6 +84,17 @@ def test_the_module_scores_like_the_model(case, lists):
     torch.testing.assert_close(module(*given), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("case", ["dense", "drop", "hash", "block"])
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_tables_trained_in_int8_and_int4(case, dtype):
+    model = model_of(case, tables_dtype=dtype)
+    given, own = batch_of(40)
+    with torch.no_grad():
+        expected = torch.sigmoid(model(*own))
+    scores = InferenceModel(copy.deepcopy(model), [False] * 5)(*given)
+    torch.testing.assert_close(scores, expected, rtol=1e-6, atol=1e-6)
+
+
 @traced_cases
 @pytest.mark.parametrize("lists", [False, True])
 def test_so_does_the_program_with_any_batch(case, lists, tmp_path):
