@@ -19,7 +19,7 @@ import yaml
 
 from dlrm.config.build import build_model, build_optimizers
 from dlrm.config.cli import note_plan, parse, refuse_with_resume, resumed_path
-from dlrm.config.model_spec import model_spec
+from dlrm.config.model_spec import auto_plan, model_spec
 from dlrm.config.options import changed_options
 from dlrm.config.schema import RunConfig
 from dlrm.data import synthetic
@@ -29,7 +29,7 @@ from dlrm.distributed.world import World
 from dlrm.embeddings import available
 from dlrm.model import DLRM
 from dlrm.optim import Schedule
-from dlrm.sparse_arch.table_plan import AUTO, format_table_plan
+from dlrm.sparse_arch.table_plan import format_table_plan
 from dlrm.training import metrics, profiling, report, run_directory, tracking
 from dlrm.training.best_model import BestModel
 from dlrm.training.checkpoint.run_checkpoints import RunCheckpoints
@@ -240,7 +240,7 @@ class Run:
         self.tracker.log(self.steps, self.sizes)
         note_plan(self.config, self.spec, self.sizes["embeddings/compression"])
         opening = report.opening(self.config.emb, self.model, self.train_data.rows, self.sizes)
-        shown = sharding, tables if self.config.emb == AUTO else "", opening
+        shown = sharding, auto_plan(self.config, self.meta, self.spec, tables), opening
         print(*filter(None, shown), sep="\n")
 
     def _save(self, *, better: bool = False) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 import torch
 
 from dlrm.config.build import build_optimizers
-from dlrm.config.model_spec import ModelSpec, model_spec
+from dlrm.config.model_spec import ModelSpec, auto_plan, model_spec
 from dlrm.config.schema import RunConfig
 from dlrm.data.criteo import ORDER_BYTES, shuffle_memory, windows_within
 from dlrm.data.schema import Meta
@@ -41,8 +41,9 @@ def describe(config: RunConfig) -> str:
     compression = model.sparse_arch.sizes()["compression"]
     memory = _weights(model, dense, sparse) + _batch(config.batch_size, model, spec)
     memory += _shuffle_buffers(config, meta, device)
+    tables = format_table_plan(meta.tables, meta.cardinalities, spec["plan"], sizes)
     lines = [
-        format_table_plan(meta.tables, meta.cardinalities, spec["plan"], sizes),
+        auto_plan(config, meta, spec, tables) or tables,
         f"embeddings: {format_bytes(sum(sizes))}, compression {compression:,.1f}x",
         _steps(config, meta),
     ]

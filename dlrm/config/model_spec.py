@@ -8,7 +8,8 @@ from typing import TypedDict, cast
 from dlrm.config.schema import RunConfig
 from dlrm.data.frequencies import read_frequencies
 from dlrm.data.schema import Meta
-from dlrm.sparse_arch.table_plan import TablePlan, make_table_plan
+from dlrm.sparse_arch.auto import kept_share
+from dlrm.sparse_arch.table_plan import AUTO, TablePlan, make_table_plan
 
 
 class ModelSpec(TypedDict):
@@ -48,3 +49,24 @@ def model_spec(config: RunConfig, meta: Meta) -> ModelSpec:
         **asdict(config.model),
     }
     return cast(ModelSpec, spec)
+
+
+def auto_plan(config: RunConfig, meta: Meta, spec: ModelSpec, tables: str) -> str:
+    """What ``--emb auto`` prints: the text of its plan, and the loss that it expects; empty for
+    other kinds.
+
+    Args:
+        config: of the run.
+        meta: of its data, from which the ids are counted.
+        spec: of its model.
+        tables: the plan as text.
+    """
+    if config.emb != AUTO:
+        return ""
+    counts = read_frequencies(config.data, meta)
+    dim, dtype = spec["embedding_dim"], spec["tables_dtype"]
+    lost = 1 - kept_share(spec["plan"], spec["num_embeddings"], dim, counts, dtype)
+    return (
+        f"{tables}\nauto expects to lose {lost:.1%} of what full tables learn, by how often "
+        "their ids occur"
+    )

@@ -72,7 +72,8 @@ class TablesConfig:
     """Type of the embedding parameters. bf16 takes half the memory, int8 rows with a scale each
     about a quarter, int4 rows a sixth, of which those of the most frequent ids, one in eight, have
     8 bits. All are updated with stochastic rounding. The optimizer state stays in fp32, but the
-    accumulators of row-wise Adagrad are bf16 next to int4."""
+    accumulators of row-wise Adagrad are bf16 next to int4. --emb auto gives each table this type
+    or one of fewer bits."""
 
     def __post_init__(self) -> None:
         _require(

@@ -1,12 +1,14 @@
-"""``--emb auto``: the kind and size of each table that make the best use of a budget of bytes.
+"""``--emb auto``: the rows, row length and bits of each table that make the best use of a budget.
 
 How much a table loses by compression follows from how often its ids occur. An id that occurs ``n``
-times in training has a fraction ``n / (n + RARE)`` of its effect learned, and is used ``n`` times:
-the utility of a row of its own is ``n^2 / (n + RARE)``. A row of ``d`` weights, projected to the
-embedding dim by the matrix of its table, keeps all of that except a part that falls as ``1 / d``.
-All bytes have the same price. At that price each table gets the number of rows and the row length
-with the highest utility minus price, and the price is such that all tables together use up the
-budget: no byte would be of more use in another table.
+times in training has a fraction ``n / (n + RARE)`` of its effect learned, and is used ``n`` times.
+Rare values say more than common ones do: the variance of their effect is taken to fall as
+``n^-SPECIFIC``. So the utility of a row of its own is ``n^(2 - SPECIFIC) / (n + RARE)``. A row of
+``d`` weights, projected to the embedding dim by the matrix of its table, keeps all of that except a
+part that falls as ``1 / d``; fewer bits keep a little less. All bytes have the same price. At that
+price each table gets the number of rows, their length and their bits with the highest utility minus
+price, and the price is such that all tables together use up the budget: no byte would be of more
+use in another table.
 
 The rare ids of a table share a row. A table that keeps all rows at full length is ``dense``, one
 that keeps some of them is ``drop``, and one with shorter rows is ``block``.
@@ -14,78 +16,151 @@ that keeps some of them is ``drop``, and one with shorter rows is ``block``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dlrm.embeddings.common.budget import WEIGHT_BYTES, WIDE
+from dlrm.kernels.update.packed import record_bytes
+
 RARE = 10.0  # occurrences at which half of the effect of an id on the label is known
+SPECIFIC = 0.25  # power by which the variance of effects falls with frequency
 FIRST = 0.8  # utility of rows with one weight, relative to rows of any length
+FIDELITY = {"fp32": 1.0, "bf16": 0.9999, "int8": 0.9998, "int4": 0.995}  # of rows trained so
 PRICES = (1e-9, 1e9)  # bounds of the price of a byte, in occurrences
 STEPS = 80  # of the bisection
 
 
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What the rows of a table are."""
+
+    dim: int
+    """Weights of a row."""
+    dtype: str
+    """Their type, one of :data:`~dlrm.embeddings.common.budget.DTYPES`."""
+    embedding_dim: int
+    """Length that shorter rows are projected to."""
+
+    def size(self, rows: int) -> int:
+        """Bytes of a table of so many rows, with its matrix."""
+        short = self.dim < self.embedding_dim
+        matrix = self.dim * self.embedding_dim * WEIGHT_BYTES.get(self.dtype, 4) if short else 0
+        return matrix + ceil(rows * self.row_bytes)
+
+    @property
+    def row_bytes(self) -> float:
+        """Bytes of a row; of int4 rows, some of which have 8 bits, the mean."""
+        if self.dtype in WEIGHT_BYTES:
+            return self.dim * WEIGHT_BYTES[self.dtype]
+        if self.dtype == "int8":
+            return record_bytes(self.dim, 8)
+        narrow, wide = record_bytes(self.dim, 4), record_bytes(self.dim, 8)
+        return narrow + (wide - narrow) / WIDE
+
+    @property
+    def quality(self) -> float:
+        """Utility of a row relative to a full one in fp32."""
+        length = (1 - (1 - FIRST) / self.dim) / (1 - (1 - FIRST) / self.embedding_dim)
+        return FIDELITY[self.dtype] * length
+
+
+def _worthwhile(forms: Sequence[Form]) -> list[Form]:
+    """Forms of which each is the best use of bytes at some price: the upper convex hull of quality
+    over bytes. The fewer there are, the more tables are looked up together.
+    """
+    hull: list[Form] = []
+    for form in sorted(forms, key=lambda form: (form.row_bytes, -form.quality)):
+        if hull and form.quality <= hull[-1].quality:
+            continue
+        while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-1], form):
+            hull.pop()
+        hull.append(form)
+    return hull
+
+
+def _gain(less: Form, more: Form) -> float:
+    """Quality per byte by which one form exceeds another."""
+    return (more.quality - less.quality) / (more.row_bytes - less.row_bytes)
+
+
+Choice = tuple[Form, int]
+"""The rows of a table, and how many ids keep one of their own."""
+
+
 class Table:
-    """The options of one table: the length of its rows and how many ids keep a row of their own.
+    """The options of one table: what its rows are and how many ids keep a row of their own.
 
     Args:
         rows: number of ids V.
         embedding_dim: length D of a full row.
         count: occurrences of each id, ``[V]``, in falling order except for single ids.
-        weight_bytes: bytes of a weight.
+        dtypes: types that rows may have.
     """
 
-    def __init__(self, rows: int, embedding_dim: int, count: Tensor, weight_bytes: int = 4) -> None:
-        self.rows, self.embedding_dim, self.weight_bytes = rows, embedding_dim, weight_bytes
-        utility = count.double().square() / (count + RARE)
+    def __init__(
+        self, rows: int, embedding_dim: int, count: Tensor, dtypes: Sequence[str] = ("fp32",)
+    ) -> None:
+        self.rows = rows
+        count = count.double()
+        utility = count ** (2 - SPECIFIC) / (count + RARE)
         self._total = torch.cat([utility.new_zeros(1), utility.cumsum(0)])  # of the first ids
         self._rising = -utility.flip(0).cummax(0).values.flip(0)
         shorter = (2**k for k in range(embedding_dim.bit_length()))
-        self.dims = [dim for dim in shorter if dim < embedding_dim] + [embedding_dim]
+        dims = [dim for dim in shorter if dim < embedding_dim] + [embedding_dim]
+        self.forms = _worthwhile(
+            [
+                Form(dim=dim, dtype=dtype, embedding_dim=embedding_dim)
+                for dim in dims
+                for dtype in dtypes
+            ]
+        )
+        self._given = dtypes[0]
 
-    def size(self, dim: int, keep: int) -> int:
+    def size(self, form: Form, keep: int) -> int:
         """Bytes of the table."""
-        matrix = dim * self.embedding_dim if dim < self.embedding_dim else 0
-        return self.weight_bytes * (dim * min(keep + 1, self.rows) + matrix)
+        return form.size(min(keep + 1, self.rows))
 
-    def utility(self, dim: int, keep: int) -> float:
-        """How much of the effect of the ids ``keep`` rows of length ``dim`` preserve."""
-        return self._quality(dim) * float(self._total[keep])
+    def utility(self, form: Form, keep: int) -> float:
+        """How much of the effect of the ids ``keep`` rows preserve."""
+        return form.quality * float(self._total[keep])
 
-    def best_at_price(self, price: float) -> tuple[int, int]:
-        """The ``dim`` and ``keep`` with the highest utility minus price."""
+    def best_at_price(self, price: float) -> Choice:
+        """The rows with the highest utility minus price."""
         options = []
-        for dim in self.dims:
-            least = self.weight_bytes * dim * price / self._quality(dim)
+        for index, form in enumerate(self.forms):
+            least = form.row_bytes * price / form.quality
             keep = int(torch.searchsorted(self._rising, -least))
             if keep >= self.rows - 1:
                 keep = self.rows  # a single id needs no shared row
-            gain = self.utility(dim, keep) - price * self.size(dim, keep)
-            options.append((gain, dim, keep))
-        _, dim, keep = max(options)
-        return dim, keep
+            gain = self.utility(form, keep) - price * self.size(form, keep)
+            options.append((gain, index, keep))
+        _, index, keep = max(options)
+        return self.forms[index], keep
 
-    def best_within(self, size: int) -> tuple[int, int]:
-        """The ``dim`` and ``keep`` with the highest utility that fit into ``size`` bytes."""
+    def best_within(self, size: int) -> Choice:
+        """The rows with the highest utility that fit into ``size`` bytes."""
         options = []
-        for dim in self.dims:
-            keep = (size - self.size(dim, 0)) // (self.weight_bytes * dim)
+        for index, form in enumerate(self.forms):
+            keep = int((size - form.size(0)) / form.row_bytes) - 1
             if keep >= 0:
                 keep = self.rows if keep >= self.rows - 1 else keep
-                options.append((self.utility(dim, keep), dim, keep))
-        _, dim, keep = max(options)
-        return dim, keep
+                options.append((self.utility(form, keep), index, keep))
+        _, index, keep = max(options)
+        return self.forms[index], keep
 
-    def kind_and_options(self, dim: int, keep: int) -> tuple[str, dict[str, Any]]:
+    def kind_and_options(self, form: Form, keep: int) -> tuple[str, dict[str, Any]]:
         """The embedding kind of such a table, and its options."""
-        if dim < self.embedding_dim:
-            return "block", {"dim": dim, "keep": keep}
-        return ("drop", {"keep": keep}) if keep < self.rows - 1 else ("dense", {})
-
-    def _quality(self, dim: int) -> float:
-        """The utility of a row of ``dim`` weights relative to a full row."""
-        return (1 - (1 - FIRST) / dim) / (1 - (1 - FIRST) / self.embedding_dim)
+        options: dict[str, Any] = {} if form.dtype == self._given else {"dtype": form.dtype}
+        if keep < self.rows - 1:
+            options["keep"] = keep
+        if form.dim < form.embedding_dim:
+            return "block", {"dim": form.dim, **options}
+        return "drop" if "keep" in options else "dense", options
 
 
 def choose_tables(
@@ -94,7 +169,7 @@ def choose_tables(
     budget: int,
     counts: Sequence[Tensor],
     *,
-    weight_bytes: int = 4,
+    dtypes: Sequence[str] = ("fp32",),
 ) -> list[tuple[str, dict[str, Any]]]:
     """Choose the kind and the options of every table.
 
@@ -103,17 +178,18 @@ def choose_tables(
         embedding_dim: length of a row.
         budget: bytes for all tables together.
         counts: how often each id of each table occurs; ids are in order of falling frequency.
-        weight_bytes: 4 for tables in fp32, 2 in bf16.
+        dtypes: types that rows may have; a table of another type than the first has the option
+            ``dtype``.
 
     Raises:
         ValueError: the budget is too small for one row per table.
     """
     tables = [
-        Table(rows, embedding_dim, count, weight_bytes)
+        Table(rows, embedding_dim, count, dtypes)
         for rows, count in zip(num_embeddings, counts, strict=True)
     ]
 
-    def total(choice: Sequence[tuple[int, int]]) -> int:
+    def total(choice: Sequence[Choice]) -> int:
         return sum(table.size(*own) for table, own in zip(tables, choice, strict=True))
 
     low, high = PRICES
@@ -129,16 +205,43 @@ def choose_tables(
             f"least {total(choice)} bytes; raise the budget"
         )
     # At any price, either all ids with equal counts keep a row or none, and from one price to the
-    # next a table may change its row length. So bytes are left over. They go to the table with the
+    # next a table may change its rows. So bytes are left over. They go to the table with the
     # largest gain, again and again.
     while True:
         gains = []
         for index, (table, own) in enumerate(zip(tables, choice, strict=True)):
             more = table.best_within(table.size(*own) + left)
             gains.append((table.utility(*more) - table.utility(*own), index, more))
-        gain, index, more = max(gains)
+        gain, index, more = max(gains, key=lambda found: found[0])
         if gain <= 0:
             break
         left += tables[index].size(*choice[index]) - tables[index].size(*more)
         choice[index] = more
     return [table.kind_and_options(*own) for table, own in zip(tables, choice, strict=True)]
+
+
+def kept_share(
+    plan: Sequence[tuple[str, Mapping[str, Any]]],
+    num_embeddings: Sequence[int],
+    embedding_dim: int,
+    counts: Sequence[Tensor],
+    dtype: str = "fp32",
+) -> float:
+    """How much of what full tables learn those of a plan are expected to learn, in [0, 1].
+
+    Args:
+        plan: kind and options of each table, as :func:`choose_tables` returns them.
+        num_embeddings, embedding_dim, counts: as there.
+        dtype: type of the tables that have no option ``dtype``.
+    """
+    kept = full = 0.0
+    for (_, options), rows, count in zip(plan, num_embeddings, counts, strict=True):
+        table = Table(rows, embedding_dim, count)
+        own = Form(
+            dim=options.get("dim", embedding_dim),
+            dtype=options.get("dtype", dtype),
+            embedding_dim=embedding_dim,
+        )
+        kept += table.utility(own, options.get("keep", rows))
+        full += table.utility(table.forms[-1], rows)
+    return kept / full if full else 1.0

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
-from dlrm.embeddings.common.budget import WEIGHT_BYTES, Budget, row_bytes
+from dlrm.embeddings.common.budget import DTYPES, Budget, row_bytes
 from dlrm.embeddings.registry import available
 from dlrm.sparse_arch.auto import choose_tables
 from dlrm.utils.messages import did_you_mean, format_bytes, printable
@@ -55,7 +55,8 @@ def make_table_plan(
         budget: memory for all tables together, as :func:`parse_bytes` reads it; it decides the
             options of the tables to compress.
         counts: returns how often each id of each table occurs; called if the budget needs it.
-        dtype: type of the tables, one of :data:`~dlrm.embeddings.common.budget.DTYPES`.
+        dtype: type of the tables, one of :data:`~dlrm.embeddings.common.budget.DTYPES`; ``auto``
+            gives tables this type or one of fewer bits, as the option ``dtype``.
 
     Raises:
         ValueError: unknown names, a negative ``largest``, a budget that cannot be met, or ``auto``
@@ -220,10 +221,8 @@ def _fit_budget(
         known = counts_of_chosen()
         if known is None:
             raise ValueError("--emb auto needs the number of occurrences of each id: pass counts")
-        if dtype not in WEIGHT_BYTES:
-            raise ValueError(f"--emb auto has no {dtype} rows: set --tables.dtype to fp32 or bf16")
-        size = WEIGHT_BYTES[dtype]
-        return choose_tables(sizes, embedding_dim, limit - dense, known, weight_bytes=size)
+        narrower = DTYPES[DTYPES.index(dtype) :]  # the planner may choose fewer bits
+        return choose_tables(sizes, embedding_dim, limit - dense, known, dtypes=narrower)
     cls = available()[kind]
     accepted = inspect.signature(cls.for_budget).parameters
     fixed = {k: value for k, value in options.items() if value is not None and k in accepted}

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from dlrm.data.schema import KAGGLE_CARDINALITIES
-from dlrm.embeddings.common.budget import Budget
+from dlrm.embeddings.common.budget import DTYPES, Budget
 from dlrm.embeddings.drop import Drop
+from dlrm.model import DLRM
 from dlrm.sparse_arch.arch import SparseArch
-from dlrm.sparse_arch.auto import RARE, Table, choose_tables
+from dlrm.sparse_arch.auto import RARE, SPECIFIC, Form, Table, choose_tables, kept_share
 from dlrm.sparse_arch.table_plan import make_table_plan
 
 CAPPED = [min(rows, 100_000) for rows in KAGGLE_CARDINALITIES]
@@ -18,54 +19,78 @@ def zipf(rows, most=2**20):
 
 
 def utility(table_plan, counts, dim):
-    """What the planner maximises, written out: own rows by their counts and their length."""
+    """What the planner maximises, written out: own rows by their counts, length and bits."""
     total = 0.0
     for (_, options), count in zip(table_plan, counts, strict=True):
         count = count[: options.get("keep", len(count))].double()
         kept = 1 - 0.2 / options.get("dim", dim)
-        total += kept * float((count**2 / (count + RARE)).sum())
+        kept *= {"int4": 0.995, "int8": 0.9998, "bf16": 0.9999}.get(options.get("dtype"), 1)
+        total += kept * float((count ** (2 - SPECIFIC) / (count + RARE)).sum())
     return total
 
 
-@pytest.mark.parametrize("ratio", [1, 2, 10, 100, 1000, 10_000])
-def test_a_budget_is_kept_and_used(ratio):
-    budget = sum(CAPPED) * 64 // ratio
-    chosen = choose_tables(CAPPED, 16, budget, [zipf(rows) for rows in CAPPED])
+def footprint(sizes, dim, plan):
     with torch.device("meta"):
-        arch = SparseArch(CAPPED, 16, chosen)
-    total = sum(sum(parts.values()) for parts in arch.footprint())
-    assert 0.998 * budget <= total <= budget
-    assert len(arch.groups) <= 6, "tables of rows of one length are looked up together"
+        arch = SparseArch(sizes, dim, plan)
+    return sum(sum(parts.values()) for parts in arch.footprint()), len(arch.groups)
+
+
+@pytest.mark.parametrize("dtypes", [DTYPES, ("fp32",), ("bf16",), ("int4",)])
+@pytest.mark.parametrize("ratio", [2, 10, 100, 1000, 10_000])
+def test_a_budget_is_kept_and_used(ratio, dtypes):
+    budget = sum(CAPPED) * 64 // ratio
+    counts = [zipf(rows) for rows in CAPPED]
+    chosen = choose_tables(CAPPED, 16, budget, counts, dtypes=dtypes)
+    if dtypes[0] != "fp32":  # the type of all tables of the model, which the plan leaves out
+        chosen = [(kind, {"dtype": dtypes[0], **own}) for kind, own in chosen]
+    total, groups = footprint(CAPPED, 16, chosen)
+    assert total <= budget
+    whole, _ = footprint(CAPPED, 16, [("dense", {"dtype": dtypes[0]})] * len(CAPPED))
+    assert total >= min(0.96 * budget, whole)
+    assert groups <= 8, "tables of rows of one form are looked up together"
+
+
+def test_a_form_has_the_bytes_of_its_rows():
+    for dim, dtype in product((1, 2, 4, 8, 16), DTYPES):
+        rows = 800
+        kind = "dense" if dim == 16 else "block"
+        options = {"dtype": dtype} | ({} if dim == 16 else {"dim": dim})
+        form = Form(dim=dim, dtype=dtype, embedding_dim=16)
+        assert form.size(rows) == footprint([rows], 16, [(kind, options)])[0], (dim, dtype)
 
 
 @pytest.mark.parametrize("ratio", [1.1, 1.5, 3, 5])
 def test_a_table_that_is_most_of_the_budget_uses_it(ratio):
-    """From one price to the next it changes its length, and with that by more than is left."""
+    """From one price to the next it changes its rows, and with that by more than is left."""
     rows = 20_000
     count = 1e6 * torch.arange(1, rows + 1).double() ** -1.05
     budget = int(64 * rows / ratio)
     ((_, options),) = choose_tables([rows], 16, budget, [count.round().long()])
     table = Table(rows, 16, count)
-    dim, keep = options.get("dim", 16), options.get("keep", rows)
-    assert table.size(dim, keep) <= budget
-    others = [(other, min((budget - table.size(other, 0)) // (4 * other), rows))
-              for other in (1, 2, 4, 8, 16)]  # fmt: skip
-    best = max(table.utility(other, kept) for other, kept in others if kept >= 0)
-    assert table.utility(dim, keep) >= 0.999 * best
+    own = Form(dim=options.get("dim", 16), dtype="fp32", embedding_dim=16)
+    assert table.size(own, options.get("keep", rows)) <= budget
+    best = max(
+        table.utility(form, min(kept, rows))
+        for form in table.forms
+        if (kept := (budget - table.size(form, 0)) // (4 * form.dim)) >= 0
+    )
+    assert table.utility(own, options.get("keep", rows)) >= 0.999 * best
 
 
 def test_nothing_is_compressed_where_the_budget_does_not_ask_for_it():
     sizes = [100, 7]
     counts = [zipf(rows) for rows in sizes]
-    assert choose_tables(sizes, 16, 4 * 16 * 107, counts) == [("dense", {})] * 2
+    assert choose_tables(sizes, 16, 4 * 16 * 107, counts, dtypes=DTYPES) == [("dense", {})] * 2
+    assert kept_share([("dense", {})] * 2, sizes, 16, counts) == 1
 
 
 def test_no_choice_of_lengths_and_numbers_of_rows_is_worth_more():
     sizes, dim = [40, 12], 4
     counts = [zipf(40, 300), zipf(12, 90)]
+    forms = [Form(dim=own, dtype="fp32", embedding_dim=dim) for own in (1, 2, 4)]
     offers = [
-        [(size, keep, own) for own in (1, 2, 4) for keep in range(rows)
-         if (size := Table(rows, dim, counts[t]).size(own, keep)) > 0]
+        [(Table(rows, dim, counts[t]).size(form, keep), keep, form.dim)
+         for form in forms for keep in range(rows)]
         for t, rows in enumerate(sizes)
     ]  # fmt: skip
     for budget in (150, 250, 400, 700):
@@ -85,12 +110,28 @@ def test_frequent_ids_get_more_bytes():
     assert often.get("dim", 16) >= seldom["dim"]
 
 
+def test_bits_are_given_up_first():
+    """Rows of few bits are worth more than fewer rows, or shorter ones."""
+    sizes, counts = [5000, 300], [zipf(5000), zipf(300)]
+    quarter = choose_tables(sizes, 16, 64 * 5300 // 4, counts, dtypes=DTYPES)
+    assert {"int8", "int4"} & {own.get("dtype") for _, own in quarter}
+    assert kept_share(quarter, sizes, 16, counts) > 0.99
+    for ratio in (4, 10, 100):
+        budget = 64 * 5300 // ratio
+        any_bits = choose_tables(sizes, 16, budget, counts, dtypes=DTYPES)
+        full = choose_tables(sizes, 16, budget, counts)
+        assert utility(any_bits, counts, 16) > 1.005 * utility(full, counts, 16)
+
+
 def test_it_is_worth_more_than_the_best_of_full_rows():
     sizes, counts = [5000, 300], [zipf(5000), zipf(300)]
     budget = 64 * 5300 // 20
     kept = Drop.for_budget(Budget(sizes, 16, budget, counts=counts))
     drop = [("drop", own or {}) for own in kept]
-    assert utility(choose_tables(sizes, 16, budget, counts), counts, 16) > utility(drop, counts, 16)
+    chosen = choose_tables(sizes, 16, budget, counts)
+    assert utility(chosen, counts, 16) > utility(drop, counts, 16)
+    share = utility(chosen, counts, 16) / utility([("dense", {})] * 2, counts, 16) * (1 - 0.2 / 16)
+    assert kept_share(chosen, sizes, 16, counts) == pytest.approx(share / (1 - 0.2 / 16))
 
 
 def test_counts_need_not_fall_strictly():
@@ -107,15 +148,34 @@ def test_the_planner_is_a_kind_of_the_plan():
     names, sizes = ["a", "b"], [50, 4000]
     counts = [zipf(50), zipf(4000)]
     whole = make_table_plan(names, sizes, 8, "auto", budget="10x", counts=lambda: counts)
-    assert whole == choose_tables(sizes, 8, 4 * 8 * 4050 // 10, counts)
+    assert whole == choose_tables(sizes, 8, 4 * 8 * 4050 // 10, counts, dtypes=DTYPES)
+    assert any("dtype" in options for _, options in whole)
+    narrow = make_table_plan(
+        names, sizes, 8, "auto", budget="10x", counts=lambda: counts, dtype="int8"
+    )
+    assert narrow == choose_tables(sizes, 8, 12960, counts, dtypes=("int8", "int4"))
     largest = make_table_plan(
         names, sizes, 8, "auto", budget="10x", largest=1, counts=lambda: counts
     )
-    assert largest == [("dense", {}), *choose_tables([4000], 8, 12960 - 1600, counts[1:])]
+    rest = choose_tables([4000], 8, 12960 - 1600, counts[1:], dtypes=DTYPES)
+    assert largest == [("dense", {}), *rest]
     with pytest.raises(ValueError, match="--emb auto needs a budget: set --budget"):
         make_table_plan(names, sizes, 8, "auto")
     with pytest.raises(ValueError, match="needs the number of occurrences of each id"):
         make_table_plan(names, sizes, 8, "auto", budget="10x")
+
+
+def test_a_model_of_mixed_types_is_trained():
+    """Groups in bf16, int8 and int4 side by side: one step changes the rows that it used."""
+    sizes = [30, 500, 4000]
+    counts = [zipf(rows) for rows in sizes]
+    plan = choose_tables(sizes, 16, 64 * 4530 // 60, counts, dtypes=DTYPES)
+    assert len({own.get("dtype") for _, own in plan}) >= 2
+    model = DLRM(2, sizes, 16, plan, bottom_mlp=(8,), top_mlp=(8,))
+    ids = torch.stack([torch.arange(8) % rows for rows in sizes])
+    logits = model(torch.randn(2, 8), ids)
+    logits.sum().backward()
+    assert all(p.grad is not None for p in model.sparse_arch.parameters())
 
 
 def test_ids_are_counted_only_for_budgets_that_depend_on_it():

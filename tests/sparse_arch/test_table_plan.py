@@ -37,7 +37,7 @@ def test_a_budget_is_kept_and_used(kind, ratio, dtype):
     counts = [torch.arange(rows, 0, -1) for rows in sizes]
     wishes = {"counts": lambda: counts, "dtype": NAMES_OF[dtype]}
     found = make_table_plan(NAMES, sizes, 8, kind, budget=f"{ratio}x", **wishes)
-    arch = SparseArch(sizes, 8, found).to(dtype)
+    arch = SparseArch(sizes, 8, found, dtype=NAMES_OF[dtype])
     total = sum(sum(parts.values()) for parts in arch.footprint())
     assert 0.6 * dense / ratio < total <= dense / ratio
 
