@@ -7,6 +7,8 @@ Where all bags of a feature have one length L, its ids are a block ``[rows, L]``
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -112,7 +114,71 @@ class StagedBags:
 
 
 class DeviceBags:
-    """The ids of the rows of a shuffle group on a device, in the order of the file.
+    """The ids of the rows of a shuffle group on a device, row by row, for bags of fixed lengths.
+
+    A batch is then one gather of rows of ``W`` ids, and one that sorts them by feature.
+
+    Args:
+        bag_sizes: ids of each bag of each feature; W in all.
+        rows: rows of the group.
+        dtype: of the ids, int32 or int64.
+        device: of the ids.
+    """
+
+    def __init__(
+        self, bag_sizes: tuple[int, ...], rows: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._bag_sizes = bag_sizes
+        self._values = torch.empty((rows, sum(bag_sizes)), dtype=dtype, device=device)
+
+    def append(self, staged: StagedBags, rows: slice) -> None:
+        """Copy the ids of ``rows``; asynchronous on a GPU."""
+        values = staged.values.to(self._values.device, non_blocking=True)
+        places = _from_features(self._bag_sizes, rows.stop - rows.start, values.device)
+        torch.index_select(values, 0, places, out=self._values[rows].view(-1))
+
+    def take(self, rows: Tensor | slice) -> Tensor:
+        """The ids ``[B * W]`` of some rows, row by row; :func:`by_feature` sorts them."""
+        if isinstance(rows, slice):
+            return self._values[rows].view(-1)
+        return self._values.index_select(0, rows).view(-1)
+
+
+def by_feature(batch: Batch, bag_sizes: tuple[int, ...]) -> Batch:
+    """A batch whose ``ids [B * W]`` are row by row, with its bags."""
+    size, device = batch.size, batch.ids.device
+    return replace(
+        batch,
+        ids=batch.ids.index_select(0, _from_rows(bag_sizes, size, device)),
+        offsets=fixed_offsets(bag_sizes, size, device),
+        bounds=tuple(accumulate((length * size for length in bag_sizes), initial=0)),
+        bag_sizes=bag_sizes,
+    )
+
+
+@lru_cache(maxsize=4)
+def _from_rows(bag_sizes: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
+    """The place of each id of bags by feature, in ids that are row by row."""
+    places = _numbers(rows * sum(bag_sizes), device)
+    blocks = places.view(rows, sum(bag_sizes)).split(bag_sizes, dim=1)
+    return torch.cat([block.flatten() for block in blocks])
+
+
+@lru_cache(maxsize=4)
+def _from_features(bag_sizes: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
+    """The place of each id that is row by row, in bags by feature."""
+    places = _numbers(rows * sum(bag_sizes), device)
+    blocks = places.split([rows * size for size in bag_sizes])
+    return torch.cat([block.view(rows, -1) for block in blocks], dim=1).flatten()
+
+
+def _numbers(count: int, device: torch.device) -> Tensor:
+    kind = torch.int32 if count < 2**31 else torch.int64
+    return torch.arange(count, dtype=kind, device=device)
+
+
+class RaggedDeviceBags:
+    """The ids of the rows of a shuffle group on a device, feature by feature, if any is ragged.
 
     Args:
         bag_sizes: ids of each bag of each feature; None for a ragged one.
@@ -131,34 +197,31 @@ class DeviceBags:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._bag_sizes, self._room = bag_sizes, room
         self._filled = list(accumulate(room, initial=0))[:-1]  # where the next ids go
         self._values = torch.empty(sum(room), dtype=dtype, device=device)
-        self._ragged = [f for f, size in enumerate(bag_sizes) if size is None]
-        if self._ragged:
-            self._starts = torch.empty((len(self._ragged), rows), dtype=torch.int64, device=device)
-            self._lengths = self._starts.to(torch.int32)
-            # Bags of a fixed length begin at a multiple of it, after those of the features before.
-            self._number = torch.tensor(self._ragged, device=device)
-            self._sizes = torch.tensor([size or 0 for size in bag_sizes], device=device)[:, None]
-            self._bases = torch.tensor(self._filled, device=device)[:, None]
+        self._starts = torch.empty((len(room), rows), dtype=torch.int64, device=device)
+        self._lengths = torch.empty((len(room), rows), dtype=torch.int64, device=device)
+        self._bag_sizes = bag_sizes
 
     def append(self, staged: StagedBags, rows: slice) -> None:
         """Copy the ids of ``rows``, which follow those that are here; asynchronous on a GPU."""
         device = self._values.device
         values = staged.values.to(device, non_blocking=True)
-        if self._ragged:
-            lengths = staged.lengths.to(device, non_blocking=True)
-            first = torch.tensor([self._filled[f] for f in self._ragged])
-            first = first.pin_memory().to(device, non_blocking=True) if values.is_cuda else first
-            self._lengths[:, rows] = lengths
-            self._starts[:, rows] = lengths.cumsum(1) - lengths + first[:, None]
+        ragged = iter(staged.lengths.to(device, non_blocking=True))
         for f, (start, count) in enumerate(zip(staged.starts, staged.counts, strict=False)):
-            end = self._filled[f] + count
-            self._values[self._filled[f] : end] = values[start : start + count]
-            self._filled[f] = end
+            first, size = self._filled[f], self._bag_sizes[f]
+            lengths = self._lengths[f, rows]
+            if size is None:
+                lengths.copy_(next(ragged))
+            else:
+                lengths.fill_(size)
+            torch.sub(lengths.cumsum(0).add_(first), lengths, out=self._starts[f, rows])
+            self._values[first : first + count] = values[start : start + count]
+            self._filled[f] = first + count
 
-    def gather(self, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    def take(
+        self, rows: Tensor | slice, counts: Sequence[int]
+    ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         """The ids, offsets and bounds of a batch, see :class:`~dlrm.data.batch.Batch`.
 
         Args:
@@ -166,23 +229,15 @@ class DeviceBags:
             counts: how many ids of each feature they have.
         """
         bounds = tuple(accumulate(counts, initial=0))
-        if not self._ragged:
-            ids = self._values.new_empty(bounds[-1])
-            blocks = zip(
-                self._bag_sizes, self._values.split(self._room), ids.split(counts), strict=True
-            )
-            for size, block, out in blocks:
-                shape = (-1, size)
-                torch.index_select(block.view(shape), 0, rows, out=out.view(shape))
-            return ids, fixed_offsets(tuple(self._bag_sizes), len(rows), ids.device), bounds
-        starts = self._bases + self._sizes * rows
-        starts[self._number] = self._starts.index_select(1, rows)
-        lengths = self._sizes.repeat(1, len(rows))
-        lengths[self._number] = self._lengths.index_select(1, rows).long()
+        if isinstance(rows, slice):
+            starts, lengths = self._starts[:, rows], self._lengths[:, rows]
+        else:
+            starts = self._starts.index_select(1, rows)
+            lengths = self._lengths.index_select(1, rows)
         offsets = offsets_of(lengths)
         # The ids of a bag follow one another: the place of each is its number and a shift.
-        shifts = (starts.flatten() - offsets[:-1]).repeat_interleave(
+        places = (starts.flatten() - offsets[:-1]).repeat_interleave(
             lengths.flatten(), output_size=bounds[-1]
         )
-        shifts += torch.arange(bounds[-1], device=shifts.device)
-        return self._values.index_select(0, shifts), offsets, bounds
+        places += torch.arange(bounds[-1], device=places.device)
+        return self._values.index_select(0, places), offsets, bounds

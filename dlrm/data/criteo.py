@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from dlrm.data.batch import Batch, concatenate
+from dlrm.data.batch import Batch
 from dlrm.data.device_prefetch import Run, prefetch_to_device
-from dlrm.data.device_shuffle import DeviceShuffleBuffer
+from dlrm.data.device_shuffle import DeviceShuffleBuffer, gather
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import Meta
 from dlrm.data.shuffle import ShuffleBuffer, ShuffleGroup, assemble, shuffle_groups
@@ -326,9 +326,7 @@ class CriteoLoader:
             if full:
                 run.append((mine[0], first, position))
                 continue
-            parts = [buffer.batch(first, last) for buffer in mine]
-            parts = parts or [assemble(self._reader, [], 0, 0).to(self.device)]
-            yield [(concatenate(parts), position)]
+            yield [(gather(self._reader, mine, first, last, self.device), position)]
         if run:
             yield _gather(run, self.batch_size)
 

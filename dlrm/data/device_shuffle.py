@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dlrm.data.bags import DeviceBags, StagedBags
-from dlrm.data.batch import Batch, RowBuffer
+from dlrm.data.bags import DeviceBags, RaggedDeviceBags, StagedBags, by_feature
+from dlrm.data.batch import Batch, RowBuffer, concatenate
 from dlrm.data.parquet import RowGroup, RowGroupReader
-from dlrm.data.shuffle import Interleave, ShuffleGroup, interleave, row_buffer
+from dlrm.data.shuffle import Interleave, ShuffleGroup, assemble, interleave, row_buffer
 
 
 class DeviceShuffleBuffer:
@@ -48,7 +48,7 @@ class DeviceShuffleBuffer:
         self._unread = deque(zip(group.row_groups, self._arrange(group), strict=True))
         self._reads: deque[Future[tuple[RowBuffer, StagedBags | None]]] = deque()
         self._rows: Batch | None = None
-        self._bags: DeviceBags | None = None
+        self._bags: DeviceBags | RaggedDeviceBags | None = None
         self._arrived = self._submitted = 0  # rows
         # How many ids the rows have of ragged features, in the order of the file.
         self._lengths = np.empty((meta.lengths.count(None), group.rows), np.int32)
@@ -140,14 +140,7 @@ class DeviceShuffleBuffer:
         self._arrived = here.stop
         if staged is not None:
             if self._bags is None:
-                room = map(sum, zip(*map(self._reader.num_ids, self.group.row_groups), strict=True))
-                self._bags = DeviceBags(
-                    self._reader.meta.lengths,
-                    all_rows,
-                    list(room),
-                    dtype=staged.values.dtype,
-                    device=self._device,
-                )
+                self._bags = self._make_bags(staged.values.dtype)
             self._bags.append(staged, here)
         if len(self.group.row_groups) == 1:
             self._rows = rows
@@ -165,6 +158,15 @@ class DeviceShuffleBuffer:
         if self._rows.weights is not None and rows.weights is not None:
             self._rows.weights[here] = rows.weights
 
+    def _make_bags(self, dtype: torch.dtype) -> DeviceBags | RaggedDeviceBags:
+        """Room for the ids of all rows of multi-hot data."""
+        meta, rows = self._reader.meta, self.group.rows
+        if meta.bag_sizes is not None:
+            return DeviceBags(meta.bag_sizes, rows, dtype=dtype, device=self._device)
+        counts = map(self._reader.num_ids, self.group.row_groups)
+        room = [sum(feature) for feature in zip(*counts, strict=True)]
+        return RaggedDeviceBags(meta.lengths, rows, room, dtype=dtype, device=self._device)
+
     def wait(self) -> None:
         """Wait until all rows have been read.
 
@@ -180,20 +182,22 @@ class DeviceShuffleBuffer:
             self._order = self._order.to(self._device, non_blocking=True)
 
     def batch(self, first: int, last: int) -> Batch:
-        """Rows ``first`` to ``last - 1`` of the epoch as far as they are in this group."""
+        """Rows ``first`` to ``last - 1`` of the epoch as far as they are in this group.
+
+        Bags of fixed lengths are still row by row, see :func:`~dlrm.data.bags.by_feature`.
+        """
         part = self.group.between(first, last)
         (batch,) = self._gather(part, part.stop - part.start, 0)
         if self._bags is None:
             return batch
-        if self._order is None:
-            index = torch.arange(part.start, part.stop, device=self._device)
-        else:
-            index = self._order[part]
-        meta = self._reader.meta
+        index = part if self._order is None else self._order[part]
+        if isinstance(self._bags, DeviceBags):
+            return replace(batch, ids=self._bags.take(index))
         ragged = iter(self._ordered_lengths[:, part].sum(1, dtype=np.int64).tolist())
-        counts = [next(ragged) if size is None else size * batch.size for size in meta.lengths]
-        ids, offsets, bounds = self._bags.gather(index, counts)
-        return replace(batch, ids=ids, offsets=offsets, bounds=bounds, bag_sizes=meta.bag_sizes)
+        sizes = self._reader.meta.lengths
+        counts = [next(ragged) if size is None else size * batch.size for size in sizes]
+        ids, offsets, bounds = self._bags.take(index, counts)
+        return replace(batch, ids=ids, offsets=offsets, bounds=bounds)
 
     def batches(self, firsts: Sequence[int], size: int) -> list[Batch]:
         """One-hot batches of this group, gathered in as many launches as one.
@@ -227,3 +231,26 @@ class DeviceShuffleBuffer:
         weights = no_weights if rows.weights is None else gathered(rows.weights)
         made = zip(dense, ids, labels, weights, strict=True)
         return [Batch(own, i, label, weights=weight) for own, i, label, weight in made]
+
+
+def gather(
+    reader: RowGroupReader,
+    buffers: Sequence[DeviceShuffleBuffer],
+    first: int,
+    last: int,
+    device: torch.device,
+) -> Batch:
+    """Rows ``first`` to ``last - 1`` of the epoch as a batch on a device.
+
+    Args:
+        reader: the reader of the buffers.
+        buffers: those that hold the rows, in order.
+        first: the first row.
+        last: the row after the last one.
+        device: device of the buffers.
+    """
+    if not buffers:
+        return assemble(reader, [], 0, 0).to(device)
+    batch = concatenate([buffer.batch(first, last) for buffer in buffers])
+    bag_sizes = reader.meta.bag_sizes
+    return batch if bag_sizes is None else by_feature(batch, bag_sizes)
