@@ -48,14 +48,22 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def unpack(packed: Tensor, parts: int, bits: int) -> Tensor:
     """The codes of packed rows: uint8 ``[..., bytes]`` to int64 ``[..., parts]``."""
+    return _unpack(packed, parts, bits).long()
+
+
+def _unpack(packed: Tensor, parts: int, bits: int) -> Tensor:
+    """The same in int32 or uint8. Columns are taken together: ten times faster than rows."""
     if bits == 8:
-        return packed.long()
+        return packed
     begin = torch.arange(parts, device=packed.device) * bits
-    bytes_ = (begin // 8)[:, None] + torch.arange(3, device=packed.device)
-    # A byte past the end is the last one again, in bits that no code has.
-    words = packed[..., bytes_.clamp(max=packed.shape[-1] - 1)].long()
-    words = words << (8 * torch.arange(3, device=packed.device))
-    return (words.sum(-1) >> begin % 8) & ((1 << bits) - 1)
+    columns = packed.movedim(-1, 0).int()
+    words = torch.zeros((), dtype=torch.int32, device=packed.device)
+    for byte in range(2 if bits <= 9 else 3):  # a code begins in any bit of its first byte
+        # A byte past the end is the last one again, in bits that no code has.
+        at = (begin // 8 + byte).clamp(max=packed.shape[-1] - 1)
+        words = words + (columns[at] << 8 * byte)
+    shift = (begin % 8).int().view(-1, *[1] * (packed.dim() - 1))
+    return ((words >> shift) & ((1 << bits) - 1)).movedim(0, -1)
 
 
 @dataclass(frozen=True)
@@ -269,10 +277,32 @@ def codebook_sum(
 
 def codebook_sum_torch(products: Tensor, codes: Tensor, bias: Tensor | None, bits: int) -> Tensor:
     """:func:`codebook_sum` in PyTorch."""
-    names = unpack(codes, len(products), bits)  # [V, parts]
-    wide = torch.promote_types(products.dtype, torch.float32)
-    total = products.new_zeros(len(codes), products.shape[2], dtype=wide)
-    for part, product in enumerate(products):
-        total = total + product[names[:, part]]
-    total = total.t() if bias is None else total.t() + bias
-    return total.to(products.dtype)
+    parts, clusters, _ = products.shape
+    first = torch.arange(0, parts * clusters, clusters, dtype=torch.int32, device=codes.device)
+    names = _unpack(codes, parts, bits) + first  # [V, parts]
+    wide = products.to(torch.promote_types(products.dtype, torch.float32))
+    total: Tensor = _SumRows.apply(wide.flatten(0, 1), names).t()
+    return (total if bias is None else total + bias).to(products.dtype)
+
+
+class _SumRows(torch.autograd.Function):
+    """The sums of some rows, ``[rows, N]`` and ``[V, parts]`` to ``[V, N]``.
+
+    ``embedding_bag`` sums them four times as fast as additions do, but its backward pass takes
+    several times as long as this one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, names: Tensor) -> Tensor:
+        ctx.save_for_backward(names)
+        ctx.rows = len(rows)
+        return functional.embedding_bag(names, rows, mode="sum")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (names,) = ctx.saved_tensors
+        total = grad.new_zeros(ctx.rows, grad.shape[1])
+        for part in names.t().long():
+            total.index_put_((part,), grad, accumulate=True)
+        return total, None
