@@ -11,13 +11,20 @@ from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.bags import row_offsets
-from dlrm.embeddings.common.budget import Budget, highest_level, split_by_rows
+from dlrm.embeddings.common.budget import Budget, highest_level, row_bytes, split_by_rows
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.fitting import fit_shared
 from dlrm.embeddings.common.hot_rows import PopulateReport
 from dlrm.embeddings.common.row_caches import CachesHotRows
 from dlrm.kernels.lookup.hashing import hash32, hashed_offsets
 from dlrm.kernels.lookup.tables import lookup
+from dlrm.kernels.update.packed import (
+    chunks_to_write,
+    read_rows,
+    record_bytes,
+    storage,
+    write_rows,
+)
 
 HOT, RIVALS = 8, 4  # slots of a bucket: with a row, and without one yet
 SLOTS = HOT + RIVALS
@@ -51,6 +58,8 @@ class Cafe(CachesHotRows, Embedding):
         "Randomized Admission Policy for Efficient Top-k and Frequency Estimation", INFOCOM 2017.
     """
 
+    packs_rows = True
+
     def __init__(
         self,
         num_embeddings: Sequence[int],
@@ -81,7 +90,9 @@ class Cafe(CachesHotRows, Embedding):
         kept = [min(table, shared) for table in self.num_embeddings]
         self.hot_rows, self.shared_rows = self.buckets * HOT, sum(kept)
         num_pieces = (self.hot_rows + self.shared_rows) * pieces
-        self.weight = nn.Parameter(torch.empty(num_pieces, embedding_dim // pieces))
+        # The rows of hot ids come first: of int4 they have 8 bits.
+        wide = self.hot_rows * pieces
+        self.weight = self._new_rows(num_pieces, embedding_dim // pieces, wide)
         keys = torch.int32 if sum(self.num_embeddings) < 2**31 else torch.int64
         self.empty = torch.iinfo(keys).max  # the key of a slot without owner
         self.register_buffer("_keys", torch.full((self.buckets, SLOTS), self.empty, dtype=keys))
@@ -101,13 +112,15 @@ class Cafe(CachesHotRows, Embedding):
         """Draw the shared rows, U(-1/sqrt(V), 1/sqrt(V)) for tables of V ids on average."""
         self._clear()
         bound = (self.num_tables / sum(self.num_embeddings)) ** 0.5
-        nn.init.uniform_(self.weight[self.hot_rows * self.pieces :], -bound, bound)
+        for _, part in chunks_to_write(self.weight, self.hot_rows * self.pieces, len(self.weight)):
+            nn.init.uniform_(part, -bound, bound)
 
     def _clear(self) -> None:
         self._keys.fill_(self.empty)
         self._scores.zero_()
         self._traffic.zero_()
-        self.weight[: self.hot_rows * self.pieces] = 0
+        for _, part in chunks_to_write(self.weight, 0, self.hot_rows * self.pieces):
+            part.zero_()
 
     def _own(self, rows: Tensor) -> Tensor:
         """The pieces of hot rows, ``[..., pieces]``."""
@@ -189,7 +202,7 @@ class Cafe(CachesHotRows, Embedding):
         tables = torch.bucketize(keys, self._starts, right=True) - 1
         own = self._own(rows).view(-1)
         shared = self._shared(tables, keys - self._starts[tables]).view(-1)
-        self.weight[own] = self.weight[shared]
+        write_rows(self.weight, own, read_rows(self.weight, shared))
         self.weight.grad = None  # it may be that of former owners
         evicted = self._keys[bucket, entering] != self.empty
         self._scores.copy_((self._scores * self.decay).clamp(max=2**30))  # room for more
@@ -227,7 +240,7 @@ class Cafe(CachesHotRows, Embedding):
         for start, weight in zip(self._starts.tolist(), weights, strict=True):
             of_table = (order >= start) & (order < start + len(weight))
             pieces = weight[order[of_table] - start].unflatten(1, (self.pieces, -1))
-            self.weight[self._own(rows[of_table])] = pieces.to(self.weight.dtype)
+            write_rows(self.weight, self._own(rows[of_table]).view(-1), pieces.flatten(0, 1))
         fit_shared(
             self.weight,
             weights,
@@ -238,20 +251,25 @@ class Cafe(CachesHotRows, Embedding):
     def footprint(self) -> list[dict[str, int]]:
         """Bytes of each table; rows and sketch are divided in proportion to the tables' rows."""
         sketch = self._keys.nbytes + self._scores.nbytes + self._traffic.nbytes
-        parts = [split_by_rows(size, self.num_embeddings) for size in (self.weight.nbytes, sketch)]
+        rows = storage(self.weight)[0].nbytes
+        parts = [split_by_rows(size, self.num_embeddings) for size in (rows, sketch)]
         return [{"weights": own, "sketch": share} for own, share in zip(*parts, strict=True)]
 
     @classmethod
     def for_budget(
-        cls, budget: Budget, *, hot: float = HOT_FRACTION
+        cls, budget: Budget, *, hot: float = HOT_FRACTION, pieces: int | None = None
     ) -> list[dict[str, Any] | None]:
         """The largest ``rows``, the same for all tables, that fits."""
-        row, num_embeddings = budget.row_bytes, budget.num_embeddings
+        row, num_embeddings, dim = budget.row_bytes, budget.num_embeddings, budget.embedding_dim
+        pieces = max(1, gcd(4, dim) if pieces is None else pieces)
+        hot_row = shared_row = pieces * row_bytes(dim // pieces, budget.dtype)
+        if budget.dtype == "int4":
+            hot_row, shared_row = (pieces * record_bytes(dim // pieces, bits) for bits in (8, 4))
 
         def size(table: int, rows: int) -> int:
             buckets, shared = _sizes(max(rows, 1), hot, budget.embedding_dim)
             sketch = buckets * SLOTS * SLOT_BYTES + COUNTER_BYTES
-            return (buckets * HOT + min(table, shared)) * row + sketch
+            return buckets * HOT * hot_row + min(table, shared) * shared_row + sketch
 
         def cost(rows: int) -> int:
             return sum(min(table * row, size(table, rows)) for table in num_embeddings)

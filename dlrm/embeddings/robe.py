@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.bags import row_offsets
-from dlrm.embeddings.common.budget import Budget, max_rows_options, split_by_rows
+from dlrm.embeddings.common.budget import Budget, max_rows_options, row_bytes, split_by_rows
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.fitting import fit_shared
 from dlrm.kernels.lookup.hashing import hashed_offsets
 from dlrm.kernels.lookup.tables import lookup
+from dlrm.kernels.update.packed import chunks_to_write, record_bytes, storage
 
 
 class Robe(Embedding):
@@ -41,6 +42,8 @@ class Robe(Embedding):
         arXiv 2108.02191.
     """
 
+    packs_rows = True
+
     def __init__(
         self,
         num_embeddings: Sequence[int],
@@ -63,7 +66,7 @@ class Robe(Embedding):
         self.pieces = embedding_dim // self.piece  # of a row of a table
         self.pieces_in_block = block // self.piece
         kept = [min(table, rows) for table in self.num_embeddings]
-        self.weight = nn.Parameter(torch.empty(sum(kept) * self.pieces, self.piece))
+        self.weight = self._new_rows(sum(kept) * self.pieces, self.piece)
         self.register_buffer("_first", self.pieces * row_offsets(kept), persistent=False)
         self._first: Tensor  # [F], the row of the array where each table begins
         self.reset_parameters()
@@ -72,7 +75,8 @@ class Robe(Embedding):
     def reset_parameters(self) -> None:
         """Initialize the array: U(-1/sqrt(V), 1/sqrt(V)) for tables of V ids on average."""
         bound = (self.num_tables / sum(self.num_embeddings)) ** 0.5
-        nn.init.uniform_(self.weight, -bound, bound)
+        for _, part in chunks_to_write(self.weight, 0, len(self.weight)):
+            nn.init.uniform_(part, -bound, bound)
 
     def _pieces_of(self, tables: Tensor, ids: Tensor) -> Tensor:
         """The rows of the array that are concatenated to the row of an id, ``[..., pieces]``."""
@@ -92,10 +96,17 @@ class Robe(Embedding):
 
     def footprint(self) -> list[dict[str, int]]:
         """Bytes of each table; the array is divided in proportion to the tables' rows."""
-        parts = split_by_rows(self.weight.nbytes, self.num_embeddings)
+        parts = split_by_rows(storage(self.weight)[0].nbytes, self.num_embeddings)
         return [{"weights": part} for part in parts]
 
     @classmethod
-    def for_budget(cls, budget: Budget) -> list[dict[str, Any] | None]:
+    def for_budget(cls, budget: Budget, *, block: int | None = None) -> list[dict[str, Any] | None]:
         """The largest ``rows``, the same for all tables, that fits."""
-        return max_rows_options(budget, cls.kind())
+        dim = budget.embedding_dim
+        block = dim // gcd(4, dim) if block is None else block
+        piece = max(1, min(block, dim))
+        size = row_bytes(piece, budget.dtype)  # a piece has a scale
+        if budget.dtype == "int4":
+            size = record_bytes(piece, 4)  # all are used alike
+        row = -(-dim // piece) * size
+        return max_rows_options(budget, cls.kind(), row)

@@ -72,7 +72,7 @@ def test_tables_in_bf16_take_half_and_train(train, result, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-@pytest.mark.parametrize("kind", ["dense", "drop", "hash", "block"])
+@pytest.mark.parametrize("kind", ["dense", "drop", "hash", "block", "robe", "cafe"])
 def test_tables_in_int8_and_int4_train(kind, dtype, train, options, result, tmp_path):
     rule = ["--optim.embeddings", "rowwise_adagrad", "--optim.lr", "0.02"]
     train("run", *options(kind), "--tables.dtype", dtype, *rule)

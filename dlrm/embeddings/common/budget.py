@@ -85,27 +85,33 @@ def highest_level(cost: Callable[[int], int], highest: int, budget: int, kind: s
     return bisect_right(range(highest + 1), budget, key=cost) - 1
 
 
-def max_rows(budget: Budget, kind: str) -> int:
+def max_rows(budget: Budget, kind: str, row_bytes: int | None = None) -> int:
     """The largest limit on the rows of a table, at least 1, under which all tables fit.
 
     Args:
         budget: the tables, those below the limit keep all rows, and the bytes for them.
         kind: the embedding kind, for the message.
+        row_bytes: bytes of a row of a table with fewer; by default as of the others. A table keeps
+            all rows where that takes no more than fewer of these.
 
     Raises:
         ValueError: one row per table does not fit.
     """
 
     def cost(rows: int) -> int:
-        return budget.row_bytes * sum(min(own, max(rows, 1)) for own in budget.num_embeddings)
+        most = max(rows, 1) * (row_bytes or budget.row_bytes)
+        return sum(min(own * budget.row_bytes, most) for own in budget.num_embeddings)
 
     return highest_level(cost, max(budget.num_embeddings), budget.size, kind)
 
 
-def max_rows_options(budget: Budget, kind: str) -> list[dict[str, Any] | None]:
+def max_rows_options(
+    budget: Budget, kind: str, row_bytes: int | None = None
+) -> list[dict[str, Any] | None]:
     """The option ``rows`` of each table by :func:`max_rows`; None where all rows fit."""
-    rows = max_rows(budget, kind)
-    return [None if own <= rows else {"rows": rows} for own in budget.num_embeddings]
+    rows = max_rows(budget, kind, row_bytes)
+    dense, most = budget.row_bytes, rows * (row_bytes or budget.row_bytes)
+    return [None if own * dense <= most else {"rows": rows} for own in budget.num_embeddings]
 
 
 def allocate(

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from dlrm.kernels.update.packed import write_rows
+
 ROW_CHUNK = 1 << 18  # rows at a time
 DISTANCE_CHUNK = 1 << 22  # distances computed at a time
 ITERATIONS = 12  # of k-means
@@ -30,14 +32,14 @@ def fit_shared(
     with equal weights.
 
     Args:
-        shared: ``[S, P]``, changed in place; rows that no id uses stay as they are.
+        shared: ``[S, P]``, a parameter, changed in place; rows that no id uses stay as they are.
         weights: the dense tables, each ``[V, D]``.
         pieces_of: from the index of a table and ids ``[N]``, the rows of ``shared`` whose
             concatenations are the rows of these ids, ``[N, D / P]``.
         without: for each table the ids to leave out.
     """
     dtype = torch.promote_types(shared.dtype, torch.float32)
-    total = torch.zeros_like(shared, dtype=dtype)
+    total = torch.zeros(shared.shape, dtype=dtype, device=shared.device)
     count = total.new_zeros(len(total), 1)
     for table, weight in enumerate(weights):
         for start in range(0, len(weight), ROW_CHUNK):
@@ -50,7 +52,9 @@ def fit_shared(
                 mass[out[(out >= 0) & (out < len(part))]] = 0
             _index_add(total, pieces.flatten(), (part * mass).reshape(pieces.numel(), -1))
             _index_add(count, pieces.flatten(), mass.repeat_interleave(pieces.shape[1], 0))
-    shared.copy_(torch.where(count > 0, total / count, shared))
+    used = (count[:, 0] > 0).nonzero()[:, 0]
+    for rows in used.split(ROW_CHUNK):
+        write_rows(shared, rows, total[rows] / count[rows])
 
 
 def kmeans(points: Tensor, clusters: int) -> tuple[Tensor, Tensor]:

@@ -231,6 +231,24 @@ def chunks_to_write(weight: Tensor, start: int, stop: int) -> Iterator[tuple[int
 
 
 @torch.no_grad()
+def read_rows(weight: Tensor, rows: Tensor) -> Tensor:
+    """Rows ``[n]`` of a table, ``[n, D]``, without a gradient; fp32 if they are packed."""
+    packed = packed_rows(weight)
+    return weight[rows] if packed is None else packed.read(rows)
+
+
+@torch.no_grad()
+def write_rows(weight: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Set rows ``[n]`` of a table to ``values [n, D]``, rounded to nearest if they are packed."""
+    packed = packed_rows(weight)
+    if packed is None:
+        weight[rows] = values.to(weight.dtype)
+        return
+    for part, some in zip(rows.split(CHUNK), values.split(CHUNK), strict=True):
+        packed.write(part, some)
+
+
+@torch.no_grad()
 def update_packed_torch(
     rule: Rule,
     packed: PackedRows,
