@@ -267,7 +267,7 @@ def note_plan(config: RunConfig, spec: ModelSpec, compression: float) -> None:
             option = f"--{config.emb}.{name}"
             print_error(f"note: {option} has no effect, --budget sets it")
     dim = spec["embedding_dim"]
-    without = 4 * dim / row_bytes(dim, config.tables.dtype)
+    without = 4 * dim / row_bytes(dim, config.tables_dtype)
     if config.emb not in UNCOMPRESSED and compression <= without:
         largest = max(spec["num_embeddings"])
         why = "it keeps as many rows as the tables have"

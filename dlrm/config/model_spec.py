@@ -30,7 +30,8 @@ class ModelSpec(TypedDict):
 def model_spec(config: RunConfig, meta: Meta) -> ModelSpec:
     """The arguments of the model that a configuration describes, for the tables of the data."""
     tables = asdict(config.tables)
-    dtype = tables.pop("dtype")
+    tables.pop("dtype")
+    dtype = config.tables_dtype
     spec = {
         "num_dense": len(meta.dense),
         "num_embeddings": list(meta.cardinalities),

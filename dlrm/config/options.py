@@ -14,7 +14,7 @@ from docstring_parser import parse as parse_docstring
 from docstring_parser import parse_from_object
 from jsonargparse import ArgumentError, ArgumentParser
 
-from dlrm.config.schema import HOUSEKEEPING, RunConfig
+from dlrm.config.schema import HOUSEKEEPING, RunConfig, default_dtype
 from dlrm.kernels.update.rules import RULES
 from dlrm.sparse_arch.table_plan import AUTO
 from dlrm.utils.documents import parse_json, parse_yaml
@@ -90,6 +90,8 @@ def changed_options(options: Mapping[str, Any], kinds: Mapping[str, type]) -> di
         group, _, leaf = name.rpartition(".")
         own = options.get(group) or {} if group else options
         default = list(option.default) if isinstance(option.default, tuple) else option.default
+        if name == "tables.dtype" and own.get(leaf) is not None:  # older runs all name it
+            default = default_dtype(str(options.get("emb")), options.get("budget"))
         if name not in HOUSEKEEPING and own.get(leaf, default) != default:
             changed[name] = own[leaf]
     return changed

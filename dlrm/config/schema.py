@@ -68,12 +68,12 @@ class TablesConfig:
     """Compress the N largest tables instead."""
     kinds: dict[str, str] = field(default_factory=dict)
     """Kinds of single tables by name, for example {C3: tt, C12: qr}."""
-    dtype: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
+    dtype: Literal["fp32", "bf16", "int8", "int4"] | None = None
     """Type of the embedding parameters. bf16 takes half the memory, int8 rows with a scale each
     about a quarter, int4 rows a sixth, of which those of the most frequent ids, one in eight, have
     8 bits. All are updated with stochastic rounding. The optimizer state stays in fp32, but the
     accumulators of row-wise Adagrad are bf16 next to int4. --emb auto gives each table this type
-    or one of fewer bits."""
+    or one of fewer bits. Default: fp32; bf16 for --emb tt with --budget."""
 
     def __post_init__(self) -> None:
         _require(
@@ -333,6 +333,11 @@ class RunConfig:
             ),
         )
 
+    @property
+    def tables_dtype(self) -> str:
+        """Type of the embedding parameters."""
+        return self.tables.dtype or default_dtype(self.emb, self.budget)
+
     def steps_for(self, epoch: int) -> int:
         """Steps of the run, given those of an epoch."""
         steps = self.epochs * epoch
@@ -351,3 +356,9 @@ class RunConfig:
         if self.patience is not None:
             return self.patience
         return max(evaluations, 2) if self.epochs > 1 else 0
+
+
+def default_dtype(emb: str, budget: str | None) -> Literal["fp32", "bf16"]:
+    """Type of the embedding parameters of a run that sets none: at equal bytes, tensor trains in
+    bf16 have twice as many exact rows."""
+    return "bf16" if emb == "tt" and budget else "fp32"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from math import prod
 from typing import Any, Unpack
 
@@ -13,12 +12,15 @@ from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.bags import row_offsets
-from dlrm.embeddings.common.budget import Budget, highest_level, split_by_rows
+from dlrm.embeddings.common.budget import Budget, split_by_rows
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.factorization import factorize_dim, factorize_rows
 from dlrm.embeddings.common.hot_rows import PopulateReport, RowCache
 from dlrm.embeddings.common.row_caches import CachesHotRows
+from dlrm.embeddings.common.tt_budget import Planner, clip_ranks, slice_widths, tt_weights
 from dlrm.embeddings.common.tt_svd import fit_rows, mean_square, table_slices, tt_svd
+from dlrm.embeddings.shared_rows import num_kept_of
+from dlrm.kernels.lookup.tables import lookup, lookup_tables
 from dlrm.kernels.tt import TTShape, tt_bags, tt_vectors
 
 DEFAULT_RANK = 32
@@ -34,6 +36,9 @@ class TT(CachesHotRows, Embedding):
     ``q`` and ranks; core ``k`` of all of them is one parameter ``cores.k`` of shape
     ``[sum(p_k), r_{k-1} q_k r_k]``: one row per slice, table after table.
 
+    With ``keep``, the first ids of a table have exact rows, as ids are in order of falling
+    frequency, and the rows of all others are the sum of a row that they share and of a product.
+
     Args:
         rank: TT rank, the size of the dimension that two neighboring cores share. A larger rank
             comes closer to a dense table; the number of weights grows with its square. A rank that
@@ -41,8 +46,11 @@ class TT(CachesHotRows, Embedding):
         d: number of cores.
         q: factors of the embedding dim, such as ``2 2 4`` for 16; by default the most balanced
             ones.
-        p: factors of the number of rows, the same for every table of the group, whose product is
-            at least the number of rows; by default balanced ones for each table.
+        p: factors of the number of rows in the train, the same for every table of the group, whose
+            product is at least that number; by default balanced ones for each table.
+        keep: how many ids of a table have an exact row; 0 for a train of all rows, as in the paper.
+            By default 0, and with a budget the ids that are most frequent in all tables together.
+            In code it may be a list with one number for each table.
         cache_rows: number of rows, of all tables of the group together, that are also kept
             uncompressed and trained as such: the most used ones. 0 for no cache. The cache is
             empty until it is populated for the first time, by cache_populate or --populate_every.
@@ -57,6 +65,9 @@ class TT(CachesHotRows, Embedding):
         Recommendation Models", MLSys 2021, arXiv 2101.11714.
     """
 
+    per_table = frozenset({"keep"})
+    budget_by_counts = True
+
     def __init__(
         self,
         num_embeddings: Sequence[int],
@@ -66,6 +77,7 @@ class TT(CachesHotRows, Embedding):
         d: int = 3,
         q: list[int] | None = None,
         p: list[int] | None = None,
+        keep: int | list[int] | None = None,
         cache_rows: int = 0,
         cache_window: int | None = None,
         cache_decay: float = 0.8,
@@ -81,7 +93,10 @@ class TT(CachesHotRows, Embedding):
         if cache_rows < 0:
             raise ValueError(f"cache_rows is {cache_rows}: set --tt.cache_rows 0 for no cache")
         self.q = tuple(q) if q else factorize_dim(embedding_dim, d)
-        self.p = [tuple(p) if p else factorize_rows(rows, d) for rows in self.num_embeddings]
+        num_kept = num_kept_of(num_embeddings, keep or 0, self.kind())  # the shared row included
+        self.kept = tuple(own - 1 for own in num_kept)
+        self.in_train = [n - own for n, own in zip(self.num_embeddings, self.kept, strict=True)]
+        self.p = [tuple(p) if p else factorize_rows(rows, d) for rows in self.in_train]
         self._check_factors(d)
         self.ranks = clip_ranks(rank, self.p, self.q)
         sizes = [sum(slices) for slices in zip(*self.p, strict=True)]
@@ -90,12 +105,19 @@ class TT(CachesHotRows, Embedding):
             for rows, width in zip(sizes, slice_widths(self.q, self.ranks), strict=True)
         )
         self.register_buffer("_p", torch.tensor(self.p), persistent=False)
-        self.register_buffer("_row_offsets", row_offsets(self.num_embeddings), persistent=False)
+        self.register_buffer("_row_offsets", row_offsets(self.in_train), persistent=False)
+        self.register_buffer("_kept", torch.tensor(self.kept), persistent=False)
+        self.register_buffer("_starts", row_offsets(num_kept), persistent=False)
         self._p: Tensor  # [F, d]
         self._row_offsets: Tensor  # [F], where each table begins among the keys of the cache
+        self._kept: Tensor  # [F], exact rows, and after them the shared one
+        self._starts: Tensor  # [F], the first of them
+        self.exact = None
+        if any(self.kept):
+            self.exact = nn.Parameter(torch.empty(sum(num_kept), embedding_dim))
         self.cache = None
         if cache_rows:
-            rows = sum(self.num_embeddings), cache_rows
+            rows = sum(self.in_train), cache_rows
             self.cache = _row_cache(*rows, embedding_dim, cache_window, cache_decay, self.sparse)
         self.reset_parameters()
 
@@ -112,7 +134,7 @@ class TT(CachesHotRows, Embedding):
                 f"q is {list(self.q)}, whose product is {prod(self.q)}; it must be the dim, "
                 f"{self.embedding_dim}: set --tt.q {valid}"
             )
-        for rows, p in zip(self.num_embeddings, self.p, strict=True):
+        for rows, p in zip(self.in_train, self.p, strict=True):
             if prod(p) < rows:
                 valid = " ".join(map(str, factorize_rows(rows, d)))
                 raise ValueError(
@@ -128,6 +150,7 @@ class TT(CachesHotRows, Embedding):
         As in the paper no entry is near zero: they are normal, given that ``|x| >= 2``. Slices are
         scaled to equal norm, so that the rows of one leading digit deviate as all do, and the cores
         by the mean square of the product, which :func:`mean_square` gives exactly for any rank.
+        Exact rows start as dense ones do, and shared ones at zero.
         """
         if self.cores[0].is_meta:  # which has sizes, but no values
             return
@@ -141,6 +164,12 @@ class TT(CachesHotRows, Embedding):
             scale = (1 / (3 * rows) / mean_square(slices)) ** (0.5 / len(slices))
             for core in slices:
                 core.mul_(scale)
+        for rows, own in zip(self.num_embeddings, self._exact_rows(), strict=False):
+            nn.init.uniform_(own, -(rows**-0.5), rows**-0.5)[-1] = 0
+
+    def _exact_rows(self) -> Sequence[Tensor]:
+        """The exact rows of each table, and after them the shared one; empty without them."""
+        return [] if self.exact is None else self.exact.split([own + 1 for own in self.kept])
 
     @property
     def _shape(self) -> TTShape:
@@ -152,17 +181,45 @@ class TT(CachesHotRows, Embedding):
         return table_slices(list(self.cores), self._shape, table)
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
+        if self.exact is None:
+            return self._products(tables, ids, None, context)
+        kept = self._kept[tables]
+        rows = ids.minimum(kept) + self._starts[tables]
+        exact = lookup(self.exact, rows, sparse=self.sparse, sorter=context.sorter)
+        return exact + self._products(tables, (ids - kept).clamp(min=0), ids < kept, context)
+
+    def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
+        if self.exact is None:
+            return super().lookup(ids, context)
+        exact = lookup_tables(
+            self.exact,
+            self._starts,
+            ids,
+            last=self._kept,
+            sparse=self.sparse,
+            sorter=context.sorter,
+        )
+        tables, kept = self._tables[:, None], self._kept[:, None]
+        rest = self._products(tables, (ids - kept).clamp(min=0), ids < kept, context)
+        return exact + rest.transpose(0, 1)
+
+    def _products(
+        self, tables: Tensor, ids: Tensor, skip: Tensor | None, context: LookupContext
+    ) -> Tensor:
+        """Rows of the trains, or cached ones; zeros where ``skip`` says so."""
         if self.cache is None:
-            return self._compressed(tables, ids, context)
+            return self._compressed(tables, ids, context, skip=skip)
         slots = self.cache.find(ids + self._row_offsets[tables])
         hits = slots < self.cache.capacity
-        if hits.is_cuda:  # static shapes; the kernel leaves out the ids that hit
-            compressed = self._compressed(tables, ids, context, skip=hits)
+        if skip is not None:
+            hits &= ~skip
+        compressed = self._compressed(
+            tables, ids, context, skip=hits if skip is None else hits | skip
+        )
+        if hits.is_cuda:  # static shapes
             return torch.where(hits[..., None], self.cache.look_up(slots), compressed)
-        tables, ids = tables.expand_as(ids)[~hits], ids[~hits]
-        out = self.cores[0].new_empty(*hits.shape, self.embedding_dim)
+        out = compressed.clone()
         out[hits] = self.cache.look_up(slots[hits])
-        out[~hits] = self._compressed(tables, ids, context)
         return out
 
     def lookup_bags(
@@ -172,7 +229,7 @@ class TT(CachesHotRows, Embedding):
         weights: Tensor | None,
         context: LookupContext = NO_CONTEXT,
     ) -> Tensor:
-        if self.cache is not None or self.mode == "max":
+        if self.cache is not None or self.exact is not None or self.mode == "max":
             return super().lookup_bags(ids, offsets, weights, context)
         bags, updates = (ids, offsets, weights), context.updates
         pooled = tt_bags(list(self.cores), self._shape, *bags, mode=self.mode, updates=updates)
@@ -186,9 +243,13 @@ class TT(CachesHotRows, Embedding):
         *,
         skip: Tensor | None = None,
     ) -> Tensor:
-        """Rows computed from the cores, without the cache."""
+        """Rows computed from the cores, without the cache; zeros where ``skip`` says so."""
         cores, updates = list(self.cores), context.updates
-        return tt_vectors(cores, self._shape, tables, ids, skip=skip, updates=updates)
+        if skip is None or ids.is_cuda:  # static shapes: the kernel leaves out what is skipped
+            return tt_vectors(cores, self._shape, tables, ids, skip=skip, updates=updates)
+        out = self.cores[0].new_zeros(*ids.shape, self.embedding_dim)
+        out[~skip] = tt_vectors(cores, self._shape, tables.expand_as(ids)[~skip], ids[~skip])
+        return out
 
     @property
     def has_cache(self) -> bool:
@@ -196,7 +257,11 @@ class TT(CachesHotRows, Embedding):
 
     def observe(self, tables: Tensor, ids: Tensor) -> None:
         if self.cache is not None:
-            self.cache.observe(ids + self._row_offsets[tables])
+            rest, kept = ids, self._kept[tables]
+            if self.exact is not None:
+                rest = (ids - kept).clamp(min=0)
+            counted = None if self.exact is None else ids >= kept
+            self.cache.observe(rest + self._row_offsets[tables], counted)
 
     def cache_stats(self) -> dict[str, int]:
         """Hits and look-ups in training since the cache was last populated, if there is one."""
@@ -228,13 +293,20 @@ class TT(CachesHotRows, Embedding):
     def load_dense(self, weights: Sequence[Tensor]) -> None:
         """Decompose dense tables, each ``[V, D]``, by TT-SVD; exact where the rank suffices.
 
+        The shared row becomes the mean of the rows that are not kept, and the train the rest.
         This takes about three times the memory of a table. The cache is emptied.
         """
         self._check_dense(weights)
         if self.cache is not None:
             self.cache.clear()
+        exact = self._exact_rows()
         for table, weight in enumerate(weights):
             wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+            if exact:
+                head, tail = wide.split([self.kept[table], self.in_train[table]])
+                mean = tail.mean(0, keepdim=True)
+                exact[table].copy_(torch.cat([head, mean]))
+                wide = tail - mean
             fitted = tt_svd(wide, self.p[table], self.q, self.ranks)
             for core, new in zip(self._slices(table), fitted, strict=True):
                 core.copy_(new)
@@ -243,6 +315,8 @@ class TT(CachesHotRows, Embedding):
         """Bytes of each table; those of the cache are divided in proportion to the rows."""
         size = self.cores[0].element_size()
         parts = [{"weights": tt_weights(p, self.q, self.ranks) * size} for p in self.p]
+        for part, rows in zip(parts, self._exact_rows(), strict=False):
+            part["exact"] = rows.nbytes
         if self.cache is not None:
             each = split_by_rows(self.cache.nbytes(), self.num_embeddings)
             for part, share in zip(parts, each, strict=True):
@@ -257,49 +331,32 @@ class TT(CachesHotRows, Embedding):
         d: int = 3,
         q: list[int] | None = None,
         p: list[int] | None = None,
+        keep: int | None = None,
         cache_rows: int = 0,
         cache_window: int | None = None,
         cache_decay: float = 0.8,
     ) -> list[dict[str, Any] | None]:
-        """As few compressed tables as possible, at the highest rank.
-
-        The largest tables are compressed, as many as it takes to meet the budget at the default
-        rank (all of them if that is not enough). Then the rank is the largest that fits, next to
-        the cache if there is one.
+        """Exact rows for the ids that are most frequent in all tables together, and trains for the
+        others, in a fixed proportion of bytes, next to the cache if there is one.
         """
-        num_embeddings, embedding_dim = budget.num_embeddings, budget.embedding_dim
-        weight_bytes, left = budget.weight_bytes, budget.size
+        left = budget.size
         if cache_rows:
-            rows = sum(num_embeddings), cache_rows
+            rows = sum(budget.num_embeddings), cache_rows
             with torch.device("meta"):
-                cache = _row_cache(*rows, embedding_dim, cache_window, cache_decay, sparse=True)
-            left = _without_cache(left, cache.bfloat16() if weight_bytes == 2 else cache)
-        dense = [budget.row_bytes * rows for rows in num_embeddings]
-        by_size = sorted(range(len(dense)), key=lambda table: -dense[table])
-        ps = [tuple(p) if p else factorize_rows(rows, d) for rows in num_embeddings]
-        qs = tuple(q) if q else factorize_dim(embedding_dim, d)
-
-        def ranks_of(compressed: Sequence[int], rank: int) -> tuple[int, ...]:
-            return clip_ranks(rank, [ps[t] for t in compressed], qs) if compressed else ()
-
-        def total(count: int, rank: int) -> int:
-            """Bytes of all tables if the ``count`` largest are compressed."""
-            compressed, others = by_size[:count], by_size[count:]
-            ranks = ranks_of(compressed, rank)
-            trains = (weight_bytes * tt_weights(ps[t], qs, ranks) for t in compressed)
-            smaller = map(min, trains, (dense[t] for t in compressed))
-            return sum(dense[t] for t in others) + sum(smaller)
-
-        enough = (n for n in range(len(dense)) if total(n, DEFAULT_RANK) <= left)
-        count = next(enough, len(dense))
-        highest = embedding_dim * max(num_embeddings)
-        rank = 1 + highest_level(lambda level: total(count, level + 1), highest, left, "tt")
-        ranks = ranks_of(by_size[:count], rank)
+                cache = _row_cache(*rows, budget.embedding_dim, cache_window, cache_decay, True)
+            left = _without_cache(left, cache.bfloat16() if budget.weight_bytes == 2 else cache)
+        qs = tuple(q) if q else factorize_dim(budget.embedding_dim, d)
+        planner = Planner(budget, left, d, qs, p)
+        found = (
+            planner.best()
+            if keep is None
+            else planner.fit(
+                [own - 1 for own in num_kept_of(budget.num_embeddings, keep, cls.kind())]
+            )
+        )
         return [
-            {"rank": max(ranks)}
-            if t in by_size[:count] and weight_bytes * tt_weights(ps[t], qs, ranks) < dense[t]
-            else None
-            for t in range(len(dense))
+            {"rank": found.rank, "keep": own} if table in found.compressed else None
+            for table, own in enumerate(found.keep)
         ]
 
     def extra_repr(self) -> str:
@@ -324,26 +381,3 @@ def _without_cache(budget: int, cache: RowCache) -> int:
             "--tt.cache_window, or raise the budget"
         )
     return left
-
-
-def slice_widths(q: Sequence[int], ranks: Sequence[int]) -> list[int]:
-    """Weights of one slice of each core, ``r_{k-1} q_k r_k``."""
-    return [left * factor * right for factor, (left, right) in zip(q, pairwise(ranks), strict=True)]
-
-
-def tt_weights(p: Sequence[int], q: Sequence[int], ranks: Sequence[int]) -> int:
-    """Weights of one table."""
-    return sum(rows * width for rows, width in zip(p, slice_widths(q, ranks), strict=True))
-
-
-def clip_ranks(rank: int, p: Sequence[Sequence[int]], q: Sequence[int]) -> tuple[int, ...]:
-    """Ranks ``(1, r_1, .., 1)``: ``rank``, or less where no table can use as much.
-
-    Rank ``k`` joins a matrix of ``prod(p[:k]) prod(q[:k])`` rows and ``prod(p[k:]) prod(q[k:])``
-    columns; a larger rank than the smaller of the two adds weights and no freedom.
-    """
-    largest = [
-        max(min(prod(t[:k]) * prod(q[:k]), prod(t[k:]) * prod(q[k:])) for t in p)
-        for k in range(1, len(q))
-    ]
-    return (1, *(min(rank, limit) for limit in largest), 1)

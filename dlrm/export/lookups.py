@@ -71,7 +71,7 @@ class TTLookup(nn.Module):
     Args:
         group: the trained tables, with their cache of hot rows, if there is one.
         precision: ``bf16`` keeps the cores in bf16; all others leave them as they are. The rows of
-            a cache have it.
+            a cache and exact rows have it.
     """
 
     def __init__(self, group: TT, precision: str) -> None:
@@ -87,6 +87,13 @@ class TTLookup(nn.Module):
         self.p: Tensor  # [F, d]
         self.place: Tensor  # [F, d]
         self.starts: Tensor  # [F, d], the first slice of each table
+        self.exact = None
+        if group.exact is not None:
+            self.exact = store_rows(group.exact, precision)
+            self.register_buffer("kept", group._kept)
+            self.register_buffer("first_row", group._starts)
+            self.kept: Tensor  # [F], exact rows of each table
+            self.first_row: Tensor  # [F]
         self.cached = None
         if group.cache is not None:
             self.cached = store_rows(group.cache.rows, precision)
@@ -99,6 +106,15 @@ class TTLookup(nn.Module):
 
     def forward(self, tables: Tensor, ids: Tensor) -> Tensor:
         """As in :class:`RowLookup`."""
+        if self.exact is None:
+            return self._products(tables, ids)
+        kept = self.kept[tables]
+        rows = self.exact(ids.minimum(kept) + self.first_row[tables])
+        products = self._products(tables, (ids - kept).clamp(min=0))
+        return rows + products.masked_fill((ids < kept)[..., None], 0.0)
+
+    def _products(self, tables: Tensor, ids: Tensor) -> Tensor:
+        """The products, or cached rows in their place."""
         vectors = self._compressed(tables, ids)
         if self.cached is None:
             return vectors

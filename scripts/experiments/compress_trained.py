@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from dlrm.config.schema import RunConfig
 from dlrm.data.frequencies import read_frequencies
 from dlrm.embeddings import available
 from dlrm.embeddings.common.budget import DTYPES
@@ -42,7 +43,7 @@ def arguments() -> Parser:
         "--ratios", nargs="+", type=positive_arg, default=ratios, help="compression ratios"
     )
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="type of the compressed tables (default: that of the run)"
+        "--dtype", choices=DTYPES, help="type of the tables (default: as train.py has for the kind)"
     )
     parser.add_argument("--split", default="test", help="split to evaluate on")
     parser.add_argument("--batch-size", type=count_arg, default=16384, help="samples per batch")
@@ -68,8 +69,9 @@ class Compressor:
             device=pick_device(options.device),
             batch_size=options.batch_size,
         )
-        self.spec = dict(self.trained.spec)
-        self.spec["tables_dtype"] = options.dtype or self.spec.get("tables_dtype", "fp32")
+        self.spec = self.trained.spec
+        own = self.spec.get("tables_dtype", "fp32")
+        self.dtype: str | None = options.dtype or (own if own != "fp32" else None)
         self.data, self.meta = options.data, self.trained.loader.meta
 
     def evaluate(self, model: DLRM | None = None) -> dict[str, float]:
@@ -89,16 +91,19 @@ class Compressor:
         Raises:
             ValueError: the kind can't be that small.
         """
+        given = RunConfig(emb=kind, budget=format_ratio(ratio))
+        dtype = self.dtype or given.tables_dtype
         plan = make_table_plan(
             self.meta.tables,
             self.spec["num_embeddings"],
             self.spec["embedding_dim"],
             kind,
-            budget=format_ratio(ratio),
+            budget=given.budget,
             counts=lambda: read_frequencies(self.data, self.meta),
-            dtype=self.spec["tables_dtype"],
+            dtype=dtype,
         )
-        model = DLRM(**{**self.spec, "plan": plan}).to(self.trained.loader.device)
+        spec = {**self.spec, "plan": plan, "tables_dtype": dtype}
+        model = DLRM(**spec).to(self.trained.loader.device)
         model.load_trained(self.trained.model)
         return self.evaluate(model.eval())
 

@@ -24,6 +24,7 @@ COMPRESSED = [
     ("block", {"dim": 3, "keep": 5}),
     ("drop", {"keep": 5}),
     ("tt", {"rank": 3}),
+    ("tt", {"rank": 3, "keep": 5}),
     ("robe", {"rows": 7, "block": 2}),
     ("robe", {"rows": 7, "block": 80}),
     ("robe", {"rows": 7}),

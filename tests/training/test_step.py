@@ -14,6 +14,8 @@ PLANS = {
     "dense": [("dense", {})] * 3,
     "tt": [("dense", {}), ("tt", {"rank": 4}), ("dense", {})],
     "tt alone": [("tt", {"rank": 4})] * 3,  # no row gradient to be sorted
+    "tt exact": [("dense", {}), *[("tt", {"rank": 4, "keep": own}) for own in (300, 30)]],
+    "tt cached": [("dense", {}), *[("tt", {"rank": 4, "keep": 9, "cache_rows": 20})] * 2],
     "mixed": [("hash", {"rows": 20}), ("qr", {"collisions": 9}), ("block", {"dim": 2})],
 }
 
@@ -83,7 +85,7 @@ def test_unknown_modes_name_the_nearest():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("plan", ["mixed", "tt"])
+@pytest.mark.parametrize("plan", ["mixed", "tt", "tt exact"])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_gpu_trains_as_a_cpu_does(plan, rule):
     """fp32, to 1e-4; layers so wide that several warps update a row of theirs."""

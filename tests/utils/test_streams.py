@@ -86,8 +86,8 @@ def test_batches_of_many_epochs_are_loaded_on_a_stream_of_their_own(device):
 
     def batches():
         assert torch.cuda.current_stream().cuda_stream not in others
-        batch = Batch(torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.int64), torch.zeros(2))
-        yield [(batch, 0)]
+        ids = torch.zeros(1, 2, dtype=torch.int64)
+        yield [(Batch(torch.zeros(1, 2), ids, torch.zeros(2)).to(device), 0)]
 
     for _ in range(40):
         (((batch, _),),) = prefetch_to_device(batches(), device)

@@ -111,16 +111,33 @@ class RowCache(nn.Module):
         return functional.embedding(slots, self.rows, sparse=self.sparse)
 
     @torch.no_grad()
-    def observe(self, keys: Tensor) -> None:
-        """Remember a batch of training look-ups, ``[F, B]`` or ``[nnz]``, to be counted."""
-        self._traffic[0] += (self.find(keys) < self.capacity).sum()
-        self._traffic[1] += keys.numel()
+    def observe(self, keys: Tensor, counted: Tensor | None = None) -> None:
+        """Remember a batch of training look-ups, ``[F, B]`` or ``[nnz]``, to be counted.
+
+        Args:
+            keys: of the look-ups.
+            counted: which of them count, bool of their shape; by default all.
+        """
+        hits = self.find(keys) < self.capacity
+        self._traffic[0] += (hits if counted is None else hits & counted).sum()
+        self._traffic[1] += keys.numel() if counted is None else counted.sum()
         keys = keys.reshape(-1).to(self._ring.dtype)
         n, window = len(keys), len(self._ring)
-        index = torch.arange(min(n, window), device=keys.device)
-        place = (index + self._position) % window
-        self._ring.index_copy_(0, place, keys[index * _even_stride(n) % max(n, 1)])
-        self._position.add_(len(index))
+        if counted is None:
+            index = torch.arange(min(n, window), device=keys.device)
+            place = (index + self._position) % window
+            self._ring.index_copy_(0, place, keys[index * _even_stride(n) % max(n, 1)])
+            self._position.add_(len(index))
+            return
+        index = torch.arange(n, device=keys.device) * _even_stride(n) % max(n, 1)
+        keys, counted = keys[index], counted.reshape(-1)[index]
+        rank = counted.cumsum(0)
+        counted = counted & (rank < window)
+        # All others write what is at the place after the last one.
+        number = counted.sum()
+        place = (torch.where(counted, rank - 1, number) + self._position) % window
+        self._ring.index_copy_(0, place, torch.where(counted, keys, self._ring[place]))
+        self._position.add_(number)
 
     def stats(self) -> dict[str, int]:
         """Hits and look-ups in training since the last populate; waits for the device."""
