@@ -23,7 +23,7 @@ CASES = {
     "cafe": {"rows": 50},
     "tt": {"rank": 32},
     "tt with a cache": {"rank": 8, "cache_rows": 20},
-    "tt with exact rows": {"rank": 8, "keep": 20, "cache_rows": 20},
+    "tt with exact rows": {"rank": 8, "keep": 20},
     "paged": {"page_size": 64, "devices": ["cpu", "cpu"]},
 }
 CASES |= {kind: {} for kind in available() if kind not in CASES}
