@@ -104,4 +104,23 @@ def compressed() -> str:
     return markdown(head, rows) + source("compressed_sample")
 
 
-TABLES = (sample, sample_speed, full, full_speed, tt_rec, tt_rec_sample, compressed)
+def true_bytes() -> str:
+    """What compressed tables keep in training and in serving."""
+    rows = [
+        [
+            f"`{row['method']}`" if " " in row["method"] else row["method"],
+            "-" if row["ratio"] is None else f"{row['ratio']:g}x",
+            *(
+                text
+                for where in ("training", "serving")
+                for text in (f"{row[f'{where}_MB']:,.1f}", f"{row[f'{where}_smaller']:g}x")
+            ),
+            ", ".join(part for part in {**row["training"], **row["serving"]}),
+        ]
+        for row in read("true_bytes")["results"]
+    ]
+    head = ["", "weights", "training, MB", "smaller", "serving, MB", "smaller", "what is kept"]
+    return markdown(head, rows) + source("true_bytes")
+
+
+TABLES = (sample, sample_speed, full, full_speed, tt_rec, tt_rec_sample, compressed, true_bytes)

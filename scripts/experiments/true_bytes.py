@@ -1,0 +1,151 @@
+"""Count what compressed tables really keep, in training and in serving, next to published methods.
+
+    python scripts/experiments/true_bytes.py --json benchmarks/true_bytes.json
+
+Papers count weights. Here pointers, codes, scales, full-precision copies and the state of row-wise
+Adagrad count as well, for the tables of Kaggle at full size. Our kinds are built by the library;
+of the others every tensor that their algorithm keeps is made, all without memory. Nothing is
+trained.
+
+CCE: Tsang and Ahle, "Clustering the Sketch", NeurIPS 2023, arXiv 2210.05974; as in its published
+code, two int64 pointers per id and chunk. ALPT: Li et al., "Adaptive Low-Precision Training for
+Embeddings in Click-Through Rate Prediction", AAAI 2023, arXiv 2212.05735: int8 rows, a learned step
+per row. MPE: Li et al., "Mixed-Precision Embeddings for Large-Scale Recommendation Models", arXiv
+2409.20305: codes of 0 to 6 bits, learned on a table in fp32. As rows differ in length, an id needs
+the address of its row, unless ids are renumbered by frequency.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlrm.data.schema import KAGGLE_CARDINALITIES
+from dlrm.optim import RowOptimizer
+from dlrm.sparse_arch.arch import SparseArch
+from dlrm.sparse_arch.table_plan import format_ratio, make_table_plan
+from dlrm.training import benchmark
+from dlrm.utils.program import Parser, exit_status, path_arg, positive_arg
+
+DIM = 16
+CHUNKS = 4  # of CCE: parts of a row, each with pointers of its own
+CANDIDATES, GROUP = 7, 128  # of MPE: bit widths, and ids that share one
+OURS = {
+    "dense": ("fp32", "bf16", "int8", "int4"),
+    "drop": ("fp32", "int8"),
+    "robe": ("fp32", "int8"),
+}
+
+Parts = dict[str, list[Tensor]]
+
+
+def cce(rows: int, ratio: float) -> tuple[Parts, Parts]:
+    """What CCE keeps for a table in serving, and in training in addition."""
+    kept = max(1, int(rows / ratio / 2))
+    chunk = torch.empty(kept, CHUNKS, DIM // CHUNKS)
+    pointers = torch.empty(rows, CHUNKS, dtype=torch.int64)
+    serving = {"weights": [chunk, chunk], "pointers": [pointers, pointers]}
+    return serving, {"state": [torch.empty(kept, CHUNKS)] * 2}
+
+
+def alpt(rows: int, ratio: float) -> tuple[Parts, Parts]:
+    """Likewise for ALPT in 8 bits, whatever the ratio."""
+    step = torch.empty(rows, 1)
+    serving = {"weights": [torch.empty(rows, DIM, dtype=torch.int8)], "scales": [step]}
+    return serving, {"state": [step, step]}  # of the rows and of their steps
+
+
+def mpe(rows: int, ratio: float) -> tuple[Parts, Parts]:
+    """Likewise for MPE."""
+    codes = torch.empty(int(rows * 4 * DIM / ratio), dtype=torch.uint8)
+    serving = {"weights": [codes], "pointers": [torch.empty(rows, dtype=torch.int32)]}
+    training = {
+        "fp32 copy": [torch.empty(rows, DIM)],
+        "choices": [torch.empty(-(-rows // GROUP), CANDIDATES)],
+        "state": [torch.empty(rows, 1)],
+    }
+    return serving, training
+
+
+OTHERS = {"CCE": cce, "ALPT": alpt, "MPE": mpe}
+
+
+def of_others(name: str, ratio: float) -> dict[str, Any]:
+    """The bytes of a published method, tables too small to compress being dense in fp32."""
+    found: dict[str, dict[str, int]] = {"serving": {}, "training": {}}
+    for rows in KAGGLE_CARDINALITIES:
+        serving, training = OTHERS[name](rows, ratio)
+        if name != "ALPT" and rows < 2 * ratio:
+            serving, training = (
+                {"weights": [torch.empty(rows, DIM)]},
+                {"state": [torch.empty(rows, 1)]},
+            )
+        # Codes of MPE and their addresses come into being after training.
+        first = training if name == "MPE" and "fp32 copy" in training else serving | training
+        for where, parts in (("serving", serving), ("training", first)):
+            for part, tensors in parts.items():
+                size = sum(tensor.nbytes for tensor in tensors)
+                found[where][part] = found[where].get(part, 0) + size
+    return {"method": name, "ratio": None if name == "ALPT" else ratio, **found}
+
+
+def of_ours(kind: str, dtype: str, ratio: float) -> dict[str, Any]:
+    """The bytes of one of our kinds, as the library counts them."""
+    names = [f"C{table + 1}" for table in range(len(KAGGLE_CARDINALITIES))]
+    budget = None if kind == "dense" else format_ratio(ratio)
+    plan = make_table_plan(names, KAGGLE_CARDINALITIES, DIM, kind, budget=budget, dtype=dtype)
+    arch = SparseArch(KAGGLE_CARDINALITIES, DIM, plan, dtype=dtype)
+    serving: dict[str, int] = {}
+    for table in arch.footprint():
+        for part, size in table.items():
+            serving[part] = serving.get(part, 0) + size
+    parameters = list(arch.parameters())
+    state = RowOptimizer(parameters, "rowwise_adagrad").state_bytes(parameters)
+    return {
+        "method": f"{kind} {dtype}",
+        "ratio": None if kind == "dense" else ratio,
+        "serving": serving,
+        "training": {**serving, "state": state},
+    }
+
+
+def count(ratio: float) -> list[dict[str, Any]]:
+    """All methods, largest in training first."""
+    with torch.device("meta"):
+        rows = [of_ours(kind, dtype, ratio) for kind, dtypes in OURS.items() for dtype in dtypes]
+        rows += [of_others(name, ratio) for name in OTHERS]
+    dense = next(row for row in rows if row["method"] == "dense fp32")
+    for row in rows:
+        for where in ("serving", "training"):
+            total = sum(row[where].values())
+            row[f"{where}_MB"] = round(total / 1e6, 1)
+            row[f"{where}_smaller"] = round(sum(dense[where].values()) / total, 2)
+    return sorted(rows, key=lambda row: -row["training_MB"])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the counts; returns the exit status."""
+    parser = Parser(__doc__)
+    parser.add_argument("--ratio", type=positive_arg, default=100.0, help="compression of weights")
+    parser.add_argument("--json", type=path_arg, help="also write the counts to this JSON file")
+    options = parser.parse_args(argv)
+
+    def run() -> None:
+        rows = count(options.ratio)
+        for row in rows:
+            print(
+                f"{row['method']:12} training {row['training_MB']:8,.1f} MB "
+                f"({row['training_smaller']:6.1f}x)  serving {row['serving_MB']:8,.1f} MB "
+                f"({row['serving_smaller']:6.1f}x)"
+            )
+        if options.json:
+            benchmark.write(options.json, {"embedding_dim": DIM, "results": rows})
+
+    return exit_status(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
