@@ -160,4 +160,27 @@ def epoch() -> str:
     return table(columns, rows, "epoch_h100")
 
 
-TABLES = (cpu_step, busy_cpu, gpu_step, gpu_step_h200, gpu_kinds, tt_alone, lookup, basis, epoch)
+def epoch_small() -> str:
+    """The training loop at a small batch, where the CPU may be slower than the GPU."""
+    columns = {
+        "`--emb`": "`{kind}`",
+        "rows gathered together": "{rows_gathered:,}",
+        "a step alone, ms": "{step_ms:.3f}",
+        "rows/s": "{Mrows/s:.2f} M",
+        "of the step's speed": "{loop_of_step:.2f}",
+    }
+    return table(columns, read("epoch_small_h200")["results"], "epoch_small_h200")
+
+
+TABLES = (
+    cpu_step,
+    busy_cpu,
+    gpu_step,
+    gpu_step_h200,
+    gpu_kinds,
+    tt_alone,
+    lookup,
+    basis,
+    epoch,
+    epoch_small,
+)
