@@ -38,11 +38,13 @@ from dlrm.utils.documents import read_json
 ROW_GROUP_ROWS = 1 << 17
 LARGEST_DICTIONARY = 1 << 16  # with more ids than this, few repeat within a row group
 CHUNK_KEYS = 1 << 25  # keys of the blocks merged at a time: 0.3 GB, 1 GB while they are sorted
-SCHEMA = pa.schema(
-    [("label", pa.uint8())]
-    + [(name, pa.float32()) for name in CRITEO_DENSE]
-    + [(name, pa.int32()) for name in CRITEO_CATEGORICAL]
-)
+TYPES = {
+    "label": pa.uint8(),
+    **dict.fromkeys(CRITEO_DENSE, pa.float32()),
+    **dict.fromkeys(CRITEO_CATEGORICAL, pa.int32()),
+}
+# Columns that can't be null are read 1.4 times as fast.
+SCHEMA = pa.schema([pa.field(name, kind, nullable=False) for name, kind in TYPES.items()])
 
 
 def parse_files(

@@ -95,7 +95,7 @@ def group_rows(tables: Sequence[Categorical]) -> int:
 def id_field(table: Categorical) -> pa.Field:
     """The column of a file with the ids of a feature, or lists of them.
 
-    Nothing may be null: the definition levels of nullable lists halve the speed of reading.
+    Nothing may be null: reading is then 1.4 times as fast, and of lists up to twice.
     """
     item = pa.field("element", pa.int32(), nullable=False)
     kind = pa.list_(item) if table.multi_hot else pa.int32()

@@ -136,17 +136,14 @@ def _write_file(
     seed: int,
     progress: Progress,
 ) -> np.ndarray:
-    if multi_hot := any(table.multi_hot for table in tables):
-        features = [id_field(table) for table in tables]
-    else:
-        features = [pa.field(table.name, pa.int32()) for table in tables]
     schema = pa.schema(
         [
-            pa.field("label", pa.uint8()),
-            *(pa.field(column.name, pa.float32()) for column in generator.dense),
-            *features,
+            pa.field("label", pa.uint8(), nullable=False),
+            *(pa.field(column.name, pa.float32(), nullable=False) for column in generator.dense),
+            *map(id_field, tables),
         ]
     )
+    multi_hot = any(table.multi_hot for table in tables)
     counts, size = np.zeros((2, BINS), dtype=np.int64), group_rows(tables)
     with open_writer(path, schema, tables if multi_hot else ()) as writer:
         for start in range(rows.start, rows.stop, size):
