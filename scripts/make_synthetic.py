@@ -73,7 +73,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="demo: 300,000 rows, Kaggle's 26 tables with at most 20,000 rows each, split "
         "80/10/10. kaggle: 45,840,617 rows, 26 tables with 33.8 M rows in total. terabyte: 100 M "
         "of the 4.4 billion rows, 26 tables with 204 M rows in total (ids modulo 40 M). mlperf: "
-        "10 M rows with these tables and the 214 ids of MLPerf's DLRM-DCNv2 in each, 9 GB "
+        "10 M rows with these tables and the 214 ids of MLPerf's DLRM-DCNv2 in each, 3 GB "
         "(default: %(default)s)",
     )
     add("--rows", type=int, help="number of rows, over all splits (default: that of --like)")

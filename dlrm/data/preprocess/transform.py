@@ -111,7 +111,8 @@ class CriteoTransform:
                     "prepare it with --vocabulary train, and train again"
                 )
             columns[name] = pa.array(ids).take(parsed[name].indices)
-        return pa.RecordBatch.from_pydict(columns)
+        fields = [pa.field(name, values.type, nullable=False) for name, values in columns.items()]
+        return pa.RecordBatch.from_arrays(list(columns.values()), schema=pa.schema(fields))
 
     def _keys(self, keys: np.ndarray) -> np.ndarray:
         cap = self.meta.options.get("cap")
