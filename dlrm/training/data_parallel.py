@@ -16,6 +16,7 @@ from dlrm.data.batch import Batch
 from dlrm.distributed.world import World
 from dlrm.embeddings.common.context import LookupContext
 from dlrm.kernels.lookup.tables import row_gradient
+from dlrm.kernels.update.packed import packed_rows
 from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.kernels.update.sparse import update_rows
 from dlrm.model import DLRM
@@ -82,12 +83,15 @@ class GradientReducer:
         if world.size == 1:
             return None
         local = set(model.sparse_arch.local_parameters())
-        rounded = [p for p in model.sparse_arch.parameters() if p.dtype == torch.bfloat16]
-        if local and any(not p.is_cuda for p in rounded):
+        rounded = any(
+            not p.is_cuda and (p.dtype == torch.bfloat16 or packed_rows(p) is not None)
+            for p in model.sparse_arch.parameters()
+        )
+        if local and rounded:
             raise ValueError(
-                "tables in bf16 are updated with stochastic rounding, which would differ between "
-                "replicas on CPUs next to sharded tables: use --sharding.by replicate or "
-                "--tables.dtype fp32"
+                "tables in bf16, int8 and int4 are updated with stochastic rounding, which would "
+                "differ between replicas on CPUs next to sharded tables: use --sharding.by "
+                "replicate or --tables.dtype fp32"
             )
         return cls(
             world,
@@ -151,7 +155,7 @@ class GradientReducer:
                 continue
             if not parameter.grad.is_sparse:
                 dense.append(parameter)
-            elif len(parameter) <= SMALL * batch.total_size:
+            elif len(parameter) <= SMALL * batch.total_size and packed_rows(parameter) is None:
                 small.append(parameter)
             else:
                 large.append(parameter)

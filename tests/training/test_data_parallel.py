@@ -20,11 +20,11 @@ RULES = {
 }
 
 
-def train(world, rule, options):
+def train(world, rule, options, dtype="fp32"):
     """The rows of a small table after two steps, the second of which looks others up."""
     torch.manual_seed(0)
     recipe = {"num_dense": 2, "num_embeddings": [9], "embedding_dim": 4, "plan": [("dense", {})]}
-    model = DLRM(**recipe, bottom_mlp=[4], top_mlp=[4])
+    model = DLRM(**recipe, bottom_mlp=[4], top_mlp=[4], tables_dtype=dtype)
     optimizer = RowOptimizer(model.sparse_arch.parameters(), rule, lr=0.1, **options)
     reducer = GradientReducer.of(model, optimizer, world)
     for ids in ([0, 3, 3], [3, 7, 8]):
@@ -43,3 +43,13 @@ def test_rows_that_no_process_looks_up_stay(name, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     expected = train(World(), *RULES[name])
     torch.testing.assert_close(train(World(0, 2), *RULES[name]), expected)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_packed_rows_are_updated_as_in_one_process(dtype, monkeypatch):
+    """Small tables as well: a dense gradient would be refused."""
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(World, "sizes", lambda _, count, *__, **___: [count, 0])
+    monkeypatch.setattr(World, "gather", lambda _, tensor, __: [tensor, tensor[:0]])
+    expected = train(World(), "rowwise_adagrad", {}, dtype)
+    assert torch.equal(train(World(0, 2), "rowwise_adagrad", {}, dtype), expected)
