@@ -1,0 +1,242 @@
+"""Milliseconds of exported models on the CPU, next to plain PyTorch and FBGEMM.
+
+    python scripts/benchmarks/benchmark_export.py --output benchmarks/export_cpu.json
+
+The models have the tables of Criteo Kaggle, 33.8 M rows of 16 weights, and the default MLPs, with
+random weights; ids are log-uniform. Each is exported, compiled and loaded as docs/export.md says.
+PyTorch's model has an ``nn.EmbeddingBag`` for each table, FBGEMM's its quantized bags of int8 and
+int4 rows for inference (pip install fbgemm-gpu-cpu, of the release that fits PyTorch), both the
+same MLPs, run eagerly. In every round each model scores one batch, so that all of them meet the
+same other programs. Loading is timed in a new process, from files that the system has read before,
+to the first score; the imports of PyTorch, a few seconds, are not counted.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from dlrm.data.schema import KAGGLE_CARDINALITIES
+from dlrm.export.directory import PROGRAM, WEIGHTS, compiled_file
+from dlrm.export.inference import InferenceModel
+from dlrm.export.programs import compile_program, save_program, trace
+from dlrm.model import DLRM
+from dlrm.sparse_arch.table_plan import TablePlan, make_table_plan
+from dlrm.training import benchmark
+from dlrm.utils.program import Parser, count_arg
+
+DIM, DENSE, LARGEST, RANK = 16, 13, 7, 32
+BATCHES = (1, 16, 128, 1024)
+MODELS = ("dense fp32", "dense int8", "dense int4", "tt", "auto 100x")
+Score = Callable[[Tensor, Tensor], object]
+LOAD = """
+import sys, time, torch, torch._inductor.package, torch.export.pt2_archive
+from safetensors.torch import load_file
+begin = time.perf_counter()
+model = torch._inductor.aoti_load_package(sys.argv[1] + "/model_cpu.pt2")
+weights = load_file(sys.argv[1] + "/weights.safetensors")
+weights = {name: weights[name] for name in model.get_constant_fqns()}
+model.load_constants(weights, check_full_update=True, user_managed=True)
+model(torch.zeros(13, 1), torch.zeros(26, 1, dtype=torch.int64))
+print(time.perf_counter() - begin)
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print, and write the JSON file."""
+    parser = Parser(__doc__)
+    parser.add_argument("--rounds", type=count_arg, default=200, help="batches of each size")
+    parser.add_argument("--shrink", type=count_arg, default=1, help="divide the rows by this")
+    parser.add_argument("--threads", type=count_arg, default=1, help="of PyTorch")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--output", type=Path, help="JSON file to write (default: print only)")
+    options = parser.parse_args(argv)
+    torch.manual_seed(0)
+    torch.set_num_threads(options.threads)
+    rows = [max(3, own // options.shrink) for own in KAGGLE_CARDINALITIES]
+    with tempfile.TemporaryDirectory() as work:
+        scores: dict[str, Score] = {}
+        results: dict[str, dict[str, Any]] = {}
+        for name in options.models:
+            directory = Path(work) / name.replace(" ", "_")
+            begin = time.perf_counter()
+            results[name] = export(name, rows, directory)
+            print(f"{time.perf_counter() - begin:.1f} s to export", file=sys.stderr)
+            print(json.dumps({"model": name, **results[name]}), flush=True)
+            scores[name] = Compiled(directory)
+            gc.collect()
+        for name, peer in peers(rows):
+            scores[name], results[name] = peer, {}
+        for size in BATCHES:
+            for name, found in latencies(scores, rows, size, options.rounds).items():
+                results[name][f"batch_{size}"] = found
+                print(f"{name:22} batch {size:5}: {json.dumps(found)}", flush=True)
+    if options.output:
+        listed = [{"model": name, **found} for name, found in results.items()]
+        setting = {"threads": options.threads, "rounds": options.rounds, "rows": sum(rows)}
+        benchmark.write(options.output, {**setting, "results": listed})
+
+
+def plan_of(name: str, rows: Sequence[int]) -> TablePlan:
+    """The tables of a model."""
+    names = [str(table) for table in range(len(rows))]
+    if name == "tt":
+        options = {"tt": {"rank": RANK}}
+        return make_table_plan(names, rows, DIM, "tt", options=options, largest=LARGEST)
+    if name == "auto 100x":
+
+        def counts() -> list[Tensor]:
+            return [1e7 / torch.arange(1, own + 1) / np.log(own + 1) for own in rows]
+
+        return make_table_plan(names, rows, DIM, "auto", budget="100x", counts=counts)
+    return [("dense", {}) for _ in rows]
+
+
+def export(name: str, rows: Sequence[int], directory: Path) -> dict[str, Any]:
+    """Write the programs and weights of a model; returns its sizes, and seconds to load it."""
+    directory.mkdir()
+    model = DLRM(DENSE, rows, DIM, plan_of(name, rows)).eval()
+    compression = model.sparse_arch.sizes()["compression"]
+    precision = name.partition(" ")[2] if name.startswith("dense") else "fp32"
+    program = trace(InferenceModel(model, [False] * len(rows), precision=precision), DENSE)
+    del model
+    save_program(program, directory / PROGRAM)
+    compile_program(program, directory / compiled_file("cpu"), "cpu")
+    weights = program.state_dict
+    tables = sum(value.nbytes for own, value in weights.items() if own.startswith("tables."))
+    save_file({own: value.contiguous() for own, value in weights.items()}, directory / WEIGHTS)
+    disk = sum(path.stat().st_size for path in directory.iterdir())
+    command = [sys.executable, "-c", LOAD, str(directory)]
+    seconds = [
+        float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        for _ in range(3)
+    ]
+    return {
+        "times_smaller": round(4 * DIM * sum(rows) / tables, 1),
+        "times_smaller_in_training": round(compression, 1),
+        "table_bytes": tables,
+        "disk_bytes": disk,
+        "load_seconds": round(min(seconds), 3),
+    }
+
+
+class Compiled:
+    """A compiled model, with its weights mapped into memory, where it reads them."""
+
+    def __init__(self, directory: Path) -> None:
+        self._model = torch._inductor.aoti_load_package(str(directory / compiled_file("cpu")))
+        found = load_file(directory / WEIGHTS)
+        self._weights = {name: found[name] for name in self._model.get_constant_fqns()}
+        self._model.load_constants(self._weights, check_full_update=True, user_managed=True)
+
+    def __call__(self, dense: Tensor, ids: Tensor) -> object:
+        """Score a batch."""
+        return self._model(dense, ids)
+
+
+class Plain(nn.Module):
+    """The model in plain PyTorch, with bags of any kind.
+
+    Args:
+        bags: takes ids ``[F, B]`` and returns vectors ``[B, F, D]``.
+    """
+
+    def __init__(self, bags: Callable[[Tensor], Tensor], tables: int) -> None:
+        super().__init__()
+        self.bags = bags
+        self.bottom = _mlp(DENSE, 512, 256, 64, DIM)
+        self.top = _mlp(DIM + tables * (tables + 1) // 2, 512, 256, 1)[:-1]
+        self.register_buffer("pairs", torch.tril_indices(tables + 1, tables + 1, -1))
+        self.pairs: Tensor
+
+    def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
+        """Probabilities ``[B]`` of ``dense [N, B]`` and ``ids [F, B]``."""
+        bottom = self.bottom(dense.t())
+        both = torch.cat([bottom[:, None], self.bags(ids)], dim=1)
+        products = torch.bmm(both, both.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
+        return torch.sigmoid(self.top(torch.cat([bottom, products], dim=1))).squeeze(1)
+
+
+def _mlp(*sizes: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(sizes):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def peers(rows: Sequence[int]) -> Iterator[tuple[str, Score]]:
+    """The same model in plain PyTorch, and with FBGEMM's bags if they are installed."""
+    bags = nn.ModuleList(nn.EmbeddingBag(own, DIM, mode="sum") for own in rows)
+
+    def plain(ids: Tensor) -> Tensor:
+        return torch.stack([bag(own[:, None]) for bag, own in zip(bags, ids, strict=True)], 1)
+
+    yield "PyTorch, fp32", Plain(plain, len(rows)).eval()
+    try:
+        yield "FBGEMM, int8", Plain(_fbgemm(rows, "INT8"), len(rows)).eval()
+        yield "FBGEMM, int4", Plain(_fbgemm(rows, "INT4"), len(rows)).eval()
+    except (ImportError, OSError) as error:
+        print(f"note: without FBGEMM: {error}", file=sys.stderr)
+
+
+def _fbgemm(rows: Sequence[int], precision: str) -> Callable[[Tensor], Tensor]:
+    from fbgemm_gpu.split_embedding_configs import SparseType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+    from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
+        IntNBitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    where, kind = EmbeddingLocation.HOST, SparseType[precision]
+    specs = [(str(table), own, DIM, kind, where) for table, own in enumerate(rows)]
+    bags = IntNBitTableBatchedEmbeddingBagsCodegen(
+        specs, device="cpu", output_dtype=SparseType.FP32
+    )
+    bags.fill_random_weights()
+
+    def look_up(ids: Tensor) -> Tensor:
+        offsets = torch.arange(ids.numel() + 1, dtype=torch.int32)
+        found = bags(ids.reshape(-1).int(), offsets)  # [B, F * D]
+        return found.view(ids.shape[1], len(rows), DIM)
+
+    return look_up
+
+
+@torch.inference_mode()
+def latencies(
+    scores: dict[str, Score], rows: Sequence[int], size: int, rounds: int
+) -> dict[str, dict[str, float]]:
+    """Milliseconds of each model at one batch size, over all rounds."""
+    times: dict[str, list[float]] = {name: [] for name in scores}
+    for turn in range(-5, rounds):
+        ids = benchmark.draw_ids(rows, size, "cpu").long()
+        dense = torch.rand(DENSE, size)
+        for name, score in scores.items():
+            begin = time.perf_counter()
+            score(dense, ids)
+            if turn >= 0:
+                times[name].append((time.perf_counter() - begin) * 1e3)
+    return {
+        name: {
+            "p50_ms": round(float(np.percentile(own, 50)), 4),
+            "p99_ms": round(float(np.percentile(own, 99)), 4),
+            "best_ms": round(min(own), 4),
+        }
+        for name, own in times.items()
+    }
+
+
+if __name__ == "__main__":
+    main()
