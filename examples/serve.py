@@ -22,6 +22,7 @@ import asyncio
 import json
 import signal
 import socket
+import struct
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -106,6 +107,8 @@ def rows_of(body: bytes, kind: str, most: int) -> pa.Table:
     """
     if kind == ARROW:
         try:
+            if any(is_compressed(message) for message in pa.ipc.MessageReader.open_stream(body)):
+                raise ValueError("it is compressed; send it without")
             with pa.ipc.open_stream(body) as stream:
                 batches, count = [], 0
                 for batch in stream:
@@ -115,8 +118,8 @@ def rows_of(body: bytes, kind: str, most: int) -> pa.Table:
                     batch.validate(full=True)  # whoever sent it may have made it by hand
                     batches.append(batch)
                 table = pa.Table.from_batches(batches, stream.schema)
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise Refused(400, f"the body is no Arrow stream: {one_line(error)}") from None
+        except (pa.ArrowException, OSError, ValueError, struct.error) as error:
+            raise Refused(400, f"the body is no Arrow stream to score: {one_line(error)}") from None
     else:
         try:
             rows = json.loads(body, parse_constant=_no_constant)["rows"]
@@ -131,6 +134,32 @@ def rows_of(body: bytes, kind: str, most: int) -> pa.Table:
     if count > most:
         raise Refused(413, f"more than {most} rows; send them in several requests")
     return table
+
+
+def is_compressed(message: pa.ipc.Message) -> bool:
+    """Whether the buffers of a message are compressed: a small body may then take much memory.
+
+    pyarrow does not say so; it is a field in the flatbuffer of a record batch (Message.fbs).
+    """
+    data = message.metadata
+
+    def number(form: str, at: int) -> int:
+        return int(struct.unpack_from(form, data, at)[0])
+
+    def field(table: int, index: int) -> int:
+        """Where a field of a table is; 0 if it is not there."""
+        layout = table - number("<i", table)
+        at = 4 + 2 * index
+        offset = number("<H", layout + at) if at < number("<H", layout) else 0
+        return table + offset if offset else 0
+
+    def follow(at: int) -> int:
+        return at + number("<I", at)
+
+    header = field(follow(0), 2)
+    if message.type == "dictionary":
+        return bool(field(follow(field(follow(header), 1)), 3))
+    return message.type == "record batch" and bool(field(follow(header), 3))
 
 
 def _no_constant(name: str) -> None:

@@ -91,9 +91,10 @@ def as_json(rows):
     return json.dumps({"rows": rows})
 
 
-def as_arrow(table):
+def as_arrow(table, compression=None):
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as stream:
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with pa.ipc.new_stream(sink, table.schema, options=options) as stream:
         stream.write_table(table)
     return sink.getvalue().to_pybytes()
 
@@ -150,6 +151,12 @@ def test_bad_requests_are_answered(served, exported):
     for body in (b"", b"x", good[:-50], good[:300], bytes(1000)):
         status, error = served.error(body, kind=ARROW)
         assert status == 400, error
+    table = pa.Table.from_pylist(rows[:5])
+    coded = table.set_column(2, "user", table["user"].dictionary_encode())
+    assert served.ask("POST", "/score", as_arrow(coded), ARROW)[0] == 200
+    for given, compression in ((table, "lz4"), (table, "zstd"), (coded, "zstd")):
+        status, error = served.error(as_arrow(given, compression), kind=ARROW)
+        assert (status, "it is compressed" in error) == (400, True)
     assert served.error(as_json([row]), kind="text/plain")[0] == 415
     assert served.ask("GET", "/score")[0] == 405
     assert served.ask("GET", "/elsewhere")[0] == 404
