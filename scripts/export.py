@@ -38,8 +38,7 @@ def arguments() -> Parser:
     add(
         "--tables",
         choices=PRECISIONS,
-        default="fp32",
-        help="number format of the rows of tables; fp32 keeps them as they were trained",
+        help="number format of the rows of tables (default: fp32, or what --emb auto chose)",
     )
     add("--emb", metavar="KIND", help="compress the trained tables by this kind, or by auto")
     add("--budget", help="memory for all tables, with --emb: 20MB, or 100x")

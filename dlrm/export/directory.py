@@ -47,8 +47,9 @@ def compiled_file(device: str) -> str:
 class ExportOptions:
     """What to export of a run, and as what."""
 
-    tables: str = "fp32"
-    """Number format of the rows of tables: fp32 (as trained), bf16, int8 or int4."""
+    tables: str | None = None
+    """Number format of the rows of tables: fp32, bf16, int8 or int4. None: fp32, or what ``emb``
+    chose."""
     emb: str | None = None
     """Compress the trained tables by this kind, or by auto."""
     budget: str | None = None
@@ -171,7 +172,7 @@ class _Contents:
             "run": run,
             "step": state.steps,
             "trained_in": state.config.get("precision", "fp32"),
-            "tables": options.tables,
+            "tables": options.tables or ("auto" if options.emb else "fp32"),
             "inputs": _inputs(meta),
             "output": {"name": "probability", "dtype": "float32", "shape": ["batch"]},
             "label": meta.label,
@@ -187,7 +188,8 @@ class _Contents:
                 for index, column in enumerate(meta.categorical)
             ],
         }
-        self._model = InferenceModel(model, lists, precision=options.tables)
+        precision = options.tables or (None if options.emb else "fp32")
+        self._model = InferenceModel(model, lists, precision=precision)
 
     def write(
         self, directory: Path, kept: Path | None, note: Callable[[str], object]

@@ -18,10 +18,12 @@ class InferenceModel(nn.Module):
         model: the trained model, on the CPU. Its weights are not copied, and become buffers: it
             is of no other use afterwards.
         multi_hot: for each feature, whether it has a list of ids.
-        precision: of the rows of tables; see :mod:`dlrm.export.rows`.
+        precision: of the rows of tables; see :func:`~dlrm.export.lookups.lookup_of`.
     """
 
-    def __init__(self, model: DLRM, multi_hot: Sequence[bool], *, precision: str = "fp32") -> None:
+    def __init__(
+        self, model: DLRM, multi_hot: Sequence[bool], *, precision: str | None = "fp32"
+    ) -> None:
         super().__init__()
         self.bottom_mlp = nn.Sequential(*model.bottom_mlp)
         self.top_mlp = nn.Sequential(*model.top_mlp)

@@ -173,14 +173,17 @@ class OwnLookup(nn.Module):
         return self.group.vectors(tables, ids).float()
 
 
-def lookup_of(group: Embedding, precision: str) -> nn.Module:
+def lookup_of(group: Embedding, precision: str | None) -> nn.Module:
     """The look-up of a group of trained tables, on the CPU.
 
     Args:
         group: the tables.
         precision: of rows, one of :data:`~dlrm.export.rows.PRECISIONS`. Kinds whose parameters are
-            no rows of one table each keep them in fp32 instead of int8 and int4.
+            no rows of one table each keep them in fp32 instead of int8 and int4. None: int8 and
+            int4 where the rows are packed so, else fp32.
     """
+    if precision is None:
+        precision = group.dtype or "fp32" if isinstance(group, SharedRows) else "fp32"
     if isinstance(group, SharedRows | Paged | Offload):
         return RowLookup(group, precision)
     if isinstance(group, TT):

@@ -111,7 +111,7 @@ def export(name: str, rows: Sequence[int], directory: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     model = DLRM(DENSE, rows, DIM, plan_of(name, rows)).eval()
     compression = model.sparse_arch.sizes()["compression"]
-    precision = name.partition(" ")[2] if name.startswith("dense") else "fp32"
+    precision = name.partition(" ")[2] if name.startswith("dense") else None
     program = trace(InferenceModel(model, [False] * len(rows), precision=precision), DENSE)
     del model
     save_program(program, directory / PROGRAM)

@@ -92,8 +92,12 @@ def test_tables_trained_in_int8_and_int4(case, dtype):
     given, own = batch_of(40)
     with torch.no_grad():
         expected = torch.sigmoid(model(*own))
-    scores = InferenceModel(copy.deepcopy(model), [False] * 5)(*given)
-    torch.testing.assert_close(scores, expected, rtol=1e-6, atol=1e-6)
+    module = InferenceModel(copy.deepcopy(model), [False] * 5)
+    torch.testing.assert_close(module(*given), expected, rtol=1e-6, atol=1e-6)
+    small = InferenceModel(copy.deepcopy(model), [False] * 5, precision=None)
+    assert (small(*given) - expected).abs().max() < 3e-2
+    sizes = [sum(v.nbytes for v in own.tables.state_dict().values()) for own in (small, module)]
+    assert sizes[0] < {"int8": 0.5, "int4": 0.4}[dtype] * sizes[1]
 
 
 @traced_cases
