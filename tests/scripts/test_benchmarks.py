@@ -121,3 +121,14 @@ def test_scores_are_timed(tmp_path):
     assert [run["count"] for run in record["runs"]] == [3000] * 4
     assert all(run["rows_per_second"] > 0 for run in record["runs"])
     assert [found["rows"] for found in record["latencies"]] == [1, 1024] * 2
+
+
+@pytest.mark.slow
+def test_exported_models_are_timed_beside_plain_ones(tmp_path):
+    output = tmp_path / "result.json"
+    small = ["--shrink", "20000", "--rounds", "2", "--models", "tt", "--output", str(output)]
+    main_of("benchmark_export")(small)
+    results = {entry.pop("model"): entry for entry in json.loads(output.read_text())["results"]}
+    assert {"tt", "PyTorch, fp32", "PyTorch, int8"} <= set(results)
+    assert results["tt"]["load_seconds"] > 0
+    assert all(entry["batch_128"]["p50_ms"] > 0 for entry in results.values())
