@@ -426,6 +426,8 @@ def test_fits_are_equal_to_the_bit(kind, options, device):
 
 @every_case
 def test_from_dense_of_its_own_tables_reproduces(kind, options):
+    if kind == "tt" and "keep" in options:
+        pytest.skip("the mean of the rows in the train becomes the shared row: its rank differs")
     sizes = [1, 8, 60, 125]  # products of three equal factors or nearly so, as tt likes them
     made = build(kind, sizes, 8, **options)
     weights = [made.to_dense(table) for table in range(len(sizes))]
