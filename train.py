@@ -35,7 +35,7 @@ from dlrm.training.best_model import BestModel
 from dlrm.training.checkpoint.run_checkpoints import RunCheckpoints
 from dlrm.training.checkpoint.timer import CheckpointTimer
 from dlrm.training.data_parallel import GradientReducer, state_bytes
-from dlrm.training.fine_tuning import Trained, auc_lost, fit, rate_factor
+from dlrm.training.fine_tuning import NewRows, Trained, auc_lost, fit, rate_factor
 from dlrm.training.held_out import HeldOut
 from dlrm.training.loaders import make_loader
 from dlrm.training.prefetch import PreparedBatch
@@ -70,7 +70,8 @@ class Run:
         self.model, self.sharding = build_model(config, self.spec, self.meta, world)
         self.trained: Trained | None = None  # the model of --init_from, until it is evaluated
         if config.init_from and not resumed:
-            self.trained = fit(self.model, config.init_from, config.data, self.meta, world)
+            start = NewRows(config.new_rows, config.seed)
+            self.trained = fit(self.model, config.init_from, config.data, self.meta, world, start)
         self.optimizers = build_optimizers(config.optim, self.model)
         optimizer_bytes = state_bytes(self.model, self.optimizers[1], world)
         self.sizes = report.embedding_sizes(self.model, optimizer_bytes)
@@ -100,10 +101,9 @@ class Run:
         self.checkpoints.attach(*parts, spec=self.spec, config=self.options)
         if resumed:
             state = self.checkpoints.restore(config.batch_size)
-            self.steps, self.epoch = state.steps, state.epoch
+            self.steps, self.epoch, self.fitted = state.steps, state.epoch, state.fitted
             self.best.auc, self.best.step = state.best, state.best_step
-            self.fitted, self.validated = state.fitted, state.validated
-            self.schedule.fine_tune = state.fine_tune
+            self.validated, self.schedule.fine_tune = state.validated, state.fine_tune
             self.step.losses.load(state.losses)
         self.checkpoints.begin()
         step, place = self.steps if resumed else None, self.directory

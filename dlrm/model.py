@@ -235,11 +235,14 @@ class DLRM(nn.Module):
         crossed = interact(bottom, embedded, order)
         return self.top_mlp(crossed).squeeze(1)
 
-    def load_trained(self, trained: DLRM) -> None:
+    def load_trained(
+        self, trained: DLRM, extend: Callable[[list[Tensor]], list[Tensor]] | None = None
+    ) -> None:
         """Copy the MLPs of a trained model and fit the embeddings to its tables.
 
         Args:
             trained: a model of the same shape; its embeddings may be of any kind.
+            extend: adds rows to its tables, each ``[V, D]``, if this model has more.
 
         Raises:
             ValueError: the models differ in more than their embeddings.
@@ -258,7 +261,8 @@ class DLRM(nn.Module):
                     "model"
                 )
             own.load_state_dict(other.state_dict())
-        self.sparse_arch.load_dense(trained.sparse_arch.to_dense())
+        tables = trained.sparse_arch.to_dense()
+        self.sparse_arch.load_dense(extend(tables) if extend else tables)
 
     def dense_parameters(self) -> list[nn.Parameter]:
         """The parameters of the MLPs and the interaction."""

@@ -43,6 +43,7 @@ Examples:
   prepare_criteo.py sample.tsv.gz --output data/sample --split 0.85 0 0.15 --min-count 2
   prepare_criteo.py day_{0..23}.gz --output data/terabyte --cap 40000000 --vocabulary all
   prepare_criteo.py new.txt --output data/new --ids-of data/kaggle --split 0 0 1
+  prepare_criteo.py day_8 --output data/8 --ids-of data/7 --append-new --split 0.9 0.1 0
 """
 
 
@@ -139,6 +140,13 @@ def _parser() -> Parser:
         help="prepared data whose vocabularies are reused, with its --vocabulary, --cap, "
         "--min-count and --dense-transform. A model trained on it can then score the new rows, or "
         "train on them. Values that it does not list get its out-of-vocabulary id",
+    )
+    add(
+        "--append-new",
+        action="store_true",
+        help="with --ids-of: values of the rows of the vocabulary that DIR does not list get ids "
+        "after its own, so that a model trained on it can be trained on (train.py --init_from) "
+        "with rows for them. Default: no",
     )
     add(
         "--min-count",

@@ -46,6 +46,7 @@ def model_spec(config: RunConfig, meta: Meta) -> ModelSpec:
             budget=config.budget,
             counts=lambda: read_frequencies(config.data, meta),
             dtype=dtype,
+            ordered=not meta.extends,
         ),
         **asdict(config.model),
     }

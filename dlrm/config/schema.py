@@ -255,6 +255,9 @@ class RunConfig:
     init_from: str | None = None
     """Run directory or checkpoint of a trained model to start from. Its MLPs are copied, and the
     embeddings of the kinds chosen here are fitted to its tables."""
+    new_rows: Literal["unseen", "random"] = "unseen"
+    """With init_from, first rows of values that were appended to the data since. unseen: the row of
+    unseen values, or the mean row of a table without one. random: as in new tables."""
     seed: int = 0
     """Seed for initialization and shuffling."""
     epochs: int = 1

@@ -97,6 +97,9 @@ class Meta:
     """For synthetic data: the best possible metrics of each split, those of the label model."""
     fingerprint: str | None = None
     """Of data made from raw rows; see :func:`dlrm.data.fingerprint.fingerprint`."""
+    extends: tuple[Mapping[str, Any], ...] = ()
+    """Fingerprint and cardinalities of the earlier data whose ids these begin with, oldest first.
+    Later ids were appended, so that the ids are not in order of falling frequency."""
 
     def __post_init__(self) -> None:
         names = [self.label, *self.dense, *self.tables]
@@ -142,6 +145,14 @@ class Meta:
                 raise ValueError(f"split {shown(name)} has files {shown(split.files)}")
         if not isinstance(self.fingerprint, str | None):
             raise ValueError(f"fingerprint is {shown(self.fingerprint)}")
+        for earlier in self.extends:
+            rows = earlier["cardinalities"]
+            fit = len(rows) == len(self.categorical) and all(
+                type(n) is int and 1 <= n <= c
+                for n, c in zip(rows, self.cardinalities, strict=True)
+            )
+            if not isinstance(earlier["fingerprint"], str) or not fit:
+                raise ValueError(f"extends has {shown(earlier)}, which is no beginning of the ids")
         for name, value in {"options": self.options, "planted": self.planted}.items():
             if not isinstance(value, Mapping):
                 raise ValueError(f"{name} is {shown(value)}")
@@ -175,6 +186,13 @@ class Meta:
         """The lengths if a column is multi-hot and all have a fixed length, otherwise None."""
         known = tuple(size for size in self.lengths if size is not None)
         return known if self.multi_hot and len(known) == len(self.lengths) else None
+
+    def rows_at(self, fingerprint: str | None) -> tuple[int, ...] | None:
+        """The rows that each table had in earlier data which this extends; None if it was none."""
+        for earlier in self.extends:
+            if earlier["fingerprint"] == fingerprint != self.fingerprint:
+                return tuple(earlier["cardinalities"])
+        return None
 
     @property
     def counts(self) -> dict[str, list[int]]:
@@ -265,6 +283,7 @@ class Meta:
                 for name, split in raw["splits"].items()
             }
             raw["inputs"] = tuple(raw.get("inputs", ()))
+            raw["extends"] = tuple(raw.get("extends", ()))
             meta = cls(**raw)
             meta._require_types()
         except (KeyError, TypeError, ValueError, AttributeError) as error:

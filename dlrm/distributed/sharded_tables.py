@@ -45,6 +45,8 @@ class ShardedTables(Embedding):
             Tables without a shard are replicated.
     """
 
+    grows = True
+
     def __init__(
         self,
         num_embeddings: Sequence[int],

@@ -59,6 +59,10 @@ class Embedding(PacksRows, ABC):
     """Whether a captured step can look up bags, padded ones included: ``LookupContext.padded``."""
     budget_by_counts: ClassVar[bool] = False
     """Whether :meth:`for_budget` uses how often each id occurs."""
+    by_frequency: ClassVar[bool] = False
+    """Whether a row depends on the order of the ids, which must be of falling frequency."""
+    grows: ClassVar[bool] = False
+    """Whether every id has a row of its own, so that rows can be added and the others stay."""
 
     def __init__(
         self,

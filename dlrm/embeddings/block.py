@@ -40,6 +40,7 @@ class Block(SharedRows):
     """
 
     per_table = frozenset({"keep"})
+    by_frequency = True
 
     def __init__(
         self,

@@ -19,6 +19,8 @@ class Dense(SharedRows):
     Model for Personalization and Recommendation Systems", arXiv 1906.00091.
     """
 
+    grows = True
+
     def __init__(
         self,
         num_embeddings: Sequence[int],

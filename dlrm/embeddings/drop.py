@@ -25,6 +25,7 @@ class Drop(SharedRows):
 
     per_table = frozenset({"keep"})
     budget_by_counts = True
+    by_frequency = True
 
     def __init__(
         self,

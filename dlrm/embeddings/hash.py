@@ -26,6 +26,8 @@ class Hash(SharedRows):
         Weinberger et al., "Feature Hashing for Large Scale Multitask Learning", ICML 2009.
     """
 
+    by_frequency = True
+
     def __init__(
         self,
         num_embeddings: Sequence[int],

@@ -41,6 +41,8 @@ class Offload(PrefetchesRows, Embedding):
         half_life: number of prefetch windows in which the LFU score of an unused row halves.
     """
 
+    grows = True
+
     def __init__(
         self,
         num_embeddings: Sequence[int],

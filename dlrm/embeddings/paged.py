@@ -48,6 +48,8 @@ class Paged(Embedding):
             of devices, so that a list with an entry for each page decides for each.
     """
 
+    grows = True
+
     def __init__(
         self,
         num_embeddings: Sequence[int],

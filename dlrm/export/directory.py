@@ -146,6 +146,7 @@ def _compressed(
         budget=budget,
         counts=lambda: read_frequencies(directory, meta),
         dtype=dtype,
+        ordered=not meta.extends,
     )
     fitted = DLRM(**{**state.model, "plan": plan})
     fitted.load_trained(model)

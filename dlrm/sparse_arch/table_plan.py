@@ -38,6 +38,7 @@ def make_table_plan(
     budget: str | None = None,
     counts: Callable[[], Sequence[Tensor]] | None = None,
     dtype: str = "fp32",
+    ordered: bool = True,
 ) -> TablePlan:
     """Decide the kind and the options of every table.
 
@@ -57,10 +58,11 @@ def make_table_plan(
         counts: returns how often each id of each table occurs; called if the budget needs it.
         dtype: type of the tables, one of :data:`~dlrm.embeddings.common.budget.DTYPES`; ``auto``
             gives tables this type or one of fewer bits, as the option ``dtype``.
+        ordered: whether ids are in order of falling frequency, as some kinds need them.
 
     Raises:
-        ValueError: unknown names, a negative ``largest``, a budget that cannot be met, or ``auto``
-            without a budget.
+        ValueError: unknown names, a negative ``largest``, a budget that cannot be met, ``auto``
+            without a budget, or a kind that needs ids in another order.
     """
     options, kinds = options or {}, kinds or {}
     if kind == AUTO and budget is None:
@@ -75,6 +77,8 @@ def make_table_plan(
     for table, name in enumerate(names):
         own = kinds.get(name, kind if table in chosen else "dense")
         plan.append((own, options_of_table(name, options.get(own, {}))))
+    if not ordered:
+        _require_any_order([kind] if kind == AUTO else [own for own, _ in plan])
     if budget is not None:
         given = options.get(kind, {})
         fitted = _fit_budget(
@@ -83,6 +87,18 @@ def make_table_plan(
         for table, (own, found) in zip(chosen, fitted, strict=True):
             plan[table] = (own, {**plan[table][1], **found} if own == kind else found)
     return plan
+
+
+def _require_any_order(kinds: Sequence[str]) -> None:
+    """Raise for kinds that need ids in order of falling frequency."""
+    known = available()
+    for kind in kinds:
+        if kind == AUTO or known[kind].by_frequency:
+            raise ValueError(
+                f"--emb {kind} needs ids in order of falling frequency, but values of later days "
+                "were appended to these (--append-new): choose another kind, such as dense, tt or "
+                "cafe, or prepare the rows of all days together"
+            )
 
 
 def options_of_table(name: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from dlrm.data.fingerprint import require_same_ids
 from dlrm.data.schema import Meta
@@ -29,8 +33,47 @@ class Trained(NamedTuple):
     """The data that it was trained on, as named in its configuration."""
 
 
-def fit(model: DLRM, path: str, data: str, meta: Meta, world: World) -> Trained:
+class NewRows(NamedTuple):
+    """What the rows of values that were appended to the ids begin with."""
+
+    start: str = "unseen"
+    """``unseen`` or ``random``; see :class:`dlrm.config.schema.RunConfig`."""
+    seed: int = 0
+
+    def extend(self, tables: list[Tensor], meta: Meta) -> list[Tensor]:
+        """Add rows to tables, each ``[V, D]``, so that they have those of the data.
+
+        Every process gets the same rows. The list is emptied on the way, so that only one table at
+        a time is there twice.
+        """
+        extended = []
+        random = torch.Generator().manual_seed(self.seed)
+        for column in meta.categorical:
+            old = tables.pop(0)
+            more = column.cardinality - len(old)
+            if self.start == "random":
+                rows = torch.rand(more, old.shape[1], generator=random).mul_(2).sub_(1)
+                rows *= column.cardinality**-0.5
+            elif self.start == "unseen" and column.oov_id is not None:
+                rows = old[column.oov_id].expand(more, -1)
+            else:
+                rows = old.mean(0).expand(more, -1)
+            extended.append(torch.cat([old, rows.to(old)]) if more else old)
+        return extended
+
+
+def fit(
+    model: DLRM,
+    path: str,
+    data: str,
+    meta: Meta,
+    world: World,
+    new_rows: NewRows,
+) -> Trained:
     """Fit a model to a trained one: the MLPs are copied, the tables fitted.
+
+    If the data extends that of the trained model, whose ids then come first, old rows are copied
+    and the values that were appended get new ones. The optimizers start anew in both cases.
 
     Args:
         model: the new model.
@@ -38,15 +81,32 @@ def fit(model: DLRM, path: str, data: str, meta: Meta, world: World) -> Trained:
         data: the prepared directory to train on.
         meta: what describes it.
         world: the processes, all of which call this function.
+        new_rows: what rows that were added begin with.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        ValueError: it is damaged, does not fit, or its ids stand for other values.
+        ValueError: it is damaged, does not fit, its ids stand for other values, or a kind of
+            embeddings cannot take new rows.
     """
     trained, state = load_model(path, world.device, world=world)
-    require_same_ids(data, meta, state.fingerprint, path)
-    model.load_trained(trained)
+    if meta.rows_at(state.fingerprint) == trained.sparse_arch.num_embeddings:
+        _require_growing(model, path, data)
+        model.load_trained(trained, partial(new_rows.extend, meta=meta))
+    else:
+        require_same_ids(data, meta, state.fingerprint, path)
+        model.load_trained(trained)
     return Trained(trained, str(state.config.get("data")))
+
+
+def _require_growing(model: DLRM, path: str, data: str) -> None:
+    """Raise if a kind of the model has no row of its own for every id."""
+    for group, features in model.sparse_arch.embeddings():
+        if not group.grows:
+            raise ValueError(
+                f"--emb {group.kind()} can't take the values that {data} appends to the ids of "
+                f"{path}, for {len(features)} tables: train on with --emb dense, paged or offload, "
+                "and compress that run with --init_from afterwards"
+            )
 
 
 def auc_lost(trained: Mapping[str, float], fitted: Mapping[str, float]) -> float:

@@ -101,6 +101,7 @@ class Compressor:
             budget=given.budget,
             counts=lambda: read_frequencies(self.data, self.meta),
             dtype=dtype,
+            ordered=not self.meta.extends,
         )
         spec = {**self.spec, "plan": plan, "tables_dtype": dtype}
         model = DLRM(**spec).to(self.trained.loader.device)

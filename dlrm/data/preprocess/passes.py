@@ -21,7 +21,14 @@ from tqdm import tqdm
 from dlrm.data.preprocess.parser import MISSING
 from dlrm.data.preprocess.reader import RawBlock, RawFile
 from dlrm.data.preprocess.spill import SpilledBlock
-from dlrm.data.preprocess.vocabulary import ZSTD, assign_ids, look_up, reuse_ids, sum_counts
+from dlrm.data.preprocess.vocabulary import (
+    ZSTD,
+    append_ids,
+    assign_ids,
+    look_up,
+    reuse_ids,
+    sum_counts,
+)
 from dlrm.data.preprocess.workspace import Workspace
 from dlrm.data.schema import (
     CRITEO_CATEGORICAL,
@@ -99,6 +106,7 @@ def index_columns(
     min_count: int,
     oov: bool,
     ids_of: Path | None,
+    append_new: bool = False,
     progress: bool,
 ) -> tuple[Categorical, ...]:
     """Pass 2: the vocabulary of each column, and the id of each dictionary entry of each block.
@@ -113,6 +121,7 @@ def index_columns(
         min_count: see :func:`dlrm.data.preprocess.vocabulary.assign_ids`.
         oov: see there.
         ids_of: a prepared directory whose vocabularies are used instead.
+        append_new: give values that ``ids_of`` does not list ids after its own.
         progress: show a progress bar.
 
     Raises:
@@ -126,6 +135,8 @@ def index_columns(
             if ids_of is None:
                 vocabulary, ids = assign_ids(keys, counts, min_count=min_count, oov=oov)
                 table = vocabulary.table()
+            elif append_new:
+                table, ids = append_ids(ids_of, name, keys, counts, min_count=min_count)
             else:
                 table, ids = reuse_ids(ids_of, name, keys)
             oov_id = pc.index(table["value"].is_null(), True).as_py()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -57,6 +57,8 @@ class Options:
     ids_of: str | None = None
     """A prepared directory whose ids are reused, with some of its options, see
     :func:`inherit_options`."""
+    append_new: bool = False
+    """With ``ids_of``: values of the new rows that it does not list get ids after its own."""
 
     def __post_init__(self) -> None:
         if self.split != ("days",):
@@ -65,8 +67,14 @@ class Options:
             option, value = f"--{name.replace('_', '-')}", getattr(self, name)
             if get_origin(hint) is Literal and value not in get_args(hint):
                 raise ValueError(f"{option} is {value!r}{did_you_mean(value, get_args(hint))}")
-            if isinstance(value, int) and value < 1:
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
                 raise ValueError(f"{option} is {value}; it must be at least 1")
+        if self.append_new and self.ids_of is None:
+            raise ValueError("--append-new needs --ids-of, the data whose ids come first")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The options as ``meta.json`` has them; those of earlier versions had no append_new."""
+        return asdict(self) | {"append_new": self.append_new or None}
 
 
 def prepare(
@@ -120,7 +128,7 @@ def prepare(
     key = {
         "format": [FORMAT, block_bytes],
         "ids_of": ids_of and [str(ids_of.resolve()), (ids_of / META_FILE).stat().st_mtime_ns],
-        "options": asdict(options) | {"bad_rows": None},  # does not change what is spilled
+        "options": options.as_dict() | {"bad_rows": None},  # does not change what is spilled
     }
     with Workspace(Path(output), key, inputs=paths, overwrite=overwrite) as work:
         if not work.finished:
@@ -153,6 +161,11 @@ def inherit_options(options: Options) -> Options:
                 f"{flag} is {given}, but {options.ids_of} was prepared {how}: leave the option "
                 "out, it is taken from the data of --ids-of"
             )
+    if options.append_new and meta.fingerprint is None:
+        raise ValueError(
+            f"--append-new: {options.ids_of} was prepared by an earlier version and has no "
+            "fingerprint; prepare it again"
+        )
     check_vocabularies(Path(options.ids_of), meta.categorical)
     return replace(options, **inherited)
 
@@ -214,6 +227,11 @@ def _make(
     counted = len(splits["train"]) if options.vocabulary == "train" else total
     if ids_of and not total:
         raise ValueError("no rows to give ids to: 0 good rows were read; give more rows")
+    if not counted and options.append_new:
+        raise ValueError(
+            f"--append-new: --split {' '.join(options.split)} leaves no rows for training, and "
+            "only their values get new ids; give another --split, or leave --append-new out"
+        )
     if not counted and not ids_of:
         raise ValueError(
             f"no rows to make the vocabulary of: {total} good rows were read and --split "
@@ -230,20 +248,34 @@ def _make(
         min_count=options.min_count,
         oov=options.vocabulary == "train" or options.min_count > 1,
         ids_of=ids_of,
+        append_new=options.append_new,
         progress=progress,
+    )
+    own = fingerprint(
+        work.directory,
+        [column.name for column in categorical],
+        {"dense_transform": options.dense_transform, "cap": options.cap},
     )
     Meta(
         dense=CRITEO_DENSE,
         categorical=categorical,
         splits=write_splits(blocks, categorical, splits, work, workers=workers, progress=progress),
-        options=asdict(options),
+        options=options.as_dict(),
         inputs=tuple(inputs),
-        fingerprint=fingerprint(
-            work.directory,
-            [column.name for column in categorical],
-            {"dense_transform": options.dense_transform, "cap": options.cap},
-        ),
+        fingerprint=own,
+        extends=_extended(ids_of, own) if ids_of else (),
     ).write(work.directory)
+
+
+def _extended(ids_of: Path, own: str) -> tuple[Mapping[str, Any], ...]:
+    """What data with the fingerprint ``own`` extends, whose ids begin with those of ``ids_of``."""
+    old = Meta.read(ids_of)
+    if own == old.fingerprint:
+        return old.extends
+    return (
+        *old.extends,
+        {"fingerprint": old.fingerprint, "cardinalities": list(old.cardinalities)},
+    )
 
 
 def _report_bad(blocks: Sequence[SpilledBlock], work: Workspace) -> None:
