@@ -28,9 +28,10 @@ LOST = 0.02  # validation AUC from which on it is 1
 class Trained(NamedTuple):
     """A trained model to start from."""
 
-    model: DLRM
-    data: str
-    """The data that it was trained on, as named in its configuration."""
+    model: DLRM | None
+    """None if it has no rows for values of the new data: then its own rows were all copied."""
+    data: str | None
+    """The data that it was trained on, as named in its configuration; None if that was extended."""
 
 
 class NewRows(NamedTuple):
@@ -92,9 +93,9 @@ def fit(
     if meta.rows_at(state.fingerprint) == trained.sparse_arch.num_embeddings:
         _require_growing(model, path, data)
         model.load_trained(trained, partial(new_rows.extend, meta=meta))
-    else:
-        require_same_ids(data, meta, state.fingerprint, path)
-        model.load_trained(trained)
+        return Trained(None, None)
+    require_same_ids(data, meta, state.fingerprint, path)
+    model.load_trained(trained)
     return Trained(trained, str(state.config.get("data")))
 
 
@@ -114,14 +115,14 @@ def auc_lost(trained: Mapping[str, float], fitted: Mapping[str, float]) -> float
     return trained.get("auc", math.nan) - fitted.get("auc", math.nan)
 
 
-def rate_factor(lost: float, before: str, now: str) -> float:
+def rate_factor(lost: float, before: str | None, now: str) -> float:
     """The factor f on the learning rates: f for embeddings, f squared for the rest.
 
     Args:
         lost: validation AUC that fitting the tables cost; NaN, if it is unknown, counts as 0.
-        before: the data that the model was trained on.
+        before: the data that the model was trained on, unless ``now`` extends it.
         now: the data to train on. Other rows are no second epoch: the factor is 1.
     """
-    if Path(before).resolve() != Path(now).resolve():
+    if before is None or Path(before).resolve() != Path(now).resolve():
         return 1.0
     return min(1.0, max(LEAST, lost / LOST))

@@ -1,0 +1,240 @@
+"""A run that is trained on with a later day, whose new values get ids and rows of their own."""
+
+import json
+import random
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from dlrm.data.preprocess import passes
+from dlrm.data.preprocess.pipeline import Options, prepare
+from dlrm.data.schema import CRITEO_CATEGORICAL, Meta
+from dlrm.training.checkpoint import load_model
+
+ROWS = 600
+
+
+def write_day(path, day):
+    """Rows of a day: some values of the days before are gone, others are new."""
+    rng = random.Random(day)
+    lines = []
+    for _ in range(ROWS):
+        fields = [str(int(rng.random() < 0.3))]
+        fields += ["" if rng.random() < 0.2 else str(rng.randrange(-2, 999)) for _ in range(13)]
+        fields += [
+            "" if rng.random() < 0.1 else f"{rng.randrange(40 * day, 40 * day + 90) // 2:x}"
+            for _ in range(26)
+        ]
+        lines.append("\t".join(fields) + "\n")
+    path.write_text("".join(lines))
+    return path
+
+
+def options(**given):
+    return Options(split=("0.8", "0.1", "0.1"), **given)
+
+
+def quiet(raw, output, given, **more):
+    return prepare([raw], output, given, progress=False, **more)
+
+
+@pytest.fixture(scope="module")
+def days(tmp_path_factory):
+    """Prepared data of three days, each of which extends the one before."""
+    directory = tmp_path_factory.mktemp("days")
+    for day in range(3):
+        before = {"ids_of": str(directory / f"{day - 1}"), "append_new": True} if day else {}
+        given = options(min_count=2, **before)
+        quiet(write_day(directory / f"{day}.txt", day), directory / f"{day}", given)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def first(days):
+    """A run on the first day."""
+    import train
+
+    given = ["--data", days / "0", "--output", days, "--name", "first", *SMALL, "--max_steps", "4"]
+    assert train.main([str(one) for one in given]) == 0
+    return days / "first"
+
+
+SMALL = ["--model.bottom_mlp", "[16]", "--model.top_mlp", "[16]", "--batch_size", "64"]
+SMALL += ["--optim.warmup_steps", "2", "--device", "cpu", "--optim.lr", "0.05"]
+
+
+def vocabulary(directory, name):
+    table = pq.read_table(directory / Meta.vocabulary_file(name))
+    assert table["id"].to_pylist() == list(range(len(table)))
+    return table["value"].to_pylist(), table["count"].to_pylist()
+
+
+def raw_column(path, place):
+    return [
+        f"{int(field, 16):08x}" if (field := line.rstrip("\n").split("\t")[place]) else ""
+        for line in path.read_text().splitlines(keepends=True)
+    ]
+
+
+def test_old_values_keep_their_ids_and_new_ones_follow(days):
+    metas = [Meta.read(days / str(day)) for day in range(3)]
+    appended = 0
+    for place, name in enumerate(CRITEO_CATEGORICAL, 14):
+        for day in (1, 2):
+            (old, before), (values, counts) = (
+                vocabulary(days / str(d), name) for d in (day - 1, day)
+            )
+            assert values[: len(old)] == old
+            column = raw_column(days / f"{day}.txt", place)
+            train = column[: metas[day].splits["train"].rows]
+            seen = {value: train.count(value) for value in set(train)}
+            new = {value for value in seen if value not in old and seen[value] >= 2}
+            assert set(values[len(old) :]) == new
+            late = [seen[value] for value in values[len(old) :]]
+            assert late == sorted(late, reverse=True) == counts[len(old) :]
+            known = [seen.get(value, 0) for value in old if value is not None]
+            totals = [c for value, c in zip(old, before, strict=True) if value is not None]
+            totals = [a + b for a, b in zip(totals, known, strict=True)]
+            assert [c for v, c in zip(old, counts, strict=False) if v is not None] == totals
+            ids = {value: i for i, value in enumerate(values)}
+            found = [
+                i
+                for split in ("train", "val", "test")
+                for i in pq.read_table(days / str(day) / f"{split}.parquet")[name].to_pylist()
+            ]
+            assert found == [ids.get(value, ids[None]) for value in column]
+            assert sum(counts) == sum(before) + len(train)
+            appended += len(new)
+    assert appended > 500
+    assert [e["fingerprint"] for e in metas[2].extends] == [m.fingerprint for m in metas[:2]]
+    assert metas[2].rows_at(metas[0].fingerprint) == metas[0].cardinalities
+    assert metas[2].rows_at(metas[2].fingerprint) is None
+
+
+def test_an_interrupted_preparation_continues_with_the_same_ids(days, tmp_path, monkeypatch):
+    given = options(ids_of=str(days / "0"), append_new=True)
+    append, done = passes.append_ids, []
+
+    def killed(directory, name, *arguments, **more):
+        if len(done) == 9:
+            raise KeyboardInterrupt
+        done.append(name)
+        return append(directory, name, *arguments, **more)
+
+    monkeypatch.setattr(passes, "append_ids", killed)
+    with pytest.raises(KeyboardInterrupt):
+        quiet(days / "1.txt", tmp_path / "out", given)
+    assert not (tmp_path / "out" / "meta.json").exists()
+    monkeypatch.setattr(passes, "append_ids", append)
+    quiet(days / "1.txt", tmp_path / "out", given)
+    for file in ("train.parquet", "vocabulary/C1.parquet", "vocabulary/C26.parquet"):
+        assert (tmp_path / "out" / file).read_bytes() == (days / "1" / file).read_bytes()
+
+
+def test_rows_without_new_values_extend_nothing(days, tmp_path):
+    given = options(ids_of=str(days / "1"), append_new=True)
+    meta, old = quiet(days / "1.txt", tmp_path / "out", given), Meta.read(days / "1")
+    assert (meta.fingerprint, meta.extends) == (old.fingerprint, old.extends)
+    given = options(ids_of=str(days / "1"))  # and without the option what was extended stays so
+    meta = quiet(days / "2.txt", tmp_path / "later", given)
+    assert (meta.fingerprint, meta.extends) == (old.fingerprint, old.extends)
+
+
+def test_values_that_cannot_be_appended(days, tmp_path):
+    with pytest.raises(ValueError, match="--append-new needs --ids-of"):
+        options(append_new=True)
+    known = {"ids_of": str(days / "0"), "append_new": True}
+    with pytest.raises(ValueError, match="--split 0 0 1 leaves no rows for training, and only"):
+        quiet(days / "1.txt", tmp_path / "a", Options(split=("0", "0", "1"), **known))
+    every = tmp_path / "every"
+    quiet(days / "0.txt", every, options(vocabulary="all"))
+    grown = quiet(days / "1.txt", tmp_path / "b", options(**known | {"ids_of": str(every)}))
+    assert grown.categorical[0].oov_id is None
+    meta = json.loads((every / "meta.json").read_text())
+    (every / "meta.json").write_text(json.dumps(meta | {"fingerprint": None}))
+    with pytest.raises(ValueError, match="an earlier version and has no fingerprint; prepare it"):
+        quiet(days / "1.txt", tmp_path / "c", options(**known | {"ids_of": str(every)}))
+    meta["extends"] = [{"fingerprint": "x", "cardinalities": [10**6] * 26}]
+    (every / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match="which is no beginning of the ids"):
+        Meta.read(every)
+
+
+@pytest.mark.parametrize("kind", ["dense", "paged", "offload"])
+@pytest.mark.parametrize("start", ["unseen", "random"])
+def test_old_rows_are_copied_and_new_ones_begin_as_told(kind, start, days, first, run, tmp_path):
+    """From the first day to the third at once."""
+    data = days / "2"
+    given = ["--data", data, "--output", tmp_path, "--name", "new", *SMALL, "--init_from", first]
+    run("train", *given, "--emb", kind, "--tables.threshold", "0", "--max_steps", "0")
+    if start == "random":
+        given[5] = "other"
+        run("train", *given, "--new_rows", "random", "--emb", kind, "--max_steps", "0")
+    (old, _), (new, state) = (load_model(path, "cpu") for path in (first, tmp_path / given[5]))
+    meta = Meta.read(data)
+    assert state.fingerprint == meta.fingerprint
+    assert new.top_mlp[0].weight.equal(old.top_mlp[0].weight)
+    tables = zip(old.sparse_arch.to_dense(), new.sparse_arch.to_dense(), strict=True)
+    for column, (before, after) in zip(meta.categorical, tables, strict=True):
+        assert len(before) < len(after) == column.cardinality
+        assert after[: len(before)].equal(before)
+        more = after[len(before) :]
+        if start == "unseen":
+            assert more.equal(before[column.oov_id].expand_as(more))
+        else:
+            assert more.abs().max() <= column.cardinality**-0.5
+            assert len(more.unique(dim=0)) == len(more) > 1
+
+
+def test_a_run_that_took_new_rows_is_resumed(days, first, run, tmp_path):
+    """The rows of a resumed run come from its checkpoint, not once more from the first run."""
+    given = ["--data", days / "1", "--output", tmp_path, *SMALL, "--init_from", first]
+    run("train", *given, "--name", "whole", "--max_steps", "6")
+    run("train", *given, "--name", "parts", "--max_steps", "3")
+    run("train", "--resume", tmp_path / "parts", "--max_steps", "6")
+    whole, parts = (load_model(tmp_path / n, "cpu", last=True)[0] for n in ("whole", "parts"))
+    for name, value in whole.state_dict().items():
+        assert value.equal(parts.state_dict()[name]), name
+    begun = load_model(first, "cpu")[0].sparse_arch.to_dense()[0]
+    assert not whole.sparse_arch.to_dense()[0][: len(begun)].equal(begun)
+
+
+def test_tables_without_an_unseen_row_begin_with_their_mean(days, run, tmp_path):
+    first, second = tmp_path / "0", tmp_path / "1"
+    quiet(days / "0.txt", first, options(vocabulary="all"))
+    quiet(days / "1.txt", second, options(ids_of=str(first), append_new=True))
+    given = ["--output", tmp_path, *SMALL, "--max_steps"]
+    run("train", "--data", first, "--name", "old", *given, "2")
+    run("train", "--data", second, "--name", "new", "--init_from", tmp_path / "old", *given, "0")
+    old, new = (load_model(tmp_path / n, "cpu")[0].sparse_arch.to_dense() for n in ("old", "new"))
+    for before, after in zip(old, new, strict=True):
+        more = after[len(before) :]
+        torch.testing.assert_close(more, before.mean(0).expand_as(more))
+
+
+@pytest.mark.parametrize("kind", ["drop", "hash", "block", "auto"])
+def test_kinds_that_need_the_order_of_frequency_are_refused(kind, days, run, tmp_path):
+    given = ["--data", days / "1", "--output", tmp_path, *SMALL, "--tables.threshold", "0"]
+    budget = ["--budget", "2x"] if kind == "auto" else []
+    done = run("train", *given, "--emb", kind, *budget, status=2)
+    assert f"--emb {kind} needs ids in order of falling frequency" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_kinds_that_cannot_grow_are_refused_with_what_works(days, first, run, tmp_path):
+    given = ["--data", days / "1", "--output", tmp_path, *SMALL, "--max_steps", "1"]
+    tt = ["--emb", "tt", "--tt.rank", "2", "--tables.threshold", "0"]
+    done = run("train", *given, *tt, "--init_from", first, status=2)
+    assert "--emb tt can't take the values that" in done.stderr
+    assert done.stderr.count("\n") == 1
+    run("train", *given, "--name", "grown", "--init_from", first)
+    run("train", *given, "--name", "small", *tt, "--init_from", tmp_path / "grown")  # the remedy
+
+
+def test_the_ids_of_a_later_day_are_refused_on_the_way_back(days, first, run, tmp_path):
+    given = ["--output", tmp_path, *SMALL, "--max_steps", "1"]
+    run("train", "--data", days / "1", "--name", "grown", "--init_from", first, *given)
+    back = ["--data", days / "0", "--init_from", tmp_path / "grown"]
+    done = run("train", *back, *given, status=2)
+    assert "was prepared separately from the data of" in done.stderr
