@@ -25,9 +25,11 @@ class RaggedIds:
         rows: number of bags.
         room: number of ids at most.
         dtype: of the ids.
+        in_order: whether the rows are in the order of their ids.
     """
 
-    def __init__(self, rows: int, room: int, dtype: np.dtype) -> None:
+    def __init__(self, rows: int, room: int, dtype: np.dtype, *, in_order: bool) -> None:
+        self._in_order = in_order
         self.values = np.empty(room, dtype)
         self.starts = np.empty(rows, np.int64)
         self.lengths = np.empty(rows, np.int32)
@@ -35,6 +37,8 @@ class RaggedIds:
     def take(self, rows: slice) -> tuple[np.ndarray, np.ndarray]:
         """The ids ``[nnz]`` of the bags of these rows, one after another, and their lengths."""
         starts, lengths = self.starts[rows], self.lengths[rows]
+        if self._in_order and len(starts):
+            return self.values[starts[0] : starts[-1] + lengths[-1]], lengths
         ends = np.cumsum(lengths, dtype=np.int64)
         index = np.repeat(starts - ends + lengths, lengths)
         index += np.arange(len(index))

@@ -161,7 +161,7 @@ class ShuffleBuffer:
         one_hot = 0 if meta.multi_hot else len(meta.categorical)
         self.ids = np.empty((one_hot, group.rows), reader.ids_dtype)
         room = np.array([reader.num_ids(row_group) for row_group in group.row_groups])
-        self.bags = _bags(reader, group.rows, room.sum(0)) if meta.multi_hot else []
+        self.bags = _bags(reader, group, room.sum(0)) if meta.multi_hot else []
         starts = room.cumsum(0) - room
         self._reads = [
             pool.submit(self._read, row_group, mix, start.tolist())
@@ -205,12 +205,14 @@ class ShuffleBuffer:
             read.result()
 
 
-def _bags(reader: RowGroupReader, rows: int, room: Sequence[int]) -> list[np.ndarray | RaggedIds]:
+def _bags(
+    reader: RowGroupReader, group: ShuffleGroup, room: Sequence[int]
+) -> list[np.ndarray | RaggedIds]:
     """Room for the ids of each feature of multi-hot data: ``[rows]`` if it is one-hot itself,
     ``[rows, L]`` for bags of L ids."""
-    dtype = reader.ids_dtype
+    dtype, rows = reader.ids_dtype, group.rows
     return [
-        RaggedIds(rows, most, dtype)
+        RaggedIds(rows, most, dtype, in_order=group.seed is None)
         if size is None
         else np.empty((rows, size) if column.multi_hot else rows, dtype)
         for column, size, most in zip(
