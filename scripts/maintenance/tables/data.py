@@ -46,6 +46,30 @@ def loader() -> str:
     return markdown(head, rows) + "\n*`benchmarks/loader.json`, `benchmarks/loader_h100.json`.*\n"
 
 
+def loader_multi_hot() -> str:
+    """Loading: ids in columns of lists and in columns of one id each."""
+    rows = []
+    for name in ("loader_multi_hot", "loader_multi_hot_h200"):
+        result = read(name)
+        place = "H200, 16 cores" if "h200" in name else "2 busy cores"
+        for one in result["loader"]:
+            rates = one["ids_per_second"]
+            found = [
+                f"{rates[kind]['median'] / 1e6:,.0f} M" for kind in ("flat", "lists", "ragged")
+            ]
+            rows.append([place, f"{one['batch_size']:,}", one["order"], *found])
+    head = [
+        "machine",
+        "batch",
+        "order",
+        "one-hot columns, ids/s",
+        "lists of fixed lengths",
+        "ragged",
+    ]
+    files = "`benchmarks/loader_multi_hot.json`, `benchmarks/loader_multi_hot_h200.json`"
+    return markdown(head, rows) + f"\n*{files}.*\n"
+
+
 def predict() -> str:
     """Scores of raw and of prepared rows, and the time of a few."""
     result = read("predict")
@@ -73,4 +97,4 @@ def predict() -> str:
     return markdown(head, rows) + f"\n*{note}; `benchmarks/predict.json`.*\n"
 
 
-TABLES = (prepare, prepare_table, loader, predict)
+TABLES = (prepare, prepare_table, loader, loader_multi_hot, predict)
