@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Self, Unpack
 
 import torch
@@ -25,7 +26,7 @@ from dlrm.distributed.world import exchange
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.bags import Bags, row_offsets
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.kernels.lookup.bags import BagContext, lookup_bags
+from dlrm.kernels.lookup.bags import lookup_bags
 from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.lookup.tables import lookup, lookup_tables
 from dlrm.utils.local_shards import LocalShards, saved_weight
@@ -46,6 +47,7 @@ class ShardedTables(Embedding):
     """
 
     grows = True
+    captures_bags = True
 
     def __init__(
         self,
@@ -203,18 +205,20 @@ class ShardedTables(Embedding):
     ) -> Tensor:
         if self.mode == "max" or weights is not None:
             return super().lookup_bags(ids, offsets, weights, context)
-        bags, found = Bags.of(ids, offsets, self.num_tables), []
+        fixed = context.bag_sizes if self.padding_idx is None else None
+        bags, found = Bags.of(ids, offsets, self.num_tables, fixed), []
         if self.replicated is not None:
             own = bags.select(self._replicated, self.replicated_tables)
             found.append(
                 lookup_bags(
                     self.replicated, self._starts, own.ids, own.offsets,
-                    sparse=self.sparse, context=BagContext(sorter=context.sorter),
+                    sparse=self.sparse, context=context.of_bags,
                 )
             )  # fmt: skip
         for sharding in self._shardings():
             found += sharding.pool(self.get_parameter(sharding.name), bags, context)
-        like = torch.promote_types(found[0].dtype, next(self.parameters()).dtype)
+        like = context.dtype or next(self.parameters()).dtype
+        like = reduce(torch.promote_types, [part.dtype for part in found], like)
         out = torch.cat([part.to(like) for part in found], 1).index_select(1, self._back)
         return out / bags.lengths.t().clamp(min=1)[..., None] if self.mode == "mean" else out
 

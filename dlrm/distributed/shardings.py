@@ -206,8 +206,7 @@ class Sharding(nn.Module, ABC):
             found = lookup_tables(weight, self._start[:0], served.lengths, sorter=context.sorter)
         elif self.complete:
             starts = self._start[self._mine]
-            prepared = BagContext(sorter=context.sorter)
-            found = lookup_bags(weight, starts, served.ids, served.offsets, context=prepared)
+            found = lookup_bags(weight, starts, served.ids, served.offsets, context=context.of_bags)
         else:
             counts = served.lengths.sum(1)
             tables = self._mine.repeat_interleave(counts, output_size=len(served.ids))
@@ -239,7 +238,10 @@ class Sharding(nn.Module, ABC):
             first = sum(shards[: self.world.rank])
             bag_sizes = asked.bag_sizes[first : first + own]
             get = [[bag_size * size for bag_size in bag_sizes] for size in sizes]
-            lengths = asked.lengths[first : first + own, :1].expand(own, sum(sizes))
+            lengths = asked.lengths[first : first + own, :1]
+            if not asked.batch:  # a captured step has samples: nothing is copied from the host
+                lengths = torch.tensor(bag_sizes, device=asked.ids.device)[:, None]
+            lengths = lengths.expand(own, sum(sizes))
         ends = list(accumulate(shards, initial=0))
         give = [sum(asked.counts[begin:end]) for begin, end in pairwise(ends)]
         received = exchange(asked.ids, give, [sum(counts) for counts in get])

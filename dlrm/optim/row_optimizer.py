@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -245,7 +245,9 @@ class RowOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), **own}
 
 
-def apply_in_backward(optimizers: Iterable[RowOptimizer]) -> FusedUpdates:
+def apply_in_backward(
+    optimizers: Iterable[RowOptimizer], only: Container[Tensor] | None = None
+) -> FusedUpdates:
     """Let the backward pass update parameters itself where that saves writing their gradients.
 
     ::
@@ -266,6 +268,7 @@ def apply_in_backward(optimizers: Iterable[RowOptimizer]) -> FusedUpdates:
 
     Args:
         optimizers: those of the model's parameters.
+        only: the parameters to which it may apply; None: to all.
 
     Raises:
         ValueError: a look-up after the backward pass of the block.
@@ -276,6 +279,8 @@ def apply_in_backward(optimizers: Iterable[RowOptimizer]) -> FusedUpdates:
         for group in optimizer.param_groups:
             rule = _rule_of(group)
             for parameter in group["params"]:
+                if only is not None and parameter not in only:
+                    continue
                 if parameter.grad is None:  # else gradients are being accumulated
                     lr, states = _rate(group).to(parameter.device), optimizer.state[parameter]
                     parameters.append(parameter)

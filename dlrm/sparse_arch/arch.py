@@ -131,7 +131,11 @@ class SparseArch(nn.Module):
         return [part for index in range(len(self.groups)) for part in found[index]]
 
     def _contexts(self, context: LookupContext) -> list[LookupContext]:
-        """The context of each group, with the sorted look-ups of that group."""
+        """The context of each group, with the sorted look-ups and bag sizes of that group."""
+        if context.bag_sizes is not None:
+            sizes = context.bag_sizes
+            own = [[sizes[slot] for slot in slots] for slots in self.feature_order.groups]
+            return [replace(context, bag_sizes=sizes) for sizes in own]
         if not context.lookups:
             return [context] * len(self.groups)
         lookups = iter(context.lookups)

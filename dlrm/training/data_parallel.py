@@ -55,7 +55,7 @@ class GradientReducer:
     ) -> None:
         self.world = world
         self._early, self._late = list(early), list(late)
-        self._embeddings, self._local = list(embeddings), set(local)
+        self._embeddings, self.local = list(embeddings), set(local)
         self._skips_zero_gradients = skips_zero_gradients
         self._missing = len(self._early)
         self._sent: tuple[Tensor, dist.Work] | None = None
@@ -110,9 +110,10 @@ class GradientReducer:
 
     def in_context(self, batch: Batch, context: LookupContext) -> LookupContext:
         """The context of the look-ups of a batch, with what they need from other processes."""
-        equal = batch.offsets is None and self.is_even(batch)
+        fixed = batch.offsets is None or batch.bag_sizes is not None
+        equal = fixed and self.is_even(batch)
         gather_ids = partial(self.world.gather_ids, equal=equal)
-        return replace(context, equal_sizes=equal, gather_ids=gather_ids)
+        return replace(context, equal_sizes=equal, bag_sizes=batch.bag_sizes, gather_ids=gather_ids)
 
     def _on_early_gradient(self) -> None:
         self._missing -= 1
@@ -169,16 +170,16 @@ class GradientReducer:
                 rest = self._set_dense_gradient(parameter, rest)
         for parameter in large:
             self._gather_rows(parameter, equal=context.equal_sizes and parameter.is_cuda)
-        if self._local:
+        if self.local:
             side_stream_of(self._late[0].device, "exchange").join()
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """As :func:`dlrm.optim.gradient_norm`, over all processes."""
         parameters = list(parameters)
-        norm = gradient_norm(p for p in parameters if p not in self._local)
-        if not self._local.intersection(parameters):
+        norm = gradient_norm(p for p in parameters if p not in self.local)
+        if not self.local.intersection(parameters):
             return norm
-        local = gradient_norm(p for p in parameters if p in self._local).square()
+        local = gradient_norm(p for p in parameters if p in self.local).square()
         dist.all_reduce(local)
         return (norm.square() + local).sqrt()
 

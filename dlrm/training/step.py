@@ -38,7 +38,7 @@ class TrainStep:
     for each batch size that comes up often (:mod:`dlrm.training.cuda_graph`). ``auto`` is ``graph``
     on a GPU, ``compile`` if some tables are on other devices, and ``eager`` elsewhere.
     Batches with bags of ids are captured too, of tables that allow it (``Embedding.captures_bags``)
-    in a single process; others run eagerly.
+    and over several processes only bags of fixed lengths. Others run eagerly.
 
     Args:
         model: the model, in training mode.
@@ -114,17 +114,20 @@ class TrainStep:
         return self._run(prepared, norms)
 
     def _can_capture(self, batch: Batch) -> bool:
+        if self.reducer is not None and not self.reducer.is_even(batch):
+            return False
         if batch.offsets is None:
-            return self.reducer is None or self.reducer.is_even(batch)
+            return True
         ragged = batch.bag_sizes is None
         known = self.model.sparse_arch.captures_bags(ragged=ragged)
-        return self.reducer is None and known and batch.size > 0
+        return known and batch.size > 0 and not (ragged and self.reducer is not None)
 
     def _run(self, prepared: PreparedBatch, norms: bool) -> dict[str, Tensor]:
         batch, reducer = prepared.batch, self.reducer
         norms = norms or self.clip_norm is not None
-        fused = () if norms or reducer is not None else self.optimizers
-        with self._sorter as sorter, apply_in_backward(fused) as updates:
+        fused = () if norms else self.optimizers
+        whole = None if reducer is None else reducer.local  # gradients that are not summed
+        with self._sorter as sorter, apply_in_backward(fused, only=whole) as updates:
             context = replace(prepared.context, sorter=sorter, updates=updates, dtype=self._dtype)
             if reducer is not None:
                 context = reducer.in_context(batch, context)

@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 scripts/benchmarks/benchmark_distributed.py --output OUT.json
 
-The Kaggle model (dim 16) and the one of Criteo Terabyte with ids modulo 40,000,000 (dim 128, 104.5
-GB of tables, MLPerf's MLPs), tables at full size, plain SGD, ids with log-uniform skew. The speed
+The Kaggle model (dim 16), the one of Criteo Terabyte with ids modulo 40,000,000 (dim 128, 104.5 GB
+of tables, MLPerf's MLPs), and MLPerf's DLRM-DCNv2 on the same tables, with 214 look-ups a sample;
+tables at full size, plain SGD, ids with log-uniform skew. The speed
 of one GPU is measured in the same call, by the first process alone, with as many samples as each
 has later. Losses that differ from those of one GPU with the same global batch are an error, not a
 result; so are replicas that differ in a bit.
@@ -27,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from dlrm.data.batch import Batch
-from dlrm.data.schema import KAGGLE_CARDINALITIES, TERABYTE_CARDINALITIES
+from dlrm.data.batch import Batch, fixed_bags
+from dlrm.data.schema import KAGGLE_CARDINALITIES, MLPERF_BAG_SIZES, TERABYTE_CARDINALITIES
 from dlrm.distributed.sharding_plan import make_sharding_plan, sharded_from
 from dlrm.distributed.world import World
 from dlrm.model import DLRM
@@ -87,13 +88,53 @@ class Case:
             "plan": make_table_plan(NAMES, rows, self.dim, self.kind, largest=7, options=options),
             "bottom_mlp": [512, 256, 64] if kaggle else [512, 256],
             "top_mlp": [512, 256] if kaggle else [1024, 1024, 512, 256],
+            **({"interaction": "dcn", "cross_layers": 3, "cross_rank": 512} if self.bags else {}),
         }
 
+    @property
+    def bags(self) -> tuple[int, ...] | None:
+        """Ids of each table for a sample; None: one."""
+        return MLPERF_BAG_SIZES if self.model == "mlperf" else None
 
-def make_batches(rows: Sequence[int], size: int, seed: int, device: torch.device) -> list[Batch]:
-    """Random batches on the device, their ids log-uniform."""
-    generator = torch.Generator(device).manual_seed(seed)
-    return [benchmark.draw_batch(rows, size, device, generator=generator) for _ in range(4)]
+    def batches(self, cap: int, size: int, seed: int, device: torch.device) -> list[Batch]:
+        """Random batches on the device, their ids log-uniform."""
+        rows = self.recipe(cap)["num_embeddings"]
+        generator = torch.Generator(device).manual_seed(seed)
+        drawn = [benchmark.draw_batch(rows, size, device, generator=generator) for _ in range(4)]
+        return drawn if self.bags is None else [_with_bags(b, rows, generator) for b in drawn]
+
+
+def _with_bags(batch: Batch, rows: Sequence[int], generator: torch.Generator) -> Batch:
+    """The batch with bags of MLPerf's lengths."""
+    device = batch.dense.device
+    offsets, bounds = fixed_bags(MLPERF_BAG_SIZES, batch.size, device)
+    ids = [
+        benchmark.draw_ids([table], batch.size * length, device, generator=generator)[0]
+        for table, length in zip(rows, MLPERF_BAG_SIZES, strict=True)
+    ]
+    return replace(
+        batch, ids=torch.cat(ids), offsets=offsets, bounds=bounds, bag_sizes=MLPERF_BAG_SIZES
+    )
+
+
+def share(batch: Batch, rank: int, size: int) -> Batch:
+    """The samples of a process in a batch of all, ``size`` of each."""
+    mine = slice(size * rank, size * (rank + 1))
+    own = replace(
+        batch,
+        dense=batch.dense[:, mine].clone(),
+        labels=batch.labels[mine].clone(),
+        total=batch.size,
+    )
+    if batch.bag_sizes is None:
+        return replace(own, ids=batch.ids[:, mine].clone())
+    offsets, bounds = fixed_bags(batch.bag_sizes, size, batch.ids.device)
+    tables = batch.ids.split([length * batch.size for length in batch.bag_sizes])
+    ids = [
+        table.view(batch.size, length)[mine].flatten()
+        for table, length in zip(tables, batch.bag_sizes, strict=True)
+    ]
+    return replace(own, ids=torch.cat(ids), offsets=offsets, bounds=bounds)
 
 
 def make_step(
@@ -123,17 +164,10 @@ def check(case: Case, world: World, device: torch.device, options: argparse.Name
     Raises:
         ValueError: they differ.
     """
-    if case.model == "terabyte":  # of a size that one GPU holds
+    if case.model != "kaggle":  # of a size that one GPU holds
         options = argparse.Namespace(**vars(options) | {"cap": min(options.cap, 1_000_000)})
-    rows = case.recipe(options.cap)["num_embeddings"]
-    whole = make_batches(rows, CHECKED * world.size, 1, device)
-    mine = slice(CHECKED * world.rank, CHECKED * (world.rank + 1))
-    shares = [
-        Batch(
-            b.dense[:, mine].clone(), b.ids[:, mine].clone(), b.labels[mine].clone(), total=b.size
-        )
-        for b in whole
-    ]
+    whole = case.batches(options.cap, CHECKED * world.size, 1, device)
+    shares = [share(batch, world.rank, CHECKED) for batch in whole]
     one, step, _ = make_step(case, World(), device, options, "fp32")
     begin = {name: value.clone() for name, value in one.state_dict().items()}
     expected = [float(step(whole[i % 4])["loss"]) for i in range(8)]
@@ -200,9 +234,8 @@ def measure_case(
 ) -> dict[str, Any]:
     """The step's time on the slowest process, and what it consists of."""
     _, step, text = make_step(case, world, device, options, options.precision)
-    rows = case.recipe(options.cap)["num_embeddings"]
     total = batch * world.size
-    drawn = make_batches(rows, batch, 10 + world.rank, device)
+    drawn = case.batches(options.cap, batch, 10 + world.rank, device)
     batches = [replace(each, total=total) for each in drawn]
     ms = time_steps(step, batches, device)
     times = [ms]
@@ -239,7 +272,7 @@ def measure_case(
     }
 
 
-SHAPES = [("kaggle", "dense"), ("kaggle", "tt"), ("terabyte", "dense")]
+SHAPES = [("kaggle", "dense"), ("kaggle", "tt"), ("terabyte", "dense"), ("mlperf", "dense")]
 
 
 def cases_of(options: argparse.Namespace) -> list[Case]:

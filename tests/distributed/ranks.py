@@ -24,6 +24,7 @@ from dlrm.training.data_parallel import GradientReducer
 from dlrm.training.step import TrainStep
 
 SIZES = [50, 1200, 7, 900, 333]
+BAG_SIZES = (2, 5, 1, 0, 3)
 NAMES = ["a", "b", "c", "d", "e"]
 OPTIONS = {
     "tt": {"rank": 4, "cache_rows": 30},
@@ -52,12 +53,15 @@ def batches(seed=1, multi_hot=False):
             yield Batch(dense, ids.int(), labels)
             continue
         lengths = torch.randint(0, 4, (len(SIZES) * total,), generator=generator)
-        if total < 4:
+        if multi_hot == "fixed":
+            lengths = torch.tensor(BAG_SIZES).repeat_interleave(total)
+        elif total < 4:
             lengths[total : 4 * total] = 0  # nobody looks up anything in the tables of a kind
         offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
         rows = torch.tensor(SIZES).repeat_interleave(lengths.view(len(SIZES), total).sum(1))
         flat = (torch.rand(len(rows), generator=generator) * rows).long()
-        yield Batch(dense, flat, labels, offsets)
+        fixed = BAG_SIZES if multi_hot == "fixed" else None
+        yield Batch(dense, flat, labels, offsets, bag_sizes=fixed)
 
 
 def share_of(batch, world):
@@ -76,7 +80,10 @@ def share_of(batch, world):
     lengths = torch.tensor([0, *(len(bag) for bag in bags)])
     ids = torch.cat([batch.ids[:0], *bags])
     offsets = lengths.cumsum(0)
-    return Batch(batch.dense[:, mine], ids, batch.labels[mine], offsets, total=batch.size)
+    return Batch(
+        batch.dense[:, mine], ids, batch.labels[mine], offsets,
+        total=batch.size, bag_sizes=batch.bag_sizes,
+    )  # fmt: skip
 
 
 def train(world, kind, *, rule="adagrad", multi_hot=False, clip_norm=None, **sharding):
@@ -213,7 +220,9 @@ def main():
     for by in ("table", "row", "column"):
         for exchange in ("peers", "collective"):
             name = f"multi-hot by {by}, {exchange}"
-            check_training(world, name, "dense", multi_hot=True, by=by, exchange=exchange)
+            for bags in (True, "fixed"):
+                options = {"multi_hot": bags, "by": by, "exchange": exchange}
+                check_training(world, f"{name}, {bags}", "dense", **options)
     check_training(world, "multi-hot cache", "tt", multi_hot=True)
     check_training(world, "no ids", "hash", multi_hot=True, rule="adam")
     check_training(world, "clip", "dense", clip_norm=0.05)

@@ -35,7 +35,9 @@ class LookupContext:
     """Type in which pooled vectors may be returned, which are summed in fp32; None: that of the
     rows."""
     equal_sizes: bool = False
-    """Every process has the same number of one-hot samples, so sizes need not be exchanged."""
+    """Every process has the same number of samples and ids, so sizes need not be exchanged."""
+    bag_sizes: Sequence[int] | None = None
+    """Length of all bags of each table, if it is fixed and the tables are sharded."""
     grouped: bool = False
     """The ids are in the order of the groups of tables, not in that of the features."""
     gather_ids: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
