@@ -7,6 +7,7 @@ from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings.common.budget import DTYPES, Budget
 from dlrm.embeddings.drop import Drop
 from dlrm.model import DLRM
+from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.arch import SparseArch
 from dlrm.sparse_arch.auto import RARE, SPECIFIC, Form, Table, choose_tables, kept_share
 from dlrm.sparse_arch.table_plan import make_table_plan
@@ -165,17 +166,20 @@ def test_the_planner_is_a_kind_of_the_plan():
         make_table_plan(names, sizes, 8, "auto", budget="10x")
 
 
-def test_a_model_of_mixed_types_is_trained():
-    """Groups in bf16, int8 and int4 side by side: one step changes the rows that it used."""
+def test_a_model_of_mixed_types_is_trained(device):
+    """Groups in bf16, int8 and int4 side by side: a step changes the rows that it used."""
     sizes = [30, 500, 4000]
     counts = [zipf(rows) for rows in sizes]
     plan = choose_tables(sizes, 16, 64 * 4530 // 60, counts, dtypes=DTYPES)
-    assert len({own.get("dtype") for _, own in plan}) >= 2
-    model = DLRM(2, sizes, 16, plan, bottom_mlp=(8,), top_mlp=(8,))
-    ids = torch.stack([torch.arange(8) % rows for rows in sizes])
-    logits = model(torch.randn(2, 8), ids)
-    logits.sum().backward()
-    assert all(p.grad is not None for p in model.sparse_arch.parameters())
+    assert {own.get("dtype") for _, own in plan} >= {"bf16", "int4"}
+    model = DLRM(2, sizes, 16, plan, bottom_mlp=(8,), top_mlp=(8,)).to(device)
+    before = [rows.clone() for rows in model.sparse_arch.to_dense()]
+    ids = torch.stack([torch.arange(8) % rows for rows in sizes]).to(device)
+    optimizer = RowOptimizer(model.sparse_arch.parameters(), "sgd", lr=10.0)
+    model(torch.randn(2, 8, device=device), ids).sum().backward()
+    optimizer.step()
+    for old, new in zip(before, model.sparse_arch.to_dense(), strict=True):
+        assert (old[:8] != new[:8]).any()
 
 
 def test_ids_are_counted_only_for_budgets_that_depend_on_it():
