@@ -255,7 +255,7 @@ class Meta:
         if not path.is_file():
             raise FileNotFoundError(
                 f"{path} does not exist: make the data with scripts/prepare_criteo.py or "
-                "scripts/make_synthetic.py, or run scripts/describe_parquet.py on your own Parquet"
+                "scripts/prepare_table.py, or run scripts/describe_parquet.py on Parquet with ids"
             )
         try:
             raw = read_json(path)

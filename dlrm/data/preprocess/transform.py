@@ -141,22 +141,15 @@ class CriteoTransform:
         skip_bad: bool = False,
         block_bytes: int = BLOCK_BYTES,
     ) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch, NDArray[np.int64]]]:
-        """Read and prepare the raw rows of files, in bounded memory.
+        """As :meth:`dlrm.data.table.transform.TableTransform.read`, for logs of Criteo.
 
         Args:
             inputs: files as ``prepare_criteo.py`` takes them, or patterns; the label may be
                 missing, in all rows of a file.
-            keep: columns to return as they are; these rows have no others, so none.
-            skip_bad: leave out rows that do not parse, as ``--bad-rows skip`` does.
+            keep: refused, as these rows have no other columns.
+            skip_bad: leave out rows that do not parse, as ``--bad-rows skip`` does. They count in
+                the numbers of the rows.
             block_bytes: size of the blocks that text is read in.
-
-        Yields:
-            What :meth:`encode` makes of some rows; a batch without columns; and the number of each
-            row in all inputs, from 1, rows left out included.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: a file is damaged, or a row is bad; the error names the file and the line.
         """
         if keep:
             raise ValueError(f"rows of Criteo have no column {keep[0]!r} to keep: leave it out")

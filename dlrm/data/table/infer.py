@@ -19,6 +19,7 @@ from dlrm.data.table.options import ColumnOptions, TableOptions, TimePart
 from dlrm.data.table.values import (
     DAY,
     MISSING_TIME,
+    NUMBER_MISSING,
     BadRow,
     BadValue,
     decoded,
@@ -211,6 +212,8 @@ def _find(name: str, sample: pa.Array, untyped: bool) -> Found:
             return Found(kind="list", why=f"texts with {separator!r} between entries")
         distinct, rows = pc.count_distinct(sample).as_py(), len(sample)
         often = f"{distinct:,} values in {rows:,} rows"
+        if distinct == rows >= ENOUGH_ROWS:  # what is learned of one says nothing of another row
+            often += ", so of no use: drop it, or pass it"
         return Found(kind="category", why=f"texts, {often}")
     raise _no_kind(name, f"it holds {kind}")
 
@@ -240,7 +243,8 @@ def _find_integer(name: str, sample: pa.Array) -> Found:
 
 def _odd_number(name: str, texts: pa.Array) -> str | None:
     """The first value that is not a number, where nearly all are: it should be corrected."""
-    texts = texts.drop_null()
+    absent = pc.is_in(pc.utf8_trim_whitespace(texts), pa.array(NUMBER_MISSING, texts.type))
+    texts = texts.filter(pc.invert(absent)).drop_null()
     number = pc.match_substring_regex(texts, r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$")
     share = (pc.sum(number).as_py() or 0) / max(1, len(texts))
     many = pc.count_distinct(texts).as_py() > FEW_VALUES

@@ -273,3 +273,25 @@ def test_the_table_that_is_printed(tmp_path):
         ["a\\x1b[2J", "double", "number", "auto, missing: 0 after it", "numbers"],
         ["b", "text", "category", "ids", "texts, 2 values in 6 rows"],
     ]
+
+
+def test_a_typing_error_among_gaps_does_not_make_numbers_a_category(tmp_path):
+    """Gaps are no texts of their own, however many there are."""
+    path = tmp_path / "rows.csv"
+    values = ["" if i % 3 == 0 else f"{i}.5" for i in range(300)]
+    values[100] = "1O.5"
+    path.write_text("label,a,b\n" + "".join(f"{i % 2},{a},x\n" for i, a in enumerate(values)))
+    files, plan = open_and_plan([path], build_options({}))
+    assert [column.kind for column in plan.columns] == ["label", "number", "category"]
+    with pytest.raises(ValueError, match=r"row 101, column 'a': '1O\.5' is not a number; correct"):
+        prepare_table(files, plan, tmp_path / "out", progress=False)
+
+
+def test_texts_that_never_repeat_are_told(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("label,key,b\n" + "".join(f"{i % 2},r{i},x{i % 9}\n" for i in range(300)))
+    plan = open_and_plan([path], build_options({}))[1]
+    assert [column.why for column in plan.columns[1:]] == [
+        "texts, 300 values in 300 rows, so of no use: drop it, or pass it",
+        "texts, 9 values in 300 rows",
+    ]
