@@ -188,4 +188,5 @@ def lookup_of(group: Embedding, precision: str | None) -> nn.Module:
         return RowLookup(group, precision)
     if isinstance(group, TT):
         return TTLookup(group, precision)
+    group = group.unpack()
     return OwnLookup(group.to(torch.bfloat16) if precision == "bf16" else group)

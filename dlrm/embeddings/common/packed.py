@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from dlrm.kernels.update.packed import BITS, PackedParameter, PackedRows
+from dlrm.kernels.update.packed import BITS, CHUNK, PackedParameter, PackedRows
 
 
 class PacksRows(nn.Module):
@@ -49,6 +49,16 @@ class PacksRows(nn.Module):
         return PackedParameter(
             PackedRows.empty(count, dim, count if self.dtype == "int8" else wide)
         )
+
+    @torch.no_grad()
+    def unpack(self) -> Self:
+        """Replace packed rows by parameters in fp32, in the same order."""
+        for name, weight in self._packed().items():
+            rows = torch.arange(len(weight), device=weight.device)
+            values = torch.cat([weight.packed.read(part) for part in rows.split(CHUNK)])
+            self._parameters[name] = nn.Parameter(values)
+        self.dtype = None
+        return self
 
     def _packed(self) -> dict[str, PackedParameter]:
         own = self._parameters.items()
