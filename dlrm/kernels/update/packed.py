@@ -67,15 +67,18 @@ class PackedRows:
         """What kernels are compiled for: 8 or 4 bits, or 12 if there are both."""
         return {self.num_rows: 8, 0: 4}.get(self.wide, 12)
 
-    def _parts(self, rows: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Bits and records ``[N, bytes]`` of the two parts, and which of ``rows`` are in each:
-        their places in the list and in the part, ``[2, n]``.
+    def _parts(self, rows: Tensor) -> Iterator[tuple[int, Tensor, tuple[Any, Tensor]]]:
+        """Bits and records ``[N, bytes]`` of each part that there is, and which of ``rows`` are in
+        it: their places in the list, and their numbers in the part.
         """
+        if self.format != 12:
+            yield self.format, self.data.view(self.num_rows, -1), (slice(None), rows)
+            return
         split = self.wide * record_bytes(self.dim, 8)
         for bits, first, data in (8, 0, self.data[:split]), (4, self.wide, self.data[split:]):
             at = ((rows < self.wide) == (bits == 8)).nonzero()[:, 0]
             records = data.view(-1, record_bytes(self.dim, bits))
-            yield bits, records, torch.stack([at, rows[at] - first])
+            yield bits, records, (at, rows[at] - first)
 
     def read(self, rows: Tensor) -> Tensor:
         """Rows ``[n]`` in fp32, ``[n, D]``."""
@@ -123,9 +126,10 @@ class PackedRows:
         """
         highest, values = self.highest(rows), values.float()
         largest = values.abs().amax(1, keepdim=True)  # NaN if one is
-        need = largest / highest
         scale = self.read_packed(rows)[1][:, None]
-        scale = torch.where((scale >= need) & (scale <= SHRINK * need), scale, _round_up(need))
+        reach = scale * highest  # exact, which a quotient is not
+        fits = (reach >= largest) & (reach <= SHRINK * largest)
+        scale = torch.where(fits, scale, _round_up(largest / highest))
         scale = scale.where(largest.isfinite(), torch.nan)
         self.write_packed(rows, _dequantize(values, scale, highest, stochastic), scale[:, 0])
 
@@ -347,10 +351,12 @@ def store_packed(
         highest = tl.full((K,), 7.0, tl.float32)
     else:
         highest = tl.where(row < wide, 127.0, 7.0)
-    need = tl.max(tl.abs(value), 1) / highest
+    largest = tl.max(tl.abs(value), 1)
+    need = tl.div_rn(largest, highest)
     bits = (need.to(tl.int32, bitcast=True) + 0xFFFF) & -65536
     fitted = tl.where(need > 1e-30, bits.to(tl.float32, bitcast=True), 0.0)
-    scale = tl.where((scale >= need) & (scale <= 3.0 * need), scale, fitted)
+    reach = scale * highest  # exact, which a quotient is not
+    scale = tl.where((reach >= largest) & (reach <= 3.0 * largest), scale, fitted)
     broken = tl.sum(tl.where(tl.abs(value) < float("inf"), 0, 1), 1) > 0  # and for NaN
     chance = tl.full((K, B), 0.5, tl.float32)
     if ROUND:
