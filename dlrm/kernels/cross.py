@@ -25,7 +25,7 @@ from dlrm.kernels import require_contiguous, tl, triton, use_triton
 from dlrm.kernels.interaction import _load_vectors, _positions, _with_strides
 
 ROWS, COLUMNS = 4, 512  # of a tile
-REPEATS = 8  # tiles below each other whose bias gradients one program sums
+REPEATS = 16  # tiles below each other whose bias gradients one program sums
 
 
 class CrossWeights(NamedTuple):
@@ -236,8 +236,9 @@ class _CrossNetwork(torch.autograd.Function):
             of_downs[:0] = [grad_narrow, inputs[layer]]
             of_ups[:0] = [grad_product, narrow[layer]]
             grad_biases.insert(0, partial.sum(0).to(biases[layer].dtype))
-            if layer:
-                grad = torch.addmm(grad, grad_narrow, downs[layer])
+            if layer:  # the gradient of the output belongs to others, the next ones are our own
+                into = grad if layer < layers - 1 else None
+                grad = torch.addmm(grad, grad_narrow, downs[layer], out=into)
         grad_first.addmm_(grad_narrow, downs[0])
         ctx.late[:] = [*of_downs, *of_ups]
         return None, grad_first, *[None] * (2 * layers), *grad_biases

@@ -121,14 +121,15 @@ class StepGraphs:
         self, key: Key, step: Step, prepared: PreparedBatch, norms: bool
     ) -> dict[str, Tensor]:
         """Run a step of a batch size without a graph; capture it after the warm-up."""
-        self._seen[key] += 1
-        if self._seen[key] > WARM_UP:
+        kind = key._replace(bags=0) if isinstance(key.bags, int) else key  # whatever the room
+        self._seen[kind] += 1
+        if self._seen[kind] > WARM_UP:
             captured = self._captured[key] = self._capture(key, step, prepared)
             captured.graph.replay()
             return captured.out
         # The short last batch of an epoch is not worth the seconds of compiling for its size.
         compiled = not self._captured or any(key.size == other.size for other in self._captured)
-        compiles = compiled or self._seen[key] == WARM_UP
+        compiles = compiled or self._seen[kind] == WARM_UP
         with nullcontext() if compiles else set_stance("force_eager"):
             return self._warm_up(step, prepared, norms)
 

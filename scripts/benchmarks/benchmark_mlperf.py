@@ -1,6 +1,6 @@
 """Samples per second of MLPerf's DLRM-DCNv2 on one GPU, multi-hot batches already on it.
 
-    python scripts/benchmarks/benchmark_mlperf.py --output benchmarks/mlperf_h200.json
+    python scripts/benchmarks/benchmark_mlperf.py --output benchmarks/speedrun/mlperf_h200.json
     python scripts/benchmarks/benchmark_mlperf.py --profile --batches 6912 65536
 
 The model and the optimizers are those of configs/mlperf_dcnv2.yaml. Ids are log-uniform; bags have
@@ -183,7 +183,9 @@ def measure_all(options: Any) -> None:
             if options.profile:
                 print(profile(step, batches), flush=True)
             if options.output:
-                benchmark.write(options.output, {"rows": sum(rows), "results": results})
+                about = {"model": "DLRM-DCNv2, multi-hot", "rows": sum(rows)}
+                about["config"] = yaml.safe_load(CONFIG.read_text())
+                benchmark.write(options.output, {**about, "results": results})
             del batches
             step.graphs.close()
             if device == "cuda":

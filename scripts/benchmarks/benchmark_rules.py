@@ -65,39 +65,53 @@ def whole(weight: Tensor, start: Tensor, ids: Tensor, grad: Tensor, update: Any)
     weight.grad = None
 
 
-def measure(weight: Tensor, batches: list[Tensor], rule: Rule, bandwidth: float) -> dict[str, Any]:
-    """Milliseconds of the parts and of the whole, and by how much the whole exceeds its bytes."""
-    dim, lookups = weight.shape[1], batches[0].numel()
-    start, lr = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.tensor(0.01, device="cuda")
-    states = states_of(rule, weight)
-    grads = [torch.randn(lookups, 1, dim, device="cuda") for _ in batches]
-    flat = [ids[0].long() for ids in batches]
-    plans = [sort_rows(rows, len(weight)) for rows in flat]
-    distinct = sum(rows.unique().numel() for rows in flat) / len(flat)
-    update = partial(update_rows, rule, states=states, lr=lr)
-    out = torch.empty(lookups, 1, dim, device="cuda")
-    timed = benchmark.captured_milliseconds
-    own, pairs = weight.detach(), list(zip(batches, grads, strict=True))
-    times = {
-        "forward": timed([partial(gather_rows, own, start, ids, out) for ids in batches]),
-        "sort": timed([partial(sort_rows, rows, len(own)) for rows in flat]),
-        "update": timed(
-            [
-                partial(update, own, plan.rows, grad[:, 0], sorted_rows=plan)
-                for plan, grad in zip(plans, grads, strict=True)
-            ]
-        ),
-        "all": timed([partial(whole, weight, start, *pair, update) for pair in pairs]),
-    }
-    needed = floors(rule, dim, lookups, distinct, batches[0].element_size())
-    floor = sum(needed.values()) / bandwidth * 1e3
-    return {
-        "distinct": round(distinct / lookups, 3),
-        **{f"{name}_ms": round(ms, 4) for name, ms in times.items()},
-        **{f"{name}_floor_ms": round(b / bandwidth * 1e3, 4) for name, b in needed.items()},
-        "floor_ms": round(floor, 4),
-        "times_floor": round(times["all"] / floor, 2),
-    }
+class Setup:
+    """A table of one dim, and batches of look-ups with ids of one type and their gradients."""
+
+    def __init__(self, weight: Tensor, drawn: list[Tensor], dtype: torch.dtype) -> None:
+        self.weight, self.batches = weight, [ids.to(dtype) for ids in drawn]
+        lookups, dim = drawn[0].numel(), weight.shape[1]
+        self.grads = [torch.randn(lookups, 1, dim, device="cuda") for _ in drawn]
+        flat = [ids[0].long() for ids in drawn]
+        self.sorted_rows = [sort_rows(rows, len(weight)) for rows in flat]
+        self.distinct = sum(rows.unique().numel() for rows in flat) / len(flat)
+        self.start = torch.zeros(1, dtype=torch.int64, device="cuda")
+        self.lr = torch.tensor(0.01, device="cuda")
+        out = torch.empty_like(self.grads[0])
+        timed, own = benchmark.captured_milliseconds, weight.detach()
+        self.shared = {  # by all rules
+            "forward_ms": timed(
+                [partial(gather_rows, own, self.start, ids, out) for ids in self.batches]
+            ),
+            "sort_ms": timed([partial(sort_rows, rows, len(weight)) for rows in flat]),
+        }
+
+    def measure(self, rule: Rule, bandwidth: float) -> dict[str, Any]:
+        """Milliseconds of the parts and of the whole, and by how much it exceeds its bytes."""
+        weight, lookups = self.weight, self.batches[0].numel()
+        update = partial(update_rows, rule, states=states_of(rule, weight), lr=self.lr)
+        pairs = list(zip(self.batches, self.grads, strict=True))
+        own, plans = weight.detach(), zip(self.sorted_rows, self.grads, strict=True)
+        updates = [
+            partial(update, own, plan.rows, grad[:, 0], sorted_rows=plan) for plan, grad in plans
+        ]
+        times = {
+            **self.shared,
+            "update_ms": benchmark.captured_milliseconds(updates),
+            "all_ms": benchmark.captured_milliseconds(
+                [partial(whole, weight, self.start, *pair, update) for pair in pairs]
+            ),
+        }
+        id_bytes = self.batches[0].element_size()
+        needed = floors(rule, weight.shape[1], lookups, self.distinct, id_bytes)
+        floor = sum(needed.values()) / bandwidth * 1e3
+        return {
+            "distinct": round(self.distinct / lookups, 3),
+            **{name: round(ms, 4) for name, ms in times.items()},
+            **{f"{name}_floor_ms": round(b / bandwidth * 1e3, 4) for name, b in needed.items()},
+            "floor_ms": round(floor, 4),
+            "times_floor": round(times["all_ms"] / floor, 2),
+        }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,14 +135,14 @@ def measure_all(options: Any) -> None:
     for dim in options.dims:
         weight = torch.empty(options.rows, dim, device="cuda").normal_(std=0.01).requires_grad_()
         drawn = [power_law(options.rows, options.lookups)[None] for _ in range(INPUTS)]
-        for name in options.rules:
-            for kind in options.ids:
-                batches = [ids.to(TYPES[kind]) for ids in drawn]
-                found = measure(weight, batches, make_rule(name), bandwidth)
+        for kind in options.ids:
+            setup = Setup(weight, drawn, TYPES[kind])
+            for name in options.rules:
+                found = setup.measure(make_rule(name), bandwidth)
                 results.append({"dim": dim, "rule": name, "ids": kind, **found})
                 print(json.dumps(results[-1]), flush=True)
-                benchmark.release()
-        del weight
+        del weight, setup
+        benchmark.release()
         if options.output:
             about = {"rows": options.rows, "lookups": options.lookups, "exponent": EXPONENT}
             about |= {"copy_bandwidth_bytes_per_second": round(bandwidth)}

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from dlrm.kernels import tl, triton, use_triton
+from dlrm.kernels.update._merge import add_equal
 from dlrm.kernels.update.row_sort import SortedRows
-from dlrm.kernels.update.sparse import add_equal
 
 TILE = 4096  # elements of a tile
 READERS = 528  # programs, four per multiprocessor of an H100: enough to fill links and memory

