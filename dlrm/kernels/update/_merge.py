@@ -36,7 +36,9 @@ class Entries(NamedTuple):
 
 
 class Table(NamedTuple):
-    """What is updated: the weight, then its states; ``offsets`` as of :class:`CachedSlots`."""
+    """What is updated: the weight, then its states; ``slots`` and ``offsets`` as of
+    :class:`~dlrm.kernels.update.cached_slots.CachedSlots`.
+    """
 
     tensors: tuple[Tensor, ...]
     slots: Tensor | None
