@@ -124,10 +124,10 @@ def test_scores_are_timed(tmp_path):
 
 
 @pytest.mark.slow
-def test_exported_models_are_timed_beside_plain_ones(tmp_path):
+def test_exported_models_are_timed_beside_plain_ones(script, tmp_path):
     output = tmp_path / "result.json"
     small = ["--shrink", "20000", "--rounds", "2", "--models", "tt", "--output", str(output)]
-    main_of("benchmark_export")(small)
+    script("benchmark_export").main(small)
     results = {entry.pop("model"): entry for entry in json.loads(output.read_text())["results"]}
     assert {"tt", "PyTorch, fp32", "PyTorch, int8"} <= set(results)
     assert results["tt"]["load_seconds"] > 0
