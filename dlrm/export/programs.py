@@ -101,7 +101,8 @@ def compile_program(program: ExportedProgram, path: Path, device: str) -> None:
     if device == "cuda":
         if not torch.cuda.is_available():
             raise ValueError("--compile cuda needs a GPU, and there is none: leave it out")
-        program = move_to_device_pass(program, device)
+        # With its number: the programs check that tensors are on the very device they name.
+        program = move_to_device_pass(program, f"cuda:{torch.cuda.current_device()}")
     configs = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
     with _quiet():
         aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)

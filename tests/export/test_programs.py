@@ -205,6 +205,7 @@ def test_missing_packages_and_compilers(monkeypatch, tmp_path):
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="--compile cuda needs a GPU, and there is none"):
             compile_program(program, tmp_path / "model.pt2", "cuda")
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
-    with pytest.raises(ValueError, match="needs a C\\+\\+ compiler, and there is none"):
+    # Not by monkeypatch, which would remove the option instead of restoring it.
+    missing = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
+    with missing, pytest.raises(ValueError, match="needs a C\\+\\+ compiler, and there is none"):
         compile_program(program, tmp_path / "model.pt2", "cpu")
