@@ -8,7 +8,7 @@ and the transactions of 2,469 households. Its README calls the data simulated, t
 comes from calls them real. A row is a promotion; its label is 1 if the product was bought in that
 store in that week. Weeks 2 to 44 are for training, 45 and 46 for validation, 47 to 53 for test.
 
-With all products: 17.4 M rows for training, 1.3% positive, and 3.2 M ids, most of them pairs of a
+With all products: 17.0 M rows for training, 1.3% positive, and 3.2 M ids, most of them pairs of a
 product and a store. The joined table is written to ``DIR.parquet``, then prepared as
 ``prepare_table.py`` prepares any table.
 """

@@ -57,6 +57,11 @@ def sample_speed() -> str:
     return pivot(read("frontier_sample"), "samples/s") + source("frontier_sample")
 
 
+def retail() -> str:
+    """Quality of each kind at equal memory, on the retail benchmark."""
+    return pivot(read("frontier_retail")) + source("frontier_retail")
+
+
 def full() -> str:
     """Quality of each kind at equal memory, on synthetic data of Kaggle's full size."""
     result = read("frontier_h100")
@@ -165,6 +170,7 @@ TABLES = (
     tt_changes,
     sample,
     sample_speed,
+    retail,
     full,
     full_speed,
     tt_rec,
