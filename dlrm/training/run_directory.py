@@ -58,9 +58,10 @@ def link_target(link: Path) -> Path | None:
     :func:`dlrm.training.checkpoint.writer.point`.
     """
     if not link.is_symlink():
-        with suppress(OSError, ValueError), link.open() as file:
-            named = link.with_name(file.read(100).strip())
-            return named if step_of(named) and named.is_dir() else None
+        if link.is_file():  # a pipe would be waited for
+            with suppress(OSError, ValueError), link.open() as file:
+                named = link.with_name(file.read(100).strip())
+                return named if step_of(named) and named.is_dir() else None
         return None
     target = Path(os.path.realpath(link))  # unlike resolve(), takes links to themselves
     inside = target.parent == Path(os.path.realpath(link.parent))
