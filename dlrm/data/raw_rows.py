@@ -15,6 +15,7 @@ from dlrm.data.preprocess.transform import CriteoTransform
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.data.table.transform import TRANSFORM_FILE, TableTransform
 from dlrm.data.table.values import BadRow
+from dlrm.utils.atomic import atomic_directory
 from dlrm.utils.messages import did_you_mean, print_error
 
 
@@ -79,18 +80,16 @@ def keep_transform(directory: str | os.PathLike[str], target: Path) -> None:
             where = source / missing
             print_error(f"note: {where} does not exist: the run can score prepared rows only")
         return
-    temporary = target.with_name(target.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    for file in files:
-        (temporary / file).parent.mkdir(parents=True, exist_ok=True)
-        linked = False
-        if file.parent.name:  # a vocabulary; people edit the other files in place
-            with suppress(OSError):  # another file system, or one without links
-                os.link((source / file).resolve(), temporary / file)
-                linked = True
-        if not linked:
-            shutil.copyfile(source / file, temporary / file)
-    temporary.replace(target)
+    with atomic_directory(target) as temporary:
+        for file in files:
+            (temporary / file).parent.mkdir(parents=True, exist_ok=True)
+            linked = False
+            if file.parent.name:  # a vocabulary; people edit the other files in place
+                with suppress(OSError):  # another file system, or one without links
+                    os.link((source / file).resolve(), temporary / file)
+                    linked = True
+            if not linked:
+                shutil.copyfile(source / file, temporary / file)
 
 
 def prepare(transform: TableTransform | CriteoTransform, rows: Any) -> pa.RecordBatch:

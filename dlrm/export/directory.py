@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from dlrm.training.checkpoint import Checkpoint
 from dlrm.training.checkpoint.manifest import RunState
 from dlrm.training.run_directory import PREPARATION as KEPT
 from dlrm.training.run_directory import run_directory
-from dlrm.utils.atomic import atomic_write, disk_full_names
+from dlrm.utils.atomic import atomic_directory, atomic_write
 
 FORMAT, VERSION = "dlrm export", 1
 MANIFEST = "manifest.json"
@@ -92,18 +90,8 @@ def export_run(
     elif options.budget is not None:
         raise ValueError("--budget needs --emb, the kind to compress by: add --emb auto")
     contents = _Contents(model, state, meta, identity, options)
-    temporary = output.with_name(output.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        with disk_full_names(output):
-            temporary.mkdir(parents=True)
-            manifest = contents.write(temporary, kept if directory == kept else None, note)
-            temporary.replace(output)
-    except BaseException:
-        with suppress(OSError):  # the first error is the one to report
-            shutil.rmtree(temporary)
-        raise
-    return manifest
+    with atomic_directory(output) as temporary:
+        return contents.write(temporary, kept if directory == kept else None, note)
 
 
 def _described(kept: Path, data: Path | None, state: RunState, model: DLRM) -> tuple[Path, Meta]:

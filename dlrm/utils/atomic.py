@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import tempfile
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,12 +36,14 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_directory(directory: Path, *, prefix: str) -> Iterator[Path]:
-    """A temporary directory that is renamed to ``directory`` if the block succeeds.
+def atomic_directory(directory: Path) -> Iterator[Path]:
+    """Yield a temporary directory, which is renamed to ``directory`` when the block succeeds.
+
+    If it fails, the temporary one is removed. A killed process leaves at most that, and the next
+    attempt replaces it.
 
     Args:
         directory: directory to make; it may exist if it is empty.
-        prefix: of the name of the temporary one, next to it.
 
     Raises:
         ValueError: ``directory`` is not empty, or no directory.
@@ -49,13 +51,17 @@ def atomic_directory(directory: Path, *, prefix: str) -> Iterator[Path]:
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory} already exists; choose another output or remove it")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=directory.parent) as outer:
-        inner = Path(outer) / "data"
-        inner.mkdir()
+    temporary = directory.parent / f"{directory.name}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
         with disk_full_names(directory):
-            yield inner
-            inner.replace(directory)
+            temporary.mkdir(parents=True)
+            yield temporary
+            temporary.replace(directory)
+    except BaseException:
+        with suppress(OSError):  # the first error is the one to report
+            shutil.rmtree(temporary)
+        raise
 
 
 def save_figure(figure: Figure, path: Path, *, dpi: int) -> None:

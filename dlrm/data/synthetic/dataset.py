@@ -117,7 +117,7 @@ def write(
     else:  # the shares exactly as written in decimals
         ranges = split_by_shares(rows, *(Fraction(str(share)) for share in fractions[:2]))
     with (
-        atomic_directory(Path(directory), prefix=".synthetic-") as temporary,
+        atomic_directory(Path(directory)) as temporary,
         _one_thread_per_operation(),
     ):
         generator = Generator(

@@ -158,7 +158,7 @@ def convert(
     if seed < 0:
         raise ValueError(f"seed is {seed}, it must not be negative")
     reader = RowGroupReader(directory, meta)
-    with atomic_directory(Path(output), prefix=".multi-hot-") as temporary:
+    with atomic_directory(Path(output)) as temporary:
 
         def write(file: str) -> None:
             (temporary / file).parent.mkdir(parents=True, exist_ok=True)

@@ -111,7 +111,7 @@ def test_interrupted_it_leaves_nothing(tmp_path):
     command = [sys.executable, program, "--output", str(tmp_path / "data"), "--rows", "99999999"]
     command += ["--format", "tsv", "--cap", "9", "--threads", "1"]  # soon begun, and soon ended
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        while process.poll() is None and not list(tmp_path.glob(".synthetic-*/data/*")):
+        while process.poll() is None and not list(tmp_path.glob("data.tmp/*")):
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
         errors = process.communicate()[1]
