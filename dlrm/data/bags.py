@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dlrm.data.batch import Batch, fixed_offsets, offsets_of
+from dlrm.data.batch import Batch, fixed_offsets
+from dlrm.utils.offsets import offsets_of
 
 
 class RaggedIds:

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dlrm.utils.offsets import offsets_of
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -102,13 +104,6 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     return replace(whole, ids=torch.cat(of_features), offsets=offsets, bounds=ends, bag_sizes=sizes)
 
 
-def offsets_of(lengths: Tensor) -> Tensor:
-    """The ``offsets [F * B + 1]`` of bags with ``lengths [F, B]``."""
-    offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
-    torch.cumsum(lengths.flatten(), 0, out=offsets[1:])
-    return offsets
-
-
 def fixed_bags(
     bag_sizes: Sequence[int], size: int, device: torch.device | str
 ) -> tuple[Tensor, tuple[int, ...]]:
@@ -120,7 +115,7 @@ def fixed_bags(
         device: of the offsets.
     """
     sizes = torch.tensor(tuple(bag_sizes), dtype=torch.int64)
-    starts = torch.cat([sizes.new_zeros(1), (sizes * size).cumsum(0)])
+    starts = offsets_of(sizes * size)
     within = torch.arange(size) * sizes[:, None]  # [F, B]
     offsets = torch.cat([(starts[:-1, None] + within).flatten(), starts[-1:]])
     return offsets.to(device), tuple(starts.tolist())

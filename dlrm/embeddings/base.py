@@ -16,6 +16,7 @@ from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.packed import PacksRows
 from dlrm.embeddings.common.row_caches import CachesHotRows
 from dlrm.kernels import require_integers
+from dlrm.utils.offsets import offsets_of
 
 
 class Common(TypedDict, total=False):
@@ -276,8 +277,7 @@ class Embedding(PacksRows, ABC):
             keep = ids != self.padding_idx
             ids, bag = ids[keep], bag[keep]
             weights = None if weights is None else weights[keep]
-            lengths = torch.bincount(bag, minlength=bags)
-            offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+            offsets = offsets_of(torch.bincount(bag, minlength=bags))
         if self.training and isinstance(self, CachesHotRows) and self.has_cache:
             self._observe(bag_indices(offsets, ids.numel()) // batch, ids, context)
         return self.lookup_bags(ids, offsets, weights, context)

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from dlrm.utils.offsets import offsets_of
+
 Share = tuple[Tensor, Tensor | None, Tensor | None]
 """Ids, offsets and weights of the tables of a group."""
 
@@ -82,8 +84,7 @@ class FeatureOrder(nn.Module):
         shares: dict[int, Share] = {}
         for index in groups:
             spans = [slice(bounds[feature], bounds[feature + 1]) for feature in self.groups[index]]
-            counts = lengths[index].view(-1)
-            starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
             factors = None if weights is None else torch.cat([weights[span] for span in spans])
-            shares[index] = torch.cat([ids[span] for span in spans]), starts, factors
+            own = torch.cat([ids[span] for span in spans])
+            shares[index] = own, offsets_of(lengths[index]), factors
         return shares

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dlrm.utils.offsets import offsets_of
+
 MODES = ("sum", "mean", "max")
 
 
@@ -42,7 +44,7 @@ class Bags:
     @property
     def offsets(self) -> Tensor:
         """Where each bag begins, and the end, ``[F * B + 1]``."""
-        return functional.pad(self.lengths.reshape(-1).cumsum(0), (1, 0))
+        return offsets_of(self.lengths)
 
     def select(self, tables: Tensor, numbers: Sequence[int]) -> Bags:
         """The bags of some tables, whose numbers are given on the device and on the host."""
