@@ -78,7 +78,9 @@ def mutate_text(rng: random.Random, text: str) -> tuple[str, bytes]:
     name = rng.choice([*pieces])
     at = rng.choice([i for i, c in enumerate(text) if c in " :,[{"] or [0])
     until = text.find("\n", at) if rng.random() < 0.5 else at + 1
-    return name, (text[: at + 1] + pieces[name] + text[max(until, at + 1) :]).encode()
+    return name, (text[: at + 1] + pieces[name] + text[max(until, at + 1) :]).encode(
+        errors="surrogatepass"
+    )
 
 
 def as_json(value: Any) -> bytes:
