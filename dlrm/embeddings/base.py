@@ -250,10 +250,9 @@ class Embedding(PacksRows, ABC):
         return self._bags(ids, offsets, per_sample_weights, context)
 
     def _one_hot(self, ids: Tensor, weights: Tensor | None, context: LookupContext) -> Tensor:
-        tables = self._tables[:, None]
         if self.check_ids:
-            self._check(tables, ids)
-        self._observe(tables, ids, context)
+            self._check(self._tables[:, None], ids)
+        self._observe(ids, None, context)
         out = self.lookup(ids, context)  # [B, F, D]
         return out if weights is None else out * weights.t()[..., None]
 
@@ -266,25 +265,30 @@ class Embedding(PacksRows, ABC):
                 f"with offsets, ids must be [nnz] and offsets [{self.num_tables} * B + 1]; got "
                 f"{tuple(ids.shape)} and {tuple(offsets.shape)}"
             )
-        batch = max(bags // self.num_tables, 1)
         if self.check_ids:
             require_integers(self._sizes, offsets=offsets)
             check_offsets(offsets, ids.numel())
-        if self.check_ids:
-            self._check(bag_indices(offsets, ids.numel()) // batch, ids)
+            self._check(self._tables_of(ids, offsets), ids)
         if self.padding_idx is not None:
             bag = bag_indices(offsets, ids.numel())
             keep = ids != self.padding_idx
             ids, bag = ids[keep], bag[keep]
             weights = None if weights is None else weights[keep]
             offsets = offsets_of(torch.bincount(bag, minlength=bags))
-        if self.training and isinstance(self, CachesHotRows) and self.has_cache:
-            self._observe(bag_indices(offsets, ids.numel()) // batch, ids, context)
+        self._observe(ids, offsets, context)
         return self.lookup_bags(ids, offsets, weights, context)
 
-    def _observe(self, tables: Tensor, ids: Tensor, context: LookupContext) -> None:
+    def _tables_of(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        """The table of each id of bags, ``[nnz]``."""
+        batch = (offsets.numel() - 1) // self.num_tables
+        return bag_indices(offsets, ids.numel()) // max(batch, 1)
+
+    def _observe(self, ids: Tensor, offsets: Tensor | None, context: LookupContext) -> None:
         """Count the ids of a training batch over all processes, if this kind counts them."""
         if self.training and isinstance(self, CachesHotRows) and self.has_cache:
+            tables = self._tables[:, None]
+            if offsets is not None:
+                tables = self._tables_of(ids, offsets)
             if context.gather_ids is not None:
                 tables, ids = context.gather_ids(tables, ids)
             self.observe(tables, ids)
@@ -301,9 +305,9 @@ class Embedding(PacksRows, ABC):
         context: LookupContext = NO_CONTEXT,
     ) -> Tensor:
         """Pooled bags: ``ids [nnz]``, checked, and ``offsets [F * B + 1]`` to ``[B, F, D]``."""
+        vectors = self.vectors(self._tables_of(ids, offsets), ids, context)
         batch = (offsets.numel() - 1) // self.num_tables
-        tables = bag_indices(offsets, ids.numel()) // max(batch, 1)
-        out = pool(self.vectors(tables, ids, context), offsets, self.mode, weights)
+        out = pool(vectors, offsets, self.mode, weights)
         return out.view(self.num_tables, batch, self.embedding_dim).transpose(0, 1)
 
     def _check(self, tables: Tensor, ids: Tensor) -> None:
