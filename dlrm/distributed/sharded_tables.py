@@ -192,9 +192,7 @@ class ShardedTables(Embedding):
         return found
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
-        found = self.parts(ids, context=context)
-        like = torch.promote_types(found[0].dtype, next(self.parameters()).dtype)
-        return torch.cat([part.to(like) for part in found], 1).index_select(1, self._back)
+        return self._in_order(self.parts(ids, context=context), None)
 
     def lookup_bags(
         self,
@@ -217,10 +215,17 @@ class ShardedTables(Embedding):
             )  # fmt: skip
         for sharding in self._shardings():
             found += sharding.pool(self.get_parameter(sharding.name), bags, context)
-        like = context.dtype or next(self.parameters()).dtype
-        like = reduce(torch.promote_types, [part.dtype for part in found], like)
-        out = torch.cat([part.to(like) for part in found], 1).index_select(1, self._back)
+        out = self._in_order(found, context.dtype)
         return out / bags.lengths.t().clamp(min=1)[..., None] if self.mode == "mean" else out
+
+    def _in_order(self, parts: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
+        """Parts ``[B, F_i, D]`` as one ``[B, F, D]``, in the order of the tables.
+
+        Its type holds that of every part, and ``dtype``, by default that of the parameters.
+        """
+        least = dtype or next(self.parameters()).dtype
+        dtype = reduce(torch.promote_types, (part.dtype for part in parts), least)
+        return torch.cat([part.to(dtype) for part in parts], 1).index_select(1, self._back)
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         """As every kind does, for the ids of every process; all must call it at the same time."""
