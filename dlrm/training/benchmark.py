@@ -12,6 +12,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import pairwise
@@ -23,9 +24,10 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from dlrm.data.batch import Batch
+from dlrm.data.batch import Batch, fixed_bags
 from dlrm.utils.atomic import atomic_write
 from dlrm.utils.cpus import cpu_count
+from dlrm.utils.offsets import offsets_of
 from dlrm.utils.program import Parser
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +111,40 @@ def draw_batch(
     dense = torch.randn(13, size, device=device, generator=generator)
     labels = torch.rand(size, device=device, generator=generator) < 0.256
     return Batch(dense, ids, labels.float())
+
+
+def draw_bags(
+    rows: Sequence[int],
+    bag_sizes: Sequence[int],
+    size: int,
+    device: torch.device | str,
+    *,
+    ragged: bool = False,
+    generator: torch.Generator | None = None,
+) -> Batch:
+    """A random multi-hot batch, its ids skewed; see :func:`draw_batch`.
+
+    Args:
+        rows: of each table.
+        bag_sizes: ids of each bag of each table.
+        size: samples B.
+        device: of the batch.
+        ragged: lengths are random, from 0 to twice ``bag_sizes``, which are their means.
+        generator: of the random numbers.
+    """
+    one_hot = draw_batch(rows, size, device, generator=generator)
+    offsets, bounds = fixed_bags(bag_sizes, size, device)
+    if ragged:
+        means = torch.tensor(bag_sizes, device=device).repeat_interleave(size)
+        uniform = torch.rand(len(means), device=device, generator=generator)
+        offsets = offsets_of((uniform * (2 * means + 1)).long())
+        bounds = tuple(offsets[::size].tolist())
+    ids = [
+        draw_ids([table], end - begin, device, generator=generator)[0]
+        for table, (begin, end) in zip(rows, pairwise(bounds), strict=True)
+    ]
+    sizes = None if ragged else tuple(bag_sizes)
+    return replace(one_hot, ids=torch.cat(ids), offsets=offsets, bounds=bounds, bag_sizes=sizes)
 
 
 def gpu_milliseconds(

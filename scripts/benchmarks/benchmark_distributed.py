@@ -16,7 +16,6 @@ import argparse
 import re
 import statistics
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
@@ -100,21 +99,10 @@ class Case:
         """Random batches on the device, their ids log-uniform."""
         rows = self.recipe(cap)["num_embeddings"]
         generator = torch.Generator(device).manual_seed(seed)
-        drawn = [benchmark.draw_batch(rows, size, device, generator=generator) for _ in range(4)]
-        return drawn if self.bags is None else [_with_bags(b, rows, generator) for b in drawn]
-
-
-def _with_bags(batch: Batch, rows: Sequence[int], generator: torch.Generator) -> Batch:
-    """The batch with bags of MLPerf's lengths."""
-    device = batch.dense.device
-    offsets, bounds = fixed_bags(MLPERF_BAG_SIZES, batch.size, device)
-    ids = [
-        benchmark.draw_ids([table], batch.size * length, device, generator=generator)[0]
-        for table, length in zip(rows, MLPERF_BAG_SIZES, strict=True)
-    ]
-    return replace(
-        batch, ids=torch.cat(ids), offsets=offsets, bounds=bounds, bag_sizes=MLPERF_BAG_SIZES
-    )
+        draw = partial(benchmark.draw_batch, rows)
+        if self.bags is not None:
+            draw = partial(benchmark.draw_bags, rows, self.bags)
+        return [draw(size, device, generator=generator) for _ in range(4)]
 
 
 def share(batch: Batch, rank: int, size: int) -> Batch:

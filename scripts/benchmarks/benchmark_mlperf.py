@@ -15,8 +15,6 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ import yaml
 
 from dlrm.config.optimizers import optimizer_specs
 from dlrm.config.schema import ModelConfig, OptimConfig
-from dlrm.data.batch import Batch, fixed_bags
+from dlrm.data.batch import Batch
 from dlrm.data.schema import MLPERF_BAG_SIZES, TERABYTE_CARDINALITIES
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
@@ -69,19 +67,7 @@ def make_step(rows: Sequence[int], device: str, mode: str) -> TrainStep:
 
 def draw(rows: Sequence[int], size: int, device: str, *, ragged: bool) -> Batch:
     """A random batch with bags of MLPerf's sizes, or of ragged lengths with these means."""
-    one_hot = benchmark.draw_batch(rows, size, device)
-    offsets, bounds = fixed_bags(MLPERF_BAG_SIZES, size, device)
-    if ragged:
-        means = torch.tensor(MLPERF_BAG_SIZES, device=device).repeat_interleave(size)
-        lengths = (torch.rand(len(means), device=device) * (2 * means + 1)).long()
-        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        bounds = tuple(offsets[::size].tolist())
-    ids = [
-        benchmark.draw_ids([table], end - begin, device)[0]
-        for table, (begin, end) in zip(rows, pairwise(bounds), strict=True)
-    ]
-    sizes = None if ragged else MLPERF_BAG_SIZES
-    return replace(one_hot, ids=torch.cat(ids), offsets=offsets, bounds=bounds, bag_sizes=sizes)
+    return benchmark.draw_bags(rows, MLPERF_BAG_SIZES, size, device, ragged=ragged)
 
 
 def check(device: str, size: int, *, ragged: bool) -> float:
