@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from dlrm.export.lookups import lookup_of
+from dlrm.kernels.cross import cross_network_torch
 from dlrm.model import DLRM, CrossInteraction, CrossLayer
 
 
@@ -75,10 +77,8 @@ class InferenceModel(nn.Module):
         vectors = torch.cat(parts).index_select(0, self.order).transpose(0, 1)  # [B, F, D]
         both = torch.cat([bottom[:, None], vectors], dim=1)  # [B, F + 1, D]
         if self.cross is not None:
-            crossed = first = both.flatten(1)
-            for layer in self.cross:
-                assert isinstance(layer, CrossLayer)
-                crossed = first * layer.up(layer.down(crossed)) + crossed
+            weights = [layer.weights for layer in cast(Sequence[CrossLayer], self.cross)]
+            crossed = cross_network_torch(both.flatten(1), weights)
         else:
             products = torch.bmm(both, both.transpose(1, 2)).flatten(1)
             crossed = torch.cat([bottom, products.index_select(1, self.pairs)], dim=1)
