@@ -68,3 +68,18 @@ def require_same_ids(
         f"values: score the raw rows with scripts/predict.py, or prepare them with "
         f"prepare_{program}.py --ids-of RUN/preparation"
     )
+
+
+def other_data(
+    directory: str | os.PathLike[str], model: str | os.PathLike[str], instead: str
+) -> ValueError:
+    """The error of a directory that does not describe the data that a model was trained on.
+
+    Args:
+        directory: what is not of that data.
+        model: the model, as messages name it.
+        instead: what else may be done than to restore the directory.
+    """
+    return ValueError(
+        f"{directory} is not of the data that {model} was trained on; restore it, or {instead}"
+    )

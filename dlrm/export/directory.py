@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import dlrm
-from dlrm.data.frequencies import read_frequencies
+from dlrm.data.fingerprint import other_data
 from dlrm.data.model_inputs import PREPARATION
 from dlrm.data.raw_rows import keep_transform
 from dlrm.data.schema import META_FILE, Meta
@@ -21,9 +21,9 @@ from dlrm.export.inference import InferenceModel
 from dlrm.export.programs import compile_program, save_onnx, save_program, trace
 from dlrm.export.reader import PACKAGE, copy_reader
 from dlrm.model import DLRM
-from dlrm.sparse_arch.table_plan import make_table_plan
 from dlrm.training.checkpoint import Checkpoint
 from dlrm.training.checkpoint.manifest import RunState
+from dlrm.training.fine_tuning import compress
 from dlrm.training.run_directory import PREPARATION as KEPT
 from dlrm.training.run_directory import run_directory
 from dlrm.utils.atomic import atomic_directory, atomic_write
@@ -86,7 +86,12 @@ def export_run(
         model, state, identity = found.build_model(), found.state, found.run
     directory, meta = _described(kept, options.data, state, model)
     if options.emb is not None:
-        model = _compressed(model, state, directory, meta, options.emb, options.budget)
+        if options.budget is None:
+            kind = f"--emb {options.emb}"
+            raise ValueError(f"{kind} needs --budget, such as --budget 20MB or --budget 100x")
+        dtype = state.model.get("tables_dtype", "fp32")
+        data = directory, meta
+        model = compress(model, state.model, data, options.emb, options.budget, dtype)
     elif options.budget is not None:
         raise ValueError("--budget needs --emb, the kind to compress by: add --emb auto")
     contents = _Contents(model, state, meta, identity, options)
@@ -112,33 +117,8 @@ def _described(kept: Path, data: Path | None, state: RunState, model: DLRM) -> t
     meta, arch = Meta.read(directory), model.sparse_arch
     same = meta.cardinalities == arch.num_embeddings and len(meta.dense) == model.num_dense
     if not same or state.fingerprint not in (None, meta.fingerprint):
-        raise ValueError(
-            f"{directory} is not of the data that the model was trained on; restore it, or name "
-            "the prepared data with --data"
-        )
+        raise other_data(directory, "the model", "name the prepared data with --data")
     return directory, meta
-
-
-def _compressed(
-    model: DLRM, state: RunState, directory: Path, meta: Meta, kind: str, budget: str | None
-) -> DLRM:
-    """The model with its tables fitted by another kind."""
-    if budget is None:
-        raise ValueError(f"--emb {kind} needs --budget, such as --budget 20MB or --budget 100x")
-    dtype = state.model.get("tables_dtype", "fp32")
-    plan = make_table_plan(
-        meta.tables,
-        meta.cardinalities,
-        model.sparse_arch.embedding_dim,
-        kind,
-        budget=budget,
-        counts=lambda: read_frequencies(directory, meta),
-        dtype=dtype,
-        ordered=not meta.extends,
-    )
-    fitted = DLRM(**{**state.model, "plan": plan})
-    fitted.load_trained(model)
-    return fitted.eval()
 
 
 class _Contents:

@@ -1,4 +1,4 @@
-"""Learning rates for a trained model whose tables were fitted to other kinds.
+"""Models whose tables are fitted to those of a trained one, and learning rates to go on with.
 
 A table that lost nothing is in its second epoch, in which large rates overfit. One that lost much
 has to learn again, at full rates.
@@ -10,15 +10,17 @@ import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dlrm.data.fingerprint import require_same_ids
+from dlrm.data.frequencies import read_frequencies
 from dlrm.data.schema import Meta
 from dlrm.distributed.world import World
 from dlrm.model import DLRM
+from dlrm.sparse_arch.table_plan import make_table_plan
 from dlrm.training.checkpoint import load_model
 
 LEAST = 0.1  # the factor if nothing was lost
@@ -97,6 +99,47 @@ def fit(
     require_same_ids(data, meta, state.fingerprint, path)
     model.load_trained(trained)
     return Trained(trained, str(state.config.get("data")))
+
+
+def compress(
+    trained: DLRM,
+    spec: Mapping[str, Any],
+    data: tuple[Path, Meta],
+    kind: str,
+    budget: str,
+    dtype: str,
+) -> DLRM:
+    """A trained model with its tables fitted by another kind, on the same device.
+
+    Args:
+        trained: the model.
+        spec: the arguments that it was made with.
+        data: the prepared directory that tells how often each id occurs, and what describes it.
+        kind: of embeddings, or ``auto``.
+        budget: memory for all tables, such as ``20MB`` or ``100x``.
+        dtype: of the fitted tables.
+
+    Returns:
+        The new model, in evaluation mode.
+
+    Raises:
+        ValueError: the kind is unknown or can't be that small.
+    """
+    directory, meta = data
+    plan = make_table_plan(
+        meta.tables,
+        trained.sparse_arch.num_embeddings,
+        trained.sparse_arch.embedding_dim,
+        kind,
+        budget=budget,
+        counts=lambda: read_frequencies(directory, meta),
+        dtype=dtype,
+        ordered=not meta.extends,
+    )
+    model = DLRM(**{**spec, "plan": plan, "tables_dtype": dtype})
+    model.to(next(trained.parameters()).device)
+    model.load_trained(trained)
+    return model.eval()
 
 
 def _require_growing(model: DLRM, path: str, data: str) -> None:

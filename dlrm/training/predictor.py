@@ -13,6 +13,7 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
+from dlrm.data.fingerprint import other_data
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.preprocess.transform import CriteoTransform
 from dlrm.data.raw_rows import in_batches, load_transform, prepare
@@ -84,10 +85,7 @@ class Predictor:
             )
         transform, meta = load_transform(kept), Meta.read(kept)
         if state.fingerprint != meta.fingerprint:
-            raise ValueError(
-                f"{kept} is not of the data that {path} was trained on; restore it, or give a "
-                "prepared directory"
-            )
+            raise other_data(kept, path, "give a prepared directory")
         reader = RowGroupReader(kept, replace(meta, weight=None), model.sparse_arch.num_embeddings)
         return cls(
             model=model,

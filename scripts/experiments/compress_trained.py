@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from dlrm.config.schema import RunConfig
-from dlrm.data.frequencies import read_frequencies
 from dlrm.embeddings import available
 from dlrm.embeddings.common.budget import DTYPES
 from dlrm.model import DLRM
-from dlrm.sparse_arch.table_plan import format_ratio, make_table_plan
+from dlrm.sparse_arch.table_plan import format_ratio
 from dlrm.training import benchmark
 from dlrm.training.evaluation import TrainedModel
+from dlrm.training.fine_tuning import compress
 from dlrm.utils.device import pick_device
 from dlrm.utils.messages import did_you_mean
 from dlrm.utils.program import Parser, count_arg, exit_status, path_arg, positive_arg
@@ -92,24 +92,14 @@ class Compressor:
             ValueError: the kind can't be that small.
         """
         given = RunConfig(emb=kind, budget=format_ratio(ratio))
+        assert given.budget is not None
         dtype = self.dtype or given.tables_dtype
-        plan = make_table_plan(
-            self.meta.tables,
-            self.spec["num_embeddings"],
-            self.spec["embedding_dim"],
-            kind,
-            budget=given.budget,
-            counts=lambda: read_frequencies(self.data, self.meta),
-            dtype=dtype,
-            ordered=not self.meta.extends,
-        )
-        spec = {**self.spec, "plan": plan, "tables_dtype": dtype}
-        model = DLRM(**spec).to(self.trained.loader.device)
-        model.load_trained(self.trained.model)
-        return self.evaluate(model.eval())
+        data = Path(self.data), self.meta
+        model = compress(self.trained.model, self.spec, data, kind, given.budget, dtype)
+        return self.evaluate(model)
 
 
-def compress(options: Namespace) -> None:
+def compress_all(options: Namespace) -> None:
     """Print a line per kind and size."""
     kinds = options.kinds or [
         name for name, kind in available().items() if "for_budget" in vars(kind)
@@ -156,7 +146,7 @@ def _mean(
 def main(argv: list[str] | None = None) -> int:
     """Run the program; returns the exit status."""
     options = arguments().parse_args(argv)
-    return exit_status(lambda: compress(options))
+    return exit_status(lambda: compress_all(options))
 
 
 if __name__ == "__main__":
