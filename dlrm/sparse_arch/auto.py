@@ -47,7 +47,7 @@ class Form:
     """Length that shorter rows are projected to."""
 
     def size(self, rows: int) -> int:
-        """Bytes of a table of so many rows, with its matrix."""
+        """Bytes of a table of ``rows`` rows, with its matrix."""
         short = self.dim < self.embedding_dim
         matrix = self.dim * self.embedding_dim * WEIGHT_BYTES.get(self.dtype, 4) if short else 0
         return matrix + ceil(rows * self.row_bytes)

@@ -38,7 +38,7 @@ class Key(NamedTuple):
 
 
 def padded(batch: Batch, room: int) -> Batch:
-    """A copy of a batch of ragged bags, with room for so many ids."""
+    """A copy of a batch of ragged bags, with room for ``room`` ids."""
     ids = batch.ids.new_zeros(room)
     ids[: batch.ids.numel()] = batch.ids
     return replace(batch.clone(), ids=ids, bounds=None)

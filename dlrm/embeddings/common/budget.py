@@ -15,7 +15,7 @@ from dlrm.kernels.update.packed import BITS, record_bytes
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2}  # of types without a scale
 DTYPES = (*WEIGHT_BYTES, *BITS)
 """Types of tables: ``fp32``, ``bf16``, ``int8``, ``int4``."""
-WIDE = 8  # one row in so many of an int4 table has 8 bits
+WIDE = 8  # one in eight rows of an int4 table has 8 bits
 
 Option = TypeVar("Option")
 

@@ -129,7 +129,7 @@ class Planner:
         return self._with(number, rank)
 
     def _most_frequent(self, number: int) -> list[int]:
-        """How many ids of each table are among so many most frequent of all tables."""
+        """How many ids of each table are among the ``number`` most frequent of all tables."""
         tables = len(self._budget.num_embeddings)
         return self._table[:number].bincount(minlength=tables).tolist()
 

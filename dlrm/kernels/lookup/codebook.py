@@ -26,7 +26,7 @@ SUM_M, SUM_N = 8, 128  # entries of a centroid, and tokens, that are summed at a
 
 
 def code_bits(clusters: int) -> int:
-    """Bits of a code with so many values."""
+    """Bits of a code that can name each of ``clusters`` centroids."""
     return max(1, (clusters - 1).bit_length())
 
 

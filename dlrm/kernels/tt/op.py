@@ -195,7 +195,7 @@ def _look_up(
 
 
 def _table_runs(tables: Tensor, ids: Tensor) -> tuple[Tensor, int]:
-    """The tables of the ids: one for each run of so many ids."""
+    """The tables of the ids, one for each run of ids of the same table, and the length of a run."""
     if tables.numel() == 1:
         return tables.contiguous(), ids.numel()
     if ids.dim() == 2 and tables.shape == (len(ids), 1):
