@@ -2,11 +2,12 @@
 
     python scripts/benchmarks/benchmark_busy.py --output benchmarks/busy_cpu.json
 
-Compared are the programs as they start (see ``dlrm/utils/startup.py``), PyTorch's default, and
-threads that never spin (``OMP_WAIT_POLICY=passive``). On the busy machine one process per core
-counts. Runs alternate; of each way, the fastest training and the fastest whole run count. Last, the
-whole of a first run is timed, which makes the demo data, on an idle machine and with one busy core.
-Takes four minutes on two idle cores.
+Compared are the programs as they start (see ``dlrm/utils/startup.py``), PyTorch's default, threads
+that never spin (``OMP_WAIT_POLICY=passive``) and one thread. On a busy machine one process per core
+counts, or multiplies matrices as another training run does, in threads that spin. Runs alternate;
+of each way, the fastest training and the fastest whole run count. Last, the whole of a first run is
+timed, which makes the demo data, on an idle machine and with one busy core. Takes six minutes on
+two idle cores; ``taskset -c`` chooses them.
 """
 
 from __future__ import annotations
@@ -30,17 +31,29 @@ WAYS: dict[str, dict[str, str]] = {
     "ours": {},
     "default": {"OMP_DISPLAY_ENV": "false"},  # any variable of OpenMP: nothing is changed
     "passive": {"OMP_WAIT_POLICY": "passive"},
+    "one thread": {"OMP_NUM_THREADS": "1"},
 }
 
 
 COUNT = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
 """A program that is busy until the one that started it has ended."""
 
+MULTIPLY = """
+import os, torch
+parent, x = os.getppid(), torch.ones(512, 512)
+while os.getppid() == parent: (x @ x).relu()
+"""
+"""The same, with the threads of PyTorch."""
+
+NEIGHBOURS = {"counting": COUNT, "training": MULTIPLY}
+
 
 @contextmanager
-def busy(processes: int) -> Iterator[None]:
-    """Processes that count while the block runs."""
-    started = [subprocess.Popen([sys.executable, "-c", COUNT]) for _ in range(processes)]
+def busy(processes: int, program: str = COUNT) -> Iterator[None]:
+    """Processes that run a program while the block runs."""
+    command = [sys.executable, "-c", program]
+    started = [subprocess.Popen(command, env=_clean()) for _ in range(processes)]
+    time.sleep(3)  # they import PyTorch
     try:
         yield
     finally:
@@ -83,7 +96,7 @@ def measure(repeats: int, steps: int, ways: list[str]) -> dict[str, dict[str, fl
             with tempfile.TemporaryDirectory() as directory:
                 seconds[way].append(run(way, steps, Path(directory)))
             training, whole = seconds[way][-1]
-            print(f"{way:8} training {training:6.2f} s, whole {whole:6.2f} s", flush=True)
+            print(f"{way:10} training {training:6.2f} s, whole {whole:6.2f} s", flush=True)
     columns = ("training", "whole")
     return {
         way: {name: round(min(c), 2) for name, c in zip(columns, zip(*s, strict=True), strict=True)}
@@ -102,13 +115,15 @@ def main(argv: list[str] | None = None) -> None:
         run("ours", 1, Path(directory))  # makes the data, and fills the disk cache
     found: dict[str, Any] = {"unit": "s", "steps": options.steps}
     found["idle"] = measure(options.repeats, options.steps, list(WAYS))
-    with busy(cpu_count()):
-        found["busy"] = measure(1, options.steps, list(WAYS))
+    for name, program in NEIGHBOURS.items():
+        print(f"{name} next to it", flush=True)
+        with busy(cpu_count(), program):
+            found[f"busy_{name}"] = measure(1, options.steps, list(WAYS))
     found["first_run"] = {"idle": first_run()}
     with busy(1):
         found["first_run"]["one_busy_core"] = first_run()
     print("first run:", found["first_run"])
-    for state in ("idle", "busy"):
+    for state in ("idle", *(f"busy_{name}" for name in NEIGHBOURS)):
         times = found[state]
         ratios = {k: round(times["default"][k] / times["ours"][k], 3) for k in times["ours"]}
         found[f"{state}_times_faster_than_default"] = ratios
