@@ -90,8 +90,8 @@ def arguments() -> Parser:
         "--bad-rows",
         choices=("stop", "skip"),
         default="stop",
-        help="stop: end with an error at the first bad row. skip: leave bad rows of Criteo out, as "
-        "prepare_criteo.py does; row numbers tell which are there",
+        help="stop: end with an error at the first bad row. skip: leave bad rows out, as the "
+        "preparation does; row numbers tell which are there",
     )
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     add("--batch-size", type=count_arg, default=BATCH_SIZE, help="samples per batch")

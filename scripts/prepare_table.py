@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dlrm.data.preprocess.workspace import BAD_ROWS_FILE
 from dlrm.data.table.columns import TablePlan
 from dlrm.data.table.files import TableFile
 from dlrm.data.table.infer import format_plan
@@ -50,7 +51,8 @@ A YAML file overrides it; every option has a default:
 Output in DIR: train.parquet, val.parquet and test.parquet; vocabulary/NAME.parquet (value, id,
 count; value "" is a missing value, null stands for all values without their own id);
 transform.json, which with the vocabularies turns new rows into the same features; table.yaml, all
-options; and meta.json, written last. Ids are in order of falling frequency in the training rows.
+options; bad_rows.json; and meta.json, written last. Ids are in order of falling frequency in the
+training rows.
 
 Rows that come later get the ids and the scaling of those that were prepared before with --ids-of
 DIR, which may also be RUN/preparation. All options but the split are those of DIR.
@@ -82,6 +84,7 @@ def _prepare(
     split: list[str] | None,
     split_by: str | None,
     ids_of: Path | None,
+    bad_rows: str,
     dry_run: bool,
     overwrite: bool,
     workers: int | None,
@@ -101,14 +104,22 @@ def _prepare(
         content["split"] = {**(content.get("split") or {}), **own}
     if ids_of is None:
         options = build_options(content, f"{config}: " if config else "")
-        files, plan = open_and_plan(inputs, options)
+        files, plan = open_and_plan(inputs, options, skip_bad=bad_rows == "skip")
     else:
         files, plan = _later_rows(inputs, ids_of, content, config)
     print(format_plan(plan), flush=True)
     if dry_run:
         print(f"\n{options_as_yaml(plan)}\nnothing was prepared (--dry-run)")
         return
-    meta = prepare_table(files, plan, output, ids_of=ids_of, overwrite=overwrite, workers=workers)
+    meta = prepare_table(
+        files,
+        plan,
+        output,
+        ids_of=ids_of,
+        skip_bad=bad_rows == "skip",
+        overwrite=overwrite,
+        workers=workers,
+    )
     seconds = time.perf_counter() - start
     rows = sum(part.rows for part in meta.splits.values())
     for name, part in meta.splits.items():
@@ -119,6 +130,10 @@ def _prepare(
         names = [name for name, scaling in scalings.items() if scaling["transform"] == way]
         print(f"{way:8} {len(names):>10,} numbers: {printable(', '.join(names))}")
     print(f"ids   {sum(meta.cardinalities):>13,} in {len(meta.categorical)} columns")
+    bad = read_json(output / BAD_ROWS_FILE)
+    if bad["skipped"]:
+        kinds = printable(", ".join(f"{kind}: {count:,}" for kind, count in bad["kinds"].items()))
+        print(f"skipped {bad['skipped']:,} ({kinds}); the first are in {output / BAD_ROWS_FILE}")
     print(
         f"{seconds:.1f} s, {rows / seconds:,.0f} rows/s: {output} "
         f"(options in {output / OPTIONS_FILE})"
@@ -167,6 +182,14 @@ def _parser() -> Parser:
         metavar="DIR",
         type=path_arg,
         help="give rows the ids and the scaling of a prepared directory (default: new ones)",
+    )
+    add(
+        "--bad-rows",
+        choices=("stop", "skip"),
+        default="stop",
+        help="stop: end with an error at the first bad row. skip: prepare the other rows as if bad "
+        "ones were not there, count these by column and report the first 20. A damaged file is an "
+        "error in both cases (default: stop)",
     )
     add(
         "--dry-run",

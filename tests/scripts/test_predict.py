@@ -201,14 +201,15 @@ def test_several_files_are_numbered_through(criteo, table, predict, refused, tmp
     assert found["row_id"].tolist() == [row["row_id"] for row in rows[:20]]
 
 
-def test_rows_that_do_not_fit(criteo, table, refused, tmp_path):
+def test_rows_that_do_not_fit(criteo, table, predict, refused, tmp_path):
     directory, rows = table
     trained, path = directory / "run", tmp_path / "new.csv"
     write_csv(path, rows[:5], without=["user"])
     assert "new.csv has no column 'user'" in refused(trained, path)
     write_csv(path, [*rows[:4], {**rows[4], "price": "cheap"}])
     assert "new.csv, row 5, column 'price': 'cheap' is not a number" in refused(trained, path)
-    assert "are not skipped" in refused(trained, path, "--bad-rows", "skip")
+    found = predict(trained, path, "--bad-rows", "skip")
+    assert found["row"].tolist() == [1, 2, 3, 4]
     write_csv(path, rows[:5])
     assert "no column 'other'" in refused(trained, path, "--keep", "other")
     assert "leave out --split" in refused(trained, path, "--split", "val")

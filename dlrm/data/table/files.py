@@ -12,14 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from dlrm.data.parquet import read_footer
 from dlrm.data.preprocess.reader import BLOCK_BYTES, RawFile
 from dlrm.data.table.options import TableOptions
 from dlrm.data.table.text import CsvPart, JsonPart, csv_row_end
+from dlrm.data.table.values import BadRow
 from dlrm.utils.messages import did_you_mean
 
 PARQUET_ROWS = 1 << 16  # of a part
@@ -36,12 +39,29 @@ class ParquetPart:
     """Some rows of a Parquet file."""
 
     path: Path
-    rows: pa.RecordBatch
+    batch: pa.RecordBatch
     consumed: int
 
     def parse(self, types: Mapping[str, pa.DataType]) -> pa.RecordBatch:
         """The columns with the names of ``types``, as the file has them."""
-        return self.rows.select(list(types))
+        return self.batch.select(list(types))
+
+    def rows(self, types: Mapping[str, pa.DataType]) -> ParquetRows:
+        """The same, row by row."""
+        return ParquetRows(self.batch.num_rows, {}, self.parse(types))
+
+
+@dataclass(frozen=True)
+class ParquetRows:
+    """Some rows, which may be selected."""
+
+    count: int
+    bad: Mapping[int, BadRow]
+    batch: pa.RecordBatch
+
+    def take(self, positions: NDArray[np.int64]) -> pa.RecordBatch:
+        """The columns of some rows."""
+        return self.batch.take(pa.array(positions))
 
 
 Part = CsvPart | JsonPart | ParquetPart
@@ -116,7 +136,7 @@ class TableFile:
                 for rows in file.iter_batches(PARQUET_ROWS):
                     done += rows.num_rows
                     consumed = size * done // max(1, file.metadata.num_rows)
-                    yield ParquetPart(path=self.path, rows=rows, consumed=consumed)
+                    yield ParquetPart(path=self.path, batch=rows, consumed=consumed)
         except (pa.ArrowException, OSError) as error:
             raise ValueError(f"{self.path} can't be read ({error}); write it again") from None
 

@@ -47,13 +47,20 @@ class Found:
     why: str
 
 
-def plan_table(files: Sequence[TableFile], options: TableOptions) -> TablePlan:
+def plan_table(
+    files: Sequence[TableFile], options: TableOptions, *, skip_bad: bool = False
+) -> TablePlan:
     """Decide what each column is, from the first rows of the first and the last file.
+
+    Args:
+        files: the files of the table.
+        options: what is given.
+        skip_bad: leave out lines that are no rows of the table.
 
     Raises:
         ValueError: the options name a column that does not exist, or nothing can be made of one.
     """
-    samples = [_sample(file) for file in [files[0], *files[1:][-1:]]]
+    samples = [_sample(file, skip_bad) for file in [files[0], *files[1:][-1:]]]
     sample = samples[0]
     if not any(rows.num_rows for rows in samples):
         raise ValueError(f"{files[0].path} has no rows; give a table that has some")
@@ -115,12 +122,14 @@ def _becomes(column: Column) -> str:
     return {"drop": "left out", "pass": "as it is", "label": "0 or 1"}.get(column.kind, "")
 
 
-def _sample(file: TableFile) -> pa.RecordBatch:
+def _sample(file: TableFile, skip_bad: bool) -> pa.RecordBatch:
     part = next(file.parts(SAMPLE_BYTES), None)
     if part is None:  # Parquet without rows
         return pa.RecordBatch.from_pylist([], pq.read_schema(file.path))
     try:
-        return part.rows if isinstance(part, ParquetPart) else part.infer()
+        if isinstance(part, ParquetPart):
+            return part.batch
+        return part.infer(skip_bad=skip_bad)
     except BadRow as error:
         raise error.located(file.path) from None
 
@@ -295,7 +304,11 @@ def _type_name(kind: pa.DataType) -> str:
 
 
 def read_types(
-    plan: TablePlan, files: Sequence[TableFile], keep: Sequence[str] = ()
+    plan: TablePlan,
+    files: Sequence[TableFile],
+    keep: Sequence[str] = (),
+    *,
+    skip_bad: bool = False,
 ) -> Mapping[str, pa.DataType]:
     """The type that each needed column is read with, where the format leaves a choice.
 
@@ -303,11 +316,12 @@ def read_types(
         plan: the columns.
         files: the files of the table.
         keep: more columns to read.
+        skip_bad: leave out lines that are no rows of the table.
     """
     form = files[0].format
     text = pa.dictionary(pa.int32(), pa.string())
     types: dict[str, pa.DataType] = {}
-    inferred = {} if form != "json" else dict(json_types(files[0]))
+    inferred = {} if form != "json" else dict(json_types(files[0], skip_bad=skip_bad))
     for column in plan.columns:
         if column.name not in plan.needed:
             continue
@@ -324,10 +338,10 @@ def read_types(
     return types
 
 
-def json_types(file: TableFile) -> Mapping[str, pa.DataType]:
+def json_types(file: TableFile, *, skip_bad: bool = False) -> Mapping[str, pa.DataType]:
     """The types of JSON values; a time is read as the text that it is."""
     types = {}
-    for field in _sample(file).schema:
+    for field in _sample(file, skip_bad).schema:
         temporal = pa.types.is_temporal(field.type) or field.type == pa.null()
         types[field.name] = pa.string() if temporal else field.type
     return types

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from dlrm.data.preprocess.passes import LARGEST_DICTIONARY, ROW_GROUP_ROWS
 from dlrm.data.preprocess.vocabulary import ZSTD
 from dlrm.data.preprocess.workspace import Workspace
 from dlrm.data.schema import SPLITS, Meta, Split
+from dlrm.data.table.bad_rows import BadRows, convert_good_rows
 from dlrm.data.table.columns import SPLIT, Feature, TablePlan
 from dlrm.data.table.files import Part, TableFile
 from dlrm.data.table.numbers import (
@@ -82,38 +85,52 @@ def convert_files(
     block_bytes: int,
     workers: int,
     progress: bool,
-) -> list[Block]:
+    skip_bad: bool = False,
+) -> tuple[list[Block], BadRows]:
     """Pass 1: convert and spill all rows.
 
+    Returns:
+        The blocks, and the rows that were left out.
+
     Raises:
-        ValueError: a row or value doesn't fit; the error names the first one.
+        ValueError: a row or value doesn't fit, and is not to be skipped; the error names the first
+            one.
     """
 
-    def spill(index: int, part: Part) -> tuple[Path, int]:
+    def spill(index: int, part: Part) -> tuple[tuple[Path, int, BadRows], int]:
         path = work / "blocks" / f"{index:06}.arrow"
         if not path.exists():  # else an earlier run has converted it
-            rows = convert_rows(plan, part.parse(types))
+            if skip_bad:
+                good = convert_good_rows(part, types, partial(convert_rows, plan))
+                rows = good.result.replace_schema_metadata(BadRows.of(good.bad).as_metadata())
+            else:
+                rows = convert_rows(plan, part.parse(types))
             with (
                 atomic_write(path) as temporary,
                 pa.ipc.new_file(str(temporary), rows.schema) as file,
             ):
                 file.write_batch(rows)
         with pa.memory_map(str(path)) as source:
-            return path, pa.ipc.open_file(source).get_batch(0).num_rows
+            file = pa.ipc.open_file(source)
+            bad, rows = BadRows.from_metadata(file.schema.metadata), file.get_batch(0).num_rows
+            return (path, rows, bad), rows + bad.count
 
     blocks: list[Block] = []
+    skipped, seen = BadRows(), Counter[Path]()
     total = sum(file.path.stat().st_size for file in files)
     consumed: dict[Path, int] = {}
     with _bar("read", "B", progress) as bar:
         bar.total, first = total, 0
         parts = (part for file in files for part in file.parts(block_bytes))
-        for part, path, rows in map_parts(parts, spill, workers):
+        for part, (path, rows, bad), count in map_parts(parts, spill, workers):
             if rows:
                 blocks.append(Block(path=path, first=first, rows=rows))
             first += rows
+            skipped.add(bad, part.path, seen[part.path])
+            seen[part.path] += count
             consumed[part.path] = part.consumed
             bar.update(sum(consumed.values()) - bar.n)
-    return blocks
+    return blocks, skipped
 
 
 def index_features(

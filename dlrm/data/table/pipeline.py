@@ -14,6 +14,7 @@ and turns other raw rows into the same features.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ import yaml
 
 from dlrm.data.fingerprint import fingerprint
 from dlrm.data.preprocess.reader import BLOCK_BYTES
-from dlrm.data.preprocess.workspace import Workspace
+from dlrm.data.preprocess.workspace import BAD_ROWS_FILE, Workspace
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.data.table.columns import SPLIT, TablePlan
 from dlrm.data.table.files import TableFile, find_files, open_table
@@ -47,16 +48,21 @@ MADE_BY = "scripts/prepare_table.py"
 
 
 def open_and_plan(
-    inputs: Sequence[str | os.PathLike[str]], options: TableOptions
+    inputs: Sequence[str | os.PathLike[str]], options: TableOptions, *, skip_bad: bool = False
 ) -> tuple[list[TableFile], TablePlan]:
     """Find the files and decide what each column is.
+
+    Args:
+        inputs: files, directories or patterns.
+        options: what is given.
+        skip_bad: leave out lines that are no rows of the table.
 
     Raises:
         FileNotFoundError: an input does not exist.
         ValueError: the files differ, or nothing can be made of a column.
     """
     files = open_table(find_files(inputs), options)
-    return files, plan_table(files, options)
+    return files, plan_table(files, options, skip_bad=skip_bad)
 
 
 def open_later_rows(
@@ -83,6 +89,7 @@ def prepare_table(
     output: str | os.PathLike[str],
     *,
     ids_of: Path | None = None,
+    skip_bad: bool = False,
     overwrite: bool = False,
     workers: int | None = None,
     block_bytes: int = BLOCK_BYTES,
@@ -97,9 +104,10 @@ def prepare_table(
         files: the files, from :func:`open_and_plan` or :func:`open_later_rows`.
         plan: what each column is.
         output: directory for ``train.parquet``, ``val.parquet``, ``test.parquet``, ``vocabulary/``,
-            ``transform.json``, ``table.yaml`` and ``meta.json``.
+            ``transform.json``, ``table.yaml``, ``bad_rows.json`` and ``meta.json``.
         ids_of: a prepared directory, or a copy of its transform: nothing is learned of these rows,
             they get its ids and scalings.
+        skip_bad: leave out rows that do not fit, and report them in ``bad_rows.json``.
         overwrite: replace what was prepared there with other options.
         workers: threads; by default one per core that the process may use.
         block_bytes: size of the blocks of text that are converted and spilled.
@@ -117,6 +125,7 @@ def prepare_table(
         "options": asdict(replace(plan.options, columns={})),
         "columns": {column.name: asdict(column.options) for column in plan.columns},
         "ids_of": None if ids_of is None else str(ids_of),
+        "bad_rows": "skip" if skip_bad else "stop",
     }
     if ids_of is not None and ids_of.resolve() == Path(output).resolve():
         raise ValueError(f"--ids-of {ids_of} is also the output; give another --output")
@@ -145,17 +154,19 @@ def _make(
     progress: bool,
 ) -> None:
     """Make all results in the workspace."""
-    blocks = convert_files(
+    blocks, bad = convert_files(
         files,
         plan,
-        read_types(plan, files),
+        read_types(plan, files, skip_bad=options["bad_rows"] == "skip"),
         work,
         block_bytes=block_bytes,
         workers=workers,
         progress=progress,
+        skip_bad=options["bad_rows"] == "skip",
     )
     if not blocks:
-        raise ValueError(f"{files[0].path} has no rows; give a table that has some")
+        what = f"none of its {bad.count:,} rows fits" if bad.count else "it has no rows"
+        raise ValueError(f"{files[0].path}: {what}; give a table that has some")
     rows = blocks[-1].first + blocks[-1].rows
     splitter = make_splitter(
         plan.options.split,
@@ -181,6 +192,8 @@ def _make(
     transform.save(work.directory)
     with atomic_write(work / OPTIONS_FILE) as temporary:
         temporary.write_text(options_as_yaml(plan))
+    with atomic_write(work / BAD_ROWS_FILE) as temporary:
+        temporary.write_text(json.dumps(bad.as_json(), indent=2) + "\n")
     Meta(
         label=label.name,
         weight=None if weight is None else weight.name,

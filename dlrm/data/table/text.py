@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,9 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.json
+from numpy.typing import NDArray
 
 from dlrm.data.preprocess.reader import RawBlock
-from dlrm.data.table.values import NUMBER_MISSING, BadRow, BadValue, shown
+from dlrm.data.table.values import NUMBER_MISSING, BadRow, BadValue, numbers, shown
 
 if TYPE_CHECKING:
     from dlrm.data.table.files import TableFile
@@ -59,15 +60,23 @@ class CsvPart(TextPart):
         try:
             return self._read(types)
         except pa.ArrowInvalid as error:
-            self._require_whole_rows(error)
-            return self._read(dict.fromkeys(types, pa.string()))
+            rows = self._rows(types, error)
+            for position in sorted(rows.bad)[:1]:
+                raise rows.bad[position] from None
+            return rows.take(np.arange(rows.count))
 
-    def infer(self) -> pa.RecordBatch:
-        """All columns, with the types that pyarrow finds."""
+    def rows(self, types: Mapping[str, pa.DataType]) -> CsvRows:
+        """The same, row by row; what is no row is known."""
+        return self._rows(types, None)
+
+    def infer(self, *, skip_bad: bool = False) -> pa.RecordBatch:
+        """All columns, with the types that pyarrow finds; bad rows can be left out."""
         try:
-            return self._read(None)
+            return self._read(None, (lambda _: "skip") if skip_bad else None)
         except pa.ArrowInvalid as error:
-            self._require_whole_rows(error)
+            rows = self._rows(dict.fromkeys(self.file.names, pa.string()), error)
+            for position in sorted(rows.bad)[:1]:
+                raise rows.bad[position] from None
             raise ValueError(f"{self.path} can't be read: {error}") from None
 
     def _read(self, types: Mapping[str, pa.DataType] | None, handler: object = None) -> pa.Table:
@@ -92,43 +101,70 @@ class CsvPart(TextPart):
         )
         return _only_batch(table)
 
-    def _require_whole_rows(self, error: pa.ArrowInvalid) -> None:
-        """Raise for the first row that does not have as many fields as there are columns."""
-        bad: list[pyarrow.csv.InvalidRow] = []
+    def _rows(self, types: Mapping[str, pa.DataType], problem: pa.ArrowInvalid | None) -> CsvRows:
+        """All rows as texts, and those that have another number of fields or are not UTF-8.
+
+        Raises:
+            ValueError: there is a ``problem``, and it can't be told where.
+        """
+        invalid: list[pyarrow.csv.InvalidRow] = []
 
         def collect(row: pyarrow.csv.InvalidRow) -> str:
-            bad.append(row)
+            invalid.append(row)
             return "skip"
 
-        binary = dict.fromkeys(self.file.names, pa.binary())
         try:
-            rows = self._read(binary, collect)
-        except pa.ArrowInvalid:
-            raise ValueError(f"{self.path}: {error}; correct the file") from None
-        if bad:
-            first = bad[0]
-            where = None if first.number is None else first.number - 1
-            raise BadRow(
-                where,
-                f"{first.actual_columns} fields, a row has {first.expected_columns}: "
-                f"{shown(first.text)}; correct it (is the delimiter {self.file.delimiter!r}?)",
+            rows = self._read(dict.fromkeys(self.file.names, pa.binary()), collect)
+        except pa.ArrowInvalid as error:
+            raise ValueError(f"{self.path}: {problem or error}; correct the file") from None
+        bad: dict[int, BadRow] = {}
+        for row in invalid:
+            if row.number is None:
+                raise ValueError(f"{self.path}: {problem}; correct the file")
+            bad[row.number - 1] = BadRow(
+                row.number - 1,
+                f"{row.actual_columns} fields, a row has {row.expected_columns}: "
+                f"{shown(row.text)}; correct it (is the delimiter {self.file.delimiter!r}?)",
             )
-        for name in rows.schema.names:
-            column = rows[name]
-            try:
-                column.cast(pa.string())
-            except pa.ArrowInvalid:
-                for index, value in enumerate(column):
-                    try:
-                        value.as_py().decode()
-                    except UnicodeDecodeError as wrong:
-                        byte = value.as_py()[wrong.start]
-                        raise BadValue(
-                            name,
-                            index,
-                            f"byte {wrong.start + 1} ({byte:#04x}) is not UTF-8; convert the "
-                            "file, for example with iconv",
-                        ) from None
+        count = rows.num_rows + len(bad)
+        positions = np.setdiff1d(np.arange(count), list(bad))
+        texts = np.ones(len(positions), bool)
+        for name, index, wrong in _not_utf8(rows):
+            texts[index] = False
+            where = int(positions[index])
+            bad.setdefault(where, _not_utf8_error(name, where, wrong))
+        rows = rows.filter(pa.array(texts)).cast(
+            pa.schema([(name, pa.string()) for name in rows.schema.names])
+        )
+        return CsvRows(count, bad, rows.select(list(types)), positions[texts], types)
+
+
+@dataclass(frozen=True)
+class CsvRows:
+    """The rows of a part as texts."""
+
+    count: int
+    bad: Mapping[int, BadRow]
+    texts: pa.RecordBatch
+    """Those that are not bad."""
+    positions: NDArray[np.int64]
+    """Of each text, rising."""
+    types: Mapping[str, pa.DataType]
+
+    def take(self, positions: NDArray[np.int64]) -> pa.RecordBatch:
+        """The columns of some rows; numbers are parsed, so that the row of another text is named.
+
+        Raises:
+            BadValue: a text is not a number.
+        """
+        rows = self.texts.take(pa.array(np.searchsorted(self.positions, positions)))
+        columns = {
+            name: pa.array(numbers(rows[name], name), from_pandas=True)
+            if kind == pa.float64()
+            else rows[name]
+            for name, kind in self.types.items()
+        }
+        return pa.RecordBatch.from_pydict(columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,21 +177,43 @@ class JsonPart(TextPart):
         Raises:
             ValueError: a line is not JSON, has another name, or a value of another type.
         """
-        try:
-            return _read_json(self.block.data, types)
-        except pa.ArrowInvalid as error:
-            row, error = _first_bad_line(self.block.data, types, error)
-            raise BadRow(
-                row, f"{_plain(error)}; correct the row, or the kind of the column"
-            ) from None
+        return _parse_json(self.block.data, types)
 
-    def infer(self) -> pa.RecordBatch:
-        """All columns, with the types that pyarrow finds."""
-        try:
-            return _read_json(self.block.data, None)
-        except pa.ArrowInvalid as error:
-            row, error = _first_bad_line(self.block.data, None, error)
-            raise BadRow(row, f"{_plain(error)}; correct the row") from None
+    def rows(self, types: Mapping[str, pa.DataType]) -> JsonRows:
+        """The same, row by row."""
+        lines = _lines(self.block.data)
+        return JsonRows(len(lines), {}, lines, types)
+
+    def infer(self, *, skip_bad: bool = False) -> pa.RecordBatch:
+        """All columns, with the types that pyarrow finds; bad rows can be left out."""
+        data = self.block.data
+        while True:
+            try:
+                return _read_json(data, None)
+            except pa.ArrowInvalid as error:
+                row, error = _first_bad_line(data, None, error)
+                if not skip_bad:
+                    raise BadRow(row, f"{_plain(error)}; correct the row") from None
+            lines = _lines(data)
+            data = b"".join(lines[:row] + lines[row + 1 :])
+
+
+@dataclass(frozen=True)
+class JsonRows:
+    """The lines of a part."""
+
+    count: int
+    bad: Mapping[int, BadRow]
+    lines: Sequence[bytes]
+    types: Mapping[str, pa.DataType]
+
+    def take(self, positions: NDArray[np.int64]) -> pa.RecordBatch:
+        """The columns of some rows.
+
+        Raises:
+            BadRow: a line is not JSON, has another name, or a value of another type.
+        """
+        return _parse_json(b"".join(self.lines[position] for position in positions), self.types)
 
 
 def csv_row_end(delimiter: str) -> Callable[[bytearray, int], int]:
@@ -205,11 +263,49 @@ def _read_json(data: bytes, types: Mapping[str, pa.DataType] | None) -> pa.Recor
     return _only_batch(table)
 
 
+def _parse_json(data: bytes, types: Mapping[str, pa.DataType]) -> pa.RecordBatch:
+    if not data.strip():
+        return pa.RecordBatch.from_pylist([], pa.schema(list(types.items())))
+    try:
+        return _read_json(data, types)
+    except pa.ArrowInvalid as error:
+        row, error = _first_bad_line(data, types, error)
+        raise BadRow(row, f"{_plain(error)}; correct the row, or the kind of the column") from None
+
+
+def _lines(data: bytes) -> list[bytes]:
+    """The lines of JSON, each with an end."""
+    return [line.rstrip(b"\r\n") + b"\n" for line in data.split(b"\n") if line.strip()]
+
+
+def _not_utf8(rows: pa.RecordBatch) -> Iterator[tuple[str, int, UnicodeDecodeError]]:
+    """Column, row and error of the values that are not UTF-8."""
+    for name in rows.schema.names:
+        try:
+            rows[name].cast(pa.string())
+        except pa.ArrowInvalid:
+            for index, value in enumerate(rows[name].to_pylist()):
+                try:
+                    value.decode()
+                except UnicodeDecodeError as error:
+                    yield name, index, error
+
+
+def _not_utf8_error(name: str, row: int, error: UnicodeDecodeError) -> BadValue:
+    byte = error.object[error.start]
+    return BadValue(
+        name,
+        row,
+        f"byte {error.start + 1} ({byte:#04x}) is not UTF-8; convert the file, for example with "
+        "iconv",
+    )
+
+
 def _first_bad_line(
     data: bytes, types: Mapping[str, pa.DataType] | None, error: pa.ArrowInvalid
 ) -> tuple[int, pa.ArrowInvalid]:
     """The first line that can't be read, and its error: half of the lines at a time."""
-    lines = [line for line in data.splitlines(keepends=True) if line.strip()]
+    lines = _lines(data)
     low, high = 0, len(lines)
     while high - low > 1:
         middle = (low + high) // 2

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from dlrm.data.preprocess.reader import BLOCK_BYTES
 from dlrm.data.schema import Categorical, Meta
+from dlrm.data.table.bad_rows import Converted, convert_good_rows
 from dlrm.data.table.columns import Feature, TablePlan
 from dlrm.data.table.files import Part, TableFile, find_files, open_table
 from dlrm.data.table.infer import json_types, read_types
@@ -196,7 +197,8 @@ class TableTransform:
             inputs: files, directories or patterns of CSV, JSON lines or Parquet. They need all
                 columns that features are made of; the label and others may be missing.
             keep: columns to return as they are, such as keys of the rows.
-            skip_bad: refused, as no row of a table is skipped by its preparation either.
+            skip_bad: leave out rows that do not fit, as ``--bad-rows skip`` does. They count in
+                the numbers of rows.
             block_bytes: size of the blocks that text is read in.
 
         Yields:
@@ -208,12 +210,10 @@ class TableTransform:
             ValueError: a file is damaged, a column is missing, or a value does not fit; the error
                 names the file, the row and the column.
         """
-        if skip_bad:
-            raise ValueError("bad rows of a table are not skipped: correct them, or leave them out")
         files = self._open(find_files(inputs))
-        types = dict(read_types(self.plan, files, keep))
+        types = dict(read_types(self.plan, files, keep, skip_bad=skip_bad))
         if files[0].format == "json":  # a row need not name what it has no value for
-            there = {*json_types(files[0]), *self.needed, *keep}
+            there = {*json_types(files[0], skip_bad=skip_bad), *self.needed, *keep}
             types = {name: kind for name, kind in types.items() if name in there}
         else:
             names = files[0].names
@@ -224,14 +224,23 @@ class TableTransform:
                     )
             types = {name: kind for name, kind in types.items() if name in names}
 
-        def prepare(_: int, part: Part) -> tuple[tuple[pa.RecordBatch, pa.RecordBatch], int]:
-            raw = part.parse(types)
-            return (self.apply(raw), raw.select(list(keep))), raw.num_rows
+        def convert(raw: pa.RecordBatch) -> tuple[pa.RecordBatch, pa.RecordBatch]:
+            return self.apply(raw), raw.select(list(keep))
+
+        def prepare(
+            _: int, part: Part
+        ) -> tuple[Converted[tuple[pa.RecordBatch, pa.RecordBatch]], int]:
+            if skip_bad:
+                found = convert_good_rows(part, types, convert)
+            else:
+                raw = part.parse(types)
+                found = Converted(convert(raw), np.arange(raw.num_rows))
+            return found, len(found.good) + len(found.bad)
 
         parts = (part for file in files for part in file.parts(block_bytes))
         done = 0
-        for _, prepared, rows in map_parts(parts, prepare, cpu_count()):
-            yield *prepared, np.arange(done + 1, done + 1 + rows)
+        for _, found, rows in map_parts(parts, prepare, cpu_count()):
+            yield *found.result, found.good + done + 1
             done += rows
 
     def _learned(self) -> dict[str, Any]:

@@ -42,6 +42,8 @@ class BadRow(ValueError):
     """
 
     where = ""
+    kind = "not a row of the table"
+    """In a count of bad rows."""
 
     def __init__(self, row: int | None, problem: str) -> None:
         super().__init__(problem)
@@ -69,7 +71,7 @@ class BadValue(BadRow):
 
     def __init__(self, column: str, row: int | None, problem: str) -> None:
         super().__init__(row, problem)
-        self.where = f", column {column!r}"
+        self.where, self.kind = f", column {column!r}", f"column {column!r}"
 
 
 def numbers(array: pa.Array, name: str) -> NDArray[np.float64]:
