@@ -43,6 +43,16 @@ def test_a_run_stops_early_and_its_best_state_is_the_result(
         assert again["log_loss"] == values[f"{group}/log_loss"]
     run("train", "--resume", tmp_path / "run")
     assert result(tmp_path / "run") == values
+    link = tmp_path / "run" / "checkpoints" / "best"
+    link.unlink()
+    link.symlink_to(f"step_{last}")  # intact and of the same run, but not the best
+    (tmp_path / "run" / "result.json").unlink()
+    done = run("train", "--resume", tmp_path / "run")
+    assert f"{link} is damaged: it named step_{last}, and names the best one, step_" in done.stderr
+    again = result(tmp_path / "run")
+    quality = [name for name in values if name.startswith(("test/", "val/", "last/"))]
+    assert {name: again[name] for name in quality} == {name: values[name] for name in quality}
+    assert os.readlink(link) == f"step_{best}"
 
 
 def test_a_run_that_is_killed_after_its_last_evaluation_stops_early_too(

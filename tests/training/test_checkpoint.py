@@ -384,6 +384,24 @@ def test_a_link_out_of_the_run_is_not_followed(run, tmp_path):
     assert Checkpoint.open(run).path.name == "step_3"
 
 
+@pytest.mark.parametrize("named", ["step_2", "nothing", None])
+def test_another_checkpoint_is_not_taken_for_the_best(named, run, capsys):
+    link = run / "checkpoints" / "best"
+    link.unlink()
+    if named:
+        link.symlink_to(named)
+    assert Checkpoint.open(run, best=True).path.name == "step_1"
+    told = capsys.readouterr().err
+    if named == "step_2":
+        assert f"{link} is damaged: it names step_2, and the best one is step_1" in told
+        assert "step_1 is read instead" in told
+    assert bool(told) == bool(named)  # a copy may leave out links
+    shutil.rmtree(run / "checkpoints" / "step_1")  # what no one can know, the link may
+    if named == "step_2":
+        assert Checkpoint.open(run, best=True).path.name == "step_2"
+    assert not capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["latest", "best", "checkpoints"])
 def test_a_link_to_itself_leads_nowhere(name, run):
     path = run / name if name == "checkpoints" else run / "checkpoints" / name

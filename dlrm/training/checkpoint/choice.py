@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dlrm.training import run_directory
-from dlrm.training.checkpoint.manifest import Manifest
+from dlrm.training.checkpoint.manifest import Manifest, RunState
 from dlrm.training.checkpoint.manifest_json import LIMITS, manifest_from_json
 from dlrm.training.checkpoint.tensor_files import open_regular
 from dlrm.training.run_directory import BEST, LATEST, MANIFEST, OLD_ABOUT
@@ -36,7 +36,7 @@ def choose(path: Path, best: bool, refused: dict[str, str]) -> tuple[Path, Manif
     try:
         for _ in range(ATTEMPTS):
             run, gone = run_directory.named_run(path), False
-            for candidate in _candidates(path, run, best):
+            for candidate in _candidates(path, run, best, refused):
                 if str(candidate) in refused:
                     continue
                 try:
@@ -58,15 +58,27 @@ def changing(path: Path) -> ValueError:
     return ValueError(f"{path} changes all the time: wait until its run has ended")
 
 
-def _candidates(path: Path, run: Path | None, best: bool) -> list[Path]:
-    """What may be opened, in this order."""
+def best_known(checkpoint: Path, state: RunState) -> Path | None:
+    """The best checkpoint that a run had when it wrote another one; None if it is not there.
+
+    Args:
+        checkpoint: the other one, which may be the best itself.
+        state: what it holds.
+    """
+    name = state.best_name or (checkpoint.name if state.best_step == state.steps else "")
+    if Path(name).name != name or not run_directory.step_of(Path(name)):
+        return None
+    best = checkpoint.with_name(name)
+    return best if best.is_dir() else None
+
+
+def _candidates(path: Path, run: Path | None, best: bool, refused: dict[str, str]) -> list[Path]:
+    """What may be opened, in this order. A link that is wrong is refused."""
     if run is None:
         return [run_directory.link_target(path) or path]
-    links = [BEST, LATEST] if best and path == run else [LATEST]
-    directory = run / run_directory.CHECKPOINTS
-    linked = [_target(directory / link) for link in links]
-    if links[0] == BEST and not os.path.lexists(directory / BEST):
-        linked.insert(0, _best_of(run))
+    linked = [_target(run / run_directory.CHECKPOINTS / LATEST)]
+    if best and path == run:
+        linked.insert(0, _best_of(run, refused))
     return list(dict.fromkeys([*filter(None, linked), *run_directory.checkpoints(run)]))
 
 
@@ -75,13 +87,20 @@ def _target(link: Path) -> Path | None:
     return link if run_directory.is_copy(link) else run_directory.link_target(link)
 
 
-def _best_of(run: Path) -> Path | None:
-    """The best checkpoint of a copy without links, if the newest one knows its name."""
+def _best_of(run: Path, refused: dict[str, str]) -> Path | None:
+    """The best checkpoint: the one that the newest knows, else what the link names.
+
+    The link may be missing in a copy, and lead elsewhere by mistake.
+    """
+    link, known = run / run_directory.CHECKPOINTS / BEST, None
+    linked = _target(link)
     for newest in run_directory.checkpoints(run)[:1]:
         with suppress(ValueError, OSError):
-            best = newest.with_name(_read_manifest(newest).state.best_name or newest.name)
-            return best if run_directory.step_of(best) and best.is_dir() else None
-    return None
+            known = best_known(newest, _read_manifest(newest).state)
+    if known and known != linked and os.path.lexists(link) and not run_directory.is_copy(link):
+        named = linked.name if linked else "no checkpoint"
+        refused[str(link)] = f"it names {named}, and the best one is {known.name}"
+    return known or linked
 
 
 def _read_manifest(directory: Path) -> Manifest:

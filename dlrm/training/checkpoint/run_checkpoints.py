@@ -16,11 +16,12 @@ from torch import nn
 from dlrm.data.criteo import CriteoLoader
 from dlrm.distributed.world import World
 from dlrm.training import restarts, run_directory
+from dlrm.training.checkpoint.choice import best_known
 from dlrm.training.checkpoint.manifest import LoaderState, RunState
 from dlrm.training.checkpoint.parts import Parts
 from dlrm.training.checkpoint.reader import Checkpoint
 from dlrm.training.checkpoint.writer import point, save
-from dlrm.training.run_directory import BEST, CHECKPOINTS, LATEST, MANIFEST, RunLock
+from dlrm.training.run_directory import BEST, CHECKPOINTS, LATEST, RunLock
 
 PATIENCE = 30  # seconds to wait for the end of an earlier attempt of the same job
 
@@ -174,10 +175,16 @@ def _go_back(path: Path, state: RunState) -> None:
         point(directory / LATEST, path.name)
     best = run_directory.link_target(directory / BEST)
     missing = state.best_step >= 0 and not run_directory.is_copy(directory / BEST)
+    known = best_known(path, state)
     if missing and (best is None or best in later):
-        name = state.best_name
-        known = name and Path(name).name == name and (directory / name / MANIFEST).is_file()
-        point(directory / BEST, name if name and known else path.name)
+        point(directory / BEST, (known or path).name)
+    elif missing and known and best and best != known:
+        print(
+            f"warning: {directory / BEST} is damaged: it named {best.name}, and names the best "
+            f"one, {known.name}, again",
+            file=sys.stderr,
+        )
+        point(directory / BEST, known.name)
     for old in later:
         aside = run_directory.set_aside(old)
         print(
