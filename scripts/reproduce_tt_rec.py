@@ -33,6 +33,7 @@ from dlrm.data.schema import Meta
 from dlrm.training import benchmark
 from dlrm.training.run_directory import has_checkpoint
 from dlrm.utils.program import Parser, count_arg, exit_status, positive_arg
+from dlrm.utils.streams import MODELS
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the other scripts
 from scripts.experiments.runner import (
@@ -97,6 +98,15 @@ def arguments() -> Parser:
     )
     parser.add_argument(
         "--fine-tune-lr", type=positive_arg, default=5e-4, help="learning rate of these steps"
+    )
+    parser.add_argument(
+        "--together",
+        type=count_arg,
+        default=1,
+        choices=range(1, MODELS + 1),
+        metavar="N",
+        help="models of one seed that a process trains next to each other, on the same rows: small "
+        "batches leave most of a GPU idle (default: %(default)s)",
     )
     add_run_arguments(parser, "tt_rec")
     return parser
@@ -167,7 +177,7 @@ def reproduce(options: argparse.Namespace) -> None:
     require_rows(options.data, meta, "test")
     common = [f"--config={options.config}", "--checkpoint=false", "--eval_every=2000000000"]
     common += [f"--{option}" for option in options.options]
-    runner = Runner(options.runs, options.jobs, common)
+    runner = Runner(options.runs, options.jobs, common, options.together)
     runs, impossible = train_all(options, runner, meta)
     print(*impossible, sep="\n")
     finished = {

@@ -52,10 +52,13 @@ class TT(CachesHotRows, Embedding):
             By default 0, and with a budget the ids that are most frequent in all tables together.
             In code it may be a list with one number for each table.
         cache_rows: number of rows, of all tables of the group together, that are also kept
-            uncompressed and trained as such: the most used ones. 0 for no cache. The cache is
-            empty until it is populated for the first time, by cache_populate or --populate_every.
+            uncompressed and trained as such: the most used ones. 0 for no cache. They are found
+            when the cache is populated, by cache_populate or --populate_every.
+        cache_first: how many ids of a table, the first ones without an exact row, are cached from
+            the start; the tables together have at most cache_rows. By default 0, and with a budget
+            the ids that are most frequent in all tables together. In code it may be a list.
         cache_window: training look-ups that are remembered until the cache is populated and counts
-            them; by default 16 per cached row. Of more look-ups the last ones count.
+            them; by default 4 per cached row. Of more look-ups the last ones count.
         cache_decay: factor on older counts each time that the cache is populated.
 
     Raises:
@@ -65,7 +68,7 @@ class TT(CachesHotRows, Embedding):
         Recommendation Models", MLSys 2021, arXiv 2101.11714.
     """
 
-    per_table = frozenset({"keep"})
+    per_table = frozenset({"keep", "cache_first"})
     budget_by_counts = True
 
     def __init__(
@@ -79,6 +82,7 @@ class TT(CachesHotRows, Embedding):
         p: list[int] | None = None,
         keep: int | list[int] | None = None,
         cache_rows: int = 0,
+        cache_first: int | list[int] | None = None,
         cache_window: int | None = None,
         cache_decay: float = 0.8,
         **common: Unpack[Common],
@@ -119,6 +123,7 @@ class TT(CachesHotRows, Embedding):
         if cache_rows:
             rows = sum(self.in_train), cache_rows
             self.cache = _row_cache(*rows, embedding_dim, cache_window, cache_decay, self.sparse)
+        self._cache_first = self._check_cache_first(cache_first or 0, cache_rows)
         self.reset_parameters()
 
     def _check_factors(self, d: int) -> None:
@@ -142,6 +147,16 @@ class TT(CachesHotRows, Embedding):
                     f"the table, {rows}: set --tt.p {valid}"
                 )
 
+    def _check_cache_first(self, first: int | list[int], cache_rows: int) -> list[int]:
+        """How many ids of each table are cached from the start."""
+        each = [first] * self.num_tables if isinstance(first, int) else first
+        if len(each) != self.num_tables or min(each) < 0 or sum(each) > cache_rows:
+            raise ValueError(
+                f"cache_first is {first}: set --tt.cache_first to a number of ids, 0 or more, that "
+                f"comes to at most the {cache_rows} --tt.cache_rows in all {self.num_tables} tables"
+            )
+        return [min(own, rows) for own, rows in zip(each, self.in_train, strict=True)]
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the cores at random, such that the rows of a table deviate by ``1 / sqrt(3 V)``.
@@ -150,7 +165,7 @@ class TT(CachesHotRows, Embedding):
         As in the paper no entry is near zero: they are normal, given that ``|x| >= 2``. Slices are
         scaled to equal norm, so that the rows of one leading digit deviate as all do, and the cores
         by the mean square of the product, which :func:`mean_square` gives exactly for any rank.
-        Exact rows start as dense ones do, and shared ones at zero.
+        Exact and cached rows start as dense ones do, and shared ones at zero.
         """
         if self.cores[0].is_meta:  # which has sizes, but no values
             return
@@ -166,6 +181,17 @@ class TT(CachesHotRows, Embedding):
                 core.mul_(scale)
         for rows, own in zip(self.num_embeddings, self._exact_rows(), strict=False):
             nn.init.uniform_(own, -(rows**-0.5), rows**-0.5)[-1] = 0
+        for rows, own in zip(self.num_embeddings, self._first_cached(), strict=False):
+            nn.init.uniform_(own, -(rows**-0.5), rows**-0.5)
+
+    def _first_cached(self) -> Sequence[Tensor]:
+        """Fill the cache with the ids of the start; their rows by table, empty without a cache."""
+        if self.cache is None:
+            return []
+        starts = row_offsets(self.in_train).tolist()
+        each = zip(starts, self._cache_first, strict=True)
+        keys = torch.cat([torch.arange(start, start + own) for start, own in each])
+        return self.cache.fill(keys).split(self._cache_first)
 
     def _exact_rows(self) -> Sequence[Tensor]:
         """The exact rows of each table, and after them the shared one; empty without them."""
@@ -294,12 +320,11 @@ class TT(CachesHotRows, Embedding):
         """Decompose dense tables, each ``[V, D]``, by TT-SVD; exact where the rank suffices.
 
         The shared row becomes the mean of the rows that are not kept, and the train the rest.
-        This takes about three times the memory of a table. The cache is emptied.
+        This takes about three times the memory of a table. The cache holds what it does at the
+        start.
         """
         self._check_dense(weights)
-        if self.cache is not None:
-            self.cache.clear()
-        exact = self._exact_rows()
+        exact, cached = self._exact_rows(), self._first_cached()
         for table, weight in enumerate(weights):
             wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
             if exact:
@@ -307,6 +332,8 @@ class TT(CachesHotRows, Embedding):
                 mean = tail.mean(0, keepdim=True)
                 exact[table].copy_(torch.cat([head, mean]))
                 wide = tail - mean
+            if cached:
+                cached[table].copy_(wide[: len(cached[table])])
             fitted = tt_svd(wide, self.p[table], self.q, self.ranks)
             for core, new in zip(self._slices(table), fitted, strict=True):
                 core.copy_(new)
@@ -333,6 +360,7 @@ class TT(CachesHotRows, Embedding):
         p: list[int] | None = None,
         keep: int | None = None,
         cache_rows: int = 0,
+        cache_first: int | None = None,
         cache_window: int | None = None,
         cache_decay: float = 0.8,
     ) -> list[dict[str, Any] | None]:
@@ -354,10 +382,15 @@ class TT(CachesHotRows, Embedding):
                 [own - 1 for own in num_kept_of(budget.num_embeddings, keep, cls.kind())]
             )
         )
-        return [
-            {"rank": found.rank, "keep": own} if table in found.compressed else None
-            for table, own in enumerate(found.keep)
-        ]
+        options: list[dict[str, Any] | None] = [None] * len(budget.num_embeddings)
+        for table in found.compressed:
+            options[table] = {"rank": found.rank, "keep": found.keep[table]}
+        if cache_rows:
+            first = planner.next_frequent(found, cache_rows)
+            for own, number in zip(options, first, strict=True):
+                if own is not None:
+                    own["cache_first"] = number if cache_first is None else cache_first
+        return options
 
     def extra_repr(self) -> str:
         """Also the ranks and factors."""
@@ -367,7 +400,7 @@ class TT(CachesHotRows, Embedding):
 def _row_cache(
     num_rows: int, capacity: int, dim: int, window: int | None, decay: float, sparse: bool
 ) -> RowCache:
-    window = 16 * capacity if window is None else window
+    window = 4 * capacity if window is None else window
     return RowCache(num_rows, capacity, dim, decay=decay, window=window, sparse=sparse)
 
 

@@ -78,13 +78,43 @@ PURPOSES = {
 stream."""
 
 
+BY_MODEL = ("steps", "sorts", "parallel")  # of which models that train at once need their own
+MODELS = 8  # with streams of their own: PyTorch has 32 of each priority
+_model = 0  # whose streams are in use, see streams_of_model
+
+
 @cache
-def _streams(index: int) -> dict[str, torch.cuda.Stream]:
+def _streams(index: int, model: int) -> dict[str, torch.cuda.Stream]:
     """One stream for each purpose, all made together, so that no two are the same."""
     return {
         purpose: torch.cuda.Stream(index, priority=priority)
+        if purpose in BY_MODEL or not model
+        else _streams(index, 0)[purpose]
         for purpose, priority in PURPOSES.items()
     }
+
+
+@contextmanager
+def streams_of_model(number: int) -> Iterator[None]:
+    """Inside, a model is built and its steps are captured that will run next to others.
+
+    What two models share, the streams of their captures included, their captured steps may not run
+    at once: a stream brings memory that matrix products use as a workspace.
+
+    Args:
+        number: of the model, below :data:`MODELS`; 0 is that of everything outside.
+
+    Raises:
+        ValueError: PyTorch has no more streams, and would give two models the same.
+    """
+    global _model
+    if not 0 <= number < MODELS:
+        raise ValueError(f"model {number}: at most {MODELS} of a GPU have streams of their own")
+    before, _model = _model, number
+    try:
+        yield
+    finally:
+        _model = before
 
 
 def stream_of(device: torch.device, purpose: str) -> torch.cuda.Stream:
@@ -95,10 +125,15 @@ def stream_of(device: torch.device, purpose: str) -> torch.cuda.Stream:
     frees is overwritten by the other while kernels on a third stream still read it, and what is
     launched during a capture becomes part of the graph.
     """
-    return _streams(torch.cuda.current_device() if device.index is None else device.index)[purpose]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _streams(index, _model)[purpose]
 
 
 @cache
+def _side_stream(device: torch.device, purpose: str, model: int) -> SideStream:
+    return SideStream(stream_of(device, purpose) if device.type == "cuda" else None)
+
+
 def side_stream_of(device: torch.device, purpose: str = "parallel") -> SideStream:
     """The side stream of a device for one of :data:`PURPOSES`, the same one for every caller."""
-    return SideStream(stream_of(device, purpose) if device.type == "cuda" else None)
+    return _side_stream(device, purpose, _model)

@@ -7,6 +7,7 @@ Each run is train.py with its loop, loader and evaluation. Reported separately a
 (importing, building the model, compiling, capturing), the training loop, the evaluation of a split
 (its metrics also alone), and writing the checkpoint. ``step_ms`` is a step alone, with batches on
 the GPU; ``loop_of_step`` is the speed of the training loop relative to such steps in sequence.
+Next to kinds, ``--kinds`` takes models of TT-Rec's grid: ``tt7-r32``, ``tt7-r32-c0.001``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from dlrm.training.benchmark import ROOT, gpu_milliseconds, parse_on_gpu, write
 from dlrm.utils.program import Parser
 
 sys.path.insert(0, str(ROOT))
+from scripts.experiments.tt_rec_grid import Cell
 from train import Run
 
 CONFIG = ROOT / "configs/criteo_kaggle_large_batch.yaml"  # its schedule is fitted to the epoch
@@ -92,13 +94,16 @@ def arguments(options: argparse.Namespace, kind: str, batch: int, directory: str
     """Options of train.py for one run."""
     chosen = ["--config", str(options.config)]
     chosen += ["--data", str(options.data), "--output", directory, "--name", f"{kind}-{batch}"]
-    chosen += ["--emb", kind, "--batch_size", str(batch), "--eval_every", str(10**9)]
+    chosen += ["--batch_size", str(batch), "--eval_every", str(10**9)]
+    chosen += [] if Cell.named(kind) else ["--emb", kind]
     chosen += ["--checkpoint", str(options.checkpoint).lower()]
     if options.config == CONFIG:
         half = (steps := Meta.read(options.data).splits["train"].rows // batch) // 2
         chosen += ["--optim.warmup_steps", str(steps // 20)]
         chosen += ["--optim.decay_start", str(half), "--optim.decay_steps", str(half + 1)]
-    if kind != "dense":
+    if cell := Cell.named(kind):
+        chosen += cell.options(Meta.read(options.data).cardinalities)
+    elif kind != "dense":
         chosen += ["--tables.largest", "7", *KIND_OPTIONS.get(kind, [])]
     return chosen + options.train
 
@@ -154,21 +159,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="where to write the results as JSON")
     parser.add_argument("train", nargs="*", help="further options of train.py, after --")
     options = parse_on_gpu(parser, argv)
-    results = []
+    record: dict[str, Any] = {"unit": "seconds", "importing": round(importing(), 4)}
+    record |= {"metrics_alone": round(metrics_alone(3_274_330), 4), "results": []}
     for batch in options.batches:
         for kind in options.kinds:
-            results.append(measure_one(options, kind, batch))
+            record["results"].append(measure_one(options, kind, batch))
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-            print(json.dumps(results[-1]), flush=True)
-    record = {
-        "unit": "seconds",
-        "importing": round(importing(), 4),
-        "metrics_alone": round(metrics_alone(3_274_330), 4),
-        "results": results,
-    }
-    if options.output:
-        write(options.output, record)
+            print(json.dumps(record["results"][-1]), flush=True)
+            if options.output:
+                write(options.output, record)
     return 0
 
 

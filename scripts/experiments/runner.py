@@ -78,11 +78,13 @@ class Runner:
         directory: for the runs and their logs; created if needed.
         jobs: number of runs at a time; they share the GPU, if there is one.
         common: options of all runs; the options of a single run override them.
+        together: consecutive runs that a process trains next to each other (:mod:`together`).
     """
 
-    def __init__(self, directory: Path, jobs: int, common: list[str]) -> None:
+    def __init__(self, directory: Path, jobs: int, common: list[str], together: int = 1) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.jobs, self.common = directory, jobs, common
+        self.together = together
 
     def train(self, runs: list[RunSpec], data: str | Path) -> list[str]:
         """Train the runs that have not finished; returns why some of them are impossible.
@@ -102,9 +104,17 @@ class Runner:
         with _thread_limit(max(1, cpu_count() // self.jobs)):
             spawn = multiprocessing.get_context("spawn")  # a forked process can't use the GPU
             with ProcessPoolExecutor(self.jobs, spawn, initializer=_end_with_parent) as workers:
-                results = workers.map(train_one, *zip(*tasks, strict=True)) if tasks else iter(())
+                if self.together > 1:
+                    groups = _by_seed(tasks, self.together)
+                    results = workers.map(train_group, groups)
+                    count, unit = len(groups), " groups of runs"
+                else:
+                    results = (
+                        workers.map(train_one, *zip(*tasks, strict=True)) if tasks else iter(())
+                    )
+                    count, unit = len(tasks), " runs"
                 try:
-                    return [why for why in tqdm(results, total=len(tasks), unit=" runs") if why]
+                    return [why for why in tqdm(results, total=count, unit=unit) if why]
                 except KeyboardInterrupt:  # the workers would continue with the next runs
                     for worker in multiprocessing.active_children():
                         worker.terminate()
@@ -190,6 +200,25 @@ def train_one(directory: Path, arguments: list[str]) -> str | None:
     if not errors:
         raise ChildProcessError(f"run {directory.name} failed; see {log}")
     return f"{directory.name}: {errors[0]}"
+
+
+def _by_seed(tasks: list[tuple[Path, list[str]]], most: int) -> list[list[tuple[Path, list[str]]]]:
+    """Tasks of equal seeds in groups of at most ``most``."""
+    seeds: dict[str, list[tuple[Path, list[str]]]] = {}
+    for directory, arguments in tasks:
+        seed = next((each for each in reversed(arguments) if each.startswith("--seed=")), "")
+        seeds.setdefault(seed, []).append((directory, arguments))
+    return [same[i : i + most] for same in seeds.values() for i in range(0, len(same), most)]
+
+
+def train_group(tasks: list[tuple[Path, list[str]]]) -> str | None:
+    """In a worker process: train runs next to each other, each into its directory."""
+    from scripts.experiments.together import train_together
+
+    timed = train_together(tasks)
+    benchmark.release()
+    print(f"{len(tasks)} models, {timed['samples/s'] / 1e6:.3f} M samples/s together", flush=True)
+    return None
 
 
 def step_speed(arguments: list[str], *, batches: int = 64) -> dict[str, float]:

@@ -225,6 +225,44 @@ def test_a_budget_keeps_the_most_frequent_ids_exact():
     assert sum(own["keep"] for own in cached) < first + second
 
 
+def test_a_budget_has_the_next_most_frequent_ids_cached_from_the_start():
+    counts = [torch.arange(2000.0, 1000, -1), torch.arange(1990.0, 990, -1)]
+    budget = Budget([1000, 1000, 3], 16, 9000, counts=[*counts, torch.ones(3)])
+    first, second, small = TT.for_budget(budget, cache_rows=21)
+    assert small is None  # a dense table needs no cache
+    assert first["cache_first"] + second["cache_first"] == 21
+    ends = [own["keep"] + own["cache_first"] for own in (first, second)]
+    assert 9 <= ends[0] - ends[1] <= 11  # all ids above one count
+    given = TT.for_budget(budget, cache_rows=21, cache_first=0)
+    assert [own["cache_first"] for own in given[:2]] == [0, 0]
+
+
+def test_ids_that_are_cached_from_the_start():
+    torch.manual_seed(0)
+    options = {"rank": 2, "keep": [20, 5], "cache_rows": 9, "cache_first": [4, 3]}
+    group = build("tt", [300, 40], 16, **options)
+    assert 0.5 < group.cache.rows[:4].abs().max() * 300**0.5 <= 1  # as dense rows start
+    assert 0.5 < group.cache.rows[4:7].abs().max() * 40**0.5 <= 1
+    ids = torch.tensor([[19, 20, 23, 24], [4, 5, 7, 8]])
+    group(ids)
+    assert group.cache_stats() == {"hits": 4, "lookups": 6}
+    weights = [torch.randn(300, 16), torch.randn(40, 16)]
+    fitted = TT.from_dense(weights, **options)
+    for table, (weight, last) in enumerate(zip(weights, (24, 8), strict=True)):
+        found = fitted.to_dense(table)
+        torch.testing.assert_close(found[:last], weight[:last])
+        assert (found[last:] - weight[last:]).norm() > 1
+    fitted.cache_populate()  # nothing was looked up: they stay
+    torch.testing.assert_close(fitted.to_dense(1)[:8], weights[1][:8])
+
+
+def test_a_few_look_ups_of_others_do_not_end_what_is_cached_from_the_start():
+    group = build("tt", [300], 16, rank=2, cache_rows=5, cache_first=5)
+    for number, evicted in ((12, 0), (16, 1)):
+        group(torch.tensor([[70] * number]))
+        assert group.cache_populate().evicted == evicted, number
+
+
 def test_a_budget_goes_to_trains_alone_if_no_row_is_to_be_exact():
     options = TT.for_budget(Budget([1000, 1000], 16, 7000), keep=0)
     assert {own["keep"] for own in options} == {0}
@@ -331,6 +369,8 @@ def test_the_cache_holds_rows_of_the_train(one_hot):
         ({"p": [10, 100]}, "p is .*it must have d = 3 factors.* --tt.p or --tt.d"),
         ({"p": [9, 10, 11]}, "product is 990; .* rows of the table, 1000: set --tt.p 10 10 10"),
         ({"cache_rows": -1}, "cache_rows is -1: set --tt.cache_rows 0"),
+        ({"cache_rows": 5, "cache_first": 6}, "cache_first is 6: .* at most the 5 --tt.cache_rows"),
+        ({"cache_rows": 5, "cache_first": -1}, "cache_first is -1: set --tt.cache_first"),
         ({"cache_rows": 5, "cache_window": 0}, "cache_window is 0, it must be at least 1"),
         ({"cache_rows": 5, "cache_decay": 1.5}, "cache_decay is 1.5, it must be between 0 and 1"),
     ],

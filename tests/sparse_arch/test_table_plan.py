@@ -120,5 +120,6 @@ def test_a_budget_counts_the_options_of_tt(options, ratio, dtype):
     arch = SparseArch(sizes, 8, found).to(dtype)
     kind, chosen = found[1]
     assert kind == "tt"
-    assert options == {k: v for k, v in chosen.items() if k not in ("rank", "keep")}
+    assert options == {k: v for k, v in chosen.items() if k in options}
+    assert chosen.keys() - options.keys() <= {"rank", "keep", "cache_first"}
     assert 0.5 / ratio <= arch.sizes()["bytes"] / (32 * sum(sizes)) <= 1 / ratio

@@ -48,8 +48,8 @@ class RowCache(nn.Module):
     :meth:`populate`, so that between two calls everything has a static shape and nothing waits for
     the device: a look-up searches the sorted keys, and training look-ups are written to a
     ring buffer of the last ``window`` keys. :meth:`populate` counts these into a table of the
-    ``2 * capacity`` most used keys, whose older counts decay. Nothing grows with the number of rows
-    of the tables.
+    ``capacity`` most used keys, whose older counts decay. Nothing grows with the number of rows of
+    the tables. Next to a row there are 16 bytes and its share of the window.
 
     Args:
         num_rows: rows of all tables together.
@@ -87,15 +87,15 @@ class RowCache(nn.Module):
         self.empty = torch.iinfo(keys).max  # the key of an empty slot
         self.register_buffer("_keys", torch.full((capacity,), self.empty, dtype=keys))
         self.register_buffer("_slots", torch.arange(capacity, dtype=torch.int32))
-        self.register_buffer("_tracked", torch.full((2 * capacity,), self.empty, dtype=keys))
-        self.register_buffer("_counts", torch.zeros(2 * capacity))
+        self.register_buffer("_tracked", torch.full((capacity,), self.empty, dtype=keys))
+        self.register_buffer("_counts", torch.zeros(capacity))
         self.register_buffer("_ring", torch.full((window,), self.empty, dtype=keys))
         self.register_buffer("_position", torch.zeros((), dtype=torch.int64))
         self.register_buffer("_traffic", torch.zeros(2, dtype=torch.int64))
         self._keys: Tensor  # [capacity], cached keys in ascending order
         self._slots: Tensor  # [capacity], the slot of each
-        self._tracked: Tensor  # [2 * capacity], the most used keys
-        self._counts: Tensor  # [2 * capacity], their counts
+        self._tracked: Tensor  # [capacity], the most used keys
+        self._counts: Tensor  # [capacity], their counts
         self._ring: Tensor  # [window], keys that are not counted yet
         self._position: Tensor  # [], where the next one is written
         self._traffic: Tensor  # [2], hits and look-ups since the last populate
@@ -207,6 +207,26 @@ class RowCache(nn.Module):
         self._ring.fill_(self.empty)
         score = counts + torch.isin(keys, cached)  # of two with equal counts the cached one stays
         return keys[score.sort(descending=True, stable=True).indices[: self.capacity]]
+
+    @torch.no_grad()
+    def fill(self, keys: Tensor) -> Tensor:
+        """Empty the cache, then cache some keys, as the most used ones so far.
+
+        They count as if the last look-ups, for as long as counts last, had all been of them.
+
+        Args:
+            keys: ascending, at most ``capacity``.
+
+        Returns:
+            Their rows, ``[n, D]``, to be written.
+        """
+        self.clear()
+        number = len(keys)
+        self._keys[:number] = keys.to(self._keys)
+        self._slots.copy_(torch.arange(self.capacity))
+        self._tracked[:number] = self._keys[:number]
+        self._counts[:number] = len(self._ring) / self.capacity / max(1 - self.decay, 0.05)
+        return self.rows[:number]
 
     @torch.no_grad()
     def clear(self) -> None:

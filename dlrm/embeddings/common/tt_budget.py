@@ -128,6 +128,17 @@ class Planner:
             number = levels[max(fit - 1, 0)]
         return self._with(number, rank)
 
+    def next_frequent(self, plan: Plan, number: int) -> list[int]:
+        """How many ids of each table are among so many most frequent ones in the trains."""
+
+        def rest(most: int) -> list[int]:
+            frequent = self._most_frequent(most)
+            own = [max(ids - exact, 0) for ids, exact in zip(frequent, plan.keep, strict=True)]
+            return [ids if table in plan.compressed else 0 for table, ids in enumerate(own)]
+
+        lengths = range(len(self._table) + 1)
+        return rest(bisect_right(lengths, number, key=lambda most: sum(rest(most))) - 1)
+
     def _most_frequent(self, number: int) -> list[int]:
         """How many ids of each table are among the ``number`` most frequent of all tables."""
         tables = len(self._budget.num_embeddings)
