@@ -78,9 +78,9 @@ def test_a_runner_trains_them(data):
 
 
 def test_more_models_than_streams():
-    with pytest.raises(ValueError, match=f"model {MODELS}: at most {MODELS} of a GPU"):
-        with streams_of_model(MODELS):
-            pass
+    message = f"model {MODELS}: at most {MODELS} of a GPU"
+    with pytest.raises(ValueError, match=message), streams_of_model(MODELS):
+        pass
 
 
 @pytest.mark.gpu
