@@ -196,8 +196,8 @@ class Embedding(PacksRows, ABC):
     def to_dense(self, table: int = 0, *, chunk: int = 1 << 16) -> Tensor:
         """One table in full, ``[V, D]``, made ``chunk`` rows at a time."""
         rows = self.num_embeddings[table]
-        like = next(self.parameters())
-        out = torch.empty(rows, self.embedding_dim, dtype=like.dtype, device=like.device)
+        like = self.vectors(self._tables[table], self._tables[:1] * 0)
+        out = like.new_empty(rows, self.embedding_dim)
         for start in range(0, rows, chunk):
             ids = torch.arange(start, min(start + chunk, rows), device=out.device)
             out[start : start + chunk] = self.vectors(self._tables[table], ids)

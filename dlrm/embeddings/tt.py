@@ -19,8 +19,8 @@ from dlrm.embeddings.common.hot_rows import PopulateReport, RowCache
 from dlrm.embeddings.common.row_caches import CachesHotRows
 from dlrm.embeddings.common.tt_budget import Planner, clip_ranks, slice_widths, tt_weights
 from dlrm.embeddings.common.tt_svd import fit_rows, mean_square, table_slices, tt_svd
+from dlrm.embeddings.drop import Drop
 from dlrm.embeddings.shared_rows import num_kept_of
-from dlrm.kernels.lookup.tables import lookup, lookup_tables
 from dlrm.kernels.tt import TTShape, tt_bags, tt_vectors
 
 DEFAULT_RANK = 32
@@ -38,6 +38,7 @@ class TT(CachesHotRows, Embedding):
 
     With ``keep``, the first ids of a table have exact rows, as ids are in order of falling
     frequency, and the rows of all others are the sum of a row that they share and of a product.
+    With ``dtype`` int8 or int4 exact rows and shared ones are packed, and cores are in bf16.
 
     Args:
         rank: TT rank, the size of the dimension that two neighboring cores share. A larger rank
@@ -70,6 +71,7 @@ class TT(CachesHotRows, Embedding):
 
     per_table = frozenset({"keep", "cache_first"})
     budget_by_counts = True
+    packs_rows = True
 
     def __init__(
         self,
@@ -111,20 +113,22 @@ class TT(CachesHotRows, Embedding):
         self.register_buffer("_p", torch.tensor(self.p), persistent=False)
         self.register_buffer("_row_offsets", row_offsets(self.in_train), persistent=False)
         self.register_buffer("_kept", torch.tensor(self.kept), persistent=False)
-        self.register_buffer("_starts", row_offsets(num_kept), persistent=False)
         self._p: Tensor  # [F, d]
         self._row_offsets: Tensor  # [F], where each table begins among the keys of the cache
         self._kept: Tensor  # [F], exact rows, and after them the shared one
-        self._starts: Tensor  # [F], the first of them
         self.exact = None
         if any(self.kept):
-            self.exact = nn.Parameter(torch.empty(sum(num_kept), embedding_dim))
+            common = Common(sparse=self.sparse, check_ids=False, dtype=self.dtype)
+            self.exact = Drop(num_embeddings, embedding_dim, keep=[*self.kept], **common)
         self.cache = None
         if cache_rows:
-            rows = sum(self.in_train), cache_rows
-            self.cache = _row_cache(*rows, embedding_dim, cache_window, cache_decay, self.sparse)
+            rows, window = (sum(self.in_train), cache_rows, embedding_dim), cache_window
+            self.cache = RowCache(*rows, decay=cache_decay, window=window, sparse=self.sparse)
         self._cache_first = self._check_cache_first(cache_first or 0, cache_rows)
         self.reset_parameters()
+        for module in (self.cores, self.cache) if self.dtype else ():
+            if module is not None:
+                module.bfloat16()
 
     def _check_factors(self, d: int) -> None:
         for name, factors in (("q", self.q), ("p", self.p[0])):
@@ -179,8 +183,11 @@ class TT(CachesHotRows, Embedding):
             scale = (1 / (3 * rows) / mean_square(slices)) ** (0.5 / len(slices))
             for core in slices:
                 core.mul_(scale)
-        for rows, own in zip(self.num_embeddings, self._exact_rows(), strict=False):
-            nn.init.uniform_(own, -(rows**-0.5), rows**-0.5)[-1] = 0
+        if self.exact is not None:
+            self.exact.reset_parameters()
+            for table, kept in enumerate(self.kept):
+                for _, shared in self.exact.rows_to_write(table, kept):
+                    shared.zero_()
         for rows, own in zip(self.num_embeddings, self._first_cached(), strict=False):
             nn.init.uniform_(own, -(rows**-0.5), rows**-0.5)
 
@@ -192,10 +199,6 @@ class TT(CachesHotRows, Embedding):
         each = zip(starts, self._cache_first, strict=True)
         keys = torch.cat([torch.arange(start, start + own) for start, own in each])
         return self.cache.fill(keys).split(self._cache_first)
-
-    def _exact_rows(self) -> Sequence[Tensor]:
-        """The exact rows of each table, and after them the shared one; empty without them."""
-        return [] if self.exact is None else self.exact.split([own + 1 for own in self.kept])
 
     @property
     def _shape(self) -> TTShape:
@@ -210,24 +213,15 @@ class TT(CachesHotRows, Embedding):
         if self.exact is None:
             return self._products(tables, ids, None, context)
         kept = self._kept[tables]
-        rows = ids.minimum(kept) + self._starts[tables]
-        exact = lookup(self.exact, rows, sparse=self.sparse, sorter=context.sorter)
+        exact = self.exact.vectors(tables, ids, context)
         return exact + self._products(tables, (ids - kept).clamp(min=0), ids < kept, context)
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         if self.exact is None:
             return super().lookup(ids, context)
-        exact = lookup_tables(
-            self.exact,
-            self._starts,
-            ids,
-            last=self._kept,
-            sparse=self.sparse,
-            sorter=context.sorter,
-        )
         tables, kept = self._tables[:, None], self._kept[:, None]
         rest = self._products(tables, (ids - kept).clamp(min=0), ids < kept, context)
-        return exact + rest.transpose(0, 1)
+        return self.exact.lookup(ids, context) + rest.transpose(0, 1)
 
     def _products(
         self, tables: Tensor, ids: Tensor, skip: Tensor | None, context: LookupContext
@@ -319,19 +313,18 @@ class TT(CachesHotRows, Embedding):
     def load_dense(self, weights: Sequence[Tensor]) -> None:
         """Decompose dense tables, each ``[V, D]``, by TT-SVD; exact where the rank suffices.
 
-        The shared row becomes the mean of the rows that are not kept, and the train the rest.
-        This takes about three times the memory of a table. The cache holds what it does at the
-        start.
+        The shared row becomes the mean of the rows that are not kept, and the train the rest. The
+        cache holds what it does at the start. This takes three times the memory of a table.
         """
         self._check_dense(weights)
-        exact, cached = self._exact_rows(), self._first_cached()
+        cached = self._first_cached()
+        if self.exact is not None:
+            self.exact.load_dense(weights)
         for table, weight in enumerate(weights):
             wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-            if exact:
-                head, tail = wide.split([self.kept[table], self.in_train[table]])
-                mean = tail.mean(0, keepdim=True)
-                exact[table].copy_(torch.cat([head, mean]))
-                wide = tail - mean
+            if self.exact is not None:
+                shared = self.exact.rows(table, self._sizes[table] - 1)
+                wide = wide[self.kept[table] :] - shared.to(wide)
             if cached:
                 cached[table].copy_(wide[: len(cached[table])])
             fitted = tt_svd(wide, self.p[table], self.q, self.ranks)
@@ -342,11 +335,11 @@ class TT(CachesHotRows, Embedding):
         """Bytes of each table; those of the cache are divided in proportion to the rows."""
         size = self.cores[0].element_size()
         parts = [{"weights": tt_weights(p, self.q, self.ranks) * size} for p in self.p]
-        for part, rows in zip(parts, self._exact_rows(), strict=False):
-            part["exact"] = rows.nbytes
+        for part, own in zip(parts, self.exact.footprint() if self.exact else (), strict=False):
+            part["exact"] = own["weights"]
         if self.cache is not None:
-            each = split_by_rows(self.cache.nbytes(), self.num_embeddings)
-            for part, share in zip(parts, each, strict=True):
+            shares = split_by_rows(self.cache.nbytes(), self.num_embeddings)
+            for part, share in zip(parts, shares, strict=True):
                 part["cache"] = share
         return parts
 
@@ -369,19 +362,17 @@ class TT(CachesHotRows, Embedding):
         """
         left = budget.size
         if cache_rows:
-            rows = sum(budget.num_embeddings), cache_rows
+            rows = sum(budget.num_embeddings), cache_rows, budget.embedding_dim
             with torch.device("meta"):
-                cache = _row_cache(*rows, budget.embedding_dim, cache_window, cache_decay, True)
-            left = _without_cache(left, cache.bfloat16() if budget.weight_bytes == 2 else cache)
+                cache = RowCache(*rows, decay=cache_decay, window=cache_window, sparse=True)
+            left = _without_cache(left, cache if budget.dtype == "fp32" else cache.bfloat16())
         qs = tuple(q) if q else factorize_dim(budget.embedding_dim, d)
         planner = Planner(budget, left, d, qs, p)
-        found = (
-            planner.best()
-            if keep is None
-            else planner.fit(
-                [own - 1 for own in num_kept_of(budget.num_embeddings, keep, cls.kind())]
-            )
-        )
+        if keep is None:
+            found = planner.best()
+        else:
+            exact = num_kept_of(budget.num_embeddings, keep, cls.kind())
+            found = planner.fit([own - 1 for own in exact])
         options: list[dict[str, Any] | None] = [None] * len(budget.num_embeddings)
         for table in found.compressed:
             options[table] = {"rank": found.rank, "keep": found.keep[table]}
@@ -395,13 +386,6 @@ class TT(CachesHotRows, Embedding):
     def extra_repr(self) -> str:
         """Also the ranks and factors."""
         return f"{super().extra_repr()}, ranks={list(self.ranks)}, q={list(self.q)}, p={self.p}"
-
-
-def _row_cache(
-    num_rows: int, capacity: int, dim: int, window: int | None, decay: float, sparse: bool
-) -> RowCache:
-    window = 4 * capacity if window is None else window
-    return RowCache(num_rows, capacity, dim, decay=decay, window=window, sparse=sparse)
 
 
 def _without_cache(budget: int, cache: RowCache) -> int:

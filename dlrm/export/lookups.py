@@ -89,9 +89,9 @@ class TTLookup(nn.Module):
         self.starts: Tensor  # [F, d], the first slice of each table
         self.exact = None
         if group.exact is not None:
-            self.exact = store_rows(group.exact, precision)
+            self.exact = store_rows(group.exact.kept_rows(), precision)
             self.register_buffer("kept", group._kept)
-            self.register_buffer("first_row", group._starts)
+            self.register_buffer("first_row", row_offsets(group.exact.num_kept).to(p.device))
             self.kept: Tensor  # [F], exact rows of each table
             self.first_row: Tensor  # [F]
         self.cached = None
@@ -183,7 +183,7 @@ def lookup_of(group: Embedding, precision: str | None) -> nn.Module:
             int4 where the rows are packed so, else fp32.
     """
     if precision is None:
-        precision = group.dtype or "fp32" if isinstance(group, SharedRows) else "fp32"
+        precision = group.dtype or "fp32" if isinstance(group, SharedRows | TT) else "fp32"
     if isinstance(group, SharedRows | Paged | Offload):
         return RowLookup(group, precision)
     if isinstance(group, TT):

@@ -1,5 +1,6 @@
 """Tensor-train tables."""
 
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -10,6 +11,7 @@ from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings import EmbeddingBag, build
 from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.tt import TT, clip_ranks, tt_weights
+from dlrm.optim import RowOptimizer
 
 # Rows of the 26 tables of Criteo Terabyte with ids modulo 10,000,000.
 TERABYTE_10M = (
@@ -285,10 +287,10 @@ def exact_and_product(group, table, row):
     kept = group.kept[table]
     starts = [sum(own + 1 for own in group.kept[:t]) for t in range(len(group.kept))]
     if row < kept:
-        return group.exact[starts[table] + row]
+        return group.exact.weight[starts[table] + row]
     alone = build("tt", group.in_train, 16, rank=3).double()
     alone.load_state_dict({k: v for k, v in group.state_dict().items() if k.startswith("cores")})
-    return group.exact[starts[table] + kept] + alone.rows(table, torch.tensor(row - kept))
+    return group.exact.weight[starts[table] + kept] + alone.rows(table, torch.tensor(row - kept))
 
 
 def test_exact_rows_and_products():
@@ -309,10 +311,10 @@ def test_gradients_of_exact_and_shared_rows():
     ids = torch.tensor([[0, 19, 20, 299, 20], [4, 4, 4, 4, 39]])
     upstream = torch.randn(5, 2, 16, dtype=torch.float64)
     (group(ids) * upstream).sum().backward()
-    expected = torch.zeros_like(group.exact)
+    expected = torch.zeros_like(group.exact.weight)
     for table, start, kept in ((0, 0, 20), (1, 21, 5)):
         expected.index_add_(0, start + ids[table].clamp(max=kept), upstream[:, table])
-    torch.testing.assert_close(group.exact.grad, expected)
+    torch.testing.assert_close(group.exact.weight.grad, expected)
     alone = build("tt", group.in_train, 16, rank=3).double()
     alone.load_state_dict({k: v for k, v in group.state_dict().items() if k.startswith("cores")})
     out = alone(torch.tensor([[0, 279, 0], [34, 34, 34]]))
@@ -340,7 +342,7 @@ def test_the_cache_holds_rows_of_the_train(one_hot):
     torch.manual_seed(0)
     group = build("tt", [300, 40], 16, rank=3, keep=[20, 5], cache_rows=2)
     with torch.no_grad():
-        group.exact.normal_()
+        group.exact.weight.normal_()
     ids = torch.tensor([[0, 7, 250, 250, 21], [0, 4, 4, 30, 30]])
     offsets = None if one_hot else torch.arange(11)
     before = group(ids)
@@ -401,3 +403,68 @@ def test_a_budget_counts_bonds_as_short_as_they_are_cut(rows, budget):
         sum(TT([rows], 16, rank=options["rank"] + more).footprint()[0].values()) for more in (0, 1)
     ]
     assert sizes[0] <= budget < sizes[1]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_packed_exact_rows_and_cores_in_bf16(dtype, device):
+    torch.manual_seed(0)
+    sizes, options = [300, 40, 131], {"rank": 4, "keep": [60, 9, 0], "cache_rows": 5}
+    options["cache_first"] = [5, 0, 0]
+    packed = build("tt", sizes, 16, dtype=dtype, **options).to(device)
+    weights = [torch.randn(rows, 16, device=device) for rows in sizes]
+    packed.load_dense(weights)
+    assert {core.dtype for core in (*packed.cores, packed.cache.rows)} == {torch.bfloat16}
+    plain = build("tt", sizes, 16, **options).to(device)
+    plain.load_dense(weights)
+    limit = {"int8": 0.02, "int4": 0.15}[dtype]
+    for table, kept in enumerate([65, 9, 0]):
+        off = packed.to_dense(table) - plain.to_dense(table)
+        assert off.square().mean().sqrt() < limit
+        assert (packed.to_dense(table) - weights[table])[
+            :kept
+        ].square().mean().sqrt() < limit or not kept
+    state = packed.state_dict()
+    assert sum(v.nbytes for v in state.values()) == sum(sum(f.values()) for f in packed.footprint())
+    twin = build("tt", sizes, 16, dtype=dtype, **options).to(device)
+    twin.load_state_dict(state)
+    for table in range(3):
+        assert torch.equal(twin.to_dense(table), packed.to_dense(table))
+
+
+def losses(dtype, device):
+    """The first loss, and the last ones, of training to a target for each table."""
+    torch.manual_seed(0)
+    group = build("tt", [40, 13], 16, rank=3, keep=9, dtype=dtype).to(device)
+    optimizer = RowOptimizer(group.parameters(), "rowwise_adagrad", lr=0.02)
+    target = torch.randn(2, 16, device=device) / 4
+    found = []
+    for _ in range(300):
+        ids = torch.stack([torch.randint(rows, (64,), device=device) for rows in (40, 13)])
+        loss = (group(ids) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found[0], sum(found[-20:]) / 20
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_packed_rows_and_their_train_learn_as_in_fp32(dtype, device):
+    first, last = losses(dtype, device)
+    _, exact = losses(None, device)
+    assert last < exact + {"int8": 0.02, "int4": 0.1}[dtype] * first
+    assert last < first / 2
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_a_budget_of_packed_rows(dtype):
+    sizes = [20_000, 30_000]
+    budget = Budget(sizes, 16, 64 * sum(sizes) // 30, dtype=dtype)
+    options = TT.for_budget(budget)
+    bf16 = TT.for_budget(replace(budget, dtype="bf16"))
+    keep, fewer = (sum(own["keep"] for own in each) for each in (options, bf16))
+    assert keep > {"int8": 1.6, "int4": 2.5}[dtype] * fewer
+    keeps = [own["keep"] for own in options]
+    group = build("tt", sizes, 16, rank=options[0]["rank"], keep=keeps, dtype=dtype)
+    size = sum(sum(part.values()) for part in group.footprint())
+    assert 0.97 * budget.size < size <= budget.size

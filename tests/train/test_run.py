@@ -81,7 +81,7 @@ def test_tables_in_int8_and_int4_train(kind, dtype, train, options, result, tmp_
     assert values["embeddings/compression"] > {"int8": 2.4, "int4": 3.5}[dtype]
 
 
-@pytest.mark.parametrize("kind", ["tt", "paged", "offload"])
+@pytest.mark.parametrize("kind", ["paged", "offload"])
 def test_kinds_without_int8_rows_say_so(kind, train):
     given = ["--emb", kind, "--tables.threshold", "0", "--tables.dtype", "int8"]
     error = train("run", *given, status=2).stderr

@@ -56,7 +56,7 @@ class RowCache(nn.Module):
         capacity: rows that are cached, at most all of them.
         dim: length of a row.
         decay: factor on the older counts at each :meth:`populate`, in [0, 1].
-        window: look-ups that are remembered until they are counted.
+        window: look-ups that are remembered until they are counted; by default 4 per cached row.
         sparse: the gradient of the cached rows is a sparse COO tensor, one entry per look-up.
 
     Raises:
@@ -70,10 +70,11 @@ class RowCache(nn.Module):
         dim: int,
         *,
         decay: float,
-        window: int,
+        window: int | None,
         sparse: bool,
     ) -> None:
         super().__init__()
+        window = 4 * capacity if window is None else window
         if window < 1:
             raise ValueError(f"cache_window is {window}, it must be at least 1")
         if not 0 <= decay <= 1:

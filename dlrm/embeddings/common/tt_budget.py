@@ -68,7 +68,7 @@ class Planner:
         self, budget: Budget, size: int, d: int, q: Sequence[int], p: Sequence[int] | None
     ) -> None:
         self._budget, self._size, self._d, self._q, self._p = budget, size, d, q, p
-        self._row = budget.embedding_dim * budget.weight_bytes  # an exact one
+        self._weight = 4 if budget.dtype == "fp32" else 2  # bytes of one in a core
         counts = budget.counts
         if counts is None:
             counts = [1 / torch.arange(1, rows + 1) for rows in budget.num_embeddings]
@@ -79,8 +79,8 @@ class Planner:
 
     def plan(self, keep: Sequence[int], rank: int) -> Plan:
         """What some exact rows and a rank come to."""
-        row, weight = self._row, self._budget.weight_bytes
-        dense = [rows * self._budget.row_bytes for rows in self._budget.num_embeddings]
+        row, weight = self._budget.row_bytes, self._weight
+        dense = [rows * row for rows in self._budget.num_embeddings]
         tails = [
             tuple(self._p) if self._p else factorize_rows(rows - own, self._d)
             for rows, own in zip(self._budget.num_embeddings, keep, strict=True)
@@ -117,7 +117,7 @@ class Planner:
         Raises:
             ValueError: as :meth:`fit`.
         """
-        row, tables = self._row, len(self._budget.num_embeddings)
+        row, tables = self._budget.row_bytes, len(self._budget.num_embeddings)
         number = max(int((1 - share) * self._size) // row - tables, 0)
         while number and self._with(number, 1).size > self._size:
             number = number * 3 // 4
