@@ -3,10 +3,10 @@
     python scripts/experiments/tt_changes.py --lr 0.03 --data data/sample \\
         --config configs/criteo_sample.yaml
 
-Trains tables of trains alone, in fp32; with exact rows for the most frequent ids; that in bf16,
-which is the default; and that with a cache, of a tenth of the rows that dense tables of the same
-bytes would have. ``auto`` is trained for comparison. Each run is a run of ``train.py``; finished
-runs are not repeated.
+Trains tables of trains alone, in fp32; with exact rows for the most frequent ids; that in bf16;
+with exact rows of 8 and of 4 bits and the trains in bf16; and bf16 with a cache, of a tenth of the
+rows that dense tables of the same bytes would have. ``auto`` is trained for comparison. Each run is
+a run of ``train.py``; finished runs are not repeated.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from scripts.experiments.runner import (
     require_rows,
 )
 
-TRAINS, EXACT, BF16, CACHE, AUTO = "trains", "exact rows", "bf16", "cache", "auto"
+TRAINS, EXACT, BF16, INT8, INT4 = "trains", "exact rows", "bf16", "int8", "int4"
+CACHE, AUTO = "cache", "auto"
 
 
 def arguments() -> Parser:
@@ -61,8 +62,8 @@ def options_of(variant: str, ratio: float, rows: int) -> list[str]:
     own = {
         TRAINS: ["--tt.keep=0", "--tables.dtype=fp32"],
         EXACT: ["--tables.dtype=fp32"],
-        BF16: [],
-        CACHE: [f"--tt.cache_rows={round(rows / ratio / 10)}"],
+        **{dtype: [f"--tables.dtype={dtype}"] for dtype in (BF16, INT8, INT4)},
+        CACHE: ["--tables.dtype=bf16", f"--tt.cache_rows={round(rows / ratio / 10)}"],
     }
     return ["--emb=tt", budget, *own[variant]]
 
@@ -76,7 +77,7 @@ def measure(options: Namespace) -> None:
     runner = Runner(options.runs, options.jobs, common)
     points: dict[tuple[str, float], list[RunSpec]] = {}
     for ratio in options.ratios:
-        for variant in (TRAINS, EXACT, BF16, CACHE, AUTO):
+        for variant in (TRAINS, EXACT, BF16, INT8, INT4, CACHE, AUTO):
             own = options_of(variant, ratio, sum(meta.cardinalities))
             name = f"{variant.replace(' ', '_')}-{format_ratio(ratio)}"
             points[variant, ratio] = [
