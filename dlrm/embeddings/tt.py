@@ -189,7 +189,7 @@ class TT(CachesHotRows, Embedding):
                 for _, shared in self.exact.rows_to_write(table, kept):
                     shared.zero_()
         for rows, own in zip(self.num_embeddings, self._first_cached(), strict=False):
-            nn.init.uniform_(own, -(rows**-0.5), rows**-0.5)
+            own.uniform_(-(rows**-0.5), rows**-0.5)
 
     def _first_cached(self) -> Sequence[Tensor]:
         """Fill the cache with the ids of the start; their rows by table, empty without a cache."""
