@@ -8,14 +8,15 @@ if __name__ == "__main__":
     startup.begin()  # before the imports, which take seconds
 
 import sys
+import time
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.csv
 import pyarrow.parquet as pq
+import torch
 
 from dlrm.data.raw_rows import in_batches
 from dlrm.data.schema import META_FILE
@@ -24,13 +25,12 @@ from dlrm.distributed.world import World
 from dlrm.training.evaluation import TrainedModel
 from dlrm.training.predictor import (
     BATCH_SIZE,
-    LABEL,
-    PROBABILITY,
-    ROW,
     Predictor,
-    probabilities,
+    copy_to_host,
+    one_behind,
     require_new_names,
 )
+from dlrm.training.score_file import LABEL, PROBABILITY, ROW, SUFFIXES, ScoreFile
 from dlrm.utils.atomic import atomic_write
 from dlrm.utils.device import pick_device
 from dlrm.utils.program import Parser, count_arg, exit_status, path_arg
@@ -54,7 +54,7 @@ Examples:
   predict.py runs/kaggle test.txt scores.parquet --bad-rows skip
   predict.py runs/kaggle data/kaggle scores.parquet --split val
 """
-SUFFIXES = (".parquet", ".csv")
+GPU_BATCH_SIZE = 65536
 
 
 def scores_arg(text: str) -> Path:
@@ -94,7 +94,8 @@ def arguments() -> Parser:
         "preparation does; row numbers tell which are there",
     )
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    add("--batch-size", type=count_arg, default=BATCH_SIZE, help="samples per batch")
+    sizes = f"{BATCH_SIZE}, on a GPU {GPU_BATCH_SIZE}"
+    add("--batch-size", type=count_arg, help=f"samples per batch (default: {sizes})")
     add(
         "--allow-outside",
         action="store_true",
@@ -114,50 +115,50 @@ def predict(options: Namespace) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     prepared = (rows / META_FILE).is_file()
     batches = _prepared_scores(options) if prepared else _raw_scores(options)
-    written = 0
+    began = time.perf_counter()
     with atomic_write(output) as temporary:
-        writer = None
-        try:
+        with ScoreFile(temporary, output.suffix, output) as file:
             for batch in batches:
-                writer = writer or _open(temporary, output.suffix, batch.schema)
-                writer.write(batch)
-                written += batch.num_rows
-        except pa.ArrowException as error:
-            raise ValueError(f"{output} can't be written: {' '.join(str(error).split())}") from None
-        finally:
-            if writer:
-                writer.close()
-        if not written:
+                file.write(batch)
+        if not file.rows:
             raise ValueError(f"{rows} has no rows to score")
-    print(f"{written:,} predictions in {output}")
+    rate = file.rows / (time.perf_counter() - began)
+    print(f"{file.rows:,} predictions in {output}, {rate:,.0f} rows/s")
 
 
 def _raw_scores(options: Namespace) -> Iterator[pa.RecordBatch]:
     """Scores of raw rows, in batches."""
     if options.split:
         raise ValueError(f"{options.rows} has no splits, as it is not prepared: leave out --split")
-    device = pick_device(options.device)
+    device, size = _device_and_batch_size(options)
     predictor = Predictor.load(options.checkpoint, device=device, last=options.last)
     inputs = predictor.transform.find_files([options.rows])
     if options.output.resolve() in {path.resolve() for path in inputs}:
         raise ValueError(f"{options.output} is also to be scored: name another file to write")
-    yield from predictor.score(
+    return predictor.score(
         inputs,
         keep=options.keep,
         skip_bad=options.bad_rows == "skip",
-        batch_size=options.batch_size,
+        batch_size=size,
     )
+
+
+def _device_and_batch_size(options: Namespace) -> tuple[torch.device, int]:
+    device = pick_device(options.device)
+    default = BATCH_SIZE if device.type == "cpu" else GPU_BATCH_SIZE
+    return device, options.batch_size or default
 
 
 def _prepared_scores(options: Namespace) -> Iterator[pa.RecordBatch]:
     """Scores of a split of a prepared directory, in batches."""
     split = options.split or "test"
+    device, size = _device_and_batch_size(options)
     trained = TrainedModel.load(
         options.checkpoint,
         options.rows,
         split,
-        device=pick_device(options.device),
-        batch_size=options.batch_size,
+        device=device,
+        batch_size=size,
         allow_outside=options.allow_outside,
         last=options.last,
     )
@@ -172,16 +173,25 @@ def _prepared_scores(options: Namespace) -> Iterator[pa.RecordBatch]:
         if missing := [name for name in names if name not in there]:
             raise ValueError(f"{path} has no column {missing[0]!r} to keep: leave it out")
     require_new_names(names)
-    kept = in_batches(_read(files, names, options.batch_size), options.batch_size)
+    kept = in_batches(_read(files, names, size), size)
+    return _scores(trained, names, kept)
+
+
+def _scores(
+    trained: TrainedModel, names: Sequence[str], kept: Iterator[tuple[pa.Table, ...]]
+) -> Iterator[pa.RecordBatch]:
+    """Scores of all batches, each with its rows of ``kept``, the columns ``names``."""
     done = 0
-    for batch in trained.loader:
-        logits, labels, *_ = trained.predict(batch)
+    copies = (
+        copy_to_host(logits, labels) for logits, labels, *_ in map(trained.predict, trained.loader)
+    )
+    for probability, labels in one_behind(copies):
         own = next(kept)[0] if names else {}
-        columns = {ROW: pa.array(range(done + 1, done + 1 + batch.size), pa.int64())}
-        columns |= {name: own[name].combine_chunks() for name in names}
-        columns |= {PROBABILITY: probabilities(logits), LABEL: labels.cpu().numpy()}
+        rows = np.arange(done + 1, done + 1 + len(labels))
+        columns = {ROW: pa.array(rows)} | {name: own[name].combine_chunks() for name in names}
+        columns |= {PROBABILITY: pa.array(probability), LABEL: pa.array(labels)}
         yield pa.RecordBatch.from_pydict(columns)
-        done += batch.size
+        done += len(labels)
 
 
 def _read(
@@ -191,13 +201,6 @@ def _read(
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             for batch in file.iter_batches(size, columns=list(names)):
                 yield (batch,)
-
-
-def _open(path: Path, suffix: str, schema: pa.Schema) -> Any:
-    """A writer of record batches."""
-    if suffix == ".parquet":
-        return pq.ParquetWriter(path, schema, write_page_checksum=True)
-    return pyarrow.csv.CSVWriter(path, schema)
 
 
 def main(argv: list[str] | None = None) -> int:

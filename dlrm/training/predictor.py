@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
@@ -24,6 +24,7 @@ from dlrm.model import DLRM
 from dlrm.training import metrics
 from dlrm.training.checkpoint import load_model
 from dlrm.training.run_directory import PREPARATION, run_directory
+from dlrm.training.score_file import LABEL, PROBABILITY, ROW
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
         pd.DataFrame | pa.Table | pa.RecordBatch | Mapping[str, Any] | str | os.PathLike[str]
     )
 
+HostCopy: TypeAlias = Callable[[], tuple[NDArray[np.float32], ...]]
+
 BATCH_SIZE = 16384
-ROW, PROBABILITY, LABEL = "row", "probability", "label"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,18 +168,43 @@ class Predictor:
         """The probabilities of prepared rows, which fit into a batch."""
         batch = batch_of(self.reader, self.reader.convert(prepared, "the prepared rows"))
         logits, *_ = metrics.predict(self.model, [batch.to(self.device)], bf16=self.bf16)
-        return pa.array(probabilities(logits))
+        return pa.array(copy_to_host(logits)()[0])
 
 
-def probabilities(logits: torch.Tensor) -> NDArray[np.float32]:
-    """The probabilities of logits.
+def copy_to_host(logits: torch.Tensor, *others: torch.Tensor) -> HostCopy:
+    """Start to copy probabilities and other values of a batch from the device.
 
-    Raises:
-        ValueError: a logit is not finite.
+    Args:
+        logits: ``[n]``, of which the probabilities are taken.
+        others: copied as they are.
+
+    Returns:
+        A function that waits for the copy and returns probabilities and others. It raises
+        ``ValueError`` if a logit is not finite.
     """
-    metrics.require_finite_logits(logits)
-    found: NDArray[np.float32] = metrics.sigmoid(logits).float().cpu().numpy()
-    return found
+    found = metrics.sigmoid(logits).float().masked_fill(~logits.isfinite(), torch.nan)
+    host = [values.to("cpu", non_blocking=True) for values in (found, *others)]
+    copied = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
+
+    def wait() -> tuple[NDArray[np.float32], ...]:
+        if copied is not None:
+            copied.synchronize()
+        metrics.require_finite_logits(host[0])
+        return tuple(own.numpy() for own in host)
+
+    return wait
+
+
+def one_behind(copies: Iterable[HostCopy]) -> Iterator[tuple[NDArray[np.float32], ...]]:
+    """The results of copies to the host, each after the next one was started: the device computes
+    while the host works on them."""
+    last: HostCopy | None = None
+    for copy in copies:
+        if last is not None:
+            yield last()
+        last = copy
+    if last is not None:
+        yield last()
 
 
 def require_new_names(output: Collection[str]) -> None:

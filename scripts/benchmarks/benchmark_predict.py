@@ -1,11 +1,16 @@
-"""Rows per second of scripts/predict.py, and milliseconds of a few rows in Python, on the CPU.
+"""Rows per second of scripts/predict.py, and milliseconds of a few rows in Python.
 
     python scripts/benchmarks/benchmark_predict.py --output benchmarks/predict.json
+    python scripts/benchmarks/benchmark_predict.py --device cuda --output predict_gpu.json
 
-The rows are synthetic: raw rows of Criteo with the cardinalities of the whole Kaggle file, and a
-CSV with ten numbers and ten texts. Both models have the default sizes and few steps of training.
-The time of the program counts its start, the loading of the run and the writing of Parquet; core
-seconds are those of all threads, and depend less on what else the machine does.
+On the CPU, the rows are synthetic: raw rows of Criteo with the cardinalities of the whole Kaggle
+file, and a CSV with ten numbers and ten texts. Both models have the default sizes and few steps of
+training. The time of the program counts its start, the loading of the run and the writing of
+Parquet; core seconds are those of all threads, and depend less on what else the machine does.
+
+On a GPU, the rows are prepared, and as many as in Criteo Kaggle, with tables of the full size. The
+program runs several times; at first it compiles kernels. ``rows_per_second_while_scoring`` leaves
+out the start and the loading of the run, not the reading and writing of rows.
 """
 
 from __future__ import annotations
@@ -17,12 +22,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow.parquet as pq
 
 import dlrm
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, META_FILE, Meta, Split
@@ -40,41 +46,72 @@ REPEATS = 30
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, and write the JSON file."""
     parser = Parser(__doc__)
-    parser.add_argument("--rows", type=count_arg, default=500_000, help="rows to score")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    rows = "rows to score (default: 500,000, on a GPU 45,840,617)"
+    parser.add_argument("--rows", type=count_arg, help=rows)
+    parser.add_argument("--repeats", type=count_arg, default=3, help="of the program, on a GPU")
     parser.add_argument("--output", type=Path, help="JSON file to write (default: print only)")
     options = parser.parse_args(argv)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    runs, latencies = [], []
-    with tempfile.TemporaryDirectory() as name:
-        work = Path(name)
-        for kind in ("criteo", "table"):
-            trained, raw, data = _train(kind, options.rows, work / kind)
-            for rows in (raw, data):
-                what = "prepared" if (rows / META_FILE).is_file() else "raw"
-                runs.append({"data": kind, "rows": what, **throughput(trained, rows, work)})
-                print(json.dumps(runs[-1]), flush=True)
-            latencies += [{"data": kind, **found} for found in latency(trained, raw)]
-            print(*map(json.dumps, latencies[-len(LATENCY_ROWS) :]), sep="\n", flush=True)
+    runs: list[dict[str, Any]] = []
+    latencies: list[dict[str, Any]] = []
+    if options.device == "cuda":
+        runs = list(on_gpu(options.rows or 45_840_617, options.repeats))
+    else:
+        on_cpu(options.rows or 500_000, runs, latencies)
     if options.output:
         result = {"load_average": load, "runs": runs, "latencies": latencies}
         benchmark.write(options.output, result)
 
 
-def throughput(trained: Path, rows: Path, work: Path) -> dict[str, Any]:
+def on_cpu(count: int, runs: list[dict[str, Any]], latencies: list[dict[str, Any]]) -> None:
+    """Raw and prepared rows, of Criteo and of a table."""
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name)
+        for kind in ("criteo", "table"):
+            trained, raw, data = _train(kind, count, work / kind)
+            for rows in (raw, data):
+                what = "prepared" if (rows / META_FILE).is_file() else "raw"
+                runs.append({"data": kind, "rows": what, **throughput(trained, rows, work, "cpu")})
+                print(json.dumps(runs[-1]), flush=True)
+            latencies += [{"data": kind, **found} for found in latency(trained, raw)]
+            print(*map(json.dumps, latencies[-len(LATENCY_ROWS) :]), sep="\n", flush=True)
+
+
+def on_gpu(count: int, repeats: int) -> Iterator[dict[str, Any]]:
+    """Prepared rows of Criteo with full-size tables, in fp32 and in bf16."""
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name)
+        make = ("scripts/make_synthetic.py", "--like", "kaggle", "--output")
+        _run(*make, work / "few", "--rows", 20_000)  # tables of the same size
+        _run(*make, work / "data", "--rows", count, "--fractions", 0, 0, 1)
+        for precision in ("fp32", "bf16"):
+            given = "--data", work / "few", "--name", precision, "--precision", precision
+            _run("train.py", *given, "--output", work, "--max_steps", 3)
+            for repeat in range(repeats):
+                found = throughput(work / precision, work / "data", work, "cuda")
+                yield {"data": "criteo", "precision": precision, "repeat": repeat, **found}
+                print(json.dumps(found), flush=True)
+
+
+def throughput(trained: Path, rows: Path, work: Path, device: str) -> dict[str, Any]:
     """Score rows by the program."""
     output = work / "scores.parquet"
     began = time.perf_counter()
     program = str(ROOT / "scripts" / "predict.py")
-    command = [sys.executable, program, str(trained), str(rows), str(output), "--device", "cpu"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    command = [sys.executable, program, str(trained), str(rows), str(output), "--device", device]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    said = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"error: predict.py: {os.waitstatus_to_exitcode(status)}")
-    seconds, count = time.perf_counter() - began, len(pd.read_parquet(output))
+    seconds, count = time.perf_counter() - began, pq.read_metadata(output).num_rows
     return {
         "count": count,
         "seconds": round(seconds, 2),
         "rows_per_second": round(count / seconds),
+        "rows_per_second_while_scoring": int(said.split()[-2].replace(",", "")),
         "core_seconds_per_million_rows": round((usage.ru_utime + usage.ru_stime) / count * 1e6, 2),
         "peak_memory_gb": round(usage.ru_maxrss / 1e6, 2),
     }

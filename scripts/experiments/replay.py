@@ -22,7 +22,8 @@ from dlrm.config.schema import RunConfig
 from dlrm.data.preprocess.pipeline import Options, prepare
 from dlrm.data.schema import Meta
 from dlrm.training import benchmark, metrics
-from dlrm.training.predictor import LABEL, PROBABILITY, Predictor
+from dlrm.training.predictor import Predictor
+from dlrm.training.score_file import LABEL, PROBABILITY
 from dlrm.utils.program import Parser, count_arg, exit_status, path_arg
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other scripts
