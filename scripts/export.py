@@ -10,6 +10,7 @@ if __name__ == "__main__":
 import sys
 from argparse import Namespace
 
+from dlrm.export.delta import export_delta
 from dlrm.export.directory import ExportOptions, export_run
 from dlrm.export.programs import DEVICES
 from dlrm.export.rows import PRECISIONS
@@ -25,6 +26,7 @@ Examples:
   export.py runs/mine exported --tables int8
   export.py runs/mine exported --emb auto --budget 100x
   export.py runs/mine exported --compile cpu cuda --onnx
+  export.py runs/tuesday delta --delta-from exported
 """
 
 
@@ -46,10 +48,17 @@ def arguments() -> Parser:
         "--compile",
         nargs="*",
         choices=DEVICES,
-        default=["cpu"],
-        help="compile ahead of time for machines like this one; without a name, don't",
+        help="compile ahead of time for machines like this one; without a name, don't (default: "
+        "cpu)",
     )
     add("--onnx", action="store_true", help="also write ONNX (default: no)")
+    add(
+        "--delta-from",
+        metavar="EXPORT",
+        type=path_arg,
+        help="export what changed since EXPORT alone, for examples/apply_delta.py; number format "
+        "and compiled programs are as there",
+    )
     last = "take the latest checkpoint of the run, not the best (default: no)"
     add("--last", action="store_true", help=last)
     add(
@@ -63,16 +72,24 @@ def arguments() -> Parser:
 
 def export(options: Namespace) -> None:
     """Export the model."""
+    if options.delta_from is not None and options.compile is not None:
+        raise ValueError(
+            "--compile: with --delta-from, what was compiled is compiled: leave it out"
+        )
+    compiled = ("cpu",) if options.compile is None else options.compile
     chosen = ExportOptions(
         tables=options.tables,
         emb=options.emb,
         budget=options.budget,
-        devices=tuple(dict.fromkeys(options.compile)),
+        devices=tuple(dict.fromkeys(compiled)),
         onnx=options.onnx,
         last=options.last,
         data=options.data,
     )
-    export_run(options.checkpoint, options.output, chosen)
+    if options.delta_from is not None:
+        export_delta(options.checkpoint, options.output, options.delta_from, chosen)
+    else:
+        export_run(options.checkpoint, options.output, chosen)
     print(f"exported to {options.output}")
 
 

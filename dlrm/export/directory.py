@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.export import ExportedProgram
 
 import dlrm
 from dlrm.data.fingerprint import other_data
@@ -81,6 +82,22 @@ def export_run(
     """
     if output.exists():
         raise ValueError(f"{output} exists: name another directory, or remove it")
+    contents, kept = open_run(run, options)
+    with atomic_directory(output) as temporary:
+        manifest = contents.write(temporary, kept, note)
+        write_manifest(manifest, temporary)
+    return manifest
+
+
+def open_run(run: Path, options: ExportOptions) -> tuple[Contents, Path | None]:
+    """What an export of a run has in it.
+
+    Returns:
+        The contents, and the directory that keeps how raw rows are prepared, if there is one.
+
+    Raises:
+        FileNotFoundError, ValueError: see :func:`export_run`.
+    """
     kept = run_directory(run) / KEPT
     with Checkpoint.open(run, best=not options.last) as found:
         model, state, identity = found.build_model(), found.state, found.run
@@ -94,9 +111,8 @@ def export_run(
         model = compress(model, state.model, data, options.emb, options.budget, dtype)
     elif options.budget is not None:
         raise ValueError("--budget needs --emb, the kind to compress by: add --emb auto")
-    contents = _Contents(model, state, meta, identity, options)
-    with atomic_directory(output) as temporary:
-        return contents.write(temporary, kept if directory == kept else None, note)
+    contents = Contents(model, state, meta, identity, options)
+    return contents, kept if directory == kept else None
 
 
 def _described(kept: Path, data: Path | None, state: RunState, model: DLRM) -> tuple[Path, Meta]:
@@ -121,7 +137,7 @@ def _described(kept: Path, data: Path | None, state: RunState, model: DLRM) -> t
     return directory, meta
 
 
-class _Contents:
+class Contents:
     """What goes into the directory."""
 
     def __init__(
@@ -160,23 +176,42 @@ class _Contents:
         precision = options.tables or (None if options.emb else "fp32")
         self._model = InferenceModel(model, lists, precision=precision)
 
+    def trace(self) -> ExportedProgram:
+        """The model as a program."""
+        return trace(self._model, len(self._meta.dense))
+
     def write(
-        self, directory: Path, kept: Path | None, note: Callable[[str], object]
+        self,
+        directory: Path,
+        kept: Path | None,
+        note: Callable[[str], object],
+        *,
+        program: ExportedProgram | None = None,
+        programs: bool = True,
     ) -> dict[str, Any]:
-        """Write all files; the manifest, which lists the others, comes last."""
+        """Write all files but the manifest, which is returned.
+
+        Args:
+            directory: gets the files.
+            kept: the directory that keeps how raw rows are prepared.
+            note: is told each file that is made.
+            program: that of :meth:`trace`, if it is there already.
+            programs: write the programs, not the weights alone.
+        """
         made = dict[str, Any](self._manifest)
-        program = trace(self._model, len(self._meta.dense))
+        program = program or self.trace()
         weights = {name: value.contiguous() for name, value in program.state_dict.items()}
         save_file(weights, directory / WEIGHTS, {"format": "pt"})
         sizes = {n: v.nbytes for n, v in weights.items() if n.startswith("tables.")}
         made["bytes_of_tables"] = sum(sizes.values())
         made["weights"] = WEIGHTS
         note(f"{WEIGHTS}: {sum(v.nbytes for v in weights.values()):,} bytes")
-        save_program(program, directory / PROGRAM)
+        if programs:
+            save_program(program, directory / PROGRAM)
+            note(f"{PROGRAM}: for torch.export.load")
         made["program"] = PROGRAM
-        note(f"{PROGRAM}: for torch.export.load")
         made["compiled"] = {}
-        for device in self._options.devices:
+        for device in self._options.devices if programs else ():
             compile_program(program, directory / compiled_file(device), device)
             made["compiled"][device] = compiled_file(device)
             note(f"{compiled_file(device)}: compiled for {device}")
@@ -190,9 +225,13 @@ class _Contents:
             copy_reader(directory)
             note(f"{PREPARATION}/, {PACKAGE}/: to read raw rows")
         made["files"] = _digests(directory)
-        with atomic_write(directory / MANIFEST) as temporary:
-            temporary.write_text(json.dumps(made, indent=2) + "\n")
         return made
+
+
+def write_manifest(manifest: Mapping[str, Any], directory: Path) -> None:
+    """Write the manifest, the last of the files, which lists the others."""
+    with atomic_write(directory / MANIFEST) as temporary:
+        temporary.write_text(json.dumps(manifest, indent=2) + "\n")
 
 
 def _inputs(meta: Meta) -> list[Mapping[str, Any]]:
@@ -212,10 +251,12 @@ def _inputs(meta: Meta) -> list[Mapping[str, Any]]:
 
 def _digests(directory: Path) -> dict[str, Any]:
     """Bytes and SHA-256 of all files, by their path in the directory."""
-    found = {}
-    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        name = path.relative_to(directory).as_posix()
-        found[name] = {"bytes": path.stat().st_size, "sha256": digest}
-    return found
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {path.relative_to(directory).as_posix(): digest_of(path) for path in paths}
+
+
+def digest_of(path: Path) -> dict[str, Any]:
+    """Bytes and SHA-256 of a file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}

@@ -1,0 +1,212 @@
+"""What changed between two exports, to be applied by examples/apply_delta.py; see docs/export.md.
+
+A tensor whose rows are as wide as before is given by the rows that differ, bit for bit; rows of a
+table that has grown keep their number in the table, although the tables after it have moved. All
+other tensors that differ are given whole. Where all shapes stayed as they were, so did the
+programs; else they are in the delta, like every other file that differs.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dlrm.export.directory import (
+    MANIFEST,
+    PROGRAM,
+    WEIGHTS,
+    ExportOptions,
+    digest_of,
+    open_run,
+)
+from dlrm.utils.atomic import atomic_directory, atomic_write
+from dlrm.utils.documents import read_json
+
+FORMAT, VERSION = "dlrm export delta", 1
+DELTA = "delta.json"
+ROWS = "rows.safetensors"
+FILES = "files"
+"""Names in the directory: its description, rows and tensors, and files that are taken whole."""
+STARTS = {"rows": "starts", "exact": "first_row"}
+"""Modules of a group that hold the rows of all its tables, and where each table begins."""
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CHUNK = 1 << 20  # rows that are compared at a time
+
+
+def export_delta(
+    run: Path,
+    output: Path,
+    base: Path,
+    options: ExportOptions,
+    *,
+    note: Callable[[str], object] = print,
+) -> dict[str, Any]:
+    """Export what changed since an export. The directory is there completely or not at all.
+
+    Args:
+        run: run directory, or a checkpoint in it.
+        output: directory to make.
+        base: the earlier export, whose number format is taken, and whose programs are compiled
+            again if shapes have changed.
+        options: ``last`` and ``data`` apply.
+        note: is told what is made.
+
+    Returns:
+        The contents of ``delta.json``.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint or data.
+        ValueError: ``base`` is no complete export, or has other kinds of tables or ONNX; or as
+            :func:`~dlrm.export.directory.export_run`.
+    """
+    with atomic_directory(output) as directory:
+        before = _read_base(base, options)
+        own = {"tables": before["tables"], "devices": tuple(before["compiled"])}
+        contents, kept = open_run(run, replace(options, **own))
+        old = load_file(base / WEIGHTS)
+        full = directory / "complete"
+        full.mkdir()
+        program = contents.trace()
+        new = {name: value.contiguous() for name, value in program.state_dict.items()}
+        _require_same_tables(base, old, new)
+        same = {n: (v.shape, v.dtype) for n, v in old.items()} == {
+            n: (v.shape, v.dtype) for n, v in new.items()
+        }
+        after = contents.write(full, kept, lambda _: None, program=program, programs=not same)
+        if same:
+            after["compiled"] = before["compiled"]
+            kept_files = (PROGRAM, *before["compiled"].values())
+            files = after["files"] | {name: before["files"][name] for name in kept_files}
+            after["files"] = dict(sorted(files.items()))
+        changes = Changes.between(old, new)
+        save_file(changes.tensors, directory / ROWS, {"format": "pt"})
+        rows = sum(len(v) for n, v in changes.tensors.items() if n.startswith("row_numbers:"))
+        note(f"{ROWS}: {rows:,} rows, {(directory / ROWS).stat().st_size:,} bytes")
+        taken = [
+            name
+            for name, file in after["files"].items()
+            if name != WEIGHTS and before["files"].get(name) != file
+        ]
+        for name in taken:
+            (directory / FILES / name).parent.mkdir(parents=True, exist_ok=True)
+            (full / name).replace(directory / FILES / name)
+        shutil.rmtree(full)
+        note(f"{FILES}/: {len(taken)} files that changed")
+        made = {
+            "format": FORMAT,
+            "version": VERSION,
+            "base": digest_of(base / MANIFEST),
+            "changed_rows": rows,
+            "bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()),
+            "tensors": changes.described,
+            "taken": taken,
+            "rows": digest_of(directory / ROWS),
+            "result": after,
+        }
+        with atomic_write(directory / DELTA) as temporary:
+            temporary.write_text(json.dumps(made, indent=2) + "\n")
+    return made
+
+
+def _read_base(base: Path, options: ExportOptions) -> dict[str, Any]:
+    """The manifest of the earlier export."""
+    if not (base / MANIFEST).is_file():
+        raise ValueError(f"--delta-from {base}: it has no {MANIFEST}; name an export")
+    before: dict[str, Any] = read_json(base / MANIFEST)
+    wrong = None
+    if options.tables is not None or options.emb is not None:
+        wrong = "the tables are stored as they are there: leave out --tables and --emb"
+    elif before.get("tables") == "auto":
+        wrong = "its tables were compressed after training, which changes every row: export in full"
+    elif "onnx" in before or options.onnx:
+        wrong = "ONNX has weights of its own, for which there is no delta: export without --onnx"
+    elif digest_of(base / WEIGHTS) != before["files"][WEIGHTS]:
+        wrong = f"{WEIGHTS} is not that of {MANIFEST}; restore it, or export in full"
+    if wrong:
+        raise ValueError(f"--delta-from {base}: {wrong}")
+    return before
+
+
+def _require_same_tables(base: Path, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
+    if old.keys() != new.keys():
+        name = min(old.keys() ^ new.keys())
+        raise ValueError(
+            f"--delta-from {base}: it has other kinds of tables or layers ({name} is in one of the "
+            "exports only): export in full"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What makes new tensors of old ones."""
+
+    tensors: dict[str, Tensor]
+    """``row_numbers:NAME`` and ``row_values:NAME``, and ``whole:NAME``."""
+    described: dict[str, dict[str, Any]]
+    """Of each tensor that changed, by name: its ``shape``, and ``copy``: rows that are taken from
+    the old tensor, as ``[from, to, rows]``, before the changed ones are written."""
+
+    @classmethod
+    def between(cls, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Changes:
+        """Compare tensors of the same names, bit for bit, none of them without a dimension."""
+        tensors: dict[str, Tensor] = {}
+        described: dict[str, dict[str, Any]] = {}
+        for name, value in new.items():
+            spans = _spans(name, old, new)
+            numbers = None if spans is None else _changed(old[name], value, spans)
+            if numbers is not None and not len(numbers) and old[name].shape == value.shape:
+                continue
+            described[name] = {"shape": list(value.shape), "copy": spans}
+            if numbers is None or 2 * len(numbers) > len(value):
+                described[name]["copy"] = None
+                tensors[f"whole:{name}"] = value
+            else:
+                tensors[f"row_numbers:{name}"] = numbers
+                tensors[f"row_values:{name}"] = value[numbers]
+        return cls(tensors=tensors, described=described)
+
+
+def _spans(
+    name: str, old: Mapping[str, Tensor], new: Mapping[str, Tensor]
+) -> list[list[int]] | None:
+    """Where the rows of a tensor were: ``[from, to, rows]`` of each piece; None: nowhere."""
+    before, value = old[name], new[name]
+    if before.shape[1:] != value.shape[1:] or before.dtype != value.dtype:
+        return None
+    if before.shape == value.shape:
+        return [[0, 0, len(value)]]
+    group, _, rest = name.removeprefix("tables.").partition(".")
+    starts = STARTS.get(rest.partition(".")[0])
+    if starts is None:
+        return None
+    begins = [own[f"tables.{group}.{starts}"].tolist() for own in (old, new)]
+    if len(begins[0]) != len(begins[1]):
+        return None
+    ends = [[*own[1:], len(tensor)] for own, tensor in zip(begins, (before, value), strict=True)]
+    pieces = zip(*begins, *ends, strict=True)
+    return [[a, b, min(end_a - a, end_b - b)] for a, b, end_a, end_b in pieces]
+
+
+def _changed(old: Tensor, new: Tensor, spans: list[list[int]]) -> Tensor:
+    """The numbers of new rows that are not the old ones of ``spans``."""
+    differ = torch.ones(len(new), dtype=torch.bool)
+    for begin, to, rows in spans:
+        for at in range(0, rows, CHUNK):
+            size = min(CHUNK, rows - at)
+            parts = old[begin + at : begin + at + size], new[to + at : to + at + size]
+            one, other = (_bits(part).reshape(size, -1) for part in parts)
+            differ[to + at : to + at + size] = (one != other).any(1)
+    return differ.nonzero()[:, 0]
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Values as integers, so that NaN equals itself and -0 is not 0."""
+    return values.contiguous().view(INTEGERS[values.element_size()])

@@ -1,0 +1,137 @@
+"""Apply a delta of an export: ``python examples/apply_delta.py EXPORT DELTA OUTPUT``.
+
+EXPORT is the export that the delta was made from (``scripts/export.py --delta-from``), OUTPUT a new
+directory, which is what a full export of the newer model would be. Another export is refused, and
+so is a damaged file. It needs PyTorch and safetensors, and no other package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
+DELTA, ROWS, FILES = "delta.json", "rows.safetensors", "files"
+
+
+def apply_delta(base: Path, delta: Path, output: Path) -> None:
+    """Make the newer export. The directory is there completely or not at all.
+
+    Args:
+        base: the export that the delta was made from; it is not changed.
+        delta: the delta.
+        output: directory to make.
+
+    Raises:
+        ValueError: ``base`` is another export, or a file is damaged, or ``output`` exists.
+        OSError: a file can't be read or written.
+    """
+    if output.exists():
+        raise ValueError(f"{output} exists: name another directory, or remove it")
+    described = _read(delta / DELTA)
+    if (described.get("format"), described.get("version")) != ("dlrm export delta", 1):
+        raise ValueError(f"{delta / DELTA} is no delta that this program reads")
+    if digest_of(base / MANIFEST) != described["base"]:
+        raise ValueError(
+            f"{delta} was made from another export than {base}: name that one, or export in full"
+        )
+    before, after = _read(base / MANIFEST)["files"], described["result"]["files"]
+    temporary = output.with_name(output.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        for name in after:
+            if name != WEIGHTS:
+                taken = name in described["taken"]
+                (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile((delta / FILES if taken else base) / name, temporary / name)
+        _require(base / WEIGHTS, before[WEIGHTS])
+        _require(delta / ROWS, described["rows"])
+        weights = new_weights(
+            load_file(base / WEIGHTS), load_file(delta / ROWS), described["tensors"]
+        )
+        save_file(weights, temporary / WEIGHTS, {"format": "pt"})
+        for name, digest in after.items():
+            _require(temporary / name, digest)
+        text = json.dumps(described["result"], indent=2) + "\n"
+        (temporary / MANIFEST).write_text(text)
+        temporary.replace(output)
+    except BaseException:
+        with suppress(OSError):  # the first error is the one to report
+            shutil.rmtree(temporary)
+        raise
+
+
+def new_weights(
+    old: dict[str, Tensor], given: dict[str, Tensor], described: dict[str, Any]
+) -> dict[str, Tensor]:
+    """The weights of the newer export.
+
+    Args:
+        old: those of the earlier one.
+        given: ``row_numbers:NAME [n]`` and ``row_values:NAME [n, ...]``, or ``whole:NAME``.
+        described: for each tensor that changed, its ``shape`` and what to ``copy`` of the old one,
+            as ``[from, to, rows]``; none for a tensor that is given whole.
+    """
+    weights = dict(old)
+    for name, entry in described.items():
+        if entry["copy"] is None:
+            weights[name] = given[f"whole:{name}"]
+            continue
+        made = torch.empty(entry["shape"], dtype=old[name].dtype)
+        for begin, to, rows in entry["copy"]:
+            made[to : to + rows] = old[name][begin : begin + rows]
+        made[given[f"row_numbers:{name}"]] = given[f"row_values:{name}"]
+        weights[name] = made
+    return weights
+
+
+def digest_of(path: Path) -> dict[str, Any]:
+    """Bytes and SHA-256 of a file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def _require(path: Path, digest: dict[str, Any]) -> None:
+    """Raise if a file is not the one that was written."""
+    if digest_of(path) != digest:
+        raise ValueError(f"{path} is damaged, or not the file that was exported: copy it again")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}; copy it again") from None
+    return content
+
+
+def main() -> int:
+    """Run the program; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("export", metavar="EXPORT", type=Path, help="that the delta was made from")
+    parser.add_argument("delta", metavar="DELTA", type=Path, help="the delta")
+    parser.add_argument("output", metavar="OUTPUT", type=Path, help="directory to make")
+    options = parser.parse_args()
+    try:
+        apply_delta(options.export, options.delta, options.output)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{options.output} is the newer export")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""What changed since an export, applied to it, is the full export of the newer model."""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dlrm.export.delta import Changes
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--batch_size", "128", "--model.bottom_mlp", "[16]", "--model.top_mlp", "[16]"]
+SMALL += ["--max_steps", "4", "--optim.lr", "0.05", "--device", "cpu", "--log_every", "4"]
+LATER = ["--max_steps", "1", "--batch_size", "16"]  # so that few rows change
+
+
+def example():
+    """The example as a module."""
+    path = ROOT / "examples" / "apply_delta.py"
+    spec = importlib.util.spec_from_file_location("apply_delta", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def two_days(tmp_path_factory, programs):
+    """A run on the rows of a day, and one that was trained on with those of the next."""
+    directory, before = tmp_path_factory.mktemp("days"), []
+    rng = np.random.default_rng(1)
+    for day in range(2):
+        lines = []
+        for _ in range(1200):
+            values = [f"{v:x}" for v in rng.integers(60 * day, 60 * day + 1500, 26) // 3]
+            dense = [str(v) for v in rng.integers(0, 99, 13)]
+            lines.append("\t".join([str(int(rng.random() < 0.3)), *dense, *values]) + "\n")
+        (directory / f"{day}.tsv").write_text("".join(lines))
+        split = ("--split", "0.8", "0.1", "0.1")
+        data = directory / f"data_{day}"
+        raw = directory / f"{day}.tsv"
+        programs("scripts.prepare_criteo", raw, "--output", data, *split, *before)
+        given = [*LATER, "--init_from", directory / "run_0"] if day else []
+        named = ["--data", data, "--output", directory, "--name", f"run_{day}"]
+        programs("train", *named, *SMALL, *given)
+        before = ("--ids-of", data, "--append-new")
+    same = ["--data", directory / "data_1", "--output", directory, "--name", "run_2"]
+    programs("train", *same, *SMALL, *LATER, "--init_from", directory / "run_1")
+    return directory
+
+
+@pytest.fixture
+def export(run, tmp_path):
+    def export(trained, name, *options, status=0):
+        done = run("export", trained, tmp_path / name, "--last", *options, status=status)
+        return tmp_path / name if not status else done.stderr
+
+    return export
+
+
+def scores(made, rows):
+    """The scores of raw rows by an export, in a new process without this package."""
+    code = "\n".join(
+        [
+            "import sys; sys.modules['dlrm'] = None; sys.path.insert(0, sys.argv[1])",
+            "import torch",
+            "from safetensors.torch import load_file",
+            "from dlrm_reader import InputReader",
+            "program = torch.export.load(sys.argv[1] + '/model.pt2')",
+            "program.state_dict.update(load_file(sys.argv[1] + '/weights.safetensors'))",
+            "model = program.module()",
+            "for arrays in InputReader.load(sys.argv[1]).read([sys.argv[2]]):",
+            "    print(*model(*map(torch.from_numpy, arrays)).tolist())",
+        ]
+    )
+    command = [sys.executable, "-c", code, str(made), str(rows)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def applied(base, delta, output):
+    """Run the example alone; returns its status and errors."""
+    code = "import sys; sys.modules['dlrm'] = None; import runpy; sys.argv = sys.argv[1:]; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", code, ROOT / "examples" / "apply_delta.py"]
+    paths = [*command, base, delta, output]
+    return subprocess.run(list(map(str, paths)), capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("tables", "step"),
+    [
+        ("fp32", 1),
+        ("int8", 2),
+        *(pytest.param(*own, marks=pytest.mark.slow) for own in (("fp32", 2), ("int8", 1))),
+        *(pytest.param("int4", step, marks=pytest.mark.slow) for step in (1, 2)),
+    ],
+)
+def test_a_delta_gives_the_full_export(tables, step, two_days, export, tmp_path):
+    """To a day with new values, and with the same ones."""
+    old, new = (two_days / f"run_{own}" for own in (step - 1, step))
+    base = export(old, "base", "--compile", "--tables", tables)
+    full = export(new, "full", "--compile", "--tables", tables)
+    delta = export(new, "delta", "--delta-from", base)
+    done = applied(base, delta, tmp_path / "applied")
+    assert done.returncode == 0, done.stderr
+    made = tmp_path / "applied"
+    names = {
+        "weights.safetensors",
+        "preparation/meta.json",
+        *(f"preparation/vocabulary/C{column}.parquet" for column in range(1, 27)),
+    }
+    for name in names:
+        assert (made / name).read_bytes() == (full / name).read_bytes(), name
+    manifest, other = (json.loads((own / "manifest.json").read_text()) for own in (made, full))
+    assert list(manifest["files"]) == list(other["files"])
+    assert {**manifest, "files": 0} == {**other, "files": 0}
+    rows = two_days / "1.tsv"
+    assert scores(made, rows) == scores(full, rows) != scores(base, rows)
+    programs = [(own / "model.pt2").read_bytes() for own in (made, base)]
+    assert (programs[0] == programs[1]) == (step == 2)
+    described = json.loads((delta / "delta.json").read_text())
+    assert described["result"] == manifest
+    held = load_file(delta / "rows.safetensors")
+    total = sum(len(v) for k, v in load_file(made / "weights.safetensors").items() if "rows." in k)
+    count = sum(len(v) for name, v in held.items() if name.startswith("row_numbers:"))
+    assert 0 < described["changed_rows"] == count < total / 2
+
+
+@pytest.fixture
+def pair(two_days, export):
+    base = export(two_days / "run_1", "base", "--compile")
+    return base, export(two_days / "run_2", "delta", "--delta-from", base)
+
+
+def test_another_export_and_damaged_files_are_refused(pair, two_days, export, tmp_path):
+    base, delta = pair
+    other = export(two_days / "run_0", "other", "--compile")
+
+    def refused(text, base=base, delta=delta):
+        done = applied(base, delta, tmp_path / "applied")
+        assert done.returncode == 2
+        assert text in done.stderr
+        assert done.stderr.count("\n") == 1
+        assert not (tmp_path / "applied").exists()
+        assert not (tmp_path / "applied.tmp").exists()
+
+    refused("was made from another export than", base=other)
+    for directory, name in ((delta, "rows.safetensors"), (base, "weights.safetensors")):
+        shutil.copytree(directory, tmp_path / "copy")
+        content = bytearray((directory / name).read_bytes())
+        content[-3] ^= 1
+        (tmp_path / "copy" / name).write_bytes(content)
+        refused(f"{name} is damaged", **{directory.name: tmp_path / "copy"})
+        shutil.rmtree(tmp_path / "copy")
+    shutil.copytree(delta, tmp_path / "copy")
+    text = (delta / "delta.json").read_text()
+    (tmp_path / "copy" / "delta.json").write_text(text[:-9])
+    refused("delta.json is damaged", delta=tmp_path / "copy")
+    (tmp_path / "copy" / "delta.json").write_text(text.replace('"version": 1', '"version": 2', 1))
+    refused("is no delta that this program reads", delta=tmp_path / "copy")
+    refused("No such file", delta=tmp_path / "nowhere")
+    (tmp_path / "applied").mkdir()
+    assert "exists: name another" in applied(base, delta, tmp_path / "applied").stderr
+
+
+def test_what_has_no_delta(pair, two_days, export, tmp_path):
+    base, _ = pair
+
+    def refused(*options, base=base, trained=two_days / "run_2"):
+        return export(trained, "refused", "--delta-from", base, *options, status=2)
+
+    assert "leave out --tables and --emb" in refused("--tables", "int8")
+    assert "--compile: with --delta-from" in refused("--compile", "cpu")
+    assert "export without --onnx" in refused("--onnx")
+    assert "it has no manifest.json" in refused(base=tmp_path / "nowhere")
+    small = export(two_days / "run_0", "small", "--compile", "--emb", "auto", "--budget", "2x")
+    assert "which changes every row" in refused(base=small)
+    other = export(two_days / "run_1", "other", "--compile", "--tables", "int8")
+    manifest = json.loads((other / "manifest.json").read_text()) | {"tables": "fp32"}
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    assert "it has other kinds of tables or layers (" in refused(base=other)
+    (base / "weights.safetensors").write_bytes(b"")
+    assert "weights.safetensors is not that of manifest.json" in refused()
+
+
+def test_rows_that_differ_in_their_bits():
+    """Rows of grown tables, NaN and -0; what changes by more than half is given whole."""
+    torch.manual_seed(0)
+    old = {
+        "tables.0.rows.weight": torch.rand(60, 4),
+        "tables.0.starts": torch.tensor([0, 20, 30]),
+        "tables.1.group.cores": torch.rand(40, 2, 3).to(torch.bfloat16),
+        "tables.2.rows.scales": torch.zeros(8),
+        "tables.2.starts": torch.tensor([0]),
+        "mlp.weight": torch.rand(5, 5),
+        "mlp.bias": torch.tensor([torch.nan, 1]),
+    }
+    new = {name: value.clone() for name, value in old.items()}
+    weight = old["tables.0.rows.weight"]
+    parts = weight[:20], torch.rand(3, 4), weight[20:30], weight[30:], torch.rand(1, 4)
+    new["tables.0.rows.weight"] = torch.cat(parts)
+    new["tables.0.rows.weight"][40, 2] += 1
+    new["tables.0.starts"] = torch.tensor([0, 23, 33])
+    new["tables.1.group.cores"][7, 1, 0] = -1
+    new["tables.2.rows.scales"][3] = -0.0
+    new["mlp.weight"] += 1
+    changes = Changes.between(old, new)
+    found = {
+        name.partition(":")[2]: value.tolist()
+        for name, value in changes.tensors.items()
+        if name.startswith("row_numbers:")
+    }
+    assert found == {
+        "tables.0.rows.weight": [20, 21, 22, 40, 63],
+        "tables.1.group.cores": [7],
+        "tables.2.rows.scales": [3],
+    }
+    whole = {name for name in changes.tensors if name.startswith("whole:")}
+    assert whole == {"whole:tables.0.starts", "whole:mlp.weight"}
+    assert "mlp.bias" not in changes.described
+    made = example().new_weights(old, changes.tensors, changes.described)
+    assert made.keys() == new.keys()
+    for name, value in new.items():
+        assert (
+            made[name].numpy().tobytes() == value.numpy().tobytes()
+            if (value.dtype != torch.bfloat16)
+            else made[name].equal(value)
+        ), name
