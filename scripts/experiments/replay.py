@@ -6,21 +6,31 @@ The rows, which are in the order of time, are divided into parts of equal size, 
 trains on the first day. Then, day by day, all models score the day before they see it; after that,
 those that stay fresh train on it once: its rows get the ids of the days before, and values not seen
 before get new ones (``prepare_criteo.py --append-new``, ``train.py --init_from``).
+
+With ``--exports`` the first seed of models with rows for new values is also exported every day, in
+full and as a delta that is applied to what was served the day before, and both score the next day.
 """
 
 from __future__ import annotations
 
 import gzip
+import shutil
+import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from dlrm.config.schema import RunConfig
+from dlrm.data.model_inputs import InputReader
 from dlrm.data.preprocess.pipeline import Options, prepare
 from dlrm.data.schema import Meta
+from dlrm.export.delta import export_delta
+from dlrm.export.directory import PROGRAM, WEIGHTS, ExportOptions, export_run
 from dlrm.training import benchmark, metrics
 from dlrm.training.predictor import Predictor
 from dlrm.training.score_file import LABEL, PROBABILITY
@@ -49,6 +59,7 @@ def arguments() -> Parser:
     config = Path(__file__).parents[2] / "configs" / "criteo_sample.yaml"
     add("--config", type=path_arg, default=config, help="configuration of train.py")
     add("--options", nargs="*", default=[], help="options of train.py, e.g. epochs=2")
+    add("--exports", action="store_true", help="also compare full exports and deltas (default: no)")
     add("--json", type=path_arg, help="also write the results to this JSON file")
     return parser
 
@@ -121,6 +132,34 @@ class Replay:
         if impossible := self.runner.train(runs, data):
             raise ValueError(impossible[0])
 
+    def exports(self, day: int) -> dict[str, Any]:
+        """Export the model that has seen the days before a day, in full and as a delta to what was
+        served so far, and score the day with both."""
+        run = self.work / "runs" / self.run("unseen", 0, day - 1)
+        full, delta, served = (self.work / f"{n}_{day}" for n in ("full", "delta", "served"))
+        for old in (full, delta, served):
+            shutil.rmtree(old, ignore_errors=True)
+        options = ExportOptions(devices=())
+        export_run(run, full, options, note=lambda _: None)
+        found: dict[str, Any] = {"day": day + 1}
+        if day == 1:
+            shutil.copytree(full, served)
+            return found
+        before = self.work / f"served_{day - 1}"
+        made = export_delta(run, delta, before, options, note=lambda _: None)
+        example = Path(__file__).parents[2] / "examples" / "apply_delta.py"
+        subprocess.run([sys.executable, str(example), before, delta, served], check=True)
+        scores = [exported_scores(own, self.days[day]) for own in (full, served)]
+        labels = torch.tensor([int(line[0]) for line in self.days[day].read_text().splitlines()])
+        return found | {
+            "auc": metrics.auc(scores[1], labels),
+            "scores_equal": scores[0].equal(scores[1]),
+            "weights_equal": (full / WEIGHTS).read_bytes() == (served / WEIGHTS).read_bytes(),
+            "changed_rows": made["changed_rows"],
+            "bytes_of_rows": made["rows"]["bytes"],
+            "bytes_of_weights": made["result"]["files"][WEIGHTS]["bytes"],
+        }
+
     def auc(self, way: str, seed: int, day: int) -> float:
         """The AUC on a day of a model that has seen the days before it."""
         run = self.work / "runs" / self.run(way, seed, day - 1)
@@ -132,6 +171,15 @@ class Replay:
         return metrics.auc(scores, labels)
 
 
+def exported_scores(export: Path, rows: Path) -> torch.Tensor:
+    """The probabilities of raw rows by an export, ``[n]``."""
+    program = torch.export.load(export / PROGRAM)
+    program.state_dict.update(load_file(export / WEIGHTS))
+    model, reader = program.module(), InputReader.load(export)
+    parts = [model(*map(torch.from_numpy, arrays)) for arrays in reader.read([rows])]
+    return torch.cat(parts)
+
+
 def replay(options: Namespace) -> None:
     """Train and score day by day, and print the AUC of each model by day."""
     if options.days < 2:
@@ -139,7 +187,9 @@ def replay(options: Namespace) -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     parts = Replay(options)
     found: dict[str, list[list[float]]] = {way: [] for way in options.ways}  # by day and seed
-    rows = []
+    rows, exports = [], []
+    if options.exports and "unseen" not in options.ways:
+        raise ValueError("--exports needs the model unseen: add it to --ways")
     for day in range(options.days):
         if day:
             for way in options.ways:
@@ -147,6 +197,9 @@ def replay(options: Namespace) -> None:
                 values = found[way][-1]
                 spread = np.std(values, ddof=1) if len(values) > 1 else 0.0
                 print(f"day {day + 1} {way:>7}: AUC {np.mean(values):.4f} +- {spread:.4f}")
+            if options.exports:
+                exports.append(parts.exports(day))
+                print(f"day {day + 1} exports: {exports[-1]}")
         if day < options.days - 1:
             rows.append(sum(parts.train(day).cardinalities))
     for way, days in found.items():
@@ -156,6 +209,8 @@ def replay(options: Namespace) -> None:
         chosen = {"min_count": options.min_count, "options": options.options}
         defaults = {"config": options.config.name, "emb": RunConfig.emb}
         report = {"days": options.days, "rows_of_tables": rows, **chosen, **defaults, "auc": found}
+        if options.exports:
+            report["exports"] = exports[1:]  # nothing was served before the first
         benchmark.write(options.json, report)
 
 
