@@ -10,16 +10,18 @@ A fuzzer is a program that gives :func:`main` a function for each kind of input:
     if __name__ == "__main__":
         sys.exit(main({"meta": flipped}))
 
-``run`` is called in a fork of this process, which costs milliseconds if the fuzzer has imported all
-that it needs. It returns an :class:`Outcome`, or raises: a ``ValueError`` or ``OSError`` of one
-line is a refusal. To run a program, use :func:`refusal`. Case ``i`` depends on the seed, its kind
-and ``i`` alone: ``--seed S --kind K --first I --count 1`` repeats it.
+``run`` is called in a fork of this process, which costs milliseconds. What a fork imports, this
+process imports too, so that the next ones have it. ``run`` returns an :class:`Outcome`, or raises:
+a ``ValueError`` or ``OSError`` of one line is a refusal. To run a program, use :func:`refusal`.
+Case ``i`` depends on the seed, its kind and ``i`` alone: ``--seed S --kind K --first I --count 1``
+repeats it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -101,6 +103,8 @@ class Result:
     detail: str
     seconds: float
     memory: int
+    imported: Sequence[str] = ()
+    """The modules that it imported."""
 
 
 def run_case(run: Callable[[], Outcome], limits: Limits = DEFAULT, size: int = 0) -> Result:
@@ -128,18 +132,19 @@ def run_case(run: Callable[[], Outcome], limits: Limits = DEFAULT, size: int = 0
         os.kill(child, signal.SIGKILL)
     os.close(receiver)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    imported: Sequence[str] = ()
     seconds = time.monotonic() - began
     if status == -signal.SIGKILL and seconds >= longest:
         outcome, detail, memory = Outcome.HANG, f"not ended in {longest:.0f} s", 0
     elif status or not answer:
         outcome, detail, memory = Outcome.DIED, f"ended with status {status}", 0
     else:
-        text, detail, memory = json.loads(answer)
+        text, detail, memory, imported = json.loads(answer)
         outcome = Outcome(text)
         if memory > allowed:
             detail = f"{memory >> 20} MB, allowed {allowed >> 20} ({outcome}: {detail})"
             outcome = Outcome.MEMORY
-    return Result(outcome=outcome, detail=detail, seconds=seconds, memory=memory)
+    return Result(outcome=outcome, detail=detail, seconds=seconds, memory=memory, imported=imported)
 
 
 def refusal(program: Callable[[Sequence[str]], int | None], *arguments: object) -> str | None:
@@ -235,6 +240,9 @@ def fuzz(
             result = run_case(case.run, limits, case.size)
         finally:
             shutil.rmtree(directory)
+        for name in result.imported:
+            with contextlib.suppress(Exception):  # one that the case itself has put there
+                importlib.import_module(name)
         counts[case.what, result.outcome] += 1
         if result.outcome not in GOOD:
             print(f"{kind}, {case.what}: {result.outcome} in {result.seconds:.1f} s")
@@ -297,7 +305,7 @@ def _serve(run: Callable[[], Outcome], allowed: int, sender: int) -> None:
         os.dup2(printed.fileno(), 1)
         os.dup2(printed.fileno(), 2)
         sys.stdout, sys.stderr = (os.fdopen(stream, "w") for stream in (1, 2))
-        before = _reset_peak()
+        before, known = _reset_peak(), set(sys.modules)
         # A guard for the machine, far above what is allowed: address space is not memory.
         address_space = _status("VmSize") + 2 * allowed + (8 << 30)
         resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
@@ -318,7 +326,8 @@ def _serve(run: Callable[[], Outcome], allowed: int, sender: int) -> None:
         sys.stderr.flush()
         printed.seek(0)
         detail = printed.read().decode(errors="replace")[-2000:] + detail[-4000:]
-    answer = json.dumps([outcome, detail, memory]).encode()
+    imported = sorted(set(sys.modules) - known)
+    answer = json.dumps([outcome, detail, memory, imported]).encode()
     while answer:
         answer = answer[os.write(sender, answer) :]
     os._exit(0)

@@ -1,3 +1,4 @@
+import importlib
 import os
 import random
 import sys
@@ -6,6 +7,7 @@ import time
 import numpy as np
 import pytest
 from harness import (
+    GOOD,
     Case,
     Limits,
     Outcome,
@@ -92,3 +94,16 @@ def test_cases_depend_on_seed_and_number_alone(capsys):
     assert seen[20:] == seen[12:15]
     assert len({*seen}) > 10
     assert report("zeros", fuzz("zeros", make, seed=random.random(), count=0))
+
+
+def test_what_a_fork_imports_the_next_ones_have(monkeypatch, tmp_path):
+    (tmp_path / "slow_to_import.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    known = []
+
+    def make(rng, directory):
+        known.append("slow_to_import" in sys.modules)
+        return Case(what="a", run=lambda: importlib.import_module("slow_to_import") and GOOD[0])
+
+    fuzz("a", make, seed=0, count=2)
+    assert known == [False, True]
