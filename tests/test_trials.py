@@ -36,6 +36,7 @@ def options_of(kind: str, chance: random.Random) -> dict[str, Any]:
             "operation": chance.choice(["multiply", "add"]),
         },
         "robe": {"rows": rows},
+        "short": {"dim": chance.choice([1, 2]), "keep": rows},
         "tt": {"rank": chance.choice([1, 3, 8, 16, 33]), "d": chance.choice([2, 3, 3, 4])},
     }.get(kind, {})
 
@@ -46,7 +47,19 @@ def draw(seed: int) -> dict[str, Any]:
     tables = chance.randint(1, 7)
     sizes = [chance.choice([1, 2, 3, 40, 1000, 70_000]) for _ in range(tables)]
     dim = chance.choice([2, 4, 8, 16, 20, 32, 64, 130, 256, 300])
-    kinds = ["dense", "basis", "block", "drop", "hash", "offload", "paged", "qr", "robe", "tt"]
+    kinds = [
+        "dense",
+        "basis",
+        "block",
+        "drop",
+        "hash",
+        "offload",
+        "paged",
+        "qr",
+        "robe",
+        "short",
+        "tt",
+    ]
     own = {kind: options_of(kind, chance) for kind in chance.sample(kinds, chance.randint(1, 3))}
     plan = [(kind, own[kind]) for kind in chance.choices(list(own), k=tables)]
     many, few = chance.choice([16, 200, 2500]), chance.choice([1, 33])

@@ -47,6 +47,7 @@ def model_spec(config: RunConfig, meta: Meta) -> ModelSpec:
             counts=lambda: read_frequencies(config.data, meta),
             dtype=dtype,
             ordered=not meta.extends,
+            trained=config.init_from is not None,
         ),
         **asdict(config.model),
     }
@@ -67,7 +68,8 @@ def auto_plan(config: RunConfig, meta: Meta, spec: ModelSpec, tables: str) -> st
         return ""
     counts = read_frequencies(config.data, meta)
     dim, dtype = spec["embedding_dim"], spec["tables_dtype"]
-    lost = 1 - kept_share(spec["plan"], spec["num_embeddings"], dim, counts, dtype)
+    trained = config.init_from is not None
+    lost = 1 - kept_share(spec["plan"], spec["num_embeddings"], dim, counts, dtype, trained)
     return (
         f"{tables}\nauto expects to lose {lost:.1%} of what full tables learn, by how often "
         "their ids occur"

@@ -17,6 +17,7 @@ from dlrm.embeddings.common.bags import row_offsets
 from dlrm.embeddings.offload import Offload
 from dlrm.embeddings.paged import Paged
 from dlrm.embeddings.shared_rows import SharedRows
+from dlrm.embeddings.short import Short, place_of, widen
 from dlrm.embeddings.tt import TT
 from dlrm.export.rows import FloatRows, store_rows
 
@@ -60,6 +61,27 @@ class RowLookup(nn.Module):
             return rows
         projected = rows @ self.projection[tables.reshape(-1)].float()
         return projected.reshape(*ids.shape, projected.shape[-1])
+
+
+class ShortLookup(nn.Module):
+    """Short rows, several of which are stored as one.
+
+    Args:
+        group: the trained tables.
+        precision: see :func:`~dlrm.export.rows.store_rows`.
+    """
+
+    def __init__(self, group: Short, precision: str) -> None:
+        super().__init__()
+        self.stored = RowLookup(group, precision)
+        self.dim, self.embedding_dim, self.per_row = group.dim, group.embedding_dim, group.per_row
+        self.register_buffer("num_short", group._num_short)
+        self.num_short: Tensor  # [F]
+
+    def forward(self, tables: Tensor, ids: Tensor) -> Tensor:
+        """As in :class:`RowLookup`."""
+        rows, place = place_of(ids, self.num_short[tables], self.per_row)
+        return widen(self.stored(tables, rows), place, self.dim, self.embedding_dim)
 
 
 class TTLookup(nn.Module):
@@ -184,6 +206,8 @@ def lookup_of(group: Embedding, precision: str | None) -> nn.Module:
     """
     if precision is None:
         precision = group.dtype or "fp32" if isinstance(group, SharedRows | TT) else "fp32"
+    if isinstance(group, Short):
+        return ShortLookup(group, precision)
     if isinstance(group, SharedRows | Paged | Offload):
         return RowLookup(group, precision)
     if isinstance(group, TT):

@@ -4,14 +4,18 @@ How much a table loses by compression follows from how often its ids occur. An i
 times in training has a fraction ``n / (n + RARE)`` of its effect learned, and is used ``n`` times.
 Rare values say more than common ones do: the variance of their effect is taken to fall as
 ``n^-SPECIFIC``. So the utility of a row of its own is ``n^(2 - SPECIFIC) / (n + RARE)``. A row of
-``d`` weights, projected to the embedding dim by the matrix of its table, keeps all of that except a
-part that falls as ``1 / d``; fewer bits keep a little less. All bytes have the same price. At that
-price each table gets the number of rows, their length and their bits with the highest utility minus
-price, and the price is such that all tables together use up the budget: no byte would be of more
-use in another table.
+``d`` weights keeps all of that except a part that falls as ``1 / d``; fewer bits keep a little
+less. All bytes have the same price. At that price each table gets the number of rows, their length
+and their bits with the highest utility minus price, and the price is such that all tables together
+use up the budget: no byte would be of more use in another table.
 
 The rare ids of a table share a row. A table that keeps all rows at full length is ``dense``, one
-that keeps some of them is ``drop``, and one with shorter rows is ``block``.
+that keeps some of them is ``drop``. One with shorter rows is ``short``: zeros follow the weights,
+and the model learns with that. Trained tables must be fitted as they are, so there it is ``block``,
+with a matrix for each table.
+
+Rows that are compressed are the frequent ones, updated in most steps, and stochastic rounding to 4
+bits adds its noise in each. So 4 bits cost much in training, and little if rows are rounded once.
 """
 
 from __future__ import annotations
@@ -30,7 +34,8 @@ from dlrm.kernels.update.packed import record_bytes
 RARE = 10.0  # occurrences at which half of the effect of an id on the label is known
 SPECIFIC = 0.25  # power by which the variance of effects falls with frequency
 FIRST = 0.8  # utility of rows with one weight, relative to rows of any length
-FIDELITY = {"fp32": 1.0, "bf16": 0.9999, "int8": 0.9998, "int4": 0.995}  # of rows trained so
+FIDELITY = {"fp32": 1.0, "bf16": 0.9999, "int8": 0.9998, "int4": 0.86}  # of rows trained so
+ROUNDED = FIDELITY | {"int4": 0.995}  # of rows rounded once, after training
 PRICES = (1e-9, 1e9)  # bounds of the price of a byte, in occurrences
 STEPS = 80  # of the bisection
 
@@ -44,29 +49,50 @@ class Form:
     dtype: str
     """Their type, one of :data:`~dlrm.embeddings.common.budget.DTYPES`."""
     embedding_dim: int
-    """Length that shorter rows are projected to."""
+    """Length of a full row."""
+    projected: bool = False
+    """Whether a matrix of the table widens shorter rows. Otherwise zeros follow, and the rows of
+    several ids are stored as one."""
+
+    @property
+    def per_row(self) -> int:
+        """Ids of a stored row."""
+        return 1 if self.projected else self.embedding_dim // self.dim
+
+    @property
+    def _stored_bytes(self) -> float:
+        """Bytes of a stored row; of int4 rows, some of which have 8 bits, the mean."""
+        dim = self.dim * self.per_row
+        if self.dtype in WEIGHT_BYTES:
+            return dim * WEIGHT_BYTES[self.dtype]
+        if self.dtype == "int8":
+            return record_bytes(dim, 8)
+        narrow, wide = record_bytes(dim, 4), record_bytes(dim, 8)
+        return narrow + (wide - narrow) / WIDE
+
+    @property
+    def _matrix_bytes(self) -> int:
+        short = self.projected and self.dim < self.embedding_dim
+        return self.dim * self.embedding_dim * WEIGHT_BYTES.get(self.dtype, 4) if short else 0
 
     def size(self, rows: int) -> int:
         """Bytes of a table of ``rows`` rows, with its matrix."""
-        short = self.dim < self.embedding_dim
-        matrix = self.dim * self.embedding_dim * WEIGHT_BYTES.get(self.dtype, 4) if short else 0
-        return matrix + ceil(rows * self.row_bytes)
+        return self._matrix_bytes + ceil(-(-rows // self.per_row) * self._stored_bytes)
+
+    def rows_within(self, size: int) -> int:
+        """The most rows that fit into ``size`` bytes; below 0 if the matrix does not."""
+        return int((size - self._matrix_bytes) // self._stored_bytes) * self.per_row
 
     @property
     def row_bytes(self) -> float:
-        """Bytes of a row; of int4 rows, some of which have 8 bits, the mean."""
-        if self.dtype in WEIGHT_BYTES:
-            return self.dim * WEIGHT_BYTES[self.dtype]
-        if self.dtype == "int8":
-            return record_bytes(self.dim, 8)
-        narrow, wide = record_bytes(self.dim, 4), record_bytes(self.dim, 8)
-        return narrow + (wide - narrow) / WIDE
+        """Bytes of the row of an id."""
+        return self._stored_bytes / self.per_row
 
     @property
     def quality(self) -> float:
         """Utility of a row relative to a full one in fp32."""
         length = (1 - (1 - FIRST) / self.dim) / (1 - (1 - FIRST) / self.embedding_dim)
-        return FIDELITY[self.dtype] * length
+        return (ROUNDED if self.projected else FIDELITY)[self.dtype] * length
 
 
 def _worthwhile(forms: Sequence[Form]) -> list[Form]:
@@ -100,10 +126,16 @@ class Table:
         embedding_dim: length D of a full row.
         count: occurrences of each id, ``[V]``, in falling order except for single ids.
         dtypes: types that rows may have.
+        projected: see :class:`Form`.
     """
 
     def __init__(
-        self, rows: int, embedding_dim: int, count: Tensor, dtypes: Sequence[str] = ("fp32",)
+        self,
+        rows: int,
+        embedding_dim: int,
+        count: Tensor,
+        dtypes: Sequence[str] = ("fp32",),
+        projected: bool = False,
     ) -> None:
         self.rows = rows
         count = count.double()
@@ -114,7 +146,7 @@ class Table:
         dims = [dim for dim in shorter if dim < embedding_dim] + [embedding_dim]
         self.forms = _worthwhile(
             [
-                Form(dim=dim, dtype=dtype, embedding_dim=embedding_dim)
+                Form(dim=dim, dtype=dtype, embedding_dim=embedding_dim, projected=projected)
                 for dim in dims
                 for dtype in dtypes
             ]
@@ -146,7 +178,7 @@ class Table:
         """The rows with the highest utility that fit into ``size`` bytes."""
         options = []
         for index, form in enumerate(self.forms):
-            keep = int((size - form.size(0)) / form.row_bytes) - 1
+            keep = form.rows_within(size) - 1
             if keep >= 0:
                 keep = self.rows if keep >= self.rows - 1 else keep
                 options.append((self.utility(form, keep), index, keep))
@@ -159,7 +191,7 @@ class Table:
         if keep < self.rows - 1:
             options["keep"] = keep
         if form.dim < form.embedding_dim:
-            return "block", {"dim": form.dim, **options}
+            return "block" if form.projected else "short", {"dim": form.dim, **options}
         return "drop" if "keep" in options else "dense", options
 
 
@@ -170,6 +202,7 @@ def choose_tables(
     counts: Sequence[Tensor],
     *,
     dtypes: Sequence[str] = ("fp32",),
+    trained: bool = False,
 ) -> list[tuple[str, dict[str, Any]]]:
     """Choose the kind and the options of every table.
 
@@ -180,12 +213,14 @@ def choose_tables(
         counts: how often each id of each table occurs; ids are in order of falling frequency.
         dtypes: types that rows may have; a table of another type than the first has the option
             ``dtype``.
+        trained: whether the tables will be fitted to trained ones, which takes a matrix for shorter
+            rows; tables that are trained from the start do as well without.
 
     Raises:
         ValueError: the budget is too small for one row per table.
     """
     tables = [
-        Table(rows, embedding_dim, count, dtypes)
+        Table(rows, embedding_dim, count, dtypes, projected=trained)
         for rows, count in zip(num_embeddings, counts, strict=True)
     ]
 
@@ -226,6 +261,7 @@ def kept_share(
     embedding_dim: int,
     counts: Sequence[Tensor],
     dtype: str = "fp32",
+    trained: bool = False,
 ) -> float:
     """How much of what full tables learn those of a plan are expected to learn, in [0, 1].
 
@@ -233,6 +269,7 @@ def kept_share(
         plan: kind and options of each table, as :func:`choose_tables` returns them.
         num_embeddings, embedding_dim, counts: as there.
         dtype: type of the tables that have no option ``dtype``.
+        trained: as there.
     """
     kept = full = 0.0
     for (_, options), rows, count in zip(plan, num_embeddings, counts, strict=True):
@@ -241,6 +278,7 @@ def kept_share(
             dim=options.get("dim", embedding_dim),
             dtype=options.get("dtype", dtype),
             embedding_dim=embedding_dim,
+            projected=trained,
         )
         kept += table.utility(own, options.get("keep", rows))
         full += table.utility(table.forms[-1], rows)

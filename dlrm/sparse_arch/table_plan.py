@@ -39,6 +39,7 @@ def make_table_plan(
     counts: Callable[[], Sequence[Tensor]] | None = None,
     dtype: str = "fp32",
     ordered: bool = True,
+    trained: bool = False,
 ) -> TablePlan:
     """Decide the kind and the options of every table.
 
@@ -59,6 +60,7 @@ def make_table_plan(
         dtype: type of the tables, one of :data:`~dlrm.embeddings.common.budget.DTYPES`; ``auto``
             gives tables this type or one of fewer bits, as the option ``dtype``.
         ordered: whether ids are in order of falling frequency, as some kinds need them.
+        trained: whether the tables will be fitted to trained ones, for ``auto``.
 
     Raises:
         ValueError: unknown names, a negative ``largest``, a budget that cannot be met, ``auto``
@@ -82,7 +84,7 @@ def make_table_plan(
     if budget is not None:
         given = options.get(kind, {})
         fitted = _fit_budget(
-            kind, chosen, num_embeddings, embedding_dim, budget, given, counts, dtype
+            kind, chosen, num_embeddings, embedding_dim, budget, given, counts, dtype, trained
         )
         for table, (own, found) in zip(chosen, fitted, strict=True):
             plan[table] = (own, {**plan[table][1], **found} if own == kind else found)
@@ -215,6 +217,7 @@ def _fit_budget(
     options: Mapping[str, Any],
     counts: Callable[[], Sequence[Tensor]] | None,
     dtype: str,
+    trained: bool,
 ) -> TablePlan:
     """Kind and options of the chosen tables, within what dense tables leave of a budget."""
     row = row_bytes(embedding_dim, dtype)
@@ -238,7 +241,9 @@ def _fit_budget(
         if known is None:
             raise ValueError("--emb auto needs the number of occurrences of each id: pass counts")
         narrower = DTYPES[DTYPES.index(dtype) :]  # the planner may choose fewer bits
-        return choose_tables(sizes, embedding_dim, limit - dense, known, dtypes=narrower)
+        return choose_tables(
+            sizes, embedding_dim, limit - dense, known, dtypes=narrower, trained=trained
+        )
     cls = available()[kind]
     accepted = inspect.signature(cls.for_budget).parameters
     fixed = {k: value for k, value in options.items() if value is not None and k in accepted}

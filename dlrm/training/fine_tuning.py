@@ -135,6 +135,7 @@ def compress(
         counts=lambda: read_frequencies(directory, meta),
         dtype=dtype,
         ordered=not meta.extends,
+        trained=True,
     )
     model = DLRM(**{**spec, "plan": plan, "tables_dtype": dtype})
     model.to(next(trained.parameters()).device)

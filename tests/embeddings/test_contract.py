@@ -23,6 +23,8 @@ COMPRESSED = [
     ("block", {"dim": 3}),
     ("block", {"dim": 3, "keep": 5}),
     ("drop", {"keep": 5}),
+    ("short", {"dim": 3}),
+    ("short", {"dim": 1, "keep": 90}),
     ("tt", {"rank": 3}),
     ("tt", {"rank": 3, "keep": 5}),
     ("robe", {"rows": 7, "block": 2}),
@@ -40,6 +42,7 @@ LOSSLESS = {
     "qr": {"collisions": 1},
     "block": {"dim": 8},
     "drop": {"keep": 200},
+    "short": {"dim": 8},
     "tt": {"rank": 200},
     "robe": {"rows": 200, "block": 1 << 30},
     "cafe": {"rows": 400, "hot": 1.0},
@@ -440,6 +443,7 @@ def test_from_dense_of_its_own_tables_reproduces(kind, options):
 def test_rows_start_with_the_deviation_of_dense_ones(kind, options):
     group = build(kind, [2000] * 16, 16, **options)
     rows = torch.stack([group.to_dense(table) for table in range(16)]) * (3 * 2000) ** 0.5
+    rows = rows[rows != 0].unique()  # of short rows, of which many ids share one
     assert rows.std() == pytest.approx(1, rel=0.05)
     assert abs(rows.mean()) < 0.05
 

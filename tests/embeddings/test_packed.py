@@ -19,6 +19,7 @@ CASES = {
     "drop": {"keep": 9},
     "hash": {"rows": 13},
     "block": {"dim": 4, "keep": 30},
+    "short": {"dim": 4, "keep": 30},
     "robe": {"rows": 13},
     "cafe": {"rows": 40},
 }
@@ -53,7 +54,8 @@ def test_rows_are_those_of_dense_tables_rounded(kind, dtype, device):
     plain.load_dense(weights)
     for table in range(len(SIZES)):
         off = packed.to_dense(table) - plain.to_dense(table)
-        deviation = plain.to_dense(table).std() if SIZES[table] > 1 else 1
+        rows = plain.to_dense(table)
+        deviation = rows[rows != 0].std() if SIZES[table] > 1 else 1
         assert off.square().mean().sqrt() < {"int8": 0.01, "int4": 0.12}[dtype] * deviation
 
 

@@ -20,6 +20,7 @@ CASES = {
     "hash": {"rows": 50},
     "drop": {"keep": 20},
     "block": {"keep": 20},
+    "short": {"keep": 20},
     "robe": {"rows": 50},
     "cafe": {"rows": 50},
     "tt": {"rank": 32},

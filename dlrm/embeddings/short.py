@@ -1,0 +1,139 @@
+"""Short rows: a few weights followed by zeros, with the rows of several ids stored as one."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dlrm.embeddings.base import Common, Embedding
+from dlrm.embeddings.common.budget import Budget, allocate
+from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
+from dlrm.embeddings.shared_rows import SharedRows, num_kept_of
+
+
+class Short(SharedRows):
+    """A row of ``dim`` weights, and zeros up to the embedding dim.
+
+    Nothing widens the rows, as a matrix does in ``block``: the other layers learn what the first
+    places of a vector mean. So a table costs no more than its rows. ``D // dim`` ids, neighbours in
+    the order of frequency, are stored in one row of the weight, which saves scales of packed rows:
+    of ``dim`` 1 in int8 an id takes 18 bytes / 16 at ``D`` 16, and not 4 bytes.
+
+    With ``keep``, only the first ids of a table have a row each, and all later ids share one more;
+    ids are in order of falling frequency. The shared row is stored first.
+
+    Optimizer rules see the stored rows: row-wise Adagrad has one accumulator for all ids of a
+    stored row, and Adam's momentum moves them all when one is used.
+
+    Args:
+        dim: weights of a row.
+        keep: how many ids of a table have a row of their own; by default all. In code it may be a
+            list with one number for each table.
+
+    Raises:
+        ValueError: ``dim`` is out of range.
+    """
+
+    per_table = frozenset({"keep"})
+    captures_bags = False
+    by_frequency = True
+
+    def __init__(
+        self,
+        num_embeddings: Sequence[int],
+        embedding_dim: int,
+        *,
+        dim: int = 4,
+        keep: int | list[int] | None = None,
+        **common: Unpack[Common],
+    ) -> None:
+        if not 1 <= dim <= embedding_dim:
+            raise ValueError(
+                f"short dim is {dim}; set --short.dim to 1 .. {embedding_dim}, the embedding dim"
+            )
+        num_short = num_kept_of(num_embeddings, keep, self.kind())
+        per_row = embedding_dim // dim
+        stored = [-(-rows // per_row) for rows in num_short]
+        super().__init__(num_embeddings, embedding_dim, stored, row_dim=per_row * dim, **common)
+        self.dim, self.per_row, self.num_short = dim, per_row, num_short
+        self.register_buffer("_num_short", torch.tensor(num_short), persistent=False)
+        self._num_short: Tensor  # [F], rows of each table, the shared one included
+        self.reset_parameters()
+
+    def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
+        rows, place = place_of(ids, self._num_short[tables], self.per_row)
+        stored = super().vectors(tables, rows, context)
+        return widen(stored, place, self.dim, self.embedding_dim)
+
+    def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
+        rows, place = place_of(ids, self._num_short[:, None], self.per_row)
+        stored = super().lookup(rows, context)
+        return widen(stored, place.t(), self.dim, self.embedding_dim)
+
+    def lookup_bags(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        context: LookupContext = NO_CONTEXT,
+    ) -> Tensor:
+        return Embedding.lookup_bags(self, ids, offsets, weights, context)
+
+    @torch.no_grad()
+    def load_dense(self, weights: Sequence[Tensor]) -> None:
+        """Copy the first ``dim`` weights of the rows ``[V, D]`` that are kept, and average those of
+        the others. What follows them is lost: ``block`` fits trained tables better.
+        """
+        self._check_dense(weights)
+        for table, (count, weight) in enumerate(zip(self.num_short, weights, strict=True)):
+            head, tail = weight[:, : self.dim].split([count - 1, len(weight) - count + 1])
+            short = torch.cat([tail.mean(0, keepdim=True), head])
+            short = functional.pad(short, (0, 0, 0, self.num_kept[table] * self.per_row - count))
+            stored = short.view(self.num_kept[table], -1)
+            for at, part in self.rows_to_write(table):
+                part.copy_(stored[at : at + len(part)])
+
+    @classmethod
+    def for_budget(cls, budget: Budget) -> list[dict[str, Any] | None]:
+        """For each table the longest rows that fit; all tables get an equal number of bytes.
+
+        A row keeps at least one weight, so no budget below ``1 / D`` of the dense tables fits.
+        """
+        embedding_dim = budget.embedding_dim
+
+        def size(rows: int, dim: int) -> int:
+            return -(-rows // (embedding_dim // dim)) * budget.row_bytes
+
+        def longest(rows: int, room: int) -> int:
+            dims = range(1, embedding_dim + 1)
+            return max(1, bisect_right(dims, room, key=lambda dim: size(rows, dim)))
+
+        options = allocate(budget.num_embeddings, longest, size, budget.size, cls.kind())
+        return [None if dim == embedding_dim else {"dim": dim} for dim in options]
+
+
+def place_of(ids: Tensor, count: Tensor, per_row: int) -> tuple[Tensor, Tensor]:
+    """The stored row of ids, and the place in it.
+
+    Args:
+        ids: any integer tensor ``[...]``.
+        count: short rows of the table of each, which broadcasts against ``ids``; the ids from
+            ``count - 1`` on share the first one.
+        per_row: short rows of a stored one.
+    """
+    index = (ids.minimum(count - 1) + 1) % count
+    return index // per_row, index % per_row
+
+
+def widen(stored: Tensor, place: Tensor, dim: int, embedding_dim: int) -> Tensor:
+    """The ``dim`` weights at a ``place [...]`` of stored rows ``[..., k * dim]``, with zeros up to
+    the embedding dim.
+    """
+    parts = stored.unflatten(-1, (-1, dim))
+    index = place[..., None, None].expand(*place.shape, 1, dim)
+    return functional.pad(parts.gather(-2, index).squeeze(-2), (0, embedding_dim - dim))
