@@ -17,6 +17,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from dlrm.utils.atomic import atomic_write
+from dlrm.utils.documents import refuse_pipe
 from dlrm.utils.messages import require_local
 
 CONFIG = "config.yaml"
@@ -135,8 +136,14 @@ def saved_options(resumed: str | None) -> list[str]:
 
     Raises:
         FileNotFoundError: there is no checkpoint.
+        ValueError: there is a pipe or a device where a run has files.
     """
-    return [f"--config={run_directory(resumed) / CONFIG}"] if resumed else []
+    if not resumed:
+        return []
+    run = run_directory(resumed)
+    for path in _entries(run):
+        refuse_pipe(path)
+    return [f"--config={run / CONFIG}"]
 
 
 def set_aside(path: Path) -> Path:

@@ -8,9 +8,12 @@ is valid Unicode. Aliases of YAML count as often as they are used.
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +59,7 @@ def read_json(path: str | Path) -> Any:
         OSError: it can't be read.
         ValueError: it is not JSON, or beyond the limits; the message names the file.
     """
+    refuse_pipe(path)
     return _parsed(path, MAX_JSON_BYTES, parse_json)
 
 
@@ -66,6 +70,7 @@ def read_json_lines(path: str | Path) -> Iterator[Any]:
         OSError: it can't be read.
         ValueError: a line is not JSON, or beyond the limits; the message names the line.
     """
+    refuse_pipe(path)
     with Path(path).open("rb") as file:
         number = 0
         while line := file.readline(MAX_JSON_BYTES + 1):
@@ -76,6 +81,18 @@ def read_json_lines(path: str | Path) -> Iterator[Any]:
                 yield parse_json(_decoded(line, MAX_JSON_BYTES))
             except ValueError as error:
                 raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+
+
+def refuse_pipe(path: str | Path) -> None:
+    """Refuse a pipe or a device where a file belongs: who opens one may wait for ever.
+
+    Raises:
+        ValueError: it is one.
+    """
+    with suppress(OSError):  # what can't be found can't be opened either
+        mode = os.stat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise ValueError(f"{path} is a pipe or a device, it must be a file: restore it")
 
 
 def parse_yaml(text: str) -> Any:

@@ -135,6 +135,15 @@ def test_a_copy_of_a_run_goes_on_without_symbolic_links(
         assert opened[0].state.steps == opened[1].state.steps, name
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "result.json", "job"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(name, run, two_steps, tmp_path):
+    again = shutil.copytree(two_steps, tmp_path / "again", symlinks=True)
+    (again / name).unlink(missing_ok=True)
+    os.mkfifo(again / name)
+    done = run("train", "--resume", again, status=2)
+    assert f"error: {again / name} is a pipe or a device, it must be a file" in done.stderr
+
+
 def test_a_finished_run_is_not_evaluated_again(run, two_steps, tmp_path, monkeypatch):
     again = shutil.copytree(two_steps, tmp_path / "again", symlinks=True)
     before = {path.name: path.read_bytes() for path in again.iterdir() if path.is_file()}
