@@ -35,6 +35,7 @@ from typing import Any
 import prometheus_client as prometheus
 import pyarrow as pa
 import torch
+import torch._inductor.config
 import uvicorn
 from safetensors.torch import load_file
 from starlette.applications import Starlette
@@ -78,6 +79,8 @@ class Scorer:
         self._reader = InputReader.load(export)
         weights = load_file(export / self.manifest["weights"])  # mapped: processes share them
         if compiled := self.manifest["compiled"].get("cpu"):
+            # Else seconds are spent on compiling tests for this processor.
+            torch._inductor.config.cpp.vec_isa_ok = True
             self._model = torch._inductor.aoti_load_package(str(export / compiled))
             self._weights = {name: weights[name] for name in self._model.get_constant_fqns()}
             self._model.load_constants(self._weights, check_full_update=True, user_managed=True)

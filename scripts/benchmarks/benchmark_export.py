@@ -46,6 +46,7 @@ Score = Callable[[Tensor, Tensor], object]
 LOAD = """
 import sys, time, torch, torch._inductor.package, torch.export.pt2_archive
 from safetensors.torch import load_file
+torch._inductor.config.cpp.vec_isa_ok = True
 begin = time.perf_counter()
 model = torch._inductor.aoti_load_package(sys.argv[1] + "/model_cpu.pt2")
 weights = load_file(sys.argv[1] + "/weights.safetensors")
