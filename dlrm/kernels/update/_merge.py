@@ -89,8 +89,9 @@ def _read(
     row, slot, live, table, D: tl.constexpr, BLOCK_D: tl.constexpr, RULE: tl.constexpr,
     FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """The weights of ``row [K]`` where ``live [K]``, the scale of packed ones, and the states: two
-    of weights, that of the row, the momentum. For what there is not there is something else.
+    """The weights of ``row [K]`` where ``live [K]`` (of packed ones the integers, and the scale),
+    and the states: two of weights, that of the row, the momentum. For what there is not there is
+    something else.
     """
     row = row.to(tl.int64)
     column = tl.arange(0, BLOCK_D)[None, :]
@@ -125,12 +126,15 @@ def _update(
     """Apply the rule to ``row [K]`` where ``live [K]``, given what :func:`_read` found and the
     summed ``grad [K, BLOCK_D]``.
     """
-    value, scale, first, second, row_state, momentum = old
+    steps, scale, first, second, row_state, momentum = old
+    value = steps.to(tl.float32)
+    if FORMAT > 0:
+        value = steps * scale[:, None]
     row = row.to(tl.int64)
     column = tl.arange(0, grad.shape[1])[None, :]
     mask = live[:, None] & (column < D)
     lr = tl.load(step.lr)
-    value, grad = decay_step(value.to(tl.float32), grad, lr, step.hyper, RULE)
+    value, grad = decay_step(value, grad, lr, step.hyper, RULE)
     if RULE.row_state is not None:
         NARROW: tl.constexpr = row_state.dtype == tl.bfloat16
         if NARROW:
@@ -156,7 +160,7 @@ def _update(
         store_rounded(weight, element, value - lr * move, mask, step.seed, ROUND)
     else:
         store_packed(
-            table.tensors[0], row, table.wide, live, value - lr * move, scale, step.seed,
+            table.tensors[0], row, table.wide, live, steps, scale, value - lr * move, step.seed,
             D, FORMAT, ROUND,
         )  # fmt: skip
 
@@ -197,8 +201,9 @@ def merge(
         keys = tl.broadcast_to(row[:, None], (BLOCK, BLOCK_D))
         total, _ = tl.associative_scan((grad, keys), 0, add_equal)
         total += tl.where((row == last_row)[:, None], last_sum, 0.0)
-        old = _read(row, slot, live, table, D, BLOCK_D, RULE, FORMAT)
-        _update(row, slot, old, total, live, table, step, D, RULE, ROUND, FORMAT)
+        if tl.max(live.to(tl.int32), 0) > 0:  # of Kaggle's parts half are inside one row's entries
+            old = _read(row, slot, live, table, D, BLOCK_D, RULE, FORMAT)
+            _update(row, slot, old, total, live, table, step, D, RULE, ROUND, FORMAT)
         end_of_part = at == BLOCK - 1
         crosses = end_of_part & inside & ~ends & (part == PARTS - 1)  # into the next tile
         spill = ((ends & late) | crosses)[:, None] & (column < D)

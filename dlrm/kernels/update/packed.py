@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from dlrm.kernels import tl, triton
-from dlrm.kernels.update.rounding import round_stochastic
+from dlrm.kernels.update.rounding import random_bits, round_stochastic
 from dlrm.kernels.update.rules import Rule, foreach_update
 
 BITS = {"int8": 8, "int4": 4}
@@ -113,11 +113,11 @@ class PackedRows:
         best = scale = torch.full_like(largest, torch.inf)
         for clip in CLIPS:
             tried = _round_up(largest * clip / highest)
-            error = (_dequantize(values, tried, highest) * tried - values).square().sum(1, True)
+            error = (_quantize(values, tried, highest) * tried - values).square().sum(1, True)
             better = error < best  # never for NaN
             best, scale = error.where(better, best), tried.where(better, scale)
         scale = scale.where(largest.isfinite(), torch.nan)
-        self.write_packed(rows, _dequantize(values, scale, highest), scale[:, 0])
+        self.write_packed(rows, _quantize(values, scale, highest), scale[:, 0])
 
     def update(self, rows: Tensor, values: Tensor, *, stochastic: bool) -> None:
         """Store updated rows ``[n, D]``, rounded stochastically or to nearest; no row twice.
@@ -131,10 +131,10 @@ class PackedRows:
         fits = (reach >= largest) & (reach <= SHRINK * largest)
         scale = torch.where(fits, scale, _round_up(largest / highest))
         scale = scale.where(largest.isfinite(), torch.nan)
-        self.write_packed(rows, _dequantize(values, scale, highest, stochastic), scale[:, 0])
+        self.write_packed(rows, _quantize(values, scale, highest, stochastic), scale[:, 0])
 
 
-def _dequantize(values: Tensor, scale: Tensor, highest: Tensor, stochastic: bool = False) -> Tensor:
+def _quantize(values: Tensor, scale: Tensor, highest: Tensor, stochastic: bool = False) -> Tensor:
     """The integers that represent ``values [n, D]`` at scales ``[n, 1]``, in fp32."""
     chance = torch.rand_like(values) if stochastic else 0.5
     steps = (values / scale.where(scale > 0, 1.0) + chance).floor_()
@@ -302,23 +302,25 @@ def _record(row, wide, D: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def load_packed(data, row, wide, live, column, D: tl.constexpr, FORMAT: tl.constexpr):
-    """Packed rows ``[K]`` in fp32, ``[K, B]``, and their scales, ``[K]``."""
+    """The integers of packed rows ``[K]``, ``[K, B]`` fp32, and their scales, ``[K]``."""
     begin, scale_at = _record(row, wide, D, FORMAT)
     mask = live[:, None] & (column < D)
     scale = tl.load((data + scale_at).to(tl.pointer_type(tl.bfloat16)), mask=live, other=0.0)
-    scale = scale.to(tl.float32)
     if FORMAT == 8:
         byte = tl.load(data + begin[:, None] + column, mask=mask, other=128)
         value = byte.to(tl.float32) - 128.0
-    elif FORMAT == 4:
-        byte = tl.load(data + begin[:, None] + column // 2, mask=mask, other=0x88)
-        value = ((byte.to(tl.int32) >> (column % 2 * 4)) & 15).to(tl.float32) - 8.0
-    else:
-        is_wide = (row < wide)[:, None]
-        at = begin[:, None] + tl.where(is_wide, column, column // 2)
-        byte = tl.load(data + at, mask=mask, other=0).to(tl.int32)
-        value = tl.where(is_wide, byte - 128, ((byte >> (column % 2 * 4)) & 15) - 8).to(tl.float32)
-    return tl.where(mask, value * scale[:, None], 0.0), scale
+    else:  # two bytes at a time, of which Triton sees that columns share them
+        if FORMAT == 4:
+            at, shift, few, zero = column // 4 * 2, column % 4 * 4, 15, 8
+        else:
+            is_wide = (row < wide)[:, None]
+            at = tl.where(is_wide, column // 2, column // 4) * 2
+            shift = tl.where(is_wide, column % 2 * 8, column % 4 * 4)
+            few, zero = tl.where(is_wide, 255, 15), tl.where(is_wide, 128, 8)
+        word = (data + begin[:, None] + at).to(tl.pointer_type(tl.uint16))
+        value = ((tl.load(word, mask=mask, other=0).to(tl.int32) >> shift) & few) - zero
+        value = tl.where(mask, value.to(tl.float32), 0.0)
+    return value, scale.to(tl.float32)
 
 
 @triton.jit
@@ -328,54 +330,66 @@ def load_rows(weight, row, wide, live, column, D: tl.constexpr, FORMAT: tl.const
         mask = live[:, None] & (column < D)
         value = tl.load(weight + row[:, None] * D + column, mask=mask, other=0.0)
     else:
-        value, _ = load_packed(weight, row, wide, live, column, D, FORMAT)
+        value, scale = load_packed(weight, row, wide, live, column, D, FORMAT)
+        value = value * scale[:, None]
     return value
 
 
 @triton.jit
 def store_packed(
-    data, row, wide, live, value, scale, seed, D: tl.constexpr, FORMAT: tl.constexpr,
+    data, row, wide, live, steps, scale, value, seed, D: tl.constexpr, FORMAT: tl.constexpr,
     ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Store updated rows ``[K, B]``, B even, whose ``scale [K]`` was read before; as
-    :meth:`PackedRows.update`.
+    """Store rows ``[K, B]``, B even, that were ``steps`` of ``scale [K]`` and are updated to
+    ``value``; as :meth:`PackedRows.update`.
     """
     K: tl.constexpr = value.shape[0]
     B: tl.constexpr = value.shape[1]
     column = tl.arange(0, B)[None, :]
     mask = live[:, None] & (column < D)
-    value = tl.where(mask, value, 0.0)
-    if FORMAT == 8:
-        highest = tl.full((K,), 127.0, tl.float32)
-    elif FORMAT == 4:
-        highest = tl.full((K,), 7.0, tl.float32)
-    else:
+    if FORMAT == 12:
+        is_wide = row < wide
         highest = tl.where(row < wide, 127.0, 7.0)
-    largest = tl.max(tl.abs(value), 1)
-    need = tl.div_rn(largest, highest)
+        inverse = tl.where(is_wide, 1 / 127, 1 / 7)
+    elif FORMAT == 8:
+        highest = tl.full((K,), 127.0, tl.float32)
+        inverse = 1 / 127
+    else:
+        highest = tl.full((K,), 7.0, tl.float32)
+        inverse = 1 / 7
+    # The largest weight by its bits: above them are those of infinity, and then those of NaN.
+    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    bits = tl.max(tl.where(column < D, bits, 0), 1)
+    broken = bits >= 0x7F800000
+    largest = bits.to(tl.float32, bitcast=True)
+    need = largest * inverse
     bits = (need.to(tl.int32, bitcast=True) + 0xFFFF) & -65536
     fitted = tl.where(need > 1e-30, bits.to(tl.float32, bitcast=True), 0.0)
     reach = scale * highest  # exact, which a quotient is not
-    scale = tl.where((reach >= largest) & (reach <= 3.0 * largest), scale, fitted)
-    broken = tl.sum(tl.where(tl.abs(value) < float("inf"), 0, 1), 1) > 0  # and for NaN
-    chance = tl.full((K, B), 0.5, tl.float32)
+    kept = (reach >= largest) & (reach <= 3.0 * largest)
+    keep = tl.where(kept, 1.0, 0.0)[:, None]
+    change = value - steps * tl.where(kept, scale, 0.0)[:, None]
+    scale = tl.where(kept, scale, fitted)
+    change *= tl.where(scale > 0, 1.0 / scale, 0.0)[:, None]
     if ROUND:
-        chance = tl.rand(tl.load(seed), (row[:, None] * D + column).to(tl.int32))
-    steps = tl.div_rn(value, tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], (K, B)))
-    steps = tl.floor(steps + chance)
-    steps = tl.where(broken[:, None], 0.0, steps)
-    steps = tl.minimum(tl.maximum(steps, -highest[:, None]), highest[:, None]).to(tl.int32)
+        random = random_bits(row[:, None] * D + column, seed)
+        change += random.to(tl.float32) * 2.0**-32  # from -0.5 to 0.5
+    # From 2^23 to 2^24 fp32 has the integers alone: adding rounds, and the low bits are the sum.
+    zero = 12582912.0 + (highest + 1)[:, None]
+    steps = steps * keep + (change + zero)
+    steps = tl.minimum(tl.maximum(steps, zero - highest[:, None]), zero + highest[:, None])
+    steps = steps.to(tl.int32, bitcast=True)
     scale = tl.where(broken, float("nan"), scale)
     begin, scale_at = _record(row, wide, D, FORMAT)
     tl.debug_barrier()  # other warps may still read the record: see store_after_all_read
     if FORMAT != 4:
-        mask8 = mask if FORMAT == 8 else mask & (row < wide)[:, None]
-        tl.store(data + begin[:, None] + column, (steps + 128).to(tl.uint8), mask=mask8)
+        mask8 = mask if FORMAT == 8 else mask & is_wide[:, None]
+        tl.store(data + begin[:, None] + column, steps.to(tl.uint8), mask=mask8)
     if FORMAT != 8:
-        low, high = tl.split(tl.reshape(steps + 8, (K, B // 2, 2)))
+        low, high = tl.split(tl.reshape(steps & 15, (K, B // 2, 2)))
         half = tl.arange(0, B // 2)[None, :]
         mask4 = live[:, None] & (half < (D + 1) // 2)
         if FORMAT == 12:
-            mask4 = mask4 & (row >= wide)[:, None]
+            mask4 = mask4 & ~is_wide[:, None]
         tl.store(data + begin[:, None] + half, (low | (high << 4)).to(tl.uint8), mask=mask4)
     tl.store((data + scale_at).to(tl.pointer_type(tl.bfloat16)), scale.to(tl.bfloat16), mask=live)

@@ -2,6 +2,9 @@
 
 Steps that are too small to change a bf16 number count on average: it is rounded up or down at
 random, with the probabilities that make the mean exact.
+
+Kernels hash the number of an element and of the step. Philox, which ``tl.rand`` computes, takes ten
+times the instructions, and its registers were spilled.
 """
 
 from __future__ import annotations
@@ -20,9 +23,25 @@ def round_stochastic(value: Tensor) -> Tensor:
 
 
 @triton.jit
+def _mix(x):
+    """Hash uint32: the high bits of the result are random."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D  # of Chris Wellons' lowbias32
+    return (x ^ (x >> 15)) * 0x846CA68B
+
+
+@triton.jit
+def random_bits(element, seed):
+    """Random int32, one for each ``element`` (its low 32 bits) and number at ``seed``; the high
+    bits are the better ones.
+    """
+    step = _mix(tl.load(seed).to(tl.uint32) * 0x9E3779B1)
+    return _mix(element.to(tl.uint32) * 0x9E3779B1 + step).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def round_to_bf16(value, element, seed):
     """Round fp32 stochastically to a number that bf16 has; ``element`` numbers the values."""
-    random = tl.randint(tl.load(seed), element.to(tl.int32)).to(tl.int32) & 0xFFFF
+    random = (random_bits(element, seed) >> 16) & 0xFFFF
     bits = (value.to(tl.int32, bitcast=True) + random) & -65536  # the upper half is the bf16
     return tl.where(value == value, bits.to(tl.float32, bitcast=True), value)
 

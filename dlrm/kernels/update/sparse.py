@@ -98,7 +98,7 @@ def _launch(
 ) -> None:
     n, dim = len(sorted_rows.rows), grads.shape[1]
     block_d = max(2 if packing else 1, triton.next_power_of_2(dim))
-    block, warps = _tile(block_d, rule.kind.weight_states + rule.kind.momentum)
+    block, warps = _tile(block_d, rule.kind.weight_states + rule.kind.momentum + (packing > 0))
     wanted = max(1, n // (MANY * block))
     parts = min(max(1, LONGEST // (block * block_d)), 1 << (wanted.bit_length() - 1))
     tiles = triton.cdiv(n, block * parts)
@@ -127,7 +127,8 @@ def _tile(block_d: int, states: int) -> tuple[int, int]:
     """Rows of a part of a tile, and its warps.
 
     A warp holds the gradient, the weight and each state of its elements in registers, and their
-    addresses. With 64 elements a thread Adam spilled 5 kB a thread: ten times the time.
+    addresses. With 64 elements a thread Adam spilled 5 kB a thread: ten times the time. Rounding
+    packed rows takes registers too: they count as a state.
     """
     elements = max(32, TILE >> min(states, 1))
     block = max(4, min(256, elements // block_d))
