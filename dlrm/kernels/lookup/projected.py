@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from dlrm.kernels import require_contiguous, require_integers, tl, triton, use_triton
 from dlrm.kernels.lookup.tables import Wide, lookup_tables, row_gradient, row_of
-from dlrm.kernels.update.packed import packed_rows
+from dlrm.kernels.update.packed import load_rows, storage
 from dlrm.kernels.update.row_sort import RowSorter
 
 BLOCK = 64  # samples of a tile
@@ -39,21 +39,24 @@ def _load_matrix(
 
 @triton.jit
 def _forward(
-    ids, starts, last, weight, projection, out, flat, batch,
+    ids, index, weight, wide, projection, out, flat, batch,
     F: tl.constexpr, E: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Project a tile of samples of one table; ``flat`` receives their rows, table by table."""
+    """Project a tile of samples of one table; ``flat`` receives their rows, table by table.
+
+    ``index`` has the arguments ``starts`` and, from ``last`` on, of :func:`row_of`.
+    """
     table = tl.program_id(1).to(tl.int64)
     sample = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = sample < batch
     k = table * batch + sample
-    row = row_of(tl.load(ids + k, mask=inside, other=0), table, starts, None, last, None, None)
+    id = tl.load(ids + k, mask=inside, other=0)
+    row = row_of(id, table, index[0], None, index[1], index[2], index[3])
     if flat is not None:
         tl.store(flat + k, row, mask=inside)
     at_e, at_d = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_D)[None, :]
-    mask = inside[:, None] & (at_e < E)
-    short = tl.load(weight + row[:, None] * E + at_e, mask=mask, other=0.0).to(tl.float32)
+    short = load_rows(weight, row, wide, inside, at_e, E, FORMAT).to(tl.float32)
     matrix = _load_matrix(projection, table, E, D, BLOCK_E, BLOCK_D)
     projected = tl.dot(short, matrix, input_precision=PRECISION)
     at = (sample.to(tl.int64) * F + table)[:, None] * D + at_d
@@ -62,9 +65,9 @@ def _forward(
 
 @triton.jit
 def _backward(
-    grad, flat, weight, projection, values, partials, batch, strides, parts,
+    grad, flat, weight, wide, projection, values, partials, batch, strides, parts,
     F: tl.constexpr, E: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the rows of ``parts`` tiles of one table, and their sum for the matrix."""
     table = tl.program_id(1).to(tl.int64)
@@ -76,12 +79,12 @@ def _backward(
         inside = sample < batch
         k = table * batch + sample
         row = tl.load(flat + k, mask=inside, other=0)
-        mask = inside[:, None] & (at_e < E)
-        short = tl.load(weight + row[:, None] * E + at_e, mask=mask, other=0.0).to(tl.float32)
+        short = load_rows(weight, row, wide, inside, at_e, E, FORMAT).to(tl.float32)
         at = (sample.to(tl.int64) * strides[0] + table * strides[1])[:, None] + at_d
         arrived = tl.load(grad + at, mask=inside[:, None] & (at_d < D), other=0.0)
         arrived = arrived.to(tl.float32)
         value = tl.dot(arrived, matrix, input_precision=PRECISION)
+        mask = inside[:, None] & (at_e < E)
         tl.store(values + k[:, None] * E + at_e, value.to(values.dtype.element_ty), mask=mask)
         total = tl.dot(tl.trans(short), arrived, total, input_precision=PRECISION)
     slot = (tl.program_id(0) * F + table) * E * D
@@ -101,6 +104,7 @@ def _sizes(weight: Tensor, projection: Tensor) -> dict[str, Any]:
         "BLOCK_E": max(16, triton.next_power_of_2(short)),
         "BLOCK_D": max(16, triton.next_power_of_2(dim)),
         "PRECISION": "tf32x3" if exact else "tf32",
+        "FORMAT": storage(weight)[2],
     }
 
 
@@ -113,6 +117,7 @@ class _LookupProjected(torch.autograd.Function):
         starts: Tensor,
         ids: Tensor,
         last: Tensor | None,
+        wide: Wide | None,
         sparse: bool,
         sorter: RowSorter | None,
     ) -> Tensor:
@@ -122,8 +127,9 @@ class _LookupProjected(torch.autograd.Function):
         if any(ctx.needs_input_grad[:2]):
             flat = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
         if batch:
+            index = (starts, last, *(wide or (None, None)))
             _forward[triton.cdiv(batch, BLOCK), tables](
-                ids, starts, last, weight, projection, out, flat, batch,
+                ids, index, *storage(weight)[:2], projection, out, flat, batch,
                 **_sizes(weight, projection),
             )  # fmt: skip
         if flat is not None and ctx.needs_input_grad[0] and sorter is not None:
@@ -145,11 +151,11 @@ class _LookupProjected(torch.autograd.Function):
         partials = torch.empty(tiles, *projection.shape, device=grad.device)
         if batch:
             _backward[tiles, tables](
-                grad, flat, weight, projection, values, partials, batch, grad.stride()[:2], parts,
-                **_sizes(weight, projection),
+                grad, flat, *storage(weight)[:2], projection, values, partials, batch,
+                grad.stride()[:2], parts, **_sizes(weight, projection),
             )  # fmt: skip
         grad_weight = row_gradient(weight, flat, values, ctx.sparse)
-        return grad_weight, partials.sum(0).to(projection.dtype), *[None] * 5
+        return grad_weight, partials.sum(0).to(projection.dtype), *[None] * 6
 
 
 def lookup_projected(
@@ -168,7 +174,7 @@ def lookup_projected(
 
     Args:
         weight: the concatenated tables, ``[sum(V), E]``, contiguous; fp32 or bf16; or a
-            :class:`~dlrm.kernels.update.packed.PackedParameter`, whose rows PyTorch multiplies.
+            :class:`~dlrm.kernels.update.packed.PackedParameter`.
         projection: the matrix of each table, ``[F, E, D]``, contiguous; of the same type.
         starts: first row of each table, ``[F]`` int64.
         ids: ``[F, B]``, int32 or int64, each inside its table (not checked).
@@ -186,15 +192,16 @@ def lookup_projected(
             is not contiguous.
     """
     require_integers(weight, ids=ids)
-    packed = packed_rows(weight) is not None
-    if packed or not use_triton(weight, impl) or max(projection.shape[1:]) > MAX_DIM:
+    if not use_triton(weight, impl) or max(projection.shape[1:]) > MAX_DIM:
         short = lookup_tables(
             weight, starts, ids, last=last, wide=wide, sparse=sparse, sorter=sorter, impl=impl
         )
         return project(short, projection)
-    require_contiguous(weight=weight, projection=projection, starts=starts, last=last)
+    require_contiguous(
+        weight=storage(weight)[0], projection=projection, starts=starts, last=last
+    )
     return _LookupProjected.apply(
-        weight, projection, starts, ids.contiguous(), last, sparse, sorter
+        weight, projection, starts, ids.contiguous(), last, wide, sparse, sorter
     )
 
 

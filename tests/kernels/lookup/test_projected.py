@@ -5,6 +5,7 @@ import torch
 
 from dlrm.kernels.lookup import projected as kernel
 from dlrm.kernels.lookup.projected import lookup_projected
+from dlrm.kernels.update.packed import PackedParameter, PackedRows
 
 GPU = torch.cuda.is_available()
 SIZES = [3, 1, 20 * (4000 if GPU else 1)]
@@ -81,6 +82,32 @@ def test_ids_from_the_last_on_share_its_row(device, assert_close, impl):
         for x in (out, expected)
     ]
     assert_close(*grads, "weight")
+
+
+@pytest.mark.parametrize("wide", [0, 7, 24], ids=["int4", "mixed", "int8"])
+@pytest.mark.parametrize("sharing", [False, True])
+def test_packed_rows_are_projected_as_what_they_stand_for(device, assert_close, wide, sharing):
+    sizes = [3, 1, 20]
+    rows = torch.arange(24, device=device)
+    weight = PackedParameter(PackedRows.empty(24, 4, wide, device))
+    weight.packed.write(rows, torch.randn(24, 4, device=device))
+    plain = weight.packed.read(rows).requires_grad_()
+    matrices = torch.randn(3, 4, 16, device=device).requires_grad_()
+    starts = torch.tensor([0, 3, 4], device=device)
+    options = {"last": torch.tensor(sizes, device=device) - 1} if sharing else {}
+    if wide == 7:  # the tables begin with 2, 1 and 4 rows of 8 bits
+        firsts = torch.tensor([2, 1, 4], device=device)
+        starts = torch.tensor([0, 2, 3], device=device)
+        options["wide"] = firsts, torch.tensor([7, 8, 8], device=device)
+    ids = torch.stack([torch.randint(3 * n if sharing else n, (70,)) for n in sizes]).to(device)
+    results = []
+    for own, impl in ((weight, "triton"), (plain, "torch")):
+        out = lookup_projected(own, matrices, starts, ids, impl=impl, **options)
+        results.append((out, *torch.autograd.grad(out.square().sum(), [own, matrices])))
+    for name, mine, theirs in zip(("output", "weight", "matrices"), *results, strict=True):
+        if mine.is_sparse:
+            mine, theirs = mine.to_dense(), theirs.to_dense()
+        assert_close(mine, theirs, name, factor=4)
 
 
 def test_no_samples(device):
