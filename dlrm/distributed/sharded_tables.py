@@ -1,4 +1,4 @@
-"""Dense tables sharded over many processes.
+"""Dense tables sharded over many processes, in fp32, bf16 or int8.
 
 Every process holds some shards of the tables (:mod:`dlrm.distributed.planner`), and small tables in
 full. A look-up sends the ids of the local samples to the holders of their rows. These look them up
@@ -29,6 +29,7 @@ from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.lookup.bags import lookup_bags
 from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.lookup.tables import lookup, lookup_tables
+from dlrm.kernels.update.packed import packed_rows, record_bytes, storage, write_rows
 from dlrm.utils.local_shards import LocalShards, saved_weight
 from dlrm.utils.streams import side_stream_of
 
@@ -39,7 +40,8 @@ class ShardedTables(Embedding):
     """Dense tables held in shards by many processes; equal to a dense group of the same seed.
 
     The state dict has the tables as one ``weight [sum(V), D]`` in shards on many processes
-    (:class:`~dlrm.utils.local_shards.LocalShards`); a plain tensor can be loaded as well.
+    (:class:`~dlrm.utils.local_shards.LocalShards`); a plain tensor can be loaded as well. With int8
+    rows these are the records of all rows, one after another, as in a dense group.
 
     Args:
         plan: the processes, and the shards of this group's tables, numbered within the group.
@@ -48,6 +50,7 @@ class ShardedTables(Embedding):
 
     grows = True
     captures_bags = True
+    packs_rows = True
 
     def __init__(
         self,
@@ -57,6 +60,16 @@ class ShardedTables(Embedding):
         **common: Unpack[Common],
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, **common)
+        if self.dtype == "int4":  # the rows of 8 bits of all tables would have to come first
+            raise ValueError(
+                "tables in int4 can't be sharded: set --sharding.by replicate, or --tables.dtype "
+                "int8"
+            )
+        if self.dtype is not None and any(s.width < embedding_dim for s in plan.shards):
+            raise ValueError(
+                "rows in int8 have one scale each and can't be sharded by column: set --sharding.by "
+                "row or table"
+            )
         self.world = plan.world
         sharded = {shard.table for shard in plan.shards}
         self.replicated_tables = [t for t in range(self.num_tables) if t not in sharded]
@@ -69,12 +82,12 @@ class ShardedTables(Embedding):
             kind = ColumnWise if narrow else RowWise if len(own) > 1 else TableWise
             kinds[kind] += own
         self.shardings = nn.ModuleList(
-            kind(own, self.num_tables, plan.world, plan.comm_dtype, plan.peers)
+            kind(own, self.num_tables, plan.world, plan.comm_dtype, plan.peers and not self.dtype)
             for kind, own in kinds.items()
             if own
         )
         rows = [self.num_embeddings[table] for table in self.replicated_tables]
-        self.replicated = nn.Parameter(torch.empty(sum(rows), embedding_dim)) if rows else None
+        self.replicated = self._new_rows(sum(rows), embedding_dim) if rows else None
         for sharding, weight in zip(self._shardings(), self._new_weights(), strict=True):
             self.register_parameter(sharding.name, weight)
         self.order = [
@@ -99,7 +112,12 @@ class ShardedTables(Embedding):
     def _new_weights(self) -> list[nn.Parameter]:
         """A weight per sharding."""
         where = torch.get_default_device(), torch.get_default_dtype()
-        weights = [nn.Parameter(sharding.new_weight(*where)) for sharding in self._shardings()]
+        weights = [
+            nn.Parameter(sharding.new_weight(*where))
+            if self.dtype is None
+            else self._new_rows(sharding.height + 1, sharding.width)
+            for sharding in self._shardings()
+        ]
         for weight in weights:
             weight.grad_dtype = None  # gradients have the type in which they are sent
         return weights
@@ -116,6 +134,8 @@ class ShardedTables(Embedding):
             if (like.device, like.dtype) != (weight.device, weight.dtype):
                 weight.data = sharding.new_weight(like.device, like.dtype).copy_(weight.data)
         self._parameters.update(held)
+        for own in self._shardings():  # packed rows may have become a new parameter
+            self.get_parameter(own.name).grad_dtype = None
         return self
 
     @torch.no_grad()
@@ -201,7 +221,8 @@ class ShardedTables(Embedding):
         weights: Tensor | None,
         context: LookupContext = NO_CONTEXT,
     ) -> Tensor:
-        if self.mode == "max" or weights is not None:
+        packed_on_cpu = self.dtype is not None and not ids.is_cuda
+        if self.mode == "max" or weights is not None or packed_on_cpu:
             return super().lookup_bags(ids, offsets, weights, context)
         fixed = context.bag_sizes if self.padding_idx is None else None
         bags, found = Bags.of(ids, offsets, self.num_tables, fixed), []
@@ -265,6 +286,8 @@ class ShardedTables(Embedding):
     def footprint(self) -> list[dict[str, int]]:
         """Bytes of each table, over all processes; replicas are counted once."""
         row = self.embedding_dim * next(self.parameters()).element_size()
+        if self.dtype is not None:
+            row = record_bytes(self.embedding_dim, 8)
         return [{"weights": rows * row} for rows in self.num_embeddings]
 
     # State dicts ------------------------------------------------------------------------------
@@ -274,6 +297,8 @@ class ShardedTables(Embedding):
 
         These are the parameters, or states of an optimizer with an entry per weight or per row.
         """
+        if any(packed_rows(tensor) is not None for tensor in tensors.values()):
+            return self._packed_shards(tensors)
         found = []
         width = 1 if per_row else self.embedding_dim
         for table in range(self.num_tables):
@@ -285,6 +310,16 @@ class ShardedTables(Embedding):
         like = next(iter(tensors.values()))
         return LocalShards((sum(self.num_embeddings), width), found, like.dtype)
 
+    def _packed_shards(self, parameters: Mapping[str, Tensor]) -> LocalShards:
+        """As :meth:`shards`, of the bytes of packed rows."""
+        found, record = [], record_bytes(self.embedding_dim, 8)
+        for table, first in enumerate(self._tables_at[: self.num_tables]):
+            for name, chunk in self.chunks(table):
+                begin, end = (chunk.at + row - chunk.rows[0] for row in chunk.rows)
+                data = storage(parameters[name])[0][begin * record : end * record]
+                found.append((((first + chunk.rows[0]) * record,), data))
+        return LocalShards((sum(self.num_embeddings) * record,), found, torch.uint8)
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}weight"] = self.shards(dict(self.named_parameters()))
 
@@ -292,12 +327,21 @@ class ShardedTables(Embedding):
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool,
         missing: list[str], unexpected: list[str], errors: list[str],
     ) -> None:  # fmt: skip
-        shape = sum(self.num_embeddings), self.embedding_dim
+        shape: tuple[int, ...] = sum(self.num_embeddings), self.embedding_dim
+        if self.dtype is not None:
+            shape = (shape[0] * record_bytes(self.embedding_dim, 8),)
         weight = saved_weight(state_dict, prefix, shape, strict, missing, unexpected, errors)
-        if isinstance(weight, Tensor):
+        if weight is None:
+            return
+        own = self.shards(dict(self.named_parameters()))
+        if not isinstance(weight, Tensor):
+            weight.copy_to(own)
+        elif self.dtype is None:
             self.load_dense(weight.split(self.num_embeddings))
-        elif weight is not None:
-            weight.copy_to(self.shards(dict(self.named_parameters())))
+        else:
+            with torch.no_grad():
+                for (first,), part in own.parts.items():
+                    part.copy_(weight[first : first + len(part)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,6 +355,11 @@ class Chunk:
     def copy_rows(self, parameter: Tensor, rows: Tensor, start: int) -> None:
         """Copy the rows of this chunk from ``rows [n, D]``, the table's rows from ``start`` on."""
         low, high = max(self.rows[0], start), min(self.rows[1], start + len(rows))
-        if low < high:
-            to = parameter[self.at + low - self.rows[0] : self.at + high - self.rows[0]]
-            to.copy_(rows[low - start : high - start, slice(*self.columns)])
+        if low >= high:
+            return
+        values, shift = rows[low - start : high - start, slice(*self.columns)], self.at - self.rows[0]
+        if packed_rows(parameter) is None:
+            parameter[low + shift : high + shift].copy_(values)
+        else:
+            to = torch.arange(low + shift, high + shift, device=parameter.device)
+            write_rows(parameter, to, values)

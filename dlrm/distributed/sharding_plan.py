@@ -16,6 +16,7 @@ from torch import Tensor
 from dlrm.distributed.peer_memory import on_one_host, peers_accessible
 from dlrm.distributed.planner import Shard, describe_shards, plan_shards
 from dlrm.distributed.world import World
+from dlrm.kernels.update.packed import BITS
 from dlrm.utils.messages import did_you_mean
 
 EXCHANGES = ("auto", "peers", "collective")
@@ -74,8 +75,8 @@ def make_sharding_plan(
         None if nothing is sharded: with one process, or if all tables are replicated.
 
     Raises:
-        ValueError: an unknown name, sharding type or exchange; a table whose kind or optimizer rule
-            does not allow its sharding type; pages on devices of their own; or processes that
+        ValueError: an unknown name, sharding type or exchange; a table whose kind, optimizer rule
+            or type does not allow its sharding type; pages on devices of their own; or processes that
             can't access each other.
     """
     num_embeddings, plan = spec["num_embeddings"], spec["plan"]
@@ -92,16 +93,28 @@ def make_sharding_plan(
             f"{rule} keeps one sum for a whole row: shard it by row or table, or use "
             "--optim.embeddings adagrad"
         )
+    packed = {
+        name
+        for name, own, (_, options) in zip(names, types, plan, strict=True)
+        if own != "replicate" and options.get("dtype", spec.get("tables_dtype")) in BITS
+    }
+    for name, own in zip(names, types, strict=True):
+        if own == "column" and name in packed:
+            raise ValueError(
+                f"--sharding shards {name} by column, but its packed rows have one scale each: "
+                "shard it by row or table, or use --tables.dtype bf16"
+            )
     page = min((o["page_size"] for _, o in plan if "page_size" in o), default=1)
     loads = [float(count.sum()) for count in counts()] if counts else [1.0] * len(names)
     narrow = torch.bfloat16 if comm_dtype == "bf16" else None
     peers = exchange == "peers" or (exchange == "auto" and peers_accessible(world))
     shards = plan_shards(
         num_embeddings, dim, world.size, sharding_types=types, loads=loads,
-        page=page, room=_room() if peers else 0, column_wise=not whole_rows,
+        page=page, room=_room() if peers else 0, column_wise=not (whole_rows or packed),
     )  # fmt: skip
     text = describe_shards(shards, dict(enumerate(names)), loads)
     text += f"\nexchange by {'peers' if peers else 'collectives'}"
+    text += ", of packed rows by collectives" if peers and packed else ""
     return ShardingPlan(world=world, shards=shards, comm_dtype=narrow, peers=peers, text=text)
 
 

@@ -80,13 +80,8 @@ class SparseArch(nn.Module):
                     kind, rows, embedding_dim, check_ids=check_ids, dtype=packed, **options
                 )
                 returned.append(slots)
-            elif packed:
-                raise ValueError(
-                    f"tables in {packed} can't be sharded: set --sharding.by replicate, or "
-                    "--tables.dtype bf16"
-                )
             else:
-                group = ShardedTables(rows, embedding_dim, own, check_ids=check_ids)
+                group = ShardedTables(rows, embedding_dim, own, check_ids=check_ids, dtype=packed)
                 returned.append([slots[table] for table in group.order])
             self.groups.append(group.bfloat16() if own_dtype == "bf16" else group)
         self.feature_order = FeatureOrder([slots for slots, _, _ in groups], returned)

@@ -86,6 +86,7 @@ class GradientReducer:
         rounded = any(
             not p.is_cuda and (p.dtype == torch.bfloat16 or packed_rows(p) is not None)
             for p in model.sparse_arch.parameters()
+            if p not in local
         )
         if local and rounded:
             raise ValueError(

@@ -164,6 +164,50 @@ def test_the_parts_of_all_ranks_are_the_dense_tables(by, size):
     assert (seen[320:] == 1).all()
 
 
+@pytest.mark.parametrize("by", ["table", "row"])
+def test_the_records_of_all_ranks_are_those_of_dense_tables(by):
+    torch.manual_seed(0)
+    dense = Dense(SIZES, 8, dtype="int8")
+    records = dense.state_dict()["weight"]
+    recipe = {**RECIPE, "plan": [("dense", {})] * 3, "tables_dtype": "int8"}
+    seen = torch.zeros_like(records)
+    for rank in range(2):
+        world = World(rank=rank, size=2)
+        sharding = make_sharding_plan(world, NAMES, recipe, by=by, threshold=100)
+        torch.manual_seed(0)
+        group = ShardedTables(SIZES, 8, sharding, dtype="int8")
+        assert group.footprint() == dense.footprint()
+        shards = group.state_dict()["weight"]
+        assert shards.size() == records.shape
+        for (begin,), values in shards.parts.items():
+            assert torch.equal(values, records[begin : begin + len(values)])
+            seen[begin : begin + len(values)] += 1
+        group.load_state_dict({"weight": records ^ 1})
+        for (begin,), values in group.state_dict()["weight"].parts.items():
+            assert torch.equal(values, records[begin : begin + len(values)] ^ 1)
+        with pytest.raises(RuntimeError, match=r"weight has shape \(470, 8\), it must be \(4700,"):
+            group.load_state_dict({"weight": torch.zeros(470, 8)})
+    record = len(records) // 470
+    assert (seen[300 * record : 320 * record] == 2).all()  # replicated
+    assert (seen[: 300 * record] == 1).all()
+    assert (seen[320 * record :] == 1).all()
+
+
+def test_packed_rows_are_whole():
+    world = World(rank=0, size=2)
+    recipe = {**RECIPE, "embedding_dim": 32, "tables_dtype": "int8"}
+    options = {"rule": "adagrad", "threshold": 100}
+    found = make_sharding_plan(world, NAMES, recipe, **options)
+    assert {piece.columns for piece in found.shards} == {(0, 32)}
+    with pytest.raises(ValueError, match="shards a by column, but its packed rows have one scale"):
+        make_sharding_plan(world, NAMES, recipe, by="column", **options)
+    with pytest.raises(ValueError, match="int4 can't be sharded: set --sharding.by replicate"):
+        ShardedTables(SIZES, 32, found, dtype="int4")
+    columns = make_sharding_plan(world, NAMES, {**recipe, "tables_dtype": "fp32"}, **options)
+    with pytest.raises(ValueError, match="can't be sharded by column"):
+        ShardedTables(SIZES, 32, columns, dtype="int8")
+
+
 def test_rows_rounded_by_chance_need_gpus():
     world = World(rank=0, size=2)
     recipe = {**RECIPE, "tables_dtype": "bf16"}
