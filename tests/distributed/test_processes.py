@@ -136,6 +136,20 @@ def test_a_checkpoint_of_pieces_of_one_column(run, torchrun, data, tmp_path):
     assert max(losses(tmp_path / "run")) == 8
 
 
+def test_a_checkpoint_of_int8_rows_of_any_number_of_processes(run, torchrun, data, tmp_path):
+    common = [*OPTIONS, "--data", data, "--output", tmp_path, "--name", "run"]
+    common += ["--tables.dtype", "int8", "--sharding.threshold", "0", "--max_steps", "6"]
+    done = torchrun(2, "train", *common, "--sharding.by", "row")
+    assert done.returncode == 0, done.stderr
+    assert "rank 1: " in done.stdout
+    found = run("evaluate", tmp_path / "run", data, "--device", "cpu").stdout
+    assert json.loads(found)["auc"] == pytest.approx(result(tmp_path / "run")["test/auc"], abs=1e-7)
+    run("train", "--resume", tmp_path / "run", "--max_steps", "8")
+    done = torchrun(3, "train", "--resume", tmp_path / "run", "--max_steps", "10")
+    assert done.returncode == 0, done.stderr
+    assert max(losses(tmp_path / "run")) == 10
+
+
 def child_at_step(step, process, run):
     """A process that torchrun started, when a run has logged a step."""
     log, deadline = run / "metrics.jsonl", time.time() + 120
