@@ -67,8 +67,8 @@ class ShardedTables(Embedding):
             )
         if self.dtype is not None and any(s.width < embedding_dim for s in plan.shards):
             raise ValueError(
-                "rows in int8 have one scale each and can't be sharded by column: set --sharding.by "
-                "row or table"
+                "rows in int8 have one scale each and can't be sharded by column: set "
+                "--sharding.by row or table"
             )
         self.world = plan.world
         sharded = {shard.table for shard in plan.shards}
@@ -357,7 +357,10 @@ class Chunk:
         low, high = max(self.rows[0], start), min(self.rows[1], start + len(rows))
         if low >= high:
             return
-        values, shift = rows[low - start : high - start, slice(*self.columns)], self.at - self.rows[0]
+        values, shift = (
+            rows[low - start : high - start, slice(*self.columns)],
+            self.at - self.rows[0],
+        )
         if packed_rows(parameter) is None:
             parameter[low + shift : high + shift].copy_(values)
         else:

@@ -76,8 +76,8 @@ def make_sharding_plan(
 
     Raises:
         ValueError: an unknown name, sharding type or exchange; a table whose kind, optimizer rule
-            or type does not allow its sharding type; pages on devices of their own; or processes that
-            can't access each other.
+            or type does not allow its sharding type; pages on devices of their own; or processes
+            that can't access each other.
     """
     num_embeddings, plan = spec["num_embeddings"], spec["plan"]
     _check_exchange(world, exchange)

@@ -17,6 +17,7 @@ from dlrm.embeddings.common.budget import Budget, allocate, row_bytes
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.lookup.quotient_remainder import compose, lookup_quotient
 from dlrm.kernels.lookup.tables import lookup
+from dlrm.kernels.update.packed import chunks_to_write, packed_rows, record_bytes
 
 Operation = Literal["multiply", "add", "concat"]
 ITERATIONS = 30  # of the alternating fits
@@ -26,7 +27,8 @@ class QR(Embedding):
     """``row = Q[id // collisions] op R[id % collisions]``: no two ids have the same pair of rows.
 
     Rows are composed for each id and pooled afterwards. Rows of the composed table start with the
-    deviation of dense rows, ``1 / sqrt(3 V)``.
+    deviation of dense rows, ``1 / sqrt(3 V)``. Of int4 tables the quotient rows have 4 bits and the
+    remainder rows, which are few, 8.
 
     Args:
         collisions: how many ids share a quotient row, which is also the number of remainder rows.
@@ -36,6 +38,8 @@ class QR(Embedding):
         Shi et al., "Compositional Embeddings Using Complementary Partitions for Memory-Efficient
         Recommendation Systems", KDD 2020, arXiv 1909.02107.
     """
+
+    packs_rows = True
 
     def __init__(
         self,
@@ -55,8 +59,10 @@ class QR(Embedding):
         self.operation = operation
         self.quotients = tuple(-(-rows // collisions) for rows in self.num_embeddings)
         self.remainders = tuple(min(rows, collisions) for rows in self.num_embeddings)
-        self.quotient = nn.Parameter(torch.empty(sum(self.quotients), quotient_dim))
-        self.remainder = nn.Parameter(torch.empty(sum(self.remainders), remainder_dim))
+        self.quotient = self._new_rows(sum(self.quotients), quotient_dim)
+        # Many ids share each remainder row, and it may be a factor: of int4 tables it has 8 bits.
+        remainders = sum(self.remainders)
+        self.remainder = self._new_rows(remainders, remainder_dim, wide=remainders)
         self.register_buffer("_quotients", row_offsets(self.quotients), persistent=False)
         self.register_buffer("_remainders", row_offsets(self.remainders), persistent=False)
         self._quotients: Tensor  # [F], the first quotient row of each table
@@ -73,14 +79,16 @@ class QR(Embedding):
         reference DLRM, ids start alike: on real rows at 30x compression, test AUC is 0.751 with
         signs, 0.745 with small factors and 0.734 with positive ones.
         """
-        for rows, quotient, remainder in self._parts():
+        for table, rows in enumerate(self.num_embeddings):
             bound = (2 * rows if self.operation == "add" else rows) ** -0.5
-            nn.init.uniform_(quotient, -bound, bound)
-            if self.operation == "multiply":
-                signs = torch.empty_like(remainder).bernoulli_().mul_(2).sub_(1)
-                remainder.uniform_(0.9, 1.1).mul_(signs)
-            else:
-                nn.init.uniform_(remainder, -bound, bound)
+            for _, quotient in self._to_write(self.quotient, self.quotients, table):
+                nn.init.uniform_(quotient, -bound, bound)
+            for _, remainder in self._to_write(self.remainder, self.remainders, table):
+                if self.operation == "multiply":
+                    signs = torch.empty_like(remainder).bernoulli_().mul_(2).sub_(1)
+                    remainder.uniform_(0.9, 1.1).mul_(signs)
+                else:
+                    nn.init.uniform_(remainder, -bound, bound)
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         options: dict[str, Any] = {"sparse": self.sparse, "sorter": context.sorter}
@@ -109,22 +117,23 @@ class QR(Embedding):
         finds the best matrix of rank one (quotient by remainder) and add the two-way means.
         """
         self._check_dense(weights)
-        for weight, (_, quotient, remainder) in zip(weights, self._parts(), strict=True):
+        for table, weight in enumerate(weights):
             cells, present = self._cells(weight)
             if self.operation == "concat":
-                split = quotient.shape[1]
-                quotient.copy_((cells[:split].sum(2) / present.sum(1)).T)
-                remainder.copy_((cells[split:].sum(1) / present.sum(0)).T)
+                split = self.quotient.shape[1]
+                q = cells[:split].sum(2) / present.sum(1)
+                r = cells[split:].sum(1) / present.sum(0)
             else:
                 q, r = (rank_one if self.operation == "multiply" else two_way)(cells, present)
-                quotient.copy_(q.T)
-                remainder.copy_(r.T)
+            for at, part in self._to_write(self.quotient, self.quotients, table):
+                part.copy_(q.T[at : at + len(part)])
+            for at, part in self._to_write(self.remainder, self.remainders, table):
+                part.copy_(r.T[at : at + len(part)])
 
     def footprint(self) -> list[dict[str, int]]:
-        return [
-            {"weights": q.numel() * q.element_size() + r.numel() * r.element_size()}
-            for _, q, r in self._parts()
-        ]
+        sides = (self.quotient, self.quotients), (self.remainder, self.remainders)
+        q, r = ([rows * bytes_of_a_row(weight) for rows in own] for weight, own in sides)
+        return [{"weights": sum(both)} for both in zip(q, r, strict=True)]
 
     @classmethod
     def for_budget(
@@ -137,10 +146,9 @@ class QR(Embedding):
             if collisions is None:
                 return rows * budget.row_bytes
             quotients = -(-rows // collisions)
-            quotient, remainder = (
-                row_bytes(dim, budget.dtype) for dim in (quotient_dim, remainder_dim)
-            )
-            return quotients * quotient + collisions * remainder
+            of_remainders = "int8" if budget.dtype == "int4" else budget.dtype
+            remainder = row_bytes(remainder_dim, of_remainders)
+            return quotients * row_bytes(quotient_dim, budget.dtype) + collisions * remainder
 
         def fewest(rows: int, room: int) -> int | None:
             choices = [None, *range(2, isqrt(rows) + 1)]  # beyond the root the size rises again
@@ -153,14 +161,15 @@ class QR(Embedding):
             None if collisions is None else {"collisions": collisions} for collisions in options
         ]
 
-    def _parts(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Ids, quotient rows and remainder rows of each table."""
-        return zip(
-            self.num_embeddings,
-            self.quotient.split(self.quotients),
-            self.remainder.split(self.remainders),
-            strict=True,
-        )
+    def _to_write(
+        self, weight: Tensor, counts: Sequence[int], table: int
+    ) -> Iterator[tuple[int, Tensor]]:
+        """The rows of a table in one of the two weights, in parts: the number of the first one, and
+        memory to fill, which is stored before the next part.
+        """
+        begin = sum(counts[:table])
+        for at, part in chunks_to_write(weight, begin, begin + counts[table]):
+            yield at - begin, part
 
     def _cells(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """A matrix for each column of a table, ``[D, quotients, remainders]``, zero without an id.
@@ -174,6 +183,12 @@ class QR(Embedding):
         present = functional.pad(weight.new_ones(len(weight)), padding)
         cells = functional.pad(weight.T, padding)
         return cells.unflatten(1, (quotients, remainders)), present.view(quotients, remainders)
+
+
+def bytes_of_a_row(weight: Tensor) -> int:
+    """Bytes of a row of a weight ``[V, D]``, all of whose rows have the same number of bits."""
+    dim, packed = weight.shape[1], packed_rows(weight)
+    return dim * weight.element_size() if packed is None else record_bytes(dim, packed.format)
 
 
 def dims(embedding_dim: int, operation: Operation) -> tuple[int, int]:

@@ -86,7 +86,7 @@ class LocalShards:
 def saved_weight(
     state_dict: Mapping[str, Any],
     prefix: str,
-    shape: tuple[int, int],
+    shape: tuple[int, ...],
     strict: bool,
     missing: list[str],
     unexpected: list[str],

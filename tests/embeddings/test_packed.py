@@ -137,7 +137,7 @@ def test_state_dict_copies_and_moves(kind, dtype, device):
     assert meta.footprint() == group.footprint()
 
 
-@pytest.mark.parametrize("kind", sorted(available().keys() - CASES.keys() - {"tt"}))
+@pytest.mark.parametrize("kind", sorted(available().keys() - {*CASES, "qr", "tt"}))
 @every_dtype
 def test_other_kinds_are_refused(kind, dtype):
     with pytest.raises(ValueError, match=f"--emb {kind} has no {dtype} rows: set --tables.dtype"):
@@ -171,7 +171,7 @@ def test_bytes_in_training(dtype, ratio, optimizer):
 
 
 @every_dtype
-@pytest.mark.parametrize("kind", ["drop", "hash", "block", "robe", "cafe"])
+@pytest.mark.parametrize("kind", ["drop", "hash", "block", "robe", "cafe", "qr"])
 @pytest.mark.parametrize("ratio", [3, 8, 40])
 def test_budgets_count_scales(kind, dtype, ratio):
     sizes, dense = [50, 4000, 7, 900], 64 * 4957
@@ -181,7 +181,7 @@ def test_budgets_count_scales(kind, dtype, ratio):
     plan = make_table_plan(names, sizes, 16, kind, budget=f"{ratio}x", dtype=dtype)
     used = SparseArch(sizes, 16, plan, dtype=dtype).sizes()["bytes"]
     assert used <= dense / ratio
-    if ratio >= 8:
+    if ratio >= 8 and kind != "qr":
         assert used > 0.8 * dense / ratio
     assert Budget(sizes, 16, dense, dtype=dtype).row_bytes == row_bytes(16, dtype)
 

@@ -197,9 +197,7 @@ def lookup_projected(
             weight, starts, ids, last=last, wide=wide, sparse=sparse, sorter=sorter, impl=impl
         )
         return project(short, projection)
-    require_contiguous(
-        weight=storage(weight)[0], projection=projection, starts=starts, last=last
-    )
+    require_contiguous(weight=storage(weight)[0], projection=projection, starts=starts, last=last)
     return _LookupProjected.apply(
         weight, projection, starts, ids.contiguous(), last, wide, sparse, sorter
     )

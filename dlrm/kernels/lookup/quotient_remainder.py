@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from dlrm.kernels import require_contiguous, require_integers, tl, triton, use_triton
-from dlrm.kernels.lookup.tables import row_gradient, tiling
+from dlrm.kernels.lookup.tables import lookup, row_gradient, tiling
+from dlrm.kernels.update.packed import load_rows, storage
 from dlrm.kernels.update.row_sort import RowSorter
 
 TILE = 4096  # elements of a tile
@@ -27,13 +27,13 @@ TILE = 4096  # elements of a tile
 
 @triton.jit
 def _compose(
-    ids, starts, quotient, remainder, out, flat, n, batch, collisions,
+    ids, starts, weights, out, flat, n, batch, collisions,
     F: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    SPLIT: tl.constexpr, MULTIPLY: tl.constexpr,
+    SPLIT: tl.constexpr, MULTIPLY: tl.constexpr, FORMAT_Q: tl.constexpr, FORMAT_R: tl.constexpr,
 ):  # fmt: skip
     """Compose one row per table and sample; the first SPLIT columns are of the quotient row.
 
-    ``starts`` and ``flat`` are pairs, one for each weight.
+    ``starts``, ``weights`` and ``flat`` are pairs, one for each table.
     """
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
@@ -46,13 +46,12 @@ def _compose(
         tl.store(flat[1] + k, row_r, mask=inside)
     column = tl.arange(0, BLOCK_D)[None, :]
     mask = inside[:, None] & (column < D)
+    of_r = column
     if SPLIT < D:
-        at_r = row_r[:, None] * (D - SPLIT) + column - SPLIT
-        q = tl.load(quotient + row_q[:, None] * SPLIT + column, mask & (column < SPLIT), 0.0)
-        r = tl.load(remainder + at_r, mask & (column >= SPLIT), 0.0)
-    else:
-        q = tl.load(quotient + row_q[:, None] * D + column, mask, 0.0)
-        r = tl.load(remainder + row_r[:, None] * D + column, mask, 0.0)
+        of_r = tl.where(column < SPLIT, D, column - SPLIT)  # zeros where the quotient row is
+    q = load_rows(weights[0], row_q.to(tl.int64), 0, inside, column, SPLIT, FORMAT_Q)
+    DIM: tl.constexpr = D - SPLIT if SPLIT < D else D
+    r = load_rows(weights[1], row_r.to(tl.int64), 0, inside, of_r, DIM, FORMAT_R)
     q, r = q.to(tl.float32), r.to(tl.float32)
     value = (q * r if MULTIPLY else q + r).to(out.dtype.element_ty)
     tl.store(out + k.to(tl.int64)[:, None] * D + column, value, mask=mask)
@@ -62,6 +61,7 @@ def _compose(
 def _product_backward(
     grad, quotient, remainder, flat_q, flat_r, values_q, values_r, n,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    FORMAT_Q: tl.constexpr, FORMAT_R: tl.constexpr,
 ):  # fmt: skip
     """The gradient of each factor: the incoming one, times the other factor."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -72,10 +72,14 @@ def _product_backward(
     mask = inside[:, None] & (column < D)
     at = k.to(tl.int64)[:, None] * D + column
     arrived = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
-    q = tl.load(quotient + row_q[:, None] * D + column, mask=mask, other=0.0).to(tl.float32)
-    r = tl.load(remainder + row_r[:, None] * D + column, mask=mask, other=0.0).to(tl.float32)
+    q = load_rows(quotient, row_q, 0, inside, column, D, FORMAT_Q).to(tl.float32)
+    r = load_rows(remainder, row_r, 0, inside, column, D, FORMAT_R).to(tl.float32)
     tl.store(values_q + at, (arrived * r).to(values_q.dtype.element_ty), mask=mask)
     tl.store(values_r + at, (arrived * q).to(values_r.dtype.element_ty), mask=mask)
+
+
+def _formats(quotient: Tensor, remainder: Tensor) -> dict[str, int]:
+    return {"FORMAT_Q": storage(quotient)[2], "FORMAT_R": storage(remainder)[2]}
 
 
 class _LookupQuotient(torch.autograd.Function):
@@ -100,8 +104,9 @@ class _LookupQuotient(torch.autograd.Function):
         grid, sizes = tiling(ids.numel(), dim, TILE)
         if ids.numel():
             _compose[grid](
-                ids, starts, quotient, remainder, out, flat, ids.numel(), batch, collisions,
-                F=tables, SPLIT=quotient.shape[1], MULTIPLY=operation == "multiply", **sizes,
+                ids, starts, (storage(quotient)[0], storage(remainder)[0]), out, flat,
+                ids.numel(), batch, collisions, F=tables, SPLIT=quotient.shape[1],
+                MULTIPLY=operation == "multiply", **_formats(quotient, remainder), **sizes,
             )  # fmt: skip
         for rows, weight in zip(flat, (quotient, remainder), strict=True):
             if rows is not None and weight.requires_grad and sorter is not None:
@@ -124,8 +129,9 @@ class _LookupQuotient(torch.autograd.Function):
             grid, sizes = tiling(len(grad), grad.shape[1], TILE)
             if len(grad):
                 _product_backward[grid](
-                    grad, quotient, remainder, *flat, *values, len(grad), **sizes
-                )
+                    grad, storage(quotient)[0], storage(remainder)[0], *flat, *values, len(grad),
+                    **_formats(quotient, remainder), **sizes,
+                )  # fmt: skip
         grads = [
             row_gradient(weight, rows, value, ctx.sparse) if needed else None
             for weight, rows, value, needed in zip(
@@ -151,7 +157,8 @@ def lookup_quotient(
 
     Args:
         quotient, remainder: the concatenated tables, ``[sum(V_q), D_q]`` and
-            ``[sum(V_r), D_r]``, contiguous; of the same type, fp32 or bf16.
+            ``[sum(V_r), D_r]``, contiguous; of the same type, fp32 or bf16, or packed, each all
+            in 8 or all in 4 bits.
         starts: first row of each table in the two, ``[F]`` int64 each.
         ids: ``[F, B]``, int32 or int64, each inside its table (not checked).
         collisions: the divisor of the ids, the same for all tables.
@@ -173,7 +180,10 @@ def lookup_quotient(
             quotient, remainder, starts, ids, collisions, operation=operation, sparse=sparse
         )
     starts_q, starts_r = starts
-    require_contiguous(quotient=quotient, remainder=remainder, starts_q=starts_q, starts_r=starts_r)
+    require_contiguous(
+        quotient=storage(quotient)[0], remainder=storage(remainder)[0], starts_q=starts_q,
+        starts_r=starts_r,
+    )  # fmt: skip
     return _LookupQuotient.apply(
         quotient, remainder, starts, ids.contiguous(), collisions, operation, sparse, sorter
     )
@@ -191,8 +201,8 @@ def lookup_quotient_torch(
 ) -> Tensor:
     """:func:`lookup_quotient` in PyTorch."""
     ids = ids.t()
-    q = functional.embedding(ids // collisions + starts[0], quotient, sparse=sparse)
-    r = functional.embedding(ids % collisions + starts[1], remainder, sparse=sparse)
+    q = lookup(quotient, (ids // collisions + starts[0]).contiguous(), sparse=sparse, impl="torch")
+    r = lookup(remainder, (ids % collisions + starts[1]).contiguous(), sparse=sparse, impl="torch")
     return compose(q, r, operation)
 
 
