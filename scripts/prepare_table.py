@@ -64,6 +64,8 @@ Examples:
   prepare_table.py clicks.csv --output data/clicks --label clicked
   prepare_table.py 'logs/*.parquet' --output data/logs --config logs.yaml --dry-run
   prepare_table.py tuesday.csv --output data/tuesday --ids-of data/clicks
+  prepare_table.py tuesday.csv --output data/tuesday --ids-of data/clicks --append-new \\
+      --split 0.9 0.1 0
 """
 
 
@@ -84,6 +86,7 @@ def _prepare(
     split: list[str] | None,
     split_by: str | None,
     ids_of: Path | None,
+    append_new: bool,
     bad_rows: str,
     dry_run: bool,
     overwrite: bool,
@@ -116,6 +119,7 @@ def _prepare(
         plan,
         output,
         ids_of=ids_of,
+        append_new=append_new,
         skip_bad=bad_rows == "skip",
         overwrite=overwrite,
         workers=workers,
@@ -182,6 +186,12 @@ def _parser() -> Parser:
         metavar="DIR",
         type=path_arg,
         help="give rows the ids and the scaling of a prepared directory (default: new ones)",
+    )
+    add(
+        "--append-new",
+        action="store_true",
+        help="with --ids-of: values of the training rows that DIR does not list get ids after its "
+        "own, so that a model trained on it can be trained on (default: no)",
     )
     add(
         "--bad-rows",

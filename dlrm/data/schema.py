@@ -194,6 +194,13 @@ class Meta:
                 return tuple(earlier["cardinalities"])
         return None
 
+    def extended_by(self, fingerprint: str) -> tuple[Mapping[str, Any], ...]:
+        """What data with a fingerprint extends, whose ids begin with these."""
+        if fingerprint == self.fingerprint:
+            return self.extends
+        earlier = {"fingerprint": self.fingerprint, "cardinalities": list(self.cardinalities)}
+        return (*self.extends, earlier)
+
     @property
     def counts(self) -> dict[str, list[int]]:
         """Rows and positives of each split, by which results recognise data that was remade."""

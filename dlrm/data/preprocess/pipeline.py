@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -263,19 +263,8 @@ def _make(
         options=options.as_dict(),
         inputs=tuple(inputs),
         fingerprint=own,
-        extends=_extended(ids_of, own) if ids_of else (),
+        extends=Meta.read(ids_of).extended_by(own) if ids_of else (),
     ).write(work.directory)
-
-
-def _extended(ids_of: Path, own: str) -> tuple[Mapping[str, Any], ...]:
-    """What data with the fingerprint ``own`` extends, whose ids begin with those of ``ids_of``."""
-    old = Meta.read(ids_of)
-    if own == old.fingerprint:
-        return old.extends
-    return (
-        *old.extends,
-        {"fingerprint": old.fingerprint, "cardinalities": list(old.cardinalities)},
-    )
 
 
 def _report_bad(blocks: Sequence[SpilledBlock], work: Workspace) -> None:

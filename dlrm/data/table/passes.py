@@ -240,7 +240,7 @@ class Learner:
             yield values[block.codes(self.splitter) == TRAIN]
 
     def _learn_values(self, feature: Feature, index: int, vocabulary: Path) -> None:
-        values, counts = self._count(feature)
+        values, counts = self.count(feature)
         if not (counts > 0).any() or values.filter(pa.array(counts > 0)).to_pylist() == [""]:
             raise _no_value(feature)
         own = feature.column.options
@@ -254,7 +254,7 @@ class Learner:
             for chunk in self._chunks(feature):
                 file.write(made.ids(_concatenated(chunk)).data)
 
-    def _count(self, feature: Feature) -> tuple[pa.Array, NDArray[np.int64]]:
+    def count(self, feature: Feature) -> tuple[pa.Array, NDArray[np.int64]]:
         """The distinct values of all rows, and how often each occurs in the training rows."""
         values, counts = pa.array([], pa.large_string()), np.empty(0, np.int64)
         at = 0

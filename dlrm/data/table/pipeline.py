@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from dlrm.data.table.files import TableFile, find_files, open_table
 from dlrm.data.table.infer import plan_table, read_types
 from dlrm.data.table.options import ColumnOptions, SplitOptions, TableOptions
 from dlrm.data.table.passes import convert_files, index_features, write_splits
-from dlrm.data.table.reuse import plan_of_later_rows
+from dlrm.data.table.reuse import extend_vocabularies, plan_of_later_rows
 from dlrm.data.table.splitting import make_splitter
 from dlrm.data.table.transform import TRANSFORM_FILE, TableTransform
 from dlrm.data.table.values import numbers, times
@@ -89,6 +89,7 @@ def prepare_table(
     output: str | os.PathLike[str],
     *,
     ids_of: Path | None = None,
+    append_new: bool = False,
     skip_bad: bool = False,
     overwrite: bool = False,
     workers: int | None = None,
@@ -107,6 +108,8 @@ def prepare_table(
             ``transform.json``, ``table.yaml``, ``bad_rows.json`` and ``meta.json``.
         ids_of: a prepared directory, or a copy of its transform: nothing is learned of these rows,
             they get its ids and scalings.
+        append_new: with ``ids_of``, values of the training rows that it does not list get ids
+            after its own.
         skip_bad: leave out rows that do not fit, and report them in ``bad_rows.json``.
         overwrite: replace what was prepared there with other options.
         workers: threads; by default one per core that the process may use.
@@ -120,13 +123,16 @@ def prepare_table(
         ValueError: a row or value doesn't fit, there are no rows to train on, or ``output`` holds
             other data.
     """
-    options = {
+    options: dict[str, Any] = {
         "made_by": MADE_BY,
         "options": asdict(replace(plan.options, columns={})),
         "columns": {column.name: asdict(column.options) for column in plan.columns},
         "ids_of": None if ids_of is None else str(ids_of),
         "bad_rows": "skip" if skip_bad else "stop",
     }
+    if append_new:
+        _require_fingerprint(ids_of)
+        options["append_new"] = True
     if ids_of is not None and ids_of.resolve() == Path(output).resolve():
         raise ValueError(f"--ids-of {ids_of} is also the output; give another --output")
     inputs = [file.path for file in files]
@@ -174,10 +180,12 @@ def _make(
         lambda: (block.column(SPLIT).to_numpy() for block in blocks),
         lambda text: _limit(plan, text),
     )
-    if ids_of is None and not any((block.codes(splitter) == 0).any() for block in blocks):
+    append_new = "append_new" in options
+    learns = ids_of is None or append_new
+    if learns and not any((block.codes(splitter) == 0).any() for block in blocks):
         raise ValueError(
             f"no rows to learn from: {rows:,} rows were read and the split leaves none for "
-            "training; choose another split"
+            "training; choose another split" + append_new * ", or leave --append-new out"
         )
     if ids_of is None:
         transform = index_features(blocks, plan, splitter, work, progress=progress)
@@ -186,6 +194,8 @@ def _make(
         for feature in plan.categorical:
             file = Meta.vocabulary_file(feature.name)
             shutil.copyfile(ids_of / file, work / file)
+        if append_new:
+            extend_vocabularies(blocks, transform, splitter, work)
     splits = write_splits(blocks, transform, splitter, work, workers=workers, progress=progress)
     label, weight = plan.only("label"), plan.only("weight")
     assert label is not None
@@ -194,6 +204,12 @@ def _make(
         temporary.write_text(options_as_yaml(plan))
     with atomic_write(work / BAD_ROWS_FILE) as temporary:
         temporary.write_text(json.dumps(bad.as_json(), indent=2) + "\n")
+    own = fingerprint(
+        work.directory, [feature.name for feature in plan.categorical], transform.rules()
+    )
+    extends: tuple[Mapping[str, Any], ...] = ()
+    if ids_of is not None and (ids_of / META_FILE).is_file():
+        extends = Meta.read(ids_of).extended_by(own)
     Meta(
         label=label.name,
         weight=None if weight is None else weight.name,
@@ -202,10 +218,19 @@ def _make(
         splits=splits,
         options=options,
         inputs=tuple(file.record() for file in files),
-        fingerprint=fingerprint(
-            work.directory, [feature.name for feature in plan.categorical], transform.rules()
-        ),
+        fingerprint=own,
+        extends=extends,
     ).write(work.directory)
+
+
+def _require_fingerprint(ids_of: Path | None) -> None:
+    """Raise unless a run on later data can tell that it extends ``ids_of``."""
+    if ids_of is None:
+        raise ValueError("--append-new needs --ids-of, the data whose ids come first")
+    if not (ids_of / META_FILE).is_file() or Meta.read(ids_of).fingerprint is None:
+        raise ValueError(
+            f"--append-new: {ids_of} has no {META_FILE} with a fingerprint; prepare it again"
+        )
 
 
 def options_as_yaml(plan: TablePlan) -> str:

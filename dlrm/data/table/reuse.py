@@ -1,13 +1,20 @@
-"""Rows that come later: the plan of an earlier preparation for other files."""
+"""Rows that come later: the plan and the vocabularies of an earlier preparation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dlrm.data.table.columns import Column, TablePlan
+from dlrm.data.preprocess.workspace import Workspace
+from dlrm.data.schema import Meta
+from dlrm.data.table.columns import Column, Feature, TablePlan
 from dlrm.data.table.files import TableFile
 from dlrm.data.table.options import ColumnOptions, SplitOptions
+from dlrm.data.table.passes import Block, Learner
+from dlrm.data.table.splitting import Splitter
+from dlrm.data.table.transform import TableTransform
+from dlrm.data.table.vocabulary import extend_vocabulary
+from dlrm.data.threads import map_in_order
 from dlrm.utils.messages import did_you_mean
 
 
@@ -52,3 +59,36 @@ def plan_of_later_rows(
                 )
     there = {column.name for column in columns}
     return plan, [name for name in files[0].names if name not in there]
+
+
+def extend_vocabularies(
+    blocks: Sequence[Block], transform: TableTransform, splitter: Splitter, work: Workspace
+) -> None:
+    """Give values of the training rows that have no id yet ids after the old ones.
+
+    Numbers in buckets stay as they are, and so do scalings.
+
+    Args:
+        blocks: the rows.
+        transform: that of the earlier preparation, whose vocabularies are replaced.
+        splitter: says which rows are for training.
+        work: gets the vocabularies.
+    """
+    learner = Learner(blocks=blocks, splitter=splitter, work=work, transform=transform)
+
+    def extend(feature: Feature) -> None:
+        values, counts = learner.count(feature)
+        own = feature.column.options
+        made = extend_vocabulary(
+            transform.vocabularies[feature.name],
+            values,
+            counts,
+            min_count=own.min_count or 1,
+            cap=own.cap,
+        )
+        made.write(work / Meta.vocabulary_file(feature.name))
+        transform.vocabularies[feature.name] = made
+
+    features = [feature for feature in transform.plan.categorical if not feature.bucketed]
+    for _ in map_in_order(extend, features, 2):  # two at a time, to bound the memory
+        pass

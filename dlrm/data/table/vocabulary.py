@@ -120,6 +120,40 @@ def make_vocabulary(
     return TextVocabulary(values=values.take(positions), counts=made.counts, oov_id=oov)
 
 
+def extend_vocabulary(
+    old: TextVocabulary,
+    values: pa.Array,
+    counts: NDArray[np.int64],
+    *,
+    min_count: int,
+    cap: int | None,
+) -> TextVocabulary:
+    """A vocabulary with new values: the old ones keep their ids.
+
+    Args:
+        old: the vocabulary to extend.
+        values: ``[n]`` distinct texts.
+        counts: ``[n]`` occurrences in the new training rows. They are added to the old ones.
+        min_count: occurrences that a new value needs for an id of its own. New ids are in order of
+            falling frequency, after the old ones.
+        cap: at most this many ids in all.
+    """
+    order = pc.sort_indices(values)
+    values, counts = values.take(order), counts[order.to_numpy()]
+    listed = pc.index_in(values.cast(TEXT), old.values)
+    unlisted = listed.is_null().to_numpy(zero_copy_only=False)
+    new = np.flatnonzero(unlisted & (counts >= min_count))
+    new = new[np.argsort(-counts[new], kind="stable")]
+    if cap is not None:
+        new = new[: max(0, cap - len(old))]
+    ids = listed.fill_null(-1 if old.oov_id is None else old.oov_id).to_numpy().copy()
+    ids[new] = np.arange(len(old), len(old) + len(new))
+    total = np.concatenate([old.counts, np.zeros(len(new), np.int64)])
+    np.add.at(total, ids, counts)
+    all_values = pa.concat_arrays([old.values, values.take(pa.array(new)).cast(TEXT)])
+    return TextVocabulary(values=all_values, counts=total, oov_id=old.oov_id)
+
+
 def merge_counts(
     values: Sequence[pa.Array], counts: Sequence[NDArray[np.int64]]
 ) -> tuple[pa.Array, NDArray[np.int64]]:
