@@ -8,7 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from dlrm.embeddings.basis import check_codebook, code_bytes, fit_codebook
-from dlrm.kernels.lookup.codebook import Members, code_bits, codebook_sum, members, pack, unpack
+from dlrm.kernels.lookup.codebook import (
+    Members,
+    code_bits,
+    codebook_sum,
+    members,
+    pack,
+    unpack,
+    unpack_columns,
+    unpacked_sum,
+)
 
 
 class BasisLinear(nn.Module):
@@ -56,7 +65,8 @@ class BasisLinear(nn.Module):
         self.register_buffer("codes", codes)
         self.codes: Tensor  # [V, bytes]
         self._members: Members | None = None
-        self._members_of: tuple[Tensor, int] | None = None  # the codes and their version
+        self._unpacked: Tensor | None = None
+        self._derived_from: tuple[Tensor, int] | None = None  # the codes and their version
         self.reset_parameters()
 
     @torch.no_grad()
@@ -101,8 +111,11 @@ class BasisLinear(nn.Module):
             )
         tokens = input.reshape(-1, self.parts, self.in_features // self.parts)
         products = torch.bmm(self.weight, tokens.permute(1, 2, 0))  # [parts, clusters, N]
-        index = self._index() if torch.is_grad_enabled() and products.is_cuda else None
-        out = codebook_sum(products, self.codes, self.bias, self.bits, index)
+        if products.is_cuda or self.training or torch.is_grad_enabled():
+            index = self._index() if torch.is_grad_enabled() and products.is_cuda else None
+            out = codebook_sum(products, self.codes, self.bias, self.bits, index)
+        else:  # to unpack the codes each time would take longer than all else
+            out = unpacked_sum(products, self._columns(), self.bias)
         return out.view(*input.shape[:-1], self.out_features)
 
     def codes_of_outputs(self) -> Tensor:
@@ -111,11 +124,24 @@ class BasisLinear(nn.Module):
 
     def _index(self) -> Members:
         """The outputs that use each centroid, computed again only when the codes have changed."""
-        codes, version = self._members_of or (None, -1)
-        if self._members is None or codes is not self.codes or version != self.codes._version:
+        if not self._same_codes() or self._members is None:
             self._members = members(self.codes, self.parts, self.bits, self.clusters)
-            self._members_of = self.codes, self.codes._version
         return self._members
+
+    def _columns(self) -> Tensor:
+        """The unpacked codes, int32 ``[parts, V]``, computed again only when they have changed."""
+        if not self._same_codes() or self._unpacked is None:
+            self._unpacked = unpack_columns(self.codes, self.parts, self.bits)
+        return self._unpacked
+
+    def _same_codes(self) -> bool:
+        """Whether the codes are those of the last call; if not, forget what was made of them."""
+        codes, version = self._derived_from or (None, -1)
+        same = codes is self.codes and version == self.codes._version
+        if not same:
+            self._members = self._unpacked = None
+            self._derived_from = self.codes, self.codes._version
+        return same
 
     @torch.no_grad()
     def to_dense(self) -> Tensor:
@@ -124,9 +150,14 @@ class BasisLinear(nn.Module):
         return torch.cat([own[code] for own, code in zip(self.weight, codes, strict=True)], 1)
 
     def footprint(self) -> dict[str, int]:
-        """Bytes by part; the index, computed from the codes, is kept in training on a GPU only."""
+        """Bytes by part. The index, computed from the codes, is kept in training on a GPU, and in
+        evaluation on a CPU."""
         bias = 0 if self.bias is None else self.bias.nbytes
-        index = self._index().nbytes if self.training and self.codes.is_cuda else 0
+        index = 0
+        if self.training and self.codes.is_cuda:
+            index = self._index().nbytes
+        elif not self.training and not self.codes.is_cuda:
+            index = 4 * self.out_features * self.parts
         return {"weights": self.weight.nbytes + bias, "codes": self.codes.nbytes, "index": index}
 
     def extra_repr(self) -> str:

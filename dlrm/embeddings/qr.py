@@ -110,8 +110,9 @@ class QR(Embedding):
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:
-        """Fit to dense tables, each ``[V, D]``, by least squares.
+        """Fit to dense tables, each ``[V, D]``, by least squares, weighted by Zipf's law.
 
+        Ids are in order of falling frequency: the error of id ``i`` counts ``1 / (1 + i)`` times.
         With concat, each row becomes the mean of the rows that share it. Multiply and add alternate
         between the two tables, each step exact given the other table: for each column, multiply
         finds the best matrix of rank one (quotient by remainder) and add the two-way means.
@@ -119,6 +120,9 @@ class QR(Embedding):
         self._check_dense(weights)
         for table, weight in enumerate(weights):
             cells, present = self._cells(weight)
+            place = torch.arange(1, present.numel() + 1, device=present.device)
+            present = present / place.view_as(present)
+            cells = cells * present
             if self.operation == "concat":
                 split = self.quotient.shape[1]
                 q = cells[:split].sum(2) / present.sum(1)

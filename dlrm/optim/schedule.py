@@ -8,6 +8,10 @@ import torch
 
 from dlrm.optim.row_optimizer import _rate
 
+OTHERS = 4
+"""Power of the factor for fine-tuning on the rates of what is no embedding. The MLPs know the rows,
+and a second epoch at higher rates overfits, while tables that lost something can still learn."""
+
 
 class Schedule:
     """Linear warm-up, a plateau, then polynomial decay of the learning rates.
@@ -20,8 +24,8 @@ class Schedule:
         power: of the decay (2 in the reference recipe for large batches).
 
     Attributes:
-        fine_tune: factor on the rates of the last optimizer, that of the embeddings; the rates of
-            the others are multiplied by its square.
+        fine_tune: factor f on the rates of the last optimizer, that of the embeddings; the rates of
+            the others are multiplied by ``f ** OTHERS``.
     """
 
     def __init__(
@@ -36,7 +40,7 @@ class Schedule:
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._peaks = [float(group["lr"]) for group in self._groups]
         last = {id(group) for group in optimizers[-1].param_groups}
-        self._powers = [1 if id(group) in last else 2 for group in self._groups]
+        self._powers = [1 if id(group) in last else OTHERS for group in self._groups]
         self.fine_tune = 1.0
         self._warmup, self._power = warmup, power
         self._decay_start, self._decay_steps = decay_start, decay_steps

@@ -9,6 +9,8 @@ from torch.utils.tensorboard.summary import hparams
 
 LOSS = "Log_loss"
 AUC = "AUC"
+CURVES = ("train", "val")  # splits that are measured again and again
+RESULT = "Result"  # what is measured once
 
 OVERVIEW: dict[str, dict[str, tuple[str, ...]]] = {
     "quality": {
@@ -48,15 +50,16 @@ OPTIONS = ("emb", "budget", "data", "seed")
 
 
 def tag(name: str) -> str:
-    """The tag of a number. TensorBoard orders charts by tag, capitals first, and opens the first
-    two groups: those of AUC and log loss, of all splits.
+    """The tag of a number. TensorBoard orders charts by tag, capitals first: the curves of AUC and
+    log loss, then the points that are their results, then everything else.
     """
     group, _, metric = name.partition("/")
     best = "_best_possible" if metric.startswith("best_possible_") else ""
     metric = metric.removeprefix("best_possible_")
-    if metric == "auc":
-        return f"{AUC}/{group}{best}"
-    return f"{LOSS}/{group}{best}" if metric in ("loss", "log_loss") else name
+    if metric not in ("auc", "loss", "log_loss"):
+        return name
+    title = AUC if metric == "auc" else LOSS
+    return f"{title}/{group}" if group in CURVES else f"{RESULT}/{title}_{group}{best}"
 
 
 def layout() -> dict[str, dict[str, list[Any]]]:

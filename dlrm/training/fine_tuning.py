@@ -1,7 +1,8 @@
 """Models whose tables are fitted to those of a trained one, and learning rates to go on with.
 
-A table that lost nothing is in its second epoch, in which large rates overfit. One that lost much
-has to learn again, at full rates.
+The model is in its second epoch, in which large rates overfit: those of the MLPs nearly freeze
+them. A table that lost much in the fit has to learn again, and gets larger rates than one that lost
+nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from dlrm.model import DLRM
 from dlrm.sparse_arch.table_plan import make_table_plan
 from dlrm.training.checkpoint import load_model
 
-LEAST = 0.1  # the factor if nothing was lost
-LOST = 0.02  # validation AUC from which on it is 1
+LEAST, MOST = 0.1, 0.3  # the factor if nothing was lost, and if much was
+LOST = 0.005  # validation AUC from which on it is the latter
 
 
 class Trained(NamedTuple):
@@ -169,4 +170,4 @@ def rate_factor(lost: float, before: str | None, now: str) -> float:
     """
     if before is None or Path(before).resolve() != Path(now).resolve():
         return 1.0
-    return min(1.0, max(LEAST, lost / LOST))
+    return min(MOST, max(LEAST, MOST * lost / LOST))

@@ -11,6 +11,7 @@ import pandas as pd
 
 from dlrm.data.schema import Meta
 from dlrm.model import DLRM
+from dlrm.optim.schedule import OTHERS
 from dlrm.sparse_arch.table_plan import TablePlan, table_plan_by_name
 from dlrm.utils.messages import format_bytes
 
@@ -102,7 +103,7 @@ def fine_tuning(lost: float, factor: float) -> str:
     cost = "" if math.isnan(lost) else f", which costs {lost:.4f} of validation AUC"
     return (
         f"tables fitted to those of the trained model{cost}: learning rates x{factor:.2g} for "
-        f"embeddings, x{factor**2:.2g} for the rest (--optim.fine_tune)"
+        f"embeddings, x{factor**OTHERS:.2g} for the rest (--optim.fine_tune)"
     )
 
 

@@ -1,13 +1,18 @@
 """Time a basis (codebook) output layer and ``nn.Linear`` on a GPU, forward and backward.
 
     python scripts/benchmarks/benchmark_basis.py --output benchmarks/basis.json
+    python scripts/benchmarks/benchmark_basis.py --cpu --output benchmarks/basis_cpu.json
 
-Reports nothing if logits or gradients differ from those of the decoded weight in fp32.
+``--cpu`` times the forward pass in evaluation, on all cores that the process may use. Reports
+nothing if logits or gradients differ from those of the decoded weight in fp32.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +25,7 @@ from torch.nn import functional
 from dlrm.embeddings.basis_linear import BasisLinear
 from dlrm.kernels.lookup.codebook import pack
 from dlrm.training import benchmark
+from dlrm.utils.cpus import cpu_count
 from dlrm.utils.program import Parser
 
 INPUTS = 4  # different inputs in rotation
@@ -111,6 +117,31 @@ def compare(ours: BasisLinear, tokens: int) -> dict[str, Any]:
     return result
 
 
+def on_cpu(threads: int) -> list[dict[str, Any]]:
+    """Milliseconds of a forward pass of both layers on the CPU, the fastest of many."""
+    torch.set_num_threads(threads)
+    results = []
+    for hidden, entries in itertools.product((64, 256, 1024), (20_000, 100_000)):
+        ours, linear = BasisLinear(hidden, entries).eval(), nn.Linear(hidden, entries)
+        weight, bias = ours.to_dense(), ours.bias
+        for tokens in (1, 2, 8, 32):
+            x = torch.randn(tokens, hidden)
+            with torch.no_grad():
+                error = (ours(x) - functional.linear(x, weight, bias)).abs().max().item()
+                if not error < 1e-4:
+                    raise SystemExit(f"logits differ by {error:.1e}: nothing is reported")
+                times: dict[str, float] = {"basis": math.inf, "linear": math.inf}
+                for _ in range(25):
+                    for name, layer in (("basis", ours), ("linear", linear)):
+                        start = time.perf_counter()
+                        layer(x)
+                        times[name] = min(times[name], 1e3 * (time.perf_counter() - start))
+            results.append({"hidden": hidden, "vocabulary": entries, "tokens": tokens, **times})
+            results[-1]["times_faster"] = times["linear"] / times["basis"]
+            print(json.dumps(results[-1]), flush=True)
+    return results
+
+
 def main(argv: list[str] | None = None) -> None:
     """Measure, print a line per case, and write the JSON."""
     parser = Parser(__doc__)
@@ -123,6 +154,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--parts", type=int, default=8)
     parser.add_argument("--clusters", type=int, default=384)
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16", "float32"])
+    parser.add_argument("--cpu", action="store_true", help="time the forward pass on the CPU")
+    if parser.parse_args(argv).cpu:
+        rows = [_round(row) for row in on_cpu(cpu_count())]
+        if output := parser.parse_args(argv).output:
+            about = {"unit": "ms", "dtype": "float32", "parts": 8, "clusters": 384}
+            benchmark.write(output, {**about, "results": rows})
+        return
     options = benchmark.parse_on_gpu(parser, argv)
     parts, clusters, dtype = options.parts, options.clusters, getattr(torch, options.dtype)
     results = []

@@ -212,3 +212,27 @@ def test_the_benchmark_checks_and_times(tmp_path):
 def test_a_linear_layer_refuses_inputs_of_another_length(shape):
     with pytest.raises(ValueError, match=r"input has shape .* it must be \[..., 16\]"):
         BasisLinear(16, 50, parts=4)(torch.randn(shape))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 9])
+def test_a_layer_in_evaluation_on_a_cpu_follows_its_codes_and_weights(tokens):
+    layer = BasisLinear(16, 40, parts=4, clusters=300).eval()
+    x = torch.randn(tokens, 16)
+
+    def require_equal():
+        wanted = torch.nn.functional.linear(x, layer.to_dense(), layer.bias)
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x), wanted)
+        torch.testing.assert_close(layer(x), wanted)  # with a graph, without kept codes
+
+    require_equal()
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    require_equal()
+    other = BasisLinear(16, 40, parts=4, clusters=300)
+    layer.load_state_dict(other.state_dict())
+    require_equal()
+    layer.codes = other.codes.flip(0)
+    require_equal()
+    assert layer.footprint()["index"] == 4 * 40 * 4
+    assert layer.train().footprint()["index"] == 0

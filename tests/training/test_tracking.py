@@ -57,8 +57,9 @@ def test_tensorboard_opens_on_auc_and_log_loss(tmp_path):
     tags = sorted(events(tmp_path).Tags()["scalars"])
     assert len(tags) == len(values)
     assert tags[:8] == [
-        *("AUC/fitted", "AUC/test", "AUC/test_best_possible", "AUC/val"),
-        *("Log_loss/test", "Log_loss/test_best_possible", "Log_loss/train", "Log_loss/val"),
+        *("AUC/val", "Log_loss/train", "Log_loss/val"),
+        *("Result/AUC_fitted", "Result/AUC_test", "Result/AUC_test_best_possible"),
+        *("Result/Log_loss_test", "Result/Log_loss_test_best_possible"),
     ]
     assert all(tag.islower() for tag in tags[8:])
 
@@ -83,7 +84,12 @@ def test_hparams_has_the_options_that_differ_and_five_results(tmp_path):
         assert (
             results
             == [
-                *("AUC/test", "Log_loss/test", "embeddings/compression", "embeddings/bytes"),
+                *(
+                    "Result/AUC_test",
+                    "Result/Log_loss_test",
+                    "embeddings/compression",
+                    "embeddings/bytes",
+                ),
                 "speed/samples_per_second",
             ][: None if run == "a" else 1]
         )

@@ -32,6 +32,7 @@ from dlrm.utils.messages import did_you_mean, printable
 
 SAMPLE_BYTES = 4 << 20
 FEW_VALUES = 20
+LIKE_DATES = r"^\s*\d{1,4}([-/.])\d{1,2}[-/.]\d{1,4}\b"  # in any order
 ENOUGH_ROWS = 100  # for conclusions from how values are distributed
 LIST_SHARE = 0.2
 NUMBER_SHARE = 0.95
@@ -223,6 +224,8 @@ def _find(name: str, sample: pa.Array, untyped: bool) -> Found:
         often = f"{distinct:,} values in {rows:,} rows"
         if distinct == rows >= ENOUGH_ROWS:  # what is learned of one says nothing of another row
             often += ", so of no use: drop it, or pass it"
+        if is_text(kind) and pc.all(pc.match_substring_regex(sample, LIKE_DATES)).as_py():
+            often += "; if these are times, set kind: time and format:, as in strptime"
         return Found(kind="category", why=f"texts, {often}")
     raise _no_kind(name, f"it holds {kind}")
 

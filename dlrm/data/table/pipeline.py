@@ -171,8 +171,10 @@ def _make(
         skip_bad=options["bad_rows"] == "skip",
     )
     if not blocks:
-        what = f"none of its {bad.count:,} rows fits" if bad.count else "it has no rows"
-        raise ValueError(f"{files[0].path}: {what}; give a table that has some")
+        if bad.count:
+            why = f"{bad.first[0]['kind']}: {bad.first[0]['message']}"
+            raise ValueError(f"{files[0].path}: none of its {bad.count:,} rows fits; row 1, {why}")
+        raise ValueError(f"{files[0].path} has no rows; give a table that has some")
     rows = blocks[-1].first + blocks[-1].rows
     splitter = make_splitter(
         plan.options.split,

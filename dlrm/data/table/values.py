@@ -33,6 +33,9 @@ WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", 
 DAY = 86_400_000_000  # microseconds
 
 
+SKIP = "; or skip such rows with --bad-rows skip"
+
+
 class BadRow(ValueError):
     """A row that cannot be read.
 
@@ -56,8 +59,10 @@ class BadRow(ValueError):
             path: the file.
             first_row: number of the first row of the batch in the file, from 0.
         """
-        row = "" if self.row is None else f", row {first_row + self.row + 1:,}"
-        return ValueError(f"{path}{row}{self.where}: {self.problem}")
+        if self.row is None:
+            return ValueError(f"{path}{self.where}: {self.problem}")
+        row = f"{path}, row {first_row + self.row + 1:,}{self.where}"
+        return ValueError(f"{row}: {self.problem}{SKIP if path.is_file() else ''}")
 
 
 class BadValue(BadRow):

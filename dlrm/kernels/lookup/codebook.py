@@ -22,6 +22,7 @@ from dlrm.kernels import require_contiguous, tl, triton, use_triton
 
 BLOCK_V, BLOCK_N = 64, 64  # entries and tokens of a tile of the output
 SEGMENT = 512  # entries of a centroid that one program sums
+FEW = 2  # tokens for which numbers are gathered one by one
 SUM_M, SUM_N = 8, 128  # entries of a centroid, and tokens, that are summed at a time
 
 
@@ -277,11 +278,27 @@ def codebook_sum(
 
 def codebook_sum_torch(products: Tensor, codes: Tensor, bias: Tensor | None, bits: int) -> Tensor:
     """:func:`codebook_sum` in PyTorch."""
-    parts, clusters, _ = products.shape
-    first = torch.arange(0, parts * clusters, clusters, dtype=torch.int32, device=codes.device)
-    names = _unpack(codes, parts, bits) + first  # [V, parts]
+    return unpacked_sum(products, unpack_columns(codes, len(products), bits), bias)
+
+
+def unpack_columns(codes: Tensor, parts: int, bits: int) -> Tensor:
+    """The codes as :func:`unpacked_sum` reads them, int32 ``[parts, V]``, contiguous."""
+    return _unpack(codes, parts, bits).t().int().contiguous()
+
+
+def unpacked_sum(products: Tensor, codes: Tensor, bias: Tensor | None) -> Tensor:
+    """:func:`codebook_sum` in PyTorch, of :func:`unpack_columns` of the codes."""
+    parts, clusters, tokens = products.shape
     wide = products.to(torch.promote_types(products.dtype, torch.float32))
-    total: Tensor = _SumRows.apply(wide.flatten(0, 1), names).t()
+    if tokens <= FEW and not (torch.is_grad_enabled() and products.requires_grad):
+        total = wide.new_empty(tokens, codes.shape[1])
+        for token, out in zip(wide.permute(2, 0, 1).contiguous(), total, strict=True):
+            torch.index_select(token[0], 0, codes[0], out=out)
+            for own, code in zip(token[1:], codes[1:], strict=True):
+                out += own.index_select(0, code)
+    else:
+        first = torch.arange(0, parts * clusters, clusters, dtype=torch.int32, device=codes.device)
+        total = _SumRows.apply(wide.flatten(0, 1), (codes + first[:, None]).t()).t()
     return (total if bias is None else total + bias).to(products.dtype)
 
 

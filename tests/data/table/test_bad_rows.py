@@ -177,7 +177,9 @@ def test_nothing_but_bad_rows(tmp_path):
     with pytest.raises(ValueError, match=r"rows.csv has no rows"):
         prepare(path, tmp_path / "out")
     path = write(tmp_path / "rows.csv", ["3,1.5,a,2024-01-01,k"] * 50)
-    with pytest.raises(ValueError, match=r"rows.csv: none of its 50 rows fits"):
+    with pytest.raises(
+        ValueError, match=r"rows.csv: none of its 50 rows fits; row 1, column 'label'"
+    ):
         prepare(path, tmp_path / "out")
 
 

@@ -196,3 +196,18 @@ def test_a_damaged_transform(tmp_path):
         with pytest.raises(ValueError, match="is not a transform"):
             TableTransform.load(tmp_path / "out")
     assert np.isfinite(content["scalings"]["price"]["scale"])
+
+
+def test_dates_of_another_form_are_pointed_out(tmp_path):
+    rows = [f"{i % 2},{1 + i % 28:02}/03/2024 {i % 24:02}:00,{i % 9}-{i % 7}" for i in range(300)]
+    path = write(tmp_path / "rows.csv", ["label,when,code", *rows])
+    _, plan = open_and_plan([path], build_options({}))
+    why = {column.name: column.why for column in plan.columns}
+    assert "if these are times, set kind: time and format:" in why["when"]
+    assert "times" not in why["code"]
+
+
+def test_the_remedy_of_a_bad_row_names_the_option(tmp_path):
+    path = write(tmp_path / "rows.csv", [*GOOD, "1,2.5"])
+    with pytest.raises(ValueError, match=r"row 301: 2 fields.*; or skip .* with --bad-rows skip$"):
+        prepare(path, tmp_path)
