@@ -127,7 +127,9 @@ class CrossInteraction(nn.Module):
         layers = cast_layers(weights, torch.get_autocast_dtype(device) if casts else torch.float32)
 
         def interact(bottom: Tensor, embedded: list[Tensor], order: Tensor) -> Tensor:
-            return cross_network(concatenate_vectors(bottom, embedded, order=order), layers)
+            first = concatenate_vectors(bottom, embedded, order=order)
+            # Only the top MLP reads the result, and makes its gradient anew.
+            return cross_network(first, layers, overwrites=True)
 
         return interact
 

@@ -127,8 +127,8 @@ def plan_shards(
     """Assign shards of tables to ranks.
 
     Tables of type ``auto`` are sharded table-wise, balanced greedily by bytes and look-ups. The
-    largest of them are sharded column-wise, or row-wise where columns would be too narrow, until
-    that is balanced.
+    largest of them, of equal ones the busiest, are sharded column-wise, or row-wise where columns
+    would be too narrow, until that is balanced.
 
     Args:
         num_embeddings: rows of each table.
@@ -163,7 +163,7 @@ def plan_shards(
 
     fixed = [shard for name in ("row", "column") for t in of_type(name) for shard in split(t, name)]
     whole = of_type("table")
-    free = sorted(of_type("auto"), key=lambda table: -size[table])
+    free = sorted(of_type("auto"), key=lambda table: (-size[table], -loads[table]))
     best, lowest = None, float("inf")
     for count in range(len(free) + 1 if ranks > 1 else 1):
         shards = [*fixed, *(p for table in free[:count] for p in split(table, "auto"))]

@@ -184,6 +184,9 @@ class ShardedTables(Embedding):
 
         Every process must call it at the same time.
         """
+        plain = weights is None and self.padding_idx is None and not self.check_ids
+        if offsets is not None and self.mode == "sum" and plain:
+            return self._pool(self._bags_of(ids, offsets, context), context)
         if offsets is not None or weights is not None or self.padding_idx is not None:
             found = self(ids, offsets, weights, context=context)
             return [found.index_select(1, self._order)]
@@ -224,8 +227,17 @@ class ShardedTables(Embedding):
         packed_on_cpu = self.dtype is not None and not ids.is_cuda
         if self.mode == "max" or weights is not None or packed_on_cpu:
             return super().lookup_bags(ids, offsets, weights, context)
+        bags = self._bags_of(ids, offsets, context)
+        out = self._in_order(self._pool(bags, context), context.dtype)
+        return out / bags.lengths.t().clamp(min=1)[..., None] if self.mode == "mean" else out
+
+    def _bags_of(self, ids: Tensor, offsets: Tensor, context: LookupContext) -> Bags:
         fixed = context.bag_sizes if self.padding_idx is None else None
-        bags, found = Bags.of(ids, offsets, self.num_tables, fixed), []
+        return Bags.of(ids, offsets, self.num_tables, fixed)
+
+    def _pool(self, bags: Bags, context: LookupContext) -> list[Tensor]:
+        """The sums of bags, ``[B, F_i, D]``, tables in ``order``."""
+        found = []
         if self.replicated is not None:
             own = bags.select(self._replicated, self.replicated_tables)
             found.append(
@@ -236,8 +248,7 @@ class ShardedTables(Embedding):
             )  # fmt: skip
         for sharding in self._shardings():
             found += sharding.pool(self.get_parameter(sharding.name), bags, context)
-        out = self._in_order(found, context.dtype)
-        return out / bags.lengths.t().clamp(min=1)[..., None] if self.mode == "mean" else out
+        return found
 
     def _in_order(self, parts: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
         """Parts ``[B, F_i, D]`` as one ``[B, F, D]``, in the order of the tables.

@@ -15,7 +15,7 @@ from dlrm.distributed.planner import Shard
 from dlrm.distributed.world import World, exchange
 from dlrm.embeddings.common.bags import Bags
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.kernels.lookup.bags import BagContext, lookup_bags
+from dlrm.kernels.lookup.bags import lookup_bags
 from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.lookup.tables import lookup, lookup_tables
 
@@ -202,23 +202,15 @@ class Sharding(nn.Module, ABC):
         sizes = self.world.sizes(bags.batch, bags.ids.device, equal=context.equal_sizes)
         asked = bags.select(self._requested, [p.table for own in self.by_rank for p in own])
         served = self._serve(asked, sizes)
-        if not self.mine:
-            found = lookup_tables(weight, self._start[:0], served.lengths, sorter=context.sorter)
-        elif self.complete:
-            starts = self._start[self._mine]
-            found = lookup_bags(weight, starts, served.ids, served.offsets, context=context.of_bags)
-        else:
-            counts = served.lengths.sum(1)
-            tables = self._mine.repeat_interleave(counts, output_size=len(served.ids))
-            rows, inside = self._local_rows(tables, served.ids)
+        starts, held = self._start[self._mine], None
+        if not self.complete:
+            held = torch.stack([self._first[self._mine], self._count[self._mine]])
+        if self.mine:
             found = lookup_bags(
-                weight,
-                torch.zeros_like(self._mine),
-                rows,
-                served.offsets,
-                per_sample_weights=inside.to(weight.dtype),
-                context=BagContext(sorter=context.sorter),
+                weight, starts, served.ids, served.offsets, held=held, context=context.of_bags
             )
+        else:
+            found = lookup_tables(weight, starts, served.lengths, sorter=context.sorter)
         return self.finish(self._send_back(found, bags.batch, sizes))
 
     def _serve(self, asked: Bags, sizes: Sequence[int]) -> Bags:

@@ -194,7 +194,9 @@ class _CrossNetwork(torch.autograd.Function):
     """``weights`` are V of each layer, then W of each, then b of each."""
 
     @staticmethod
-    def forward(ctx: Any, late: list[Tensor], first: Tensor, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, late: list[Tensor], overwrites: bool, first: Tensor, *weights: Tensor
+    ) -> Tensor:
         layers = len(weights) // 3
         inputs: list[Tensor] = [first]
         narrow: list[Tensor] = []
@@ -206,7 +208,7 @@ class _CrossNetwork(torch.autograd.Function):
             x = torch.empty_like(first)
             _launch(_cross, x.shape, ROWS, first, products[-1], bias, inputs[-1], x)
             inputs.append(x)
-        ctx.late, out = late, inputs.pop()
+        ctx.late, ctx.overwrites, out = late, overwrites, inputs.pop()
         ctx.save_for_backward(*inputs, *narrow, *products, *weights)
         return out
 
@@ -236,12 +238,13 @@ class _CrossNetwork(torch.autograd.Function):
             of_downs[:0] = [grad_narrow, inputs[layer]]
             of_ups[:0] = [grad_product, narrow[layer]]
             grad_biases.insert(0, partial.sum(0).to(biases[layer].dtype))
-            if layer:  # the gradient of the output belongs to others, the next ones are our own
-                into = grad if layer < layers - 1 else None
-                grad = torch.addmm(grad, grad_narrow, downs[layer], out=into)
+            if layer:
+                if layer == layers - 1 and not ctx.overwrites:
+                    grad = grad.clone()  # it belongs to others, the next ones are our own
+                grad.addmm_(grad_narrow, downs[layer])
         grad_first.addmm_(grad_narrow, downs[0])
         ctx.late[:] = [*of_downs, *of_ups]
-        return None, grad_first, *[None] * (2 * layers), *grad_biases
+        return None, None, grad_first, *[None] * (2 * layers), *grad_biases
 
 
 def _launch(kernel: Any, shape: torch.Size, rows: int, *tensors: Tensor, **sizes: Any) -> None:
@@ -332,7 +335,11 @@ def cast_layers(
 
 
 def cross_network(
-    first: Tensor, layers: CastLayers | Sequence[CrossWeights], *, impl: str | None = None
+    first: Tensor,
+    layers: CastLayers | Sequence[CrossWeights],
+    *,
+    overwrites: bool = False,
+    impl: str | None = None,
 ) -> Tensor:
     """``x_{l+1} = first * (W_l (V_l x_l) + b_l) + x_l`` for each layer, from ``x_0 = first``.
 
@@ -340,6 +347,8 @@ def cross_network(
         first: ``[B, n]``, fp32 or bf16; the products are computed in its type.
         layers: V ``[r, n]``, W ``[n, r]`` and b ``[n]`` of each, fp32; or :func:`cast_layers` of
             them.
+        overwrites: the backward pass may overwrite the gradient of the output, since what computed
+            it keeps no hold of it: that saves a copy of ``[B, n]``.
         impl: see :mod:`dlrm.kernels`.
 
     Returns:
@@ -353,7 +362,8 @@ def cross_network(
     if not isinstance(layers, CastLayers):
         return cross_network_torch(first, layers)
     with torch.autocast(first.device.type, enabled=False):
-        return _CrossNetwork.apply(layers.late, first.contiguous(), *layers.weights)
+        first = first.contiguous()
+        return _CrossNetwork.apply(layers.late, overwrites, first, *layers.weights)
 
 
 def cross_network_torch(first: Tensor, layers: Sequence[CrossWeights]) -> Tensor:

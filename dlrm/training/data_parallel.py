@@ -171,7 +171,7 @@ class GradientReducer:
                 rest = self._set_dense_gradient(parameter, rest)
         for parameter in large:
             self._gather_rows(parameter, equal=context.equal_sizes and parameter.is_cuda)
-        if self.local:
+        if self.local and batch.offsets is None:  # bags take no other stream, which a capture lacks
             side_stream_of(self._late[0].device, "exchange").join()
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -132,6 +132,7 @@ def make_step(
     recipe = case.recipe(options.cap)
     spreading = make_sharding_plan(
         world, NAMES, recipe,
+        None if case.bags is None else lambda: [torch.tensor([size]) for size in case.bags or ()],
         by=case.by, threshold=case.threshold, comm_dtype=case.wire, exchange=case.exchange,
     )  # fmt: skip
     torch.manual_seed(0)

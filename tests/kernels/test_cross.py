@@ -44,6 +44,22 @@ def test_layers_match_float64(device, assert_matches, impl, dtype, batch, n, ran
     assert out.dtype == dtype
 
 
+def test_only_with_leave_is_the_gradient_of_the_output_overwritten(device):
+    first = torch.randn(5, 24, device=device)
+    layers = [
+        CrossWeights(*(torch.randn(shape, device=device) for shape in ((3, 24), (24, 3), (24,))))
+        for _ in range(3)
+    ]
+    found = []
+    for overwrites in (False, True):
+        x = first.clone().requires_grad_()
+        grad = torch.ones_like(first)
+        cross_network(x, layers, overwrites=overwrites, impl="triton").backward(grad)
+        assert bool((grad == 1).all()) is not overwrites
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("types", [("fp32", "fp32", "fp32"), ("bf16", "bf16", "fp32")])
 def test_vectors_of_several_groups_lie_in_order(device, assert_matches, impl, types):

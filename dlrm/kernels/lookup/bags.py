@@ -57,8 +57,8 @@ def _pool(
 ):  # fmt: skip
     """Sum bags, table by table, whose bags are of like lengths; ``CHUNK`` rows of each at a time.
 
-    ``tables`` has the arguments of :func:`row_of` from ``starts`` on; ``entries`` receives the row
-    of each look-up, and the index in ``out`` of its bag.
+    ``tables`` has the arguments of :func:`row_of` from ``starts`` on, then ``held``; ``entries``
+    receives the row of each look-up, -1 if it is not held, and the index in ``out`` of its bag.
     """
     bag = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = bag < n
@@ -73,11 +73,15 @@ def _pool(
         live = member < length[:, None]
         at = begin[:, None] + member
         id = tl.load(ids + at, mask=live, other=0)
-        row = row_of(id, table[:, None], tables[0], tables[1], tables[2], tables[3], tables[4])
-        if entries[0] is not None:
-            tl.store(entries[0] + at, row, mask=live)
         if entries[1] is not None:
             tl.store(entries[1] + at, tl.broadcast_to(owner[:, None], at.shape), mask=live)
+        all_live = live
+        if tables[5] is not None:
+            id -= tl.load(tables[5] + table)[:, None].to(id.dtype)
+            live = live & (id >= 0) & (id < tl.load(tables[5] + F + table)[:, None])
+        row = row_of(id, table[:, None], tables[0], tables[1], tables[2], tables[3], tables[4])
+        if entries[0] is not None:
+            tl.store(entries[0] + at, tl.where(live, row, -1), mask=all_live)
         if FORMAT == 0:
             mask = live[:, :, None] & (column < D)[None, None, :]
             place = row[:, :, None] * D + column[None, None, :]
@@ -192,6 +196,7 @@ class _LookupBags(torch.autograd.Function):
         modulo: Tensor | None,
         last: Tensor | None,
         wide: Wide | None,
+        held: Tensor | None,
         request: _Request,
     ) -> Tensor:
         tables, dim = len(starts), weight.shape[1]
@@ -208,7 +213,7 @@ class _LookupBags(torch.autograd.Function):
             if request.mode == "max":
                 chosen = torch.empty(out.shape, dtype=torch.int64, device=ids.device)
         data, num_wide, packing = storage(weight)
-        index = (starts, modulo, last, *(wide or (None, None)))
+        index = (starts, modulo, last, *(wide or (None, None)), held)
         if bags and request.mode == "max":
             grid, sizes = tiling(bags, dim, TILE)
             _pool_max[grid](
@@ -236,7 +241,7 @@ class _LookupBags(torch.autograd.Function):
         request, dim = ctx.request, weight.shape[1]
         if request.update is not None and request.update.due:
             _apply(request, weight, flat, owners, grad.reshape(-1, dim))
-            return (None,) * 9
+            return (None,) * 10
         bags = offsets.numel() - 1
         values = weight.new_empty(flat.numel(), dim)
         grad_scale = torch.empty_like(scale) if ctx.needs_input_grad[1] else None
@@ -252,7 +257,7 @@ class _LookupBags(torch.autograd.Function):
             if owners is not None:  # they were sorted for an update of whole bags
                 flat = flat.clone()
             grad_weight = row_gradient(weight, flat, values, request.sparse)
-        return grad_weight, grad_scale, *[None] * 7
+        return grad_weight, grad_scale, *[None] * 8
 
 
 def _apply(request: _Request, weight: Tensor, flat: Tensor, owners: Tensor, grads: Tensor) -> None:
@@ -280,6 +285,7 @@ def lookup_bags(
     modulo: Tensor | None = None,
     last: Tensor | None = None,
     wide: Wide | None = None,
+    held: Tensor | None = None,
     sparse: bool = True,
     context: BagContext = NO_BAG_CONTEXT,
     impl: str | None = None,
@@ -295,6 +301,8 @@ def lookup_bags(
         per_sample_weights: a factor per id, ``[nnz]``; mode sum only. It has a gradient.
         mode: sum, mean or max; an empty bag gives zeros.
         modulo, last, wide: as in :func:`~dlrm.kernels.lookup.tables.lookup_tables`.
+        held: the first id and the number of ids of each table whose rows are here, ``[2, F]`` int64
+            on the device; the others add nothing and have no gradient. Mode sum only, no weights.
         sparse: whether the gradient of the weight is an uncoalesced COO tensor, its entries in the
             order of ``ids``, or a dense one.
         context: what a training step prepared.
@@ -315,10 +323,10 @@ def lookup_bags(
         if context.padded:
             ids = ids[: int(offsets[-1])]
         out = lookup_bags_torch(
-            weight, starts, ids, offsets, per_sample_weights, mode, modulo, last, sparse
+            weight, starts, ids, offsets, per_sample_weights, mode, modulo, last, sparse, held
         )
         return out.to(context.dtype or out.dtype)
-    require_contiguous(weight=storage(weight)[0], starts=starts, modulo=modulo, last=last)
+    require_contiguous(weight=storage(weight)[0], starts=starts, modulo=modulo, last=last, held=held)
     if per_sample_weights is not None:
         per_sample_weights = per_sample_weights.contiguous()
     ids, offsets = ids.contiguous(), offsets.contiguous()
@@ -326,7 +334,7 @@ def lookup_bags(
     update = context.updates.take(weight) if alike and context.updates is not None else None
     request = _Request(mode=mode, sparse=sparse, context=context, update=update)
     return _LookupBags.apply(
-        weight, per_sample_weights, starts, ids, offsets, modulo, last, wide, request
+        weight, per_sample_weights, starts, ids, offsets, modulo, last, wide, held, request
     )
 
 
@@ -365,6 +373,7 @@ def lookup_bags_torch(
     modulo: Tensor | None = None,
     last: Tensor | None = None,
     sparse: bool = True,
+    held: Tensor | None = None,
 ) -> Tensor:
     """:func:`lookup_bags` in PyTorch."""
     tables = len(starts)
@@ -374,6 +383,11 @@ def lookup_bags_torch(
     def of_each(value: Tensor) -> Tensor:
         return value.repeat_interleave(lengths, output_size=ids.numel())
 
+    if held is not None:
+        ids = ids - of_each(held[0])
+        here = (ids >= 0) & (ids < of_each(held[1]))
+        offsets = functional.pad(here.cumsum(0), (1, 0))[offsets]
+        lengths, ids = offsets.diff().view(tables, batch).sum(1), ids[here]
     ids = ids if modulo is None else ids % of_each(modulo)
     ids = ids if last is None else ids.minimum(of_each(last))
     rows = ids + of_each(starts)

@@ -215,6 +215,31 @@ def test_bags_of_ids_that_share_rows(device, assert_matches, impl, share):
     )
 
 
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_ids_whose_rows_are_elsewhere_add_nothing(device, impl):
+    weight, starts = tables(8, device)
+    weight = weight.detach().requires_grad_()
+    ids, offsets = bags_of(6 * SCALE, device)
+    counts = offsets[:: 6 * SCALE].diff()
+    sizes = torch.tensor(SIZES, device=device)
+    first, count = sizes // 3, sizes // 2  # the local rows of each table begin where it begins
+    local = ids - first.repeat_interleave(counts)
+    here = (local >= 0) & (local < count.repeat_interleave(counts))
+    assert here.any()
+    assert not here.all()
+    held = torch.stack([first, count])
+    found = lookup_bags(weight, starts, ids, offsets, held=held, impl=impl)
+    exact = weight.detach().double().requires_grad_()
+    expected = exact_bags(exact, starts, local.where(here, 0), offsets, here.double(), "sum")
+    torch.testing.assert_close(found.double(), expected)
+    up = torch.randn_like(found)
+    found.backward(up)
+    expected.backward(up.double())
+    rows, values = weight.grad._indices()[0], weight.grad._values()
+    sums = torch.zeros_like(exact).index_add_(0, rows[rows >= 0], values[rows >= 0].double())
+    torch.testing.assert_close(sums, exact.grad.to_dense())
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_bags_of_bfloat16_rows(device, assert_matches, mode):
     weight, starts = tables(16, device, torch.bfloat16)
