@@ -326,7 +326,9 @@ def lookup_bags(
             weight, starts, ids, offsets, per_sample_weights, mode, modulo, last, sparse, held
         )
         return out.to(context.dtype or out.dtype)
-    require_contiguous(weight=storage(weight)[0], starts=starts, modulo=modulo, last=last, held=held)
+    require_contiguous(
+        weight=storage(weight)[0], starts=starts, modulo=modulo, last=last, held=held
+    )
     if per_sample_weights is not None:
         per_sample_weights = per_sample_weights.contiguous()
     ids, offsets = ids.contiguous(), offsets.contiguous()
