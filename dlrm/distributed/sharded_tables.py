@@ -185,7 +185,7 @@ class ShardedTables(Embedding):
         Every process must call it at the same time.
         """
         plain = weights is None and self.padding_idx is None and not self.check_ids
-        if offsets is not None and self.mode == "sum" and plain:
+        if offsets is not None and self.mode == "sum" and plain and not self._packed_on_cpu(ids):
             return self._pool(self._bags_of(ids, offsets, context), context)
         if offsets is not None or weights is not None or self.padding_idx is not None:
             found = self(ids, offsets, weights, context=context)
@@ -224,12 +224,14 @@ class ShardedTables(Embedding):
         weights: Tensor | None,
         context: LookupContext = NO_CONTEXT,
     ) -> Tensor:
-        packed_on_cpu = self.dtype is not None and not ids.is_cuda
-        if self.mode == "max" or weights is not None or packed_on_cpu:
+        if self.mode == "max" or weights is not None or self._packed_on_cpu(ids):
             return super().lookup_bags(ids, offsets, weights, context)
         bags = self._bags_of(ids, offsets, context)
         out = self._in_order(self._pool(bags, context), context.dtype)
         return out / bags.lengths.t().clamp(min=1)[..., None] if self.mode == "mean" else out
+
+    def _packed_on_cpu(self, ids: Tensor) -> bool:
+        return self.dtype is not None and not ids.is_cuda
 
     def _bags_of(self, ids: Tensor, offsets: Tensor, context: LookupContext) -> Bags:
         fixed = context.bag_sizes if self.padding_idx is None else None
