@@ -24,6 +24,8 @@ from dlrm.kernels.update.rules import (
     store_after_all_read,
 )
 
+MANY = tl.constexpr(4)  # chunks of a run from which it is summed on its own
+
 
 class Entries(NamedTuple):
     """The sorted gradients: entry k is gradient ``order[k] - first``, of row ``rows[k] - base``."""
@@ -211,6 +213,87 @@ def merge(
         tl.store(partials + to[:, None] * D + column, total, mask=spill)
         last_row = tl.sum(tl.where(end_of_part, row, 0), 0)
         last_sum = tl.sum(tl.where(end_of_part[:, None], total, 0.0), 0)[None, :]
+
+
+@triton.jit
+def merge_runs(
+    entries, grads, partials, begins, table, step,
+    D: tl.constexpr, LENGTH: tl.constexpr, RUNS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_D: tl.constexpr, RULE: tl.constexpr, ROUND: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """:func:`merge` for many wide rows: lists the runs of equal rows of a tile, and sums each.
+
+    That takes half the registers, and the rule is applied once a row, not once an entry; but loads
+    wait for the list. ``begins`` is room for an index per entry.
+    """
+    tile = tl.program_id(0)
+    first = tile * LENGTH
+    last = tl.minimum(first + LENGTH, entries.n)
+    k = first + tl.arange(0, LENGTH)
+    row = _row_at(entries, k, k < last)
+    previous = _row_at(entries, k - 1, (k > first) & (k < last))
+    begin = (row >= 0) & (row != previous)  # skipped entries are sorted to the front
+    count = tl.sum(begin.to(tl.int32), 0)
+    tl.store(begins + first + tl.cumsum(begin.to(tl.int32), 0) - 1, k, mask=begin)
+    tl.debug_barrier()  # other threads read them
+    # The first run may have begun in an earlier tile, the last one may go on in the next.
+    edge = _row_at(entries, first + tl.arange(0, 1), True)
+    late = _row_at(entries, first - 1 + tl.arange(0, 1), tile > 0) == edge
+    edge = _row_at(entries, last - 1 + tl.arange(0, 1), True)
+    crosses = _row_at(entries, last + tl.arange(0, 1), last < entries.n) == edge
+    for group in range(0, count, RUNS):
+        run = group + tl.arange(0, RUNS)
+        start, end = _bounds(run, begins, first, last, count)
+        if tl.max(end - start, 0) <= MANY * CHUNK:
+            _update_runs(
+                tile, first, last, late, crosses, start, end, entries, grads, partials, table, step,
+                D, RUNS, CHUNK, BLOCK_D, RULE, ROUND, FORMAT,
+            )  # fmt: skip
+        else:  # one by one, as many gradients of each in flight as of all otherwise
+            for one in range(group, tl.minimum(group + RUNS, count)):
+                own_start, own_end = _bounds(one + tl.arange(0, 1), begins, first, last, count)
+                _update_runs(
+                    tile, first, last, late, crosses, own_start, own_end, entries, grads, partials,
+                    table, step,
+                    D, 1, RUNS * CHUNK, BLOCK_D, RULE, ROUND, FORMAT,
+                )  # fmt: skip
+
+
+@triton.jit
+def _bounds(run, begins, first, last, count):
+    """The first entry of each run of a tile, and that after it; of no run, an empty one."""
+    start = tl.load(begins + first + run, mask=run < count, other=0)
+    end = tl.load(begins + first + run + 1, mask=run + 1 < count, other=0)
+    return tl.where(run < count, start, last), tl.where(run + 1 < count, end, last)
+
+
+@triton.jit
+def _update_runs(
+    tile, first, last, late, crosses, start, end, entries, grads, partials, table, step,
+    D: tl.constexpr, RUNS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
+    RULE: tl.constexpr, ROUND: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Sum each run, ``CHUNK`` gradients of each at a time, and update its row, or spill the sum."""
+    there = start < end
+    row = _row_at(entries, start, there)
+    late, crosses = late & there & (start == first), crosses & there & (end == last)
+    live = there & ~late & ~crosses
+    slot = _slot_of(row, table, live)  # in flight while the sums are computed
+    column = tl.arange(0, BLOCK_D)
+    same = tl.max_contiguous(tl.arange(0, BLOCK_D), 4)
+    total = tl.zeros((RUNS, BLOCK_D), tl.float32)
+    for done in range(0, tl.max(end - start, 0), CHUNK):
+        k = start[:, None] + done + tl.arange(0, CHUNK)[None, :]
+        inside = k < end[:, None]
+        entry = tl.load(entries.order + k, mask=inside, other=0).to(tl.int64) - entries.first
+        mask = inside[:, :, None] & (column < D)[None, None, :]
+        at = entry[:, :, None] * D + same[None, None, :]
+        total += tl.sum(tl.load(grads + at, mask=mask, other=0.0).to(tl.float32), 1)
+    old = _read(row, slot, live, table, D, BLOCK_D, RULE, FORMAT)
+    _update(row, slot, old, total, live, table, step, D, RULE, ROUND, FORMAT)
+    to = tile.to(tl.int64) * 2 + tl.where(late, 0, 1)
+    spill = (late | crosses)[:, None] & (column < D)[None, :]
+    tl.store(partials + to[:, None] * D + column[None, :], total, mask=spill)
 
 
 @triton.jit

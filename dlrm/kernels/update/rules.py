@@ -333,7 +333,7 @@ def rule_step(first, second, row, grad, hyper, RULE: tl.constexpr):
         first += grad * grad
         step = grad / (tl.sqrt_rn(first) + hyper.eps)
     elif RULE.name == "rowwise_adagrad":
-        step = grad / (tl.sqrt_rn(row) + hyper.eps)[:, None]
+        step = grad * (1 / (tl.sqrt_rn(row) + hyper.eps))[:, None]  # one division a row
     elif RULE.name == "rmsprop":
         first = first * hyper.keep + grad * grad * hyper.add
         step = grad / (tl.sqrt_rn(first) + hyper.eps)
@@ -343,14 +343,14 @@ def rule_step(first, second, row, grad, hyper, RULE: tl.constexpr):
         second = second * hyper.keep + step * step * hyper.add
     elif RULE.name == "adamax":
         first = first * hyper.keep1 + grad * hyper.add1
-        mean = first / _one_minus_exp(row * hyper.log1)[:, None]
+        mean = first * (1 / _one_minus_exp(row * hyper.log1))[:, None]
         second = tl.maximum(second * hyper.keep2, tl.abs(grad) + hyper.eps)
         step = mean / second
     elif RULE.name == "adam" or RULE.name == "adamw":
         first = first * hyper.keep1 + grad * hyper.add1
-        mean = first / _one_minus_exp(row * hyper.log1)[:, None]
+        mean = first * (1 / _one_minus_exp(row * hyper.log1))[:, None]
         second = second * hyper.keep2 + grad * grad * hyper.add2
-        square = second / _one_minus_exp(row * hyper.log2)[:, None]
+        square = second * (1 / _one_minus_exp(row * hyper.log2))[:, None]
         step = mean / (tl.sqrt_rn(square) + hyper.eps)
     else:
         tl.static_assert(RULE.name == "sgd", "rule_step has no branch for this rule")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dlrm.kernels import require_integers, triton, use_triton
-from dlrm.kernels.update._merge import Entries, Step, Table, finish, merge
+from dlrm.kernels.update._merge import Entries, Step, Table, finish, merge, merge_runs
 from dlrm.kernels.update.cached_slots import CachedSlots
 from dlrm.kernels.update.packed import packed_rows, storage, update_packed_torch
 from dlrm.kernels.update.rounding import round_stochastic
@@ -27,6 +27,12 @@ from dlrm.kernels.update.rules import Rule, foreach_update, hyper, make_rule
 TILE = 1024  # elements that a warp sums at a time
 MANY = 6000  # tiles that fill a GPU; beyond that, tiles have several parts
 LONGEST = 1 << 16  # elements of a tile of many parts
+# Where `merge_runs` is faster. On one H200 with row-wise Adagrad and dim 128, 1.5 M look-ups in
+# MLPerf's bags took 0.29 ms with it and 0.50 without it, 0.4 M one-hot ones 0.135 and 0.132; with
+# dim 16 it took 1.5 times as long.
+RUNS_COLUMNS, RUNS_ENTRIES = 128, 1 << 19
+RUNS_ELEMENTS = 512  # of the rows that a warp sums at a time
+RUNS_TILES, RUNS_LONGEST = 12_000, 256  # tiles that fill a GPU, and the most entries of one
 
 
 def update_rows(
@@ -98,11 +104,7 @@ def _launch(
 ) -> None:
     n, dim = len(sorted_rows.rows), grads.shape[1]
     block_d = max(2 if packing else 1, triton.next_power_of_2(dim))
-    block, warps = _tile(block_d, rule.kind.weight_states + rule.kind.momentum + (packing > 0))
-    wanted = max(1, n // (MANY * block))
-    parts = min(max(1, LONGEST // (block * block_d)), 1 << (wanted.bit_length() - 1))
-    tiles = triton.cdiv(n, block * parts)
-    partials = torch.empty(tiles, 2, dim, device=grads.device)
+    states = rule.kind.weight_states + rule.kind.momentum
     entries = Entries(sorted_rows.rows, sorted_rows.order, sorted_rows.base, sorted_rows.first, n)
     options = {
         "D": dim,
@@ -112,14 +114,32 @@ def _launch(
         and (packing > 0 or table.tensors[0].dtype == torch.bfloat16),
         "FORMAT": packing,
     }
-    merge[tiles,](
-        entries, grads, partials, table, step,
-        BLOCK=block, PARTS=parts, num_warps=warps, **options,
-    )  # fmt: skip
+    if block_d >= RUNS_COLUMNS and n >= RUNS_ENTRIES and not packing:
+        length = min(RUNS_LONGEST, triton.next_power_of_2(max(1, n // RUNS_TILES)))
+        tiles = triton.cdiv(n, length)
+        partials = torch.empty(tiles, 2, dim, device=grads.device)
+        begins = torch.empty(n, dtype=torch.int32, device=grads.device)
+        elements = RUNS_ELEMENTS >> min(states, 1)
+        merge_runs[tiles,](
+            entries, grads, partials, begins, table, step,
+            LENGTH=length, RUNS=max(1, elements // block_d), CHUNK=1,
+            num_warps=min(4, max(1, block_d // elements)), **options,
+        )  # fmt: skip
+    else:
+        block, warps = _tile(block_d, states + (packing > 0))
+        wanted = max(1, n // (MANY * block))
+        parts = min(max(1, LONGEST // (block * block_d)), 1 << (wanted.bit_length() - 1))
+        length = block * parts
+        tiles = triton.cdiv(n, length)
+        partials = torch.empty(tiles, 2, dim, device=grads.device)
+        merge[tiles,](
+            entries, grads, partials, table, step,
+            BLOCK=block, PARTS=parts, num_warps=warps, **options,
+        )  # fmt: skip
     if tiles > 1:
         finish[tiles - 1,](
             entries, partials, table, step,
-            BLOCK=block * parts, WIDTH=max(16, min(64, 4096 // block_d)), num_warps=1, **options,
+            BLOCK=length, WIDTH=max(16, min(64, 4096 // block_d)), num_warps=1, **options,
         )  # fmt: skip
 
 

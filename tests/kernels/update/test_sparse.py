@@ -114,6 +114,55 @@ def test_a_row_has_the_gradients_of_all_tiles_that_it_lies_in(device, monkeypatc
     assert weight[:, -1].tolist() == [7, entries - 7, 0]
 
 
+@pytest.fixture
+def runs(monkeypatch):
+    """Rows as wide lists are updated, in small tiles."""
+    monkeypatch.setattr(kernel, "RUNS_COLUMNS", 1)
+    monkeypatch.setattr(kernel, "RUNS_ENTRIES", 1)
+    monkeypatch.setattr(kernel, "RUNS_ELEMENTS", 64)
+    monkeypatch.setattr(kernel, "RUNS_TILES", 6)
+
+
+@pytest.mark.usefixtures("nan_in_new_memory", "runs")
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("pattern", ["skewed", "one row", "left out"])
+def test_runs_match_float64(device, assert_close, name, pattern):
+    if not GPU and pattern != "skewed" and name not in ("sgd", "adam"):
+        pytest.skip("how entries are merged does not depend on the rule")
+    rule, rows, entries, dim = VARIANTS[name], 40, 97, 12
+    weight = torch.randn(rows, dim, device=device)
+    value, states = weight.clone(), states_of(rule, rows, dim, device)
+    exact, exact_states = weight.double(), double(states)
+    lr = torch.tensor(10.0 if name == "adadelta" else 0.1, device=device)
+    for _ in range(2):
+        ids = draw(pattern, rows, entries, device)
+        grads = torch.randn(entries, dim, device=device)
+        update_rows(rule, value, ids, grads, states, lr=lr, impl="triton")
+        update_rows_torch(rule, exact, ids, grads.double(), exact_states, lr=lr.double())
+    assert_close(value - weight, exact - weight, "weight", factor=10)
+    for state, found, expected in zip(rule.states, states, exact_states, strict=True):
+        assert_close(found, expected, state, dtype=torch.float32, factor=10)
+
+
+@pytest.mark.usefixtures("runs")
+@pytest.mark.parametrize("name", ["sgd", "rowwise_adagrad"])
+def test_runs_of_every_length_are_summed(device, monkeypatch, assert_close, name):
+    """Short runs side by side, long ones alone, and such that fill tiles, in one list."""
+    lengths = torch.tensor([1, 1, 1, 40, 2, 7, 8, 9, 1, 16, 17, 1, 31, 32, 33, 5, 96, 1, 3, 1])
+    monkeypatch.setattr(kernel, "RUNS_TILES", int(lengths.sum()) // 20)  # of 32 entries
+    rows = torch.arange(len(lengths)).repeat_interleave(lengths)
+    ids = rows[torch.randperm(len(rows))].to(device)
+    weight = torch.randn(len(lengths) + 2, 4, device=device)
+    grads = torch.randn(len(ids), 4, device=device)
+    rule, lr = make_rule(name), torch.tensor(0.1, device=device)
+    value, states = weight.clone(), states_of(rule, len(weight), 4, device)
+    exact, exact_states = weight.double(), double(states)
+    update_rows(rule, value, ids, grads, states, lr=lr, impl="triton")
+    update_rows_torch(rule, exact, ids, grads.double(), exact_states, lr=lr.double())
+    assert_close(value - weight, exact - weight, "weight", factor=10)
+    assert torch.equal(value[-2:], weight[-2:])
+
+
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 def test_equal_rows_are_summed_before_the_rule(device, impl):
     weight = torch.zeros(3, 4, device=device)
