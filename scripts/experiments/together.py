@@ -88,6 +88,7 @@ def _steps(runs: Sequence[Run]) -> dict[str, float]:
                         run.model.sparse_arch.renew_caches(run.optimizers[1])
         _wait(lanes, for_lanes=True)  # before memory of the chunk is used again
         if not before:  # everything is compiled and captured
+            print(f"{len(runs)} models compiled in {time.perf_counter() - began:.0f} s", flush=True)
             began, before = time.perf_counter(), runs[0].steps
     if device.type == "cuda":
         torch.cuda.synchronize()
