@@ -68,8 +68,7 @@ def auto_plan(config: RunConfig, meta: Meta, spec: ModelSpec, tables: str) -> st
         return ""
     counts = read_frequencies(config.data, meta)
     dim, dtype = spec["embedding_dim"], spec["tables_dtype"]
-    trained = config.init_from is not None
-    lost = 1 - kept_share(spec["plan"], spec["num_embeddings"], dim, counts, dtype, trained)
+    lost = 1 - kept_share(spec["plan"], spec["num_embeddings"], dim, counts, dtype)
     return (
         f"{tables}\nauto expects to lose {lost:.1%} of what full tables learn, by how often "
         "their ids occur"

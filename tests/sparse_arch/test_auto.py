@@ -25,7 +25,7 @@ def utility(table_plan, counts, dim):
     for (_, options), count in zip(table_plan, counts, strict=True):
         count = count[: options.get("keep", len(count))].double()
         kept = 1 - 0.2 / options.get("dim", dim)
-        kept *= {"int4": 0.86, "int8": 0.9998, "bf16": 0.9999}.get(options.get("dtype"), 1)
+        kept *= {"int4": 0.995, "int8": 0.9998, "bf16": 0.9999}.get(options.get("dtype"), 1)
         total += kept * float((count ** (2 - SPECIFIC) / (count + RARE)).sum())
     return total
 
