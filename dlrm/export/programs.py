@@ -98,14 +98,30 @@ def compile_program(program: ExportedProgram, path: Path, device: str) -> None:
         raise ValueError(
             "compiling needs a C++ compiler, and there is none: install g++, or leave out --compile"
         ) from None
-    if device == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError("--compile cuda needs a GPU, and there is none: leave it out")
-        # With its number: the programs check that tensors are on the very device they name.
-        program = move_to_device_pass(program, f"cuda:{torch.cuda.current_device()}")
-    configs = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
-    with _quiet():
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--compile cuda needs a GPU, and there is none: leave it out")
+    configs = {
+        "aot_inductor.package_constants_in_so": False,
+        "always_keep_tensor_constants": True,
+        # Else kernels are tried with ids at random, which are in no table.
+        "triton.autotune_at_compile_time": False,
+    }
+    with _quiet(), _moved(program, device):
         aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
+
+
+@contextmanager
+def _moved(program: ExportedProgram, device: str) -> Iterator[None]:
+    """The program on a device, and afterwards on the CPU again: PyTorch moves it in place."""
+    if device == "cpu":
+        yield
+        return
+    try:
+        # With its number: the programs check that tensors are on the very device they name.
+        move_to_device_pass(program, f"cuda:{torch.cuda.current_device()}")
+        yield
+    finally:
+        move_to_device_pass(program, "cpu")
 
 
 def save_onnx(program: ExportedProgram, path: Path) -> None:

@@ -170,6 +170,8 @@ def test_compiled_programs(case, where, lists, tmp_path):
             expected = torch.sigmoid(model(*own))
         found = compiled(*(value.to(where) for value in given)).cpu()
         torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
+    scored = program.module()(*given)  # it is on the CPU as before
+    torch.testing.assert_close(scored, expected, rtol=1e-6, atol=1e-6)
 
 
 ONNX = [(case, "fp32", False) for case in sorted(CASES)]
