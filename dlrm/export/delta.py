@@ -2,8 +2,9 @@
 
 A tensor whose rows are as wide as before is given by the rows that differ, bit for bit; rows of a
 table that has grown keep their number in the table, although the tables after it have moved. All
-other tensors that differ are given whole. Where all shapes stayed as they were, so did the
-programs; else they are in the delta, like every other file that differs.
+other tensors that differ are given whole, and so are those that are smaller that way. Where all
+shapes stayed as they were, so did the programs; else they are in the delta, like every other file
+that differs.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ class Changes:
             if numbers is not None and not len(numbers) and old[name].shape == value.shape:
                 continue
             described[name] = {"shape": list(value.shape), "copy": spans}
-            if numbers is None or 2 * len(numbers) > len(value):
+            if numbers is None or _bytes_of(numbers, value) > value.nbytes:
                 described[name]["copy"] = None
                 tensors[f"whole:{name}"] = value
             else:
@@ -205,6 +206,11 @@ def _changed(old: Tensor, new: Tensor, spans: list[list[int]]) -> Tensor:
             one, other = (_bits(part).reshape(size, -1) for part in parts)
             differ[to + at : to + at + size] = (one != other).any(1)
     return differ.nonzero()[:, 0]
+
+
+def _bytes_of(numbers: Tensor, values: Tensor) -> int:
+    """The bytes of some rows and their numbers."""
+    return numbers.nbytes + len(numbers) * (values.nbytes // max(len(values), 1))
 
 
 def _bits(values: Tensor) -> Tensor:
