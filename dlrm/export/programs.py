@@ -100,12 +100,9 @@ def compile_program(program: ExportedProgram, path: Path, device: str) -> None:
         ) from None
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--compile cuda needs a GPU, and there is none: leave it out")
-    configs = {
-        "aot_inductor.package_constants_in_so": False,
-        "always_keep_tensor_constants": True,
-        # Else kernels are tried with ids at random, which are in no table.
-        "triton.autotune_at_compile_time": False,
-    }
+    configs = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
+    if device == "cuda":  # else kernels are tried with random ids, which are in no table
+        configs["triton.autotune_at_compile_time"] = False
     with _quiet(), _moved(program, device):
         aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
 
