@@ -51,7 +51,8 @@ def loader_multi_hot() -> str:
     rows = []
     for name in ("loader_multi_hot", "loader_multi_hot_h200"):
         result = read(name)
-        place = "H200, 16 cores" if "h200" in name else "2 busy cores"
+        cores = read(name)["environment"]["cores"]
+        place = f"H200, {cores} cores" if "h200" in name else "2 busy cores"
         for one in result["loader"]:
             rates = one["ids_per_second"]
             found = [

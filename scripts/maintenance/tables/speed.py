@@ -185,7 +185,7 @@ def mlperf() -> str:
             "speed": r["Msamples/s"],
             "counted": "batches on the GPU, no communication",
         }
-        for r in ours["results"]
+        for r in sorted(ours["results"], key=itemgetter("batch"))
     ]
     for r in records:
         if r["model"] == ours["model"]:
