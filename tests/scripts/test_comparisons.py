@@ -120,6 +120,7 @@ def test_a_run_is_compared_with_the_dense_one_of_its_seed(script, tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 def test_a_frontier_with_chosen_rates(script, data, tmp_path, capsys):
     given = ["--data", str(data), "--validation", str(data), "--rates", "0.01", "0.02"]

@@ -9,6 +9,7 @@ import pytest
 SMALL = ["model.bottom_mlp=[16]", "model.top_mlp=[16]", "device=cpu", "max_steps=2"]
 
 
+@pytest.mark.slow
 def test_models_are_replayed_day_by_day(criteo, script, monkeypatch, tmp_path, capsys):
     directory, lines = criteo
     runner, here = script("runner"), contextlib.nullcontext(SimpleNamespace(map=map))

@@ -89,7 +89,14 @@ def test_an_interrupted_run_is_resumed_to_the_same_bits(
     resumes_to_the_same_bits("run", *options(kind))
 
 
-@pytest.mark.parametrize(("split", "step"), [("val", 20), ("val", 114), ("test", 114)])
+@pytest.mark.parametrize(
+    ("split", "step"),
+    [
+        ("val", 20),
+        pytest.param("val", 114, marks=pytest.mark.slow),
+        pytest.param("test", 114, marks=pytest.mark.slow),
+    ],
+)
 def test_an_evaluation_that_is_interrupted_is_repeated(
     split, step, script, train, resumes_to_the_same_bits, monkeypatch, tmp_path
 ):
