@@ -31,6 +31,7 @@ from dlrm.utils.offsets import offsets_of
 from dlrm.utils.program import Parser
 
 ROOT = Path(__file__).parents[2]
+EXPONENT = 1.05  # of the power law
 # At the start; above 0 if other programs ran as well. Windows can't say.
 LOAD_BEFORE = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
 
@@ -145,6 +146,13 @@ def draw_bags(
     ]
     sizes = None if ragged else tuple(bag_sizes)
     return replace(one_hot, ids=torch.cat(ids), offsets=offsets, bounds=bounds, bag_sizes=sizes)
+
+
+def power_law(rows: int, lookups: int, device: str = "cuda") -> Tensor:
+    """Ids from a power law over the rows of a table, ``[lookups]`` int64."""
+    uniform = torch.rand(lookups, device=device, dtype=torch.float64)
+    power = 1 - EXPONENT
+    return (((rows**power - 1) * uniform + 1) ** (1 / power)).long().clamp(1, rows) - 1
 
 
 def gpu_milliseconds(

@@ -2,10 +2,13 @@
 
     python scripts/benchmarks/benchmark_offload.py --output benchmarks/offload_h100.json
     python scripts/benchmarks/benchmark_offload.py --large --output FILE
+    python scripts/benchmarks/benchmark_offload.py --table --output FILE
 
 The Kaggle model with log-uniform ids, no batch twice; the GPU caches 1.5% of the rows. Losses that
 differ from those of dense tables are an error, not a result. With --large the Terabyte model
-(tables cut off at 40 million rows, dim 128: 104.5 GB), which no GPU of 80 GB holds.
+(tables cut off at 40 million rows, dim 128: 104.5 GB), which no GPU of 80 GB holds. With --table
+no model, but a look-up with its update at the shape that FBGEMM publishes: one table of 24 million
+rows, dim 128, and 1,048,576 look-ups from a power law of exponent 1.05; the GPU caches 10% of it.
 """
 
 from __future__ import annotations
@@ -24,7 +27,10 @@ from torch import Tensor
 
 from dlrm.data.batch import Batch
 from dlrm.data.schema import KAGGLE_CARDINALITIES, TERABYTE_CARDINALITIES
-from dlrm.embeddings.offload import MAX_WINDOW
+from dlrm.embeddings.common.context import LookupContext
+from dlrm.embeddings.common.row_caches import Lookups
+from dlrm.embeddings.offload import MAX_WINDOW, Offload
+from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
 from dlrm.sparse_arch.table_plan import make_table_plan
@@ -32,13 +38,13 @@ from dlrm.training import benchmark
 from dlrm.training.step import TrainStep
 from dlrm.utils.program import Parser, exit_status
 
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NAMES = [f"C{i}" for i in range(1, 27)]
 LINK = 53e9  # bytes a second each way between pinned host memory and an H100 (PCIe 5), as measured
 WARM_UP, CHECKED = 150, 30
-SPAN, SPANS = (
-    3 * MAX_WINDOW,
-    5,
-)  # steps of whole prefetch windows that are timed together, and how often
+SPAN, SPANS = 3 * MAX_WINDOW, 5  # steps of whole windows that are timed together, and how often
+TABLE_ROWS, TABLE_LOOKUPS, TABLE_SHARE = 24_000_000, 1 << 20, 0.1
+WINDOWS = 12  # of one table that are timed
 VARIANTS: dict[str, tuple[str, dict[str, Any], bool]] = {  # kind, options, rows fetched ahead
     "dense": ("dense", {}, False),
     "offload": ("offload", {}, True),
@@ -135,6 +141,56 @@ def measure_one(
     }, found
 
 
+def measure_table(
+    options: argparse.Namespace, rule: str, rows: int = TABLE_ROWS, lookups: int = TABLE_LOOKUPS
+) -> dict[str, Any]:
+    """Look-up, backward and update of one offloaded table, its rows fetched ahead."""
+    dim, device = options.dim or 128, options.device
+    group = Offload([rows], dim, cache_share=TABLE_SHARE, check_ids=False).to(
+        device, TYPES[options.dtype]
+    )
+    optimizer = RowOptimizer(group.parameters(), rule, lr=0.01)
+    sorter, size = RowSorter(torch.device(device)), group.window_size(lookups)
+    drawn = [
+        [(benchmark.power_law(rows, lookups, device).int()[None], None) for _ in range(size)]
+        for _ in range(options.table_warm_up + 2 + WINDOWS + 1)
+    ]
+    grad = torch.randn(lookups, 1, dim, device=device).to(TYPES[options.dtype])
+
+    def train_window(index: int) -> None:
+        now: list[Lookups] = [*drawn[index]]
+        group.begin_window([] if index else now, drawn[index + 1])
+        for ids, _ in now:
+            with sorter:
+                out = group(ids, context=LookupContext(rows_fetched=True, sorter=sorter))
+                sorter.sort()
+                out.backward(grad)
+                optimizer.step(sorter=sorter)
+            optimizer.zero_grad()
+
+    first = options.table_warm_up
+    for index in range(first):
+        train_window(index)
+    before = group.cache_stats()
+    counts = {"warm_up": 2, "steps": WINDOWS}
+    ms = benchmark.milliseconds(lambda i: train_window(first + i), device, **counts) / size
+    after = group.cache_stats()
+    moved = {name: after[name] - before[name] for name in after}
+    per_step = {name: moved[name] / moved["steps"] / 1e6 for name in ("bytes_in", "bytes_out")}
+    return {
+        "model": "one table",
+        "variant": "offload",
+        "rule": rule,
+        "batch": lookups,
+        "window": size,
+        "ms": round(ms, 3),
+        "hit_rate": moved["hits"] / moved["lookups"],
+        "MB_in": per_step["bytes_in"],
+        "MB_out": per_step["bytes_out"],
+        "link_share": per_step["bytes_in"] * 1e6 / (ms / 1e3) / LINK,
+    }
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure every variant; returns the exit status."""
     parser = Parser(__doc__)
@@ -149,6 +205,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dim", type=int, help="16, or 128 with --large")
     parser.add_argument("--cap", type=int, default=2**31, help="rows of a table at most")
     parser.add_argument("--large", action="store_true", help="the Terabyte model, offloaded")
+    parser.add_argument("--table", action="store_true", help="one table of FBGEMM's shape")
+    parser.add_argument("--table_warm_up", type=int, default=20, help="windows that fill the cache")
     parser.add_argument("--output", default="benchmarks/offload.json")
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -156,7 +214,19 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if options.large:
         options.variants = [name for name in options.variants if name != "dense"]
-    return exit_status(lambda: print(pd.DataFrame(measure_all(options)).to_string(index=False)))
+    measure = measure_tables if options.table else measure_all
+    return exit_status(lambda: print(pd.DataFrame(measure(options)).to_string(index=False)))
+
+
+def measure_tables(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure and write the figures of one table under every rule."""
+    results: list[dict[str, Any]] = []
+    for rule in options.rules:
+        results.append(measure_table(options, rule))
+        print(results[-1], flush=True)
+        benchmark.release()
+        benchmark.write(options.output, {"results": results})
+    return results
 
 
 def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:

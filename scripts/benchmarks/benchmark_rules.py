@@ -26,17 +26,9 @@ from dlrm.kernels.update.sparse import update_rows
 from dlrm.training import benchmark
 from dlrm.utils.program import Parser, count_arg, exit_status
 
-EXPONENT = 1.05  # of the power law
 INPUTS = 4  # different batches in rotation
 SORT_BYTES = 4 * 2 * (4 + 8)  # of a look-up: 4 passes over a key and an index, read and written
 TYPES = {"int32": torch.int32, "int64": torch.int64}
-
-
-def power_law(rows: int, lookups: int) -> Tensor:
-    """Ids from a power law over the rows of a table, ``[lookups]`` int64."""
-    uniform = torch.rand(lookups, device="cuda", dtype=torch.float64)
-    power = 1 - EXPONENT
-    return (((rows**power - 1) * uniform + 1) ** (1 / power)).long().clamp(1, rows) - 1
 
 
 def states_of(rule: Rule, weight: Tensor) -> list[Tensor]:
@@ -139,7 +131,7 @@ def measure_all(options: Any) -> None:
     results: list[dict[str, Any]] = []
     for dim in options.dims:
         weight = torch.empty(options.rows, dim, device="cuda").normal_(std=0.01).requires_grad_()
-        drawn = [power_law(options.rows, options.lookups)[None] for _ in range(INPUTS)]
+        drawn = [benchmark.power_law(options.rows, options.lookups)[None] for _ in range(INPUTS)]
         updates: dict[str, float] = {}
         for kind in options.ids:
             setup = Setup(weight, drawn, TYPES[kind])
@@ -153,7 +145,11 @@ def measure_all(options: Any) -> None:
         del weight, setup
         benchmark.release()
         if options.output:
-            about = {"rows": options.rows, "lookups": options.lookups, "exponent": EXPONENT}
+            about = {
+                "rows": options.rows,
+                "lookups": options.lookups,
+                "exponent": benchmark.EXPONENT,
+            }
             about |= {"copy_bandwidth_bytes_per_second": round(bandwidth)}
             benchmark.write(options.output, {**about, "results": results})
 
