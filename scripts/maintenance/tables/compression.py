@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from scripts.maintenance.tables.markdown import markdown, read, source, table
+from scripts.maintenance.tables.markdown import ROOT, markdown, read, source, table
 
 
 def pivot(result: dict[str, Any], metric: str = "AUC") -> str:
@@ -156,14 +156,30 @@ def tt_changes() -> str:
     names = {
         "trains": "trains alone, fp32",
         "exact rows": "and exact rows for the frequent ids",
-        "bf16": "in bf16: the default",
-        "cache": "and a cache",
+        "bf16": "in bf16",
+        "int8": "exact rows in int8, trains in bf16",
+        "int4": "exact rows in int4, trains in bf16",
+        "cache": "in bf16, and a cache",
+        "auto": "`--emb auto`",
     }
-    found = {row["variant"]: row for row in read("tt_changes_sample")["results"]}
-    rows = [
-        [text, f"{found[k]['auc']:.4f} ± {found[k]['auc_std']:.4f}"] for k, text in names.items()
-    ]
-    return markdown(["`--emb tt --budget`", "sample, 10x"], rows) + source("tt_changes_sample")
+    files = [f"tt_changes_{name}" for name in ("sample", "retail")]
+    files = [name for name in files if (ROOT / "benchmarks" / f"{name}.json").exists()]
+    found = {
+        (f"{name.removeprefix('tt_changes_')}, {row['budget']:g}x", row["variant"]): row
+        for name in files
+        for row in read(name)["results"]
+    }
+    columns = list(dict.fromkeys(column for column, _ in found))
+
+    def cell(column: str, variant: str) -> str:
+        row = found.get((column, variant))
+        if row is None:
+            return "-"
+        return f"{row['auc']:.4f}" + (f" ± {row['auc_std']:.4f}" if row["auc_std"] else "")
+
+    rows = [[text, *(cell(column, key) for column in columns)] for key, text in names.items()]
+    head = ["`--emb tt --budget`", *columns]
+    return markdown(head, rows) + source(*files)
 
 
 TABLES = (
