@@ -110,20 +110,23 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=path_arg, help="where the JSON goes")
     parser.add_argument("--steps", type=count_arg, default=80, help="training steps of a run")
     parser.add_argument("--repeats", type=count_arg, default=4, help="runs of each way, idle")
+    parser.add_argument(
+        "--neighbours", nargs="+", choices=NEIGHBOURS, default=list(NEIGHBOURS), help="(all)"
+    )
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as directory:
         run("ours", 1, Path(directory))  # makes the data, and fills the disk cache
     found: dict[str, Any] = {"unit": "s", "steps": options.steps}
     found["idle"] = measure(options.repeats, options.steps, list(WAYS))
-    for name, program in NEIGHBOURS.items():
+    for name in options.neighbours:
         print(f"{name} next to it", flush=True)
-        with busy(cpu_count(), program):
+        with busy(cpu_count(), NEIGHBOURS[name]):
             found[f"busy_{name}"] = measure(1, options.steps, list(WAYS))
     found["first_run"] = {"idle": first_run()}
     with busy(1):
         found["first_run"]["one_busy_core"] = first_run()
     print("first run:", found["first_run"])
-    for state in ("idle", *(f"busy_{name}" for name in NEIGHBOURS)):
+    for state in ("idle", *(f"busy_{name}" for name in options.neighbours)):
         times = found[state]
         ratios = {k: round(times["default"][k] / times["ours"][k], 3) for k in times["ours"]}
         found[f"{state}_times_faster_than_default"] = ratios

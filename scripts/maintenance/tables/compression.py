@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from statistics import fmean
 from typing import Any
 
 from scripts.maintenance.tables.markdown import ROOT, markdown, read, source, table
@@ -182,7 +183,25 @@ def tt_changes() -> str:
     return markdown(head, rows) + source(*files)
 
 
+def fine_tuning() -> str:
+    """What another epoch of a trained model reaches that was compressed."""
+    rows = []
+    for row in read("fine_tuning_sample")["results"]:
+        means = {name: fmean(row[name]) for name in ("scratch", "fitted", "fine_tuned")}
+        rows.append(row | means | {"budget": row["budget"] or ""})
+    columns = {
+        "`--emb`": "`{emb}`",
+        "budget": "{budget}",
+        "from scratch": "{scratch:.4f}",
+        "fitted": "{fitted:.4f}",
+        "fine-tuned": "{fine_tuned:.4f}",
+        "gained over the better": "{gained:+.4f}",
+    }
+    return table(columns, rows, "fine_tuning_sample")
+
+
 TABLES = (
+    fine_tuning,
     tt_changes,
     sample,
     sample_speed,

@@ -26,10 +26,13 @@ def busy_cpu() -> str:
     """Training next to other programs, with and without bounded spinning."""
     result = read("busy_cpu")
     names = {"ours": "bounded spin", "default": "PyTorch's default", "passive": "no spin"}
+    names["one thread"] = "one thread"
+    states = {"idle": "idle", "busy": "busy", "busy_counting": "busy"}
     rows = [
-        {"machine": state, "name": names[way], **result[state][way]}
-        for state in ("idle", "busy")
+        {"machine": shown, "name": names[way], **result[state][way]}
+        for state, shown in states.items()
         for way in names
+        if way in result.get(state, {})
     ]
     columns = {
         "machine": "{machine}",
@@ -145,6 +148,20 @@ def basis() -> str:
     return table(columns, read("basis_h100")["results"], "basis_h100")
 
 
+def basis_cpu() -> str:
+    """The same in evaluation on a CPU."""
+    columns = {
+        "inputs": "{hidden:,}",
+        "outputs": "{vocabulary:,}",
+        "tokens": "{tokens}",
+        "linear, ms": "{linear:.2f}",
+        "basis, ms": "{basis:.2f}",
+        "times faster": "{times_faster:.2f}",
+    }
+    rows = [row for row in read("basis_cpu")["results"] if row["tokens"] in (1, 8)]
+    return table(columns, rows, "basis_cpu")
+
+
 def epoch() -> str:
     """An epoch on one GPU, from Parquet to test metrics."""
     columns = {
@@ -211,6 +228,7 @@ TABLES = (
     tt_alone,
     lookup,
     basis,
+    basis_cpu,
     epoch,
     epoch_small,
 )
