@@ -1,4 +1,4 @@
-"""What fine-tuning reaches: trained runs, the same kinds from scratch, and compressed and trained on.
+"""Fine-tuning compared: kinds trained from scratch, and a trained model compressed and trained on.
 
     for seed in 1 2; do
         python train.py --data data/sample --seed $seed --emb dense --name dense_$seed
