@@ -125,7 +125,6 @@ def _launch(
             LENGTH=length, RUNS=max(1, elements // block_d), CHUNK=1,
             num_warps=min(4, max(1, block_d // elements)), **options,
         )  # fmt: skip
-        finishing = 4  # warps: frequent rows cross hundreds of tiles, which one program adds up
     else:
         block, warps = _tile(block_d, states + (packing > 0))
         wanted = max(1, n // (MANY * block))
@@ -137,11 +136,10 @@ def _launch(
             entries, grads, partials, table, step,
             BLOCK=block, PARTS=parts, num_warps=warps, **options,
         )  # fmt: skip
-        finishing = 1
     if tiles > 1:
         finish[tiles - 1,](
             entries, partials, table, step,
-            BLOCK=length, WIDTH=max(16, min(64, 4096 // block_d)), num_warps=finishing, **options,
+            BLOCK=length, WIDTH=max(16, min(64, 4096 // block_d)), num_warps=1, **options,
         )  # fmt: skip
 
 

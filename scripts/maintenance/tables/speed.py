@@ -218,8 +218,21 @@ def mlperf() -> str:
     return table(columns, rows, "speedrun/mlperf_h200")
 
 
+def rules() -> str:
+    """A look-up with its update under every rule, and how many times what its bytes take."""
+    found: dict[str, dict[str, str]] = {}
+    results = [r for r in read("rules_h200")["results"] if r["ids"] == "int32"]
+    dims = sorted({r["dim"] for r in results})
+    for r in results:
+        cell = f"{r['all_ms']:.2f} ({r['times_floor']:.1f}, {r['update_times_floor']:.1f})"
+        found.setdefault(r["rule"], {"rule": r["rule"]})[f"dim {r['dim']}"] = cell
+    columns = {"optimizer": "{rule}"} | {f"dim {dim}": f"{{dim {dim}}}" for dim in dims}
+    return table(columns, list(found.values()), "rules_h200")
+
+
 TABLES = (
     mlperf,
+    rules,
     cpu_step,
     busy_cpu,
     gpu_step,
