@@ -35,11 +35,11 @@ def table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], *names:
 
 def source(*names: str) -> str:
     """A line with the machines and the files of results."""
-    places = {read(name)["environment"].get("device") or "cpu" for name in names}
-    cores = {read(name)["environment"]["cores"] for name in names}
-    where = ", ".join(
-        f"{count} CPU cores" if place == "cpu" else place.replace(" HBM3", "")
-        for place, count in zip(sorted(places), sorted(cores), strict=True)
-    )
+    environments = [read(name)["environment"] for name in names]
+    places = [one.get("device") or "cpu" for one in environments]
+    where = {
+        f"{one['cores']} CPU cores" if place == "cpu" else place.replace(" HBM3", ""): None
+        for place, one in sorted(zip(places, environments, strict=True), key=lambda own: own[0])
+    }
     files = ", ".join(f"`benchmarks/{name}.json`" for name in names)
-    return f"\n*{where}; {files}.*\n"
+    return f"\n*{', '.join(where)}; {files}.*\n"
