@@ -48,7 +48,7 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def is_copy(link: Path) -> bool:
-    """Whether a checkpoint lies in place of a link, as in a copy that has followed links."""
+    """Whether a directory lies in place of a link, as in a copy that has followed links."""
     return link.is_dir() and not link.is_symlink()
 
 

@@ -53,6 +53,14 @@ def test_a_run_stops_early_and_its_best_state_is_the_result(
     quality = [name for name in values if name.startswith(("test/", "val/", "last/"))]
     assert {name: again[name] for name in quality} == {name: values[name] for name in quality}
     assert os.readlink(link) == f"step_{best}"
+    link.unlink()
+    link.mkdir()  # no checkpoint lies in it
+    (tmp_path / "run" / "result.json").unlink()
+    run("train", "--resume", tmp_path / "run")
+    assert {name: result(tmp_path / "run")[name] for name in quality} == {
+        name: values[name] for name in quality
+    }
+    assert os.readlink(link) == f"step_{best}"
 
 
 def test_a_run_that_is_killed_after_its_last_evaluation_stops_early_too(

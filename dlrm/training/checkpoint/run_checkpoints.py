@@ -21,7 +21,7 @@ from dlrm.training.checkpoint.manifest import LoaderState, RunState
 from dlrm.training.checkpoint.parts import Parts
 from dlrm.training.checkpoint.reader import Checkpoint
 from dlrm.training.checkpoint.writer import point, save
-from dlrm.training.run_directory import BEST, CHECKPOINTS, LATEST, RunLock
+from dlrm.training.run_directory import BEST, CHECKPOINTS, LATEST, MANIFEST, RunLock
 
 PATIENCE = 30  # seconds to wait for the end of an earlier attempt of the same job
 
@@ -174,7 +174,8 @@ def _go_back(path: Path, state: RunState) -> None:
     if run_directory.link_target(directory / LATEST) != path:
         point(directory / LATEST, path.name)
     best = run_directory.link_target(directory / BEST)
-    missing = state.best_step >= 0 and not run_directory.is_copy(directory / BEST)
+    copied = run_directory.is_copy(directory / BEST) and (directory / BEST / MANIFEST).is_file()
+    missing = state.best_step >= 0 and not copied
     known = best_known(path, state)
     if missing and (best is None or best in later):
         point(directory / BEST, (known or path).name)
