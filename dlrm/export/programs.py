@@ -21,6 +21,7 @@ from torch.export.passes import move_to_device_pass
 from dlrm.export.inference import InferenceModel
 
 DEVICES = ("cpu", "cuda")
+CUDA_VERSION = "2.12"  # of PyTorch, at least; with 2.11 one H200 could not load a program
 ONNX_PACKAGES = ("onnx", "onnxscript")
 
 
@@ -90,7 +91,7 @@ def compile_program(program: ExportedProgram, path: Path, device: str) -> None:
     The code is for processors, or GPUs, like those of this machine.
 
     Raises:
-        ValueError: there is no C++ compiler, or no such device.
+        ValueError: there is no C++ compiler, or no such device, or PyTorch is too old for it.
     """
     try:
         get_cpp_compiler()
@@ -98,6 +99,11 @@ def compile_program(program: ExportedProgram, path: Path, device: str) -> None:
         raise ValueError(
             "compiling needs a C++ compiler, and there is none: install g++, or leave out --compile"
         ) from None
+    if device == "cuda" and torch.__version__ < CUDA_VERSION:
+        raise ValueError(
+            f"--compile cuda needs PyTorch {CUDA_VERSION}, as what {torch.__version__} compiles "
+            "crashes when it is loaded: update it, or leave cuda out"
+        )
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--compile cuda needs a GPU, and there is none: leave it out")
     configs = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}

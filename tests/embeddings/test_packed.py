@@ -103,11 +103,11 @@ def losses(kind, dtype, device):
 
 
 @every_kind
-@every_dtype
-def test_training_moves_rows_as_in_fp32(kind, dtype, device):
-    first, last = losses(kind, dtype, device)
+def test_training_moves_rows_as_in_fp32(kind, device):
     _, exact = losses(kind, None, device)
-    assert last < exact + {"int8": 0.02, "int4": 0.1}[dtype] * first
+    for dtype, bound in (("int8", 0.02), ("int4", 0.1)):
+        first, last = losses(kind, dtype, device)
+        assert last < exact + bound * first
 
 
 @every_kind

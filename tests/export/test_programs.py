@@ -6,11 +6,12 @@ import importlib.util
 import pytest
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from dlrm.embeddings import available
 from dlrm.embeddings.tt import TT
 from dlrm.export.inference import InferenceModel
-from dlrm.export.programs import compile_program, save_onnx, save_program, trace
+from dlrm.export.programs import CUDA_VERSION, compile_program, save_onnx, save_program, trace
 from dlrm.kernels.update.packed import PackedParameter
 from dlrm.model import DLRM
 
@@ -156,6 +157,8 @@ def test_a_program_without_its_weights_scores_nothing(tmp_path):
     ],
 )
 def test_compiled_programs(case, where, lists, tmp_path):
+    if where == "cuda" and torch.__version__ < CUDA_VERSION:
+        pytest.skip("what PyTorch 2.11 compiles for CUDA crashes when it is loaded")
     model = model_of(case)
     program = trace(InferenceModel(copy.deepcopy(model), LISTS if lists else [False] * 5), 3)
     compile_program(program, tmp_path / "compiled.pt2", where)
@@ -172,6 +175,12 @@ def test_compiled_programs(case, where, lists, tmp_path):
         torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
     scored = program.module()(*given)  # it is on the CPU as before
     torch.testing.assert_close(scored, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_an_old_pytorch_compiles_nothing_for_cuda(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    with pytest.raises(ValueError, match=r"--compile cuda needs PyTorch 2\.12, as what 2\.11\.0"):
+        compile_program(trace(InferenceModel(model_of("dense"), [False] * 5), 3), tmp_path, "cuda")
 
 
 ONNX = [(case, "fp32", False) for case in sorted(CASES)]
