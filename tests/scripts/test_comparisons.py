@@ -58,6 +58,7 @@ def test_the_ratios_of_the_paper_at_once(script, capsys):
         assert line in printed
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 def test_tt_rec_from_data_to_table_plot_and_json(script, data, tmp_path, capsys, monkeypatch):
     given = ["--data", str(data), "--config", "configs/demo.yaml", "--tables", "3", "--ranks", "4"]

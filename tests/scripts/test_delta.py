@@ -97,9 +97,8 @@ def applied(base, delta, output):
     ("tables", "step"),
     [
         ("fp32", 1),
-        ("int8", 2),
-        *(pytest.param(*own, marks=pytest.mark.slow) for own in (("fp32", 2), ("int8", 1))),
-        *(pytest.param("int4", step, marks=pytest.mark.slow) for step in (1, 2)),
+        pytest.param("fp32", 2, marks=pytest.mark.slow),
+        *(pytest.param(t, n, marks=pytest.mark.slow) for t in ("int8", "int4") for n in (1, 2)),
     ],
 )
 def test_a_delta_gives_the_full_export(tables, step, two_days, export, tmp_path):

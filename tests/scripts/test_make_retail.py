@@ -118,6 +118,7 @@ def test_without_the_package_or_a_table_of_it_the_remedy_is_told(
     assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_one_command_prepares_trains_and_compares(script, package, tmp_path, monkeypatch):
     retail, runner = script("retail"), script("runner")
     here = contextlib.nullcontext(SimpleNamespace(map=map))  # trained here, one after another

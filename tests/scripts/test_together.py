@@ -69,6 +69,7 @@ def test_other_rows_are_refused(data):
         train_together(tasks)
 
 
+@pytest.mark.slow
 def test_a_runner_trains_them(data):
     common = options(data, "cpu", "unused")[2:3] + options(data, "cpu", "unused")[4:]
     runner = Runner(data.parent, 1, common, together=3)

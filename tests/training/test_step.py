@@ -133,6 +133,7 @@ def test_the_mean_loss_is_of_the_steps_since_it_was_taken(mode, device):
     assert float(step.losses.take()) == total
 
 
+@pytest.mark.slow
 def test_many_models_of_a_process_are_compiled(device):
     """PyTorch gives up where a function is compiled too often, and all MLPs are one."""
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):

@@ -178,7 +178,7 @@ def test_nan_and_infinity_stay_in_their_row(device, wide, impl):
         grads.zero_()
 
 
-@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("impl", [pytest.param("triton", marks=pytest.mark.slow), "torch"])
 def test_accumulators_in_bf16_are_rounded_without_bias(device, impl):
     weight = table(0, 4, device)
     rows, lr = torch.arange(ROWS, device=device).repeat(2), torch.zeros((), device=device)
