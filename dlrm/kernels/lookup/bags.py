@@ -25,6 +25,7 @@ from dlrm.kernels.update.packed import load_rows, packed_rows, storage
 from dlrm.kernels.update.row_sort import RowSorter, sort_rows
 from dlrm.kernels.update.sparse import update_rows
 from dlrm.utils.messages import did_you_mean
+from dlrm.utils.offsets import offsets_of
 
 MODES = ("sum", "mean", "max")
 TILE = 1024  # elements of a tile
@@ -388,7 +389,7 @@ def lookup_bags_torch(
     if held is not None:
         ids = ids - of_each(held[0])
         here = (ids >= 0) & (ids < of_each(held[1]))
-        offsets = functional.pad(here.cumsum(0), (1, 0))[offsets]
+        offsets = offsets_of(here)[offsets]
         lengths, ids = offsets.diff().view(tables, batch).sum(1), ids[here]
     ids = ids if modulo is None else ids % of_each(modulo)
     ids = ids if last is None else ids.minimum(of_each(last))

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from dlrm.kernels import require_contiguous, tl, triton, use_triton
+from dlrm.utils.offsets import offsets_of
 
 BLOCK_V, BLOCK_N = 64, 64  # entries and tokens of a tile of the output
 SEGMENT = 512  # entries of a centroid that one program sums
@@ -92,7 +93,7 @@ def members(packed: Tensor, parts: int, bits: int, clusters: int) -> Members:
     centroids = torch.arange(parts * clusters + 1, device=packed.device)
     bounds = torch.searchsorted(codes, centroids)
     lengths = bounds.diff()
-    first = functional.pad(((lengths + SEGMENT - 1) // SEGMENT).cumsum(0), (1, 0))
+    first = offsets_of((lengths + SEGMENT - 1) // SEGMENT)
     segment = torch.arange(parts * (clusters + len(packed) // SEGMENT), device=packed.device)
     owner = torch.searchsorted(first, segment, right=True) - 1  # parts * clusters if there is none
     begin = bounds[owner] + SEGMENT * (segment - first[owner])
