@@ -13,7 +13,7 @@ from torch.nn import functional
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.budget import Budget, allocate, row_bytes
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.embeddings.shared_rows import SharedRows, num_kept_of
+from dlrm.embeddings.shared_rows import SharedRows, check_row_dim, num_kept_of
 from dlrm.kernels.lookup.projected import lookup_projected, project
 
 CHUNK = 1 << 20  # rows at a time when fitting to a dense table
@@ -51,10 +51,7 @@ class Block(SharedRows):
         keep: int | list[int] | None = None,
         **common: Unpack[Common],
     ) -> None:
-        if not 1 <= dim <= embedding_dim:
-            raise ValueError(
-                f"block dim is {dim}; set --block.dim to 1 .. {embedding_dim}, the embedding dim"
-            )
+        check_row_dim(dim, embedding_dim, self.kind())
         num_kept = num_kept_of(num_embeddings, keep, self.kind())
         super().__init__(
             num_embeddings,

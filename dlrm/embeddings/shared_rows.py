@@ -1,4 +1,4 @@
-"""Base of the kinds that keep rows of all tables in one weight: dense, hash, drop and block."""
+"""Base of the kinds that keep rows of all tables in one weight: dense, hash, drop, block, short."""
 
 from __future__ import annotations
 
@@ -195,6 +195,14 @@ class SharedRows(Embedding):
             {"weights": own * record_bytes(dim, 8) + (rows - own) * record_bytes(dim, 4)}
             for rows, own in zip(self.num_kept, wide, strict=True)
         ]
+
+
+def check_row_dim(dim: int, embedding_dim: int, kind: str) -> None:
+    """Raise a ``ValueError`` unless rows of ``dim`` weights fit into the embedding dim."""
+    if not 1 <= dim <= embedding_dim:
+        raise ValueError(
+            f"{kind} dim is {dim}; set --{kind}.dim to 1 .. {embedding_dim}, the embedding dim"
+        )
 
 
 def num_kept_of(

@@ -13,7 +13,7 @@ from torch.nn import functional
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.budget import Budget, allocate
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.embeddings.shared_rows import SharedRows, num_kept_of
+from dlrm.embeddings.shared_rows import SharedRows, check_row_dim, num_kept_of
 
 
 class Short(SharedRows):
@@ -52,10 +52,7 @@ class Short(SharedRows):
         keep: int | list[int] | None = None,
         **common: Unpack[Common],
     ) -> None:
-        if not 1 <= dim <= embedding_dim:
-            raise ValueError(
-                f"short dim is {dim}; set --short.dim to 1 .. {embedding_dim}, the embedding dim"
-            )
+        check_row_dim(dim, embedding_dim, self.kind())
         num_short = num_kept_of(num_embeddings, keep, self.kind())
         per_row = embedding_dim // dim
         stored = [-(-rows // per_row) for rows in num_short]
