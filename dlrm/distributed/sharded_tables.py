@@ -370,10 +370,8 @@ class Chunk:
         low, high = max(self.rows[0], start), min(self.rows[1], start + len(rows))
         if low >= high:
             return
-        values, shift = (
-            rows[low - start : high - start, slice(*self.columns)],
-            self.at - self.rows[0],
-        )
+        values = rows[low - start : high - start, slice(*self.columns)]
+        shift = self.at - self.rows[0]
         if packed_rows(parameter) is None:
             parameter[low + shift : high + shift].copy_(values)
         else:
