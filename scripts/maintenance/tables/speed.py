@@ -25,8 +25,12 @@ def cpu_step() -> str:
 def busy_cpu() -> str:
     """Training next to other programs, with and without bounded spinning."""
     result = read("busy_cpu")
-    names = {"ours": "bounded spin", "default": "PyTorch's default", "passive": "no spin"}
-    names["one thread"] = "one thread"
+    names = {
+        "ours": "bounded spin",
+        "default": "PyTorch's default",
+        "passive": "no spin",
+        "one thread": "one thread",
+    }
     states = {"idle": "idle", "busy": "busy", "busy_counting": "busy"}
     rows = [
         {"machine": shown, "name": names[way], **result[state][way]}
