@@ -160,15 +160,16 @@ def _make(
     progress: bool,
 ) -> None:
     """Make all results in the workspace."""
+    skip_bad, append_new = options["bad_rows"] == "skip", "append_new" in options
     blocks, bad = convert_files(
         files,
         plan,
-        read_types(plan, files, skip_bad=options["bad_rows"] == "skip"),
+        read_types(plan, files, skip_bad=skip_bad),
         work,
         block_bytes=block_bytes,
         workers=workers,
         progress=progress,
-        skip_bad=options["bad_rows"] == "skip",
+        skip_bad=skip_bad,
     )
     if not blocks:
         if bad.count:
@@ -182,12 +183,12 @@ def _make(
         lambda: (block.column(SPLIT).to_numpy() for block in blocks),
         lambda text: _limit(plan, text),
     )
-    append_new = "append_new" in options
     learns = ids_of is None or append_new
     if learns and not any((block.codes(splitter) == 0).any() for block in blocks):
+        remedy = "leave --append-new out or " if append_new else ""
         raise ValueError(
             f"no rows to learn from: {rows:,} rows were read and the split leaves none for "
-            "training; choose another split" + append_new * ", or leave --append-new out"
+            f"training; {remedy}choose another split"
         )
     if ids_of is None:
         transform = index_features(blocks, plan, splitter, work, progress=progress)
