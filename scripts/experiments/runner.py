@@ -104,17 +104,12 @@ class Runner:
         with _thread_limit(max(1, cpu_count() // self.jobs)):
             spawn = multiprocessing.get_context("spawn")  # a forked process can't use the GPU
             with ProcessPoolExecutor(self.jobs, spawn, initializer=_end_with_parent) as workers:
-                if self.together > 1:
-                    groups = _by_seed(tasks, self.together)
-                    results = workers.map(train_group, groups)
-                    count, unit = len(groups), " groups of runs"
-                else:
-                    results = (
-                        workers.map(train_one, *zip(*tasks, strict=True)) if tasks else iter(())
-                    )
-                    count, unit = len(tasks), " runs"
+                groups = _by_seed(tasks, self.together)
+                results = workers.map(train_group, groups)
                 try:
-                    return [why for why in tqdm(results, total=count, unit=unit) if why]
+                    return [
+                        why for why in tqdm(results, total=len(groups), unit=" groups") if why
+                    ]
                 except KeyboardInterrupt:  # the workers would continue with the next runs
                     for worker in multiprocessing.active_children():
                         worker.terminate()
@@ -212,7 +207,13 @@ def _by_seed(tasks: list[tuple[Path, list[str]]], most: int) -> list[list[tuple[
 
 
 def train_group(tasks: list[tuple[Path, list[str]]]) -> str | None:
-    """In a worker process: train runs next to each other, each into its directory."""
+    """In a worker process: train runs next to each other, each into its directory.
+
+    Returns:
+        The error message, if there is one run and its options make it impossible.
+    """
+    if len(tasks) == 1:
+        return train_one(*tasks[0])
     from scripts.experiments.together import train_together
 
     timed = train_together(tasks)
