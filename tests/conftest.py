@@ -151,7 +151,7 @@ class Process:
         self._output, self._launcher = output, launcher
 
     def poll(self, seconds=0):
-        """The exit status; None while it runs, for so many seconds at most."""
+        """The exit status; None if it still runs after the given seconds."""
         if self.returncode is None:
             self.returncode = self._launcher(wait=[self.pid, seconds])
         return self.returncode

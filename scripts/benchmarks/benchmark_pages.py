@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="where to write the results as JSON")
     options = benchmark.parse_on_gpu(parser, argv)
     if min(options.table_rows) < ROWS:
-        parser.error(f"--table-rows must be at least {ROWS}: so many rows are moved")
+        parser.error(f"--table-rows must be at least {ROWS}, the rows that are moved")
     torch.manual_seed(0)
     buffer = torch.empty(ROWS, DIM, device="cuda")
     record: dict[str, Any] = {"unit": "GB/s, ms", "rows": ROWS, "dim": DIM, "link": link(buffer)}

@@ -107,9 +107,7 @@ class Runner:
                 groups = _by_seed(tasks, self.together)
                 results = workers.map(train_group, groups)
                 try:
-                    return [
-                        why for why in tqdm(results, total=len(groups), unit=" groups") if why
-                    ]
+                    return [why for why in tqdm(results, total=len(groups), unit=" groups") if why]
                 except KeyboardInterrupt:  # the workers would continue with the next runs
                     for worker in multiprocessing.active_children():
                         worker.terminate()

@@ -54,7 +54,7 @@ def step(group, optimizer, ids, seed, context=NO_CONTEXT):
 
 
 def train(groups, optimizers, steps, windows=(1, 2, 4, 0)):
-    """Train all groups on the same batches, in prefetch windows of so many or, where 0, without;
+    """Train all groups on the same batches, in prefetch windows of these sizes, 0 for none;
     every output must be equal.
     """
     sizes = list(itertools.islice(itertools.cycle(windows), steps))

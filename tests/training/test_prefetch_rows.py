@@ -33,7 +33,7 @@ def draw(size, device):
 
 
 def prepared(way, step, batches):
-    """The batches as a step gets them, of which so many are prepared ahead."""
+    """The batches as a step gets them, with as many prepared ahead as ``way`` says."""
     if way == "none":
         yield from batches
     elif way == "now and then":  # some batches by themselves, the others in iterations of their own

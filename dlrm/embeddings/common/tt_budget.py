@@ -129,7 +129,7 @@ class Planner:
         return self._with(number, rank)
 
     def next_frequent(self, plan: Plan, number: int) -> list[int]:
-        """How many ids of each table are among so many most frequent ones in the trains."""
+        """How many ids of each table are among the ``number`` most frequent ones in the trains."""
 
         def rest(most: int) -> list[int]:
             frequent = self._most_frequent(most)

@@ -26,9 +26,9 @@ def memory(rows, dim, dtype, device, host=False):
 
 
 def scattered(rows, page_size, dim, device, dtype=torch.float32, groups=(1, 2, 1)):
-    """A table ``[rows, dim]`` and the same as pages dealt out to groups of so many replicas.
+    """A table ``[rows, dim]`` and the same as pages dealt out to groups.
 
-    The second group lies in host memory.
+    ``groups`` has the number of replicas of each; the second lies in host memory.
     """
     table = torch.randn(rows, dim, device=device).to(dtype)
     pages = -(-rows // page_size)

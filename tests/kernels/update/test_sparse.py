@@ -102,7 +102,7 @@ def test_steps_match_float64(device, scale, assert_close, name, pattern, entries
 
 
 def test_a_row_has_the_gradients_of_all_tiles_that_it_lies_in(device, monkeypatch):
-    """There are so many that the second kernel adds up their sums in several rounds."""
+    """There are more tiles than the second kernel adds up in one round."""
     monkeypatch.setattr(kernel, "TILE", 1)
     monkeypatch.setattr(kernel, "MANY", 10**9)  # tiles of 4 entries, 64 tiles a round
     entries = 16 * 64 + 40
@@ -318,7 +318,7 @@ def test_tables_whose_rows_are_sorted_together(device, rows):
         alone = sort_rows(entries, number)
         assert torch.equal(plan.rows - plan.base, alone.rows)
         assert torch.equal(plan.order - plan.first, alone.order)
-        if number > 40:  # no room for so many
+        if number > 40:  # no room for more
             continue
         weight, grads = torch.zeros(40, 3, device=device), torch.randn(count, 3, device=device)
         expected, lr = weight.clone(), torch.tensor(1.0, device=device)
