@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -118,11 +119,16 @@ def exit_status(
         report: prints a line.
 
     Returns:
-        The exit status: 0; 2 for a mistake; 130, 143 or 129 for SIGINT, SIGTERM or SIGHUP.
+        The exit status: 0; 2 for a mistake; 130, 143 or 129 for SIGINT, SIGTERM or SIGHUP; 141 if
+        the reader of the output has gone, as after ``| head``.
     """
     try:
         with signals.raised():
             work()
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # flushed again at the exit
+        return 128 + 13
     except (ValueError, OSError) as error:
         report(f"error: {error}")
         return 2

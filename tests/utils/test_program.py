@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 
 from dlrm.utils.messages import did_you_mean
@@ -97,3 +100,14 @@ def test_a_program_ends_in_one_line(error, status, told, capsys):
 def test_a_bug_is_not_taken_for_a_mistake_of_the_user():
     with pytest.raises(ZeroDivisionError):
         exit_status(lambda: 1 / 0)
+
+
+def test_a_reader_that_has_gone_ends_a_program_quietly():
+    code = "import sys; from dlrm.utils.program import exit_status; sys.exit(exit_status(main))"
+    code = f"def main(): print('row ' * 100_000)\n{code}"
+    program = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    program.stdout.close()
+    assert program.stderr.read() == ""
+    assert program.wait() == 141
