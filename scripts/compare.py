@@ -1,6 +1,6 @@
 """Compare runs in a table, and in a plot of quality against memory.
 
-``python scripts/compare.py runs/*`` groups the runs that differ only in their seed. It shows the
+``python scripts/compare.py runs`` groups the runs that differ only in their seed. It shows the
 mean of each group and, from two seeds on, the standard deviation. If several runs of a group have
 the same seed, only the first one counts. Runs on different data have tables and plots of their own.
 A table lists the options that differ between groups of the same kind, unless they are at their
@@ -30,6 +30,7 @@ from matplotlib.ticker import EngFormatter
 
 from dlrm.config.options import changed_options
 from dlrm.embeddings import available
+from dlrm.training.run_directory import CONFIG
 from dlrm.training.tracking import RESULT, log_figures, read_result
 from dlrm.utils.atomic import atomic_write
 from dlrm.utils.messages import print_error, printable
@@ -64,7 +65,7 @@ LOSSES = ("log loss", "NE")  # lower is better
 def arguments() -> Parser:
     """The command line."""
     parser = Parser(__doc__)
-    parser.add_argument("runs", nargs="+", type=path_arg, help="run directories")
+    parser.add_argument("runs", nargs="+", type=path_arg, help="runs, or directories with runs")
     parser.add_argument(
         "--plot",
         type=figure_arg,
@@ -89,6 +90,7 @@ def read(runs: list[Path]) -> pd.DataFrame:
         FileNotFoundError: no directory has a ``result.json``.
         ValueError: a ``result.json`` was not written by ``train.py``.
     """
+    runs = [run for path in runs for run in _runs_in(path)]
     rows = []
     seen: set[tuple[str, object]] = set()
     finished = [run for run in runs if (run / RESULT).is_file()]
@@ -118,6 +120,14 @@ def read(runs: list[Path]) -> pd.DataFrame:
     table = pd.DataFrame(rows).astype(dict.fromkeys(METRICS.values(), float))
     table["MB"] /= 1e6
     return table
+
+
+def _runs_in(path: Path) -> list[Path]:
+    """The run of a path; of a directory with runs, all of them, finished or not."""
+    if (path / RESULT).is_file():
+        return [path]
+    inside = {file.parent for name in (CONFIG, RESULT) for file in path.glob(f"*/{name}")}
+    return sorted(inside) or [path]
 
 
 def _identity(result: dict[str, Any]) -> tuple[str, str, str]:

@@ -350,6 +350,7 @@ def test_what_makes_two_runs_different(script, tmp_path, capsys):
     compare = script("compare")
     table = compare.read(sorted(tmp_path.iterdir()))
     assert set(table["data"]) == {"d"}
+    assert compare.read([tmp_path]).equals(table)  # the directory of them all
     summary = compare.summarize(table).set_index("run")
     message = f"left out: {tmp_path / 'a_again'} repeats the seed of an earlier run"
     assert message in capsys.readouterr().err
@@ -368,6 +369,16 @@ def test_what_makes_two_runs_different(script, tmp_path, capsys):
         "largest7": "optim.dense=adam largest=7",
         "alone": "",
     }
+
+
+def test_runs_that_have_not_finished_are_reported(script, tmp_path, capsys):
+    for name in ("done", "begun"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").touch()
+    result = {"options": {"emb": "dense", "seed": 0, "data": "d"}, "metrics": {"test/auc": 0.7}}
+    (tmp_path / "done" / "result.json").write_text(json.dumps(result))
+    assert list(script("compare").read([tmp_path])["run"]) == ["done"]
+    assert f"left out: no result.json in {tmp_path / 'begun'}" in capsys.readouterr().err
 
 
 def test_each_data_set_has_a_table_and_a_plot_of_its_own(script, tmp_path):
