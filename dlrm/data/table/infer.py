@@ -13,9 +13,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from dlrm.data.table.codes import find_negative
 from dlrm.data.table.columns import Column, TablePlan
 from dlrm.data.table.files import ParquetPart, TableFile
-from dlrm.data.table.options import ColumnOptions, TableOptions, TimePart
+from dlrm.data.table.options import ALL_OTHERS, ColumnOptions, TableOptions, TimePart
+from dlrm.data.table.text import CsvPart
 from dlrm.data.table.values import (
     DAY,
     MISSING_TIME,
@@ -61,7 +63,7 @@ def plan_table(
     Raises:
         ValueError: the options name a column that does not exist, or nothing can be made of one.
     """
-    samples = [_sample(file, skip_bad) for file in [files[0], *files[1:][-1:]]]
+    samples = [_sample(file, skip_bad) for file in _ends(files)]
     sample = samples[0]
     if not any(rows.num_rows for rows in samples):
         raise ValueError(f"{files[0].path} has no rows; give a table that has some")
@@ -85,6 +87,7 @@ def plan_table(
                 options=_filled(replace(own, kind=found.kind), parts[0], options),  # type: ignore[arg-type]
             )
         )
+    options = _with_negative(options, columns, files, samples, skip_bad)
     plan = TablePlan(options=options, columns=tuple(columns))
     if not plan.categorical:
         raise ValueError(
@@ -97,7 +100,9 @@ def plan_table(
 def format_plan(plan: TablePlan) -> str:
     """The table that is printed before the work."""
     rows = [("column", "type", "kind", "becomes", "why")]
-    rows += [(printable(c.name), c.found, c.kind, _becomes(c), c.why) for c in plan.columns]
+    rows += [
+        (printable(c.name), c.found, c.kind, _becomes(c, plan.options), c.why) for c in plan.columns
+    ]
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = []
     for row in rows:
@@ -106,7 +111,7 @@ def format_plan(plan: TablePlan) -> str:
     return "\n".join(lines)
 
 
-def _becomes(column: Column) -> str:
+def _becomes(column: Column, table: TableOptions) -> str:
     options = column.options
     if column.kind == "number":
         special = {"quantile": "a bucket", "log3": "0 before it"}
@@ -120,16 +125,52 @@ def _becomes(column: Column) -> str:
         return ", ".join([first, *told])
     if column.kind == "time":
         return " ".join(options.parts or ())
+    if column.kind == "label" and table.positive is not None:
+        negative = table.negative or (ALL_OTHERS,)
+        zero = "all others" if ALL_OTHERS in negative else printable(" ".join(negative))
+        return f"1: {printable(' '.join(table.positive))}, 0: {zero}"
     return {"drop": "left out", "pass": "as it is", "label": "0 or 1"}.get(column.kind, "")
 
 
-def _sample(file: TableFile, skip_bad: bool) -> pa.RecordBatch:
+def _with_negative(
+    options: TableOptions,
+    columns: Sequence[Column],
+    files: Sequence[TableFile],
+    samples: Sequence[pa.RecordBatch],
+    skip_bad: bool,
+) -> TableOptions:
+    """The options with the value of the label that counts as 0, if it has to be found.
+
+    Raises:
+        ValueError: there are several other values than those that count as 1, or none.
+    """
+    if options.positive is None or options.negative is not None:
+        return options
+    name = next(column.name for column in columns if column.kind == "label")
+    if files[0].format == "csv":  # as texts: what looks like a bool or a number stays as it is
+        samples = [_sample(file, skip_bad, {name: pa.string()}) for file in _ends(files)]
+    found = find_negative(
+        [rows[name] for rows in samples if name in rows.schema.names], name, options.positive
+    )
+    return replace(options, negative=(found,))
+
+
+def _ends(files: Sequence[TableFile]) -> list[TableFile]:
+    """The first and the last file."""
+    return [files[0], *files[1:][-1:]]
+
+
+def _sample(
+    file: TableFile, skip_bad: bool, types: Mapping[str, pa.DataType] | None = None
+) -> pa.RecordBatch:
     part = next(file.parts(SAMPLE_BYTES), None)
     if part is None:  # Parquet without rows
         return pa.RecordBatch.from_pylist([], pq.read_schema(file.path))
     try:
         if isinstance(part, ParquetPart):
             return part.batch
+        if types is not None and isinstance(part, CsvPart):
+            return part.infer(skip_bad=skip_bad, types=types)
         return part.infer(skip_bad=skip_bad)
     except BadRow as error:
         raise error.located(file.path) from None

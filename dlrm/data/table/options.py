@@ -17,6 +17,7 @@ Transform = Literal["auto", "none", "log", "log3", "standard", "robust", "quanti
 TimePart = Literal["hour", "weekday", "age"]
 Section = TypeVar("Section")
 
+ALL_OTHERS = "*"
 SHARES = {"train": "0.8", "val": "0.1", "test": "0.1"}
 
 
@@ -116,8 +117,11 @@ class TableOptions:
 
     label: str | None = None
     """The column to predict: 0 and 1, or false and true. Default: the column called ``label``."""
-    positive: str | None = None
-    """The value of the label that counts as 1, if it is another; all others count as 0."""
+    positive: tuple[str, ...] | None = None
+    """The values of the label that count as 1, if they are others."""
+    negative: tuple[str, ...] | None = None
+    """The values that count as 0, with ``positive``. Default: the one other value of the first
+    rows. ``"*"``: all others."""
     weight: str | None = None
     """A column of sample weights: numbers of 0 or more."""
     split: SplitOptions = field(default_factory=SplitOptions)
@@ -143,6 +147,10 @@ class TableOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.negative is not None and self.positive is None:
+            raise ValueError("negative needs positive, the values of the label that count as 1")
+        if both := sorted(set(self.positive or ()) & set(self.negative or ())):
+            raise ValueError(f"{both[0]!r} is in positive and in negative; list it in one of them")
         if self.delimiter is not None and len(self.delimiter.encode()) != 1:
             raise ValueError(f"delimiter is {self.delimiter!r}; it must be one ASCII character")
 

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from dlrm.data.table import values
+from dlrm.data.table.codes import labels, split_codes
 from dlrm.data.table.columns import SPLIT, Feature, TablePlan
 from dlrm.data.table.files import Part
 from dlrm.data.table.values import BadRow, BadValue
@@ -40,7 +41,8 @@ def convert_rows(plan: TablePlan, raw: pa.RecordBatch, *, required: bool = True)
     there = [c for c in plan.columns if required or c.name in raw.schema.names]
     for column in there:
         if column.kind == "label":
-            columns[column.name] = values.labels(raw[column.name], column.name, options.positive)
+            known = options.positive, options.negative
+            columns[column.name] = labels(raw[column.name], column.name, *known)
         elif column.kind == "weight":
             columns[column.name] = pa.array(values.weights(raw[column.name], column.name))
     if required and options.split.column is not None:
@@ -74,7 +76,7 @@ def _split_column(plan: TablePlan, raw: pa.RecordBatch) -> pa.Array:
     assert split.column is not None
     name, array = split.column, raw[split.column]
     if split.by == "column":
-        return values.split_codes(array, name)
+        return split_codes(array, name)
     column = next(column for column in plan.columns if column.name == name)
     own = column.options
     if column.numeric:

@@ -69,10 +69,15 @@ class CsvPart(TextPart):
         """The same, row by row; what is no row is known."""
         return self._rows(types, None)
 
-    def infer(self, *, skip_bad: bool = False) -> pa.RecordBatch:
-        """All columns, with the types that pyarrow finds; bad rows can be left out."""
+    def infer(
+        self, *, skip_bad: bool = False, types: Mapping[str, pa.DataType] | None = None
+    ) -> pa.RecordBatch:
+        """All columns, with the types that pyarrow finds, or those of ``types``.
+
+        Bad rows can be left out.
+        """
         try:
-            return self._read(None, (lambda _: "skip") if skip_bad else None)
+            return self._read(types, (lambda _: "skip") if skip_bad else None)
         except pa.ArrowInvalid as error:
             rows = self._rows(dict.fromkeys(self.file.names, pa.string()), error)
             for position in sorted(rows.bad)[:1]:

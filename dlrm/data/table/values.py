@@ -21,12 +21,6 @@ NUMBER_MISSING = (
     "", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "-nan", "NULL", "null", "None", "none", "\\N",
 )  # fmt: skip
 """Texts that stand for a missing number."""
-LABELS = {"0": 0, "1": 1, "0.0": 0, "1.0": 1, "false": 0, "true": 1, "False": 0, "True": 1}
-SPLIT_VALUES = {
-    "train": 0, "training": 0, "val": 1, "valid": 1, "validation": 1, "dev": 1, "test": 2,
-    "testing": 2,
-}  # fmt: skip
-"""The texts that a split column may hold, and the position of the split in ``SPLITS``."""
 SECONDS = {"s": 1, "ms": 1000, "us": 1_000_000}
 MISSING_TIME = np.iinfo(np.int64).min
 WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
@@ -119,7 +113,7 @@ def categories(
     """
     if not pa.types.is_dictionary(array.type):
         array = array.dictionary_encode()
-    indices, values = array.indices, _texts(array.dictionary, name)
+    indices, values = array.indices, as_texts(array.dictionary, name)
     values = pc.if_else(pc.is_in(values, pa.array(missing, values.type)), "", values)
     values = values.fill_null("")
     if indices.null_count:
@@ -226,27 +220,6 @@ def time_part(moments: NDArray[np.int64], part: str) -> pa.Array:
     return pa.DictionaryArray.from_arrays(found, pa.array([*names, ""]))
 
 
-def labels(array: pa.Array, name: str, positive: str | None) -> pa.Array:
-    """``[n]`` labels as uint8, 0 or 1.
-
-    Raises:
-        BadValue: a label is missing or another value.
-    """
-    what = "it must be 0 or 1 (false or true)"
-    hint = "correct it, or name the value that counts as 1 with positive: in the YAML"
-    return _mapped(array, name, LABELS if positive is None else None, what, hint, positive)
-
-
-def split_codes(array: pa.Array, name: str) -> pa.Array:
-    """``[n]`` positions in ``SPLITS`` as uint8.
-
-    Raises:
-        BadValue: a value is not the name of a split.
-    """
-    what = "it must be train, val or test"
-    return _mapped(array, name, SPLIT_VALUES, what, "correct it, or split by: rows")
-
-
 def weights(array: pa.Array, name: str) -> NDArray[np.float32]:
     """``[n]`` sample weights.
 
@@ -264,32 +237,6 @@ def weights(array: pa.Array, name: str) -> NDArray[np.float32]:
             name, row, f"the weight is {value}; it must be a number of 0 or more: correct it"
         )
     return narrow
-
-
-def _mapped(
-    array: pa.Array,
-    name: str,
-    codes: dict[str, int] | None,
-    what: str,
-    hint: str,
-    positive: str | None = None,
-) -> pa.Array:
-    """The code of each value; without ``codes``, whether it is ``positive``."""
-    if not pa.types.is_dictionary(array.type):
-        array = array.dictionary_encode()
-    texts = _texts(array.dictionary, name).to_pylist()
-    found = [
-        (None if not text else codes.get(text.strip()) if codes else int(text.strip() == positive))
-        for text in texts
-    ]
-    result = pa.array(found, pa.uint8()).take(array.indices)
-    if result.null_count:
-        row = pc.index(result.is_null(), True).as_py()
-        value = array[row].as_py()
-        if value is None or value == "":
-            raise BadValue(name, row, f"the value is missing; {what}: leave out rows without it")
-        raise BadValue(name, row, f"the value is {shown(value)}; {what}: {hint}")
-    return result
 
 
 def shown(value: object) -> str:
@@ -319,8 +266,12 @@ def is_list(kind: pa.DataType) -> bool:
     return any(test(kind) for test in tests)
 
 
-def _texts(values: pa.Array, name: str) -> pa.Array:
-    """Distinct values as texts."""
+def as_texts(values: pa.Array, name: str) -> pa.Array:
+    """Distinct values as texts.
+
+    Raises:
+        BadValue: bytes are not UTF-8, or values of this type are no texts.
+    """
     kind = values.type
     if pa.types.is_floating(kind):
         values = pc.if_else(pc.is_nan(values), pa.scalar(None, kind), values)

@@ -1,0 +1,126 @@
+"""Labels of a table: which values count as 1, which as 0, and that no other does so silently."""
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dlrm.data.table.codes import labels
+from dlrm.data.table.infer import format_plan
+from dlrm.data.table.options import build_options
+from dlrm.data.table.pipeline import open_and_plan, options_as_yaml, prepare_table
+from dlrm.data.table.transform import TableTransform
+from dlrm.utils.documents import read_yaml
+
+
+def write(path, values, form="csv"):
+    """A table with these labels; returns its path."""
+    columns = {"bought": values, "city": ["a", "b", "c"] * (len(values) // 3)}
+    path = path / f"rows.{form}"
+    if form == "parquet":
+        pq.write_table(pa.table(columns), path)
+    elif form == "csv":
+        rows = zip(*columns.values(), strict=True)
+        path.write_text("bought,city\n" + "".join(f"{label},{city}\n" for label, city in rows))
+    else:
+        rows = zip(*columns.values(), strict=True)
+        lines = (f'{{"bought": "{label}", "city": "{city}"}}\n' for label, city in rows)
+        path.write_text("".join(lines))
+    return path
+
+
+def prepare(path, tmp_path, *, block_bytes=1 << 14, skip_bad=False, **options):
+    """The labels of the training rows, all rows being such, and what became of the plan."""
+    options = {"label": "bought", "split": {"train": 1, "val": 0, "test": 0}} | options
+    files, plan = open_and_plan([path], build_options(options), skip_bad=skip_bad)
+    out = tmp_path / "out"
+    given = {"progress": False, "overwrite": True, "skip_bad": skip_bad}
+    prepare_table(files, plan, out, block_bytes=block_bytes, **given)
+    return pq.read_table(out / "train.parquet")["bought"].to_pylist(), plan
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl", "parquet"])
+def test_the_one_other_value_counts_as_0(tmp_path, form):
+    path = write(tmp_path, ["yes", "no", "no"] * 20, form)
+    found, plan = prepare(path, tmp_path, positive="yes")
+    assert found == [1, 0, 0] * 20
+    assert plan.options.negative == ("no",)
+    assert "1: yes, 0: no" in format_plan(plan)
+    again = read_yaml_options(tmp_path, options_as_yaml(plan))
+    assert (again.positive, again.negative) == (("yes",), ("no",))
+
+
+def read_yaml_options(tmp_path, text):
+    (tmp_path / "again.yaml").write_text(text)
+    return build_options(read_yaml(tmp_path / "again.yaml"))
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl", "parquet"])
+def test_a_third_value_in_the_first_rows_is_refused_with_counts(tmp_path, form):
+    path = write(tmp_path, ["yes", "no", "perhaps"] * 20 + ["no", "no", "no"], form)
+    message = (
+        r"label 'bought': 'yes' counts as 1, but the first rows hold 'no' \(23\), 'yes' \(20\), "
+        r"'perhaps' \(20\); list the values that count as 0 with negative: in the YAML, or set "
+        r"negative: \"\*\" for all others"
+    )
+    with pytest.raises(ValueError, match=message):
+        prepare(path, tmp_path, positive="yes")
+    both = [1, 0, 0] * 20 + [0, 0, 0]
+    assert prepare(path, tmp_path, positive="yes", negative=["no", "perhaps"])[0] == both
+    found, plan = prepare(path, tmp_path, positive="yes", negative="*")
+    assert found == both
+    assert "1: yes, 0: all others" in format_plan(plan)
+    several, _ = prepare(path, tmp_path, positive=["yes", "perhaps"])
+    assert several == [1, 0, 1] * 20 + [0, 0, 0]
+
+
+def test_a_third_value_later_on_names_its_row_or_is_skipped(tmp_path, monkeypatch):
+    monkeypatch.setattr("dlrm.data.table.infer.SAMPLE_BYTES", 200)
+    path = write(tmp_path, ["yes", "no", "no"] * 100 + ["perhaps", "yes", "no"])
+    message = (
+        r"row 301, column 'bought': the value is 'perhaps'; it must be 'yes' \(counts as 1\) or "
+        r"'no' \(0\): correct it, or list all values that count as 0 with negative: in the YAML"
+    )
+    with pytest.raises(ValueError, match=message):
+        prepare(path, tmp_path, positive="yes", block_bytes=200)
+    found, _ = prepare(path, tmp_path, positive="yes", skip_bad=True)
+    assert found == [1, 0, 0] * 100 + [1, 0]
+
+
+def test_texts_are_compared_as_they_are_written(tmp_path):
+    """pyarrow takes TRUE and 4.0 for other things than texts when it finds types."""
+    path = write(tmp_path, ["TRUE", "FALSE", "FALSE"] * 20)
+    assert prepare(path, tmp_path, positive="TRUE")[0] == [1, 0, 0] * 20
+    path = write(tmp_path, ["4.0", "5.0", "3.5"] * 20)
+    assert prepare(path, tmp_path, positive=["4.0", "5.0"])[0] == [1, 1, 0] * 20
+    with pytest.raises(ValueError, match=r"'4' counts as 1, but the first rows hold '4.0' \(20\)"):
+        prepare(path, tmp_path, positive="4")
+
+
+def test_labels_of_one_value_say_nothing_of_the_other(tmp_path):
+    path = write(tmp_path, ["yes"] * 60)
+    with pytest.raises(ValueError, match=r"but the first rows hold 'yes' \(60\); list the values"):
+        prepare(path, tmp_path, positive="yes")
+
+
+def test_options_that_contradict_each_other():
+    with pytest.raises(ValueError, match="negative needs positive"):
+        build_options({"negative": "no"})
+    with pytest.raises(ValueError, match="'no' is in positive and in negative"):
+        build_options({"positive": ["yes", "no"], "negative": ["no"]})
+
+
+def test_rows_to_score_have_the_same_labels(tmp_path):
+    path = write(tmp_path, ["yes", "no", "no"] * 20)
+    prepare(path, tmp_path, positive="yes")
+    transform = TableTransform.load(tmp_path / "out")
+    later = write(tmp_path, ["no", "yes", "perhaps"] * 20)
+    with pytest.raises(ValueError, match=r"row 3, column 'bought': the value is 'perhaps'"):
+        list(transform.read([later]))
+    rows, _, numbers = next(iter(transform.read([later], skip_bad=True)))
+    assert rows["bought"].to_pylist() == [0, 1] * 20
+    assert numbers.tolist()[:4] == [1, 2, 4, 5]
+
+
+def test_a_preparation_from_before_counts_all_others_as_0():
+    array = pa.array(["yes", "no", "perhaps"])
+    assert labels(array, "bought", ["yes"]).to_pylist() == [1, 0, 0]
