@@ -1,9 +1,10 @@
-"""Jobs of torchrun that go on after a process is lost, with ``--max-restarts``."""
+"""Jobs of torchrun that go on after a process is lost, or a host, and with fewer or more of them."""
 
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -52,9 +53,18 @@ def wait_for_step(process, output, step):
         time.sleep(0.005)
 
 
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def kill_a_worker(pid, which):
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    os.kill(int(children[which]), signal.SIGKILL)
+    os.kill(children(pid)[which], signal.SIGKILL)
+
+
+def kill_with_workers(pid):
+    """Kill a process of torchrun and its workers, as the loss of its host does."""
+    for each in [pid, *children(pid)]:
+        os.kill(each, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +120,94 @@ def test_every_rendezvous_knows_its_own_run(launch, given, tmp_path):
     assert done.returncode
     refused = re.findall("^error: .*run exists: choose another --name", done.stderr, re.MULTILINE)
     assert len(refused) == 3, done.stderr
+
+
+@pytest.mark.slow
+def test_four_processes_are_killed_and_two_go_on(start, given, tmp_path):
+    process = start("train", *given("--name", "run"), processes=4)
+    wait_for_step(process, tmp_path, 23)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    done = start("train", "--resume", tmp_path / "run", processes=2).wait()
+    assert done.returncode == 0, done.stderr
+    whole = start("train", *given("--name", "whole"), processes=4).wait()
+    assert whole.returncode == 0, whole.stderr
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)
+
+
+@pytest.fixture
+def agent(given, tmp_path):
+    """Starts one of the agents of a job, each with two workers; all have the same command."""
+    started = []
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+
+    def agent(nodes, *more):
+        conf = f"is_host={int(not started)},last_call_timeout=2,keep_alive_interval=1"
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        command += ["--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-id", "own"]
+        command += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", conf]
+        command += ["--monitor-interval", "0.1", "--max-restarts", "2"]
+        command += ["train.py", *map(str, given("--name", "run", *more))]
+        # Else one that joins a running job waits for an address that is written only once.
+        environment = {**ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        with (tmp_path / f"error{len(started)}").open("w") as error:
+            popen = {"cwd": ROOT, "env": environment, "stdout": error, "stderr": error}
+            started.append(subprocess.Popen(command, **popen))
+        return started[-1]
+
+    yield agent
+    for process in started:
+        if process.poll() is None:
+            kill_with_workers(process.pid)
+            process.wait()
+
+
+def resumed(tmp_path):
+    """How often the agents resumed their run."""
+    return sum(path.read_text().count("is resumed") for path in tmp_path.glob("error?"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", [0, 1])
+def test_two_agents_go_on_when_a_worker_is_lost(which, agent, start, given, tmp_path):
+    agents = [agent("2"), agent("2")]
+    wait_for_step(agents[0], tmp_path, 23)
+    kill_a_worker(agents[which].pid, 1)
+    for index, each in enumerate(agents):
+        assert each.wait(timeout=180) == 0, (tmp_path / f"error{index}").read_text()
+    assert resumed(tmp_path) == 1
+    whole = start("train", *given("--name", "whole"), processes=4).wait()
+    assert whole.returncode == 0, whole.stderr
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_an_agent_goes_on_when_the_other_is_lost_and_when_it_is_back(agent, start, given, tmp_path):
+    """With two of four processes, and then with four again."""
+    more = ["--epochs", "5", "--patience", "0"]
+    first, second = agent("1:2", *more), agent("1:2", *more)
+    wait_for_step(first, tmp_path, 23)
+    kill_with_workers(second.pid)
+    second.wait()
+    wait_for_step(first, tmp_path, 43)
+    left, log = children(first.pid), tmp_path / "error0"
+    for worker in left:  # until the new agent is there
+        os.kill(worker, signal.SIGSTOP)
+    ended = log.read_text().count("closing signal")
+    agent("1:2", *more)
+    deadline = time.monotonic() + 120
+    while log.read_text().count("closing signal") < ended + 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for worker in left:
+        os.kill(worker, signal.SIGCONT)
+    assert first.wait(timeout=180) == 0, (tmp_path / "error0").read_text()
+    assert resumed(tmp_path) == 2
+    whole = start("train", *given("--name", "whole", *more), processes=4).wait()
+    assert whole.returncode == 0, whole.stderr
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)
 
 
 def test_an_attempt_is_not_confused_by_what_another_one_left():
