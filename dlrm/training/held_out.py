@@ -1,10 +1,12 @@
-"""How good the model of a run is on rows that it does not train on, and whether it diverged."""
+"""How good the model of a run is on rows that it does not train on, and whether it still learns."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
+
+from torch import Tensor
 
 from dlrm.data.batch import Batch
 from dlrm.data.criteo import CriteoLoader
@@ -16,6 +18,8 @@ from dlrm.utils.program import print_error
 GUESSING = math.log(2)  # log loss of a model that predicts 0.5 for every row
 OVERFITTED = 1e4  # more than a model that knows its training rows by heart has on others
 SAMPLES = 4096  # training rows that a suspicion of divergence is checked on
+ALIKE = 100  # rows; a model may well give fewer the same score
+REMEDY = "lower --optim.lr, or set --optim.warmup_steps or --optim.clip_norm"
 
 
 class HeldOut:
@@ -42,12 +46,13 @@ class HeldOut:
     ) -> None:
         self._model, self._loaders, self._seen = model, loaders, seen
         self._interruption, self._world = interruption, interruption.world
-        self._bf16, self.diverged = precision == "bf16", ""
+        self._bf16, self.diverged, self._collapsed = precision == "bf16", "", False
 
     def evaluate(
         self, split: str, step: int, stop: Callable[[], object], *, model: DLRM | None = None
     ) -> dict[str, float]:
-        """The metrics of a split; none if the data has no such rows. Sets :attr:`diverged`.
+        """The metrics of a split; none if the data has no such rows. Sets :attr:`diverged`, and
+        warns the first time that a trained model gives all rows the same score.
 
         Args:
             split: ``val`` or ``test``.
@@ -58,7 +63,10 @@ class HeldOut:
         if (loader := self._loaders.get(split)) is None:
             return {}
         batches = self._interruption.between(loader, stop)
-        values = self._measure(loader, batches, loader.rows, model)
+        scores = self._predict(loader, batches, loader.rows, model)
+        values = metrics.classification(*scores)
+        if step and not self._collapsed:
+            self._collapsed = self._warn_of_collapse(scores[0], split, step)
         self.diverged = self._divergence(values["log_loss"], step) if step else ""
         if self.diverged and split == "val" and self._world.first:
             print_error(f"warning: {self.diverged}")
@@ -74,23 +82,35 @@ class HeldOut:
         """
         if log_loss <= 2 * GUESSING:
             return ""
-        remedy = "lower --optim.lr, or set --optim.warmup_steps or --optim.clip_norm"
         problem = f"training diverged, this state is not saved: at step {step} the log loss is "
-        problem += f"{log_loss:.3g}, where predicting 0.5 gives {GUESSING:.2f}: {remedy}"
+        problem += f"{log_loss:.3g}, where predicting 0.5 gives {GUESSING:.2f}: {REMEDY}"
         if log_loss > OVERFITTED:
             return problem
         loader = self._seen()
         share = loader.batch_size * self._world.size
         count = min(-(-SAMPLES // share), len(loader))
-        seen = self._measure(loader, islice(loader, count), min(count * share, loader.rows))
-        return problem if seen["log_loss"] > 2 * GUESSING else ""
+        seen = self._predict(loader, islice(loader, count), min(count * share, loader.rows))
+        return problem if metrics.classification(*seen)["log_loss"] > 2 * GUESSING else ""
 
-    def _measure(
+    def _warn_of_collapse(self, logits: Tensor, split: str, step: int) -> bool:
+        """Whether all scores are equal: if no unit of a layer is active on any row, only the biases
+        after it get gradients, and the model stays a constant."""
+        if len(logits) < ALIKE or logits.min() != logits.max():
+            return False
+        if self._world.first:
+            print_error(
+                f"warning: at step {step} the model predicts {float(logits[0].sigmoid()):.3g} for "
+                f"each of the {len(logits):,} {split} rows, and may never recover: {REMEDY}"
+            )
+        return True
+
+    def _predict(
         self,
         loader: CriteoLoader,
         batches: Iterable[Batch],
         rows: int,
         model: DLRM | None = None,
-    ) -> dict[str, float]:
+    ) -> tuple[Tensor, ...]:
+        """Logits, labels and any weights of rows, in their order."""
         found = metrics.predict(model or self._model, batches, bf16=self._bf16)
-        return metrics.classification(*self._world.in_order(found, rows, loader.batch_size))
+        return self._world.in_order(found, rows, loader.batch_size)

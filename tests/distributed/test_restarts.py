@@ -1,4 +1,4 @@
-"""Jobs of torchrun that go on after a process is lost, or a host, and with fewer or more of them."""
+"""Jobs of torchrun that go on after a process or a host is lost, with fewer or more of them."""
 
 import json
 import os

@@ -1,5 +1,7 @@
 """Runs whose loss stays finite and says that they have diverged, and poor ones that have not."""
 
+import re
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -36,6 +38,16 @@ def test_it_is_seen_on_test_rows_if_there_are_no_others(train, tmp_path):
     assert f"error: {DIVERGED} at step 20 the log loss is " in done.stderr
 
 
+def test_a_model_that_collapsed_to_a_constant_says_so_once(train, result, tmp_path):
+    """A rate so high that no unit of a layer is active any more, on any row."""
+    far = [*ADAM, "--optim.lr", "0.5", "--optim.warmup_steps", "0", "--patience", "0"]
+    done = train("run", *far, "--max_steps", "60", "--eval_every", "20")
+    assert result(tmp_path / "run")["test/auc"] == 0.5
+    (warning,) = [line for line in done.stderr.splitlines() if "warning" in line]
+    assert re.search(r"at step \d0 the model predicts 0\.\d+ for each of the 1,200 val ", warning)
+    assert "lower --optim.lr" in warning
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -51,7 +63,7 @@ def test_poor_runs_on_random_labels_have_not_diverged(options, train, lines, tmp
     synthetic.write(noise, rows=1000, cardinalities=[500] * 26, fractions=[0.4, 0.3, 0.3])
     shuffle_labels(noise)
     done = train("run", *options, data=noise)
-    assert "diverged" not in done.stderr
+    assert "warning" not in done.stderr
     if "--epochs" in options:
         worst = max(line.get("val/log_loss", 0) for line in lines(tmp_path / "run"))
         assert worst > 1.5, "it is suspicious, but for its training rows"
