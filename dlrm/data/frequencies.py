@@ -84,4 +84,4 @@ def count_ids(
         for count, values in zip(counts, rows.ids, strict=True):
             ids = torch.from_numpy(values.ravel().astype(np.int64))
             count.index_add_(0, ids, torch.ones_like(ids))
-    return [count * every for count in counts]
+    return [count.mul_(every) for count in counts]

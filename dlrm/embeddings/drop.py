@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dlrm.embeddings.base import Common
 from dlrm.embeddings.common.budget import Budget, max_rows
+from dlrm.embeddings.common.frequency_order import FrequencyOrder
 from dlrm.embeddings.shared_rows import SharedRows, num_kept_of
 
 
@@ -60,21 +61,9 @@ class Drop(SharedRows):
         if budget.counts is not None:
             # A table that keeps all ids but the last needs no shared row: that row is the last's.
             others = [count[:-1] for count in budget.counts]
-            keep = most_frequent(others, budget.size // budget.row_bytes - len(num_embeddings))
+            number = budget.size // budget.row_bytes - len(num_embeddings)
+            keep = FrequencyOrder(others).first(number)
         return [
             None if table <= own + 1 else {"keep": own}
             for table, own in zip(num_embeddings, keep, strict=True)
         ]
-
-
-def most_frequent(counts: Sequence[Tensor], number: int) -> list[int]:
-    """How many ids of each table are among the ``number`` most frequent of all tables.
-
-    Args:
-        counts: occurrences of each id in falling order, one tensor ``[V]`` per table.
-        number: ids to keep in total; among equal counts, earlier tables come first.
-    """
-    sizes = [len(count) for count in counts]
-    order = torch.cat(list(counts)).argsort(descending=True, stable=True)[:number]
-    table = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-    return table[order].bincount(minlength=len(sizes)).tolist()

@@ -138,10 +138,12 @@ class Table:
         projected: bool = False,
     ) -> None:
         self.rows = rows
+        count, lengths = count.unique_consecutive(return_counts=True)  # runs of equal ones
         count = count.double()
-        utility = count ** (2 - SPECIFIC) / (count + RARE)
-        self._total = torch.cat([utility.new_zeros(1), utility.cumsum(0)])  # of the first ids
-        self._rising = -utility.flip(0).cummax(0).values.flip(0)
+        self._utility = count ** (2 - SPECIFIC) / (count + RARE)  # of an id of each run
+        self._ends = lengths.cumsum(0)
+        self._total = (self._utility * lengths).cumsum(0)  # of all ids up to the end of a run
+        self._rising = -self._utility.flip(0).cummax(0).values.flip(0)
         shorter = (2**k for k in range(embedding_dim.bit_length()))
         dims = [dim for dim in shorter if dim < embedding_dim] + [embedding_dim]
         self.forms = _worthwhile(
@@ -159,14 +161,17 @@ class Table:
 
     def utility(self, form: Form, keep: int) -> float:
         """How much of the effect of the ids ``keep`` rows preserve."""
-        return form.quality * float(self._total[keep])
+        run = min(int(torch.searchsorted(self._ends, keep)), len(self._ends) - 1)
+        beyond = int(self._ends[run]) - keep
+        return form.quality * float(self._total[run] - beyond * self._utility[run])
 
     def best_at_price(self, price: float) -> Choice:
         """The rows with the highest utility minus price."""
         options = []
         for index, form in enumerate(self.forms):
             least = form.row_bytes * price / form.quality
-            keep = int(torch.searchsorted(self._rising, -least))
+            run = int(torch.searchsorted(self._rising, -least))
+            keep = int(self._ends[run - 1]) if run else 0
             if keep >= self.rows - 1:
                 keep = self.rows  # a single id needs no shared row
             gain = self.utility(form, keep) - price * self.size(form, keep)

@@ -3,7 +3,7 @@ import torch
 
 from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings.common.budget import Budget
-from dlrm.embeddings.drop import Drop, most_frequent
+from dlrm.embeddings.drop import Drop
 
 
 def test_rare_ids_share_the_last_row():
@@ -36,14 +36,6 @@ def test_tables_of_one_group_keep_numbers_of_their_own():
 def test_a_number_of_ids_that_cannot_be_is_refused(keep):
     with pytest.raises(ValueError, match=r"drop keep is .*: set --drop.keep to a number of ids"):
         Drop([10, 10], 4, keep=keep)
-
-
-def test_counts_are_compared_over_all_tables():
-    counts = [torch.tensor([9, 5, 5, 1]), torch.tensor([7, 6]), torch.tensor([5, 2, 2])]
-    assert most_frequent(counts, 0) == [0, 0, 0]
-    assert most_frequent(counts, 3) == [1, 2, 0]
-    assert most_frequent(counts, 5) == [3, 2, 0]
-    assert most_frequent(counts, 9) == [4, 2, 3]
 
 
 def test_a_budget_keeps_the_most_frequent_ids_of_all_tables():

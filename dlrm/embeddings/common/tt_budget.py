@@ -12,6 +12,7 @@ import torch
 
 from dlrm.embeddings.common.budget import Budget, highest_level
 from dlrm.embeddings.common.factorization import factorize_rows
+from dlrm.embeddings.common.frequency_order import FrequencyOrder
 
 TRAIN_SHARE = 0.25  # of a budget: what trains of the rare rows take; the rest is exact rows
 
@@ -73,9 +74,7 @@ class Planner:
         if counts is None:
             counts = [1 / torch.arange(1, rows + 1) for rows in budget.num_embeddings]
         # A table that keeps all ids but the last is dense.
-        order = torch.cat([count[:-1] for count in counts]).argsort(descending=True, stable=True)
-        others = torch.tensor([rows - 1 for rows in budget.num_embeddings])
-        self._table = torch.repeat_interleave(torch.arange(len(others)), others)[order]
+        self._order = FrequencyOrder([count[:-1] for count in counts])
 
     def plan(self, keep: Sequence[int], rank: int) -> Plan:
         """What some exact rows and a rank come to."""
@@ -121,7 +120,7 @@ class Planner:
         number = max(int((1 - share) * self._size) // row - tables, 0)
         while number and self._with(number, 1).size > self._size:
             number = number * 3 // 4
-        rank = self.fit(self._most_frequent(number)).rank
+        rank = self.fit(self._order.first(number)).rank
         if number:  # a higher rank would not fit: more exact rows take what is left
             levels = range(number, self._size // row + 1)
             fit = bisect_right(levels, self._size, key=lambda n: self._with(n, rank).size)
@@ -132,17 +131,12 @@ class Planner:
         """How many ids of each table are among the ``number`` most frequent ones in the trains."""
 
         def rest(most: int) -> list[int]:
-            frequent = self._most_frequent(most)
+            frequent = self._order.first(most)
             own = [max(ids - exact, 0) for ids, exact in zip(frequent, plan.keep, strict=True)]
             return [ids if table in plan.compressed else 0 for table, ids in enumerate(own)]
 
-        lengths = range(len(self._table) + 1)
+        lengths = range(len(self._order) + 1)
         return rest(bisect_right(lengths, number, key=lambda most: sum(rest(most))) - 1)
 
-    def _most_frequent(self, number: int) -> list[int]:
-        """How many ids of each table are among the ``number`` most frequent of all tables."""
-        tables = len(self._budget.num_embeddings)
-        return self._table[:number].bincount(minlength=tables).tolist()
-
     def _with(self, number: int, rank: int) -> Plan:
-        return self.plan(self._most_frequent(number), rank)
+        return self.plan(self._order.first(number), rank)
