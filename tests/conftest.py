@@ -24,10 +24,15 @@ from dlrm.utils.cpus import cpu_count
 
 with contextlib.suppress(ImportError):  # without the dev extra, as on a GPU machine
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.devnull)  # leave no files
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
     settings.register_profile(
-        "same", max_examples=25, derandomize=True, deadline=None, database=None
+        "same",
+        max_examples=25,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],  # of a busy machine, not of a test
     )
     settings.load_profile("same")
 
