@@ -113,7 +113,7 @@ def read(runs: list[Path]) -> pd.DataFrame:
             print_error(f"left out: {run} repeats the seed of an earlier run")
             continue
         seen.add((group, seed))
-        names = {"run": run.name, "data": name, "emb": _kind(result["options"])}
+        names = {"run": run.name, "data": name, "emb": _kind(result["options"], options)}
         names |= {"budget": options.get("budget") or "", "group": group}
         values = {label: result["metrics"].get(name) for name, label in METRICS.items()}
         rows.append({**names, **values})
@@ -156,10 +156,13 @@ def _name_data(identities: Sequence[tuple[str, str, str]]) -> list[str]:
     return names
 
 
-def _kind(options: dict[str, Any]) -> str:
-    """The embedding kind. ``tt`` with a cache counts as a kind of its own."""
+def _kind(options: dict[str, Any], changed: dict[str, Any]) -> str:
+    """The embedding kind, with the type of its rows if that is not the default. ``tt`` with a cache
+    counts as a kind of its own.
+    """
     cached = options["emb"] == "tt" and options.get("tt", {}).get("cache_rows")
-    return "tt+cache" if cached else options["emb"]
+    kind = "tt+cache" if cached else options["emb"]
+    return f"{kind} {changed['tables.dtype']}" if changed.get("tables.dtype") else kind
 
 
 def summarize(table: pd.DataFrame) -> pd.DataFrame:

@@ -10,12 +10,13 @@ from typing import Any, ClassVar, Self, TypedDict
 import torch
 from torch import Tensor
 
-from dlrm.embeddings.common.bags import MODES, bag_indices, check_offsets, pool
+from dlrm.embeddings.common.bags import MODES, bag_indices, check_offsets
 from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.packed import PacksRows
 from dlrm.embeddings.common.row_caches import CachesHotRows
 from dlrm.kernels import require_integers
+from dlrm.kernels.lookup.pooling import pool_bags_torch
 from dlrm.utils.offsets import offsets_of
 
 
@@ -279,9 +280,11 @@ class Embedding(PacksRows, ABC):
         return self.lookup_bags(ids, offsets, weights, context)
 
     def _tables_of(self, ids: Tensor, offsets: Tensor) -> Tensor:
-        """The table of each id of bags, ``[nnz]``."""
+        """The table of each id of bags, ``[nnz]``; the last one for ids beyond the last bag."""
         batch = (offsets.numel() - 1) // self.num_tables
-        return bag_indices(offsets, ids.numel()) // max(batch, 1)
+        begins = offsets[batch:-1:batch] if batch else offsets[:0]  # of all tables but the first
+        index = torch.arange(ids.numel(), dtype=offsets.dtype, device=ids.device)
+        return torch.searchsorted(begins.contiguous(), index, right=True)
 
     def _observe(self, ids: Tensor, offsets: Tensor | None, context: LookupContext) -> None:
         """Count the ids of a training batch over all processes, if this kind counts them."""
@@ -306,9 +309,7 @@ class Embedding(PacksRows, ABC):
     ) -> Tensor:
         """Pooled bags: ``ids [nnz]``, checked, and ``offsets [F * B + 1]`` to ``[B, F, D]``."""
         vectors = self.vectors(self._tables_of(ids, offsets), ids, context)
-        batch = (offsets.numel() - 1) // self.num_tables
-        out = pool(vectors, offsets, self.mode, weights)
-        return out.view(self.num_tables, batch, self.embedding_dim).transpose(0, 1)
+        return pool_bags_torch(vectors, offsets, self.num_tables, weights, self.mode)
 
     def _check(self, tables: Tensor, ids: Tensor) -> None:
         """Raise on ids outside their table; on a GPU the check stays asynchronous."""

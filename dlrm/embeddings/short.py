@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -14,6 +15,10 @@ from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.budget import Budget, allocate
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.shared_rows import SharedRows, check_row_dim, num_kept_of
+from dlrm.kernels import use_triton
+from dlrm.kernels.lookup.bags import lookup_bags
+from dlrm.kernels.lookup.pooling import pool_bags
+from dlrm.kernels.lookup.tables import rows_of_torch
 
 
 class Short(SharedRows):
@@ -40,7 +45,6 @@ class Short(SharedRows):
     """
 
     per_table = frozenset({"keep"})
-    captures_bags = False
     by_frequency = True
 
     def __init__(
@@ -79,7 +83,26 @@ class Short(SharedRows):
         weights: Tensor | None,
         context: LookupContext = NO_CONTEXT,
     ) -> Tensor:
-        return Embedding.lookup_bags(self, ids, offsets, weights, context)
+        if not use_triton(self.weight, None):
+            if context.padded:
+                ids = ids[: int(offsets[-1])]
+            return Embedding.lookup_bags(self, ids, offsets, weights, context)
+        tables = self._tables_of(ids, offsets)
+        rows, place = place_of(ids, self._num_short[tables], self.per_row)
+        rows = rows_of_torch(rows, tables, self._offsets, wide=self._wide)
+        # The stored row of each id as a bag of one, so that the backward pass may update it; what
+        # lies beyond the last bag is in none.
+        ones = torch.arange(ids.numel() + 1, device=ids.device).minimum(offsets[-1])
+        begin, of_rows = self._offsets[:1], replace(context.of_bags, dtype=None)
+        stored = lookup_bags(
+            self.weight, begin, rows, ones, sparse=self.sparse, context=of_rows
+        ).squeeze(1)
+        short = widen(stored, place, self.dim, self.dim)
+        pooled = pool_bags(
+            short, offsets, self.num_tables, per_sample_weights=weights, mode=self.mode,
+            dtype=context.dtype,
+        )  # fmt: skip
+        return functional.pad(pooled, (0, self.embedding_dim - self.dim))
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:

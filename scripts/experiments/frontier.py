@@ -13,7 +13,8 @@ them, higher ones are tried too. ``--lr tt=0.002 hash=0.006`` sets rates that ar
 ``drop`` is the baseline that every method should beat: it keeps the frequent rows, and all others
 share one row. ``auto`` is the planner, which may mix kinds. ``tt+cache`` also keeps the most used
 rows of tensor-train tables uncompressed: a tenth of the rows that dense tables of the same budget
-would have.
+would have. A kind may have another type: ``--kinds hash hash:int8``. It has the rate of the kind
+without a type, unless ``--lr`` gives it another.
 
 Finished runs are not repeated, so an interrupted comparison can be resumed.
 """
@@ -31,6 +32,7 @@ import pandas as pd
 
 from dlrm.data.schema import Meta
 from dlrm.embeddings import available
+from dlrm.embeddings.common.budget import DTYPES
 from dlrm.sparse_arch.table_plan import format_ratio
 from dlrm.training import benchmark
 from dlrm.utils.messages import did_you_mean
@@ -98,17 +100,25 @@ def point(kind: str, ratio: float, seed: int, rate: float | None, rows: int) -> 
     """One run of a kind at a compression ratio.
 
     Args:
-        kind, ratio, seed: what to train; the ratio of ``dense`` is always 1.
+        kind, ratio, seed: what to train; ``dense`` has no budget. The kind may end in a type.
         rate: learning rate of the embeddings; None for that of the configuration.
         rows: number of rows of all dense tables together.
     """
-    options = [f"--emb={'tt' if kind == CACHED else kind}", f"--seed={seed}"]
-    options += [f"--tt.cache_rows={round(rows / ratio / 10)}"] if kind == CACHED else []
+    name, _, dtype = kind.partition(":")
+    options = [f"--emb={'tt' if name == CACHED else name}", f"--seed={seed}"]
+    options += [f"--tables.dtype={dtype}"] if dtype else []
+    options += [f"--tt.cache_rows={round(rows / ratio / 10)}"] if name == CACHED else []
     options += [] if rate is None else [f"--optim.embeddings_lr={rate:g}"]
-    if kind == "dense":
-        return RunSpec(f"dense-{seed}", options)
+    run = kind.replace(":", "-")
+    if name == "dense":
+        return RunSpec(f"{run}-{seed}", options)
     budget = format_ratio(ratio)
-    return RunSpec(f"{kind}-{budget}-{seed}", [*options, f"--budget={budget}"])
+    return RunSpec(f"{run}-{budget}-{seed}", [*options, f"--budget={budget}"])
+
+
+def rate_of(kind: str, rates: Mapping[str, float]) -> float | None:
+    """The learning rate of a kind, or else that of the kind without a type."""
+    return rates.get(kind, rates.get(kind.partition(":")[0]))
 
 
 def choose_rates(options: argparse.Namespace, runner: Runner) -> tuple[dict[str, float], list[str]]:
@@ -119,7 +129,7 @@ def choose_rates(options: argparse.Namespace, runner: Runner) -> tuple[dict[str,
     Returns:
         The rate of each kind for which a run finished, and why some runs are impossible.
     """
-    kinds = [kind for kind in ("dense", *options.kinds) if kind not in dict(options.lr)]
+    kinds = [kind for kind in ("dense", *options.kinds) if rate_of(kind, dict(options.lr)) is None]
     todo = dict.fromkeys(kinds, options.rates)
     tried: dict[str, dict[float, float]] = {kind: {} for kind in kinds}
     best: dict[str, float] = {}
@@ -186,9 +196,15 @@ def check(options: argparse.Namespace) -> None:
     if options.validation:
         require_rows(options.validation, Meta.read(options.validation), "val")
     valid = ["auto", CACHED, *available()]
-    for kind in (*options.kinds, *dict(options.lr)):
+    for given in (*options.kinds, *dict(options.lr)):
+        kind, typed, dtype = given.partition(":")
         if kind not in valid:
             raise ValueError(f"unknown embedding kind {kind!r}{did_you_mean(kind, valid)}")
+        if typed and dtype not in DTYPES:
+            raise ValueError(
+                f"{given} has an unknown type {dtype!r}{did_you_mean(dtype, DTYPES)}; a kind may "
+                f"have one of {', '.join(DTYPES)}, e.g. {kind}:int8"
+            )
     if bool(options.rates) != bool(options.validation):
         raise ValueError("--rates and --validation go together")
 
@@ -204,9 +220,9 @@ def compare_kinds(options: argparse.Namespace) -> None:
     rates, impossible = choose_rates(options, runner) if options.rates else ({}, [])
     rates |= dict(options.lr)
     rows = sum(meta.cardinalities)
-    runs = [point("dense", 1, seed, rates.get("dense"), rows) for seed in range(options.seeds)]
+    runs = [point("dense", 1, seed, rate_of("dense", rates), rows) for seed in range(options.seeds)]
     for seed, ratio, kind in product(range(options.seeds), options.ratios, options.kinds):
-        runs.append(point(kind, ratio, seed, rates.get(kind), rows))
+        runs.append(point(kind, ratio, seed, rate_of(kind, rates), rows))
     impossible += runner.train(runs, options.data)
     print(*impossible, sep="\n")
     options_of = dict(runs)

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-from dlrm.embeddings import build
+from dlrm.embeddings import build, short
+from dlrm.embeddings.common.bags import MODES
+from dlrm.embeddings.common.context import LookupContext
 from dlrm.embeddings.short import place_of
-from dlrm.optim import RowOptimizer
+from dlrm.kernels.lookup import bags, pooling
+from dlrm.optim import RowOptimizer, apply_in_backward
 
 
 def test_zeros_follow_the_weights():
@@ -55,6 +58,78 @@ def test_the_ids_of_a_stored_row_share_its_scale(dtype, size):
     group = build("short", [5000], 16, dim=1, keep=160, dtype=dtype)
     wide = 8 if dtype == "int4" else 0
     assert group.footprint() == [{"weights": 11 * size + wide}]
+
+
+def bags_of(lengths, room=0):
+    """Ids of bags of two tables of 50 and 9 ids, their offsets, and a factor per id."""
+    torch.manual_seed(1)
+    counts = lengths.view(2, -1).sum(1).tolist()
+    ids = torch.cat([torch.randint(own, (n,)) for own, n in zip((50, 9), counts, strict=True)])
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    return torch.cat([ids, ids.new_full((room,), 2**31 - 1)]), offsets, torch.rand(len(ids) + room)
+
+
+FIXED = torch.tensor([3] * 4 + [2] * 4)
+RAGGED = torch.tensor([0, 5, 1, 2, 4, 0, 1, 0])
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16", "int8", "int4"])
+@pytest.mark.parametrize("lengths", [FIXED, RAGGED, RAGGED * 0])
+@pytest.mark.parametrize("mode", [*MODES, "weighted"])
+def test_kernels_pool_bags_as_pytorch_does(monkeypatch, device, dtype, lengths, mode):
+    """Vectors and gradients; in a captured step there may be more ids than the offsets say."""
+    results = []
+    for kernels, room in ((False, 0), (True, 0), (True, 5)):
+        torch.manual_seed(0)
+        packed = None if dtype == "bf16" else dtype
+        options = {"dim": 3, "keep": [20, 9], "mode": mode.replace("weighted", "sum")}
+        group = build("short", [50, 9], 8, dtype=packed, check_ids=False, **options)
+        group = group.bfloat16() if dtype == "bf16" else group
+        ids, offsets, factors = bags_of(lengths, room)
+        factors = factors.bfloat16() if dtype == "bf16" else factors
+        given = (ids, offsets, factors) if mode == "weighted" else (ids, offsets)
+        with monkeypatch.context() as patched:
+            if kernels:
+                group, given = group.to(device), [each.to(device) for each in given]
+                for module in (short, bags, pooling):
+                    patched.setattr(module, "use_triton", lambda *_: True)
+            out = group(*given, context=LookupContext(padded=room > 0))
+            arrived = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)
+            out.backward(arrived.to(out.dtype))
+        entries = group.weight.grad
+        rows, values = entries._indices()[0].cpu(), entries._values().float().cpu()
+        used = rows >= 0  # an optimizer leaves out the others
+        assert used.sum() == len(rows) - room
+        grad = torch.zeros(entries.shape).index_add_(0, rows[used], values[used])
+        results.append((out.detach().float().cpu(), grad))
+    close = {"rtol": 0.02, "atol": 0.02} if dtype == "bf16" else {}
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0], **close)
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adam", "rowwise_adagrad"])
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_the_backward_pass_of_bags_updates_the_stored_rows(monkeypatch, device, rule, dtype):
+    """As an optimizer does that gets the gradient; ids beyond the last offset change nothing."""
+    results = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        group = build("short", [50, 9], 8, dim=2, keep=20, dtype=dtype, check_ids=False).to(device)
+        optimizer = RowOptimizer(group.parameters(), rule, lr=0.1)
+        ids, offsets, _ = (each.to(device) for each in bags_of(RAGGED, 5 * fused))
+        with monkeypatch.context() as patched:
+            if fused:
+                for module in (short, bags, pooling):
+                    patched.setattr(module, "use_triton", lambda *_: True)
+                with apply_in_backward([optimizer]) as updates:
+                    context = LookupContext(updates=updates, padded=True)
+                    group(ids, offsets, context=context).sum().backward()
+            else:
+                group(ids, offsets).sum().backward()
+        assert (group.weight.grad is None) == fused
+        optimizer.step()
+        results.append(group.to_dense())
+    torch.testing.assert_close(*results, atol=1e-6 if dtype is None else 0.02, rtol=1e-5)
 
 
 def test_a_dim_that_is_not_possible_is_refused():

@@ -171,6 +171,22 @@ def test_a_rate_that_could_not_be_tried_is_told_and_no_run_is_made_twice(
     assert sorted(row["run"] for row in report["results"]) == ["block-4x-0", "dense-0"]
 
 
+def test_a_kind_of_another_type_has_the_rate_of_the_kind(script):
+    frontier = script("frontier")
+    rates = {"hash": 0.03, "hash:int4": 0.06}
+    assert [frontier.rate_of(f"hash{each}", rates) for each in ("", ":int8", ":int4")] == [
+        *(0.03, 0.03, 0.06)
+    ]
+    assert frontier.rate_of("drop:int8", rates) is None
+    run = frontier.point("tt+cache:int8", 10, 2, 0.03, 1000)
+    assert run.name == "tt+cache-int8-10x-2"
+    assert run.options == [
+        *("--emb=tt", "--seed=2", "--tables.dtype=int8", "--tt.cache_rows=10"),
+        *("--optim.embeddings_lr=0.03", "--budget=10x"),
+    ]
+    assert frontier.point("dense:int8", 10, 2, None, 1000).name == "dense-int8-2"
+
+
 @pytest.mark.parametrize(("peak", "chosen", "last"), [(0.4, 0.4, 0.8), (9.0, 3.2, 3.2)])
 def test_higher_rates_are_tried_while_the_highest_is_the_best(
     script, data, tmp_path, capsys, peak, chosen, last
@@ -239,6 +255,7 @@ def test_mistakes_are_named(script, data, tmp_path, capsys):
         ),
         (frontier, ["--data", str(data), "--kinds", "ttt"], "kind 'ttt', did you mean 'tt'"),
         (frontier, ["--data", str(data), "--lr", "robr=0.1"], "kind 'robr', did you mean 'robe'"),
+        (frontier, ["--data", str(data), "--kinds", "robe:int9"], "type 'int9', did you mean"),
     ):
         assert main(given) == 2
         assert message in capsys.readouterr().err
@@ -357,9 +374,10 @@ def test_what_makes_two_runs_different(script, tmp_path, capsys):
     alone = ("bf16", "tt", "more", "default", "mixed2", "mixed3", "largestNone", "largest7")
     assert summary["seeds"].to_dict() == {"a": 2, **dict.fromkeys(alone, 1), "alone": 1}
     assert summary["AUC"]["a"] == pytest.approx(0.75)
+    assert summary["emb"][["a", "bf16", "tt"]].tolist() == ["dense", "dense bf16", "tt"]
     assert summary["options"].to_dict() == {
         "a": "",  # the defaults
-        "bf16": "dtype=bf16",
+        "bf16": "",  # a kind of its own
         "tt": "rank=5",
         "more": "rank=6",
         "default": "",

@@ -17,7 +17,9 @@ BAGS = (3, 40, 1)
 PLANS = {
     "dense": [("dense", {})] * 3,
     "hash": [("hash", {"rows": 20})] * 3,
+    "short": [("short", {"dim": 2, "keep": keep}) for keep in (50, 100, 9)],
     "mixed": [("hash", {"rows": 20}), ("dense", {}), ("block", {"dim": 2})],
+    "auto": [("short", {"dim": 2, "dtype": "int8"}), ("drop", {"keep": 9}), ("short", {"dim": 4})],
     "tt": [("dense", {}), ("tt", {"rank": 4}), ("dense", {})],
 }
 
@@ -64,7 +66,7 @@ def test_room_for_ragged_ids_is_a_little_more():
     assert len({room_for(count) for count in range(100_000, 110_000)}) <= 6
 
 
-@pytest.mark.parametrize("plan", ["dense", "hash"])
+@pytest.mark.parametrize("plan", ["dense", "hash", "short"])
 def test_padding_changes_no_loss(plan, device):
     """What a captured step of ragged bags computes, without the capture: equal bits on a CPU."""
     results = []
@@ -93,7 +95,8 @@ def test_captured_losses_equal_eager_and_those_of_a_cpu(plan, ragged):
     for device, mode in (("cpu", "eager"), ("cuda", "eager"), ("cuda", "graph")):
         _, step, losses = run(plan, "adagrad", device, ragged=ragged, mode=mode)
         found[device, mode] = losses
-    captured = plan in ("dense", "hash") or (plan == "mixed" and not ragged)
+    alone = plan in ("dense", "hash", "short")
+    captured = alone or (plan in ("mixed", "auto") and not ragged)
     assert captured == any(key.bags is not None for key in step.graphs._captured)
     assert found["cuda", "eager"] == pytest.approx(found["cpu", "eager"], abs=1e-4)
     assert found["cuda", "graph"] == pytest.approx(found["cuda", "eager"], abs=1e-4)

@@ -1,4 +1,4 @@
-"""Bags of ids: which bag each id belongs to, and how the rows of a bag become one vector."""
+"""Bags of ids: which bag each id belongs to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from dlrm.utils.offsets import offsets_of
 
@@ -73,21 +72,6 @@ def bag_indices(offsets: Tensor, count: int) -> Tensor:
     """The index of the bag of each of ``count`` ids, in ascending order, ``[count]``."""
     index = torch.arange(offsets.numel() - 1, device=offsets.device)
     return torch.repeat_interleave(index, offsets.diff(), output_size=count)
-
-
-def pool(vectors: Tensor, offsets: Tensor, mode: str, weights: Tensor | None) -> Tensor:
-    """Reduce bags of ``vectors [nnz, D]`` to ``[bags, D]``; zeros for an empty bag.
-
-    Args:
-        vectors: the vectors of all bags, one bag after another.
-        offsets: where each bag begins, and the end, ``[bags + 1]``.
-        mode: sum, mean or max; the gradient of max goes to the first of equal entries.
-        weights: a factor for each vector, ``[nnz]``, in mode sum only.
-    """
-    index = torch.arange(len(vectors), device=vectors.device)
-    return functional.embedding_bag(
-        index, vectors, offsets, mode=mode, per_sample_weights=weights, include_last_offset=True
-    )
 
 
 def row_offsets(rows: Sequence[int]) -> Tensor:

@@ -317,7 +317,7 @@ def lookup_bags(
             offsets of a wrong length, ids or offsets that are not integers or on another device,
             padded ids with a dense gradient, or a tensor that a kernel reads is not contiguous.
     """
-    _check(weight, starts, ids, offsets, per_sample_weights, mode)
+    check_bags(weight, len(starts), ids, offsets, per_sample_weights, mode)
     if context.padded and not sparse:
         raise ValueError("padded ids have no dense gradient: give sparse=True, or no padding")
     if not use_triton(weight, impl):
@@ -341,14 +341,15 @@ def lookup_bags(
     )
 
 
-def _check(
+def check_bags(
     weight: Tensor,
-    starts: Tensor,
+    tables: int,
     ids: Tensor,
     offsets: Tensor,
     per_sample_weights: Tensor | None,
     mode: str,
 ) -> None:
+    """Raise what :func:`lookup_bags` says about its arguments."""
     require_integers(weight, ids=ids, offsets=offsets)
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}{did_you_mean(mode, MODES)}")
@@ -359,9 +360,9 @@ def _check(
             f"per_sample_weights have shape {tuple(per_sample_weights.shape)}, they must have the "
             f"shape of ids, {tuple(ids.shape)}"
         )
-    if not offsets.numel() or (offsets.numel() - 1) % len(starts):
+    if not offsets.numel() or (offsets.numel() - 1) % tables:
         raise ValueError(
-            f"{offsets.numel()} offsets for {len(starts)} tables: there must be one more than "
+            f"{offsets.numel()} offsets for {tables} tables: there must be one more than "
             "tables times samples"
         )
 
@@ -379,8 +380,7 @@ def lookup_bags_torch(
     held: Tensor | None = None,
 ) -> Tensor:
     """:func:`lookup_bags` in PyTorch."""
-    tables = len(starts)
-    batch = (offsets.numel() - 1) // tables
+    tables, batch = len(starts), (offsets.numel() - 1) // len(starts)
     lengths = offsets.diff().view(tables, batch).sum(1)
 
     def of_each(value: Tensor) -> Tensor:
