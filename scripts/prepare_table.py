@@ -6,6 +6,7 @@ from dlrm.utils import startup
 
 if __name__ == "__main__":
     startup.begin()  # before the imports, which take seconds
+    startup.without_pandas()
 
 import sys
 import time

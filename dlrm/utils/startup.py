@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 
 from dlrm.utils import signals
 
@@ -18,6 +19,30 @@ def begin() -> None:
     """
     signals.exit_quietly()
     bound_spinning()
+
+
+def without_pandas() -> None:
+    """Let pyarrow do without pandas, which it imports with the first array that it makes.
+
+    That takes a quarter of a second. Pandas can still be imported; pyarrow just does not recognize
+    its objects, so call this only in a program that has none.
+    """
+    import pyarrow
+
+    sys.meta_path.insert(0, _WithoutPandas)
+    try:
+        pyarrow.array([0])  # pyarrow looks for pandas once
+    finally:
+        sys.meta_path.remove(_WithoutPandas)
+
+
+class _WithoutPandas:
+    """A finder of modules that finds that there is no pandas."""
+
+    @staticmethod
+    def find_spec(name: str, *_: object) -> None:
+        if name == "pandas":
+            raise ImportError(name)
 
 
 def bound_spinning() -> None:

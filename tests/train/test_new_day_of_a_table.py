@@ -132,7 +132,7 @@ def test_what_cannot_be_extended(days, run):
 
     assert "--append-new needs --ids-of" in refused("--label", "clicked")
     ids_of = "--ids-of", directory / "0"
-    assert "leaves none for training; choose another split, or leave --append" in refused(*ids_of)
+    assert "leaves none for training; leave --append-new out or choose" in refused(*ids_of)
     (directory / "0" / "meta.json").unlink()
     assert "has no meta.json with a fingerprint" in refused(*ids_of)
 

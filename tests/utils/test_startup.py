@@ -59,3 +59,11 @@ runpy.run_path("train.py", run_name="__main__")
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, env=others, capture_output=True, text=True)
     assert "KMP_BLOCKTIME" in done.stdout, done.stderr
+
+
+def test_pyarrow_can_do_without_pandas():
+    code = "import sys; from dlrm.utils import startup; startup.without_pandas(); "
+    code += "import pyarrow as pa; assert pa.array(['a']).to_pylist() == ['a']; "
+    code += "assert 'pandas' not in sys.modules; import pandas; print(pandas.Series([1]).sum())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "1\n", done.stderr

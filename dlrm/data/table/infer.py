@@ -333,6 +333,7 @@ def _moments(sample: pa.Array) -> NDArray[np.int64] | None:
     sample = sample.drop_null()
     if len(sample) and (pa.types.is_timestamp(sample.type) or is_text(sample.type)):
         with suppress(BadValue):
+            times(sample[:FEW_VALUES], "", ("",), None, "s")  # most texts are none at once
             moments = times(sample, "", ("",), None, "s")
             return moments if (moments != MISSING_TIME).any() else None
     return None

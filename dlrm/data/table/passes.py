@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -41,6 +42,7 @@ from dlrm.data.threads import map_in_order
 from dlrm.utils.atomic import atomic_write
 
 CHUNK_BYTES = 1 << 28  # texts of the blocks that are merged at a time
+CHUNK_ENTRIES = 1 << 22  # of dictionaries whose ids are looked up at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +230,8 @@ class Learner:
         for values in self._training(feature):
             counts += np.bincount(bucket_numbers(values, edges), minlength=len(counts))
         names = pa.array(bucket_names(edges))
-        make_vocabulary(names, counts, min_count=1, cap=None).write(vocabulary)
+        made, _ = make_vocabulary(names, counts, min_count=1, cap=None)
+        made.write(vocabulary)
         return {"edges": edges.tolist()}
 
     def _training(self, feature: Feature) -> Iterator[NDArray[np.float64]]:
@@ -240,22 +243,32 @@ class Learner:
             yield values[block.codes(self.splitter) == TRAIN]
 
     def _learn_values(self, feature: Feature, index: int, vocabulary: Path) -> None:
-        values, counts = self.count(feature)
-        if not (counts > 0).any() or values.filter(pa.array(counts > 0)).to_pylist() == [""]:
-            raise _no_value(feature)
         own = feature.column.options
-        made = make_vocabulary(values, counts, min_count=own.min_count or 1, cap=own.cap)
-        made.write(vocabulary)
-        del values, counts
-        with (
-            atomic_write(self.work / "ids" / f"{index}") as temporary,
-            temporary.open("wb") as file,
-        ):
-            for chunk in self._chunks(feature):
-                file.write(made.ids(_concatenated(chunk)).data)
+        with atomic_write(self.work / "ids" / f"{index}") as temporary:
+            with temporary.open("wb") as file:
+                values, counts = self.count(feature, file)
+            if not (counts > 0).any() or values.filter(pa.array(counts > 0)).to_pylist() == [""]:
+                raise _no_value(feature)
+            least = own.min_count or 1
+            made, ids = make_vocabulary(values, counts, min_count=least, cap=own.cap)
+            made.write(vocabulary)
+            del values, counts, made
+            entries = np.memmap(temporary, np.int32, "r+")
+            for start in range(0, len(entries), CHUNK_ENTRIES):
+                part = entries[start : start + CHUNK_ENTRIES]
+                part[:] = ids[part]
+            entries.flush()
 
-    def count(self, feature: Feature) -> tuple[pa.Array, NDArray[np.int64]]:
-        """The distinct values of all rows, and how often each occurs in the training rows."""
+    def count(
+        self, feature: Feature, file: BinaryIO | None = None
+    ) -> tuple[pa.Array, NDArray[np.int64]]:
+        """The distinct values of all rows, and how often each occurs in the training rows.
+
+        Args:
+            feature: a category or list.
+            file: gets the position among these values, int32, of each dictionary entry of each
+                block.
+        """
         values, counts = pa.array([], pa.large_string()), np.empty(0, np.int64)
         at = 0
         for chunk in self._chunks(feature):
@@ -263,7 +276,10 @@ class Learner:
             for _ in chunk:
                 occurrences.append(self._occurrences(feature, self.blocks[at]))
                 at += 1
-            values, counts = merge_counts([values, *chunk], occurrences)
+            before = len(values)  # they stay where they are
+            values, counts, positions = merge_counts([values, *chunk], occurrences)
+            if file is not None:
+                file.write(positions[before:].data)
         return values, counts
 
     def _occurrences(self, feature: Feature, block: Block) -> NDArray[np.int64]:
@@ -372,10 +388,6 @@ class SplitWriter:
         if error[0] is None and self._pending.num_rows:
             self._file.write_table(self._pending, ROW_GROUP_ROWS)
         return self._stack.__exit__(*error)  # type: ignore[arg-type]
-
-
-def _concatenated(dictionaries: Sequence[pa.Array]) -> pa.Array:
-    return pa.concat_arrays([part.cast(pa.large_string()) for part in dictionaries])
 
 
 def _no_value(feature: Feature) -> ValueError:

@@ -76,7 +76,7 @@ def make_splitter(
                 "validation comes between training and test"
             )
         return Splitter(options=options, rows=rows, limits=limits)
-    sample = summarise(columns(), rows).sample
+    sample = np.sort(summarise(columns(), rows).sample)
     train, val, _ = options.shares()
     places = int(train * len(sample)), int((train + val) * len(sample))
     found = [float(sample[at]) if at < len(sample) else np.inf for at in places]

@@ -233,6 +233,8 @@ def csv_row_end(delimiter: str) -> Callable[[bytearray, int], int]:
 
     def row_end(buffer: bytearray, limit: int) -> int:
         end = buffer.rfind(b"\n", 0, limit) + 1
+        if buffer.find(b'"', 0, end) < 0:
+            return end
         with memoryview(buffer) as view:
             data = np.frombuffer(view[:end], np.uint8)
             quotes = np.flatnonzero(data == QUOTE)

@@ -245,10 +245,12 @@ class TableTransform:
 
     def _learned(self) -> dict[str, Any]:
         """What was learned besides the vocabularies, as plain values."""
+        # In the order of the features: they were learned by threads, in any order.
+        names = [feature.name for feature in self.plan.features]
         return {
-            "scalings": {name: asdict(scaling) for name, scaling in self.scalings.items()},
-            "newest": self.newest,
-            "edges": {name: edges.tolist() for name, edges in self.edges.items()},
+            "scalings": {n: asdict(self.scalings[n]) for n in names if n in self.scalings},
+            "newest": {n: self.newest[n] for n in names if n in self.newest},
+            "edges": {n: self.edges[n].tolist() for n in names if n in self.edges},
         }
 
     def rules(self) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class TextVocabulary:
 
 def make_vocabulary(
     values: pa.Array, counts: NDArray[np.int64], *, min_count: int, cap: int | None
-) -> TextVocabulary:
+) -> tuple[TextVocabulary, NDArray[np.int32]]:
     """The vocabulary of a feature.
 
     Args:
@@ -109,15 +109,21 @@ def make_vocabulary(
         counts: ``[n]`` occurrences in the training rows; 0 for a value that is only in others.
         min_count: occurrences that a value needs for an id of its own, at least 1.
         cap: at most this many ids, that of all other values included.
+
+    Returns:
+        The vocabulary, and the id ``[n]`` of each value.
     """
     order = pc.sort_indices(values)
-    values, counts = values.take(order), counts[order.to_numpy()]
+    positions = order.to_numpy()
+    values, counts = values.take(order), counts[positions]
     keys = np.arange(len(counts))
-    made, _ = assign_ids(keys, counts, min_count=min_count, most=cap and cap - 1)
+    made, id_of_key = assign_ids(keys, counts, min_count=min_count, most=cap and cap - 1)
     oov = made.oov_id
     assert oov is not None
-    positions = pa.array(made.keys, mask=np.arange(len(made.keys)) == oov)
-    return TextVocabulary(values=values.take(positions), counts=made.counts, oov_id=oov)
+    ids = np.empty(len(keys), np.int32)
+    ids[positions] = id_of_key
+    listed = values.take(pa.array(made.keys, mask=np.arange(len(made.keys)) == oov))
+    return TextVocabulary(values=listed, counts=made.counts, oov_id=oov), ids
 
 
 def extend_vocabulary(
@@ -156,13 +162,23 @@ def extend_vocabulary(
 
 def merge_counts(
     values: Sequence[pa.Array], counts: Sequence[NDArray[np.int64]]
-) -> tuple[pa.Array, NDArray[np.int64]]:
-    """The distinct ones of all values, in any order, and the sum of the counts of each."""
+) -> tuple[pa.Array, NDArray[np.int64], NDArray[np.int32]]:
+    """The distinct ones of all values, in the order in which they first occur.
+
+    Args:
+        values: texts, in parts.
+        counts: of each.
+
+    Returns:
+        The distinct values ``[n]``, the sum of the counts ``[n]`` of each, and for all values of
+        the parts, one after another, their positions among the distinct ones.
+    """
     encoded = pa.concat_arrays([part.cast(TEXT) for part in values]).dictionary_encode()
     distinct, weights = encoded.dictionary, np.concatenate(counts)
     # In float64, which is exact up to 2**53 rows.
-    sums = np.bincount(encoded.indices.to_numpy(), weights, minlength=len(distinct))
-    return distinct, sums.astype(np.int64)
+    positions = encoded.indices.to_numpy()
+    sums = np.bincount(positions, weights, minlength=len(distinct))
+    return distinct, sums.astype(np.int64), positions
 
 
 def hash_values(values: pa.Array, buckets: int) -> pa.Array:

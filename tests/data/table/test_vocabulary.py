@@ -12,8 +12,9 @@ from dlrm.data.table.vocabulary import make_vocabulary, merge_counts
 def test_both_ways_to_look_up_agree(monkeypatch, collide):
     rng = np.random.default_rng(0)
     texts = pa.array(["", *(f"v{i}" for i in range(999))])
-    made = make_vocabulary(texts, rng.integers(0, 50, 1000), min_count=10, cap=None)
+    made, ids = make_vocabulary(texts, rng.integers(0, 50, 1000), min_count=10, cap=None)
     wanted = pa.array(["", "none", "v3", *(f"v{i}" for i in rng.integers(0, 1500, 100))])
+    assert ids.tolist() == made.ids(texts).tolist()
     expected = made.ids(wanted)
     listed = {value: i for i, value in enumerate(made.values.to_pylist())}
     assert expected.tolist() == [listed.get(v, made.oov_id) for v in wanted.to_pylist()]
@@ -28,5 +29,6 @@ def test_both_ways_to_look_up_agree(monkeypatch, collide):
 
 def test_counts_are_merged():
     parts = [pa.array(["b", "a"]), pa.array(["a", "c", "a"], pa.large_string())]
-    values, counts = merge_counts(parts, [np.array([1, 2]), np.array([3, 0, 4])])
+    values, counts, positions = merge_counts(parts, [np.array([1, 2]), np.array([3, 0, 4])])
     assert dict(zip(values.to_pylist(), counts.tolist(), strict=True)) == {"a": 9, "b": 1, "c": 0}
+    assert values.take(pa.array(positions)).to_pylist() == ["b", "a", "a", "c", "a"]
