@@ -11,6 +11,7 @@ from dlrm.data.frequencies import read_frequencies
 from dlrm.data.schema import Meta
 from dlrm.distributed.sharding_plan import ShardingPlan, make_sharding_plan
 from dlrm.distributed.world import World
+from dlrm.embeddings.tt import TT
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
 
@@ -19,6 +20,8 @@ def build_model(
     config: RunConfig, spec: ModelSpec, meta: Meta, world: World
 ) -> tuple[DLRM, ShardingPlan | None]:
     """The model of a run on the device of this process, and how its tables are sharded, if so.
+
+    Under plain SGD, tensor trains start from cores whose rows move as dense ones do.
 
     Args:
         config: of the run.
@@ -29,7 +32,12 @@ def build_model(
     counts = (lambda: read_frequencies(config.data, meta)) if meta.multi_hot else None
     rule, options = config.optim.embeddings, asdict(config.sharding)
     sharding = make_sharding_plan(world, meta.tables, spec, counts, rule, **options)
-    return DLRM(**spec, sharding=sharding).to(world.device), sharding
+    model = DLRM(**spec, sharding=sharding)
+    if config.optim.embeddings == "sgd":
+        for group in model.sparse_arch.groups:
+            if isinstance(group, TT):
+                group.match_dense_steps()
+    return model.to(world.device), sharding
 
 
 def build_optimizers(optim: OptimConfig, model: DLRM) -> list[RowOptimizer]:

@@ -15,10 +15,10 @@ from dlrm.embeddings.common.bags import row_offsets
 from dlrm.embeddings.common.budget import Budget, split_by_rows
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.factorization import factorize_dim, factorize_rows
-from dlrm.embeddings.common.hot_rows import PopulateReport, RowCache
+from dlrm.embeddings.common.hot_rows import PopulateReport, RowCache, without_cache
 from dlrm.embeddings.common.row_caches import CachesHotRows
 from dlrm.embeddings.common.tt_budget import Planner, clip_ranks, slice_widths, tt_weights
-from dlrm.embeddings.common.tt_svd import fit_rows, mean_square, table_slices, tt_svd
+from dlrm.embeddings.common.tt_svd import fit_rows, mean_square, scale_last, table_slices, tt_svd
 from dlrm.embeddings.drop import Drop
 from dlrm.embeddings.shared_rows import num_kept_of
 from dlrm.kernels.tt import TTShape, tt_bags, tt_vectors
@@ -190,6 +190,18 @@ class TT(CachesHotRows, Embedding):
                     shared.zero_()
         for rows, own in zip(self.num_embeddings, self._first_cached(), strict=False):
             own.uniform_(-(rows**-0.5), rows**-0.5)
+
+    @torch.no_grad()
+    def match_dense_steps(self) -> None:
+        """Rescale the cores so that plain SGD moves a row as far as the row of a dense table.
+
+        No row changes, but for rounding: see :func:`scale_last`. Call it before training,
+        and for plain SGD only: the steps of Adagrad, Adam and the like don't depend on the size of
+        a gradient, and suit cores of equal scale, which :meth:`reset_parameters` makes.
+        """
+        if not self.cores[0].is_meta:
+            for table in range(self.num_tables):
+                scale_last(self._slices(table))
 
     def _first_cached(self) -> Sequence[Tensor]:
         """Fill the cache with the ids of the start; their rows by table, empty without a cache."""
@@ -365,7 +377,7 @@ class TT(CachesHotRows, Embedding):
             rows = sum(budget.num_embeddings), cache_rows, budget.embedding_dim
             with torch.device("meta"):
                 cache = RowCache(*rows, decay=cache_decay, window=cache_window, sparse=True)
-            left = _without_cache(left, cache if budget.dtype == "fp32" else cache.bfloat16())
+            left = without_cache(left, cache if budget.dtype == "fp32" else cache.bfloat16())
         qs = tuple(q) if q else factorize_dim(budget.embedding_dim, d)
         planner = Planner(budget, left, d, qs, p)
         if keep is None:
@@ -386,15 +398,3 @@ class TT(CachesHotRows, Embedding):
     def extra_repr(self) -> str:
         """Also the ranks and factors."""
         return f"{super().extra_repr()}, ranks={list(self.ranks)}, q={list(self.q)}, p={self.p}"
-
-
-def _without_cache(budget: int, cache: RowCache) -> int:
-    """The bytes of a budget that the cache leaves for the cores."""
-    left = budget - cache.nbytes()
-    if left <= 0:
-        raise ValueError(
-            f"a budget of {budget} bytes is used up by the cache of {cache.capacity} rows "
-            f"({cache.nbytes()} bytes): set fewer --tt.cache_rows or a smaller "
-            "--tt.cache_window, or raise the budget"
-        )
-    return left

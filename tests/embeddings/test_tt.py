@@ -1,5 +1,6 @@
 """Tensor-train tables."""
 
+import copy
 from dataclasses import replace
 from math import prod
 
@@ -154,6 +155,46 @@ def test_initial_entries_are_not_near_zero():
         entries = core / core.square().mean().sqrt()
         assert entries.abs().min() > 0.6  # 2 of 2.4 deviations, slices being scaled by their own
         assert entries.mean().abs() < 0.1
+
+
+@pytest.mark.parametrize("keep", [0, 100])
+@pytest.mark.parametrize(
+    ("rows", "dim", "d", "rank"),
+    [
+        (10131227, 16, 3, 8),
+        (10131227, 16, 3, 32),
+        (142572, 16, 3, 32),
+        (9000, 64, 2, 8),
+        (100000, 12, 4, 16),
+    ],
+)
+def test_sgd_moves_rows_as_far_as_dense_ones(rows, dim, d, rank, keep):
+    group = build("tt", [50, rows], dim, rank=rank, d=d, keep=[0, keep])
+    before = group.rows(1, torch.arange(1000)).clone()
+    group.match_dense_steps()
+    torch.testing.assert_close(group.rows(1, torch.arange(1000)), before, rtol=1e-4, atol=1e-7)
+    parameters, start = list(group.cores), copy.deepcopy(group.state_dict())
+    moved = []
+    for each in torch.randint(keep + 1, rows, (20, 1)):  # alone: nothing is shared
+        old, gradient = group.rows(1, each).clone(), torch.randn(1, dim)
+        group.vectors(torch.ones(1, dtype=torch.int64), each).backward(gradient)
+        RowOptimizer(parameters, "sgd", lr=0.001).step()
+        step = group.rows(1, each) - old
+        assert -(step * gradient).sum() / gradient.square().sum() > 0.0002
+        moved.append((step.norm() / (0.001 * gradient.norm())).item())
+        group.load_state_dict(start)
+        group.zero_grad()
+    assert 0.5 < sum(moved) / len(moved) < 2
+
+
+def test_cores_of_zeros_are_not_rescaled():
+    group = build("tt", [5000], 8, rank=4)
+    group.cores[0].data.zero_()
+    others = [core.clone() for core in group.cores[1:]]
+    group.match_dense_steps()
+    assert all(map(torch.equal, group.cores[1:], others))
+    with torch.device("meta"):
+        build("tt", [5000], 8, rank=4).match_dense_steps()
 
 
 def test_ranks_are_cut_to_what_a_table_can_use():

@@ -260,3 +260,15 @@ def _even_stride(n: int) -> int:
     while gcd(stride, n) > 1:
         stride += 1
     return stride
+
+
+def without_cache(budget: int, cache: RowCache) -> int:
+    """The bytes of a budget that the cache leaves for the cores."""
+    left = budget - cache.nbytes()
+    if left <= 0:
+        raise ValueError(
+            f"a budget of {budget} bytes is used up by the cache of {cache.capacity} rows "
+            f"({cache.nbytes()} bytes): set fewer --tt.cache_rows or a smaller "
+            "--tt.cache_window, or raise the budget"
+        )
+    return left

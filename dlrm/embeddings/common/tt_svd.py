@@ -63,6 +63,30 @@ def mean_square(cores: Sequence[Tensor]) -> float:
     return left_grams(cores)[-1].item() / entries
 
 
+def scale_last(cores: Sequence[Tensor]) -> None:
+    """Rescale cores in place: rows stay as they are, and SGD moves them as it moves dense ones.
+
+    Row ``i`` is ``A_i G_d[i_d]``, with ``A_i [D / q_d, r]`` the product of the slices of the other
+    cores. If its gradient is ``g``, a step of SGD on the last core moves it by
+    ``-lr A_i A_i^T g``, which is about ``-lr g`` if the rows of ``A_i`` have unit norm. Here their
+    mean square norm over all ``i`` becomes 1, and the last core has the scale of the rows.
+
+    With cores of equal scale the steps of all ``d`` cores together move a row by only
+    ``d prod(r)^(1 / d) s^(2 - 2 / d)`` of that, where ``s`` is the standard deviation of the rows:
+    by 0.0003 of it at rank 32 for a table of 10 M rows, which begin near zero.
+
+    Args:
+        cores: of one table; all zeros stay what they are.
+    """
+    others = cores[:-1]
+    rows = prod(core.shape[0] * core.shape[2] for core in others)
+    norm = (left_grams(others)[-1].trace() / rows).sqrt().item()
+    if norm > 0:
+        for core in others:
+            core.mul_(norm ** (-1 / len(others)))
+        cores[-1].mul_(norm)
+
+
 def tt_svd(
     weight: Tensor, p: Sequence[int], q: Sequence[int], ranks: Sequence[int]
 ) -> list[Tensor]:

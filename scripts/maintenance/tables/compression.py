@@ -153,6 +153,20 @@ def true_bytes() -> str:
     return markdown(head, rows) + source("true_bytes")
 
 
+def tt_steps() -> str:
+    """How far a step of SGD moves a row of a tensor train."""
+    results = read("tt_steps")["results"]
+    moved = {(r["rows"], r["rank"], r["start"]): r["moved"] for r in results}
+    starts = list(dict.fromkeys(r["start"] for r in results))
+    cells = list(dict.fromkeys((r["rows"], r["rank"]) for r in results if r["rank"] in (8, 32)))
+    shown = [cell for cell in cells if cell[0] in (cells[0][0], cells[-1][0])]
+    rows = [
+        [f"{rows:,}", str(rank), *(f"{moved[rows, rank, start]:.2g}" for start in starts)]
+        for rows, rank in shown
+    ]
+    return markdown(["rows", "rank", *starts], rows) + source("tt_steps")
+
+
 def tt_changes() -> str:
     """What each part of tensor-train tables is worth at equal bytes."""
     names = {
@@ -214,4 +228,5 @@ TABLES = (
     compressed,
     packed_sample,
     true_bytes,
+    tt_steps,
 )

@@ -1,0 +1,39 @@
+"""Models as a configuration describes them."""
+
+import pytest
+import torch
+
+from dlrm.config.build import build_model
+from dlrm.config.cli import parse
+from dlrm.config.model_spec import model_spec
+from dlrm.data import synthetic
+from dlrm.data.schema import Meta
+from dlrm.distributed.world import World
+from dlrm.embeddings import available
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("build") / "data"
+    synthetic.write(directory, rows=200, cardinalities=[9000] + 25 * [10])
+    return directory
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adagrad", "adam"])
+def test_trains_move_as_dense_rows_under_plain_sgd_only(rule, data):
+    given = ["--data", str(data), "--emb", "tt", "--optim.embeddings", rule]
+    config = parse(given, available())[0]
+    meta = Meta.read(data)
+    torch.manual_seed(0)
+    model, _ = build_model(config, model_spec(config, meta), meta, World.from_environment())
+    group = next(group for group in model.sparse_arch.groups if group.kind() == "tt")
+    first, second, last = (core.detach().std().item() for core in group.cores)
+    assert first == pytest.approx(second, rel=0.1)
+    if rule == "sgd":
+        (_, r1, r2, _) = group.ranks  # a row of the product of the first two cores has norm 1
+        assert r1 * first**2 * r2 * second**2 == pytest.approx(1, rel=0.1)
+        assert last == pytest.approx((3 * 9000) ** -0.5, rel=0.05)
+    else:
+        assert first == pytest.approx(last, rel=0.1)
+    deviation = group.rows(0, torch.arange(9000)).std().item()
+    assert deviation == pytest.approx((3 * 9000) ** -0.5, rel=0.05)
