@@ -1,7 +1,7 @@
 """Serve an exported model over HTTP: ``python examples/serve.py EXPORT``.
 
-It needs PyTorch, safetensors, numpy, pandas, pyarrow, PyYAML, starlette, uvicorn and
-prometheus-client, but not the package that trained the model.
+It needs serve_rows.py next to it, and PyTorch, safetensors, numpy, pandas, pyarrow, PyYAML,
+starlette, uvicorn and prometheus-client, but not the package that trained the model.
 
 POST /score takes raw rows and answers with their probabilities, in the same form:
 
@@ -22,12 +22,12 @@ import asyncio
 import json
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -44,18 +44,12 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol  # bounds the size of headers
 
-JSON, ARROW = "application/json", "application/vnd.apache.arrow.stream"
-MISFITS = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
+sys.path.insert(0, str(Path(__file__).parent))
+from serve_rows import ARROW, JSON, Refused, one_line, rows_of
+
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
-
-class Refused(Exception):
-    """A request that is answered with an error."""
-
-    def __init__(self, status: int, error: str) -> None:
-        super().__init__(error)
-        self.status = status
 
 
 class Scorer:
@@ -89,6 +83,11 @@ class Scorer:
             program.state_dict.update(weights)
             self._model = program.module()
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that are read; others in a request are ignored."""
+        return self._reader.transform.needed
+
     def score(self, rows: pa.Table) -> list[float]:
         """The probability of each row.
 
@@ -100,78 +99,6 @@ class Scorer:
         arrays = self._reader.arrays(rows)
         with torch.inference_mode():
             return self._model(*map(torch.from_numpy, arrays)).tolist()
-
-
-def rows_of(body: bytes, kind: str, most: int) -> pa.Table:
-    """The rows of a request.
-
-    Raises:
-        Refused: they are no rows, or too many.
-    """
-    if kind == ARROW:
-        try:
-            if any(is_compressed(message) for message in pa.ipc.MessageReader.open_stream(body)):
-                raise ValueError("it is compressed; send it without")
-            with pa.ipc.open_stream(body) as stream:
-                batches, count = [], 0
-                for batch in stream:
-                    count += batch.num_rows
-                    if count > most:
-                        break
-                    batch.validate(full=True)  # whoever sent it may have made it by hand
-                    batches.append(batch)
-                table = pa.Table.from_batches(batches, stream.schema)
-        except (pa.ArrowException, OSError, ValueError, struct.error) as error:
-            raise Refused(400, f"the body is no Arrow stream to score: {one_line(error)}") from None
-    else:
-        try:
-            rows = json.loads(body, parse_constant=_no_constant)["rows"]
-            if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-                raise TypeError("rows must be a list of objects")
-            count = len(rows)
-            names = dict.fromkeys(name for row in rows[:most] for name in row)
-            table = pa.table({name: [row.get(name) for row in rows[:most]] for name in names})
-        except (*MISFITS, pa.ArrowException) as error:
-            form = 'it must be {"rows": [{"column": value, ...}, ...]}'
-            raise Refused(400, f"the body does not fit: {one_line(error)}; {form}") from None
-    if count > most:
-        raise Refused(413, f"more than {most} rows; send them in several requests")
-    return table
-
-
-def is_compressed(message: pa.ipc.Message) -> bool:
-    """Whether the buffers of a message are compressed: a small body may then take much memory.
-
-    pyarrow does not say so; it is a field in the flatbuffer of a record batch (Message.fbs).
-    """
-    data = message.metadata
-
-    def number(form: str, at: int) -> int:
-        return int(struct.unpack_from(form, data, at)[0])
-
-    def field(table: int, index: int) -> int:
-        """Where a field of a table is; 0 if it is not there."""
-        layout = table - number("<i", table)
-        at = 4 + 2 * index
-        offset = number("<H", layout + at) if at < number("<H", layout) else 0
-        return table + offset if offset else 0
-
-    def follow(at: int) -> int:
-        return at + number("<I", at)
-
-    header = field(follow(0), 2)
-    if message.type == "dictionary":
-        return bool(field(follow(field(follow(header), 1)), 3))
-    return message.type == "record batch" and bool(field(follow(header), 3))
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number")
-
-
-def one_line(error: BaseException) -> str:
-    """An error as one short line."""
-    return f"{' '.join(str(error).split()):.300}"
 
 
 class Service:
@@ -238,10 +165,11 @@ class Service:
 
     def _work(self, body: bytes, kind: str) -> tuple[bytes, int]:
         """Read rows, score them and write the answer, in a thread."""
-        rows = rows_of(body, kind, self._options.max_rows)
+        limits = self._options.max_rows, self._options.max_bytes
+        rows = rows_of(body, kind, self._scorer.columns, *limits)
         try:
             found = self._scorer.score(rows)
-        except ValueError as error:
+        except (ValueError, pa.ArrowException) as error:  # Arrow's: a type that nothing reads
             raise Refused(400, one_line(error)) from None
         if kind == JSON:
             return json.dumps({"probability": found}).encode(), len(found)
@@ -287,6 +215,47 @@ class Service:
         )
 
 
+class Connection(H11Protocol):
+    """A connection that is closed when the head of a request, or a body that nobody waits for any
+    more, takes too long: else such connections would use up what the system allows.
+
+    Args:
+        seconds: to wait.
+    """
+
+    def __init__(self, *arguments: Any, seconds: float, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._seconds = seconds
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for the first request."""
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        """Wait no longer if a request has come, and else from the first byte on."""
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._wait()
+        else:
+            self._stop()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no longer."""
+        self._stop()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(self._seconds, self.transport.close)
+
+    def _stop(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
 class Server(uvicorn.Server):
     """A server that goes on for a while after SIGTERM, while /health says that it ends."""
 
@@ -316,7 +285,12 @@ def arguments() -> argparse.ArgumentParser:
     add("--port", type=int, default=8000, help="0 takes any that is free (default: 8000)")
     add("--max-rows", type=int, default=10_000, help="of a request (default: 10000)")
     add("--max-bytes", type=int, default=16 << 20, help="of a request (default: 16 MiB)")
-    add("--timeout", type=float, default=10, help="seconds of a request (default: 10)")
+    add(
+        "--timeout",
+        type=float,
+        default=10,
+        help="seconds to read headers, then to answer (default: 10)",
+    )
     add("--queue", type=int, default=64, help="requests at a time; more get a 503 (default: 64)")
     add("--workers", type=int, default=2, help="requests that are scored at a time (default: 2)")
     add("--threads", type=int, default=1, help="of PyTorch (default: 1)")
@@ -343,6 +317,7 @@ def main() -> int:
     service = Service(scorer, options)
     config = uvicorn.Config(
         service.app(f"http://{host}:{listening.getsockname()[1]}"),
+        http=partial(Connection, seconds=options.timeout),  # type: ignore[arg-type]
         log_level="warning",
         timeout_keep_alive=30,
         timeout_graceful_shutdown=int(options.timeout) + 5,

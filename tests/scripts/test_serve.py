@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -144,6 +145,7 @@ def test_bad_requests_are_answered(served, exported):
         as_json([row, {**row, "price": [1]}]): "the body does not fit",
         as_json([{**row, "price": [1]}]): "column 'price': it holds list",
         as_json([{**row, "price": 10**400}]): "the body does not fit",
+        as_json([{**row, "user": {}}]): "has no kernel matching input types (struct",
     }.items():
         status, error = served.error(body)
         assert (status, problem in error) == (400, True), (body[:50], error)
@@ -240,6 +242,58 @@ def test_no_answer_is_lost_when_it_ends(exported):
     assert {*answers} == {(200, True)}
     assert len(answers) > before
     assert server.process.wait(30) == -signal.SIGTERM
+
+
+def test_small_bodies_do_not_become_large_tables(served, exported):
+    """Columns that nothing reads, texts that all rows share, and lists without bytes."""
+    _, _, rows = exported
+    process = psutil.Process(served.process.pid)
+    table = pa.Table.from_pylist(rows[:40])
+    place = table.column_names.index("user")
+
+    def status(column):
+        return served.error(as_arrow(table.set_column(place, "user", column)), kind=ARROW)
+
+    served.ask("POST", "/score", as_arrow(table), ARROW)
+    before = process.memory_info().rss
+    many = [{**row, **{f"{i}_{j}": 1 for j in range(40)}} for i, row in enumerate(rows[:30])]
+    assert served.ask("POST", "/score", as_json(many))[0] == 200
+    text = pa.array(["x" * 9000] * 40).dictionary_encode()
+    code, error = status(text)
+    assert (code, "'user' takes more than 20000 bytes when it is read" in error) == (400, True)
+    for column in (pa.array(["u"] * 40, pa.string_view()), pa.array([{"a": 1}] * 40)):
+        code, error = status(column)
+        assert (code, "column 'user' has the type" in error) == (400, True)
+    nulls = pa.FixedSizeListArray.from_arrays(pa.nulls(40 << 20), 1 << 20)
+    code, error = status(nulls)
+    assert (code, "takes more than" in error) == (400, True)
+    assert process.memory_info().rss - before < 64 << 20
+    assert served.ask("POST", "/score", as_arrow(table), ARROW)[0] == 200
+
+
+def test_connections_that_send_no_request_are_closed(served, exported):
+    _, _, rows = exported
+    connections = [socket.create_connection(("127.0.0.1", served.port), 30) for _ in range(60)]
+    for connection in connections[20:40]:
+        connection.sendall(b"POST /score HTTP/1.1\r\nHost: loc")
+    for connection in connections[40:]:  # a request, and the beginning of another
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answer = b""
+        while not answer.endswith(b"}"):
+            answer += connection.recv(4096)
+        connection.sendall(b"GET /hea")
+    begin = time.monotonic()
+    with socket.create_connection(("127.0.0.1", served.port), 30) as drop:  # a byte now and then
+        with suppress(OSError):
+            for byte in b"GET /health HTTP/1.1 " + b"x" * 60:
+                drop.sendall(bytes([byte]))
+                time.sleep(0.1)
+        assert 1 < time.monotonic() - begin < 20
+    for connection in connections:
+        with connection:
+            assert connection.recv(1) == b""
+    assert time.monotonic() - begin < 20
+    assert served.ask("POST", "/score", as_json(rows[:3]))[0] == 200
 
 
 @pytest.mark.slow
