@@ -234,7 +234,26 @@ def rules() -> str:
     return table(columns, list(found.values()), "rules_h200")
 
 
+def export() -> str:
+    """Milliseconds of exported models and of others, by the size of the batch."""
+    result = read("export_cpu")
+    batches = [key for key in result["results"][0] if key.startswith("batch_")]
+    columns = {"model": "{name}", "tables, MB": "{megabytes}", "load, s": "{load}"}
+    columns |= {f"{int(key.removeprefix('batch_')):,}": f"{{{key}}}" for key in batches}
+    rows = [
+        {
+            "name": one["model"].replace("tt", f"tt, {one.get('times_smaller', 0):.0f}x"),
+            "megabytes": f"{one['table_bytes'] / 1e6:,.0f}" if "table_bytes" in one else "",
+            "load": f"{one['load_seconds']:.2f}" if "load_seconds" in one else "",
+        }
+        | {key: f"{one[key]['p50_ms']:.2f} ({one[key]['p99_ms']:.2f})" for key in batches}
+        for one in result["results"]
+    ]
+    return table(columns, rows, "export_cpu")
+
+
 TABLES = (
+    export,
     mlperf,
     rules,
     cpu_step,
