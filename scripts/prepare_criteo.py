@@ -149,6 +149,14 @@ def _parser() -> Parser:
         "with rows for them. Default: no",
     )
     add(
+        "--forget",
+        type=int,
+        metavar="K",
+        help="with --append-new: new values first get the ids of values that the training rows of "
+        "the last K preparations, this one included, did not have; these then count as unseen. "
+        "Default: none is forgotten",
+    )
+    add(
         "--min-count",
         type=int,
         default=default.min_count,

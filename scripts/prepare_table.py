@@ -88,6 +88,7 @@ def _prepare(
     split_by: str | None,
     ids_of: Path | None,
     append_new: bool,
+    forget: int | None,
     bad_rows: str,
     dry_run: bool,
     overwrite: bool,
@@ -121,6 +122,7 @@ def _prepare(
         output,
         ids_of=ids_of,
         append_new=append_new,
+        forget=forget,
         skip_bad=bad_rows == "skip",
         overwrite=overwrite,
         workers=workers,
@@ -193,6 +195,14 @@ def _parser() -> Parser:
         action="store_true",
         help="with --ids-of: values of the training rows that DIR does not list get ids after its "
         "own, so that a model trained on it can be trained on (default: no)",
+    )
+    add(
+        "--forget",
+        type=count_arg,
+        metavar="K",
+        help="with --append-new: new values first get the ids of values that the training rows of "
+        "the last K preparations, this one included, did not have; these then count as unseen "
+        "(default: none is forgotten)",
     )
     add(
         "--bad-rows",

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from dlrm.data.preprocess.vocabulary import open_vocabulary, read_vocabulary
 from dlrm.data.schema import Meta
@@ -33,17 +34,39 @@ def fingerprint(directory: str | os.PathLike[str], tables: Iterable[str], rules:
     """
     total = hashlib.sha256(json.dumps(rules, sort_keys=True, default=str).encode())
     for name in tables:
-        with open_vocabulary(Path(directory) / Meta.vocabulary_file(name), directory) as file:
-            values = read_vocabulary(file, ["value"])["value"]
+        values = _values(directory, name)
         unlisted = pc.index(values.is_null(), True).as_py()
         total.update(json.dumps([name, len(values), unlisted]).encode())
-        texts = values.drop_null().cast(pa.large_binary()).combine_chunks()
+        texts = values.drop_null().cast(pa.large_binary())
         total.update(pc.binary_length(texts).to_numpy().astype("<i8"))
         _, offsets, data = texts.buffers()
         if len(texts) and data is not None:
             ends = np.frombuffer(offsets, np.int64)[texts.offset :]
             total.update(memoryview(data)[ends[0] : ends[len(texts)]])
     return total.hexdigest()
+
+
+def _values(directory: str | os.PathLike[str], column: str) -> pa.Array:
+    """The value of each id of a column; null is that of all others."""
+    with open_vocabulary(Path(directory) / Meta.vocabulary_file(column), directory) as file:
+        return read_vocabulary(file, ["value"])["value"].combine_chunks()
+
+
+def same_values(
+    directory: str | os.PathLike[str], earlier: str | os.PathLike[str], column: str
+) -> NDArray[np.bool_]:
+    """Whether each id ``[V]`` of a column has the same value in a directory as in an earlier one.
+
+    Raises:
+        FileNotFoundError: there is no such vocabulary.
+        ValueError: a vocabulary is damaged.
+    """
+    now, before = (_values(path, column) for path in (directory, earlier))
+    size = min(len(now), len(before))
+    now, before = now[:size], before[:size]
+    unlisted = pc.and_(now.is_null(), before.is_null())
+    same = pc.or_(pc.equal(now, before).fill_null(False), unlisted)
+    return same.to_numpy(zero_copy_only=False)
 
 
 def require_same_ids(

@@ -99,7 +99,8 @@ class Meta:
     """Of data made from raw rows; see :func:`dlrm.data.fingerprint.fingerprint`."""
     extends: tuple[Mapping[str, Any], ...] = ()
     """Fingerprint and cardinalities of the earlier data whose ids these begin with, oldest first.
-    Later ids were appended, so that the ids are not in order of falling frequency."""
+    Later ids were appended, and some may have been given to new values, so that the ids are not in
+    order of falling frequency."""
 
     def __post_init__(self) -> None:
         names = [self.label, *self.dense, *self.tables]

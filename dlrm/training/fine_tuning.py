@@ -8,7 +8,7 @@ nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dlrm.data.fingerprint import require_same_ids
+from dlrm.data.fingerprint import other_data, require_same_ids, same_values
 from dlrm.data.frequencies import read_frequencies
-from dlrm.data.schema import Meta
+from dlrm.data.schema import META_FILE, Meta
 from dlrm.distributed.world import World
 from dlrm.model import DLRM
 from dlrm.sparse_arch.table_plan import make_table_plan
 from dlrm.training.checkpoint import load_model
+from dlrm.training.run_directory import PREPARATION, run_directory
 
 LEAST, MOST = 0.1, 0.3  # the factor if nothing was lost, and if much was
 LOST = 0.005  # validation AUC from which on it is the latter
@@ -38,23 +39,31 @@ class Trained(NamedTuple):
 
 
 class NewRows(NamedTuple):
-    """What the rows of values that were appended to the ids begin with."""
+    """What the rows of values that are new to a trained model begin with."""
 
     start: str = "unseen"
     """``unseen`` or ``random``; see :class:`dlrm.config.schema.RunConfig`."""
     seed: int = 0
 
-    def extend(self, tables: list[Tensor], meta: Meta) -> list[Tensor]:
+    def extend(self, tables: list[Tensor], meta: Meta, kept: Sequence[Tensor]) -> list[Tensor]:
         """Add rows to tables, each ``[V, D]``, so that they have those of the data.
 
         Every process gets the same rows. The list is emptied on the way, so that only one table at
         a time is there twice.
+
+        Args:
+            tables: of the trained model, in the order of the columns.
+            meta: of the data.
+            kept: ``[V]`` for each table, whether an id has the value that it had. Other rows begin
+                anew.
         """
         extended = []
         random = torch.Generator().manual_seed(self.seed)
-        for column in meta.categorical:
+        for column, same in zip(meta.categorical, kept, strict=True):
             old = tables.pop(0)
-            more = column.cardinality - len(old)
+            new = torch.ones(column.cardinality, dtype=torch.bool)
+            new[: len(old)] = ~same
+            more = int(new.sum())
             if self.start == "random":
                 rows = torch.rand(more, old.shape[1], generator=random).mul_(2).sub_(1)
                 rows *= column.cardinality**-0.5
@@ -62,7 +71,10 @@ class NewRows(NamedTuple):
                 rows = old[column.oov_id].expand(more, -1)
             else:
                 rows = old.mean(0).expand(more, -1)
-            extended.append(torch.cat([old, rows.to(old)]) if more else old)
+            if more:
+                old = torch.cat([old, old.new_empty(len(new) - len(old), old.shape[1])])
+                old[new.to(old.device)] = rows.to(old)
+            extended.append(old)
         return extended
 
 
@@ -76,8 +88,8 @@ def fit(
 ) -> Trained:
     """Fit a model to a trained one: the MLPs are copied, the tables fitted.
 
-    If the data extends that of the trained model, whose ids then come first, old rows are copied
-    and the values that were appended get new ones. The optimizers start anew in both cases.
+    If the data extends that of the trained model, the rows of values that kept their ids are
+    copied, and those of new values begin anew. The optimizers start anew in both cases.
 
     Args:
         model: the new model.
@@ -89,13 +101,14 @@ def fit(
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        ValueError: it is damaged, does not fit, its ids stand for other values, or a kind of
-            embeddings cannot take new rows.
+        ValueError: it is damaged, does not fit, its ids stand for other values, the vocabularies
+            that tell for which are missing, or a kind of embeddings cannot take new rows.
     """
     trained, state = load_model(path, world.device, world=world)
     if meta.rows_at(state.fingerprint) == trained.sparse_arch.num_embeddings:
         _require_growing(model, path, data)
-        model.load_trained(trained, partial(new_rows.extend, meta=meta))
+        kept = _kept_ids(path, data, meta, state.fingerprint)
+        model.load_trained(trained, partial(new_rows.extend, meta=meta, kept=kept))
         return Trained(None, None)
     require_same_ids(data, meta, state.fingerprint, path)
     model.load_trained(trained)
@@ -142,6 +155,17 @@ def compress(
     model.to(next(trained.parameters()).device)
     model.load_trained(trained)
     return model.eval()
+
+
+def _kept_ids(path: str, data: str, meta: Meta, fingerprint: str | None) -> list[Tensor]:
+    """For each table of a trained model, whether its ids have the same values in the data, ``[V]``.
+
+    Others were given to new values by ``--forget``.
+    """
+    before = run_directory(path) / PREPARATION
+    if not (before / META_FILE).is_file() or Meta.read(before).fingerprint != fingerprint:
+        raise other_data(before, path, "start without --init_from")
+    return [torch.from_numpy(same_values(data, before, name)) for name in meta.tables]
 
 
 def _require_growing(model: DLRM, path: str, data: str) -> None:

@@ -5,10 +5,12 @@
 The rows, which are in the order of time, are divided into parts of equal size, the days. Each model
 trains on the first day. Then, day by day, all models score the day before they see it; after that,
 those that stay fresh train on it once: its rows get the ids of the days before, and values not seen
-before get new ones (``prepare_criteo.py --append-new``, ``train.py --init_from``).
+before get new ones (``prepare_criteo.py --append-new``, ``train.py --init_from``). One of them
+forgets values for new ones (``--forget``).
 
-With ``--exports`` the first seed of models with rows for new values is also exported every day, in
-full and as a delta that is applied to what was served the day before, and both score the next day.
+With ``--exports`` the first seed of the models ``unseen`` and ``forget`` is also exported every
+day, in full and as a delta that is applied to what was served the day before, and both score the
+next day.
 """
 
 from __future__ import annotations
@@ -40,9 +42,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other scripts
 from scripts.experiments.runner import INTERRUPTED, Runner, RunSpec
 
 STARTS = ("unseen", "random")
-STILL, NO_NEW = "still", "no_new"
-WAYS = (STILL, NO_NEW, *STARTS)
-"""Stood still; trained on without rows for new values; with rows for them that start so."""
+STILL, NO_NEW, FORGET = "still", "no_new", "forget"
+WAYS = (STILL, NO_NEW, *STARTS, FORGET)
+"""Stood still; trained on without rows for new values; with rows for them that start so; as the
+first of these, but values are forgotten."""
+EXPORTED = ("unseen", FORGET)
 
 
 def arguments() -> Parser:
@@ -54,6 +58,12 @@ def arguments() -> Parser:
     add("--ways", nargs="+", choices=WAYS, default=WAYS, help="models to compare")
     add("--seeds", type=count_arg, default=3, help="runs of each model")
     add("--min-count", type=count_arg, default=2, help="occurrences in a day of values with an id")
+    add(
+        "--forget",
+        type=count_arg,
+        default=2,
+        help="preparations of values to forget (prepare_criteo.py --forget)",
+    )
     add("--work", type=path_arg, default=Path("runs/replay"), help="directory for days and runs")
     add("--jobs", type=count_arg, default=1, help="number of runs at a time")
     config = Path(__file__).parents[2] / "configs" / "criteo_sample.yaml"
@@ -90,35 +100,41 @@ class Replay:
                 files[-1].write_text(content)
         return files
 
-    def _prepared(self, day: int, *, append: bool) -> Path:
-        """The rows of a day, from 0, with the ids of the day before, or its own on the first."""
-        name = "day" if append or not day else "old_ids"
-        output = self.work / f"{name}_{day + 1}"
-        before = self.work / f"day_{day if append else 1}" if day else None
+    def _prepared(self, way: str, day: int) -> Path:
+        """The rows of a day, from 0, with the ids that a model has after it."""
+        names = {NO_NEW: "old_ids", FORGET: f"forget_{self.options.forget}"}
+        name = names.get(way, "day")
+        output = self.work / f"{name if day else 'day'}_{day + 1}"
+        first = self.work / "day_1"
+        before = first if way == NO_NEW or day == 1 else self.work / f"{name}_{day}"
         given = Options(
             split=("1", "0", "0"),
             min_count=self.options.min_count,
-            ids_of=None if before is None else str(before),
-            append_new=append and day > 0,
+            ids_of=str(before) if day else None,
+            append_new=way != NO_NEW and day > 0,
+            forget=self.options.forget if way == FORGET and day else None,
         )
         prepare([self.days[day]], output, given, progress=False)
         return output
 
     def run(self, way: str, seed: int, day: int) -> str:
         """The name of the run of a model after a day, counted from 0."""
-        return f"{way}_seed_{seed}_day_{day + 1}" if day and way != STILL else f"first_seed_{seed}"
+        name = f"{way}_{self.options.forget}" if way == FORGET else way
+        return f"{name}_seed_{seed}_day_{day + 1}" if day and way != STILL else f"first_seed_{seed}"
 
-    def train(self, day: int) -> Meta:
-        """Train all models on a day; those that stand still, on the first alone."""
+    def train(self, day: int) -> dict[str, int]:
+        """Train all models on a day; those that stand still, on the first alone. Returns the rows
+        of the tables of each."""
         seeds, ways = range(self.options.seeds), [w for w in self.options.ways if w != STILL]
-        data = self._prepared(day, append=True)
+        first = self._prepared(STILL, 0)
+        sizes = {STILL: sum(Meta.read(first).cardinalities)}
         if not day:
-            first = [RunSpec(self.run(STILL, s, 0), [f"--seed={s}"]) for s in seeds]
-            self._train(first, data)
-            return Meta.read(data)
+            self._train([RunSpec(self.run(STILL, s, 0), [f"--seed={s}"]) for s in seeds], first)
+            return dict.fromkeys(self.options.ways, sizes[STILL])
         runs: dict[Path, list[RunSpec]] = {}
         for way in ways:
-            own = self._prepared(day, append=False) if way == NO_NEW else data
+            own = self._prepared(way, day)
+            sizes[way] = sum(Meta.read(own).cardinalities)
             for seed in seeds:
                 before = self.work / "runs" / self.run(way, seed, day - 1)
                 given = [f"--init_from={before.resolve()}", f"--seed={seed}"]
@@ -126,26 +142,26 @@ class Replay:
                 runs.setdefault(own, []).append(RunSpec(self.run(way, seed, day), given))
         for own, specs in runs.items():
             self._train(specs, own)
-        return Meta.read(data)
+        return {way: sizes[way] for way in self.options.ways}
 
     def _train(self, runs: list[RunSpec], data: Path) -> None:
         if impossible := self.runner.train(runs, data):
             raise ValueError(impossible[0])
 
-    def exports(self, day: int) -> dict[str, Any]:
+    def exports(self, way: str, day: int) -> dict[str, Any]:
         """Export the model that has seen the days before a day, in full and as a delta to what was
         served so far, and score the day with both."""
-        run = self.work / "runs" / self.run("unseen", 0, day - 1)
-        full, delta, served = (self.work / f"{n}_{day}" for n in ("full", "delta", "served"))
+        run = self.work / "runs" / self.run(way, 0, day - 1)
+        full, delta, served = (self.work / f"{n}_{way}_{day}" for n in ("full", "delta", "served"))
         for old in (full, delta, served):
             shutil.rmtree(old, ignore_errors=True)
         options = ExportOptions(devices=())
         export_run(run, full, options, note=lambda _: None)
-        found: dict[str, Any] = {"day": day + 1}
+        found: dict[str, Any] = {"model": way, "day": day + 1}
         if day == 1:
             shutil.copytree(full, served)
             return found
-        before = self.work / f"served_{day - 1}"
+        before = self.work / f"served_{way}_{day - 1}"
         made = export_delta(run, delta, before, options, note=lambda _: None)
         example = Path(__file__).parents[2] / "examples" / "apply_delta.py"
         subprocess.run([sys.executable, str(example), before, delta, served], check=True)
@@ -187,9 +203,11 @@ def replay(options: Namespace) -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     parts = Replay(options)
     found: dict[str, list[list[float]]] = {way: [] for way in options.ways}  # by day and seed
-    rows, exports = [], []
-    if options.exports and "unseen" not in options.ways:
-        raise ValueError("--exports needs the model unseen: add it to --ways")
+    rows: dict[str, list[int]] = {way: [] for way in options.ways}
+    exports = []
+    exported = [way for way in EXPORTED if way in options.ways and options.exports]
+    if options.exports and not exported:
+        raise ValueError("--exports needs the model unseen or forget: add one to --ways")
     for day in range(options.days):
         if day:
             for way in options.ways:
@@ -197,20 +215,22 @@ def replay(options: Namespace) -> None:
                 values = found[way][-1]
                 spread = np.std(values, ddof=1) if len(values) > 1 else 0.0
                 print(f"day {day + 1} {way:>7}: AUC {np.mean(values):.4f} +- {spread:.4f}")
-            if options.exports:
-                exports.append(parts.exports(day))
+            for way in exported:
+                exports.append(parts.exports(way, day))
                 print(f"day {day + 1} exports: {exports[-1]}")
         if day < options.days - 1:
-            rows.append(sum(parts.train(day).cardinalities))
+            for way, size in parts.train(day).items():
+                rows[way].append(size)
     for way, days in found.items():
         means = np.mean(days, axis=0)  # of the days, by seed
         print(f"{way:>7}: mean AUC {means.mean():.4f}, by seed {np.round(means, 4).tolist()}")
     if options.json:
-        chosen = {"min_count": options.min_count, "options": options.options}
+        chosen = {name: getattr(options, name) for name in ("min_count", "forget", "options")}
         defaults = {"config": options.config.name, "emb": RunConfig.emb}
         report = {"days": options.days, "rows_of_tables": rows, **chosen, **defaults, "auc": found}
         if options.exports:
-            report["exports"] = exports[1:]  # nothing was served before the first
+            # Nothing was served before the first.
+            report["exports"] = [made for made in exports if made["day"] > 2]
         benchmark.write(options.json, report)
 
 

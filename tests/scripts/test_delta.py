@@ -17,6 +17,7 @@ from dlrm.export.delta import Changes
 ROOT = Path(__file__).parents[2]
 SMALL = ["--batch_size", "128", "--model.bottom_mlp", "[16]", "--model.top_mlp", "[16]"]
 SMALL += ["--max_steps", "4", "--optim.lr", "0.05", "--device", "cpu", "--log_every", "4"]
+SPLIT = ["--split", "0.8", "0.1", "0.1"]
 LATER = ["--max_steps", "1", "--batch_size", "16"]  # so that few rows change
 
 
@@ -33,18 +34,9 @@ def example():
 def two_days(tmp_path_factory, programs):
     """A run on the rows of a day, and one that was trained on with those of the next."""
     directory, before = tmp_path_factory.mktemp("days"), []
-    rng = np.random.default_rng(1)
     for day in range(2):
-        lines = []
-        for _ in range(1200):
-            values = [f"{v:x}" for v in rng.integers(60 * day, 60 * day + 1500, 26) // 3]
-            dense = [str(v) for v in rng.integers(0, 99, 13)]
-            lines.append("\t".join([str(int(rng.random() < 0.3)), *dense, *values]) + "\n")
-        (directory / f"{day}.tsv").write_text("".join(lines))
-        split = ("--split", "0.8", "0.1", "0.1")
-        data = directory / f"data_{day}"
-        raw = directory / f"{day}.tsv"
-        programs("scripts.prepare_criteo", raw, "--output", data, *split, *before)
+        raw, data = write_day(directory, day), directory / f"data_{day}"
+        programs("scripts.prepare_criteo", raw, "--output", data, *SPLIT, *before)
         given = [*LATER, "--init_from", directory / "run_0"] if day else []
         named = ["--data", data, "--output", directory, "--name", f"run_{day}"]
         programs("train", *named, *SMALL, *given)
@@ -52,6 +44,16 @@ def two_days(tmp_path_factory, programs):
     same = ["--data", directory / "data_1", "--output", directory, "--name", "run_2"]
     programs("train", *same, *SMALL, *LATER, "--init_from", directory / "run_1")
     return directory
+
+
+def write_day(directory, day):
+    rng, lines = np.random.default_rng(day), []
+    for _ in range(1200):
+        values = [f"{v:x}" for v in rng.integers(60 * day, 60 * day + 1500, 26) // 3]
+        dense = [str(v) for v in rng.integers(0, 99, 13)]
+        lines.append("\t".join([str(int(rng.random() < 0.3)), *dense, *values]) + "\n")
+    (directory / f"{day}.tsv").write_text("".join(lines))
+    return directory / f"{day}.tsv"
 
 
 @pytest.fixture
@@ -130,6 +132,26 @@ def test_a_delta_gives_the_full_export(tables, step, two_days, export, tmp_path)
     total = sum(len(v) for k, v in load_file(made / "weights.safetensors").items() if "rows." in k)
     count = sum(len(v) for name, v in held.items() if name.startswith("row_numbers:"))
     assert 0 < described["changed_rows"] == count < total
+
+
+def test_a_delta_follows_ids_that_were_given_away(two_days, run, export, tmp_path):
+    """With ``--forget``, tables of the same size hold rows of other values."""
+    data, raw = tmp_path / "data_2", write_day(tmp_path, 2)
+    forget = ("--ids-of", two_days / "data_1", "--append-new", "--forget", 1)
+    run("prepare_criteo", raw, "--output", data, *SPLIT, *forget)
+    given = ["--data", data, "--output", tmp_path, "--name", "run", *SMALL, *LATER]
+    run("train", *given, "--init_from", two_days / "run_2")
+    base = export(two_days / "run_2", "base", "--compile")
+    full = export(tmp_path / "run", "full", "--compile")
+    delta = export(tmp_path / "run", "delta", "--delta-from", base)
+    made = tmp_path / "applied"
+    assert applied(base, delta, made).returncode == 0
+    for name in ("weights.safetensors", "preparation/vocabulary/C1.parquet"):
+        assert (
+            (made / name).read_bytes() == (full / name).read_bytes() != (base / name).read_bytes()
+        )
+    assert (made / "model.pt2").read_bytes() == (base / "model.pt2").read_bytes()  # nothing grew
+    assert scores(made, raw) == scores(full, raw) != scores(base, raw)
 
 
 @pytest.fixture

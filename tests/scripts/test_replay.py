@@ -20,22 +20,26 @@ def test_models_are_replayed_day_by_day(criteo, script, monkeypatch, tmp_path, c
     assert program.main([*given, "--ways", "still", "unseen"]) == 0
     report = json.loads(out.read_text())
     assert program.main([*given, "--exports"]) == 0  # the other ways; finished runs are kept
-    (exported,), every = (json.loads(out.read_text())[name] for name in ("exports", "auc"))
-    assert exported["day"] == 3
-    assert exported["scores_equal"]
-    assert exported["weights_equal"]
-    assert exported["auc"] == pytest.approx(every["unseen"][1][0], abs=1e-6)
-    assert 0 < exported["bytes_of_rows"] < exported["bytes_of_weights"]
+    whole = json.loads(out.read_text())
+    every = whole["auc"]
+    for way, exported in zip(("unseen", "forget"), whole["exports"], strict=True):
+        assert (exported["model"], exported["day"]) == (way, 3)
+        assert exported["scores_equal"]
+        assert exported["weights_equal"]
+        assert exported["auc"] == pytest.approx(every[way][1][0], abs=1e-6)
+        assert 0 < exported["bytes_of_rows"] < exported["bytes_of_weights"]
     assert "exports" not in report
     assert {way: every[way] for way in ("still", "unseen")} == report["auc"]
-    assert list(every) == ["still", "no_new", "unseen", "random"]
+    assert list(every) == ["still", "no_new", "unseen", "random", "forget"]
     for days in every.values():
         assert days[0] == every["still"][0]  # before the second day all are the first model
         assert days[1] != every["still"][1] or days is every["still"]
-    first, second = report["rows_of_tables"]
+    first, second = report["rows_of_tables"]["unseen"]
     assert 26 < first <= second
+    assert report["rows_of_tables"]["still"] == [first, first]
+    assert whole["rows_of_tables"]["forget"][1] <= second
     names = {path.name for path in (tmp_path / "runs").iterdir() if path.is_dir()}
-    ways = ("no_new", "unseen", "random")
+    ways = ("no_new", "unseen", "random", "forget_2")
     assert names == {f"{w}_seed_{s}_day_2" for w in ways for s in (0, 1)} | {
         f"first_seed_{s}" for s in (0, 1)
     }
@@ -46,7 +50,7 @@ def test_models_are_replayed_day_by_day(criteo, script, monkeypatch, tmp_path, c
 
 def test_exports_need_a_model_to_export(criteo, run, tmp_path):
     given = criteo[0] / "raw", "--days", 3, "--work", tmp_path, "--exports", "--ways", "still"
-    assert "--exports needs the model unseen" in run("replay", *given, status=2).stderr
+    assert "--exports needs the model unseen or forget" in run("replay", *given, status=2).stderr
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 
 import pyarrow.parquet as pq
 import pytest
@@ -159,6 +160,121 @@ def test_values_that_cannot_be_appended(days, tmp_path):
     (every / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(ValueError, match="which is no beginning of the ids"):
         Meta.read(every)
+
+
+@pytest.fixture(scope="module")
+def forgetting(days):
+    """The second and third day once more, with values forgotten that were unseen for so long."""
+    directory = days / "forgetting"
+    for forget in (1, 2):
+        before = days / "0"
+        for day in (1, 2):
+            output = directory / f"{forget}_{day}"
+            given = options(ids_of=str(before), append_new=True, forget=forget)
+            before = output
+            quiet(days / f"{day}.txt", output, given)
+    return directory
+
+
+@pytest.mark.parametrize("forget", [1, 2])
+def test_ids_of_values_that_were_long_unseen_go_to_new_ones(forget, days, forgetting):
+    """Against the same rules, one value after another."""
+    forgotten = 0
+    for place, name in enumerate(CRITEO_CATEGORICAL, 14):
+        values, counts = map(list, vocabulary(days / "0", name))
+        unseen, other = [0] * len(values), values.index(None)
+        for day in (1, 2):
+            made = forgetting / f"{forget}_{day}"
+            column = raw_column(days / f"{day}.txt", place)
+            train = column[: Meta.read(made).splits["train"].rows]
+            unseen = [u + 1 for u in unseen]
+            unseen[other] = 0
+            for value in set(train) & set(values):
+                unseen[values.index(value)] = 0
+            free = [i for i, u in enumerate(unseen) if u >= forget]
+            free.sort(key=lambda i: (-unseen[i], -i))
+            seen = {v: train.count(v) for v in set(train) - set(values) if train.count(v) >= 2}
+            for value in sorted(seen, key=lambda v: (-seen[v], int(v or "-1", 16))):
+                if free:
+                    counts[other] += counts[free[0]]
+                    values[free[0]], counts[free[0]], unseen[free.pop(0)] = value, 0, 0
+                    forgotten += 1
+                else:
+                    values, counts, unseen = [*values, value], [*counts, 0], [*unseen, 0]
+            for value in train:
+                counts[values.index(value) if value in values else other] += 1
+            assert vocabulary(made, name) == (values, counts)
+            table = pq.read_table(made / Meta.vocabulary_file(name))
+            assert table["unseen"].to_pylist() == unseen
+            found = [
+                i
+                for split in ("train", "val", "test")
+                for i in pq.read_table(made / f"{split}.parquet")[name].to_pylist()
+            ]
+            assert found == [values.index(v) if v in values else other for v in column]
+    assert forgotten > 100
+    smaller, whole = Meta.read(forgetting / f"{forget}_2"), Meta.read(days / "2")
+    assert sum(smaller.cardinalities) < sum(whole.cardinalities) - 50
+
+
+def test_rows_of_forgotten_values_begin_anew(days, first, forgetting, run, tmp_path):
+    """From the first day to the third, between which ids have changed their values."""
+    data = forgetting / "1_2"
+    given = ["--data", data, "--output", tmp_path, *SMALL, "--init_from", first]
+    run("train", *given, "--name", "new", "--max_steps", "0")
+    old, new = (load_model(path, "cpu")[0] for path in (first, tmp_path / "new"))
+    taken = 0
+    tables = zip(old.sparse_arch.to_dense(), new.sparse_arch.to_dense(), strict=True)
+    for column, (before, after) in zip(Meta.read(data).categorical, tables, strict=True):
+        known, values = (vocabulary(path, column.name)[0] for path in (days / "0", data))
+        for i, value in enumerate(values):
+            same = i < len(known) and known[i] == value
+            assert after[i].equal(before[i if same else column.oov_id]), (column.name, i)
+            taken += i < len(known) and not same
+    assert taken > 50
+    scored = tmp_path / "scores.csv"
+    run("predict", tmp_path / "new", days / "2.txt", scored)
+    assert len(scored.read_text().splitlines()) == ROWS + 1
+
+
+def test_rows_that_are_only_scored_do_not_age_values(forgetting, days, tmp_path):
+    given = Options(split=("0", "0", "1"), ids_of=str(forgetting / "2_1"))
+    meta = quiet(days / "2.txt", tmp_path / "scored", given)
+    assert meta.fingerprint == Meta.read(forgetting / "2_1").fingerprint
+    later = options(ids_of=str(tmp_path / "scored"), append_new=True, forget=2)
+    quiet(days / "2.txt", tmp_path / "later", later)
+    for name in CRITEO_CATEGORICAL:
+        one, other = (
+            pq.read_table(d / Meta.vocabulary_file(name))
+            for d in (tmp_path / "later", forgetting / "2_2")
+        )
+        assert one.equals(other)
+
+
+def test_what_cannot_be_forgotten(days, first, forgetting, run, tmp_path):
+    raw, out = days / "1.txt", tmp_path / "out"
+
+    def refused(*given, program="prepare_criteo"):
+        done = run(program, raw, "--output", out, *given, status=2)
+        assert done.stderr.count("\n") == 1
+        return done.stderr
+
+    ids_of = ("--ids-of", days / "0")
+    assert "--forget needs --append-new" in refused(*ids_of, "--forget", "2")
+    assert "--forget is 0; it must be at least 1" in refused(
+        *ids_of, "--append-new", "--forget", "0"
+    )
+    every = tmp_path / "every"
+    quiet(days / "0.txt", every, options(vocabulary="all"))
+    given = ("--ids-of", every, "--append-new", "--forget", "1", "--split", "0.8", "0.1", "0.1")
+    assert "has no id that forgotten values could share: prepare it" in refused(*given)
+    moved = tmp_path / "moved"
+    shutil.copytree(first, moved, symlinks=True)
+    shutil.rmtree(moved / "preparation")
+    given = ["--data", forgetting / "1_2", "--output", tmp_path, *SMALL, "--init_from", moved]
+    done = run("train", *given, status=2)
+    assert "moved/preparation is not of the data that" in done.stderr
+    assert "restore it, or start without --init_from" in done.stderr
 
 
 @pytest.mark.parametrize("kind", ["dense", "paged", "offload"])

@@ -150,3 +150,62 @@ def test_counts_of_values_that_stay_without_an_id_are_those_of_unseen_ones():
     assert made.oov_id == 1
     full = extend_vocabulary(old, values, counts, min_count=1, cap=2)
     assert full.values.equals(old.values)
+
+
+def test_long_unseen_texts_are_forgotten_for_new_ones():
+    old = TextVocabulary(
+        values=pa.array(["b", None, "a", "", "g"], pa.large_string()),
+        counts=np.array([5, 3, 3, 2, 1]),
+        oov_id=1,
+        unseen=np.array([0, 0, 2, 1, 1], np.int32),
+    )
+    # c and d are new; b and g are unseen for 1 and 2, a for 3; "" occurs, but not for training
+    values, counts = pa.array(["d", "", "c", "e"]), np.array([2, 0, 3, 1])
+    made = extend_vocabulary(old, values, counts, min_count=1, cap=None, forget=2)
+    assert made.values.to_pylist() == ["b", None, "c", "e", "d"]
+    assert made.counts.tolist() == [5, 9, 3, 1, 2]
+    assert made.unseen.tolist() == [1, 0, 0, 0, 0]
+    assert made.ids(values).tolist() == [4, 1, 2, 3]
+    made = extend_vocabulary(old, values, counts, min_count=2, cap=None, forget=3)
+    assert made.values.to_pylist() == ["b", None, "c", "", "g", "d"]
+    assert made.unseen.tolist() == [1, 0, 0, 2, 2, 0]
+    full = extend_vocabulary(old, values, counts, min_count=1, cap=5, forget=3)
+    assert full.values.to_pylist() == ["b", None, "c", "", "g"]
+    assert full.counts.tolist() == [5, 9, 3, 2, 1]
+
+
+def test_a_run_forgets_values_of_a_table(days, run):
+    """Their rows begin anew, although the table is not larger."""
+    directory, _ = days
+    write_day(directory / "2.csv", 4)
+    given = ("--split", "0.8", "0.1", "0.1", "--append-new", "--forget", "1")
+    run(
+        "prepare_table",
+        directory / "2.csv",
+        "--output",
+        directory / "2",
+        "--ids-of",
+        directory / "1",
+        *given,
+    )
+    given = ["--output", directory, *SMALL, "--max_steps"]
+    run("train", "--data", directory / "1", "--name", "first", *given, "3")
+    more = ["--init_from", directory / "first", "--name", "second"]
+    run("train", "--data", directory / "2", *more, *given, "0")
+    old, new = (load_model(directory / name, "cpu")[0] for name in ("first", "second"))
+    place = Meta.read(directory / "2").tables.index("user")
+    known, values = (
+        pq.read_table(directory / name / Meta.vocabulary_file("user"))["value"].to_pylist()
+        for name in "12"
+    )
+    before, after = (model.sparse_arch.to_dense()[place] for model in (old, new))
+    same = [i < len(known) and known[i] == value for i, value in enumerate(values)]
+    assert 10 < sum(same[: len(known)]) < len(known) - 10
+    for i, kept in enumerate(same):
+        assert after[i].equal(before[i if kept else values.index(None)])
+    wrong = ("--ids-of", directory / "1", "--forget", "2")
+    out = "--output", directory / "out"
+    assert (
+        "--forget needs --append-new"
+        in run("prepare_table", directory / "2.csv", *out, *wrong, status=2).stderr
+    )

@@ -18,12 +18,13 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from dlrm.data.preprocess.appending import append_ids
 from dlrm.data.preprocess.parser import MISSING
 from dlrm.data.preprocess.reader import RawBlock, RawFile
 from dlrm.data.preprocess.spill import SpilledBlock
 from dlrm.data.preprocess.vocabulary import (
+    UNSEEN,
     ZSTD,
-    append_ids,
     assign_ids,
     look_up,
     reuse_ids,
@@ -107,6 +108,7 @@ def index_columns(
     oov: bool,
     ids_of: Path | None,
     append_new: bool = False,
+    forget: int | None = None,
     progress: bool,
 ) -> tuple[Categorical, ...]:
     """Pass 2: the vocabulary of each column, and the id of each dictionary entry of each block.
@@ -121,7 +123,8 @@ def index_columns(
         min_count: see :func:`dlrm.data.preprocess.vocabulary.assign_ids`.
         oov: see there.
         ids_of: a prepared directory whose vocabularies are used instead.
-        append_new: give values that ``ids_of`` does not list ids after its own.
+        append_new: give values that ``ids_of`` does not list ids too.
+        forget: see :func:`dlrm.data.preprocess.appending.extend_ids`.
         progress: show a progress bar.
 
     Raises:
@@ -136,7 +139,9 @@ def index_columns(
                 vocabulary, ids = assign_ids(keys, counts, min_count=min_count, oov=oov)
                 table = vocabulary.table()
             elif append_new:
-                table, ids = append_ids(ids_of, name, keys, counts, min_count=min_count)
+                table, ids = append_ids(
+                    ids_of, name, keys, counts, min_count=min_count, forget=forget
+                )
             else:
                 table, ids = reuse_ids(ids_of, name, keys)
             oov_id = pc.index(table["value"].is_null(), True).as_py()
@@ -147,7 +152,7 @@ def index_columns(
                 pq.write_table(
                     table,
                     temporary,
-                    use_dictionary=["count"],
+                    use_dictionary=["count", UNSEEN.name],
                     column_encoding={"value": "PLAIN", "id": "DELTA_BINARY_PACKED"},
                     **ZSTD,
                 )

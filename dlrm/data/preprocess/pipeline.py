@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from dlrm.data.fingerprint import fingerprint
+from dlrm.data.preprocess.appending import NOTHING_TO_FORGET
 from dlrm.data.preprocess.passes import index_columns, parse_files, write_splits
 from dlrm.data.preprocess.reader import BAD_ROWS_KEPT, BLOCK_BYTES
 from dlrm.data.preprocess.spill import SpilledBlock
@@ -58,7 +59,10 @@ class Options:
     """A prepared directory whose ids are reused, with some of its options, see
     :func:`inherit_options`."""
     append_new: bool = False
-    """With ``ids_of``: values of the new rows that it does not list get ids after its own."""
+    """With ``ids_of``: values of the new rows that it does not list get ids too."""
+    forget: int | None = None
+    """With ``append_new``: these are first the ids of values that were in the training rows of none
+    of as many preparations, this one included."""
 
     def __post_init__(self) -> None:
         if self.split != ("days",):
@@ -71,10 +75,14 @@ class Options:
                 raise ValueError(f"{option} is {value}; it must be at least 1")
         if self.append_new and self.ids_of is None:
             raise ValueError("--append-new needs --ids-of, the data whose ids come first")
+        if self.forget is not None and not self.append_new:
+            raise ValueError(NOTHING_TO_FORGET)
 
     def as_dict(self) -> dict[str, Any]:
-        """The options as ``meta.json`` has them; those of earlier versions had no append_new."""
-        return asdict(self) | {"append_new": self.append_new or None}
+        """The options as ``meta.json`` has them; those of earlier versions had no append_new and no
+        forget."""
+        known = asdict(self) | {"append_new": self.append_new or None}
+        return {name: value for name, value in known.items() if name != "forget" or value}
 
 
 def prepare(
@@ -166,6 +174,11 @@ def inherit_options(options: Options) -> Options:
             f"--append-new: {options.ids_of} was prepared by an earlier version and has no "
             "fingerprint; prepare it again"
         )
+    if options.forget is not None and any(c.oov_id is None for c in meta.categorical):
+        raise ValueError(
+            f"--forget: {options.ids_of} was prepared with --vocabulary all and has no id that "
+            "forgotten values could share: prepare it with --vocabulary train"
+        )
     check_vocabularies(Path(options.ids_of), meta.categorical)
     return replace(options, **inherited)
 
@@ -249,6 +262,7 @@ def _make(
         oov=options.vocabulary == "train" or options.min_count > 1,
         ids_of=ids_of,
         append_new=options.append_new,
+        forget=options.forget,
         progress=progress,
     )
     own = fingerprint(

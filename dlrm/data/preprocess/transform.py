@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from dlrm.data.preprocess.parser import COLUMNS, MISSING, dense, hex_keys, parse_block
 from dlrm.data.preprocess.reader import BLOCK_BYTES, RawBlock, RawFile
-from dlrm.data.preprocess.vocabulary import SCHEMA, KeyIndex, open_vocabulary
+from dlrm.data.preprocess.vocabulary import SCHEMA, KeyIndex, open_vocabulary, read_known
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, META_FILE, Meta
 from dlrm.data.table.values import BadValue, decoded, is_text, numbers, shown
 from dlrm.data.threads import map_in_order
@@ -53,7 +53,7 @@ class CriteoTransform:
         indices = {}
         for name in meta.tables:
             with open_vocabulary(Path(directory) / Meta.vocabulary_file(name), directory) as file:
-                indices[name] = KeyIndex.of(file.read().cast(SCHEMA))
+                indices[name] = KeyIndex.of(read_known(file, SCHEMA))
         return cls(meta=meta, indices=indices)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,9 @@ ZSTD: dict[str, Any] = {
 }
 POSITION_BITS = 31
 SCHEMA = pa.schema([("value", pa.string()), ("id", pa.int32()), ("count", pa.int64())])
+UNSEEN = pa.field("unseen", pa.int32())
+"""A further column, if ids were appended: in how many preparations with ``--append-new``, up to the
+last one, no training row had the value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +130,12 @@ def read_vocabulary(file: pq.ParquetFile, columns: Sequence[str] | None = None) 
     return whole_table(file.read(columns=columns), file.metadata.num_rows)
 
 
+def read_known(file: pq.ParquetFile, schema: pa.Schema) -> pa.Table:
+    """The columns of ``schema`` of an open vocabulary, and ``unseen`` if it has that."""
+    known = schema.append(UNSEEN) if UNSEEN.name in file.schema_arrow.names else schema
+    return read_vocabulary(file, known.names).cast(known)
+
+
 def check_vocabularies(directory: Path, columns: Sequence[Categorical]) -> None:
     """Check that a prepared directory has the vocabularies of its columns.
 
@@ -148,7 +157,7 @@ def reuse_ids(
         ValueError: the vocabulary is damaged, or has no id for one of the ``keys [n]``.
     """
     with open_vocabulary(directory / Meta.vocabulary_file(name), directory) as file:
-        table = read_vocabulary(file).cast(SCHEMA)
+        table = read_known(file, SCHEMA)
         ids = KeyIndex.of(table).look_up(keys)
     if (ids < 0).any():
         value = hex_strings(keys[ids < 0][:1])[0].as_py()
@@ -158,59 +167,6 @@ def reuse_ids(
             "--vocabulary train"
         )
     return table, ids
-
-
-def append_ids(
-    directory: Path,
-    name: str,
-    keys: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    *,
-    min_count: int = 1,
-) -> tuple[pa.Table, NDArray[np.int32]]:
-    """The vocabulary of a column of a prepared directory with new values, and the id of each key.
-
-    Values that it lists keep their ids. Others that occur at least ``min_count`` times get the ids
-    after its last one, in order of falling count. The counts are those of the vocabulary and of
-    the new rows together.
-
-    Args:
-        directory: the prepared directory.
-        name: the column.
-        keys: ``[n]`` distinct, in rising order.
-        counts: ``[n]`` occurrences of each; 0 for a key that occurs only in rows not counted.
-        min_count: occurrences that a new value needs, at least 1.
-
-    Raises:
-        ValueError: the vocabulary is damaged, has no id for unlisted values, which some keys need,
-            or becomes too large.
-    """
-    with open_vocabulary(directory / Meta.vocabulary_file(name), directory) as file:
-        table = read_vocabulary(file).cast(SCHEMA)
-        index = KeyIndex.of(table)
-    ids = replace(index, oov_id=None).look_up(keys)
-    new = np.flatnonzero((ids < 0) & (counts >= min_count))
-    new = new[np.argsort(-counts[new], kind="stable")]
-    size = len(table) + len(new)
-    if size > np.iinfo(np.int32).max:
-        raise ValueError(f"{name} would have {size:,} ids, at most 2^31 - 1 are possible")
-    ids[new] = np.arange(len(table), size)
-    if index.oov_id is None and (ids < 0).any():
-        raise ValueError(
-            f"{name}: {sum(ids < 0)} values are in no training row, and {directory} was prepared "
-            "with --vocabulary all and has no out-of-vocabulary id: prepare it with --vocabulary "
-            "train"
-        )
-    ids[ids < 0] = index.oov_id or 0
-    appended = {
-        "value": hex_strings(keys[new]),
-        "id": np.arange(len(table), size, dtype=np.int32),
-        "count": np.zeros(len(new), np.int64),
-    }
-    table = pa.concat_tables([table, pa.table(appended, schema=SCHEMA)]).combine_chunks()
-    total = table["count"].to_numpy().copy()
-    np.add.at(total, ids, counts)
-    return table.set_column(2, SCHEMA.field("count"), pa.array(total)), ids
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ import pyarrow as pa
 import yaml
 
 from dlrm.data.fingerprint import fingerprint
+from dlrm.data.preprocess.appending import NOTHING_TO_FORGET
 from dlrm.data.preprocess.reader import BLOCK_BYTES
 from dlrm.data.preprocess.workspace import BAD_ROWS_FILE, Workspace
 from dlrm.data.schema import META_FILE, Meta
@@ -90,6 +91,7 @@ def prepare_table(
     *,
     ids_of: Path | None = None,
     append_new: bool = False,
+    forget: int | None = None,
     skip_bad: bool = False,
     overwrite: bool = False,
     workers: int | None = None,
@@ -108,8 +110,9 @@ def prepare_table(
             ``transform.json``, ``table.yaml``, ``bad_rows.json`` and ``meta.json``.
         ids_of: a prepared directory, or a copy of its transform: nothing is learned of these rows,
             they get its ids and scalings.
-        append_new: with ``ids_of``, values of the training rows that it does not list get ids
-            after its own.
+        append_new: with ``ids_of``, values of the training rows that it does not list get ids too.
+        forget: with ``append_new``, these are first the ids of values that were in the training
+            rows of none of as many preparations, this one included.
         skip_bad: leave out rows that do not fit, and report them in ``bad_rows.json``.
         overwrite: replace what was prepared there with other options.
         workers: threads; by default one per core that the process may use.
@@ -133,6 +136,10 @@ def prepare_table(
     if append_new:
         _require_fingerprint(ids_of)
         options["append_new"] = True
+    if forget is not None:
+        if not append_new:
+            raise ValueError(NOTHING_TO_FORGET)
+        options["forget"] = forget
     if ids_of is not None and ids_of.resolve() == Path(output).resolve():
         raise ValueError(f"--ids-of {ids_of} is also the output; give another --output")
     inputs = [file.path for file in files]
@@ -198,7 +205,7 @@ def _make(
             file = Meta.vocabulary_file(feature.name)
             shutil.copyfile(ids_of / file, work / file)
         if append_new:
-            extend_vocabularies(blocks, transform, splitter, work)
+            extend_vocabularies(blocks, transform, splitter, work, options.get("forget"))
     splits = write_splits(blocks, transform, splitter, work, workers=workers, progress=progress)
     label, weight = plan.only("label"), plan.only("weight")
     assert label is not None

@@ -62,9 +62,13 @@ def plan_of_later_rows(
 
 
 def extend_vocabularies(
-    blocks: Sequence[Block], transform: TableTransform, splitter: Splitter, work: Workspace
+    blocks: Sequence[Block],
+    transform: TableTransform,
+    splitter: Splitter,
+    work: Workspace,
+    forget: int | None,
 ) -> None:
-    """Give values of the training rows that have no id yet ids after the old ones.
+    """Give ids to values of the training rows that have none yet.
 
     Numbers in buckets stay as they are, and so do scalings.
 
@@ -73,6 +77,7 @@ def extend_vocabularies(
         transform: that of the earlier preparation, whose vocabularies are replaced.
         splitter: says which rows are for training.
         work: gets the vocabularies.
+        forget: see :func:`dlrm.data.preprocess.appending.extend_ids`.
     """
     learner = Learner(blocks=blocks, splitter=splitter, work=work, transform=transform)
 
@@ -85,6 +90,7 @@ def extend_vocabularies(
             counts,
             min_count=own.min_count or 1,
             cap=own.cap,
+            forget=forget,
         )
         made.write(work / Meta.vocabulary_file(feature.name))
         transform.vocabularies[feature.name] = made

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +19,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from dlrm.data.preprocess.vocabulary import ZSTD, assign_ids, open_vocabulary, read_vocabulary
+from dlrm.data.preprocess.appending import extend_ids
+from dlrm.data.preprocess.vocabulary import (
+    UNSEEN,
+    ZSTD,
+    assign_ids,
+    open_vocabulary,
+    read_known,
+)
 from dlrm.utils.atomic import atomic_write
 
 TEXT = pa.large_string()
@@ -34,6 +42,8 @@ class TextVocabulary:
     """``[V]``; null stands for all values that are not listed."""
     counts: NDArray[np.int64]  # [V]
     oov_id: int | None
+    unseen: NDArray[np.int32] | None = None
+    """``[V]``, if it was extended: see :data:`dlrm.data.preprocess.vocabulary.UNSEEN`."""
 
     def ids(self, values: pa.Array) -> NDArray[np.int32]:
         """The id of each of the ``values [n]``, texts without nulls."""
@@ -72,14 +82,17 @@ class TextVocabulary:
         return len(self.values)
 
     def write(self, path: Path) -> None:
-        """Write the columns ``value``, ``id`` and ``count``; the row number is the id."""
-        ids = np.arange(len(self), dtype=np.int32)
-        table = pa.table([self.values, ids, self.counts], schema=SCHEMA)
+        """Write the columns ``value``, ``id``, ``count`` and, if it was extended, ``unseen``; the
+        row number is the id."""
+        columns: list[Any] = [self.values, np.arange(len(self), dtype=np.int32), self.counts]
+        table = pa.table(columns, schema=SCHEMA)
+        if self.unseen is not None:
+            table = table.append_column(UNSEEN, [self.unseen])
         with atomic_write(path) as temporary:
             pq.write_table(
                 table,
                 temporary,
-                use_dictionary=["count"],
+                use_dictionary=["count", UNSEEN.name],
                 column_encoding={"value": "PLAIN", "id": "DELTA_BINARY_PACKED"},
                 **ZSTD,
             )
@@ -92,11 +105,15 @@ class TextVocabulary:
             ValueError: the file is damaged.
         """
         with open_vocabulary(path) as file:
-            table = read_vocabulary(file).cast(SCHEMA)
+            table = read_known(file, SCHEMA)
         values = table["value"].combine_chunks()
         oov_id = pc.index(values.is_null(), True).as_py()
-        counts = table["count"].to_numpy()
-        return cls(values=values, counts=counts, oov_id=None if oov_id < 0 else oov_id)
+        return cls(
+            values=values,
+            counts=table["count"].to_numpy(),
+            oov_id=None if oov_id < 0 else oov_id,
+            unseen=table[UNSEEN.name].to_numpy() if UNSEEN.name in table.column_names else None,
+        )
 
 
 def make_vocabulary(
@@ -133,31 +150,37 @@ def extend_vocabulary(
     *,
     min_count: int,
     cap: int | None,
+    forget: int | None = None,
 ) -> TextVocabulary:
-    """A vocabulary with new values: the old ones keep their ids.
+    """A vocabulary with new values: the old ones keep their ids, unless they are forgotten.
 
     Args:
         old: the vocabulary to extend.
         values: ``[n]`` distinct texts.
         counts: ``[n]`` occurrences in the new training rows. They are added to the old ones.
-        min_count: occurrences that a new value needs for an id of its own. New ids are in order of
-            falling frequency, after the old ones.
+        min_count: occurrences that a new value needs for an id of its own. See
+            :func:`dlrm.data.preprocess.appending.extend_ids`.
         cap: at most this many ids in all.
+        forget: see there.
     """
     order = pc.sort_indices(values)
     values, counts = values.take(order), counts[order.to_numpy()]
-    listed = pc.index_in(values.cast(TEXT), old.values)
-    unlisted = listed.is_null().to_numpy(zero_copy_only=False)
-    new = np.flatnonzero(unlisted & (counts >= min_count))
-    new = new[np.argsort(-counts[new], kind="stable")]
-    if cap is not None:
-        new = new[: max(0, cap - len(old))]
-    ids = listed.fill_null(-1 if old.oov_id is None else old.oov_id).to_numpy().copy()
-    ids[new] = np.arange(len(old), len(old) + len(new))
-    total = np.concatenate([old.counts, np.zeros(len(new), np.int64)])
-    np.add.at(total, ids, counts)
-    all_values = pa.concat_arrays([old.values, values.take(pa.array(new)).cast(TEXT)])
-    return TextVocabulary(values=all_values, counts=total, oov_id=old.oov_id)
+    made = extend_ids(
+        old.counts,
+        old.unseen,
+        old.oov_id,
+        pc.index_in(values.cast(TEXT), old.values).fill_null(-1).to_numpy(),
+        counts,
+        min_count=min_count,
+        forget=forget,
+        most=cap,
+    )
+    return TextVocabulary(
+        values=made.put(old.values, values),
+        counts=made.counts,
+        oov_id=old.oov_id,
+        unseen=made.unseen,
+    )
 
 
 def merge_counts(
