@@ -47,6 +47,9 @@ def apply_delta(base: Path, delta: Path, output: Path) -> None:
             f"{delta} was made from another export than {base}: name that one, or export in full"
         )
     before, after = _read(base / MANIFEST)["files"], described["result"]["files"]
+    for name in after:
+        if ".." in Path(name).parts or Path(name).is_absolute():
+            raise ValueError(f"{delta / DELTA} names {name!r}, which is in another directory")
     temporary = output.with_name(output.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -65,6 +68,8 @@ def apply_delta(base: Path, delta: Path, output: Path) -> None:
             _require(temporary / name, digest)
         text = json.dumps(described["result"], indent=2) + "\n"
         (temporary / MANIFEST).write_text(text)
+        if hashlib.sha256(text.encode()).hexdigest() != described["result_sha256"]:
+            raise ValueError(f"{delta / DELTA} is damaged: copy it again")
         temporary.replace(output)
     except BaseException:
         with suppress(OSError):  # the first error is the one to report
@@ -126,8 +131,12 @@ def main() -> int:
     options = parser.parse_args()
     try:
         apply_delta(options.export, options.delta, options.output)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (LookupError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"error: {options.delta} is damaged ({why:.200}): copy it again", file=sys.stderr)
         return 2
     print(f"{options.output} is the newer export")
     return 0

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import signal
 import socket
@@ -58,13 +59,15 @@ class Scorer:
     Args:
         export: directory that scripts/export.py made.
         threads: of PyTorch, for a batch.
+
+    Raises:
+        ValueError: it is another directory, or a file is damaged.
+        OSError: a file can't be read.
     """
 
     def __init__(self, export: Path, threads: int) -> None:
         torch.set_num_threads(threads)
-        self.manifest = json.loads((export / "manifest.json").read_text())
-        if self.manifest.get("format") != "dlrm export" or self.manifest.get("version") != 1:
-            raise ValueError(f"{export} is not an export that this program reads")
+        self.manifest = manifest_of(export)
         if not self.manifest["raw_rows"]:
             raise ValueError(f"{export} can't read raw rows: its data was not made from any")
         sys.path.insert(0, str(export))
@@ -99,6 +102,28 @@ class Scorer:
         arrays = self._reader.arrays(rows)
         with torch.inference_mode():
             return self._model(*map(torch.from_numpy, arrays)).tolist()
+
+
+def manifest_of(export: Path) -> dict[str, Any]:
+    """The manifest of an export, all of whose files are those that were written.
+
+    Raises:
+        ValueError: it is another directory, or a file is damaged.
+        OSError: a file can't be read.
+    """
+    path = export / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text())
+        if (manifest["format"], manifest["version"]) != ("dlrm export", 1):
+            raise ValueError("its format or version is another one")
+        written = {export / name: file["sha256"] for name, file in manifest["files"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is not one that this program reads: {one_line(error)}") from None
+    for name, digest in written.items():
+        with name.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                raise ValueError(f"{name} is damaged, or not that of {path}: copy it again")
+    return dict(manifest)
 
 
 class Service:

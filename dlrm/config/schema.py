@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,12 @@ RENAMED = {"sharding.wire": "sharding.comm_dtype"}
 
 
 _PERIOD = re.compile(r"0*[1-9]\d{0,8}[smh]?")
+
+
+def _is_name(name: str) -> bool:
+    """Whether a directory may have this name."""
+    is_one = Path(name).name == name not in ("", "..") and name.isprintable()
+    return is_one and len(os.fsencode(name)) <= 255
 
 
 def _require(**conditions: tuple[bool, str]) -> None:
@@ -331,8 +338,9 @@ class RunConfig:
             resume=(self.resume != "", "is empty, it must name a run or a checkpoint"),
             init_from=(self.init_from != "", "is empty, it must name a run or a checkpoint"),
             name=(
-                self.name is None or Path(self.name).name == self.name not in ("", ".."),
-                f"is {self.name!r}, it must name a directory in output",
+                self.name is None or _is_name(self.name),
+                f"is {self.name!r:.80}, it must name a directory in output, in printable "
+                "characters and at most 255 bytes",
             ),
         )
 

@@ -22,7 +22,7 @@ import torch
 from dlrm.data.batch import Batch
 from dlrm.data.device_prefetch import Run, prefetch_to_device
 from dlrm.data.device_shuffle import DeviceShuffleBuffer, gather
-from dlrm.data.parquet import RowGroupReader
+from dlrm.data.parquet import RowGroupReader, digest_of_footers
 from dlrm.data.schema import Meta
 from dlrm.data.shuffle import ShuffleBuffer, ShuffleGroup, assemble, shuffle_groups
 from dlrm.data.threads import thread_pool
@@ -133,8 +133,7 @@ class CriteoLoader:
     ) -> None:
         on_gpu = torch.device(device).type == "cuda"
         if readers is None:
-            readers = min(12, cpu_count() * 3 // 4) if on_gpu else min(8, cpu_count() // 2)
-            readers = max(1, readers)
+            readers = max(1, min(12, cpu_count() * 3 // 4) if on_gpu else min(8, cpu_count() // 2))
         sizes = {"batch_size": batch_size, "world_size": world_size}
         if window is not None:
             sizes["window"] = window
@@ -214,8 +213,7 @@ class CriteoLoader:
             unused: samples that were yielded but not used, over all ranks, such as those that a
                 prefetcher holds; they will be yielded again.
         """
-        position = self._position - unused
-        return {"epoch": self.epoch, "position": position, "order": self._order()}
+        return {"epoch": self.epoch, "position": self._position - unused, "order": self._order()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position of ``state``, with any number of ranks.
@@ -252,6 +250,10 @@ class CriteoLoader:
         self.windows = here["windows"] or self.windows
         self.epoch = state["epoch"]
         self._position = self._start = state["position"]
+
+    def footers(self) -> str:
+        """See :func:`~dlrm.data.parquet.digest_of_footers`."""
+        return digest_of_footers(self._row_groups)
 
     def _default_windows(self, memory: int | None) -> int:
         """Number of windows that are within ``memory``."""

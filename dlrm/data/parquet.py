@@ -7,6 +7,8 @@ name the file, the row group and the column.
 
 from __future__ import annotations
 
+import hashlib
+import io
 import os
 import re
 from collections.abc import Collection, Sequence
@@ -45,6 +47,19 @@ class Rows:
     ids: list[np.ndarray]  # [rows] integer each, [rows, L] of bags of L ids, [nnz] of ragged ones
     offsets: list[np.ndarray | None]  # [rows + 1] int64 each: where ragged bags begin, else None
     weights: np.ndarray | None = None  # [rows] float32
+
+
+def digest_of_footers(row_groups: Sequence[RowGroup]) -> str:
+    """A digest of the footers of the files of ``row_groups``: where each column lies, its bytes,
+    and its least and greatest values. Other rows all but always change it.
+    """
+    digest = hashlib.sha256()
+    for row_group in row_groups:
+        if row_group.index == 0:
+            footer = io.BytesIO()
+            row_group.metadata.write_metadata_file(footer)
+            digest.update(footer.getbuffer())
+    return digest.hexdigest()[:16]
 
 
 class RowGroupReader:

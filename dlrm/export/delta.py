@@ -9,7 +9,7 @@ that differs.
 
 from __future__ import annotations
 
-import json
+import hashlib
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -25,6 +25,7 @@ from dlrm.export.directory import (
     PROGRAM,
     WEIGHTS,
     ExportOptions,
+    as_text,
     digest_of,
     open_run,
 )
@@ -111,9 +112,10 @@ def export_delta(
             "taken": taken,
             "rows": digest_of(directory / ROWS),
             "result": after,
+            "result_sha256": hashlib.sha256(as_text(after).encode()).hexdigest(),
         }
         with atomic_write(directory / DELTA) as temporary:
-            temporary.write_text(json.dumps(made, indent=2) + "\n")
+            temporary.write_text(as_text(made))
     return made
 
 

@@ -231,7 +231,12 @@ class Contents:
 def write_manifest(manifest: Mapping[str, Any], directory: Path) -> None:
     """Write the manifest, the last of the files, which lists the others."""
     with atomic_write(directory / MANIFEST) as temporary:
-        temporary.write_text(json.dumps(manifest, indent=2) + "\n")
+        temporary.write_text(as_text(manifest))
+
+
+def as_text(manifest: Mapping[str, Any]) -> str:
+    """A manifest as it is written."""
+    return json.dumps(manifest, indent=2) + "\n"
 
 
 def _inputs(meta: Meta) -> list[Mapping[str, Any]]:

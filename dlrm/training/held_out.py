@@ -16,6 +16,9 @@ from dlrm.training import metrics
 from dlrm.utils.program import print_error
 
 GUESSING = math.log(2)  # log loss of a model that predicts 0.5 for every row
+# No untrained model is there: the last bias begins as N(0, 1), so that 1 seed in 20 begins at 2 if
+# all labels are of the other class.
+DIVERGED = 6 * GUESSING
 OVERFITTED = 1e4  # more than a model that knows its training rows by heart has on others
 SAMPLES = 4096  # training rows that a suspicion of divergence is checked on
 ALIKE = 100  # rows; a model may well give fewer the same score
@@ -75,12 +78,11 @@ class HeldOut:
     def _divergence(self, log_loss: float, step: int) -> str:
         """Why the model has diverged; empty if it has not.
 
-        It has if its log loss is more than twice that of predicting 0.5 for every row, on training
-        rows too, or beyond what overfitting reaches. A model that is only poor, or was trained on a
-        few rows, has not: at the start its loss is close to that of predicting 0.5, and one that
-        overfits is good on the rows it knows.
+        It has if its log loss is above :data:`DIVERGED`, on training rows too, or beyond what
+        overfitting reaches. A model that is only poor, or was trained on a few rows, has not: one
+        that overfits is good on the rows it knows.
         """
-        if log_loss <= 2 * GUESSING:
+        if log_loss <= DIVERGED:
             return ""
         problem = f"training diverged, this state is not saved: at step {step} the log loss is "
         problem += f"{log_loss:.3g}, where predicting 0.5 gives {GUESSING:.2f}: {REMEDY}"
@@ -90,7 +92,7 @@ class HeldOut:
         share = loader.batch_size * self._world.size
         count = min(-(-SAMPLES // share), len(loader))
         seen = self._predict(loader, islice(loader, count), min(count * share, loader.rows))
-        return problem if metrics.classification(*seen)["log_loss"] > 2 * GUESSING else ""
+        return problem if metrics.classification(*seen)["log_loss"] > DIVERGED else ""
 
     def _warn_of_collapse(self, logits: Tensor, split: str, step: int) -> bool:
         """Whether all scores are equal: if no unit of a layer is active on any row, only the biases

@@ -9,11 +9,11 @@ from typing import Any
 
 import pandas as pd
 
-from dlrm.data.schema import Meta
+from dlrm.data.schema import Meta, Split
 from dlrm.model import DLRM
 from dlrm.optim.schedule import OTHERS
 from dlrm.sparse_arch.table_plan import TablePlan, table_plan_by_name
-from dlrm.utils.messages import format_bytes
+from dlrm.utils.messages import format_bytes, printable
 
 COLUMNS = {
     "test/": "test",
@@ -52,23 +52,27 @@ def with_unit(name: str, value: float) -> str:
     return f"{value:,.0f}"
 
 
-def opening(kind: str, model: DLRM, rows: int, sizes: Mapping[str, float]) -> str:
-    """What is about to be trained, in one line.
+def opening(kind: str, model: DLRM, split: Split, sizes: Mapping[str, float]) -> str:
+    """What is about to be trained, in one line, and a warning if all labels are equal.
 
     Args:
         kind: of the embeddings.
         model: the model.
-        rows: of the training split.
+        split: the training rows.
         sizes: ``embeddings/bytes`` and the like.
     """
     dense = model.dense_parameters()
     weights = sum(parameter.numel() for parameter in dense)
-    return (
-        f"{kind} on {dense[0].device}: {rows:,} training rows, {weights:,} dense weights, "
+    text = (
+        f"{kind} on {dense[0].device}: {split.rows:,} training rows, {weights:,} dense weights, "
         f"embeddings {format_bytes(sizes['embeddings/bytes'])} "
         f"({sizes['embeddings/compression']:.1f}x), "
         f"their optimizer {format_bytes(sizes['embeddings/optimizer_bytes'])}"
     )
+    if split.positives in (0, split.rows):
+        label = int(split.positives > 0)
+        text += f"\nwarning: all rows have the label {label}: look at how labels were read"
+    return text
 
 
 def embedding_sizes(model: DLRM, optimizer_bytes: int) -> dict[str, float]:
@@ -136,5 +140,6 @@ def summary(metrics: Mapping[str, float], directory: Path) -> str:
         if known:
             texts = [f"{words(name)} {with_unit(name, value)}" for name, value in known.items()]
             lines.append(f"{group:<18} " + ", ".join(texts))
-    lines.append(f"results in {directory}; tensorboard --logdir {directory.parent}")
+    place, above = printable(directory), printable(directory.parent)
+    lines.append(f"results in {place}; tensorboard --logdir {above}")
     return "\n".join(lines)

@@ -105,7 +105,7 @@ class Tracker:
         with disk_full_names(self.path.parent):
             for summary in hparams_row(options, changed or {}, final):
                 writer.add_summary(summary)
-        name = self.path.parent.name
+        name = self.path.parent.absolute().name  # of ".", too
         result = {"run": name, "options": dict(options), **more, "metrics": finite(final)}
         with atomic_write(self.path.with_name(RESULT)) as temporary:
             temporary.write_text(json.dumps(result, indent=2) + "\n")

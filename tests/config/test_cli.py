@@ -85,6 +85,8 @@ def test_option_without_value(capsys):
         ("--name", "", "name is '', it must name a directory in output"),
         ("--name", "../other", "name is '../other', it must name a directory in output"),
         ("--name", "..", "name is '..', it must name a directory in output"),
+        ("--name", "a\nb", r"name is 'a\nb', it must name a directory in output, in printable"),
+        ("--name", "x" * 256, "it must name a directory in output, in printable characters and at"),
         ("--emb", "TT", "did you mean 'tt'"),
         ("--emb", "Auto", "did you mean 'auto'"),
         ("--emb", "auto", "--emb auto needs a budget: set --budget 20MB or --budget 100x"),

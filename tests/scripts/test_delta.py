@@ -160,7 +160,9 @@ def pair(two_days, export):
     return base, export(two_days / "run_2", "delta", "--delta-from", base)
 
 
-def test_another_export_and_damaged_files_are_refused(pair, two_days, export, tmp_path):
+def test_another_export_and_damaged_files_are_refused(
+    pair, two_days, export, tmp_path, monkeypatch, capsys
+):
     base, delta = pair
     other = export(two_days / "run_0", "other", "--compile")
 
@@ -186,6 +188,25 @@ def test_another_export_and_damaged_files_are_refused(pair, two_days, export, tm
     refused("delta.json is damaged", delta=tmp_path / "copy")
     (tmp_path / "copy" / "delta.json").write_text(text.replace('"version": 1', '"version": 2', 1))
     refused("is no delta that this program reads", delta=tmp_path / "copy")
+    arguments = ["apply_delta.py", base, tmp_path / "copy", tmp_path / "applied"]
+    monkeypatch.setattr(sys, "argv", list(map(str, arguments)))
+    for change in (
+        lambda found: found["result"]["files"].update({"../outside": {}}),
+        lambda found: found["result"].pop("files"),
+        lambda found: found["tensors"].update({"another": {"shape": [2], "copy": [[0, 0, 2]]}}),
+        lambda found: next(iter(found["tensors"].values())).update(shape=[1], copy=[[0, 0, 1]]),
+        lambda found: found["result"].update(step=found["result"]["step"] + 1),
+    ):
+        changed = json.loads(text)
+        change(changed)
+        (tmp_path / "copy" / "delta.json").write_text(json.dumps(changed, indent=2) + "\n")
+        outside = "../outside" in changed["result"].get("files", ())
+        assert example().main() == 2
+        error = capsys.readouterr().err
+        assert ("is in another directory" if outside else "is damaged") in error, error
+        assert error.count("\n") == 1
+        assert not (tmp_path / "applied").exists()
+    assert not (tmp_path / "outside").exists()
     refused("No such file", delta=tmp_path / "nowhere")
     (tmp_path / "applied").mkdir()
     assert "exists: name another" in applied(base, delta, tmp_path / "applied").stderr

@@ -1,8 +1,10 @@
 """The server of an exported model answers everything, refuses too much, and loses nothing."""
 
 import http.client
+import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -322,16 +324,34 @@ def test_memory_does_not_grow(exported):
     server.stop()
 
 
-def test_what_can_not_be_served(exported, tmp_path):
+def test_what_can_not_be_served(exported, tmp_path, monkeypatch, capsys):
     made, _, _ = exported
-    manifest = json.loads((made / "manifest.json").read_text())
+    copy = tmp_path / "copy"
+    monkeypatch.setattr(sys, "argv", ["serve.py", str(copy)])
+    spec = importlib.util.spec_from_file_location("serve", ROOT / "examples" / "serve.py")
+    serve = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(serve)
+    monkeypatch.setattr(serve.torch, "set_num_threads", lambda _: None)
+    shutil.copytree(made, copy)
+    text = (made / "manifest.json").read_text()
 
-    def refused(content):
-        (tmp_path / "manifest.json").write_text(json.dumps(content))
-        command = [sys.executable, ROOT / "examples" / "serve.py", tmp_path]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 2
-        return done.stderr
+    def refused(name, content):
+        original = (copy / name).read_bytes()
+        (copy / name).write_bytes(content)
+        assert serve.main() == 2
+        (copy / name).write_bytes(original)
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        return error
 
-    assert "is not an export that this program reads" in refused({**manifest, "version": 2})
-    assert "can't read raw rows" in refused({**manifest, "raw_rows": False})
+    def manifest(**changed):
+        return refused("manifest.json", json.dumps(json.loads(text) | changed).encode())
+
+    assert "manifest.json is not one that this program reads: its format or" in manifest(version=2)
+    assert "can't read raw rows" in manifest(raw_rows=False)
+    assert "manifest.json is not one that this program reads" in manifest(files=[])
+    assert "manifest.json is not one" in refused("manifest.json", text[:-9].encode())
+    for name in ("weights.safetensors", "model.pt2", "preparation/vocabulary/user.parquet"):
+        damaged = bytearray((made / name).read_bytes())
+        damaged[-3] ^= 1
+        assert f"{name} is damaged, or not that of" in refused(name, damaged), name

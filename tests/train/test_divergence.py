@@ -1,5 +1,6 @@
 """Runs whose loss stays finite and says that they have diverged, and poor ones that have not."""
 
+import json
 import re
 
 import numpy as np
@@ -8,8 +9,9 @@ import pytest
 from pyarrow import parquet
 
 from dlrm.data import synthetic
+from dlrm.training.held_out import DIVERGED
 
-DIVERGED = "training diverged, this state is not saved:"
+TEXT = "training diverged, this state is not saved:"
 ADAM = ["--optim.dense", "adam", "--optim.embeddings", "adam"]
 
 
@@ -22,8 +24,8 @@ def test_a_diverged_state_replaces_no_checkpoint_and_fails_the_run(run, train, r
     assert latest(tmp_path / "run") == "step_20"
     far = ["--optim.lr", "100", "--max_steps", "35"]
     done = run("train", "--resume", tmp_path / "run", *far, status=2)
-    assert f"warning: {DIVERGED} at step 30 the log loss is " in done.stderr
-    assert done.stderr.count(f"error: {DIVERGED}") == 1
+    assert f"warning: {TEXT} at step 30 the log loss is " in done.stderr
+    assert done.stderr.count(f"error: {TEXT}") == 1
     assert "lower --optim.lr" in done.stderr.splitlines()[-1]
     assert latest(tmp_path / "run") == "step_20"
     assert not (tmp_path / "run" / "result.json").exists()
@@ -35,7 +37,7 @@ def test_it_is_seen_on_test_rows_if_there_are_no_others(train, tmp_path):
     unseen = tmp_path / "data"
     synthetic.write(unseen, rows=9000, cardinalities=[50] * 26, fractions=[0.9, 0, 0.1])
     done = train("run", *ADAM, "--optim.lr", "100", "--max_steps", "20", data=unseen, status=2)
-    assert f"error: {DIVERGED} at step 20 the log loss is " in done.stderr
+    assert f"error: {TEXT} at step 20 the log loss is " in done.stderr
 
 
 def test_a_model_that_collapsed_to_a_constant_says_so_once(train, result, tmp_path):
@@ -46,6 +48,25 @@ def test_a_model_that_collapsed_to_a_constant_says_so_once(train, result, tmp_pa
     (warning,) = [line for line in done.stderr.splitlines() if "warning" in line]
     assert re.search(r"at step \d0 the model predicts 0\.\d+ for each of the 1,200 val ", warning)
     assert "lower --optim.lr" in warning
+
+
+@pytest.mark.parametrize("label", [0, 1])
+def test_labels_that_are_all_equal_are_pointed_out(label, train, tmp_path):
+    """The model begins at a log loss of 2.2 if they are 1, and has not diverged."""
+    same = tmp_path / "data"
+    synthetic.write(same, rows=1000, cardinalities=[50] * 26, fractions=[0.8, 0.1, 0.1])
+    for path in same.glob("*.parquet"):
+        table = parquet.read_table(path)
+        column = table.schema.get_field_index("label")
+        field = table.schema.field(column)
+        labels = pa.array([label] * len(table), field.type)
+        parquet.write_table(table.set_column(column, field, labels), path)
+    meta = json.loads((same / "meta.json").read_text())
+    for split in meta["splits"].values():
+        split["positives"] = split["rows"] * label
+    (same / "meta.json").write_text(json.dumps(meta))
+    done = train("run", "--max_steps", "1", data=same)
+    assert f"warning: all rows have the label {label}: look at" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -66,7 +87,7 @@ def test_poor_runs_on_random_labels_have_not_diverged(options, train, lines, tmp
     assert "warning" not in done.stderr
     if "--epochs" in options:
         worst = max(line.get("val/log_loss", 0) for line in lines(tmp_path / "run"))
-        assert worst > 1.5, "it is suspicious, but for its training rows"
+        assert worst > DIVERGED, "it is suspicious, but for its training rows"
 
 
 def shuffle_labels(directory):

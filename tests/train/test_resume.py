@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import os
 import shutil
 import signal
@@ -9,8 +10,10 @@ import time
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from pyarrow import parquet
 
 from dlrm.data import synthetic
 from dlrm.training.checkpoint import Checkpoint, load_model
@@ -133,6 +136,29 @@ def test_a_copy_of_a_run_goes_on_without_symbolic_links(
     for name in ("latest", "best"):
         opened = [Checkpoint.open(run / "checkpoints" / name) for run in (whole, copy)]
         assert opened[0].state.steps == opened[1].state.steps, name
+
+
+def test_other_training_rows_than_before_are_pointed_out(run, two_steps, data, tmp_path):
+    """As many rows, and as many positives: ``meta.json`` still fits."""
+    changed, again = tmp_path / "changed", tmp_path / "again"
+    shutil.copytree(data, changed)
+    shutil.copytree(two_steps, again, symlinks=True)
+    given = ["--resume", again, "--data", changed]
+    done = run("train", *given, "--max_steps", "3")
+    assert "warning" not in done.stderr, "the copy of a directory is the same data"
+    (path,) = changed.glob("train*.parquet")
+    rows = parquet.read_table(path)
+    parquet.write_table(rows.take(np.random.default_rng(0).permutation(len(rows))), path)
+    done = run("train", *given, "--max_steps", "4")
+    assert f"warning: the files of the training rows in {changed} are not those" in done.stderr
+
+
+def test_a_run_is_resumed_from_within(script, two_steps, monkeypatch, tmp_path):
+    again, train = tmp_path / "again", script("train")
+    shutil.copytree(two_steps, again, symlinks=True)
+    monkeypatch.chdir(again)
+    assert train.main(["--resume", ".", "--max_steps", "3"]) == 0
+    assert json.loads((again / "result.json").read_text())["run"] == "again"
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "result.json", "job"])

@@ -22,6 +22,7 @@ from dlrm.training.checkpoint.parts import Parts
 from dlrm.training.checkpoint.reader import Checkpoint
 from dlrm.training.checkpoint.writer import point, save
 from dlrm.training.run_directory import BEST, CHECKPOINTS, LATEST, MANIFEST, RunLock
+from dlrm.utils.messages import print_error
 
 PATIENCE = 30  # seconds to wait for the end of an earlier attempt of the same job
 
@@ -102,6 +103,7 @@ class RunCheckpoints:
         parts = Parts(self._model, self._optimizers)
         loader = self._loader.state_dict(unused=unused)
         loader["order"]["batch_size"] *= self._world.size  # that of all processes
+        loader["order"]["footers"] = self._loader.footers()
         state = RunState(
             **self._about,
             groups=parts.groups(),
@@ -138,6 +140,8 @@ class RunCheckpoints:
         if (there := loader["order"].get("batch_size")) != batch_size:
             unequal = f"batch_size is {batch_size} here and {there!r:.50} in the state"
             raise ValueError(f"{unequal}: resume with the same --batch_size")
+        if self._world.first and "footers" in loader["order"]:
+            self._compare_files(loader["order"]["footers"])
         loader["order"]["batch_size"] = self._loader.batch_size
         self.resumed.load(self._model, self._optimizers, groups=True, world=self._world)
         self._loader.load_state_dict(loader)
@@ -150,6 +154,15 @@ class RunCheckpoints:
         if self._world.first:
             _go_back(path, state)
         return state
+
+    def _compare_files(self, footers: str) -> None:
+        """Warn if the training files were written again since the checkpoint was."""
+        if footers != self._loader.footers():
+            print_error(
+                f"warning: the files of the training rows in {self._about['config']['data']} are "
+                "not those that the run has read so far: unless they hold the same rows, restore "
+                "them, or start a new run"
+            )
 
     def load_best(self, model: nn.Module) -> dict[str, float]:
         """Load the weights of the best checkpoint into the model of the run.
