@@ -120,6 +120,17 @@ Tensors map_tensors(const std::string& path) {
   return found;
 }
 
+// The program does not check its inputs: with other sizes it reads memory that is not theirs.
+void check(const std::string& name, const at::Tensor& input, const at::Tensor& dense) {
+  bool first = input.is_same(dense), offsets = name.size() > 8 && name.rfind(".offsets") == name.size() - 8;
+  int64_t dimensions = first || name == "ids" ? 2 : 1, batch = dense.dim() == 2 ? dense.size(1) : 0;
+  bool fits = input.scalar_type() == (first ? at::kFloat : at::kLong) && input.dim() == dimensions &&
+              (dimensions == 1 || input.size(1) == batch) && (!offsets || input.size(0) == batch + 1);
+  if (!fits)
+    throw std::runtime_error("input " + name + " has another type or size than manifest.json and the "
+                             "batch of " + std::to_string(batch) + " rows say");
+}
+
 int main(int count, char** arguments) try {
   if (count < 5) {
     std::cerr << "usage: score EXPORT INPUTS.safetensors dense ids [NAME ...]\n";
@@ -133,11 +144,20 @@ int main(int count, char** arguments) try {
                        /*user_managed=*/true);  // as they are mapped, without a copy
   Tensors given = map_tensors(arguments[2]);
   std::vector<at::Tensor> inputs;
-  for (int i = 3; i < count; ++i) inputs.push_back(given.at(arguments[i]));
+  for (int i = 3; i < count; ++i) {
+    auto found = given.find(arguments[i]);
+    if (found == given.end())
+      throw std::runtime_error(std::string(arguments[2]) + " has no tensor " + arguments[i]);
+    inputs.push_back(found->second);
+    check(arguments[i], inputs.back(), inputs.front());
+  }
   at::Tensor probability = model.run(inputs)[0];
   std::cout.precision(9);
   for (int64_t i = 0; i < probability.numel(); ++i)
     std::cout << probability.data_ptr<float>()[i] << "\n";
+} catch (const c10::Error& error) {
+  std::cerr << "error: " << error.what_without_backtrace() << "\n";
+  return 2;
 } catch (const std::exception& error) {
   std::cerr << "error: " << error.what() << "\n";
   return 2;

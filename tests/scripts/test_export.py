@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from dlrm.training.run_directory import PREPARATION
@@ -104,10 +103,12 @@ def test_the_example_of_the_document(table, export, tmp_path):
     code = block_of("python", "torch.export.load")
     given = {name: [str(row[name]) for row in rows[:3]] for name in rows[0]}
     code = code.replace('{"price": [9.5], "user": ["u1"]}', repr(given))
-    printed = alone(code + "\nprint(probabilities.tolist())", cwd=tmp_path)
+    code += "\nprint(probabilities.tolist())\n" + block_of("python", "inputs.safetensors")
+    printed = alone(code, cwd=tmp_path)
     import dlrm
 
     assert made.is_dir()
+    assert set(load_file(tmp_path / "inputs.safetensors")) >= {"dense", "ids", "tags.offsets"}
     want = dlrm.load(directory / "run").predict(given)
     assert np.abs(np.array(json.loads(printed)) - want).max() <= BOUND
 
@@ -230,9 +231,23 @@ def test_from_cpp_and_compiled(table, export, expected, tmp_path):
     made.rename(tmp_path / "EXPORT")
     printed = alone(code, *names, cwd=tmp_path)
     assert np.abs(np.array(json.loads(printed)) - want).max() <= BOUND
-    save_file({"dense": torch.zeros(1)}, tmp_path / "inputs.safetensors")
-    for wrong in (["inputs.safetensors", "dense", "ids"], ["none", "dense", "ids"]):
-        command = [tmp_path / "score", tmp_path / "EXPORT", *wrong]
+    given = load_file(tmp_path / "inputs.safetensors")
+
+    def refused(**changed):
+        save_file(given | changed, tmp_path / "wrong.safetensors")
+        command = [tmp_path / "score", tmp_path / "EXPORT", "wrong.safetensors", *names]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 2
-        assert done.stderr.startswith("error: ")
+        return done.stderr
+
+    assert "error: input dense has another type" in refused(dense=given["dense"].double())
+    assert "error: input ids has another type or size" in refused(ids=given["ids"][:, 1:].clone())
+    assert "error: input ids has another type" in refused(ids=given["ids"].int())
+    (lists,) = {name for name in names if name.endswith(".offsets")}
+    assert f"error: input {lists} has another" in refused(**{lists: given[lists][1:].clone()})
+    save_file({"ids": given["ids"]}, tmp_path / "inputs.safetensors")
+    for wrong, why in {"inputs": "has no tensor dense", "none": "can't open none"}.items():
+        command = [tmp_path / "score", tmp_path / "EXPORT", f"{wrong}.safetensors", *names]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr.startswith("error: ")) == (2, True)
+        assert why in done.stderr
