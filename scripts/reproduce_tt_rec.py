@@ -8,7 +8,8 @@ largest tables are stored in tensor-train format at several ranks, and at one of
 a cache of the most used rows. These models are compared with a dense model, over several seeds.
 Each run is a run of ``train.py``. With ``--fine-tune STEPS``, the first dense run is also
 compressed, and trained for that number of steps. The time of a step is measured separately, after
-all runs. Finished runs are not repeated.
+all runs. Finished runs are not repeated, and the JSON file is written whenever one has finished:
+after a kill the same command goes on.
 
 Reference: Yin, Acun, Liu, Wu, "TT-Rec: Tensor Train Compression for Deep Learning Recommendation
 Models", MLSys 2021, arXiv 2101.11714.
@@ -24,6 +25,7 @@ if __name__ == "__main__":
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,9 @@ from scripts.experiments.runner import (
 )
 from scripts.experiments.tt_rec_grid import Cell, fine_tuned_cells, grid_cells, print_ratios
 from scripts.experiments.tt_rec_report import draw, render, summarize
+
+Runs = dict[str, list[RunSpec]]
+"""The runs of each cell."""
 
 
 def arguments() -> Parser:
@@ -145,16 +150,23 @@ def fine_tuning(cell: Cell, options: argparse.Namespace, meta: Meta) -> RunSpec:
 
 
 def train_all(
-    options: argparse.Namespace, runner: Runner, meta: Meta
-) -> tuple[dict[str, list[RunSpec]], list[str]]:
+    options: argparse.Namespace, runner: Runner, meta: Meta, save: Callable[[Runs], object]
+) -> tuple[Runs, list[str]]:
     """Train the runs that are missing.
+
+    Args:
+        options: of the command line.
+        runner: trains them.
+        meta: of the data.
+        save: given the runs of each cell whenever some of them have finished.
 
     Returns:
         The runs of each cell, and why some of them are impossible.
     """
     runs = {str(cell): runs_of(cell, options, meta) for cell in grid_cells(options)}
     by_seed = zip(*runs.values(), strict=True)
-    impossible = runner.train([run for same_seed in by_seed for run in same_seed], options.data)
+    in_order = [run for same_seed in by_seed for run in same_seed]
+    impossible = runner.train(in_order, options.data, lambda: save(runs))
     if options.fine_tune:
         dense = options.runs / "dense-0"
         if not has_checkpoint(dense):
@@ -169,6 +181,16 @@ def train_all(
     return runs, impossible
 
 
+def summary_of(runs: Runs, runner: Runner) -> pd.DataFrame | None:
+    """The summary of the runs that have finished; None before the first dense one."""
+    finished = {
+        cell: [name for name, _ in own if runner.finished(name)] for cell, own in runs.items()
+    }
+    if not finished["dense"]:
+        return None
+    return summarize({cell: names for cell, names in finished.items() if names}, runner)
+
+
 def reproduce(options: argparse.Namespace) -> None:
     """Train the runs that are missing, compare all, and measure the time of their steps."""
     if not options.data:
@@ -178,29 +200,39 @@ def reproduce(options: argparse.Namespace) -> None:
     common = [f"--config={options.config}", "--checkpoint=false", "--eval_every=2000000000"]
     common += [f"--{option}" for option in options.options]
     runner = Runner(options.runs, options.jobs, common, options.together)
-    runs, impossible = train_all(options, runner, meta)
-    print(*impossible, sep="\n")
-    finished = {
-        cell: [name for name, _ in own if runner.finished(name)] for cell, own in runs.items()
-    }
-    if not finished["dense"]:
-        raise ValueError("the dense model could not be trained, for the reason above")
-    summary = summarize({cell: names for cell, names in finished.items() if names}, runner)
     report = {
         "data": Path(options.data).name,
         "config": options.config,
         "options": options.options,
         "fine_tune": {"steps": options.fine_tune, "lr": options.fine_tune_lr},
         "best_possible": meta.planted.get("test"),
-        "impossible": impossible,
+        "impossible": [],
     }
+
+    def save(runs: Runs) -> None:
+        if (partial := summary_of(runs, runner)) is not None:
+            write_json(partial, options, report)
+
+    runs, report["impossible"] = train_all(options, runner, meta, save)
+    print(*report["impossible"], sep="\n")
+    summary = summary_of(runs, runner)
+    if summary is None:
+        raise ValueError("the dense model could not be trained, for the reason above")
     publish(summary, options, report)
     if not options.no_timing:
         for line, cell in enumerate(summary["cell"]):
             if not cell.startswith("fitted"):
                 speed = step_speed([*common, f"--data={options.data}", *runs[cell][0].options])
                 summary.loc[line, list(speed)] = list(speed.values())
+                write_json(summary, options, report)
         publish(summary, options, report)
+
+
+def write_json(summary: pd.DataFrame, options: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Write the JSON file, if one is wanted: also of a part, as the rest may never come."""
+    if options.json:
+        results = json.loads(summary.to_json(orient="records"))
+        benchmark.write(options.json, {**report, "results": results})
 
 
 def publish(summary: pd.DataFrame, options: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -209,9 +241,7 @@ def publish(summary: pd.DataFrame, options: argparse.Namespace, report: dict[str
     if report["best_possible"]:
         print("metrics of the planted model, the best possible:", report["best_possible"])
     draw(summary, options.plot)
-    if options.json:
-        results = json.loads(summary.to_json(orient="records"))
-        benchmark.write(options.json, {**report, "results": results})
+    write_json(summary, options, report)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -86,8 +86,18 @@ class Runner:
         self.directory, self.jobs, self.common = directory, jobs, common
         self.together = together
 
-    def train(self, runs: list[RunSpec], data: str | Path) -> list[str]:
+    def train(
+        self,
+        runs: list[RunSpec],
+        data: str | Path,
+        save: Callable[[], object] = lambda: None,
+    ) -> list[str]:
         """Train the runs that have not finished; returns why some of them are impossible.
+
+        Args:
+            runs: may have a run twice.
+            data: prepared directory.
+            save: called whenever a run or a group of runs has ended, in their order.
 
         Raises:
             ChildProcessError: a run was killed, or failed without a clear error message.
@@ -107,7 +117,11 @@ class Runner:
                 groups = _by_seed(tasks, self.together)
                 results = workers.map(train_group, groups)
                 try:
-                    return [why for why in tqdm(results, total=len(groups), unit=" groups") if why]
+                    impossible = []
+                    for why in tqdm(results, total=len(groups), unit=" groups"):
+                        impossible += [why] if why else []
+                        save()
+                    return impossible
                 except KeyboardInterrupt:  # the workers would continue with the next runs
                     for worker in multiprocessing.active_children():
                         worker.terminate()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,6 +98,31 @@ def test_tt_rec_from_data_to_table_plot_and_json(script, data, tmp_path, capsys,
     (tmp_path / "runs" / "dense-0" / "checkpoints").rename(tmp_path / "elsewhere")
     assert main([*given, "--no-timing"]) == 2
     assert "dense-0 has no checkpoint, which --fine-tune starts from" in capsys.readouterr().err
+
+
+def test_a_grid_that_is_killed_leaves_the_figures_of_what_has_finished(
+    script, data, tmp_path, monkeypatch
+):
+    def train_two_and_die(_, groups):
+        for number, [(directory, _)] in enumerate(groups):
+            if number == 2:
+                raise BrokenProcessPool
+            names = ("accuracy", "auc", "log_loss", "normalized_entropy")
+            metrics = dict.fromkeys((f"test/{name}" for name in names), 0.5 - number / 100)
+            metrics |= {"embeddings/bytes": 1.0, "embeddings/compression": 1.0 + number}
+            finished = {"options": {"emb": "tt"}, "metrics": metrics}
+            directory.mkdir()
+            (directory / "result.json").write_text(json.dumps(finished))
+            yield None
+
+    workers = contextlib.nullcontext(SimpleNamespace(map=train_two_and_die))
+    monkeypatch.setattr(script("runner"), "ProcessPoolExecutor", lambda *_, **__: workers)
+    given = ["--data", str(data), "--tables", "3", "--ranks", "4", "8", "--caches", "--seeds", "2"]
+    given += ["--runs", str(tmp_path / "runs"), "--json", str(tmp_path / "result.json")]
+    assert script("reproduce_tt_rec").main(given) == 2
+    rows = json.loads((tmp_path / "result.json").read_text())["results"]
+    assert [(row["cell"], row["seeds"]) for row in rows] == [("dense", 1), ("tt3-r4", 1)]
+    assert rows[1]["loss, %"] == pytest.approx(1)
 
 
 def test_a_run_is_compared_with_the_dense_one_of_its_seed(script, tmp_path):
