@@ -12,7 +12,7 @@ from argparse import Namespace
 
 from dlrm.export.delta import export_delta
 from dlrm.export.directory import ExportOptions, export_run
-from dlrm.export.programs import DEVICES
+from dlrm.export.programs import DEVICES, has_compiler
 from dlrm.export.rows import PRECISIONS
 from dlrm.utils.program import Parser, exit_status, path_arg
 
@@ -49,7 +49,7 @@ def arguments() -> Parser:
         nargs="*",
         choices=DEVICES,
         help="compile ahead of time for machines like this one; without a name, don't (default: "
-        "cpu)",
+        "cpu, if there is a C++ compiler)",
     )
     add("--onnx", action="store_true", help="also write ONNX (default: no)")
     add(
@@ -76,7 +76,11 @@ def export(options: Namespace) -> None:
         raise ValueError(
             "--compile: with --delta-from, what was compiled is compiled: leave it out"
         )
-    compiled = ("cpu",) if options.compile is None else options.compile
+    compiled = options.compile
+    if compiled is None:
+        compiled = ["cpu"] if has_compiler() else []
+        if not compiled and options.delta_from is None:
+            print("note: nothing is compiled ahead of time, which needs a C++ compiler such as g++")
     chosen = ExportOptions(
         tables=options.tables,
         emb=options.emb,

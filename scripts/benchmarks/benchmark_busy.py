@@ -2,12 +2,13 @@
 
     python scripts/benchmarks/benchmark_busy.py --output benchmarks/busy_cpu.json
 
-Compared are the programs as they start (see ``dlrm/utils/startup.py``), PyTorch's default, threads
-that never spin (``OMP_WAIT_POLICY=passive``) and one thread. On a busy machine one process per core
-counts, or multiplies matrices as another training run does, in threads that spin. Runs alternate;
-of each way, the fastest training and the fastest whole run count. Last, the whole of a first run is
-timed, which makes the demo data, on an idle machine and with one busy core. Takes six minutes on
-two idle cores; ``taskset -c`` chooses them.
+Compared are the programs as they start (see ``dlrm/utils/startup.py``) and PyTorch's default; with
+``--ways``, also threads that never spin (``OMP_WAIT_POLICY=passive``) and one thread. On a busy
+machine one process per core counts, or multiplies matrices as another training run does, in threads
+that spin. Runs alternate; of each way, the fastest training and the fastest whole run count. Last,
+the whole of a first run is timed, which makes the demo data, on an idle machine and with one busy
+core. It takes three minutes on two idle cores; ``taskset -c`` chooses them. After ``--seconds``,
+no other run begins. The JSON is written after each part, so that one that is ended has a result.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,9 @@ parent, x = os.getppid(), torch.ones(512, 512)
 while os.getppid() == parent: (x @ x).relu()
 """
 """The same, with the threads of PyTorch."""
+
+KINDS = ("training", "whole")
+"""Of times."""
 
 NEIGHBOURS = {"counting": COUNT, "training": MULTIPLY}
 
@@ -88,18 +92,29 @@ def _clean() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "KMP_"))}
 
 
-def measure(repeats: int, steps: int, ways: list[str]) -> dict[str, dict[str, float]]:
-    """The fastest of alternating runs of each way, in seconds."""
+def measure(
+    repeats: int, steps: int, ways: Sequence[str], deadline: float
+) -> dict[str, dict[str, float]]:
+    """The fastest of alternating runs of each way, in seconds; at least one of each.
+
+    Args:
+        repeats: runs of each way.
+        steps: training steps of a run.
+        ways: some of ``WAYS``.
+        deadline: of :func:`time.monotonic`, after which no second run of a way begins.
+    """
     seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
-    for _ in range(repeats):
+    for repeat in range(repeats):
         for way in ways:
+            if repeat and time.monotonic() > deadline:
+                continue
             with tempfile.TemporaryDirectory() as directory:
                 seconds[way].append(run(way, steps, Path(directory)))
             training, whole = seconds[way][-1]
             print(f"{way:10} training {training:6.2f} s, whole {whole:6.2f} s", flush=True)
-    columns = ("training", "whole")
     return {
-        way: {name: round(min(c), 2) for name, c in zip(columns, zip(*s, strict=True), strict=True)}
+        way: {name: round(min(c), 2) for name, c in zip(KINDS, zip(*s, strict=True), strict=True)}
+        | {"runs": len(s)}
         for way, s in seconds.items()
     }
 
@@ -109,30 +124,41 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(__doc__)
     parser.add_argument("--output", type=path_arg, help="where the JSON goes")
     parser.add_argument("--steps", type=count_arg, default=80, help="training steps of a run")
-    parser.add_argument("--repeats", type=count_arg, default=4, help="runs of each way, idle")
+    parser.add_argument("--repeats", type=count_arg, default=5, help="runs of each way, idle")
     parser.add_argument(
-        "--neighbours", nargs="+", choices=NEIGHBOURS, default=list(NEIGHBOURS), help="(all)"
+        "--ways", nargs="+", choices=WAYS, default=["ours", "default"], help="(ours default)"
     )
+    parser.add_argument(
+        "--neighbours", nargs="*", choices=NEIGHBOURS, default=list(NEIGHBOURS), help="(all)"
+    )
+    parser.add_argument("--seconds", type=count_arg, default=200, help="(200)")
     options = parser.parse_args(argv)
+    start, steps = time.monotonic(), options.steps
     with tempfile.TemporaryDirectory() as directory:
         run("ours", 1, Path(directory))  # makes the data, and fills the disk cache
-    found: dict[str, Any] = {"unit": "s", "steps": options.steps}
-    found["idle"] = measure(options.repeats, options.steps, list(WAYS))
+    found: dict[str, Any] = {"unit": "s", "steps": steps}
+
+    def note(state: str, times: dict[str, dict[str, float]]) -> None:
+        found[state] = times
+        if {"ours", "default"} <= times.keys():
+            ratios = {k: round(times["default"][k] / times["ours"][k], 3) for k in KINDS}
+            found[f"{state}_times_faster_than_default"] = ratios
+            print(state, "times faster than the default:", ratios, flush=True)
+        if options.output:
+            benchmark.write(options.output, found)
+
+    # Of the time, at most half for the idle machine, where a run takes the shortest.
+    note("idle", measure(options.repeats, steps, options.ways, start + options.seconds / 2))
     for name in options.neighbours:
-        print(f"{name} next to it", flush=True)
         with busy(cpu_count(), NEIGHBOURS[name]):
-            found[f"busy_{name}"] = measure(1, options.steps, list(WAYS))
-    found["first_run"] = {"idle": first_run()}
-    with busy(1):
-        found["first_run"]["one_busy_core"] = first_run()
-    print("first run:", found["first_run"])
-    for state in ("idle", *(f"busy_{name}" for name in options.neighbours)):
-        times = found[state]
-        ratios = {k: round(times["default"][k] / times["ours"][k], 3) for k in times["ours"]}
-        found[f"{state}_times_faster_than_default"] = ratios
-        print(state, "times faster than the default:", ratios)
-    if options.output:
-        benchmark.write(options.output, found)
+            note(f"busy_{name}", measure(1, steps, options.ways, start))
+    for state, processes in (("idle", 0), ("one_busy_core", 1)):
+        if time.monotonic() < start + options.seconds:
+            with busy(processes):
+                found.setdefault("first_run", {})[state] = first_run()
+            print("first run:", found["first_run"], flush=True)
+            if options.output:
+                benchmark.write(options.output, found)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,14 @@ from torch.torch_version import TorchVersion
 from dlrm.embeddings import available
 from dlrm.embeddings.tt import TT
 from dlrm.export.inference import InferenceModel
-from dlrm.export.programs import CUDA_VERSION, compile_program, save_onnx, save_program, trace
+from dlrm.export.programs import (
+    CUDA_VERSION,
+    compile_program,
+    has_compiler,
+    save_onnx,
+    save_program,
+    trace,
+)
 from dlrm.kernels.update.packed import PackedParameter
 from dlrm.model import DLRM
 
@@ -219,5 +226,7 @@ def test_missing_packages_and_compilers(monkeypatch, tmp_path):
             compile_program(program, tmp_path / "model.pt2", "cuda")
     # Not by monkeypatch, which would remove the option instead of restoring it.
     missing = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
-    with missing, pytest.raises(ValueError, match="needs a C\\+\\+ compiler, and there is none"):
+    none = pytest.raises(ValueError, match=r"needs a C\+\+ compiler, and there is none: install")
+    with missing, none:
+        assert not has_compiler()
         compile_program(program, tmp_path / "model.pt2", "cpu")

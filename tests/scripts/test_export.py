@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from dlrm.training.run_directory import PREPARATION
@@ -158,6 +159,14 @@ def test_compressed_on_the_way(criteo, export):
     dense = sum(4 * 16 * column["rows"] for column in manifest["categorical"])
     assert manifest["bytes_of_tables"] < dense / 2
     assert manifest["tables"] == "auto"
+
+
+def test_without_a_compiler_the_default_compiles_nothing(criteo, run, tmp_path):
+    directory, _ = criteo
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        done = run("export", directory / "run", tmp_path / "made")
+    assert "note: nothing is compiled ahead of time" in done.stdout
+    assert json.loads((tmp_path / "made" / "manifest.json").read_text())["compiled"] == {}
 
 
 def test_what_can_not_be_exported(criteo, export, run, tmp_path):

@@ -36,7 +36,9 @@ def files_elsewhere(event, arguments):
     """An audit hook: no ``/proc``, no symbolic links, and no directory is opened."""
     if event == "open" and str(arguments[0]).startswith("/proc"):
         raise FileNotFoundError(2, "No such file or directory", arguments[0])
-    if event == "open" and isinstance(arguments[0], str) and os.path.isdir(arguments[0]):
+    # A file object is never one of a directory; a temporary file's only says so to audit hooks.
+    opened = event == "open" and arguments[1] is None
+    if opened and isinstance(arguments[0], str) and os.path.isdir(arguments[0]):
         raise PermissionError(13, "Permission denied", arguments[0])
     if event == "os.symlink":
         raise OSError(22, "A required privilege is not held by the client", arguments[0])

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from dlrm.export.programs import has_compiler
+
 ROOT = Path(__file__).parents[2]
 SPLIT = ["--split", "0.8", "0.1", "0.1"]
 
@@ -42,6 +44,18 @@ def test_from_raw_rows_to_a_comparison(command, tmp_path):
     result = json.loads((runs / "tt" / "result.json").read_text())
     assert 0 < result["metrics"]["test/auc"] < 1
     assert (tmp_path / "scores.parquet").stat().st_size
+
+
+@pytest.mark.slow
+def test_an_export_that_is_compiled(command, tmp_path, monkeypatch):
+    # Without fcntl, PyTorch would wait for locks that other programs leave in its usual cache.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    run, made = tmp_path / "run", tmp_path / "export"
+    train = ["train", *command("run", "--emb", "tt", "--tt.rank", "2"), "--max_steps", "2"]
+    done = run_elsewhere(train, ["scripts.export", run, made])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (made / "model.pt2").stat().st_size
+    assert (made / "model_cpu.pt2").exists() == has_compiler()
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from dlrm.data.table.options import ALL_OTHERS
 from dlrm.data.table.values import BadValue, as_texts, decoded, shown
 
-LABELS = {"0": 0, "1": 1, "0.0": 0, "1.0": 1, "false": 0, "true": 1, "False": 0, "True": 1}
+LABELS = {"0": 0, "1": 1, "false": 0, "true": 1, "False": 0, "True": 1}
 SPLIT_VALUES = {
     "train": 0, "training": 0, "val": 1, "valid": 1, "validation": 1, "dev": 1, "test": 2,
     "testing": 2,
@@ -41,12 +41,12 @@ def labels(
         rule = "it must be 0 or 1 (false or true)"
         hint = "correct it, or name the value that counts as 1 with positive: in the YAML"
         return _mapped(array, name, LABELS, rule, hint)
-    ones = dict.fromkeys(positive, 1)
+    ones = dict.fromkeys(map(_plain, positive), 1)
     if negative is None or ALL_OTHERS in negative:
         return _mapped(array, name, ones, "it must be there", "", other=0)
     rule = f"it must be {_listed(positive)} (counts as 1) or {_listed(negative)} (0)"
     hint = "correct it, or list all values that count as 0 with negative: in the YAML"
-    return _mapped(array, name, dict.fromkeys(negative, 0) | ones, rule, hint)
+    return _mapped(array, name, dict.fromkeys(map(_plain, negative), 0) | ones, rule, hint)
 
 
 def find_negative(samples: Iterable[pa.Array], name: str, positive: Sequence[str]) -> str:
@@ -65,9 +65,10 @@ def find_negative(samples: Iterable[pa.Array], name: str, positive: Sequence[str
         for pair in pc.value_counts(as_texts(decoded(sample.drop_null()), name)).to_pylist():
             counts[pair["values"].strip()] += pair["counts"]
     counts.pop("", None)  # a missing label; its row is refused
-    others = [value for value, _ in counts.most_common() if value not in positive]
+    ones = set(map(_plain, positive))
+    others = {_plain(value): value for value in counts if _plain(value) not in ones}
     if len(others) == 1:
-        return others[0]
+        return next(iter(others.values()))
     seen = [f"{shown(value)} ({count:,})" for value, count in counts.most_common(MOST_SHOWN)]
     seen += ["..."] if len(counts) > MOST_SHOWN else []
     raise ValueError(
@@ -99,7 +100,7 @@ def _mapped(
     if not pa.types.is_dictionary(array.type):
         array = array.dictionary_encode()
     texts = as_texts(array.dictionary, name).to_pylist()
-    found = [codes.get(text.strip(), other) if text else None for text in texts]
+    found = [codes.get(_plain(text), other) if text else None for text in texts]
     result = pa.array(found, pa.uint8()).take(array.indices)
     if result.null_count:
         row = pc.index(result.is_null(), True).as_py()
@@ -108,6 +109,13 @@ def _mapped(
             raise BadValue(name, row, f"the value is missing; {rule}: leave out rows without it")
         raise BadValue(name, row, f"the value is {shown(value)}; {rule}: {hint}")
     return result
+
+
+def _plain(text: str) -> str:
+    """A text without white space around it; a whole number without a fraction, as 4 for 4.0."""
+    text = text.strip()
+    whole, _, fraction = text.partition(".")
+    return whole if whole.isdecimal() and not fraction.strip("0") else text
 
 
 def _listed(values: Sequence[str]) -> str:

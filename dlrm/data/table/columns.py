@@ -33,7 +33,9 @@ class Column:
 
     @property
     def numeric(self) -> bool:
-        """Whether its values are numbers, whatever they are used for."""
+        """Whether its values count as numbers, whatever they are used for."""
+        if self.options.format is not None:  # digits such as 20240131
+            return False
         numbers = ("int", "uint", "float", "double", "halffloat", "decimal")
         return self.kind == "number" or self.found.startswith(numbers)
 

@@ -2,52 +2,27 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from dlrm.data.table.codes import find_negative
 from dlrm.data.table.columns import Column, TablePlan
 from dlrm.data.table.files import ParquetPart, TableFile
+from dlrm.data.table.kinds import Found, NoFeatureError, find_kind, find_separator, whole_days
 from dlrm.data.table.options import ALL_OTHERS, ColumnOptions, TableOptions, TimePart
 from dlrm.data.table.text import CsvPart
 from dlrm.data.table.values import (
-    DAY,
-    MISSING_TIME,
-    NUMBER_MISSING,
     BadRow,
-    BadValue,
     decoded,
-    is_list,
     is_text,
-    shown,
-    times,
 )
 from dlrm.utils.messages import did_you_mean, printable
 
 SAMPLE_BYTES = 4 << 20
-FEW_VALUES = 20
-LIKE_DATES = r"^\s*\d{1,4}([-/.])\d{1,2}[-/.]\d{1,4}\b"  # in any order
-ENOUGH_ROWS = 100  # for conclusions from how values are distributed
-LIST_SHARE = 0.2
-NUMBER_SHARE = 0.95
-ID_NAME = re.compile(r"(^|_|[a-z](?=I))(id|ids|uuid|guid|code|zip|hash)$", re.IGNORECASE)
 PARTS: tuple[TimePart, ...] = ("hour", "weekday", "age")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """What the first rows tell of a column."""
-
-    kind: str
-    why: str
 
 
 def plan_table(
@@ -69,13 +44,17 @@ def plan_table(
         raise ValueError(f"{files[0].path} has no rows; give a table that has some")
     names = sample.schema.names
     given = _named(options, names, str(files[0].path))
-    columns = []
+    columns, useless = [], dict[str, str]()
     for name in names:
         parts = [decoded(rows[name]) for rows in samples if name in rows.schema.names]
         own = given.get(name, ColumnOptions())
         if own.kind is None:
             untyped = files[0].format == "csv"
-            candidates = [_find(name, part, untyped) for part in parts]
+            try:
+                candidates = [find_kind(name, part, untyped) for part in parts]
+            except NoFeatureError as error:
+                useless |= error.reasons
+                continue
             found = min(candidates, key=lambda found: found.kind != "category")
         else:
             found = Found(kind=own.kind, why="given")
@@ -87,6 +66,8 @@ def plan_table(
                 options=_filled(replace(own, kind=found.kind), parts[0], options),  # type: ignore[arg-type]
             )
         )
+    if useless:
+        raise NoFeatureError(useless)
     options = _with_negative(options, columns, files, samples, skip_bad)
     plan = TablePlan(options=options, columns=tuple(columns))
     if not plan.categorical:
@@ -209,13 +190,13 @@ def _filled(own: ColumnOptions, sample: pa.Array, options: TableOptions) -> Colu
     if own.kind == "number":
         return replace(own, transform=own.transform or options.transform)
     if own.kind == "time":
-        dates = pa.types.is_date(sample.type) or _whole_days(sample)
+        dates = pa.types.is_date(sample.type) or whole_days(sample, own.format)
         return replace(own, parts=own.parts or (PARTS[1:] if dates else PARTS))
     if own.kind not in ("category", "list"):
         return own
     separator = own.separator
     if own.kind == "list" and separator is None and is_text(sample.type):
-        separator = _separator(sample) or "|"
+        separator = find_separator(sample) or "|"
     return replace(
         own,
         separator=separator,
@@ -223,125 +204,6 @@ def _filled(own: ColumnOptions, sample: pa.Array, options: TableOptions) -> Colu
         cap=own.cap or options.cap,
         hash=own.hash or options.hash,
     )
-
-
-def _find(name: str, sample: pa.Array, untyped: bool) -> Found:
-    """The kind of a column that the options say nothing of.
-
-    Args:
-        name: its name.
-        sample: its first values.
-        untyped: whether the file holds nothing but texts.
-
-    Raises:
-        ValueError: nothing can be made of it; it is not left out silently.
-    """
-    kind = sample.type
-    if is_list(kind):
-        entries = kind.value_type
-        if is_text(entries) or pa.types.is_integer(entries):
-            return Found(kind="list", why=f"lists of {entries}")
-        raise _no_kind(name, f"it holds {kind}, and a list holds texts or integers")
-    if pa.types.is_nested(kind):
-        raise _no_kind(name, f"it holds {kind}; take its fields apart first")
-    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
-        return Found(kind="time", why="times")
-    if pa.types.is_boolean(kind):
-        return Found(kind="category", why="false or true")
-    if pa.types.is_integer(kind):
-        return _find_integer(name, sample)
-    if pa.types.is_floating(kind) or pa.types.is_decimal(kind) or pa.types.is_time(kind):
-        return Found(kind="number", why="numbers")
-    if kind == pa.null():
-        return Found(kind="category", why="no value in the first rows")
-    if is_text(kind) or pa.types.is_binary(kind):
-        if is_text(kind) and _moments(sample) is not None:
-            return Found(kind="time", why="texts that are times")
-        if untyped and is_text(kind) and (odd := _odd_number(name, sample)):
-            return Found(kind="number", why=f"numbers, but for {odd}")
-        if is_text(kind) and (separator := _separator(sample)):
-            return Found(kind="list", why=f"texts with {separator!r} between entries")
-        distinct, rows = pc.count_distinct(sample).as_py(), len(sample)
-        often = f"{distinct:,} values in {rows:,} rows"
-        if distinct == rows >= ENOUGH_ROWS:  # what is learned of one says nothing of another row
-            often += ", so of no use: drop it, or pass it"
-        if is_text(kind) and pc.all(pc.match_substring_regex(sample, LIKE_DATES)).as_py():
-            often += "; if these are times, set kind: time and format:, as in strptime"
-        return Found(kind="category", why=f"texts, {often}")
-    raise _no_kind(name, f"it holds {kind}")
-
-
-def _find_integer(name: str, sample: pa.Array) -> Found:
-    """Integers are ids if the name says so or if there are few, and else numbers.
-
-    Raises:
-        ValueError: they only count the rows.
-    """
-    present = sample.drop_null()
-    distinct = pc.count_distinct(present).as_py()
-    if len(present) >= ENOUGH_ROWS and present.null_count == 0 and len(present) == len(sample):
-        steps = np.diff(present.to_numpy(zero_copy_only=False).astype(np.int64))
-        if (steps == 1).all():
-            raise ValueError(
-                f"column {name!r} counts the rows ({present[0]}, {present[1]}, {present[2]}, ...), "
-                f"which says nothing about new rows; leave it out with columns: {{{name}: drop}}, "
-                f"or copy it to the result with columns: {{{name}: pass}}"
-            )
-    if ID_NAME.search(name):
-        return Found(kind="category", why="integers, by its name")
-    if len(sample) >= ENOUGH_ROWS and distinct <= FEW_VALUES:
-        return Found(kind="category", why=f"integers, only {distinct} values")
-    return Found(kind="number", why="integers")
-
-
-def _odd_number(name: str, texts: pa.Array) -> str | None:
-    """The first value that is not a number, where nearly all are: it should be corrected."""
-    absent = pc.is_in(pc.utf8_trim_whitespace(texts), pa.array(NUMBER_MISSING, texts.type))
-    texts = texts.filter(pc.invert(absent)).drop_null()
-    number = pc.match_substring_regex(texts, r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$")
-    share = (pc.sum(number).as_py() or 0) / max(1, len(texts))
-    many = pc.count_distinct(texts).as_py() > FEW_VALUES
-    if ID_NAME.search(name) or not NUMBER_SHARE <= share < 1 or not many:
-        return None
-    return shown(texts[pc.index(number, False).as_py()].as_py())
-
-
-def _no_kind(name: str, reason: str) -> ValueError:
-    return ValueError(
-        f"column {name!r} can't be a feature: {reason}; leave it out with columns: {{{name}: drop}}"
-        f", or copy it to the result with columns: {{{name}: pass}}"
-    )
-
-
-def _separator(texts: pa.Array) -> str | None:
-    """What parts the entries of lists that are written as text."""
-    texts = texts.drop_null()
-    if not len(texts):
-        return None
-    for separator in ("|", ";"):
-        with_it = pc.sum(pc.match_substring(texts, separator)).as_py() or 0
-        if with_it >= LIST_SHARE * len(texts):
-            entries = pc.split_pattern(texts, separator).flatten()
-            # Entries repeat; texts with a bar in them don't.
-            if pc.count_distinct(entries).as_py() < 0.5 * len(entries):
-                return separator
-    return None
-
-
-def _moments(sample: pa.Array) -> NDArray[np.int64] | None:
-    """The values if all are timestamps, or texts that look like them."""
-    sample = sample.drop_null()
-    if len(sample) and (pa.types.is_timestamp(sample.type) or is_text(sample.type)):
-        with suppress(BadValue):
-            times(sample[:FEW_VALUES], "", ("",), None, "s")  # most texts are none at once
-            moments = times(sample, "", ("",), None, "s")
-            return moments if (moments != MISSING_TIME).any() else None
-    return None
-
-
-def _whole_days(sample: pa.Array) -> bool:
-    moments = _moments(sample)
-    return moments is not None and bool((moments[moments != MISSING_TIME] % DAY == 0).all())
 
 
 def _type_name(kind: pa.DataType) -> str:

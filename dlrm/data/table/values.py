@@ -182,6 +182,8 @@ def times(
         BadValue: a text is not a time of this form.
     """
     array = decoded(array)
+    if form is not None and is_number(array.type):  # such as 14102123 for %y%m%d%H
+        array = as_texts(array, name)
     kind = array.type
     if is_text(kind):
         array = _parsed_times(array, name, missing, form)

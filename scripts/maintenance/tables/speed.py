@@ -31,7 +31,12 @@ def busy_cpu() -> str:
         "passive": "no spin",
         "one thread": "one thread",
     }
-    states = {"idle": "idle", "busy": "busy", "busy_counting": "busy"}
+    states = {
+        "idle": "idle",
+        "busy": "busy",
+        "busy_counting": "busy",
+        "busy_training": "next to training",
+    }
     rows = [
         {"machine": shown, "name": names[way], **result[state][way]}
         for state, shown in states.items()

@@ -92,8 +92,8 @@ def test_texts_are_compared_as_they_are_written(tmp_path):
     assert prepare(path, tmp_path, positive="TRUE")[0] == [1, 0, 0] * 20
     path = write(tmp_path, ["4.0", "5.0", "3.5"] * 20)
     assert prepare(path, tmp_path, positive=["4.0", "5.0"])[0] == [1, 1, 0] * 20
-    with pytest.raises(ValueError, match=r"'4' counts as 1, but the first rows hold '4.0' \(20\)"):
-        prepare(path, tmp_path, positive="4")
+    with pytest.raises(ValueError, match=r"'4.1' counts as 1, but the first rows hold '4.0' "):
+        prepare(path, tmp_path, positive="4.1")
 
 
 def test_labels_of_one_value_say_nothing_of_the_other(tmp_path):
@@ -124,3 +124,9 @@ def test_rows_to_score_have_the_same_labels(tmp_path):
 def test_a_preparation_from_before_counts_all_others_as_0():
     array = pa.array(["yes", "no", "perhaps"])
     assert labels(array, "bought", ["yes"]).to_pylist() == [1, 0, 0]
+
+
+def test_numbers_are_compared_by_their_value(tmp_path):
+    path = write(tmp_path, ["4.0", "5", "3.5"] * 20)
+    assert prepare(path, tmp_path, positive=[4, 5])[0] == [1, 1, 0] * 20
+    assert labels(pa.array(["0.0", "1.00", "0"]), "bought").to_pylist() == [0, 1, 0]
