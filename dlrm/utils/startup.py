@@ -13,12 +13,24 @@ _PREFIXES = ("OMP_", "GOMP_", "KMP_")
 
 
 def begin() -> None:
-    """Let signals end the program quietly, and threads without work sleep soon.
+    """Let signals end the program quietly, threads without work sleep soon, and open streams.
 
     Call it first, and not in a library: it sets signal handlers and environment variables.
     """
     signals.exit_quietly()
+    open_closed_streams()
     bound_spinning()
+
+
+def open_closed_streams() -> None:
+    """Open the output or error stream of a program that was started without it, as by ``>&-``.
+
+    Else ``print`` fails, and the first file that is opened takes the place of the stream, so that
+    what a C library prints gets into that file.
+    """
+    for name in ("stdin", "stdout", "stderr"):  # each takes the lowest number, which is its own
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
 
 
 def without_pandas() -> None:

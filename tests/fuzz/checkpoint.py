@@ -138,7 +138,9 @@ def used(use: str, given: Path, place: Path) -> tuple[str | None, str, str]:
     return refused, text, hashlib.sha256(found.encode()).hexdigest()
 
 
-def judged(rng: random.Random, what: str, place: Path, *, trusted: str = "") -> Case:
+def judged(
+    rng: random.Random, what: str, place: Path, *, trusted: str = "", elsewhere: Path | None = None
+) -> Case:
     """The case of using the changed run in ``place``.
 
     Args:
@@ -147,11 +149,13 @@ def judged(rng: random.Random, what: str, place: Path, *, trusted: str = "") -> 
         place: directory of the case.
         trusted: which results may be others: ``all``, those of ``earlier`` without a warning, or
             those of a run that is ``resumed``.
+        elsewhere: a link to a checkpoint of another run; whoever names it gets that one.
     """
     use = rng.choice(USES)
     given = place / "run"
     if rng.random() < 0.3:
         given = given / "checkpoints" / rng.choice(("latest", "step_6"))
+    trusted = "all" if given == elsewhere else trusted
     size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
 
     latest, earlier = expected(use)
@@ -330,7 +334,8 @@ def links(rng: random.Random, place: Path) -> Case:
     else:
         path.symlink_to(targets[what] or "")
     trusted = "earlier" if what == "step_3" or name in ("step_6", "latest") else ""
-    return judged(rng, f"{name}: {what}", place, trusted=trusted)
+    elsewhere = path if what == "another run's" else None
+    return judged(rng, f"{name}: {what}", place, trusted=trusted, elsewhere=elsewhere)
 
 
 def planted(rng: random.Random, place: Path) -> Case:

@@ -24,6 +24,14 @@ def set_by_startup(**given):
     return {k: v for k, v in eval(done.stdout).items() if k.startswith(PREFIXES)}
 
 
+def test_a_program_without_streams_begins_with_others():
+    """What is printed does not get into the first file that is opened, and prints nothing."""
+    code = "import os, sys; from dlrm.utils import startup; startup.begin(); "
+    code += "print('out'); print('error', file=sys.stderr); sys.exit(os.open(os.devnull, 0))"
+    command = f"exec {sys.executable} -c \"{code}\" <&- >&- 2>&-"
+    assert subprocess.run(command, shell=True, cwd=ROOT).returncode == 3
+
+
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
 def test_what_the_user_has_set_is_left_alone(name):
     assert set_by_startup(**{name: "7"}) == {name: "7"}
