@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dlrm.export.directory import (
@@ -29,6 +29,7 @@ from dlrm.export.directory import (
     digest_of,
     open_run,
 )
+from dlrm.export.programs import save_weights
 from dlrm.utils.atomic import atomic_directory, atomic_write
 from dlrm.utils.documents import read_json
 
@@ -89,7 +90,7 @@ def export_delta(
             files = after["files"] | {name: before["files"][name] for name in kept_files}
             after["files"] = dict(sorted(files.items()))
         changes = Changes.between(old, new)
-        save_file(changes.tensors, directory / ROWS, {"format": "pt"})
+        save_weights(changes.tensors, directory / ROWS)
         rows = sum(len(v) for n, v in changes.tensors.items() if n.startswith("row_numbers:"))
         note(f"{ROWS}: {rows:,} rows, {(directory / ROWS).stat().st_size:,} bytes")
         taken = [

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch.export import ExportedProgram
 
 import dlrm
@@ -19,7 +18,7 @@ from dlrm.data.model_inputs import PREPARATION
 from dlrm.data.raw_rows import keep_transform
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.export.inference import InferenceModel
-from dlrm.export.programs import compile_program, save_onnx, save_program, trace
+from dlrm.export.programs import compile_program, save_onnx, save_program, save_weights, trace
 from dlrm.export.reader import PACKAGE, copy_reader
 from dlrm.model import DLRM
 from dlrm.training.checkpoint import Checkpoint
@@ -201,7 +200,7 @@ class Contents:
         made = dict[str, Any](self._manifest)
         program = program or self.trace()
         weights = {name: value.contiguous() for name, value in program.state_dict.items()}
-        save_file(weights, directory / WEIGHTS, {"format": "pt"})
+        save_weights(weights, directory / WEIGHTS)
         sizes = {n: v.nbytes for n, v in weights.items() if n.startswith("tables.")}
         made["bytes_of_tables"] = sum(sizes.values())
         made["weights"] = WEIGHTS

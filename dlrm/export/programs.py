@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from torch._inductor import aoti_compile_and_package
 from torch._inductor.cpp_builder import get_cpp_compiler
@@ -66,18 +69,35 @@ def trace(model: InferenceModel, num_dense: int) -> ExportedProgram:
     return program
 
 
+def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Write tensors as a safetensors file.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    try:
+        save_file(dict(weights), path, {"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} can't be written: {error}") from error
+
+
 def save_program(program: ExportedProgram, path: Path) -> None:
     """Write a program without its weights, which ``program.state_dict`` takes when it is loaded.
 
     In their place are values of no size in memory: NaN, so that a score without weights is NaN.
+
+    Raises:
+        OSError: it can't be written.
     """
+    content = io.BytesIO()  # PyTorch's own writer aborts the process where there is no room
     weights = dict(program.state_dict)
     program.state_dict.update({name: _placeholder(value) for name, value in weights.items()})
     try:
         with _quiet():
-            torch.export.save(program, path)
+            torch.export.save(program, content)
     finally:
         program.state_dict.update(weights)
+    path.write_bytes(content.getbuffer())
 
 
 def _placeholder(value: Tensor) -> Tensor:

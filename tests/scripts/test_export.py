@@ -200,15 +200,19 @@ def test_what_can_not_be_exported(criteo, export, run, tmp_path):
     assert not (made / "dlrm_reader").exists()
 
 
-def test_nothing_is_left_of_an_export_that_fails(criteo, run, tmp_path, monkeypatch):
-    directory, _ = criteo
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("dlrm.export.directory.save_file", full)
-    done = run("export", directory / "run", tmp_path / "made", "--compile", status=2)
-    assert f"{tmp_path / 'made'} can't be written" in done.stderr
+@pytest.mark.parametrize(("room", "file"), [(5000, "weights.safetensors"), (None, "model.pt2")])
+def test_nothing_is_left_of_an_export_that_has_no_room(room, file, table, export, start, tmp_path):
+    run = table[0] / "run"
+    if file == "model.pt2":  # more than the weights take, and less than the program
+        made = export(run)
+        sizes = [(made / name).stat().st_size for name in ("weights.safetensors", file)]
+        room = sum(sizes) // 2
+        assert sizes[0] < room < sizes[1]
+        shutil.rmtree(made)
+    done = start("export", run, tmp_path / "made", "--compile", file_size=room).wait()
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "can't be written: " in done.stderr
     assert not list(tmp_path.iterdir())
 
 

@@ -28,7 +28,7 @@ def test_a_program_without_streams_begins_with_others():
     """What is printed does not get into the first file that is opened, and prints nothing."""
     code = "import os, sys; from dlrm.utils import startup; startup.begin(); "
     code += "print('out'); print('error', file=sys.stderr); sys.exit(os.open(os.devnull, 0))"
-    command = f"exec {sys.executable} -c \"{code}\" <&- >&- 2>&-"
+    command = f'exec {sys.executable} -c "{code}" <&- >&- 2>&-'
     assert subprocess.run(command, shell=True, cwd=ROOT).returncode == 3
 
 
