@@ -167,6 +167,34 @@ def tt_steps() -> str:
     return markdown(["rows", "rank", *starts], rows) + source("tt_steps")
 
 
+def tt_sgd() -> str:
+    """Quality under plain SGD before and after the scale of trains went into the last core."""
+    names = {
+        "tt_rec_sgd_synthetic": "synthetic, 430,000 rows",
+        "tt_rec_sgd_sample": "the sample",
+    }
+    names = {
+        name: text
+        for name, text in names.items()
+        if (ROOT / "benchmarks" / f"{name}.json").exists()
+    }
+    found = {}
+    for name, text in names.items():
+        for at, file in (("before", f"{name}_before"), ("now", name)):
+            for row in read(file)["results"]:
+                found[row["cell"], f"{text}, {at}"] = row
+    columns = list(dict.fromkeys(column for _, column in found))
+    cells = {"dense": "dense", "tt7-r8": "7 tables, rank 8", "tt7-r32": "7 tables, rank 32"}
+
+    def auc(row: dict[str, Any]) -> str:
+        return f"{row['AUC']:.4f}" + (f" ± {row['AUC std']:.4f}" if row["AUC std"] else "")
+
+    rows = [
+        [text, *(auc(found[cell, column]) for column in columns)] for cell, text in cells.items()
+    ]
+    return markdown(["embeddings", *columns], rows) + source(*names)
+
+
 def tt_changes() -> str:
     """What each part of tensor-train tables is worth at equal bytes."""
     names = {
@@ -229,4 +257,5 @@ TABLES = (
     packed_sample,
     true_bytes,
     tt_steps,
+    tt_sgd,
 )
