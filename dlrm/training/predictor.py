@@ -159,8 +159,10 @@ class Predictor:
                 yield rows, pa.RecordBatch.from_pydict({ROW: pa.array(numbers), **output})
 
         for rows, output in in_batches(parts(), batch_size):
-            output = output.append_column(PROBABILITY, self._probabilities(rows))
-            if label in rows.schema.names:
+            there = label in rows.schema.names
+            inputs_alone = rows.drop_columns([label]) if there else rows
+            output = output.append_column(PROBABILITY, self._probabilities(inputs_alone))
+            if there:  # null where a row has none
                 output = output.append_column(LABEL, rows[label].cast(pa.float32()))
             yield from output.combine_chunks().to_batches()
 

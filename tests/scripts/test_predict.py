@@ -122,6 +122,16 @@ def test_raw_rows_of_a_table_get_the_scores_of_prepared_ones(form, table, predic
     assert kept["user"].tolist() == [row["user"] for row in rows[TEST:]]
 
 
+def test_rows_with_an_empty_label_are_scored(table, predict, tmp_path):
+    directory, rows = table
+    new = [{**row, "clicked": row["clicked"] if i % 2 else ""} for i, row in enumerate(rows[:20])]
+    found = predict(directory / "run", write_csv(tmp_path / "new.csv", new))
+    same = predict(directory / "run", write_csv(tmp_path / "new.csv", rows[:20]))
+    assert found["probability"].tolist() == same["probability"].tolist()
+    assert found["label"].isna().tolist() == [True, False] * 10
+    assert found["label"][1::2].tolist() == same["label"][1::2].tolist()
+
+
 def test_a_run_that_was_moved_scores_without_its_data(table, start, predict, tmp_path):
     directory, rows = table
     expected = predict(directory / "run", directory / "data")

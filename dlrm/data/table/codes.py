@@ -25,6 +25,8 @@ def labels(
     name: str,
     positive: Sequence[str] | None = None,
     negative: Sequence[str] | None = None,
+    *,
+    required: bool = True,
 ) -> pa.Array:
     """``[n]`` labels as uint8, 0 or 1.
 
@@ -33,10 +35,16 @@ def labels(
         name: its name.
         positive: the values that count as 1. None: 0 and 1, or false and true.
         negative: the values that count as 0; ``("*",)`` or None: all others.
+        required: raise if a label is missing; otherwise it is null.
 
     Raises:
         BadValue: a label is missing or another value.
     """
+    if not required:
+        array = decoded(array)
+        there = pc.not_equal(as_texts(array, name), "").fill_null(False)
+        found = labels(array.filter(there), name, positive, negative)
+        return pc.replace_with_mask(pa.nulls(len(array), pa.uint8()), there, found)
     if positive is None:
         rule = "it must be 0 or 1 (false or true)"
         hint = "correct it, or name the value that counts as 1 with positive: in the YAML"

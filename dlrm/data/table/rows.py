@@ -27,7 +27,8 @@ def convert_rows(plan: TablePlan, raw: pa.RecordBatch, *, required: bool = True)
         plan: the columns.
         raw: the columns of the table that the plan needs, of any type that fits their kinds.
         required: require the label, the weight, what the split depends on and passed columns;
-            otherwise convert those that are there, and nothing for the split.
+            otherwise convert those that are there, and nothing for the split. A label may then be
+            null.
 
     Returns:
         float64 for numbers, NaN where missing; dictionary arrays of texts for categories, large
@@ -42,7 +43,7 @@ def convert_rows(plan: TablePlan, raw: pa.RecordBatch, *, required: bool = True)
     for column in there:
         if column.kind == "label":
             known = options.positive, options.negative
-            columns[column.name] = labels(raw[column.name], column.name, *known)
+            columns[column.name] = labels(raw[column.name], column.name, *known, required=required)
         elif column.kind == "weight":
             columns[column.name] = pa.array(values.weights(raw[column.name], column.name))
     if required and options.split.column is not None:

@@ -82,13 +82,20 @@ class TableTransform:
                 weight and passed columns may be missing.
 
         Returns:
-            The columns that are there: label uint8, weight float32; dense features float32;
-            categorical ones int32, or lists of int32; passed columns as they are.
+            The columns that are there: label uint8, null where it is missing; weight float32;
+            dense features float32; categorical ones int32, or lists of int32; passed columns as
+            they are.
 
         Raises:
             ValueError: a value does not fit the kind of its column, or a column is missing.
         """
-        return self.encode(convert_rows(self.plan, raw, required=False))
+        prepared = self.encode(convert_rows(self.plan, raw, required=False))
+        label = self.plan.only("label")
+        if label is None or label.name not in prepared.schema.names:
+            return prepared
+        nullable = pa.field(label.name, pa.uint8())
+        at = prepared.schema.get_field_index(label.name)
+        return prepared.set_column(at, nullable, prepared[label.name])
 
     def encode(
         self, rows: pa.RecordBatch, ids: Mapping[str, NDArray[np.int32]] | None = None

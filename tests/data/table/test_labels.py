@@ -130,3 +130,15 @@ def test_numbers_are_compared_by_their_value(tmp_path):
     path = write(tmp_path, ["4.0", "5", "3.5"] * 20)
     assert prepare(path, tmp_path, positive=[4, 5])[0] == [1, 1, 0] * 20
     assert labels(pa.array(["0.0", "1.00", "0"]), "bought").to_pylist() == [0, 1, 0]
+
+
+def test_rows_to_score_may_lack_labels(tmp_path):
+    prepare(write(tmp_path, ["yes", "no", "no"] * 20), tmp_path, positive="yes")
+    transform = TableTransform.load(tmp_path / "out")
+    for values in (["yes", "", "no"] * 20, [""] * 60):
+        path = write(tmp_path, values)
+        parts = [rows for rows, _, _ in transform.read([path], block_bytes=50)]
+        assert len(parts) > 1
+        assert len({part.schema for part in parts}) == 1
+        found = pa.Table.from_batches(parts)["bought"].to_pylist()
+        assert found == [{"yes": 1, "no": 0, "": None}[value] for value in values]
