@@ -262,8 +262,9 @@ class Meta:
         path = Path(directory) / META_FILE
         if not path.is_file():
             raise FileNotFoundError(
-                f"{path} does not exist: make the data with scripts/prepare_criteo.py or "
-                "scripts/prepare_table.py, or run scripts/describe_parquet.py on Parquet with ids"
+                f"{path} does not exist: if it was moved, name its new place; otherwise make the "
+                "data with scripts/prepare_criteo.py or scripts/prepare_table.py, or run "
+                "scripts/describe_parquet.py on Parquet with ids"
             )
         try:
             raw = read_json(path)

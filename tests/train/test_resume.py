@@ -146,6 +146,8 @@ def test_other_training_rows_than_before_are_pointed_out(run, two_steps, data, t
     given = ["--resume", again, "--data", changed]
     done = run("train", *given, "--max_steps", "3")
     assert "warning" not in done.stderr, "the copy of a directory is the same data"
+    moved = run("train", *given[:3], tmp_path / "moved", "--max_steps", "4", status=2)
+    assert "if it was moved, name its new place" in moved.stderr
     (path,) = changed.glob("train*.parquet")
     rows = parquet.read_table(path)
     parquet.write_table(rows.take(np.random.default_rng(0).permutation(len(rows))), path)
