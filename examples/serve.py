@@ -242,21 +242,25 @@ class Service:
 
 class Connection(H11Protocol):
     """A connection that is closed when the head of a request, or a body that nobody waits for any
-    more, takes too long: else such connections would use up what the system allows.
+    more, takes too long, and at once when there are too many: else such connections would use up
+    what the system allows.
 
     Args:
         seconds: to wait.
+        most: connections at a time.
     """
 
-    def __init__(self, *arguments: Any, seconds: float, **options: Any) -> None:
+    def __init__(self, *arguments: Any, seconds: float, most: int, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._seconds = seconds
+        self._seconds, self._most = seconds, most
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first request."""
         super().connection_made(transport)
         self._wait()
+        if len(self.connections) > self._most:
+            transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Wait no longer if a request has come, and else from the first byte on."""
@@ -317,6 +321,7 @@ def arguments() -> argparse.ArgumentParser:
         help="seconds to read headers, then to answer (default: 10)",
     )
     add("--queue", type=int, default=64, help="requests at a time; more get a 503 (default: 64)")
+    add("--connections", type=int, default=500, help="at a time; more are closed (default: 500)")
     add("--workers", type=int, default=2, help="requests that are scored at a time (default: 2)")
     add("--threads", type=int, default=1, help="of PyTorch (default: 1)")
     add("--drain", type=float, default=1, help="seconds to go on after SIGTERM (default: 1)")
@@ -340,9 +345,11 @@ def main() -> int:
         print("note: other machines can reach this, and there is no authentication", flush=True)
     host = f"[{options.host}]" if ":" in options.host else options.host
     service = Service(scorer, options)
+    connection = partial(Connection, seconds=options.timeout, most=options.connections)
     config = uvicorn.Config(
         service.app(f"http://{host}:{listening.getsockname()[1]}"),
-        http=partial(Connection, seconds=options.timeout),  # type: ignore[arg-type]
+        http=connection,  # type: ignore[arg-type]
+        backlog=64,  # this number may be accepted before those above --connections are closed
         log_level="warning",
         timeout_keep_alive=30,
         timeout_graceful_shutdown=int(options.timeout) + 5,

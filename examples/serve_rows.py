@@ -72,6 +72,8 @@ def rows_of(
             raise Refused(400, f"the body does not fit: {one_line(error)}; {form}") from None
     if count > most:
         raise Refused(413, f"more than {most} rows; send them in several requests")
+    if count and not table.column_names:  # such a table has no rows
+        raise Refused(400, f"the rows have none of the columns {', '.join(columns)}"[:300])
     return table
 
 

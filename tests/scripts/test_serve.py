@@ -147,11 +147,14 @@ def test_bad_requests_are_answered(served, exported):
         as_json([row, {**row, "price": [1]}]): "the body does not fit",
         as_json([{**row, "price": [1]}]): "column 'price': it holds list",
         as_json([{**row, "price": 10**400}]): "the body does not fit",
+        as_json([{}, {}]): "the rows have none of the columns price, user",
         as_json([{**row, "user": {}}]): "has no kernel matching input types (struct",
     }.items():
         status, error = served.error(body)
         assert (status, problem in error) == (400, True), (body[:50], error)
     good = as_arrow(pa.Table.from_pylist(rows[:5]))
+    other = as_arrow(pa.table({"other": [1, 2]}))
+    assert "the rows have none of the columns price" in served.error(other, kind=ARROW)[1]
     for body in (b"", b"x", good[:-50], good[:300], bytes(1000)):
         status, error = served.error(body, kind=ARROW)
         assert status == 400, error
@@ -296,6 +299,31 @@ def test_connections_that_send_no_request_are_closed(served, exported):
             assert connection.recv(1) == b""
     assert time.monotonic() - begin < 20
     assert served.ask("POST", "/score", as_json(rows[:3]))[0] == 200
+
+
+def test_too_many_connections_are_closed(exported):
+    """Those that are there go on."""
+    made, _, rows = exported
+    server = Served(made, "--connections", "10", "--drain", "0")
+    body, early = as_json(rows[:3]), server.connect()
+    assert server.ask("POST", "/score", body, connection=early)[0] == 200
+    many = [socket.create_connection(("127.0.0.1", server.port), 30) for _ in range(40)]
+    closed = 0
+    for connection in many[9:]:
+        with suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
+        closed += 1
+    assert closed == 31
+    assert server.ask("POST", "/score", body, connection=early)[0] == 200
+    for connection in many:
+        connection.close()
+    deadline = time.monotonic() + 20
+    status = 0
+    while status != 200 and time.monotonic() < deadline:
+        with suppress(OSError, http.client.HTTPException):
+            status = server.ask("POST", "/score", body)[0]
+    assert status == 200
+    assert server.stop() == ""
 
 
 @pytest.mark.slow
