@@ -35,7 +35,7 @@ from dlrm.training.best_model import BestModel
 from dlrm.training.checkpoint.run_checkpoints import RunCheckpoints
 from dlrm.training.checkpoint.timer import CheckpointTimer
 from dlrm.training.data_parallel import GradientReducer, state_bytes
-from dlrm.training.fine_tuning import NewRows, Trained, auc_lost, fit, rate_factor
+from dlrm.training.fine_tuning import NewRows, Trained, auc_lost, fit, go_on
 from dlrm.training.held_out import HeldOut
 from dlrm.training.loaders import make_loader
 from dlrm.training.prefetch import PreparedBatch
@@ -201,11 +201,11 @@ class Run:
         self.fitted = tracking.named("fitted", self._evaluate("test"))
         self.tracker.log(0, self.fitted)
         before, after = self._evaluate("val", trained.model), self._evaluate("val")
-        given, lost = self.config.optim.fine_tune, auc_lost(before, after)
-        self.schedule.fine_tune = given or rate_factor(lost, trained.data, self.config.data)
-        if self.world.first:
-            print(report.fine_tuning(lost, self.schedule.fine_tune))
-        self._keep(after)
+        lost, epochs = auc_lost(before, after), self.last_step / len(self.train_data)
+        factor, anew = go_on(self.model, trained.data, self.config.data, lost, epochs)
+        self.schedule.fine_tune = self.config.optim.fine_tune or factor
+        report.print_fine_tuning(lost, self.schedule.fine_tune, anew, silent=not self.world.first)
+        self._keep(self._evaluate("val") if anew else after)
 
     def _evaluate(self, split: str, model: DLRM | None = None) -> dict[str, float]:
         return self.held_out.evaluate(split, self.steps, self._stop, model=model)

@@ -63,6 +63,8 @@ class Embedding(PacksRows, ABC):
     """Whether :meth:`for_budget` uses how often each id occurs."""
     by_frequency: ClassVar[bool] = False
     """Whether a row depends on the order of the ids, which must be of falling frequency."""
+    trains_from_fit: ClassVar[bool] = True
+    """Whether tables that :meth:`load_dense` fitted learn as much as new ones in an epoch."""
     grows: ClassVar[bool] = False
     """Whether every id has a row of its own, so that rows can be added and the others stay."""
 

@@ -20,6 +20,7 @@ from dlrm.data.fingerprint import other_data, require_same_ids, same_values
 from dlrm.data.frequencies import read_frequencies
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.distributed.world import World
+from dlrm.embeddings.base import Embedding
 from dlrm.model import DLRM
 from dlrm.sparse_arch.table_plan import make_table_plan
 from dlrm.training.checkpoint import load_model
@@ -184,6 +185,37 @@ def auc_lost(trained: Mapping[str, float], fitted: Mapping[str, float]) -> float
     return trained.get("auc", math.nan) - fitted.get("auc", math.nan)
 
 
+def go_on(
+    model: DLRM, before: str | None, now: str, lost: float, epochs: float
+) -> tuple[float, bool]:
+    """Choose how a model whose tables were fitted is trained on.
+
+    For an epoch of the data that it was trained on, tables of a kind that then learns more from the
+    beginning than from a fit begin anew, and nothing is slowed down. Of fewer rows, or others, they
+    would learn too little.
+
+    Args:
+        model: the model, whose tables may be drawn anew.
+        before, now, lost: see :func:`rate_factor`.
+        epochs: that are to come.
+
+    Returns:
+        The factor of :func:`rate_factor`, and whether tables begin anew.
+    """
+    groups = [group for group in model.sparse_arch.groups if isinstance(group, Embedding)]
+    anew = [group for group in groups if not group.trains_from_fit]
+    if not anew or epochs < 1 or not _is_same(before, now):
+        return rate_factor(lost, before, now), False
+    torch.manual_seed(torch.initial_seed())  # in every process the same
+    for group in anew:
+        group.reset_parameters()  # type: ignore[operator]  # which every kind has
+    return 1.0, True
+
+
+def _is_same(before: str | None, now: str) -> bool:
+    return before is not None and Path(before).resolve() == Path(now).resolve()
+
+
 def rate_factor(lost: float, before: str | None, now: str) -> float:
     """The factor f on the learning rates: f for embeddings, f squared for the rest.
 
@@ -192,6 +224,6 @@ def rate_factor(lost: float, before: str | None, now: str) -> float:
         before: the data that the model was trained on, unless ``now`` extends it.
         now: the data to train on. Other rows are no second epoch: the factor is 1.
     """
-    if before is None or Path(before).resolve() != Path(now).resolve():
+    if not _is_same(before, now):
         return 1.0
     return min(MOST, max(LEAST, MOST * lost / LOST))

@@ -97,18 +97,21 @@ def about(steps: int, meta: Meta, plan: TablePlan) -> dict[str, Any]:
     }
 
 
-def fine_tuning(lost: float, factor: float) -> str:
-    """How a trained model is trained on, in one line.
+def print_fine_tuning(lost: float, factor: float, anew: bool, *, silent: bool = False) -> None:
+    """Print how a trained model is trained on, in one line, unless ``silent``.
 
     Args:
         lost: validation AUC that fitting its tables cost; NaN if it is unknown.
         factor: on the learning rates.
+        anew: tables of a kind that learns more from the beginning were drawn anew.
     """
     cost = "" if math.isnan(lost) else f", which costs {lost:.4f} of validation AUC"
-    return (
-        f"tables fitted to those of the trained model{cost}: learning rates x{factor:.2g} for "
-        f"embeddings, x{factor**OTHERS:.2g} for the rest (--optim.fine_tune)"
-    )
+    kept = "; an epoch of new tables learns more, so they begin anew" if anew else ""
+    if not silent:
+        print(
+            f"tables fitted to those of the trained model{cost}{kept}: learning rates "
+            f"x{factor:.2g} for embeddings, x{factor**OTHERS:.2g} for the rest (--optim.fine_tune)"
+        )
 
 
 def print_summary(metrics: Mapping[str, float], directory: Path, *, silent: bool = False) -> None:

@@ -157,6 +157,20 @@ def test_rates_of_fine_tuning_follow_what_was_lost(dense, run, train, lines, tmp
     assert rates[-1]["lr/dense"] == pytest.approx(0.02 * 0.3**4)
 
 
+def test_tables_that_learn_more_from_the_beginning_begin_anew(dense, train, tmp_path):
+    """qr, for an epoch of the same rows; of fewer rows it goes on from the fit."""
+    given = ["--init_from", dense, "--emb", "qr", "--tables.threshold", "0"]
+    done = train("epoch", *given)
+    assert (
+        "an epoch of new tables learns more, so they begin anew: learning rates x1" in done.stdout
+    )
+    steps = [json.loads(line) for line in (tmp_path / "epoch" / "metrics.jsonl").open()]
+    started = next(line["val/auc"] for line in steps if line["step"] == 0 and "val/auc" in line)
+    fitted = next(line["fitted/auc"] for line in steps if "fitted/auc" in line)
+    assert started < fitted - 0.01
+    assert "begin anew" not in train("few", *given, "--max_steps", "3").stdout
+
+
 def test_the_factor_on_rates():
     for lost in (0, -0.1, math.nan):
         assert rate_factor(lost, "data/a", "data/../data/a") == 0.1
