@@ -1,8 +1,8 @@
 """Write the tables of README.md and docs/ from the results in ``benchmarks/``.
 
 ``python scripts/maintenance/readme_tables.py`` replaces the text between the marks
-``<!-- table: NAME -->`` and ``<!-- end -->``. With ``--check`` it changes nothing and only reports
-whether the tables are up to date.
+``<!-- table: NAME -->`` and ``<!-- end -->``, and draws the figures of the same results. With
+``--check`` it changes nothing and only reports whether the tables are up to date.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from dlrm.utils.program import Parser
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other scripts
+from scripts import compare
 from scripts.maintenance.tables import compression, data, many_gpus, speed
 from scripts.maintenance.tables.markdown import ROOT
 
@@ -35,6 +36,8 @@ def main(argv: list[str] | None = None) -> int:
         outdated |= new != old
         if not options.check:
             path.write_text(new)
+    for name, results in compression.FIGURES.items() if not options.check else ():
+        compare.draw(results(), "AUC", ROOT / "docs" / f"{name}.png")
     return int(outdated and options.check)
 
 

@@ -6,11 +6,15 @@ import re
 from statistics import fmean
 from typing import Any
 
+import pandas as pd
+
 from scripts.maintenance.tables.markdown import ROOT, markdown, read, source, table
 
 
-def pivot(result: dict[str, Any], metric: str = "AUC") -> str:
-    """A metric of each kind by compression ratio, with its standard deviation over seeds."""
+def pivot(result: dict[str, Any], metric: str = "AUC", seeds: int = 1) -> str:
+    """A metric of each kind by compression ratio, with its standard deviation over seeds. The best
+    of each ratio is in bold, among those of at least so many seeds.
+    """
     rows = {(row["emb"], row["budget"]): row for row in result["results"]}
     ratios = sorted({ratio for _, ratio in rows if ratio}, key=lambda ratio: float(ratio[:-1]))
     kinds = sorted({kind for (kind, at), row in rows.items() if at and row[metric] is not None})
@@ -22,7 +26,8 @@ def pivot(result: dict[str, Any], metric: str = "AUC") -> str:
         text = number(row[metric])
         if row[f"{metric} std"] is not None:
             text += f" ± {row[f'{metric} std']:.4f}"
-        best = max(other[metric] or 0.0 for (_, at), other in rows.items() if at == ratio)
+        known = [own for (_, at), own in rows.items() if at == ratio and own["seeds"] >= seeds]
+        best = max((own[metric] or 0.0 for own in known), default=0.0)
         return f"**{text}**" if ratio and row[metric] == best else text
 
     head = [f"`--emb` (dense: {cell('dense', '')})", *ratios]
@@ -36,21 +41,42 @@ def number(value: float) -> str:
     return f"{value / 1e6:.1f} M" if value >= 1e6 else f"{value / 1e3:.1f} k"
 
 
-def measured_again(name: str, again: str) -> dict[str, Any]:
-    """A result in which the compressed tables that another file has too are those of that file."""
-    result, new = read(name), [row for row in read(again)["results"] if row["budget"]]
-    at = {(row["emb"], row["budget"]) for row in new}
-    result["results"] = [row for row in result["results"] if (row["emb"], row["budget"]) not in at]
-    result["results"] += new
+def measured_again(name: str, *later: str) -> dict[str, Any]:
+    """A result in which the compressed tables of kinds that later files have are those of the last
+    such file.
+    """
+    result = read(name)
+    for again in later:
+        new = [row for row in read(again)["results"] if row["budget"]]
+        kinds = {row["emb"] for row in new}
+        result["results"] = [row for row in result["results"] if row["emb"] not in kinds] + new
     return result
+
+
+SAMPLE = "frontier_sample", "frontier_auto_sample", "frontier_types_sample"
+
+
+def sample_results() -> dict[str, Any]:
+    """The results of :func:`sample`: kinds with rows in fp32, and those of other types."""
+    result = measured_again(*SAMPLE)
+    of_old_kinds = [row for row in result["results"] if row["emb"] != "tt+cache"]
+    return {**result, "results": of_old_kinds}
 
 
 def sample() -> str:
     """Quality of each kind at equal memory, on real data."""
     trees = [result["auc"] for result in read("trees_sample")["results"]]
     best = f"\nBoosted trees on the same rows reach {sum(trees) / len(trees):.4f}.\n"
-    names = "frontier_sample", "frontier_auto_sample"
-    return pivot(measured_again(*names)) + best + source(*names)
+    return pivot(sample_results(), seeds=2) + best + source(*SAMPLE)
+
+
+def sample_figure() -> pd.DataFrame:
+    """What the figure of the sample shows: cells of several seeds; of kinds with rows of several
+    types int8 alone.
+    """
+    rows = [row for row in sample_results()["results"] if row["seeds"] > 1]
+    typed = {row["emb"].partition(" ")[0] for row in rows if " " in row["emb"]} - {"tt"}
+    return pd.DataFrame([{**row, "data": "sample"} for row in rows if row["emb"] not in typed])
 
 
 def sample_speed() -> str:
@@ -242,6 +268,8 @@ def fine_tuning() -> str:
     }
     return table(columns, rows, "fine_tuning_sample")
 
+
+FIGURES = {"frontier_sample": sample_figure}
 
 TABLES = (
     fine_tuning,
