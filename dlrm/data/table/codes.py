@@ -41,10 +41,11 @@ def labels(
         BadValue: a label is missing or another value.
     """
     if not required:
-        array = decoded(array)
-        there = pc.not_equal(as_texts(array, name), "").fill_null(False)
-        found = labels(array.filter(there), name, positive, negative)
-        return pc.replace_with_mask(pa.nulls(len(array), pa.uint8()), there, found)
+        texts = as_texts(decoded(array), name)
+        there = pc.not_equal(texts, "").fill_null(False)
+        some = positive[0] if positive else "1"  # any label, so that errors name the right row
+        found = labels(pc.if_else(there, texts, some), name, positive, negative)
+        return pc.if_else(there, found, pa.scalar(None, pa.uint8()))
     if positive is None:
         rule = "it must be 0 or 1 (false or true)"
         hint = "correct it, or name the value that counts as 1 with positive: in the YAML"
