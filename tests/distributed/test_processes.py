@@ -124,6 +124,7 @@ def test_a_run_of_several_processes(run, torchrun, data, tmp_path):
             assert metrics[f"test/{name}"] == pytest.approx(value, abs=1e-7), name
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_pieces_of_one_column(run, torchrun, data, tmp_path):
     """Of the shape of a state with one number a row, which Adam has too."""
     common = [*OPTIONS, "--data", data, "--output", tmp_path, "--name", "run"]
@@ -136,6 +137,7 @@ def test_a_checkpoint_of_pieces_of_one_column(run, torchrun, data, tmp_path):
     assert max(losses(tmp_path / "run")) == 8
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_int8_rows_of_any_number_of_processes(run, torchrun, data, tmp_path):
     common = [*OPTIONS, "--data", data, "--output", tmp_path, "--name", "run"]
     common += ["--tables.dtype", "int8", "--sharding.threshold", "0", "--max_steps", "6"]

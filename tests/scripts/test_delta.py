@@ -134,6 +134,7 @@ def test_a_delta_gives_the_full_export(tables, step, two_days, export, tmp_path)
     assert 0 < described["changed_rows"] == count < total
 
 
+@pytest.mark.slow
 def test_a_delta_follows_ids_that_were_given_away(two_days, run, export, tmp_path):
     """With ``--forget``, tables of the same size hold rows of other values."""
     data, raw = tmp_path / "data_2", write_day(tmp_path, 2)
@@ -160,6 +161,7 @@ def pair(two_days, export):
     return base, export(two_days / "run_2", "delta", "--delta-from", base)
 
 
+@pytest.mark.slow
 def test_another_export_and_damaged_files_are_refused(
     pair, two_days, export, tmp_path, monkeypatch, capsys
 ):
