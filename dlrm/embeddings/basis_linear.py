@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Self
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from dlrm.embeddings.basis import check_codebook, code_bytes, fit_codebook
 from dlrm.kernels.lookup.codebook import (
@@ -14,10 +16,14 @@ from dlrm.kernels.lookup.codebook import (
     codebook_sum,
     members,
     pack,
+    selected_rows,
+    selected_sum,
     unpack,
-    unpack_columns,
-    unpacked_sum,
 )
+
+PLAIN_TOKENS, PLAIN_WIDTH, PLAIN_BYTES = 8, 8, 48_000_000
+"""Up to these many tokens, inputs in a part, and bytes of the decoded weight times tokens, the
+plain product is the faster one on a CPU."""
 
 
 class BasisLinear(nn.Module):
@@ -25,6 +31,9 @@ class BasisLinear(nn.Module):
 
     ``logits[n, v] = sum_p <x_p[n], centroid[p, code[v, p]]> + bias[v]``: the products of the input
     with all centroids are few, and each output adds up the ``parts`` of them that its codes select.
+
+    On a CPU, the codes are kept unpacked as well, and a small, narrow layer in evaluation keeps the
+    decoded weight: with few tokens, its plain product is faster. :meth:`footprint` counts both.
 
     Args:
         in_features: length of the input.
@@ -65,8 +74,10 @@ class BasisLinear(nn.Module):
         self.register_buffer("codes", codes)
         self.codes: Tensor  # [V, bytes]
         self._members: Members | None = None
-        self._unpacked: Tensor | None = None
+        self._rows: Tensor | None = None
         self._derived_from: tuple[Tensor, int] | None = None  # the codes and their version
+        self._decoded: Tensor | None = None
+        self._decoded_from: tuple[Any, ...] = (None, None)  # codes and weight, and their versions
         self.reset_parameters()
 
     @torch.no_grad()
@@ -109,13 +120,15 @@ class BasisLinear(nn.Module):
             raise ValueError(
                 f"input has shape {tuple(input.shape)}, it must be [..., {self.in_features}]"
             )
+        if self._plain(input.numel() // self.in_features):
+            return functional.linear(input, self._decoded_weight(), self.bias)
         tokens = input.reshape(-1, self.parts, self.in_features // self.parts)
         products = torch.bmm(self.weight, tokens.permute(1, 2, 0))  # [parts, clusters, N]
-        if products.is_cuda or self.training or torch.is_grad_enabled():
-            index = self._index() if torch.is_grad_enabled() and products.is_cuda else None
+        index = self._index() if torch.is_grad_enabled() else None
+        if products.is_cuda:
             out = codebook_sum(products, self.codes, self.bias, self.bits, index)
         else:  # to unpack the codes each time would take longer than all else
-            out = unpacked_sum(products, self._columns(), self.bias)
+            out = selected_sum(products, self._selected(), self.bias, index)
         return out.view(*input.shape[:-1], self.out_features)
 
     def codes_of_outputs(self) -> Tensor:
@@ -128,20 +141,52 @@ class BasisLinear(nn.Module):
             self._members = members(self.codes, self.parts, self.bits, self.clusters)
         return self._members
 
-    def _columns(self) -> Tensor:
-        """The unpacked codes, int32 ``[parts, V]``, computed again only when they have changed."""
-        if not self._same_codes() or self._unpacked is None:
-            self._unpacked = unpack_columns(self.codes, self.parts, self.bits)
-        return self._unpacked
+    def _selected(self) -> Tensor:
+        """The unpacked codes, computed again only when they have changed."""
+        if not self._same_codes() or self._rows is None:
+            self._rows = selected_rows(self.codes, self.parts, self.bits, self.clusters)
+        return self._rows
 
     def _same_codes(self) -> bool:
         """Whether the codes are those of the last call; if not, forget what was made of them."""
         codes, version = self._derived_from or (None, -1)
         same = codes is self.codes and version == self.codes._version
         if not same:
-            self._members = self._unpacked = None
+            self._members = self._rows = None
             self._derived_from = self.codes, self.codes._version
         return same
+
+    def _plain(self, tokens: int) -> bool:
+        """Whether the plain product of so many tokens is the faster one."""
+        return (
+            not (self.training or torch.is_grad_enabled() or self.codes.is_cuda)
+            and self.weight.dtype == torch.float32
+            and tokens <= PLAIN_TOKENS
+            and self.in_features <= PLAIN_WIDTH * self.parts
+            and 4 * self.in_features * self.out_features * tokens <= PLAIN_BYTES
+        )
+
+    def _decoded_weight(self) -> Tensor:
+        """The weight of :meth:`to_dense`, computed again only when centroids or codes changed."""
+        codes, weight = self.codes, self.weight
+        old_codes, old_weight, *old = self._decoded_from
+        versions = [codes._version, weight._version]
+        if old_codes is not codes or old_weight is not weight or old != versions:
+            self._decoded = None
+        if self._decoded is None:
+            self._decoded, self._decoded_from = self.to_dense(), (codes, weight, *versions)
+        return self._decoded
+
+    def train(self, mode: bool = True) -> Self:
+        """As in ``nn.Module``; the decoded weight is forgotten, since training changes it."""
+        if mode:
+            self._decoded = None
+        return super().train(mode)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        # Another device or dtype, which does not change the version of a parameter.
+        self._members = self._rows = self._decoded = None
+        return super()._apply(fn, recurse)
 
     @torch.no_grad()
     def to_dense(self) -> Tensor:
@@ -150,15 +195,21 @@ class BasisLinear(nn.Module):
         return torch.cat([own[code] for own, code in zip(self.weight, codes, strict=True)], 1)
 
     def footprint(self) -> dict[str, int]:
-        """Bytes by part. The index, computed from the codes, is kept in training on a GPU, and in
-        evaluation on a CPU."""
+        """Bytes by part. What is computed from the codes is kept from the first call on that needs
+        it: ``index``, in training and on a CPU, and ``decoded``, the weight of a layer whose plain
+        product is faster, in evaluation on a CPU."""
         bias = 0 if self.bias is None else self.bias.nbytes
-        index = 0
-        if self.training and self.codes.is_cuda:
-            index = self._index().nbytes
-        elif not self.training and not self.codes.is_cuda:
-            index = 4 * self.out_features * self.parts
-        return {"weights": self.weight.nbytes + bias, "codes": self.codes.nbytes, "index": index}
+        index = self._index().nbytes if self.training else 0
+        if not self.codes.is_cuda:
+            index += 4 * self.out_features * self.parts
+        with torch.no_grad():
+            decoded = 4 * self.in_features * self.out_features if self._plain(1) else 0
+        return {
+            "weights": self.weight.nbytes + bias,
+            "codes": self.codes.nbytes,
+            "index": index,
+            "decoded": decoded,
+        }
 
     def extra_repr(self) -> str:
         """Sizes for ``print(model)``."""

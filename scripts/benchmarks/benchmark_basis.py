@@ -3,8 +3,8 @@
     python scripts/benchmarks/benchmark_basis.py --output benchmarks/basis.json
     python scripts/benchmarks/benchmark_basis.py --cpu --output benchmarks/basis_cpu.json
 
-``--cpu`` times the forward pass in evaluation, on all cores that the process may use. Reports
-nothing if logits or gradients differ from those of the decoded weight in fp32.
+``--cpu`` times evaluation and training on all cores that the process may use. Reports nothing if
+logits or gradients differ from those of the decoded weight in fp32.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from dlrm.utils.cpus import cpu_count
 from dlrm.utils.program import Parser
 
 INPUTS = 4  # different inputs in rotation
+SIZES = list(itertools.product((64, 256, 1024), (20_000, 100_000)))  # of --cpu
+CPU_TOKENS = [(1, False), (2, False), (8, False), (32, False), (8, True), (128, True)]
 TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 4e-2, torch.float32: 1e-3}
 
 
@@ -118,26 +120,31 @@ def compare(ours: BasisLinear, tokens: int) -> dict[str, Any]:
 
 
 def on_cpu(threads: int) -> list[dict[str, Any]]:
-    """Milliseconds of a forward pass of both layers on the CPU, the fastest of many."""
+    """Milliseconds of both layers on the CPU, the fastest of many."""
     torch.set_num_threads(threads)
     results = []
-    for hidden, entries in itertools.product((64, 256, 1024), (20_000, 100_000)):
-        ours, linear = BasisLinear(hidden, entries).eval(), nn.Linear(hidden, entries)
-        weight, bias = ours.to_dense(), ours.bias
-        for tokens in (1, 2, 8, 32):
-            x = torch.randn(tokens, hidden)
+    for hidden, entries in SIZES:
+        ours, linear = BasisLinear(hidden, entries), nn.Linear(hidden, entries)
+        for tokens, backward in CPU_TOKENS:
+            up = torch.randn(tokens, entries)
+            inputs = [torch.randn(tokens, hidden, requires_grad=backward)]
+            if backward:
+                check(ours.train(), inputs[0], up)
             with torch.no_grad():
-                error = (ours(x) - functional.linear(x, weight, bias)).abs().max().item()
-                if not error < 1e-4:
-                    raise SystemExit(f"logits differ by {error:.1e}: nothing is reported")
-                times: dict[str, float] = {"basis": math.inf, "linear": math.inf}
-                for _ in range(25):
-                    for name, layer in (("basis", ours), ("linear", linear)):
-                        start = time.perf_counter()
-                        layer(x)
-                        times[name] = min(times[name], 1e3 * (time.perf_counter() - start))
-            results.append({"hidden": hidden, "vocabulary": entries, "tokens": tokens, **times})
-            results[-1]["times_faster"] = times["linear"] / times["basis"]
+                logits = functional.linear(inputs[0], ours.eval().to_dense(), ours.bias)
+                error = (ours(inputs[0]) - logits).abs().max().item()
+            if not error < 1e-4:
+                raise SystemExit(f"logits differ by {error:.1e}: nothing is reported")
+            ours.train(backward)
+            row = {"hidden": hidden, "vocabulary": entries, "tokens": tokens, "backward": backward}
+            times: dict[str, float] = {"basis": math.inf, "linear": math.inf}
+            for _ in range(25):
+                for name, layer in (("basis", ours), ("linear", linear)):
+                    (work,) = works(layer, inputs, up, backward=backward)
+                    start = time.perf_counter()
+                    work()
+                    times[name] = min(times[name], 1e3 * (time.perf_counter() - start))
+            results.append({**row, **times, "times_faster": times["linear"] / times["basis"]})
             print(json.dumps(results[-1]), flush=True)
     return results
 
@@ -154,7 +161,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--parts", type=int, default=8)
     parser.add_argument("--clusters", type=int, default=384)
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16", "float32"])
-    parser.add_argument("--cpu", action="store_true", help="time the forward pass on the CPU")
+    parser.add_argument("--cpu", action="store_true", help="time both layers on the CPU")
     if parser.parse_args(argv).cpu:
         rows = [_round(row) for row in on_cpu(cpu_count())]
         if output := parser.parse_args(argv).output:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from dlrm.data.schema import KAGGLE_CARDINALITIES
+from dlrm.embeddings import basis_linear
 from dlrm.embeddings.basis import Basis
 from dlrm.embeddings.basis_linear import BasisLinear
 from dlrm.embeddings.common.budget import Budget
@@ -214,25 +215,90 @@ def test_a_linear_layer_refuses_inputs_of_another_length(shape):
         BasisLinear(16, 50, parts=4)(torch.randn(shape))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 9])
-def test_a_layer_in_evaluation_on_a_cpu_follows_its_codes_and_weights(tokens):
-    layer = BasisLinear(16, 40, parts=4, clusters=300).eval()
+@pytest.mark.parametrize("tokens", [0, 1, 2, 8, 9])
+@pytest.mark.parametrize("parts", [1, 4])  # parts of 16 inputs, and short ones
+def test_a_layer_on_a_cpu_follows_its_codes_and_weights(tokens, parts):
+    layer = BasisLinear(16, 40, parts=parts, clusters=300).eval()
     x = torch.randn(tokens, 16)
 
     def require_equal():
-        wanted = torch.nn.functional.linear(x, layer.to_dense(), layer.bias)
+        wanted = functional.linear(x, layer.to_dense(), layer.bias)
         with torch.no_grad():
             torch.testing.assert_close(layer(x), wanted)
-        torch.testing.assert_close(layer(x), wanted)  # with a graph, without kept codes
+        torch.testing.assert_close(layer(x), wanted)  # with a graph
 
     require_equal()
     with torch.no_grad():
         layer.weight.mul_(2)
     require_equal()
-    other = BasisLinear(16, 40, parts=4, clusters=300)
+    other = BasisLinear(16, 40, parts=parts, clusters=300)
     layer.load_state_dict(other.state_dict())
     require_equal()
     layer.codes = other.codes.flip(0)
     require_equal()
-    assert layer.footprint()["index"] == 4 * 40 * 4
-    assert layer.train().footprint()["index"] == 0
+    layer.train()
+    layer.weight.data.mul_(3)  # not seen by the version of the parameter
+    layer.eval()
+    require_equal()
+    layer.bfloat16().float()
+    require_equal()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "tokens", "plain"),
+    [
+        (64, 20_000, 1, True),
+        (64, 20_000, 8, True),
+        (64, 20_000, 9, False),  # its products are fewer
+        (64, 50_000, 3, True),
+        (64, 50_000, 4, False),
+        (64, 100_000, 1, True),
+        (64, 100_000, 2, False),
+        (64, 200_000, 1, False),  # 51 MB, more than a cache holds
+        (72, 20_000, 1, False),  # 9 products per part
+    ],
+)
+def test_a_small_narrow_layer_in_evaluation_on_a_cpu_is_a_plain_product(
+    inputs, outputs, tokens, plain, monkeypatch
+):
+    layer = BasisLinear(inputs, outputs).eval()
+    x = torch.randn(tokens, inputs)
+    wanted = functional.linear(x, layer.to_dense(), layer.bias)
+
+    def count(grad):
+        sums = []
+        with monkeypatch.context() as patch, torch.set_grad_enabled(grad):
+            real = basis_linear.selected_sum
+            patch.setattr(basis_linear, "selected_sum", lambda *a: sums.append(1) or real(*a))
+            torch.testing.assert_close(layer(x), wanted)
+        return len(sums)
+
+    assert count(grad=False) == (0 if plain else 1)
+    assert count(grad=True) == 1, "the decoded weight has no gradient"
+    layer.double()
+    x, wanted = x.double(), functional.linear(x.double(), layer.to_dense(), layer.bias)
+    assert count(grad=False) == 1, "the plain product is of fp32"
+
+
+def test_what_is_kept_on_a_cpu_is_counted():
+    layer = BasisLinear(64, 20_000)
+    own = {"weights": 8 * 384 * 8 * 4 + 80_000, "codes": 180_000}
+    trained = layer.footprint()
+    layer(torch.randn(2, 64)).sum().backward()
+    kept = layer._rows.nbytes + layer._members.nbytes
+    assert trained == layer.footprint() == {**own, "index": kept, "decoded": 0}
+    layer.eval()
+    with torch.no_grad():
+        layer(torch.randn(2, 64))
+    assert layer._decoded.nbytes == 5_120_000
+    assert layer.footprint() == {**own, "index": layer._rows.nbytes, "decoded": 5_120_000}
+    assert BasisLinear(64, 200_000).eval().footprint()["decoded"] == 0
+
+
+def test_the_benchmark_of_a_cpu_checks_and_times(monkeypatch):
+    module = runpy.run_path(str(BENCHMARK))
+    monkeypatch.setitem(module["on_cpu"].__globals__, "SIZES", [(64, 500)])
+    results = module["on_cpu"](torch.get_num_threads())
+    assert [row["tokens"] for row in results] == [1, 2, 8, 32, 8, 128]
+    assert [row["backward"] for row in results] == [False] * 4 + [True] * 2
+    assert all(row["basis"] > 0 < row["linear"] for row in results)

@@ -158,16 +158,26 @@ def basis() -> str:
 
 
 def basis_cpu() -> str:
-    """The same in evaluation on a CPU."""
+    """The same on a CPU."""
     columns = {
         "inputs": "{hidden:,}",
         "outputs": "{vocabulary:,}",
         "tokens": "{tokens}",
+        "pass": "{way}",
         "linear, ms": "{linear:.2f}",
         "basis, ms": "{basis:.2f}",
         "times faster": "{times_faster:.2f}",
     }
-    rows = [row for row in read("basis_cpu")["results"] if row["tokens"] in (1, 8)]
+    ways = {
+        (1, False): "forward",
+        (8, False): "forward",
+        (8, True): "forward and backward",
+        (128, True): "forward and backward",
+    }
+    found = [
+        (row, ways.get((row["tokens"], row["backward"]))) for row in read("basis_cpu")["results"]
+    ]
+    rows = [{**row, "way": way} for row, way in found if way]
     return table(columns, rows, "basis_cpu")
 
 

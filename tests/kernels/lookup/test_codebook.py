@@ -10,6 +10,8 @@ from dlrm.kernels.lookup.codebook import (
     codebook_sum_torch,
     members,
     pack,
+    selected_rows,
+    selected_sum,
     unpack,
 )
 
@@ -127,6 +129,20 @@ def test_the_bias_may_be_a_view_and_the_codes_must_not(device, assert_close):
     cut = torch.cat([packed, packed], 1)[:, : packed.shape[1]]
     with pytest.raises(ValueError, match=r"^codes has shape \(7, 2\) and strides .* codes.contig"):
         codebook_sum(products, cut, bias, 3, None, impl="triton")
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 9])
+def test_an_index_changes_no_gradient_of_the_reference(tokens, assert_close):
+    codes = torch.randint(5, (40, 3))
+    codes[codes == 2] = 0  # a centroid of no entry
+    packed = pack(codes, 3)
+    products, up = torch.randn(3, 5, tokens, requires_grad=True), torch.randn(tokens, 40)
+    rows, index = selected_rows(packed, 3, 3, 5), members(packed, 3, 3, 5)
+    out = selected_sum(products, rows, None, index)
+    expected = codebook_sum_torch(products, packed, None, 3)
+    assert torch.equal(out, expected)
+    found, wanted = (torch.autograd.grad(each, products, up)[0] for each in (out, expected))
+    assert_close(found, wanted)
 
 
 def test_no_tokens(device):
