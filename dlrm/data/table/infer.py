@@ -11,7 +11,14 @@ import pyarrow.parquet as pq
 from dlrm.data.table.codes import find_negative
 from dlrm.data.table.columns import Column, TablePlan
 from dlrm.data.table.files import ParquetPart, TableFile
-from dlrm.data.table.kinds import Found, NoFeatureError, find_kind, find_separator, whole_days
+from dlrm.data.table.kinds import (
+    Found,
+    NoFeatureError,
+    find_kind,
+    find_separator,
+    find_written_number,
+    whole_days,
+)
 from dlrm.data.table.options import ALL_OTHERS, ColumnOptions, TableOptions, TimePart
 from dlrm.data.table.text import CsvPart
 from dlrm.data.table.values import (
@@ -58,6 +65,10 @@ def plan_table(
             found = min(candidates, key=lambda found: found.kind != "category")
         else:
             found = Found(kind=own.kind, why="given")
+            if own.kind in ("number", "weight") and own.marks is None:
+                found = _written(parts, found)
+        if found.marks is not None:
+            own = replace(own, decimal=found.marks.decimal, thousands=found.marks.thousands)  # type: ignore[arg-type]
         columns.append(
             Column(
                 name=name,
@@ -76,6 +87,15 @@ def plan_table(
             "columns: {NAME: category}"
         )
     return plan
+
+
+def _written(parts: Sequence[pa.Array], given: Found) -> Found:
+    """A kind that is given, with how its numbers are written."""
+    for part in parts:
+        found = find_written_number("", part) if is_text(part.type) else None
+        if found is not None and found.marks is not None:
+            return replace(found, kind=given.kind, why=f"given; {found.why}")
+    return given
 
 
 def format_plan(plan: TablePlan) -> str:
@@ -233,7 +253,8 @@ def read_types(
         if column.name not in plan.needed:
             continue
         moment = column.kind == "time" and column.numeric
-        if (column.kind == "number" or moment) and column.name not in keep:
+        plain = column.kind == "number" and column.options.marks is None
+        if (plain or moment) and column.name not in keep:
             types[column.name] = pa.float64()
         elif form == "csv":
             repeats = column.kind in ("category", "label", "split") and column.name not in keep

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from dlrm.data.table.number_texts import PLAIN, Marks, find_marks
 from dlrm.data.table.values import (
     DAY,
     MISSING_TIME,
@@ -40,6 +41,8 @@ class Found:
 
     kind: str
     why: str
+    marks: Marks | None = None
+    """Of numbers that are not written plainly."""
 
 
 class NoFeatureError(ValueError):
@@ -95,6 +98,8 @@ def find_kind(name: str, sample: pa.Array, untyped: bool) -> Found:
     if is_text(kind) or pa.types.is_binary(kind):
         if is_text(kind) and _moments(sample) is not None:
             return Found(kind="time", why="texts that are times")
+        if untyped and is_text(kind) and (found := find_written_number(name, sample)):
+            return found
         if untyped and is_text(kind) and (odd := _odd_number(name, sample)):
             return Found(kind="number", why=f"numbers, but for {odd}")
         if is_text(kind) and (separator := find_separator(sample)):
@@ -161,11 +166,32 @@ def _like_times(present: pa.Array) -> str:
     return ""
 
 
+def find_written_number(name: str, texts: pa.Array) -> Found | None:
+    """The kind of a column of numbers such as ``3,14`` or ``1.234,5``; None if it has others."""
+    texts = _present(texts)
+    many = pc.count_distinct(texts).as_py() > FEW_VALUES
+    found = find_marks(texts, NUMBER_SHARE if many else 1)
+    if found is None or ID_NAME.search(name):
+        return None
+    if found.marks is None:
+        why = f"texts such as {shown(found.example)}; if these are numbers, set {{kind: number, "
+        return Found(kind="category", why=why + 'decimal: ","}, or thousands: ","')
+    why = f"numbers such as {shown(found.example)}: {found.marks}"
+    why += f", but for {shown(found.odd)}" if found.odd is not None else ""
+    return Found(kind="number", why=why, marks=found.marks)
+
+
+def _present(texts: pa.Array) -> pa.Array:
+    """Those that are no missing numbers, without white space around them."""
+    texts = pc.utf8_trim_whitespace(texts)
+    absent = pc.is_in(texts, pa.array(NUMBER_MISSING, texts.type))
+    return texts.filter(pc.invert(absent)).drop_null()
+
+
 def _odd_number(name: str, texts: pa.Array) -> str | None:
     """The first value that is not a number, where nearly all are: it should be corrected."""
-    absent = pc.is_in(pc.utf8_trim_whitespace(texts), pa.array(NUMBER_MISSING, texts.type))
-    texts = texts.filter(pc.invert(absent)).drop_null()
-    number = pc.match_substring_regex(texts, r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$")
+    texts = _present(texts)
+    number = pc.match_substring_regex(texts, PLAIN)
     share = (pc.sum(number).as_py() or 0) / max(1, len(texts))
     many = pc.count_distinct(texts).as_py() > FEW_VALUES
     if ID_NAME.search(name) or not NUMBER_SHARE <= share < 1 or not many:

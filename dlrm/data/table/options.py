@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from dlrm.data.table.number_texts import Marks
 from dlrm.utils.documents import read_yaml
 from dlrm.utils.messages import did_you_mean
 
@@ -47,6 +48,10 @@ class ColumnOptions:
     """Of a time that is text but not ISO 8601, as in ``strptime``: ``"%d/%m/%Y %H:%M"``."""
     unit: Literal["s", "ms", "us"] = "s"
     """Of a time that is a number: units since 1970."""
+    decimal: Literal[".", ","] | None = None
+    """Of a number that is text: between the whole number and its fraction."""
+    thousands: Literal[",", ".", " ", "'"] | None = None
+    """Of a number that is text: between groups of three digits."""
 
     def __post_init__(self) -> None:
         for name, low in {"buckets": 2, "min_count": 1, "cap": 1, "hash": 1}.items():
@@ -57,6 +62,16 @@ class ColumnOptions:
             raise ValueError("separator is empty; give the text between two values")
         if self.parts is not None and not self.parts:
             raise ValueError("parts is empty; name some, or drop the column with kind: drop")
+        if self.decimal is not None and self.decimal == self.thousands:
+            raise ValueError(f"decimal and thousands are both {self.decimal!r}; name one of them")
+
+    @property
+    def marks(self) -> Marks | None:
+        """How numbers are written; None: plainly."""
+        if self.decimal is None and self.thousands is None:
+            return None
+        other = "," if self.thousands == "." else "."
+        return Marks(decimal=self.decimal or other, thousands=self.thousands)
 
 
 @dataclass(frozen=True, kw_only=True)

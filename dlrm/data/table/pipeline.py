@@ -277,5 +277,5 @@ def _limit(plan: TablePlan, text: str) -> float:
     column = next(column for column in plan.columns if column.name == plan.options.split.column)
     where = "split: val_from or test_from"
     if column.numeric:
-        return float(numbers(pa.array([text]), where)[0])
+        return float(numbers(pa.array([text]), where, column.options.marks)[0])
     return float(times(pa.array([text]), where, (), None, "s")[0])

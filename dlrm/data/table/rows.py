@@ -45,7 +45,9 @@ def convert_rows(plan: TablePlan, raw: pa.RecordBatch, *, required: bool = True)
             known = options.positive, options.negative
             columns[column.name] = labels(raw[column.name], column.name, *known, required=required)
         elif column.kind == "weight":
-            columns[column.name] = pa.array(values.weights(raw[column.name], column.name))
+            columns[column.name] = pa.array(
+                values.weights(raw[column.name], column.name, column.options.marks)
+            )
     if required and options.split.column is not None:
         columns[SPLIT] = _split_column(plan, raw)
     moments: dict[str, np.ndarray] = {}
@@ -65,7 +67,7 @@ def convert_rows(plan: TablePlan, raw: pa.RecordBatch, *, required: bool = True)
 def _feature_column(feature: Feature, raw: pa.Array, missing: Sequence[str]) -> pa.Array:
     column, own = feature.column, feature.column.options
     if column.kind == "number":
-        return pa.array(values.numbers(raw, column.name))
+        return pa.array(values.numbers(raw, column.name, own.marks))
     if column.kind == "list":
         return values.lists(raw, column.name, missing, own.separator, own.hash)
     return values.categories(raw, column.name, missing, own.hash)
@@ -81,7 +83,7 @@ def _split_column(plan: TablePlan, raw: pa.RecordBatch) -> pa.Array:
     column = next(column for column in plan.columns if column.name == name)
     own = column.options
     if column.numeric:
-        found = values.numbers(array, name)
+        found = values.numbers(array, name, own.marks)
     else:
         moments = values.times(array, name, plan.options.missing, own.format, own.unit)
         found = np.where(moments == values.MISSING_TIME, np.nan, moments)

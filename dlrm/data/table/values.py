@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from dlrm.data.table.number_texts import Marks, find_marks
 from dlrm.data.table.vocabulary import hash_values
 
 NUMBER_MISSING = (
@@ -73,8 +74,13 @@ class BadValue(BadRow):
         self.where, self.kind = f", column {column!r}", f"column {column!r}"
 
 
-def numbers(array: pa.Array, name: str) -> NDArray[np.float64]:
+def numbers(array: pa.Array, name: str, marks: Marks | None = None) -> NDArray[np.float64]:
     """``[n]`` numbers; a missing one is NaN.
+
+    Args:
+        array: the column.
+        name: its name.
+        marks: how numbers are written that are texts; None: plainly, or with an exponent.
 
     Raises:
         BadValue: a text is not a number, or a number is infinite.
@@ -82,7 +88,7 @@ def numbers(array: pa.Array, name: str) -> NDArray[np.float64]:
     array = decoded(array)
     kind = array.type
     if is_text(kind):
-        array = _parsed_numbers(array, name)
+        array = _parsed_numbers(array, name, marks)
     elif pa.types.is_boolean(kind):
         array = array.cast(pa.uint8())
     elif pa.types.is_time(kind):  # of the day: seconds
@@ -222,13 +228,13 @@ def time_part(moments: NDArray[np.int64], part: str) -> pa.Array:
     return pa.DictionaryArray.from_arrays(found, pa.array([*names, ""]))
 
 
-def weights(array: pa.Array, name: str) -> NDArray[np.float32]:
-    """``[n]`` sample weights.
+def weights(array: pa.Array, name: str, marks: Marks | None = None) -> NDArray[np.float32]:
+    """``[n]`` sample weights; see :func:`numbers`.
 
     Raises:
         BadValue: a weight is missing, negative, or beyond float32.
     """
-    found = numbers(array, name)
+    found = numbers(array, name, marks)
     with np.errstate(over="ignore"):
         narrow = found.astype(np.float32)
     good = (narrow >= 0) & np.isfinite(narrow)
@@ -292,20 +298,32 @@ def as_texts(values: pa.Array, name: str) -> pa.Array:
         ) from None
 
 
-def _parsed_numbers(array: pa.Array, name: str) -> pa.Array:
+def _parsed_numbers(array: pa.Array, name: str, marks: Marks | None) -> pa.Array:
     array = pc.utf8_trim_whitespace(array)
     absent = pc.is_in(array, pa.array(NUMBER_MISSING, array.type))
     array = pc.if_else(absent, pa.scalar(None, array.type), array)
+    if marks is not None:
+        wrong = pc.index(pc.match_substring_regex(array, marks.pattern), False).as_py()
+        if wrong >= 0:
+            raise BadValue(name, wrong, _no_number(array[wrong].as_py(), name, marks))
+        array = marks.plain(array)
     try:
         return array.cast(pa.float64())
     except pa.ArrowInvalid:
         row = _first_failing(array, lambda part: part.cast(pa.float64()))
-        raise BadValue(
-            name,
-            row,
-            f"{shown(array[row].as_py())} is not a number; correct it, or set "
-            f"columns: {{{name}: category}}",
-        ) from None
+        raise BadValue(name, row, _no_number(array[row].as_py(), name, marks)) from None
+
+
+def _no_number(text: str, name: str, marks: Marks | None) -> str:
+    """What is wrong with a text, and the remedy."""
+    written = f" with {marks}" if marks is not None else ""
+    remedy = f"correct it, or set columns: {{{name}: category}}"
+    if found := find_marks(pa.array([text]), 1):
+        known = found.marks
+        told = f'decimal: "{known.decimal}"' if known else 'decimal: "," or thousands: ","'
+        told += f', thousands: "{known.thousands}"' if known and known.thousands else ""
+        remedy = f"if it is one, set columns: {{{name}: {{kind: number, {told}}}}}"
+    return f"{shown(text)} is not a number{written}; {remedy}"
 
 
 def _parsed_times(array: pa.Array, name: str, missing: Sequence[str], form: str | None) -> pa.Array:

@@ -1,0 +1,99 @@
+"""Texts that are numbers: with a point or a comma, and with or without marks between thousands."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+PLAIN = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
+MARKED = r"^[+-]?[\d.,][\d.,' \x{a0}\x{202f}]*([eE][+-]?\d+)?$"
+"""What all of the others look like, and more."""
+SPACES = " \u00a0\u202f"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marks:
+    """How numbers are written."""
+
+    decimal: str = "."
+    """Between the whole number and its fraction: a point or a comma."""
+    thousands: str | None = None
+    """Between groups of three digits, if anything. A space may be one that doesn't break."""
+
+    def __str__(self) -> str:
+        return f"decimal {self.decimal!r}" + (
+            f" and thousands {self.thousands!r}" if self.thousands else ""
+        )
+
+    @property
+    def pattern(self) -> str:
+        """What such a number matches, and nothing else: ``1,5`` is none with thousands ``,``."""
+        point, whole = re.escape(self.decimal), r"\d+"
+        if self.thousands:
+            whole = rf"(\d+|[1-9]\d{{0,2}}({self._between}\d{{3}})+)"
+        return rf"^[+-]?({whole}({point}\d*)?|{point}\d+)([eE][+-]?\d+)?$"
+
+    @property
+    def _between(self) -> str:
+        return f"[{SPACES}]" if self.thousands == " " else re.escape(self.thousands or "")
+
+    def plain(self, texts: pa.Array) -> pa.Array:
+        """The same numbers with a point, and with nothing between thousands."""
+        if self.thousands:
+            texts = pc.replace_substring_regex(texts, self._between, "")
+        return pc.replace_substring(texts, self.decimal, ".")
+
+
+KNOWN = tuple(
+    Marks(decimal=decimal, thousands=thousands)
+    for decimal, thousands in (
+        (",", None), (",", "."), (".", ","), (",", " "), (".", " "), (".", "'"), (",", "'"),
+    )
+)  # fmt: skip
+"""What can be found in a column, the simplest first."""
+POINT_OR_COMMA = (KNOWN[0], KNOWN[2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundMarks:
+    """How the numbers of a column are written, as far as its texts tell."""
+
+    marks: Marks | None
+    """None: ``1,234`` and the like, where a comma may be either."""
+    odd: str | None
+    """The first text that is no such number."""
+    example: str
+    """A text that shows the marks."""
+
+
+def find_marks(texts: pa.Array, share: float) -> FoundMarks | None:
+    """Find out how numbers are written, if they are not written plainly.
+
+    Args:
+        texts: those of a column, without white space around them, none missing.
+        share: of the texts that must be numbers.
+
+    Returns:
+        None if too few are, or all that are are plain.
+    """
+    wanted = share * len(texts)
+    if not len(texts) or _count(texts, MARKED) < wanted:
+        return None
+    plain = pc.match_substring_regex(texts, PLAIN)
+    counts = {marks: _count(texts, marks.pattern) for marks in KNOWN}
+    most = max(counts.values())
+    if most < wanted or most <= (pc.sum(plain).as_py() or 0):
+        return None
+    fitting = [marks for marks, count in counts.items() if count == most]
+    unclear = all(marks in fitting for marks in POINT_OR_COMMA)
+    matches = pc.match_substring_regex(texts, fitting[0].pattern)
+    example = texts.filter(pc.and_(matches, pc.invert(plain)))[0].as_py()
+    odd = None if most == len(texts) else texts[pc.index(matches, False).as_py()].as_py()
+    return FoundMarks(marks=None if unclear else fitting[0], odd=odd, example=example)
+
+
+def _count(texts: pa.Array, pattern: str) -> int:
+    return pc.sum(pc.match_substring_regex(texts, pattern)).as_py() or 0
