@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -39,29 +40,68 @@ def atomic_write(path: Path) -> Iterator[Path]:
 def atomic_directory(directory: Path) -> Iterator[Path]:
     """Yield a temporary directory, which is renamed to ``directory`` when the block succeeds.
 
-    If it fails, the temporary one is removed. A killed process leaves at most that, and the next
-    attempt replaces it.
+    If it fails, the temporary one is removed. A killed process leaves at most that and the file of
+    its lock, and the next attempt replaces both.
 
     Args:
         directory: directory to make; it may exist if it is empty.
 
     Raises:
-        ValueError: ``directory`` is not empty, or no directory.
+        ValueError: ``directory`` is not empty, or no directory, or another process is writing it.
         OSError: the disk is full; the message names ``directory``.
     """
+    _require_empty(directory)
+    temporary = directory.parent / f"{directory.name}.tmp"
+    with disk_full_names(directory):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+    with _only_writer(directory):
+        _require_empty(directory)  # another process may have written it meanwhile
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            with disk_full_names(directory):
+                temporary.mkdir()
+                yield temporary
+                temporary.replace(directory)
+        except BaseException:
+            with suppress(OSError):  # the first error is the one to report
+                shutil.rmtree(temporary)
+            raise
+
+
+def _require_empty(directory: Path) -> None:
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory} already exists; choose another output or remove it")
-    temporary = directory.parent / f"{directory.name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _only_writer(directory: Path) -> Iterator[None]:
+    """Hold a lock next to a directory, where the file system has locks.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    from filelock import FileLock, Timeout  # not needed by the reader of an export
+
+    path = directory.parent / f"{directory.name}.lock"
+    lock = FileLock(path)
     try:
-        with disk_full_names(directory):
-            temporary.mkdir(parents=True)
-            yield temporary
-            temporary.replace(directory)
-    except BaseException:
-        with suppress(OSError):  # the first error is the one to report
-            shutil.rmtree(temporary)
-        raise
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of filelock, on file systems without locks
+            lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(
+            f"{directory} is being written by another process; wait for it, or choose another "
+            "output"
+        ) from None
+    except (OSError, NotImplementedError) as error:
+        if isinstance(error, PermissionError):
+            raise
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # Windows removes it when it is released
+            path.unlink()
+        lock.release()
 
 
 def save_figure(figure: Figure, path: Path, *, dpi: int) -> None:

@@ -1,4 +1,6 @@
 import errno
+import subprocess
+import sys
 
 import pytest
 
@@ -70,3 +72,44 @@ def test_a_directory_is_there_completely_or_not_at_all(tmp_path):
         atomic_directory(tmp_path / "out"),
     ):
         pass
+
+
+def test_a_directory_has_one_writer_at_a_time(tmp_path):
+    out = tmp_path / "some" / "out"
+    with (
+        atomic_directory(out) as first,
+        pytest.raises(ValueError, match="out is being written by another process; wait for it"),
+        atomic_directory(out),
+    ):
+        pass
+    assert not first.exists()
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    out.rmdir()
+    (out.parent / "out.lock").touch()  # of a killed process
+    with atomic_directory(out) as again:
+        (again / "part").touch()
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_two_processes_of_one_output(tmp_path):
+    """The second one ends in a line, and what the first one writes is left alone."""
+    code = """
+import sys
+from pathlib import Path
+from dlrm.utils.atomic import atomic_directory
+with atomic_directory(Path(sys.argv[1])) as temporary:
+    (temporary / "part").write_text(sys.argv[2])
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "out")]
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, "first"], **options) as first:
+        assert first.stdout.readline() == "writing\n"
+        second = subprocess.run([*command, "second"], capture_output=True, text=True, check=False)
+        assert second.returncode == 1
+        assert "is being written by another process" in second.stderr
+        first.communicate("")
+    assert first.returncode == 0
+    assert (tmp_path / "out" / "part").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
