@@ -185,10 +185,9 @@ def plan_shards(
 
 
 def describe_shards(
-    shards: Sequence[Shard], names: Mapping[int, str], loads: Sequence[float]
+    shards: Sequence[Shard], names: Mapping[int, str], loads: Sequence[float], ranks: int
 ) -> str:
     """The plan as text: for each rank its shards, their bytes in fp32 and its share of look-ups."""
-    ranks = 1 + max(shard.rank for shard in shards)
     work = sum(_work(shard, loads) for shard in shards) or 1.0
     lines = []
     for rank in range(ranks):
@@ -204,5 +203,6 @@ def describe_shards(
             parts.append(text)
         held = sum(shard.height * shard.width for shard in own) * 4e-6
         busy = sum(_work(shard, loads) for shard in own) / work
-        lines.append(f"rank {rank}: {held:,.1f} MB, {busy:.0%} of the look-ups: {'; '.join(parts)}")
+        text = "; ".join(parts) or "no table"
+        lines.append(f"rank {rank}: {held:,.1f} MB, {busy:.0%} of the look-ups: {text}")
     return "\n".join([*lines, f"imbalance {imbalance(shards, loads, ranks):.2f}"])

@@ -112,7 +112,7 @@ def make_sharding_plan(
         num_embeddings, dim, world.size, sharding_types=types, loads=loads,
         page=page, room=_room() if peers else 0, column_wise=not (whole_rows or packed),
     )  # fmt: skip
-    text = describe_shards(shards, dict(enumerate(names)), loads)
+    text = describe_shards(shards, dict(enumerate(names)), loads, world.size)
     text += f"\nexchange by {'peers' if peers else 'collectives'}"
     text += ", of packed rows by collectives" if peers and packed else ""
     return ShardingPlan(world=world, shards=shards, comm_dtype=narrow, peers=peers, text=text)

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from dlrm.kernels import require_contiguous, tl, triton, use_triton
-from dlrm.kernels.interaction import _load_vectors, _positions, _with_strides
+from dlrm.kernels.interaction import _load_vectors, _positions, _with_strides, check_vectors
 
 ROWS, COLUMNS = 4, 512  # of a tile
 REPEATS = 16  # tiles below each other whose bias gradients one program sums
@@ -286,13 +286,7 @@ def concatenate_vectors(
     Raises:
         ValueError: the shapes do not fit each other.
     """
-    shape = tuple(bottom.shape)
-    fits = [part.dim() == 3 and part.shape[::2] == shape for part in embedded]
-    if len(shape) != 2 or not embedded or not all(fits):
-        raise ValueError(
-            f"bottom is {shape} and embedded {[tuple(part.shape) for part in embedded]}; they "
-            "must be [B, D] and [B, F, D]"
-        )
+    check_vectors(bottom, embedded, order)
     if not use_triton(bottom, impl):
         return concatenate_vectors_torch(bottom, embedded, order=order)
     bottom, *parts = (x if x.stride(-1) == 1 else x.contiguous() for x in (bottom, *embedded))

@@ -155,6 +155,22 @@ def _with_strides(parts: Sequence[Tensor]) -> tuple[tuple[Tensor, int, int], ...
     return tuple((part, part.stride(0), part.stride(1)) for part in parts)
 
 
+def check_vectors(bottom: Tensor, parts: Sequence[Tensor], order: Tensor | None) -> None:
+    """Raise unless the arguments of :func:`dot_interaction` fit each other."""
+    shape = tuple(bottom.shape)
+    fits = [part.dim() == 3 and part.shape[::2] == shape for part in parts]
+    if len(shape) != 2 or not parts or not all(fits):
+        raise ValueError(
+            f"bottom is {shape} and embedded {[tuple(part.shape) for part in parts]}; they "
+            "must be [B, D] and [B, F, D]"
+        )
+    vectors = sum(part.shape[1] for part in parts)
+    if order is not None and order.shape != (vectors,):
+        raise ValueError(
+            f"order has shape {tuple(order.shape)}, it must be [{vectors}]: one for each embedding"
+        )
+
+
 class _DotInteraction(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -215,18 +231,7 @@ def dot_interaction(
         ValueError: the shapes do not fit each other.
     """
     parts = [embedded] if isinstance(embedded, Tensor) else list(embedded)
-    shape = tuple(bottom.shape)
-    fits = [part.dim() == 3 and part.shape[::2] == shape for part in parts]
-    if len(shape) != 2 or not parts or not all(fits):
-        raise ValueError(
-            f"bottom is {shape} and embedded {[tuple(part.shape) for part in parts]}; they "
-            "must be [B, D] and [B, F, D]"
-        )
-    vectors = sum(part.shape[1] for part in parts)
-    if order is not None and order.shape != (vectors,):
-        raise ValueError(
-            f"order has shape {tuple(order.shape)}, it must be [{vectors}]: one for each embedding"
-        )
+    check_vectors(bottom, parts, order)
     if not use_triton(bottom, impl):
         return dot_interaction_torch(bottom, parts, order=order, multiple=multiple)
     bottom, *parts = (x if x.stride(-1) == 1 else x.contiguous() for x in (bottom, *parts))

@@ -82,6 +82,11 @@ def test_vectors_of_several_groups_lie_in_order(device, assert_matches, impl, ty
     assert out.dtype == kinds[0]
 
 
+def test_an_order_that_is_not_of_all_vectors_is_refused():
+    with pytest.raises(ValueError, match=r"order has shape \(2,\), it must be \[3\]"):
+        concatenate_vectors(torch.zeros(2, 8), [torch.zeros(2, 3, 8)], order=torch.tensor([1, 0]))
+
+
 def test_vectors_of_another_length_are_refused(device):
     bottom = torch.randn(4, 8, device=device)
     with pytest.raises(ValueError, match=r"must be \[B, D\] and \[B, F, D\]"):
