@@ -176,7 +176,6 @@ class ShardedTables(Embedding):
         self,
         ids: Tensor,
         offsets: Tensor | None = None,
-        weights: Tensor | None = None,
         context: LookupContext = NO_CONTEXT,
     ) -> list[Tensor]:
         """As :meth:`forward`, without copying the parts ``[B, F_i, D]`` together; tables in
@@ -184,12 +183,11 @@ class ShardedTables(Embedding):
 
         Every process must call it at the same time.
         """
-        plain = weights is None and self.padding_idx is None and not self.check_ids
+        plain = self.padding_idx is None and not self.check_ids
         if offsets is not None and self.mode == "sum" and plain and not self._packed_on_cpu(ids):
             return self._pool(self._bags_of(ids, offsets, context), context)
-        if offsets is not None or weights is not None or self.padding_idx is not None:
-            found = self(ids, offsets, weights, context=context)
-            return [found.index_select(1, self._order)]
+        if offsets is not None or self.padding_idx is not None:
+            return [self(ids, offsets, context=context).index_select(1, self._order)]
         if self.check_ids:
             self._check(self._tables[:, None], ids)
         side, sorted_ahead = side_stream_of(ids.device, "exchange"), iter(context.lookups)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,15 +20,10 @@ from dlrm.embeddings.common.row_caches import CachesHotRows, CachesRows, Prefetc
 from dlrm.embeddings.registry import available, build
 from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.update.packed import BITS
+from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.feature_order import FeatureOrder
 from dlrm.sparse_arch.table_plan import TablePlan
 from dlrm.utils.messages import did_you_mean
-
-
-class _ResetsRows(Protocol):
-    def reset_rows(
-        self, parameter: Tensor, rows: Tensor, sources: Tensor | None = None
-    ) -> None: ...
 
 
 class SparseArch(nn.Module):
@@ -44,7 +39,6 @@ class SparseArch(nn.Module):
             a table has a type of its own.
         dtype: type of the other tables: ``fp32``, ``bf16``, or ``int8`` and ``int4``, whose vectors
             are fp32.
-        check_ids: see :class:`~dlrm.embeddings.base.Embedding`.
         sharding: shards of tables that several processes hold.
 
     Raises:
@@ -58,7 +52,6 @@ class SparseArch(nn.Module):
         plan: TablePlan,
         *,
         dtype: str = "fp32",
-        check_ids: bool = False,
         sharding: ShardingPlan | None = None,
     ) -> None:
         super().__init__()
@@ -76,12 +69,10 @@ class SparseArch(nn.Module):
             packed = own_dtype if own_dtype in BITS else None
             group: Embedding
             if own is None:
-                group = build(
-                    kind, rows, embedding_dim, check_ids=check_ids, dtype=packed, **options
-                )
+                group = build(kind, rows, embedding_dim, check_ids=False, dtype=packed, **options)
                 returned.append(slots)
             else:
-                group = ShardedTables(rows, embedding_dim, own, check_ids=check_ids, dtype=packed)
+                group = ShardedTables(rows, embedding_dim, own, check_ids=False, dtype=packed)
                 returned.append([slots[table] for table in group.order])
             self.groups.append(group.bfloat16() if own_dtype == "bf16" else group)
         self.feature_order = FeatureOrder([slots for slots, _, _ in groups], returned)
@@ -93,15 +84,14 @@ class SparseArch(nn.Module):
         self,
         ids: Tensor,
         offsets: Tensor | None = None,
-        per_sample_weights: Tensor | None = None,
         *,
         bounds: Sequence[int] | None = None,
         context: LookupContext = NO_CONTEXT,
     ) -> list[Tensor]:
-        """Look up every table.
+        """Look up every table. Ids are not checked: the loader has done that.
 
         Args:
-            ids, offsets, per_sample_weights: of all features, as in ``Embedding.forward``.
+            ids, offsets: of all features, as in ``Embedding.forward``.
             bounds: where the ids of each table begin, and the end, ``[F + 1]``; without it the host
                 may have to read them from the offsets, and waits for the device.
             context: what a training step prepared for these look-ups.
@@ -111,7 +101,7 @@ class SparseArch(nn.Module):
         """
         order = self._launch_order
         shares = self.feature_order.split(
-            order, ids, offsets, per_sample_weights, bounds=bounds, grouped=context.grouped
+            order, ids, offsets, bounds=bounds, grouped=context.grouped
         )
         contexts = self._contexts(context)
         found: dict[int, list[Tensor]] = {}
@@ -165,7 +155,7 @@ class SparseArch(nn.Module):
             for batches in (now, coming)
         ]
         for index, group in groups.items():
-            group.begin_window(*([shares[index][:2] for shares in each] for each in windows))
+            group.begin_window(*([shares[index] for shares in each] for each in windows))
 
     @property
     def rows_ready(self) -> bool:
@@ -251,7 +241,7 @@ class SparseArch(nn.Module):
                 values[f"cache/MB_{name}_per_step"] = moved / 1e6
         return values
 
-    def renew_caches(self, optimizer: _ResetsRows) -> dict[str, float]:
+    def renew_caches(self, optimizer: RowOptimizer) -> dict[str, float]:
         """Renew the caches of hot rows. Rows that change owner get fresh optimizer state, or that
         of the row that they copy.
 

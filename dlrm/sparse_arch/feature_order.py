@@ -7,10 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from dlrm.embeddings.common.row_caches import Lookups
 from dlrm.utils.offsets import offsets_of
-
-Share = tuple[Tensor, Tensor | None, Tensor | None]
-"""Ids, offsets and weights of the tables of a group."""
 
 
 class FeatureOrder(nn.Module):
@@ -18,56 +16,40 @@ class FeatureOrder(nn.Module):
 
     Args:
         groups: features of each group, in the order of its tables.
-        returned: features of each group, in the order of the vectors that it returns; by default
-            that of its tables.
+        returned: features of each group, in the order of the vectors that it returns.
     """
 
-    def __init__(
-        self, groups: Sequence[Sequence[int]], returned: Sequence[Sequence[int]] | None = None
-    ) -> None:
+    def __init__(self, groups: Sequence[Sequence[int]], returned: Sequence[Sequence[int]]) -> None:
         super().__init__()
         self.groups = [list(features) for features in groups]
         self.num_features = sum(map(len, groups))
         by_group = [feature for features in groups for feature in features]
-        order = [feature for features in returned or groups for feature in features]
+        order = [feature for features in returned for feature in features]
         self.register_buffer("by_group", torch.tensor(by_group), persistent=False)
         self.register_buffer("positions", torch.tensor(order).argsort(), persistent=False)
         self.by_group: Tensor  # [F], the features of the groups, one group after the other
         self.positions: Tensor  # [F], where the vectors of each feature are among all returned
-
-    def in_order(self, vectors: Sequence[Tensor]) -> Tensor:
-        """The groups' vectors in one ``[B, F, D]``, in the order of the features."""
-        return torch.cat(list(vectors), dim=1).index_select(1, self.positions)
-
-    def bounds(self, offsets: Tensor | None) -> list[int]:
-        """Where the ids of each feature begin, and the end, ``[F + 1]``, if :meth:`split` needs
-        them. The host waits for the device, once a batch.
-        """
-        if offsets is None or len(self.groups) == 1:
-            return []
-        batch = (offsets.numel() - 1) // self.num_features
-        return offsets[::batch].tolist() if batch else [0] * (self.num_features + 1)
 
     def split(
         self,
         groups: Iterable[int],
         ids: Tensor,
         offsets: Tensor | None = None,
-        weights: Tensor | None = None,
         *,
         bounds: Sequence[int] | None = None,
         grouped: bool = False,
-    ) -> dict[int, Share]:
+    ) -> dict[int, Lookups]:
         """The parts of a batch that belong to some groups, by group.
 
         Args:
             groups: indices of the groups.
-            ids, offsets, weights: of all features, as in ``Embedding.forward``.
-            bounds: the result of :meth:`bounds`; computed if empty or None.
+            ids, offsets: of all features, as in ``Embedding.forward``.
+            bounds: where the ids of each feature begin, and the end, ``[F + 1]``. Without them the
+                host reads them from the offsets of several groups, and waits for the device.
             grouped: ``ids [F, B]`` are in the order of :attr:`by_group`.
         """
         if len(self.groups) == 1:
-            return {0: (ids, offsets, weights)}
+            return {0: (ids, offsets)}
         sizes = [len(features) for features in self.groups]
         if offsets is None:  # one gather for all groups
             if len(ids) != self.num_features:
@@ -76,15 +58,14 @@ class FeatureOrder(nn.Module):
                     f"[{self.num_features}, B]: a row per table"
                 )
             parts = (ids if grouped else ids[self.by_group]).split(sizes)
-            own = None if weights is None else weights[self.by_group].split(sizes)
-            return {i: (parts[i], None, None if own is None else own[i]) for i in groups}
-        bounds = bounds or self.bounds(offsets)
+            return {i: (parts[i], None) for i in groups}
         batch = (offsets.numel() - 1) // self.num_features
+        if not bounds:
+            bounds = offsets[::batch].tolist() if batch else [0] * (self.num_features + 1)
         lengths = offsets.diff().view(self.num_features, batch)[self.by_group].split(sizes)
-        shares: dict[int, Share] = {}
+        shares: dict[int, Lookups] = {}
         for index in groups:
             spans = [slice(bounds[feature], bounds[feature + 1]) for feature in self.groups[index]]
-            factors = None if weights is None else torch.cat([weights[span] for span in spans])
             own = torch.cat([ids[span] for span in spans])
-            shares[index] = own, offsets_of(lengths[index]), factors
+            shares[index] = own, offsets_of(lengths[index])
         return shares

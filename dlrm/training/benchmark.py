@@ -155,9 +155,7 @@ def power_law(rows: int, lookups: int, device: str = "cuda") -> Tensor:
     return (((rows**power - 1) * uniform + 1) ** (1 / power)).long().clamp(1, rows) - 1
 
 
-def gpu_milliseconds(
-    run: Callable[[int], object], *, warm_up: int = 10, steps: int = 50, queued: bool = False
-) -> float:
+def gpu_milliseconds(run: Callable[[int], object], *, warm_up: int = 10, steps: int = 50) -> float:
     """Median milliseconds of ``run(i)`` on the GPU over ``steps`` calls, measured with events.
 
     Unlike ``triton.testing.do_bench``, which flushes the cache before each call and so hides its
@@ -167,19 +165,11 @@ def gpu_milliseconds(
         run: gets the number of the call, to choose its inputs by.
         warm_up: calls that are not measured.
         steps: calls that are measured.
-        queued: leave out the cost of launching from Python: the GPU is kept busy until all calls
-            are queued. A queue holds about 1,000 launches. Use it for what can't be captured.
     """
     for index in range(warm_up):
         run(index)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     torch.cuda.synchronize()
-    if queued:
-        began = time.perf_counter()
-        run(warm_up)
-        seconds = steps * (time.perf_counter() - began)
-        torch.cuda.synchronize()
-        torch.cuda._sleep(int(4e9 * seconds))  # twice that long at 2 GHz
     events[0].record()
     for index in range(steps):
         run(warm_up + index)

@@ -31,32 +31,35 @@ class GradientReducer:
 
     The dense gradients form two buckets. The early one is sent while the backward pass is still
     running, as soon as it is complete. The row gradients of small tables are converted to dense
-    ones and sent together in one all-reduce. Those of large tables are gathered from all processes.
+    ones and sent together in one all-reduce, with a mask of the rows that have a gradient, unless
+    the optimizer leaves a row unchanged if its gradient is zero. Those of large tables are gathered
+    from all processes.
 
     Args:
+        model: the same on every process, except for the shards of tables.
+        optimizer: the optimizer of the embeddings.
         world: the processes.
-        early: dense parameters whose gradients the backward pass computes first.
-        late: all other dense parameters.
-        embeddings: replicated parameters of the embeddings.
+
+    Attributes:
         local: parameters that are not replicated.
-        skips_zero_gradients: whether the optimizer leaves a row unchanged if its gradient is zero.
-            If not, a mask is sent too, to leave rows without a gradient out of the update.
+
+    Raises:
+        ValueError: the replicas would not stay equal.
     """
 
-    def __init__(
-        self,
-        world: World,
-        *,
-        early: Iterable[nn.Parameter],
-        late: Iterable[nn.Parameter],
-        embeddings: Iterable[nn.Parameter],
-        local: Iterable[nn.Parameter] = (),
-        skips_zero_gradients: bool = False,
-    ) -> None:
-        self.world = world
-        self._early, self._late = list(early), list(late)
-        self._embeddings, self.local = list(embeddings), set(local)
-        self._skips_zero_gradients = skips_zero_gradients
+    def __init__(self, model: DLRM, optimizer: RowOptimizer, world: World) -> None:
+        self.world, self.local = world, set(model.sparse_arch.local_parameters())
+        # The backward pass computes the gradients of the early parameters first.
+        self._early = [*model.top_mlp.parameters(), *model.interaction.parameters()]
+        self._late = [*model.bottom_mlp.parameters()]
+        self._embeddings = [p for p in model.sparse_arch.parameters() if p not in self.local]
+        if self.local and any(map(_is_rounded_on_cpu, self._embeddings)):
+            raise ValueError(
+                "tables in bf16, int8 and int4 are updated with stochastic rounding, which would "
+                "differ between replicas on CPUs next to sharded tables: use --sharding.by "
+                "replicate or --tables.dtype fp32"
+            )
+        self._skips_zero_gradients = all(map(_skips_zero_gradients_in, optimizer.param_groups))
         self._missing = len(self._early)
         self._sent: tuple[Tensor, dist.Work] | None = None
         this = ref(self)  # so that a parameter does not keep the reducer alive
@@ -70,40 +73,8 @@ class GradientReducer:
 
     @classmethod
     def of(cls, model: DLRM, optimizer: RowOptimizer, world: World) -> GradientReducer | None:
-        """The reducer for all parameters of a model, or None if there is only one process.
-
-        Args:
-            model: the same on every process, except for the shards of tables.
-            optimizer: the optimizer of the embeddings.
-            world: the processes.
-
-        Raises:
-            ValueError: the replicas would not stay equal.
-        """
-        if world.size == 1:
-            return None
-        local = set(model.sparse_arch.local_parameters())
-        rounded = any(
-            not p.is_cuda and (p.dtype == torch.bfloat16 or packed_rows(p) is not None)
-            for p in model.sparse_arch.parameters()
-            if p not in local
-        )
-        if local and rounded:
-            raise ValueError(
-                "tables in bf16, int8 and int4 are updated with stochastic rounding, which would "
-                "differ between replicas on CPUs next to sharded tables: use --sharding.by "
-                "replicate or --tables.dtype fp32"
-            )
-        return cls(
-            world,
-            early=[*model.top_mlp.parameters(), *model.interaction.parameters()],
-            late=model.bottom_mlp.parameters(),
-            embeddings=[p for p in model.sparse_arch.parameters() if p not in local],
-            local=local,
-            skips_zero_gradients=all(
-                _skips_zero_gradients_in(group) for group in optimizer.param_groups
-            ),
-        )
+        """The reducer, or None if there is only one process."""
+        return None if world.size == 1 else cls(model, optimizer, world)
 
     def is_even(self, batch: Batch) -> bool:
         """Whether every process has the same number of samples of a global batch."""
@@ -229,6 +200,11 @@ class GradientReducer:
         rows = torch.cat(self.world.gather(rows, sizes))
         values = torch.cat(self.world.gather(values, sizes))
         parameter.grad = row_gradient(parameter, rows, values, sparse=True)
+
+
+def _is_rounded_on_cpu(parameter: nn.Parameter) -> bool:
+    narrow = parameter.dtype == torch.bfloat16 or packed_rows(parameter) is not None
+    return narrow and not parameter.is_cuda
 
 
 def _skips_zero_gradients_in(group: dict[str, Any]) -> bool:

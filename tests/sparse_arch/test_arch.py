@@ -14,12 +14,16 @@ NAMES = ["a", "b", "c", "d"]
 SIZES = [50, 4000, 7, 900]
 
 
+def in_order(arch, vectors):
+    return torch.cat(vectors, 1)[:, arch.feature_order.positions]  # [B, F, D]
+
+
 def test_mixed_kinds_fill_their_own_slots():
     table_plan = [("hash", {"rows": 16}), ("dense", {}), ("hash", {"rows": 16}), ("dense", {})]
     arch = SparseArch(SIZES, 8, table_plan)
     assert arch.feature_order.groups == [[0, 2], [1, 3]]
     ids = torch.stack([torch.randint(0, rows, (5,)) for rows in SIZES])
-    out = arch.feature_order.in_order(arch(ids))
+    out = in_order(arch, arch(ids))
     assert out.shape == (5, 4, 8)
     for group, slots in arch.embeddings():
         for table, slot in enumerate(slots):
@@ -27,7 +31,7 @@ def test_mixed_kinds_fill_their_own_slots():
     by_group = arch.feature_order.by_group
     assert by_group.tolist() == [0, 2, 1, 3]
     same = arch(ids[by_group], context=LookupContext(grouped=True))
-    assert torch.equal(arch.feature_order.in_order(same), out)
+    assert torch.equal(in_order(arch, same), out)
 
 
 @pytest.mark.parametrize("rows", [3, 5])
@@ -35,21 +39,6 @@ def test_a_row_of_ids_for_each_table(rows):
     arch = SparseArch(SIZES, 8, [("hash", {}), *[("dense", {})] * 3])
     with pytest.raises(ValueError, match=r"ids have shape \(\d, 2\), they must be \[4, B\]: a row"):
         arch(torch.zeros(rows, 2, dtype=torch.long))
-
-
-def test_mixed_kinds_with_a_weight_for_each_id():
-    table_plan = [("dense", {}), ("hash", {"rows": 3}), ("qr", {}), ("hash", {"rows": 3})]
-    arch = SparseArch(SIZES, 4, table_plan)
-    ids = torch.stack([torch.randint(0, rows, (5,)) for rows in SIZES]).int()
-    weights = torch.rand(4, 5, requires_grad=True)
-    out = arch.feature_order.in_order(arch(ids, None, weights))
-    bags = arch.feature_order.in_order(
-        arch(ids.view(-1), torch.arange(4 * 5 + 1), weights.view(-1))
-    )
-    torch.testing.assert_close(out, bags)
-    grad = torch.randn_like(out)
-    (got,), (want,) = (torch.autograd.grad(each, weights, grad) for each in (out, bags))
-    torch.testing.assert_close(got, want)
 
 
 def test_tables_that_differ_in_an_option_per_table_make_one_group():
@@ -76,13 +65,12 @@ def test_mixed_kinds_with_bags():
     lengths = torch.tensor([2, 0, 1, 3, 0, 4, 1, 1])  # 4 tables, 2 samples
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
     ids = torch.randint(0, 7, (int(lengths.sum()),))
-    weights = torch.rand(len(ids))
-    out = arch.feature_order.in_order(arch(ids, offsets, weights))
+    out = in_order(arch, arch(ids, offsets))
     homes = {slot: (g, t) for g, slots in arch.embeddings() for t, slot in enumerate(slots)}
     for slot, (group, table) in homes.items():
         for sample in range(2):
             bag = slice(offsets[slot * 2 + sample], offsets[slot * 2 + sample + 1])
-            expected = (group.rows(table, ids[bag]) * weights[bag, None]).sum(0)
+            expected = group.rows(table, ids[bag]).sum(0)
             torch.testing.assert_close(out[sample, slot], expected)
 
 

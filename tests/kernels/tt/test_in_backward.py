@@ -258,11 +258,7 @@ def test_a_training_step_updates_them_unless_gradients_are_wanted(wanted, device
         optimizer = RowOptimizer(model.parameters(), "adagrad", lr=0.05, eps=0.1)
         options = {"clip_norm": 1e9} if asks == "clip_norm" else {}
         if asks == "reducer":
-            first, last = model.top_mlp.parameters(), model.bottom_mlp.parameters()
-            embeddings = model.sparse_arch.parameters()
-            options["reducer"] = GradientReducer(
-                World(), early=first, late=last, embeddings=embeddings
-            )
+            options["reducer"] = GradientReducer(model, optimizer, World())
         step = TrainStep(model, [optimizer], mode="eager", **options)
         (middle,) = (p for name, p in model.named_parameters() if name.endswith("cores.1"))
         given, losses = [], []
