@@ -28,7 +28,7 @@ from dlrm.embeddings.common.bags import Bags, row_offsets
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.lookup.bags import lookup_bags
 from dlrm.kernels.lookup.peer import SortedLookups
-from dlrm.kernels.lookup.tables import lookup, lookup_tables
+from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables
 from dlrm.kernels.update.packed import packed_rows, record_bytes, storage, write_rows
 from dlrm.utils.local_shards import LocalShards, saved_weight
 from dlrm.utils.streams import side_stream_of
@@ -203,9 +203,11 @@ class ShardedTables(Embedding):
             ]
         found = []
         if self.replicated is not None:
-            own, sorter = ids.index_select(0, self._replicated), context.sorter
+            own, tables = ids.index_select(0, self._replicated), TableRows(self._starts)
             found.append(
-                lookup_tables(self.replicated, self._starts, own, sparse=self.sparse, sorter=sorter)
+                lookup_tables(
+                    self.replicated, tables, own, sparse=self.sparse, sorter=context.sorter
+                )
             )
         side.join()
         for vectors in finish:
@@ -242,7 +244,7 @@ class ShardedTables(Embedding):
             own = bags.select(self._replicated, self.replicated_tables)
             found.append(
                 lookup_bags(
-                    self.replicated, self._starts, own.ids, own.offsets,
+                    self.replicated, TableRows(self._starts), own.ids, own.offsets,
                     sparse=self.sparse, context=context.of_bags,
                 )
             )  # fmt: skip

@@ -17,7 +17,7 @@ from dlrm.embeddings.common.bags import Bags
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.lookup.bags import lookup_bags
 from dlrm.kernels.lookup.peer import SortedLookups
-from dlrm.kernels.lookup.tables import lookup, lookup_tables
+from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables
 
 
 class Sharding(nn.Module, ABC):
@@ -182,7 +182,8 @@ class Sharding(nn.Module, ABC):
         )
         requests = self._by_shard(received, sizes)
         if self.complete:  # requests are [shards, global batch]
-            found = lookup_tables(weight, self._start[self._mine], requests, sorter=context.sorter)
+            tables = TableRows(self._start[self._mine])
+            found = lookup_tables(weight, tables, requests, sorter=context.sorter)
         else:
             found = self.lookup_local(weight, self._mine[:, None], requests, context)
             found = found.transpose(0, 1)
@@ -202,15 +203,15 @@ class Sharding(nn.Module, ABC):
         sizes = self.world.sizes(bags.batch, bags.ids.device, equal=context.equal_sizes)
         asked = bags.select(self._requested, [p.table for own in self.by_rank for p in own])
         served = self._serve(asked, sizes)
-        starts, held = self._start[self._mine], None
+        tables, held = TableRows(self._start[self._mine]), None
         if not self.complete:
             held = torch.stack([self._first[self._mine], self._count[self._mine]])
         if self.mine:
             found = lookup_bags(
-                weight, starts, served.ids, served.offsets, held=held, context=context.of_bags
+                weight, tables, served.ids, served.offsets, held=held, context=context.of_bags
             )
         else:
-            found = lookup_tables(weight, starts, served.lengths, sorter=context.sorter)
+            found = lookup_tables(weight, tables, served.lengths, sorter=context.sorter)
         return self.finish(self._send_back(found, bags.batch, sizes))
 
     def _serve(self, asked: Bags, sizes: Sequence[int]) -> Bags:

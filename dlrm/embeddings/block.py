@@ -99,10 +99,8 @@ class Block(SharedRows):
         return lookup_projected(
             self.weight,
             self.projection,
-            self._offsets,
+            self._table_rows,
             ids,
-            last=self._overflow_row,
-            wide=self._wide,
             sparse=self.sparse,
             sorter=context.sorter,
         )

@@ -13,7 +13,7 @@ from dlrm.embeddings.common.bags import bag_indices, row_offsets
 from dlrm.embeddings.common.budget import split_by_rows
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.row_caches import Lookups, PrefetchesRows
-from dlrm.kernels.lookup.tables import lookup, lookup_tables
+from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables
 from dlrm.kernels.offload.pinned_memory import empty_on_host
 from dlrm.kernels.offload.row_cache import CachedParameter
 
@@ -93,8 +93,9 @@ class Offload(PrefetchesRows, Embedding):
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         if not self.cached.active:
+            tables = TableRows(self._offsets)
             return lookup_tables(
-                self.weight, self._offsets, ids, sparse=self.sparse, sorter=context.sorter
+                self.weight, tables, ids, sparse=self.sparse, sorter=context.sorter
             )
         return self._lookup(ids, self._offsets, context)
 

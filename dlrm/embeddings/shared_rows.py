@@ -14,7 +14,7 @@ from dlrm.embeddings.common.bags import row_offsets
 from dlrm.embeddings.common.budget import WIDE
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.lookup.bags import lookup_bags
-from dlrm.kernels.lookup.tables import Wide, lookup, lookup_tables, rows_of_torch
+from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables, rows_of_torch
 from dlrm.kernels.update.packed import CHUNK, chunks_to_write, record_bytes
 
 
@@ -85,10 +85,10 @@ class SharedRows(Embedding):
         return tuple(min(own, most) for own in self.num_kept)
 
     @property
-    def _wide(self) -> Wide | None:
-        if self._num_wide is None or self._narrow is None:
-            return None
-        return self._num_wide, self._narrow
+    def _table_rows(self) -> TableRows:
+        return TableRows(
+            self._offsets, self._modulo, self._overflow_row, self._num_wide, self._narrow
+        )
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -144,20 +144,12 @@ class SharedRows(Embedding):
         return out
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
-        index = (self._offsets, self._modulo, self._overflow_row, self._wide)
-        rows = rows_of_torch(ids, tables, *index)
+        rows = rows_of_torch(ids, tables, self._table_rows)
         return lookup(self.weight, rows, sparse=self.sparse, sorter=context.sorter)
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         return lookup_tables(
-            self.weight,
-            self._offsets,
-            ids,
-            modulo=self._modulo,
-            last=self._overflow_row,
-            wide=self._wide,
-            sparse=self.sparse,
-            sorter=context.sorter,
+            self.weight, self._table_rows, ids, sparse=self.sparse, sorter=context.sorter
         )
 
     def lookup_bags(
@@ -174,14 +166,11 @@ class SharedRows(Embedding):
             return super().lookup_bags(ids, offsets, weights, context)
         return lookup_bags(
             self.weight,
-            self._offsets,
+            self._table_rows,
             ids,
             offsets,
             per_sample_weights=weights,
             mode=self.mode,
-            modulo=self._modulo,
-            last=self._overflow_row,
-            wide=self._wide,
             sparse=self.sparse,
             context=context.of_bags,
         )

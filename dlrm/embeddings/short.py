@@ -18,7 +18,7 @@ from dlrm.embeddings.shared_rows import SharedRows, check_row_dim, num_kept_of
 from dlrm.kernels import use_triton
 from dlrm.kernels.lookup.bags import lookup_bags
 from dlrm.kernels.lookup.pooling import pool_bags
-from dlrm.kernels.lookup.tables import rows_of_torch
+from dlrm.kernels.lookup.tables import TableRows, rows_of_torch
 
 
 class Short(SharedRows):
@@ -89,11 +89,11 @@ class Short(SharedRows):
             return Embedding.lookup_bags(self, ids, offsets, weights, context)
         tables = self._tables_of(ids, offsets)
         rows, place = place_of(ids, self._num_short[tables], self.per_row)
-        rows = rows_of_torch(rows, tables, self._offsets, wide=self._wide)
+        rows = rows_of_torch(rows, tables, self._table_rows)
         # The stored row of each id as a bag of one, so that the backward pass may update it; what
         # lies beyond the last bag is in none.
         ones = torch.arange(ids.numel() + 1, device=ids.device).minimum(offsets[-1])
-        begin, of_rows = self._offsets[:1], replace(context.of_bags, dtype=None)
+        begin, of_rows = TableRows(self._offsets[:1]), replace(context.of_bags, dtype=None)
         stored = lookup_bags(
             self.weight, begin, rows, ones, sparse=self.sparse, context=of_rows
         ).squeeze(1)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dlrm.data.schema import KAGGLE_CARDINALITIES
-from dlrm.kernels.lookup.tables import gather_rows, lookup_tables
+from dlrm.kernels.lookup.tables import TableRows, gather_rows, lookup_tables
 from dlrm.kernels.update.row_sort import SortedRows, sort_rows
 from dlrm.kernels.update.rules import RULES
 from dlrm.kernels.update.sparse import update_rows, update_rows_torch
@@ -72,7 +72,7 @@ def states_of(rule: str, weight: Tensor) -> list[Tensor]:
 
 def whole(setup: Setup, ids: Tensor, grad: Tensor, rule: str, states: list[Tensor]) -> None:
     """Forward, backward and update through autograd, the sort included."""
-    out = lookup_tables(setup.weight, setup.starts, ids)
+    out = lookup_tables(setup.weight, TableRows(setup.starts), ids)
     out.backward(grad)
     gradient = setup.weight.grad
     assert gradient is not None
@@ -97,7 +97,7 @@ def check(setup: Setup, rule: str) -> float:
     exact_states = [s.double() if s.is_floating_point() else s for s in exact_states]
     flat_grad = grad.view(-1, setup.dim).double()
     update_rows_torch(rule, exact, local, flat_grad, exact_states, lr=setup.lr.double())
-    out = lookup_tables(setup.weight, setup.starts, ids)
+    out = lookup_tables(setup.weight, TableRows(setup.starts), ids)
     if not torch.equal(out.view(-1, setup.dim), setup.weight[setup.flat[0]]):
         raise SystemExit("the look-up differs from indexing: nothing is reported")
     whole(setup, ids, grad, rule, states)
@@ -134,7 +134,7 @@ def ours(setup: Setup, rule: str) -> dict[str, float]:
     def update(plan: SortedRows, grad: Tensor) -> None:
         update_rows(rule, weight, plan.rows, grad, states, lr=setup.lr, sorted_rows=plan)
 
-    gather = partial(gather_rows, weight, setup.starts)
+    gather = partial(gather_rows, weight, TableRows(setup.starts))
     steps = [
         partial(whole, setup, ids, grad, rule, states)
         for ids, grad in zip(setup.ids, setup.grads, strict=True)

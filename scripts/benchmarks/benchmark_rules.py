@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlrm.kernels.lookup.tables import gather_rows, lookup_tables
+from dlrm.kernels.lookup.tables import TableRows, gather_rows, lookup_tables
 from dlrm.kernels.update.row_sort import sort_rows
 from dlrm.kernels.update.rules import RULES, Rule, make_rule
 from dlrm.kernels.update.sparse import update_rows
@@ -50,7 +50,7 @@ def floors(rule: Rule, dim: int, lookups: int, distinct: float, id_bytes: int) -
 
 def whole(weight: Tensor, start: Tensor, ids: Tensor, grad: Tensor, update: Any) -> None:
     """Forward, backward and update through autograd, the sort included."""
-    lookup_tables(weight, start, ids).backward(grad)
+    lookup_tables(weight, TableRows(start), ids).backward(grad)
     gradient = weight.grad
     assert gradient is not None
     update(weight.detach(), gradient._indices()[0], gradient._values())
@@ -73,7 +73,7 @@ class Setup:
         timed, own = benchmark.captured_milliseconds, weight.detach()
         self.shared = {  # by all rules
             "forward_ms": timed(
-                [partial(gather_rows, own, self.start, ids, out) for ids in self.batches]
+                [partial(gather_rows, own, TableRows(self.start), ids, out) for ids in self.batches]
             ),
             "sort_ms": timed([partial(sort_rows, rows, len(weight)) for rows in flat]),
         }

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from dlrm.kernels import require_contiguous, require_integers, tl, triton, use_triton
-from dlrm.kernels.lookup.tables import Wide, row_gradient, row_of, tiling
+from dlrm.kernels.lookup.tables import TableRows, row_gradient, row_of, tiling
 from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
 from dlrm.kernels.update.packed import load_rows, packed_rows, storage
 from dlrm.kernels.update.row_sort import RowSorter, sort_rows
@@ -191,18 +191,15 @@ class _LookupBags(torch.autograd.Function):
         ctx: Any,
         weight: Tensor,
         scale: Tensor | None,
-        starts: Tensor,
+        tables: TableRows,
         ids: Tensor,
         offsets: Tensor,
-        modulo: Tensor | None,
-        last: Tensor | None,
-        wide: Wide | None,
         held: Tensor | None,
         request: _Request,
     ) -> Tensor:
-        tables, dim = len(starts), weight.shape[1]
+        num_tables, dim = len(tables.starts), weight.shape[1]
         bags = offsets.numel() - 1
-        context, shape = request.context, (bags // tables, tables, dim)
+        context, shape = request.context, (bags // num_tables, num_tables, dim)
         out = weight.new_empty(shape, dtype=context.dtype or weight.dtype)
         flat = owners = chosen = None
         if any(ctx.needs_input_grad[:2]):
@@ -214,25 +211,25 @@ class _LookupBags(torch.autograd.Function):
             if request.mode == "max":
                 chosen = torch.empty(out.shape, dtype=torch.int64, device=ids.device)
         data, num_wide, packing = storage(weight)
-        index = (starts, modulo, last, *(wide or (None, None)), held)
+        index = (*tables, held)
         if bags and request.mode == "max":
             grid, sizes = tiling(bags, dim, TILE)
             _pool_max[grid](
                 ids, offsets, index, data, num_wide, out, flat, chosen,
-                bags, bags // tables, F=tables, FORMAT=packing, **sizes,
+                bags, bags // num_tables, F=num_tables, FORMAT=packing, **sizes,
             )  # fmt: skip
         elif bags:
             block_d = triton.next_power_of_2(dim)
             block = max(1, BAGS // block_d)
             _pool[triton.cdiv(bags, block),](
                 ids, offsets, index, data, num_wide, scale, out, (flat, owners),
-                bags, bags // tables, F=tables, D=dim, BLOCK=block, BLOCK_D=block_d, CHUNK=CHUNK,
-                MEAN=request.mode == "mean", FORMAT=packing, num_warps=1,
+                bags, bags // num_tables, F=num_tables, D=dim, BLOCK=block, BLOCK_D=block_d,
+                CHUNK=CHUNK, MEAN=request.mode == "mean", FORMAT=packing, num_warps=1,
             )  # fmt: skip
         if flat is not None and ctx.needs_input_grad[0] and context.sorter is not None:
             context.sorter.submit(flat, len(weight), owners)
         ctx.save_for_backward(weight, scale, offsets, flat, owners, chosen)
-        ctx.request, ctx.tables = request, tables
+        ctx.request, ctx.tables = request, num_tables
         return out
 
     @staticmethod
@@ -242,7 +239,7 @@ class _LookupBags(torch.autograd.Function):
         request, dim = ctx.request, weight.shape[1]
         if request.update is not None and request.update.due:
             _apply(request, weight, flat, owners, grad.reshape(-1, dim))
-            return (None,) * 10
+            return (None,) * 7
         bags = offsets.numel() - 1
         values = weight.new_empty(flat.numel(), dim)
         grad_scale = torch.empty_like(scale) if ctx.needs_input_grad[1] else None
@@ -258,7 +255,7 @@ class _LookupBags(torch.autograd.Function):
             if owners is not None:  # they were sorted for an update of whole bags
                 flat = flat.clone()
             grad_weight = row_gradient(weight, flat, values, request.sparse)
-        return grad_weight, grad_scale, *[None] * 8
+        return grad_weight, grad_scale, *[None] * 5
 
 
 def _apply(request: _Request, weight: Tensor, flat: Tensor, owners: Tensor, grads: Tensor) -> None:
@@ -277,15 +274,12 @@ def _apply(request: _Request, weight: Tensor, flat: Tensor, owners: Tensor, grad
 
 def lookup_bags(
     weight: Tensor,
-    starts: Tensor,
+    tables: TableRows,
     ids: Tensor,
     offsets: Tensor,
     *,
     per_sample_weights: Tensor | None = None,
     mode: str = "sum",
-    modulo: Tensor | None = None,
-    last: Tensor | None = None,
-    wide: Wide | None = None,
     held: Tensor | None = None,
     sparse: bool = True,
     context: BagContext = NO_BAG_CONTEXT,
@@ -296,12 +290,11 @@ def lookup_bags(
     Args:
         weight: the concatenated tables, ``[sum(V), D]``, contiguous; fp32 or bf16; or a
             :class:`~dlrm.kernels.update.packed.PackedParameter`, for kernels only.
-        starts: first row of each table, ``[F]`` int64.
+        tables: the rows of each table.
         ids: ids of all bags, table by table, ``[nnz]`` int32 or int64 (not checked).
         offsets: first id of each bag, then nnz, ``[F * B + 1]`` (not checked).
         per_sample_weights: a factor per id, ``[nnz]``; mode sum only. It has a gradient.
         mode: sum, mean or max; an empty bag gives zeros.
-        modulo, last, wide: as in :func:`~dlrm.kernels.lookup.tables.lookup_tables`.
         held: the first id and the number of ids of each table whose rows are here, ``[2, F]`` int64
             on the device; the others add nothing and have no gradient. Mode sum only, no weights.
         sparse: whether the gradient of the weight is an uncoalesced COO tensor, its entries in the
@@ -317,28 +310,24 @@ def lookup_bags(
             offsets of a wrong length, ids or offsets that are not integers or on another device,
             padded ids with a dense gradient, or a tensor that a kernel reads is not contiguous.
     """
-    check_bags(weight, len(starts), ids, offsets, per_sample_weights, mode)
+    check_bags(weight, len(tables.starts), ids, offsets, per_sample_weights, mode)
     if context.padded and not sparse:
         raise ValueError("padded ids have no dense gradient: give sparse=True, or no padding")
     if not use_triton(weight, impl):
         if context.padded:
             ids = ids[: int(offsets[-1])]
         out = lookup_bags_torch(
-            weight, starts, ids, offsets, per_sample_weights, mode, modulo, last, sparse, held
+            weight, tables, ids, offsets, per_sample_weights, mode, sparse, held
         )
         return out.to(context.dtype or out.dtype)
-    require_contiguous(
-        weight=storage(weight)[0], starts=starts, modulo=modulo, last=last, held=held
-    )
+    require_contiguous(weight=storage(weight)[0], held=held, **tables._asdict())
     if per_sample_weights is not None:
         per_sample_weights = per_sample_weights.contiguous()
     ids, offsets = ids.contiguous(), offsets.contiguous()
     alike = mode == "sum" and per_sample_weights is None and sparse
     update = context.updates.take(weight) if alike and context.updates is not None else None
     request = _Request(mode=mode, sparse=sparse, context=context, update=update)
-    return _LookupBags.apply(
-        weight, per_sample_weights, starts, ids, offsets, modulo, last, wide, held, request
-    )
+    return _LookupBags.apply(weight, per_sample_weights, tables, ids, offsets, held, request)
 
 
 def check_bags(
@@ -369,19 +358,18 @@ def check_bags(
 
 def lookup_bags_torch(
     weight: Tensor,
-    starts: Tensor,
+    tables: TableRows,
     ids: Tensor,
     offsets: Tensor,
-    per_sample_weights: Tensor | None = None,
-    mode: str = "sum",
-    modulo: Tensor | None = None,
-    last: Tensor | None = None,
-    sparse: bool = True,
-    held: Tensor | None = None,
+    per_sample_weights: Tensor | None,
+    mode: str,
+    sparse: bool,
+    held: Tensor | None,
 ) -> Tensor:
-    """:func:`lookup_bags` in PyTorch."""
-    tables, batch = len(starts), (offsets.numel() - 1) // len(starts)
-    lengths = offsets.diff().view(tables, batch).sum(1)
+    """:func:`lookup_bags` in PyTorch, of rows that are not packed."""
+    starts, modulo, last, *_ = tables
+    num_tables, batch = len(starts), (offsets.numel() - 1) // len(starts)
+    lengths = offsets.diff().view(num_tables, batch).sum(1)
 
     def of_each(value: Tensor) -> Tensor:
         return value.repeat_interleave(lengths, output_size=ids.numel())
@@ -390,7 +378,7 @@ def lookup_bags_torch(
         ids = ids - of_each(held[0])
         here = (ids >= 0) & (ids < of_each(held[1]))
         offsets = offsets_of(here)[offsets]
-        lengths, ids = offsets.diff().view(tables, batch).sum(1), ids[here]
+        lengths, ids = offsets.diff().view(num_tables, batch).sum(1), ids[here]
     ids = ids if modulo is None else ids % of_each(modulo)
     ids = ids if last is None else ids.minimum(of_each(last))
     rows = ids + of_each(starts)
@@ -398,4 +386,4 @@ def lookup_bags_torch(
         rows, weight, offsets, mode=mode, sparse=sparse and mode != "max",
         per_sample_weights=per_sample_weights, include_last_offset=True,
     )  # fmt: skip
-    return pooled.view(tables, batch, weight.shape[1]).transpose(0, 1)
+    return pooled.view(num_tables, batch, weight.shape[1]).transpose(0, 1)

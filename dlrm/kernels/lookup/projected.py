@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dlrm.kernels import require_contiguous, require_integers, tl, triton, use_triton
-from dlrm.kernels.lookup.tables import Wide, lookup_tables, row_gradient, row_of
+from dlrm.kernels.lookup.tables import TableRows, lookup_tables, row_gradient, row_of
 from dlrm.kernels.update.packed import load_rows, storage
 from dlrm.kernels.update.row_sort import RowSorter
 
@@ -114,26 +114,24 @@ class _LookupProjected(torch.autograd.Function):
         ctx: Any,
         weight: Tensor,
         projection: Tensor,
-        starts: Tensor,
+        tables: TableRows,
         ids: Tensor,
-        last: Tensor | None,
-        wide: Wide | None,
         sparse: bool,
         sorter: RowSorter | None,
     ) -> Tensor:
-        tables, batch = ids.shape
-        out = weight.new_empty(batch, tables, projection.shape[2])
+        num_tables, batch = ids.shape
+        out = weight.new_empty(batch, num_tables, projection.shape[2])
         flat = None
         if any(ctx.needs_input_grad[:2]):
             flat = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
         if batch:
-            index = (starts, last, *(wide or (None, None)))
-            _forward[triton.cdiv(batch, BLOCK), tables](
+            index = (tables.starts, tables.last, tables.num_wide, tables.narrow_starts)
+            _forward[triton.cdiv(batch, BLOCK), num_tables](
                 ids, index, *storage(weight)[:2], projection, out, flat, batch,
                 **_sizes(weight, projection),
             )  # fmt: skip
         if flat is not None and ctx.needs_input_grad[0] and sorter is not None:
-            sorter.submit(flat.view(tables, batch).t(), len(weight))
+            sorter.submit(flat.view(num_tables, batch).t(), len(weight))
         ctx.save_for_backward(weight, projection, flat)
         ctx.sparse = sparse
         return out
@@ -155,17 +153,15 @@ class _LookupProjected(torch.autograd.Function):
                 grad.stride()[:2], parts, **_sizes(weight, projection),
             )  # fmt: skip
         grad_weight = row_gradient(weight, flat, values, ctx.sparse)
-        return grad_weight, partials.sum(0).to(projection.dtype), *[None] * 6
+        return grad_weight, partials.sum(0).to(projection.dtype), *[None] * 4
 
 
 def lookup_projected(
     weight: Tensor,
     projection: Tensor,
-    starts: Tensor,
+    tables: TableRows,
     ids: Tensor,
     *,
-    last: Tensor | None = None,
-    wide: Wide | None = None,
     sparse: bool = True,
     sorter: RowSorter | None = None,
     impl: str | None = None,
@@ -176,10 +172,8 @@ def lookup_projected(
         weight: the concatenated tables, ``[sum(V), E]``, contiguous; fp32 or bf16; or a
             :class:`~dlrm.kernels.update.packed.PackedParameter`.
         projection: the matrix of each table, ``[F, E, D]``, contiguous; of the same type.
-        starts: first row of each table, ``[F]`` int64.
+        tables: the rows of each table, without ``modulo``; tables in two parts are packed.
         ids: ``[F, B]``, int32 or int64, each inside its table (not checked).
-        last, wide: see :func:`~dlrm.kernels.lookup.tables.lookup_tables`; tables in two parts are
-            packed.
         sparse: whether the gradient of the weight is an uncoalesced COO tensor or a dense one.
         sorter: sorts the rows that will have a gradient ahead of their update.
         impl: see :mod:`dlrm.kernels`. Rows longer than :data:`MAX_DIM` are multiplied by PyTorch.
@@ -193,14 +187,10 @@ def lookup_projected(
     """
     require_integers(weight, ids=ids)
     if not use_triton(weight, impl) or max(projection.shape[1:]) > MAX_DIM:
-        short = lookup_tables(
-            weight, starts, ids, last=last, wide=wide, sparse=sparse, sorter=sorter, impl=impl
-        )
+        short = lookup_tables(weight, tables, ids, sparse=sparse, sorter=sorter, impl=impl)
         return project(short, projection)
-    require_contiguous(weight=storage(weight)[0], projection=projection, starts=starts, last=last)
-    return _LookupProjected.apply(
-        weight, projection, starts, ids.contiguous(), last, wide, sparse, sorter
-    )
+    require_contiguous(weight=storage(weight)[0], projection=projection, **tables._asdict())
+    return _LookupProjected.apply(weight, projection, tables, ids.contiguous(), sparse, sorter)
 
 
 def project(short: Tensor, projection: Tensor) -> Tensor:

@@ -5,15 +5,15 @@ and sample. The gradient of the weight is an uncoalesced sparse COO tensor with 
 look-up, whose values are the incoming gradient, not a copy of it:
 :func:`dlrm.kernels.update.sparse.update_rows` merges equal rows and updates the weight in one pass.
 
-Tables may have fewer rows than ids: with ``modulo`` ids of equal remainder share a row, with
-``last`` all ids from that one on do. The kernels do this arithmetic on the ids they read.
+Tables may have fewer rows than ids (:class:`TableRows`): the kernels do this arithmetic on the ids
+they read.
 
 Bytes a look-up of one row must move: 2 rows, one read and one written, and its id.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +24,23 @@ from dlrm.kernels import require_contiguous, require_integers, tl, triton, use_t
 from dlrm.kernels.update.packed import load_rows, packed_rows, storage
 from dlrm.kernels.update.row_sort import RowSorter
 
-Wide = tuple[Tensor, Tensor]
-"""Of tables in two parts, see :func:`lookup_tables`."""
-
 TILE = 4096  # elements of a tile: 32 per thread
+
+
+class TableRows(NamedTuple):
+    """Which row of a weight each id of its tables has; all are ``[F]`` int64, contiguous."""
+
+    starts: Tensor
+    """First row of each table."""
+    modulo: Tensor | None = None
+    """Ids of equal remainder share a row; None: they don't."""
+    last: Tensor | None = None
+    """Ids from this one on share its row; None: they don't."""
+    num_wide: Tensor | None = None
+    """Of tables in two parts, those of all tables one after another: rows of the first part. The
+    row that :attr:`last` has shared is then the first of its table."""
+    narrow_starts: Tensor | None = None
+    """And the first row of the second part."""
 
 
 @triton.jit
@@ -80,34 +93,29 @@ def tiling(n: int, dim: int, tile: int) -> tuple[tuple[int], dict[str, int]]:
 
 def gather_rows(
     weight: Tensor,
-    starts: Tensor | None,
+    tables: TableRows | None,
     ids: Tensor,
     out: Tensor,
     flat: Tensor | None = None,
-    *,
-    modulo: Tensor | None = None,
-    last: Tensor | None = None,
-    wide: Wide | None = None,
 ) -> None:
     """Launch the look-up of one row per table and sample, outside of autograd.
 
     Args:
         weight: ``[sum(V), D]``, contiguous.
-        starts: first row of each table, ``[F]``; None for zeros.
+        tables: their rows; None if ids are rows of the weight.
         ids: ``[F, B]``, contiguous.
         out: output, ``[B, F, D]``; only its last dimension must be contiguous, so it may be part of
             a larger buffer.
         flat: receives the row in ``weight`` of every look-up, int64 ``[B, F]``.
-        modulo, last, wide: see :func:`lookup_tables`.
     """
-    tables, batch = ids.shape
+    num_tables, batch = ids.shape
     grid, sizes = tiling(ids.numel(), weight.shape[1], TILE)
     if ids.numel():
         data, num_wide, packing = storage(weight)
-        index = (starts, modulo, last, *(wide or (None, None)))
+        index = (None,) * 5 if tables is None else tuple(tables)
         _gather[grid](
-            ids, index, data, num_wide, out, flat, ids.numel(), batch, *out.stride()[:2], F=tables,
-            FORMAT=packing, **sizes,
+            ids, index, data, num_wide, out, flat, ids.numel(), batch, *out.stride()[:2],
+            F=num_tables, FORMAT=packing, **sizes,
         )  # fmt: skip
 
 
@@ -130,25 +138,21 @@ class _LookupTables(torch.autograd.Function):
     def forward(
         ctx: Any,
         weight: Tensor,
-        starts: Tensor | None,
+        tables: TableRows | None,
         ids: Tensor,
-        modulo: Tensor | None,
-        last: Tensor | None,
-        wide: Wide | None,
         sparse: bool,
         sorter: RowSorter | None,
     ) -> Tensor:
-        tables, batch = ids.shape
-        out = weight.new_empty(batch, tables, weight.shape[1])
+        num_tables, batch = ids.shape
+        out = weight.new_empty(batch, num_tables, weight.shape[1])
         flat = None
-        if ctx.needs_input_grad[0] and starts is None:
+        if ctx.needs_input_grad[0] and tables is None:
             flat = ids.long()
         elif ctx.needs_input_grad[0]:
-            flat = torch.empty(batch, tables, dtype=torch.int64, device=ids.device)
-        to = None if starts is None else flat
-        gather_rows(weight, starts, ids, out, to, modulo=modulo, last=last, wide=wide)
+            flat = torch.empty(batch, num_tables, dtype=torch.int64, device=ids.device)
+        gather_rows(weight, tables, ids, out, None if tables is None else flat)
         if flat is not None and sorter is not None:
-            sorter.submit(flat.view(-1) if starts is None else flat, len(weight))
+            sorter.submit(flat.view(-1) if tables is None else flat, len(weight))
         ctx.save_for_backward(weight, flat)
         ctx.sparse = sparse
         return out
@@ -159,7 +163,7 @@ class _LookupTables(torch.autograd.Function):
         weight, flat = ctx.saved_tensors
         values = grad.reshape(-1, weight.shape[1])
         grad_weight = row_gradient(weight, flat.view(-1), values, ctx.sparse)
-        return grad_weight, *[None] * 7
+        return grad_weight, *[None] * 4
 
 
 def lookup(
@@ -192,18 +196,15 @@ def lookup(
         return _lookup_torch(weight, rows, sparse)
     require_contiguous(weight=storage(weight)[0])
     flat = rows.reshape(1, -1).contiguous()
-    out = _LookupTables.apply(weight, None, flat, None, None, None, sparse, sorter)
+    out = _LookupTables.apply(weight, None, flat, sparse, sorter)
     return out.view(*rows.shape, weight.shape[1])
 
 
 def lookup_tables(
     weight: Tensor,
-    starts: Tensor,
+    tables: TableRows,
     ids: Tensor,
     *,
-    modulo: Tensor | None = None,
-    last: Tensor | None = None,
-    wide: Wide | None = None,
     sparse: bool = True,
     sorter: RowSorter | None = None,
     impl: str | None = None,
@@ -213,13 +214,8 @@ def lookup_tables(
     Args:
         weight: the concatenated tables, ``[sum(V), D]``, contiguous; fp32 or bf16; or a
             :class:`~dlrm.kernels.update.packed.PackedParameter`.
-        starts: first row of each table, ``[F]`` int64.
+        tables: the rows of each table.
         ids: ``[F, B]``, int32 or int64, each inside its table (not checked).
-        modulo: ids of equal remainder share a row, ``[F]`` int64; None for no sharing.
-        last: ids from this one on share its row, ``[F]`` int64; None for no sharing.
-        wide: for tables in two parts, those of all tables one after another: the number of rows in
-            the first part, and the first row of the second one, each ``[F]`` int64. The row that
-            ``last`` has shared is then the first of its table.
         sparse: whether the gradient of the weight is an uncoalesced COO tensor, with its entries
             sample by sample, or a dense one.
         sorter: sorts the rows that will have a gradient ahead of their update.
@@ -233,51 +229,37 @@ def lookup_tables(
             a kernel reads is not contiguous.
     """
     require_integers(weight, ids=ids)
-    if ids.dim() != 2 or len(ids) != len(starts):
+    if ids.dim() != 2 or len(ids) != len(tables.starts):
         raise ValueError(
-            f"ids have shape {tuple(ids.shape)}, they must be [{len(starts)}, B]: a row per table"
+            f"ids have shape {tuple(ids.shape)}, they must be [{len(tables.starts)}, B]: a row per "
+            "table"
         )
     if not use_triton(weight, impl):
-        return lookup_tables_torch(weight, starts, ids, modulo, last, wide, sparse)
-    require_contiguous(weight=storage(weight)[0], starts=starts, modulo=modulo, last=last)
-    ids = ids.contiguous()
-    return _LookupTables.apply(weight, starts, ids, modulo, last, wide, sparse, sorter)
+        return lookup_tables_torch(weight, tables, ids, sparse)
+    require_contiguous(weight=storage(weight)[0], **tables._asdict())
+    return _LookupTables.apply(weight, tables, ids.contiguous(), sparse, sorter)
 
 
 def lookup_tables_torch(
-    weight: Tensor,
-    starts: Tensor,
-    ids: Tensor,
-    modulo: Tensor | None = None,
-    last: Tensor | None = None,
-    wide: Wide | None = None,
-    sparse: bool = True,
+    weight: Tensor, tables: TableRows, ids: Tensor, sparse: bool = True
 ) -> Tensor:
     """:func:`lookup_tables` in PyTorch."""
-    tables = torch.arange(len(starts), device=ids.device)[:, None]
-    rows = rows_of_torch(ids, tables, starts, modulo, last, wide)
+    numbers = torch.arange(len(tables.starts), device=ids.device)[:, None]
+    rows = rows_of_torch(ids, numbers, tables)
     return _lookup_torch(weight, rows.t().contiguous(), sparse)
 
 
-def rows_of_torch(
-    ids: Tensor,
-    tables: Tensor,
-    starts: Tensor,
-    modulo: Tensor | None = None,
-    last: Tensor | None = None,
-    wide: Wide | None = None,
-) -> Tensor:
-    """The rows in the weight of ``ids [...]`` of ``tables``, which broadcasts against them; see
-    :func:`lookup_tables`.
-    """
-    ids = ids if modulo is None else ids % modulo[tables]
-    ids = ids if last is None else ids.minimum(last[tables])
-    if wide is None:
-        return ids + starts[tables]
+def rows_of_torch(ids: Tensor, numbers: Tensor, tables: TableRows) -> Tensor:
+    """The rows in the weight of ``ids [...]``, and the ``numbers`` of their tables broadcast."""
+    starts, modulo, last, num_wide, narrow_starts = tables
+    ids = ids if modulo is None else ids % modulo[numbers]
+    ids = ids if last is None else ids.minimum(last[numbers])
+    if num_wide is None or narrow_starts is None:
+        return ids + starts[numbers]
     if last is not None:  # the shared row comes first
-        ids = torch.where(ids == last[tables], 0, ids + 1)
-    first = wide[0][tables]
-    return ids + torch.where(ids < first, starts[tables], wide[1][tables] - first)
+        ids = torch.where(ids == last[numbers], 0, ids + 1)
+    first = num_wide[numbers]
+    return ids + torch.where(ids < first, starts[numbers], narrow_starts[numbers] - first)
 
 
 def _lookup_torch(weight: Tensor, rows: Tensor, sparse: bool) -> Tensor:

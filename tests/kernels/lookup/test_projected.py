@@ -5,6 +5,7 @@ import torch
 
 from dlrm.kernels.lookup import projected as kernel
 from dlrm.kernels.lookup.projected import lookup_projected
+from dlrm.kernels.lookup.tables import TableRows
 from dlrm.kernels.update.packed import PackedParameter, PackedRows
 
 GPU = torch.cuda.is_available()
@@ -54,7 +55,7 @@ def test_rows_and_gradients(device, assert_matches, impl, batch, short, wide, in
     factor = 2 if dtype == torch.float32 else 1.25
     out, grads = assert_matches(
         lambda weight, matrices: lookup_projected(
-            weight, matrices, starts, ids.to(index), sparse=sparse, impl=impl
+            weight, matrices, TableRows(starts), ids.to(index), sparse=sparse, impl=impl
         ),
         lambda weight, matrices: torch.einsum(
             "fbe,fed->bfd", weight[ids + starts[:, None]], matrices
@@ -72,9 +73,9 @@ def test_ids_from_the_last_on_share_its_row(device, assert_close, impl):
     weight, matrices, starts = make(4, 16, device)
     ids = draw(20, device)
     last = torch.tensor(SIZES, device=device) - 1
-    out = lookup_projected(weight, matrices, starts, 3 * ids, last=last, impl=impl)
+    out = lookup_projected(weight, matrices, TableRows(starts, last=last), 3 * ids, impl=impl)
     local = (3 * ids).minimum(last[:, None])
-    expected = lookup_projected(weight, matrices, starts, local, impl=impl)
+    expected = lookup_projected(weight, matrices, TableRows(starts), local, impl=impl)
     assert_close(out, expected)
     grad = torch.randn_like(out)
     grads = [
@@ -98,11 +99,11 @@ def test_packed_rows_are_projected_as_what_they_stand_for(device, assert_close, 
     if wide == 7:  # the tables begin with 2, 1 and 4 rows of 8 bits
         firsts = torch.tensor([2, 1, 4], device=device)
         starts = torch.tensor([0, 2, 3], device=device)
-        options["wide"] = firsts, torch.tensor([7, 8, 8], device=device)
+        options |= {"num_wide": firsts, "narrow_starts": torch.tensor([7, 8, 8], device=device)}
     ids = torch.stack([torch.randint(3 * n if sharing else n, (70,)) for n in sizes]).to(device)
     results = []
     for own, impl in ((weight, "triton"), (plain, "torch")):
-        out = lookup_projected(own, matrices, starts, ids, impl=impl, **options)
+        out = lookup_projected(own, matrices, TableRows(starts, **options), ids, impl=impl)
         results.append((out, *torch.autograd.grad(out.square().sum(), [own, matrices])))
     for name, mine, theirs in zip(("output", "weight", "matrices"), *results, strict=True):
         if mine.is_sparse:
@@ -113,7 +114,7 @@ def test_packed_rows_are_projected_as_what_they_stand_for(device, assert_close, 
 def test_no_samples(device):
     weight, matrices, starts = make(4, 16, device)
     ids = torch.empty(len(SIZES), 0, dtype=torch.int64, device=device)
-    out = lookup_projected(weight, matrices, starts, ids, impl="triton")
+    out = lookup_projected(weight, matrices, TableRows(starts), ids, impl="triton")
     assert out.shape == (0, len(SIZES), 16)
     out.sum().backward()
     assert not matrices.grad.any()

@@ -9,7 +9,7 @@ from dlrm.kernels.lookup import tables as kernel
 from dlrm.kernels.lookup.bags import MODES, BagContext, lookup_bags
 from dlrm.kernels.lookup.projected import lookup_projected
 from dlrm.kernels.lookup.quotient_remainder import lookup_quotient
-from dlrm.kernels.lookup.tables import gather_rows, lookup, lookup_tables
+from dlrm.kernels.lookup.tables import TableRows, gather_rows, lookup, lookup_tables
 from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
 from dlrm.kernels.update.rules import make_rule
 from dlrm.kernels.update.sparse import update_rows_torch
@@ -68,7 +68,9 @@ def test_one_id_per_table(device, assert_matches, impl, dtype, batch, dim, index
     ids = ids_of(batch * (SCALE if batch > 1 else 1), device)
     rows = (ids + starts[:, None]).t()
     out, grads = assert_matches(
-        lambda weight: lookup_tables(weight, starts, ids.to(index), sparse=sparse, impl=impl),
+        lambda weight: lookup_tables(
+            weight, TableRows(starts), ids.to(index), sparse=sparse, impl=impl
+        ),
         lambda weight: weight[rows],
         {"weight": weight},
     )
@@ -87,7 +89,7 @@ def test_ids_that_share_rows(device, assert_matches, impl, index, share):
     number = {share: sizes if share == "modulo" else sizes - 1}
     rows = (local + starts[:, None]).t()
     out, _ = assert_matches(
-        lambda weight: lookup_tables(weight, starts, ids.to(index), impl=impl, **number),
+        lambda weight: lookup_tables(weight, TableRows(starts, **number), ids.to(index), impl=impl),
         lambda weight: weight[rows],
         {"weight": weight},
     )
@@ -97,7 +99,7 @@ def test_ids_that_share_rows(device, assert_matches, impl, index, share):
 def test_gradient_is_one_entry_per_lookup_and_no_copy(device):
     weight, starts = tables(16, device)
     ids = ids_of(6, device)
-    out = lookup_tables(weight, starts, ids, impl="triton")
+    out = lookup_tables(weight, TableRows(starts), ids, impl="triton")
     grad = torch.randn_like(out)
     out.backward(grad)
     assert not weight.grad.is_coalesced()
@@ -109,7 +111,7 @@ def test_gradient_is_one_entry_per_lookup_and_no_copy(device):
 def test_gradient_of_a_slice_of_a_larger_buffer(device, assert_close):
     weight, starts = tables(8, device)
     ids = ids_of(6, device)
-    out = lookup_tables(weight, starts, ids, impl="triton")
+    out = lookup_tables(weight, TableRows(starts), ids, impl="triton")
     joint = torch.cat([out.new_zeros(6, 2, 8), out], dim=1)
     grad = torch.randn_like(joint)
     joint.backward(grad)
@@ -122,7 +124,7 @@ def test_writes_into_a_part_of_a_larger_buffer(device):
     weight, starts = tables(12, device)
     ids = ids_of(7, device)
     buffer = torch.zeros(7, len(SIZES) + 3, 14, device=device)
-    gather_rows(weight, starts, ids, buffer[:, 2:-1, :12])
+    gather_rows(weight, TableRows(starts), ids, buffer[:, 2:-1, :12])
     assert torch.equal(buffer[:, 2:-1, :12], weight[(ids + starts[:, None]).t()])
     buffer[:, 2:-1, :12] = 0
     assert not buffer.any()
@@ -187,7 +189,7 @@ def test_bags(device, assert_matches, impl, mode, batch, dim, index):
 
     def pooled(weight, scale=None):
         options = {"per_sample_weights": scale, "mode": mode, "impl": impl}
-        return lookup_bags(weight, starts, ids.to(index), offsets, **options)
+        return lookup_bags(weight, TableRows(starts), ids.to(index), offsets, **options)
 
     out, _ = assert_matches(
         pooled,
@@ -208,7 +210,9 @@ def test_bags_of_ids_that_share_rows(device, assert_matches, impl, share):
     local = (3 * ids) % size if share == "modulo" else (3 * ids).minimum(size - 1)
     number = {share: sizes if share == "modulo" else sizes - 1}
     assert_matches(
-        lambda weight: lookup_bags(weight, starts, 3 * ids, offsets, impl=impl, **number),
+        lambda weight: lookup_bags(
+            weight, TableRows(starts, **number), 3 * ids, offsets, impl=impl
+        ),
         lambda weight: exact_bags(weight, starts, local, offsets, None, "sum"),
         {"weight": weight},
         factors={"weight": 10},
@@ -228,7 +232,7 @@ def test_ids_whose_rows_are_elsewhere_add_nothing(device, impl):
     assert here.any()
     assert not here.all()
     held = torch.stack([first, count])
-    found = lookup_bags(weight, starts, ids, offsets, held=held, impl=impl)
+    found = lookup_bags(weight, TableRows(starts), ids, offsets, held=held, impl=impl)
     exact = weight.detach().double().requires_grad_()
     expected = exact_bags(exact, starts, local.where(here, 0), offsets, here.double(), "sum")
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
@@ -245,7 +249,9 @@ def test_bags_of_bfloat16_rows(device, assert_matches, mode):
     weight, starts = tables(16, device, torch.bfloat16)
     ids, offsets = bags_of(4, device)
     assert_matches(
-        lambda weight: lookup_bags(weight, starts, ids, offsets, mode=mode, impl="triton"),
+        lambda weight: lookup_bags(
+            weight, TableRows(starts), ids, offsets, mode=mode, impl="triton"
+        ),
         lambda weight: exact_bags(weight, starts, ids, offsets, None, mode),
         {"weight": weight},
     )
@@ -255,7 +261,7 @@ def test_max_gives_the_gradient_to_the_first_of_equal_entries(device):
     weight = torch.tensor([[1.0], [1.0], [0.0]], device=device).requires_grad_()
     ids, offsets = torch.tensor([2, 1, 0], device=device), torch.tensor([0, 3], device=device)
     starts = torch.tensor([0], device=device)
-    lookup_bags(weight, starts, ids, offsets, mode="max", impl="triton").sum().backward()
+    lookup_bags(weight, TableRows(starts), ids, offsets, mode="max", impl="triton").sum().backward()
     assert weight.grad.to_dense().flatten().tolist() == [0, 1, 0]
 
 
@@ -263,17 +269,18 @@ def test_inputs_may_be_views(device):
     weight, starts = tables(4, device)
     ids = ids_of(6, device)
     assert torch.equal(
-        lookup_tables(weight, starts, ids.t().contiguous().t(), impl="triton"),
-        lookup_tables(weight, starts, ids, impl="triton"),
+        lookup_tables(weight, TableRows(starts), ids.t().contiguous().t(), impl="triton"),
+        lookup_tables(weight, TableRows(starts), ids, impl="triton"),
     )
     ids, offsets = bags_of(5, device)
     scale = torch.randn(len(ids), device=device)
     views = [torch.stack([x, x], dim=1)[:, 1] for x in (ids, offsets, scale)]
     for mode, few in (("sum", {"per_sample_weights": views[2]}), ("mean", {})):
-        out = lookup_bags(weight, starts, *views[:2], mode=mode, impl="triton", **few)
+        out = lookup_bags(weight, TableRows(starts), *views[:2], mode=mode, impl="triton", **few)
         full = {"per_sample_weights": scale} if few else {}
         assert torch.equal(
-            out, lookup_bags(weight, starts, ids, offsets, mode=mode, impl="triton", **full)
+            out,
+            lookup_bags(weight, TableRows(starts), ids, offsets, mode=mode, impl="triton", **full),
         )
 
 
@@ -287,10 +294,13 @@ def test_what_kernels_read_in_order_must_lie_so(device):
     both = (starts, starts)
     for name, call in (
         ("weight", lambda **use: lookup(turned, ids, **use)),
-        ("weight", lambda **use: lookup_tables(turned, starts, ids, **use)),
-        ("starts", lambda **use: lookup_tables(weight, second, ids, **use)),
-        ("last", lambda **use: lookup_tables(weight, starts, ids, last=second, **use)),
-        ("last", lambda **use: lookup_bags(weight, starts, bags, offsets, last=second, **use)),
+        ("weight", lambda **use: lookup_tables(turned, TableRows(starts), ids, **use)),
+        ("starts", lambda **use: lookup_tables(weight, TableRows(second), ids, **use)),
+        ("last", lambda **use: lookup_tables(weight, TableRows(starts, last=second), ids, **use)),
+        (
+            "last",
+            lambda **use: lookup_bags(weight, TableRows(starts, last=second), bags, offsets, **use),
+        ),
         ("quotient", lambda **use: lookup_quotient(turned, weight, both, ids, 1, **use)),
         (
             "starts_r",
@@ -298,7 +308,9 @@ def test_what_kernels_read_in_order_must_lie_so(device):
         ),
         (
             "projection",
-            lambda **use: lookup_projected(weight, matrices[..., :8], starts, ids, **use),
+            lambda **use: lookup_projected(
+                weight, matrices[..., :8], TableRows(starts), ids, **use
+            ),
         ),
     ):
         with pytest.raises(ValueError, match=rf"^{name} has .* strides .* contiguous: give"):
@@ -311,7 +323,7 @@ def test_all_bags_empty(device):
     ids = torch.empty(0, dtype=torch.int64, device=device)
     offsets = torch.zeros(2 * len(SIZES) + 1, dtype=torch.int64, device=device)
     for mode in MODES:
-        out = lookup_bags(weight, starts, ids, offsets, mode=mode, impl="triton")
+        out = lookup_bags(weight, TableRows(starts), ids, offsets, mode=mode, impl="triton")
         assert out.shape == (2, len(SIZES), 4)
         assert not out.any()
 
@@ -320,19 +332,24 @@ def test_messages():
     weight, starts = tables(4, "cpu")
     ids, offsets = bags_of(3, "cpu")
     with pytest.raises(ValueError, match=r"ids have shape \(3, 2\), they must be \[4, B\]"):
-        lookup_tables(weight, starts, torch.zeros(3, 2, dtype=torch.int64))
+        lookup_tables(weight, TableRows(starts), torch.zeros(3, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match="unknown mode 'maen', did you mean 'mean'"):
-        lookup_bags(weight, starts, ids, offsets, mode="maen")
+        lookup_bags(weight, TableRows(starts), ids, offsets, mode="maen")
     with pytest.raises(ValueError, match="per_sample_weights need mode sum, the mode is max"):
         lookup_bags(
-            weight, starts, ids, offsets, mode="max", per_sample_weights=torch.ones(len(ids))
+            weight,
+            TableRows(starts),
+            ids,
+            offsets,
+            mode="max",
+            per_sample_weights=torch.ones(len(ids)),
         )
     with pytest.raises(ValueError, match="12 offsets for 4 tables"):
-        lookup_bags(weight, starts, ids, offsets[:-1])
+        lookup_bags(weight, TableRows(starts), ids, offsets[:-1])
     with pytest.raises(ValueError, match="0 offsets for 1 tables"):
-        lookup_bags(weight, starts[:1], ids[:0], offsets[:0])
+        lookup_bags(weight, TableRows(starts[:1]), ids[:0], offsets[:0])
     with pytest.raises(ValueError, match=r"per_sample_weights have shape \(1,\), they must have"):
-        lookup_bags(weight, starts, ids, offsets, per_sample_weights=torch.ones(1))
+        lookup_bags(weight, TableRows(starts), ids, offsets, per_sample_weights=torch.ones(1))
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
@@ -349,11 +366,13 @@ def test_indices_are_integers_beside_the_weights(impl):
     ):
         for call in (
             lambda bad=bad: lookup(weight, bad(one_each), impl=impl),
-            lambda bad=bad: lookup_tables(weight, starts, bad(one_each), impl=impl),
-            lambda bad=bad: lookup_bags(weight, starts, bad(bags), offsets, impl=impl),
-            lambda bad=bad: lookup_bags(weight, starts, bags, bad(offsets), impl=impl),
+            lambda bad=bad: lookup_tables(weight, TableRows(starts), bad(one_each), impl=impl),
+            lambda bad=bad: lookup_bags(weight, TableRows(starts), bad(bags), offsets, impl=impl),
+            lambda bad=bad: lookup_bags(weight, TableRows(starts), bags, bad(offsets), impl=impl),
             lambda bad=bad: lookup_quotient(weight, weight, both, bad(one_each), 2, impl=impl),
-            lambda bad=bad: lookup_projected(weight, projection, starts, bad(one_each), impl=impl),
+            lambda bad=bad: lookup_projected(
+                weight, projection, TableRows(starts), bad(one_each), impl=impl
+            ),
         ):
             with pytest.raises(ValueError, match=message):
                 call()
@@ -364,7 +383,7 @@ def test_flat_index_beyond_two_to_the_31():
     weight = torch.zeros(2**27 + 5, 16, device="cuda", dtype=torch.bfloat16)
     weight[-1] = 7
     ids = torch.tensor([[2, 2], [4, 0]], dtype=torch.int32, device="cuda")
-    out = lookup_tables(weight, torch.tensor([0, 2**27], device="cuda"), ids)
+    out = lookup_tables(weight, TableRows(torch.tensor([0, 2**27], device="cuda")), ids)
     assert out.sum(2).tolist() == [[0, 16 * 7], [0, 0]]
 
 
@@ -388,7 +407,7 @@ def test_bags_are_updated_in_the_backward_pass(device, assert_close, rule, dtype
     update = FusedUpdate(rule=rule, lr=lr, states=zeros)
     with FusedUpdates([weight], [update]) as updates:
         context = BagContext(updates=updates, padded=spare > 0, dtype=dtype)
-        out = lookup_bags(weight, starts, room, offsets, context=context, impl="triton")
+        out = lookup_bags(weight, TableRows(starts), room, offsets, context=context, impl="triton")
         assert out.dtype == dtype
         out.backward(grads)
     assert weight.grad is None
@@ -400,4 +419,6 @@ def test_padded_ids_need_a_sparse_gradient(device):
     weight, starts = tables(8, device)
     ids, offsets = bags_of(5, device)
     with pytest.raises(ValueError, match="padded ids have no dense gradient"):
-        lookup_bags(weight, starts, ids, offsets, sparse=False, context=BagContext(padded=True))
+        lookup_bags(
+            weight, TableRows(starts), ids, offsets, sparse=False, context=BagContext(padded=True)
+        )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm.kernels.lookup.bags import MODES, lookup_bags
-from dlrm.kernels.lookup.tables import lookup, lookup_tables, rows_of_torch
+from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables, rows_of_torch
 from dlrm.kernels.update import sparse as kernel
 from dlrm.kernels.update.packed import (
     PackedParameter,
@@ -213,23 +213,23 @@ SIZES = [3, 10, 27]
 PARTS = [2, 4, 1]  # rows of each in the first part of the weight
 
 
-def two_parts(device):
-    """Where each row of the three tables lies, the shared one first: ``[40]`` and the index."""
+def two_parts(device, **options):
+    """Where the rows of the three tables lie."""
     wide = torch.tensor(PARTS, device=device)
     sizes = torch.tensor(SIZES, device=device)
     starts, narrow = wide.cumsum(0) - wide, 7 + (sizes - wide).cumsum(0) - (sizes - wide)
-    return starts, (wide, narrow)
+    return TableRows(starts, num_wide=wide, narrow_starts=narrow, **options)
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize("sharing", ["none", "modulo", "last"])
 def test_tables_in_two_parts_use_every_row_once(device, impl, sharing):
     weight = table(7, 8, device)
-    starts, wide = two_parts(device)
     sizes = torch.tensor(SIZES, device=device)
     options = {"modulo": {"modulo": sizes}, "last": {"last": sizes - 1}}.get(sharing, {})
+    tables = two_parts(device, **options)
     ids = torch.stack([torch.arange(27, device=device) % rows for rows in SIZES])
-    out = lookup_tables(weight, starts, ids, wide=wide, impl=impl, **options)
+    out = lookup_tables(weight, tables, ids, impl=impl)
     (grad,) = torch.autograd.grad(out.sum(), weight)
     rows = grad._indices()[0].view(27, 3)
     assert torch.equal(weight.packed.read(rows.reshape(-1)).view_as(out), out)
@@ -237,7 +237,7 @@ def test_tables_in_two_parts_use_every_row_once(device, impl, sharing):
     for column, own in enumerate(PARTS):  # the first ids, and the shared one before them
         firsts = [SIZES[column] - 1, *range(own - 1)] if sharing == "last" else range(own)
         assert rows[list(firsts), column].tolist() == list(
-            range(starts[column], starts[column] + own)
+            range(tables.starts[column], tables.starts[column] + own)
         )
 
 
@@ -245,20 +245,20 @@ def test_tables_in_two_parts_use_every_row_once(device, impl, sharing):
 def test_kernels_pool_packed_rows(device, assert_close, mode):
     weight = table(7, 8, device)
     plain = values(weight).requires_grad_()
-    starts, wide = two_parts(device)
+    tables = two_parts(device)
     lengths = torch.tensor([0, 2, 3, 1, 4, 0], device=device)
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     counts = zip(SIZES, (2, 4, 4), strict=True)
     ids = torch.cat([torch.randint(n, (k,), device=device) for n, k in counts])
     of_table = torch.tensor([0] * 2 + [1] * 4 + [2] * 4, device=device)
-    rows = rows_of_torch(ids, of_table, starts, wide=wide)
+    rows = rows_of_torch(ids, of_table, tables)
     scale = torch.rand(len(ids), device=device).requires_grad_() if mode == "sum" else None
     found = lookup_bags(
-        weight, starts, ids, offsets, wide=wide, mode=mode, per_sample_weights=scale, impl="triton"
+        weight, tables, ids, offsets, mode=mode, per_sample_weights=scale, impl="triton"
     )
     expected = lookup_bags(
-        plain, torch.zeros_like(starts[:1]), rows, offsets, mode=mode, per_sample_weights=scale,
-        impl="torch",
+        plain, TableRows(torch.zeros_like(tables.starts[:1])), rows, offsets, mode=mode,
+        per_sample_weights=scale, impl="torch",
     ).view(3, 2, 8).transpose(0, 1)  # fmt: skip
     assert_close(found, expected)
     grad = torch.randn_like(found)
