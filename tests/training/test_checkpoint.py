@@ -243,6 +243,15 @@ def test_a_failed_save_leaves_what_there_was(run, monkeypatch):
     assert values(run)[0] == 3
 
 
+def test_the_state_of_some_of_the_weights_of_a_table_is_saved():
+    _, model, _ = make("paged", options={"page_size": 64, "devices": ["cpu", "cpu"]})
+    (name, weight), *others = model.sparse_arch.named_parameters()
+    assert others  # that another optimizer, or none, updates
+    parts = Parts(model, [RowOptimizer([weight], "adagrad")])
+    states = [name for name in parts.tensors if name.startswith("optimizer.")]
+    assert states == [f"optimizer.sparse_arch.{name}.sum"]
+
+
 def test_a_disk_that_is_full_behind_the_tensors_leaves_what_there_was(run):
     before, made = names(run), make("dense")
     parts = Parts(*made[1:])

@@ -44,9 +44,10 @@ class Parts:
         parted = {name: m for name, m in model.named_modules() if hasattr(m, "shards")}
         for (name, per_row), tensors in states.items():
             for path, module in parted.items():
-                own = {n: tensors.pop(f"{path}.{n}", None) for n, _ in module.named_parameters()}
-                if None not in own.values():
-                    whole_state = module.shards(own, per_row=per_row)
+                own = {f"{path}.{n}": n for n, _ in module.named_parameters()}
+                if own.keys() <= tensors.keys():  # else the optimizer has only some of them
+                    found = {n: tensors.pop(full) for full, n in own.items()}
+                    whole_state = module.shards(found, per_row=per_row)
                     self.tensors[f"optimizer.{path}.weight.{name}"] = whole_state
             for path, tensor in tensors.items():
                 self.tensors[f"optimizer.{path}.{name}"] = tensor
