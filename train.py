@@ -108,8 +108,8 @@ class Run:
         self.checkpoints.begin()
         step, place = self.steps if resumed else None, self.directory
         self.finished = world.from_first(lambda: tracking.finished(place, step, resolved))
-        silent = self.finished or not world.first
-        self.tracker = (tracking.NoTracker if silent else tracking.Tracker)(place, step=step)
+        active = world.first and not self.finished
+        self.tracker = tracking.Tracker(place, step=step, active=active)
 
     def train(self) -> dict[str, float]:
         """Train, evaluate, and return the final metrics."""

@@ -47,12 +47,16 @@ class Tracker:
         directory: directory of the run; created if needed.
         step: step from which a run is resumed; later entries, of steps that were lost, are removed.
             None for a new run.
+        active: whether to write at all: the first process does.
 
     Raises:
         ValueError: a new run in the directory of another one, or a damaged file.
     """
 
-    def __init__(self, directory: Path, *, step: int | None = None) -> None:
+    def __init__(self, directory: Path, *, step: int | None = None, active: bool = True) -> None:
+        self._active = active
+        if not active:
+            return
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / "metrics.jsonl"
         if step is not None and self.path.exists():
@@ -73,7 +77,7 @@ class Tracker:
 
         TensorBoard gets them under :func:`~dlrm.training.dashboards.tag`.
         """
-        if not values:
+        if not values or not self._active:
             return
         entry = {"step": step, "time": round(time.time(), 3), **finite(values)}
         with disk_full_names(self.path.parent):
@@ -83,6 +87,8 @@ class Tracker:
 
     def texts(self, **texts: str) -> None:
         """Log texts by name, shown preformatted; empty ones are left out."""
+        if not self._active:
+            return
         with disk_full_names(self.path.parent):
             for name, text in texts.items():
                 if text:
@@ -101,6 +107,8 @@ class Tracker:
         They go to ``result.json``, together with ``more``. TensorBoard's HParams page shows the
         options that ``changed`` from their defaults, by full name.
         """
+        if not self._active:
+            return
         writer = self._writer._get_file_writer()
         with disk_full_names(self.path.parent):
             for summary in hparams_row(options, changed or {}, final):
@@ -113,6 +121,8 @@ class Tracker:
 
     def close(self) -> None:
         """Flush and close the files."""
+        if not self._active:
+            return
         with disk_full_names(self.path.parent):
             self._writer.close()
             self._lines.close()
@@ -188,31 +198,6 @@ def _require_types(options: dict[str, Any], metrics: dict[str, Any], rows: dict[
     wrong += [n for n, v in metrics.items() if v is not None and type(v) not in (int, float)]
     if wrong:
         raise ValueError(f"{wrong[0]} is {shown((options | metrics)[wrong[0]])}")
-
-
-class NoTracker(Tracker):
-    """Writes nothing: for all processes but the first."""
-
-    def __init__(self, directory: Path | None = None, *, step: int | None = None) -> None:
-        pass
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Do nothing."""
-
-    def texts(self, **texts: str) -> None:
-        """Do nothing."""
-
-    def finish(
-        self,
-        options: Mapping[str, Any],
-        final: Mapping[str, float],
-        changed: Mapping[str, Any] | None = None,
-        **more: Any,
-    ) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def log_figures(directory: Path, figures: Mapping[str, Figure]) -> None:
