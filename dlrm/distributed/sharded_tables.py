@@ -245,7 +245,7 @@ class ShardedTables(Embedding):
             found.append(
                 lookup_bags(
                     self.replicated, TableRows(self._starts), own.ids, own.offsets,
-                    sparse=self.sparse, context=context.of_bags,
+                    sparse=self.sparse, context=context,
                 )
             )  # fmt: skip
         for sharding in self._shardings():

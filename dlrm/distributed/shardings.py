@@ -208,7 +208,7 @@ class Sharding(nn.Module, ABC):
             held = torch.stack([self._first[self._mine], self._count[self._mine]])
         if self.mine:
             found = lookup_bags(
-                weight, tables, served.ids, served.offsets, held=held, context=context.of_bags
+                weight, tables, served.ids, served.offsets, held=held, context=context
             )
         else:
             found = lookup_tables(weight, tables, served.lengths, sorter=context.sorter)

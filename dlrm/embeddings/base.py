@@ -10,12 +10,13 @@ from typing import Any, ClassVar, Self, TypedDict
 import torch
 from torch import Tensor
 
-from dlrm.embeddings.common.bags import MODES, bag_indices, check_offsets
+from dlrm.embeddings.common.bags import bag_indices, check_offsets
 from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.packed import PacksRows
 from dlrm.embeddings.common.row_caches import CachesHotRows
 from dlrm.kernels import require_integers
+from dlrm.kernels.lookup.bags import MODES
 from dlrm.kernels.lookup.pooling import pool_bags_torch
 from dlrm.utils.offsets import offsets_of
 

@@ -172,7 +172,7 @@ class SharedRows(Embedding):
             per_sample_weights=weights,
             mode=self.mode,
             sparse=self.sparse,
-            context=context.of_bags,
+            context=context,
         )
 
     def footprint(self) -> list[dict[str, int]]:

@@ -93,7 +93,7 @@ class Short(SharedRows):
         # The stored row of each id as a bag of one, so that the backward pass may update it; what
         # lies beyond the last bag is in none.
         ones = torch.arange(ids.numel() + 1, device=ids.device).minimum(offsets[-1])
-        begin, of_rows = TableRows(self._offsets[:1]), replace(context.of_bags, dtype=None)
+        begin, of_rows = TableRows(self._offsets[:1]), replace(context, dtype=None)
         stored = lookup_bags(
             self.weight, begin, rows, ones, sparse=self.sparse, context=of_rows
         ).squeeze(1)

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from dlrm.embeddings import build, short
-from dlrm.embeddings.common.bags import MODES
 from dlrm.embeddings.common.context import LookupContext
 from dlrm.embeddings.short import place_of
 from dlrm.kernels.lookup import bags, pooling
+from dlrm.kernels.lookup.bags import MODES
 from dlrm.optim import RowOptimizer, apply_in_backward
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from dlrm.utils.offsets import offsets_of
 
-MODES = ("sum", "mean", "max")
-
 
 @dataclass(frozen=True)
 class Bags:
@@ -63,7 +61,7 @@ def check_offsets(offsets: Tensor, count: int) -> None:
         torch._assert_async(good)
     elif not good:
         raise ValueError(
-            f"offsets must rise from 0 to at most the number of ids, {count}; "
+            f"offsets must rise from 0 to the number of ids, {count}; "
             f"got {offsets.tolist()[:8]} ..."
         )
 

@@ -38,13 +38,16 @@ class BagContext:
     """What a training step prepared for a look-up of bags."""
 
     sorter: RowSorter | None = None
-    """Sorts the rows that will have a gradient ahead of their update."""
+    """Sorts the rows that will have a gradient while forward and backward run."""
     updates: FusedUpdates | None = None
-    """Updates that the backward pass may apply itself: that of rows that are summed unweighted."""
+    """Updates that the backward pass may apply itself, such as that of rows that are summed
+    unweighted."""
     padded: bool = False
-    """There are more ids than the last offset says; what lies beyond it is no look-up."""
+    """There are more ids than the last offset says, so that one shape serves several batches; what
+    lies beyond it is no look-up."""
     dtype: torch.dtype | None = None
-    """Of the result, whose sums are taken in fp32; None: that of the weight."""
+    """Type in which pooled vectors may be returned, which are summed in fp32; None: that of the
+    rows."""
 
 
 NO_BAG_CONTEXT = BagContext()
