@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 from dlrm.config.model_spec import ModelSpec
-from dlrm.config.optimizers import optimizer_specs
 from dlrm.config.schema import OptimConfig, RunConfig
 from dlrm.data.frequencies import read_frequencies
 from dlrm.data.schema import Meta
 from dlrm.distributed.sharding_plan import ShardingPlan, make_sharding_plan
 from dlrm.distributed.world import World
 from dlrm.embeddings.tt import TT
+from dlrm.kernels.update.rules import OPTIONS, make_rule
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
 
@@ -40,11 +41,31 @@ def build_model(
     return model.to(world.device), sharding
 
 
+def optimizer_specs(optim: OptimConfig) -> list[tuple[str, float, dict[str, Any]]]:
+    """Rule, learning rate and options of the dense part, and of the embeddings.
+
+    Raises:
+        ValueError: an option that neither rule uses, or a value out of range.
+    """
+    given, rules = optim.rule_options, (optim.dense, optim.embeddings)
+    idle = [name for name in given if not any(name in OPTIONS[rule] for rule in rules)]
+    if idle:
+        neither = f"neither {rules[0]} nor {rules[1]} uses it"
+        raise ValueError("; ".join(f"{name} is set, but {neither}" for name in idle))
+    rates = optim.lr, optim.lr if optim.embeddings_lr is None else optim.embeddings_lr
+    specs = []
+    for rule, lr in zip(rules, rates, strict=True):
+        options = {name: value for name, value in given.items() if name in OPTIONS[rule]}
+        make_rule(rule, **options)
+        specs.append((rule, lr, options))
+    return specs
+
+
 def build_optimizers(optim: OptimConfig, model: DLRM) -> list[RowOptimizer]:
     """The optimizers of the dense part and of the embeddings.
 
     Raises:
-        ValueError: as for :func:`~dlrm.config.optimizers.optimizer_specs`.
+        ValueError: as for :func:`optimizer_specs`.
     """
     parts = model.dense_parameters(), model.sparse_arch.parameters()
     specs = zip(parts, optimizer_specs(optim), strict=True)

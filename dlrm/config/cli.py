@@ -11,9 +11,9 @@ from typing import Any, get_type_hints
 import yaml
 from jsonargparse import ArgumentError
 
+from dlrm.config.build import optimizer_specs
 from dlrm.config.dry_run import describe
 from dlrm.config.model_spec import ModelSpec
-from dlrm.config.optimizers import optimizer_specs
 from dlrm.config.options import Option, make_parser, option_schema, type_name, typed_value
 from dlrm.config.schema import RENAMED, RunConfig
 from dlrm.embeddings.common.budget import row_bytes

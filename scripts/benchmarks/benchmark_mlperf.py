@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import yaml
 
-from dlrm.config.optimizers import optimizer_specs
+from dlrm.config.build import optimizer_specs
 from dlrm.config.schema import ModelConfig, OptimConfig
 from dlrm.data.batch import Batch
 from dlrm.data.schema import MLPERF_BAG_SIZES, TERABYTE_CARDINALITIES

@@ -3,8 +3,8 @@ import time
 import pytest
 import yaml
 
+from dlrm.config.build import optimizer_specs
 from dlrm.config.cli import parse
-from dlrm.config.optimizers import optimizer_specs
 from dlrm.config.options import changed_options
 from dlrm.embeddings import available
 
