@@ -53,8 +53,10 @@ class Sharding(nn.Module, ABC):
         for shard in self.mine:
             at.append(at[-1] + shard.height)
         self.height = at.pop()
+        requested = [shard.table for own in self.by_rank for shard in own]
         held: Mapping[str, list[int]] = {
-            "_requested": [shard.table for own in self.by_rank for shard in own],
+            "_requested": requested,
+            "_slots": [self.tables.index(table) for table in requested],
             "_mine": [shard.table for shard in self.mine],
             "_first": [0] * num_tables,
             "_count": [0] * num_tables,
@@ -67,6 +69,7 @@ class Sharding(nn.Module, ABC):
         for name, values in held.items():
             self.register_buffer(name, torch.tensor(values).long(), persistent=False)
         self._requested: Tensor  # tables that each rank holds a shard of, rank after rank
+        self._slots: Tensor  # where these are among the tables
         self._mine: Tensor  # tables that this rank holds a shard of
         self._first: Tensor  # [F], first row of the local shard of each table
         self._count: Tensor  # [F], its rows; 0 without one
@@ -285,21 +288,8 @@ class RowWise(Sharding):
 
     name = "row_wise"
 
-    def __init__(
-        self,
-        shards: Sequence[Shard],
-        num_tables: int,
-        world: World,
-        comm_dtype: torch.dtype | None,
-        peers: bool,
-    ) -> None:
-        super().__init__(shards, num_tables, world, comm_dtype, peers)
-        position = {table: slot for slot, table in enumerate(self.tables)}
-        slots = [position[shard.table] for own in self.by_rank for shard in own]
-        self.register_buffer("_slots", torch.tensor(slots), persistent=False)
-        self._slots: Tensor  # position of each received vector in the output
-        self._firsts: Tensor  # [shards], first row of each, one table after another
-        self._shifts: Tensor  # [shards], keys of its rows minus these rows
+    _firsts: Tensor  # [shards], first row of each, one table after another
+    _shifts: Tensor  # [shards], keys of its rows minus these rows
 
     def _slots_of(self, keys: Mapping[Shard, int]) -> dict[str, list[int]]:
         starts = [0]

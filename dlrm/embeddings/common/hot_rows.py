@@ -196,7 +196,7 @@ class RowCache(nn.Module):
         """Count the keys in the ring buffer, empty it, and return the keys to cache from now on."""
         seen, times = self._ring.unique(return_counts=True)
         keys = torch.cat([cached, self._tracked, seen])
-        counts = torch.cat([torch.zeros_like(self._counts[: self.capacity]), self._counts, times])
+        counts = torch.cat([torch.zeros_like(self._counts), self._counts, times])
         counts[: len(keys) - len(seen)] *= self.decay
         keys, inverse = keys.unique(return_inverse=True)
         counts = torch.zeros_like(keys, dtype=counts.dtype).index_add_(0, inverse, counts)
@@ -221,22 +221,16 @@ class RowCache(nn.Module):
         Returns:
             Their rows, ``[n, D]``, to be written.
         """
-        self.clear()
+        for tensor in (self._keys, self._tracked, self._ring):
+            tensor.fill_(self.empty)
+        for tensor in (self.rows, self._counts, self._position, self._traffic):
+            tensor.zero_()
         number = len(keys)
         self._keys[:number] = keys.to(self._keys)
         self._slots.copy_(torch.arange(self.capacity))
         self._tracked[:number] = self._keys[:number]
         self._counts[:number] = len(self._ring) / self.capacity / max(1 - self.decay, 0.05)
         return self.rows[:number]
-
-    @torch.no_grad()
-    def clear(self) -> None:
-        """Empty the cache and forget all counts."""
-        self._keys.fill_(self.empty)
-        self._tracked.fill_(self.empty)
-        self._ring.fill_(self.empty)
-        for tensor in (self.rows, self._counts, self._position, self._traffic):
-            tensor.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or convert the cache; counts stay in fp32, since bf16 cannot count beyond 256."""

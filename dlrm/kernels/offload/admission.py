@@ -24,7 +24,6 @@ Bytes that must be transferred: each fetched row and its state once, each evicte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from typing import NamedTuple, Self
 
 import torch
@@ -41,20 +40,7 @@ CLAIMED = tl.constexpr(-(2**31))  # in place of a slot, while a missing row is g
 NO_ROW = 2**31 - 1  # after the last of the missing rows
 
 
-class _Index(NamedTuple):
-    """The fields of :class:`CacheIndex`, for kernels."""
-
-    row_to_slot: Tensor
-    slot_to_row: Tensor
-    last_used: Tensor
-    lfu_score: Tensor
-    step: Tensor
-    traffic: Tensor
-    half_life: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheIndex:
+class CacheIndex(NamedTuple):
     """Which rows are in the cache, where, and how often they are used."""
 
     row_to_slot: Tensor
@@ -97,8 +83,7 @@ class CacheIndex:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        values = (getattr(self, field.name) for field in fields(self))
-        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+        return sum(value.nbytes for value in self if isinstance(value, Tensor))
 
 
 # Kernels. AHEAD: the window is the next one, and the current one may be in progress. ------------
@@ -268,19 +253,18 @@ def list_moves(index: CacheIndex, ids: Tensor, starts: Tensor | None, *, ahead: 
     missing, leaving, targets = ids.new_full((3, most), NO_ROW, dtype=torch.int32)
     counters = torch.zeros(4 + BINS.value, dtype=torch.int32, device=ids.device)
     counters, histogram = counters[:4], counters[4:]
-    own = _Index(*(getattr(index, name) for name in _Index._fields))
     options = {"AHEAD": ahead, "BLOCK": BLOCK}
     _list_missing[triton.cdiv(n, BLOCK),](
-        own, ids, starts, missing, counters, n, ids.shape[1], most, **options
+        index, ids, starts, missing, counters, n, ids.shape[1], most, **options
     )
     grid = (triton.cdiv(capacity, BLOCK),)
-    _count_scores[grid](own, histogram, capacity, **options)
-    _evict[grid](own, leaving, targets, counters, histogram, most, capacity, **options)
+    _count_scores[grid](index, histogram, capacity, **options)
+    _evict[grid](index, leaving, targets, counters, histogram, most, capacity, **options)
     if not ahead:  # kernels walk through host memory in this order
         missing = missing.sort().values
         leaving, order = leaving.sort()
         targets = targets[order]
-    _assign[triton.cdiv(most, BLOCK),](own, missing, targets, counters, most, **options)
+    _assign[triton.cdiv(most, BLOCK),](index, missing, targets, counters, most, **options)
     return RowMoves(missing=missing, leaving=leaving, targets=targets, counters=counters)
 
 
