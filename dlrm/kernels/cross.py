@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from dlrm.kernels import require_contiguous, tl, triton, use_triton
-from dlrm.kernels.interaction import _load_vectors, _positions, _with_strides, check_vectors
+from dlrm.kernels.interaction import check_vectors, load_vectors, positions_of, with_strides
 
 ROWS, COLUMNS = 4, 512  # of a tile
 REPEATS = 16  # tiles below each other whose bias gradients one program sums
@@ -53,8 +53,8 @@ def _concatenate(
     sample = tl.program_id(0).to(tl.int64)
     vector = tl.arange(0, BLOCK_F)[:, None]
     column = tl.arange(0, BLOCK_D)[None, :]
-    position = _positions(order, vector, F)
-    x = _load_vectors(bottom + sample * stride_bottom, parts, sample, position, column, SIZES, D)
+    position = positions_of(order, vector, F)
+    x = load_vectors(bottom + sample * stride_bottom, parts, sample, position, column, SIZES, D)
     at = sample * (F + 1) * D + vector * D + column
     tl.store(out + at, x, mask=(vector <= F) & (column < D))
 
@@ -69,7 +69,7 @@ def _split(
     sample = tl.program_id(0).to(tl.int64)
     vector = tl.arange(0, BLOCK_F)[:, None]
     column = tl.arange(0, BLOCK_D)[None, :]
-    position = _positions(order, vector, F)
+    position = positions_of(order, vector, F)
     inside = (vector <= F) & (column < D)
     at = sample * (F + 1) * D + vector * D + column
     value = tl.load(grad + at, mask=inside, other=0.0)
@@ -148,7 +148,7 @@ class _Concatenate(torch.autograd.Function):
         out = bottom.new_empty(len(bottom), vectors * bottom.shape[1])
         if len(bottom):
             _concatenate[(len(bottom),)](
-                bottom, _with_strides(parts), order, out, bottom.stride(0), **_sizes(parts)
+                bottom, with_strides(parts), order, out, bottom.stride(0), **_sizes(parts)
             )  # fmt: skip
         ctx.save_for_backward(order)
         ctx.inputs = [(x.shape, x.dtype) for x in (bottom, *parts)]

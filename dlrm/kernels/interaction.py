@@ -26,7 +26,7 @@ CHUNK = 64  # columns, and in the backward pass also vectors, that are multiplie
 
 
 @triton.jit
-def _load_vectors(bottom, parts, sample, position, column, SIZES: tl.constexpr, D: tl.constexpr):
+def load_vectors(bottom, parts, sample, position, column, SIZES: tl.constexpr, D: tl.constexpr):
     """Vectors of one sample, in the type of ``bottom``, whose own position is -1."""
     inside = column < D
     x = tl.load(bottom + column, mask=(position == -1) & inside, other=0.0)
@@ -48,7 +48,7 @@ def _load_vectors(bottom, parts, sample, position, column, SIZES: tl.constexpr, 
 
 
 @triton.jit
-def _positions(order, vector, F: tl.constexpr):
+def positions_of(order, vector, F: tl.constexpr):
     """Position of each vector among the parts: -1 for the bottom vector, ``F`` for padding."""
     if order is None:
         position = vector - 1
@@ -69,11 +69,11 @@ def _forward(
     bottom += sample * stride_bottom
     out += sample * stride_out
     vector = tl.arange(0, BLOCK_F)[:, None]
-    position = _positions(order, vector, F)
+    position = positions_of(order, vector, F)
     products = tl.zeros((BLOCK_F, BLOCK_F), tl.float32)
     for start in range(0, D, BLOCK_D):
         column = start + tl.arange(0, BLOCK_D)[None, :]
-        x = _load_vectors(bottom, parts, sample, position, column, SIZES, D)
+        x = load_vectors(bottom, parts, sample, position, column, SIZES, D)
         products = tl.dot(x, tl.trans(x), products, input_precision=PRECISION)
         tl.store(out + column, tl.load(bottom + column, mask=column < D), mask=column < D)
     other = tl.arange(0, BLOCK_F)[None, :]
@@ -96,7 +96,7 @@ def _backward(
     grad += sample * stride_grad
     grad_bottom += sample * D
     vector = tl.arange(0, BLOCK_F)[:, None]
-    position = _positions(order, vector, F)
+    position = positions_of(order, vector, F)
     for start in range(0, D, BLOCK_D):
         column = start + tl.arange(0, BLOCK_D)[None, :]
         inside = column < D
@@ -107,8 +107,8 @@ def _backward(
             smaller = tl.minimum(vector, other[None, :])
             at = D + larger * (larger - 1) // 2 + smaller
             both = tl.load(grad + at, mask=(larger != smaller) & (larger <= F), other=0.0)
-            others = other[:, None]
-            x = _load_vectors(bottom, parts, sample, _positions(order, others, F), column, SIZES, D)
+            place = positions_of(order, other[:, None], F)
+            x = load_vectors(bottom, parts, sample, place, column, SIZES, D)
             result = tl.dot(both.to(x.dtype), x, result, input_precision=PRECISION)
         first = (vector == 0) & inside
         result += tl.load(grad + column, mask=first, other=0.0).to(tl.float32)
@@ -151,7 +151,8 @@ def _sizes(parts: Sequence[Tensor], dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _with_strides(parts: Sequence[Tensor]) -> tuple[tuple[Tensor, int, int], ...]:
+def with_strides(parts: Sequence[Tensor]) -> tuple[tuple[Tensor, int, int], ...]:
+    """The parts ``[B, F_i, D]`` as :func:`load_vectors` reads them."""
     return tuple((part, part.stride(0), part.stride(1)) for part in parts)
 
 
@@ -182,7 +183,7 @@ class _DotInteraction(torch.autograd.Function):
         out = bottom.new_empty(len(bottom), width + pad)
         if len(bottom):
             _forward[(len(bottom),)](
-                bottom, _with_strides(parts), order, out, bottom.stride(0), width + pad,
+                bottom, with_strides(parts), order, out, bottom.stride(0), width + pad,
                 PAD=pad, **_sizes(parts, bottom.dtype),
             )  # fmt: skip
         ctx.save_for_backward(bottom, order, *parts)
@@ -197,7 +198,7 @@ class _DotInteraction(torch.autograd.Function):
         sizes = _sizes(parts, bottom.dtype)
         if len(bottom):
             _backward[(len(bottom),)](
-                bottom, _with_strides(parts), order, grad, grad_bottom, tuple(grad_parts),
+                bottom, with_strides(parts), order, grad, grad_bottom, tuple(grad_parts),
                 bottom.stride(0), grad.stride(0), BLOCK_K=min(CHUNK, sizes["BLOCK_F"]), **sizes,
             )  # fmt: skip
         return grad_bottom, None, None, *grad_parts

@@ -129,7 +129,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 rows,
                 parameter.grad._values(),
                 states,
-                lr=_rate(group).to(device),
+                lr=rate_of(group).to(device),
                 sorted_rows=sorter.result(rows) if sorter else None,
                 cached=None if cached is None else cached.cached_slots,
                 seed=self._seed(group, [parameter]),
@@ -150,7 +150,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 parameters,
                 grads,
                 states,
-                lr=_rate(group).to(parameters[0].device),
+                lr=rate_of(group).to(parameters[0].device),
                 seed=self._seed(group, parameters),
             )
 
@@ -208,7 +208,7 @@ class RowOptimizer(torch.optim.Optimizer):
         for group, old in zip(self.param_groups, saved, strict=True):
             if (rule := old.get("rule", "one of torch.optim")) != group["rule"]:
                 raise ValueError(f"the saved optimizer is {rule}, this is {group['rule']}")
-            _rate(group).fill_(float(old["lr"]))
+            rate_of(group).fill_(float(old["lr"]))
             if "seed" in group and "seed" in old:
                 group["seed"].copy_(old["seed"])
             for parameter, index in zip(group["params"], old["params"], strict=True):
@@ -282,7 +282,7 @@ def apply_in_backward(
                 if only is not None and parameter not in only:
                     continue
                 if parameter.grad is None:  # else gradients are being accumulated
-                    lr, states = _rate(group).to(parameter.device), optimizer.state[parameter]
+                    lr, states = rate_of(group).to(parameter.device), optimizer.state[parameter]
                     parameters.append(parameter)
                     updates.append(
                         FusedUpdate(
@@ -330,7 +330,7 @@ def _device(group: dict[str, Any]) -> torch.device | None:
     return next((parameter.device for parameter in group["params"]), None)
 
 
-def _rate(group: dict[str, Any]) -> Tensor:
+def rate_of(group: dict[str, Any]) -> Tensor:
     """The learning rate of a group; a number that someone set becomes a tensor."""
     if not isinstance(group["lr"], Tensor):
         group["lr"] = torch.tensor(float(group["lr"]), device=_device(group))

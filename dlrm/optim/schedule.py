@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dlrm.optim.row_optimizer import _rate
+from dlrm.optim.row_optimizer import rate_of
 
 OTHERS = 4
 """Power of the factor for fine-tuning on the rates of what is no embedding. The MLPs know the rows,
@@ -57,7 +57,7 @@ class Schedule:
 
     def rates(self) -> dict[str, float]:
         """The current rates of the dense part and of the embeddings."""
-        first, last = _rate(self._groups[0]), _rate(self._groups[-1])
+        first, last = rate_of(self._groups[0]), rate_of(self._groups[-1])
         return {"lr/dense": float(first), "lr/embeddings": float(last)}
 
     def set(self, step: int) -> None:
@@ -67,4 +67,4 @@ class Schedule:
             return
         self._last = factor, self.fine_tune
         for group, peak, power in zip(self._groups, self._peaks, self._powers, strict=True):
-            _rate(group).fill_(peak * factor * self.fine_tune**power)
+            rate_of(group).fill_(peak * factor * self.fine_tune**power)

@@ -88,8 +88,8 @@ def named_run(path: str | Path) -> Path | None:
         return None
     if is_run(path):
         return path
-    inside = path.absolute().parent
-    if inside.name == CHECKPOINTS and (step_of(path) or path.name == BEST) and _exists(path):
+    inside, named = path.absolute().parent, step_of(path) or path.name == BEST
+    if inside.name == CHECKPOINTS and named and os.path.lexists(path):
         return None  # a damaged one
     raise FileNotFoundError(
         f"{path} is not a checkpoint: name a run directory or one in its checkpoints/"
@@ -113,10 +113,6 @@ def _run_of(checkpoint: Path) -> Path:
             f"{checkpoint} is not in a run: name one in the checkpoints/ of a run"
         )
     return directory.parent if len(directory.parts) > 1 else directory.absolute().parent
-
-
-def _exists(path: Path) -> bool:
-    return path.is_symlink() or path.exists()
 
 
 def _entries(directory: Path) -> list[Path]:

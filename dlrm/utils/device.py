@@ -48,7 +48,10 @@ def pick_device(name: str) -> torch.device:
         )
     if not several:
         if device.index is not None:
-            _use(device)
+            last = torch.cuda.device_count() - 1
+            if device.index > last:
+                raise ValueError(f"--device is {device}, but the last GPU is cuda:{last}")
+            torch.cuda.set_device(device)  # kernels run there, and graphs are captured
         return device
     if device.index is not None:
         raise ValueError(
@@ -62,14 +65,6 @@ def pick_device(name: str) -> torch.device:
             "lower --nproc-per-node, or use --device cpu"
         )
     return torch.device("cuda", local)
-
-
-def _use(device: torch.device) -> None:
-    """Make a GPU the current one, on which kernels run and graphs are captured."""
-    last = torch.cuda.device_count() - 1
-    if device.index > last:
-        raise ValueError(f"--device is {device}, but the last GPU is cuda:{last}")
-    torch.cuda.set_device(device)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -54,7 +54,7 @@ NO_BAG_CONTEXT = BagContext()
 
 
 @triton.jit
-def _pool(
+def pool(
     ids, offsets, tables, weight, wide, scale, out, entries, n, batch,
     F: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr, MEAN: tl.constexpr, FORMAT: tl.constexpr,
@@ -105,7 +105,7 @@ def _pool(
 
 
 @triton.jit
-def _pool_max(
+def pool_max(
     ids, offsets, tables, weight, wide, out, flat, chosen, n, batch,
     F: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -141,7 +141,7 @@ def _pool_max(
 
 
 @triton.jit
-def _pool_backward(
+def pool_backward(
     grad, offsets, flat, weight, wide, scale, chosen, values, grad_scale, n, batch,
     F: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     MODE: tl.constexpr, FORMAT: tl.constexpr,
@@ -217,14 +217,14 @@ class _LookupBags(torch.autograd.Function):
         index = (*tables, held)
         if bags and request.mode == "max":
             grid, sizes = tiling(bags, dim, TILE)
-            _pool_max[grid](
+            pool_max[grid](
                 ids, offsets, index, data, num_wide, out, flat, chosen,
                 bags, bags // num_tables, F=num_tables, FORMAT=packing, **sizes,
             )  # fmt: skip
         elif bags:
             block_d = triton.next_power_of_2(dim)
             block = max(1, BAGS // block_d)
-            _pool[triton.cdiv(bags, block),](
+            pool[triton.cdiv(bags, block),](
                 ids, offsets, index, data, num_wide, scale, out, (flat, owners),
                 bags, bags // num_tables, F=num_tables, D=dim, BLOCK=block, BLOCK_D=block_d,
                 CHUNK=CHUNK, MEAN=request.mode == "mean", FORMAT=packing, num_warps=1,
@@ -249,7 +249,7 @@ class _LookupBags(torch.autograd.Function):
         grid, sizes = tiling(bags, dim, TILE)
         if bags:
             data, num_wide, packing = storage(weight)
-            _pool_backward[grid](
+            pool_backward[grid](
                 grad.contiguous(), offsets, flat, data, num_wide, scale, chosen, values, grad_scale,
                 bags, bags // ctx.tables, F=ctx.tables, MODE=request.mode, FORMAT=packing, **sizes,
             )  # fmt: skip

@@ -17,10 +17,10 @@ from dlrm.kernels.lookup.bags import (
     BAGS,
     CHUNK,
     TILE,
-    _pool,
-    _pool_backward,
-    _pool_max,
     check_bags,
+    pool,
+    pool_backward,
+    pool_max,
 )
 from dlrm.kernels.lookup.tables import tiling
 
@@ -47,14 +47,14 @@ class _PoolBags(torch.autograd.Function):
             chosen = torch.empty(shape, dtype=torch.int64, device=vectors.device)
         if bags and mode == "max":
             grid, sizes = tiling(bags, dim, TILE)
-            _pool_max[grid](
+            pool_max[grid](
                 index, offsets, _AS_THEY_ARE, vectors, None, out, None, chosen,
                 bags, bags // tables, F=tables, FORMAT=0, **sizes,
             )  # fmt: skip
         elif bags:
             block_d = triton.next_power_of_2(dim)
             block = max(1, BAGS // block_d)
-            _pool[triton.cdiv(bags, block),](
+            pool[triton.cdiv(bags, block),](
                 index, offsets, _AS_THEY_ARE, vectors, None, scale, out, (None, None),
                 bags, bags // tables, F=tables, D=dim, BLOCK=block, BLOCK_D=block_d, CHUNK=CHUNK,
                 MEAN=mode == "mean", FORMAT=0, num_warps=1,
@@ -72,7 +72,7 @@ class _PoolBags(torch.autograd.Function):
         grad_scale = torch.zeros_like(scale) if ctx.needs_input_grad[1] else None
         grid, sizes = tiling(bags, dim, TILE)
         if bags:
-            _pool_backward[grid](
+            pool_backward[grid](
                 grad.contiguous(), offsets, index, vectors, None, scale, chosen, values, grad_scale,
                 bags, bags // ctx.tables, F=ctx.tables, MODE=ctx.mode, FORMAT=0, **sizes,
             )  # fmt: skip
