@@ -13,7 +13,7 @@ from dlrm.data.criteo import CriteoLoader
 from dlrm.distributed.interruption import Interruption
 from dlrm.model import DLRM
 from dlrm.training import metrics
-from dlrm.utils.program import print_error
+from dlrm.utils.messages import print_error
 
 GUESSING = math.log(2)  # log loss of a model that predicts 0.5 for every row
 # No untrained model is there: the last bias begins as N(0, 1), so that 1 seed in 20 begins at 2 if
