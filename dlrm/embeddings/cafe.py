@@ -31,6 +31,7 @@ SLOTS = HOT + RIVALS
 SLOT_BYTES = 8  # key and score of a slot
 COUNTER_BYTES = 16  # hits and look-ups
 HOT_FRACTION = 0.3  # of the memory
+MAX_SCORE = 2**30  # which leaves room for a batch in 32 bits
 
 
 class Cafe(CachesHotRows, Embedding):
@@ -150,7 +151,9 @@ class Cafe(CachesHotRows, Embedding):
         match = self._keys[bucket] == keys[:, None]  # [n, SLOTS]
         known = match.any(1)
         place = bucket * SLOTS + match.int().argmax(1)
-        self._scores.view(-1).index_add_(0, place, known.int())
+        scores = self._scores.view(-1)
+        counted = known & (scores[place] < MAX_SCORE)
+        scores.index_add_(0, place, counted.int())
         self._admit(keys, bucket, known)
         self._traffic[0] += match[:, :HOT].sum()
         self._traffic[1] += len(keys)
@@ -205,7 +208,7 @@ class Cafe(CachesHotRows, Embedding):
         write_rows(self.weight, own, read_rows(self.weight, shared))
         self.weight.grad = None  # it may be that of former owners
         evicted = self._keys[bucket, entering] != self.empty
-        self._scores.copy_((self._scores * self.decay).clamp(max=2**30))  # room for more
+        self._scores.copy_((self._scores * self.decay).clamp(max=MAX_SCORE))
         self._traffic.zero_()
         return PopulateReport(
             **stats,

@@ -126,6 +126,20 @@ def test_an_owner_has_its_row_for_itself():
     assert not len(changed[1 - table])
 
 
+def test_the_score_of_an_id_in_every_row_does_not_overflow():
+    group = Cafe([5], 8, rows=100)
+    ids = torch.full((1, 20), 3)
+    for _ in range(2):  # one look-up to get in
+        group(ids)
+    score = group._scores.view(-1)[group._scores.argmax()]
+    score += 2**31 - 10 - int(score)  # as after so many look-ups, had it not been renewed
+    group(ids)
+    assert int(group._scores.min()) >= 0
+    assert int(group._scores.max()) == 2**31 - 10
+    assert group.cache_populate().admitted == 1
+    assert int(group._scores.max()) == 2**30
+
+
 def test_scores_count_and_decay():
     group = Cafe([50], 8, rows=1, decay=0.5)
     assert (group.buckets, group.shared_rows) == (1, 1)
