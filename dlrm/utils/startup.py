@@ -58,7 +58,7 @@ class _WithoutPandas:
 
 
 def bound_spinning() -> None:
-    """Let a thread of PyTorch that waits for the others sleep after some 20 microseconds.
+    """Let a thread of PyTorch that waits for the others sleep after some 60 microseconds.
 
     By default it spins for milliseconds with GCC's OpenMP and for 0.2 s with LLVM's. On a busy
     machine it then holds the core that the thread it waits for needs, at every operation. A thread
@@ -70,5 +70,5 @@ def bound_spinning() -> None:
     if any(name.startswith(_PREFIXES) for name in os.environ):
         return
     if platform.machine() in ("x86_64", "AMD64"):  # other CPUs spin faster, and end sooner
-        os.environ["GOMP_SPINCOUNT"] = "1000"
+        os.environ["GOMP_SPINCOUNT"] = "3000"
     os.environ["KMP_BLOCKTIME"] = "0"  # milliseconds; for LLVM's there is no less but none

@@ -48,9 +48,15 @@ def wait_for_step(process, output, step):
     """Wait until a run below ``output`` has logged a step."""
     deadline = time.monotonic() + 120
     while not any(f'"step": {step},' in p.read_text() for p in output.glob("*/metrics.jsonl")):
-        assert process.poll() is None
+        assert process.poll() is None, "".join(p.read_text() for p in output.glob("error*"))
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
 
 
 def children(pid):
@@ -97,26 +103,33 @@ def test_a_job_that_loses_a_worker_ends_as_if_it_had_not(
     "launch",
     [
         ["--standalone"],
-        ["--master-port", "29533"],
-        ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29534", "--rdzv-id", "own"],
+        ["--master-port", "PORT"],
+        ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:PORT", "--rdzv-id", "own"],
     ],
     ids=["standalone", "static", "c10d"],
 )
 def test_every_rendezvous_knows_its_own_run(launch, given, tmp_path):
     """And a job that is started anew does not take the run for its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *launch]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += [option.replace("PORT", str(free_port())) for option in launch]
     command += ["--max-restarts", "2", "train.py", *map(str, given("--name", "run"))]
-    popen = {"cwd": ROOT, "env": ENVIRONMENT, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **popen) as process:
+    popen = {"cwd": ROOT, "env": ENVIRONMENT}
+    with (
+        (tmp_path / "error").open("w+") as stderr,
+        subprocess.Popen(command, stderr=stderr, **popen) as process,
+    ):
         for step in (12, 26):
             wait_for_step(process, tmp_path, step)
             kill_a_worker(process.pid, step % 2)
-        _, error = process.communicate(timeout=120)
+        process.wait(120)
+    error = (tmp_path / "error").read_text()
     assert process.returncode == 0, error
     assert error.count("is resumed") == 2, error
     if "--rdzv-id" in launch:
         command[command.index("own")] = "another"
-    done = subprocess.run(command, check=False, timeout=120, **popen)
+    done = subprocess.run(
+        command, check=False, timeout=120, stderr=subprocess.PIPE, text=True, **popen
+    )
     assert done.returncode
     refused = re.findall("^error: .*run exists: choose another --name", done.stderr, re.MULTILINE)
     assert len(refused) == 3, done.stderr
@@ -139,9 +152,7 @@ def test_four_processes_are_killed_and_two_go_on(start, given, tmp_path):
 def agent(given, tmp_path):
     """Starts one of the agents of a job, each with two workers; all have the same command."""
     started = []
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
 
     def agent(nodes, *more):
         conf = f"is_host={int(not started)},last_call_timeout=2,keep_alive_interval=1"

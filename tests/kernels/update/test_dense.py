@@ -95,6 +95,35 @@ def test_adagrad_follows_torch(device, assert_close):
     assert_close(found["parameter 0"], theirs.data)
 
 
+FUSED = [(rule, options) for rule, options in CASES if rule in ("sgd", "adagrad", "adam", "adamw")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("rule", "options"), FUSED)
+def test_fused_on_a_cpu(rule, options, dtype, assert_close, monkeypatch):
+    shapes = [(5, 3), (7,), (40, 1100), (), (3, 2, 4)]
+    parameters, states = make(rule, "cpu", shapes, dtype, **options)
+    grads = [[torch.randn_like(p) for p in parameters] for _ in range(3)]
+    grads[1][0] = torch.randn(3, 5, dtype=dtype).t()
+    rule = make_rule(rule, **options)
+    expected = run(rule, parameters, states, grads, "torch")
+    monkeypatch.setattr(dense, "update_dense_torch", None)
+    for name, tensor in run(rule, parameters, states, grads, None).items():
+        assert_close(tensor, expected[name], name)
+
+
+def test_rows_at_other_steps_on_a_cpu():
+    """As after sparse gradients, or a reset of some rows."""
+    parameters, states = make("adam", "cpu", [(4, 3)])
+    states[0][2][1] = 7
+    grads = [[torch.randn_like(parameters[0])] for _ in range(2)]
+    found, expected = (
+        run(make_rule("adam"), parameters, states, grads, i) for i in (None, "torch")
+    )
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert found["steps of parameter 0"].flatten().tolist() == [2, 9, 2, 2]
+
+
 def test_a_gradient_may_be_transposed(device, assert_close):
     parameters, states = make("sgd", device, [(4, 6)])
     grads = [[torch.randn(6, 4, device=device).t()]]
