@@ -53,10 +53,9 @@ def make(plan, rule="adagrad", device="cpu", **options):
 def run(plan, rule, device, *, ragged, steps=8, size=64, **options):
     model, step = make(plan, rule, device, **options)
     torch.manual_seed(1)
-    losses = [
-        step(draw(size, device, ragged=ragged), norms=index == 5)["loss"].item()
-        for index in range(steps)
-    ]
+    # All before the first step: on a CPU, packed rows are rounded by the same random numbers.
+    batches = [draw(size, device, ragged=ragged) for _ in range(steps)]
+    losses = [step(batch, norms=index == 5)["loss"].item() for index, batch in enumerate(batches)]
     return model, step, losses
 
 
@@ -98,7 +97,8 @@ def test_captured_losses_equal_eager_and_those_of_a_cpu(plan, ragged):
     alone = plan in ("dense", "hash", "short")
     captured = alone or (plan in ("mixed", "auto") and not ragged)
     assert captured == any(key.bags is not None for key in step.graphs._captured)
-    assert found["cuda", "eager"] == pytest.approx(found["cpu", "eager"], abs=1e-4)
+    noise = 2e-3 if plan == "auto" else 1e-4  # of rounding to int8
+    assert found["cuda", "eager"] == pytest.approx(found["cpu", "eager"], abs=noise)
     assert found["cuda", "graph"] == pytest.approx(found["cuda", "eager"], abs=1e-4)
 
 
