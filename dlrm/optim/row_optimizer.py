@@ -273,26 +273,21 @@ def apply_in_backward(
     Raises:
         ValueError: a look-up after the backward pass of the block.
     """
-    parameters: list[Tensor] = []
     updates = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             rule = _rule_of(group)
             for parameter in group["params"]:
-                if only is not None and parameter not in only:
-                    continue
-                if parameter.grad is None:  # else gradients are being accumulated
-                    lr, states = rate_of(group).to(parameter.device), optimizer.state[parameter]
-                    parameters.append(parameter)
-                    updates.append(
-                        FusedUpdate(
-                            rule=rule,
-                            lr=lr,
-                            states=list(states.values()),
-                            seed=group.get("seed") if optimizer._rounds(parameter) else None,
-                        )
+                allowed = only is None or parameter in only
+                if allowed and parameter.grad is None:  # else gradients are being accumulated
+                    update = FusedUpdate(
+                        rule=rule,
+                        lr=rate_of(group).to(parameter.device),
+                        states=list(optimizer.state[parameter].values()),
+                        seed=group.get("seed") if optimizer._rounds(parameter) else None,
                     )
-    return FusedUpdates(parameters, updates)
+                    updates.append((parameter, update))
+    return FusedUpdates(updates)
 
 
 def _caches(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, CachedRows]]:

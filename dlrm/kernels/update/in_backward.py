@@ -6,7 +6,7 @@ the updates of its optimizers down to the look-ups, and an op that can apply one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -52,12 +52,11 @@ class FusedUpdates:
     update was not applied by the end of the block has a gradient.
 
     Args:
-        parameters: of the model.
-        updates: that of each.
+        updates: parameters of the model, and the update of each.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], updates: Sequence[FusedUpdate]) -> None:
-        self._updates = {id(p): update for p, update in zip(parameters, updates, strict=True)}
+    def __init__(self, updates: Iterable[tuple[Tensor, FusedUpdate]]) -> None:
+        self._updates = {id(parameter): update for parameter, update in updates}
         self._open = False
 
     def __enter__(self) -> Self:

@@ -405,7 +405,7 @@ def test_bags_are_updated_in_the_backward_pass(device, assert_close, rule, dtype
     zeros = [weight.new_zeros(len(weight), 1 if own else 8) for own in rule.states.values()]
     update_rows_torch(rule, expected, rows, each, [s.double() for s in zeros], lr=lr.double())
     update = FusedUpdate(rule=rule, lr=lr, states=zeros)
-    with FusedUpdates([weight], [update]) as updates:
+    with FusedUpdates([(weight, update)]) as updates:
         context = BagContext(updates=updates, padded=spare > 0, dtype=dtype)
         out = lookup_bags(weight, TableRows(starts), room, offsets, context=context, impl="triton")
         assert out.dtype == dtype
