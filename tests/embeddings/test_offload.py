@@ -6,6 +6,7 @@ import itertools
 import json
 import pickle
 import runpy
+import weakref
 from pathlib import Path
 
 import pytest
@@ -331,6 +332,18 @@ def test_another_optimizer_may_take_over():
             for group, optimizer in zip(groups, steppers, strict=True):
                 step(group, optimizer, ids, 0)
         assert torch.equal(groups[0].to_dense(1), groups[1].to_dense(1))
+
+
+def test_a_cache_that_has_stopped_holds_no_memory():
+    (_, offload), (_, optimizer) = pair()
+    step(offload, optimizer, draw(), 0)
+    index = weakref.ref(offload.cached.index.row_to_slot)
+    offload.double()
+    assert index() is None
+    assert set(offload.footprint()[0]) == {"host"}
+    optimizer = RowOptimizer(offload.parameters(), lr=0.1)
+    step(offload, optimizer, draw(), 1)
+    assert set(offload.footprint()[0]) == {"host", "cache", "index"}
 
 
 def test_dense_gradients_update_cached_rows_too():

@@ -265,6 +265,7 @@ class CachedRows:
             return
         self.release()
         self.tensors = [(self.tensors[0][0],) * 2]
+        del self.index, self._transfer  # with four bytes on the GPU for each row of the table
         self.active = False
 
 
