@@ -286,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with profiling.out_of_memory_advice(config.data, config.model.embedding_dim):
             run = Run(config, resolved, world)
             hint = partial(run_directory.resume_hint, run.directory, saving=config.checkpoint)
-            run.train()
+            run_directory.write_to(run.directory, run.train)
 
     threading.excepthook = tracking.quiet_tensorboard_thread
     try:

@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -167,6 +168,23 @@ def resume_hint(directory: Path | None, *, saving: bool = True) -> str:
     if not saving:
         return "nothing was saved, as --checkpoint is false"
     return "there was no checkpoint yet" + (f" in {directory}" if directory else "")
+
+
+def write_to(directory: Path, work: Callable[[], object]) -> None:
+    """Call ``work``, which writes to a run directory that is locked.
+
+    Raises:
+        ValueError: the directory was removed or renamed meanwhile.
+    """
+    try:
+        work()
+    except FileNotFoundError as error:
+        if (directory / HOLDER).exists():
+            raise
+        raise ValueError(
+            f"{directory} was removed or renamed while the run was being written to it: start the "
+            "run again"
+        ) from error
 
 
 def nothing_to_resume(run: Path) -> str:

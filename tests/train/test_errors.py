@@ -135,3 +135,24 @@ def test_bad_checkpoints_are_refused(run, data, tmp_path):
     assert "written by an earlier version" in run("evaluate", bad, data, status=2).stderr
     assert "is not a checkpoint" in run("evaluate", tmp_path, data, status=2).stderr
     assert "no result.json in" in run("compare", tmp_path, status=2).stderr
+
+
+def test_a_run_directory_that_is_removed_while_it_is_written(
+    script, command, tmp_path, capsys, monkeypatch
+):
+    module = script("train")
+
+    class Run(module.Run):
+        def _log(self, out):
+            shutil.rmtree(self.directory)
+            super()._log(out)
+
+    monkeypatch.setattr(module, "Run", Run)
+    arguments = command("gone", "--log_every", "5", "--eval_every", "5", "--epochs", "1")
+    assert module.main([*map(str, arguments)]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1] == (
+        f"error: {tmp_path / 'gone'} was removed or renamed while the run was being written to it: "
+        "start the run again"
+    )
+    assert not any("Traceback" in line for line in lines)
