@@ -239,7 +239,7 @@ class Run:
         self.tracker.texts(config=self.resolved, tables=tables, sharding=sharding)
         self.tracker.log(self.steps, self.sizes)
         note_plan(self.config, self.spec, self.sizes["embeddings/compression"])
-        opening = report.opening(self.config.emb, self.model, self.meta.splits["train"], self.sizes)
+        opening = report.opening(self.config.emb, self.model, self.meta.splits, self.sizes)
         shown = sharding, auto_plan(self.config, self.meta, self.spec, tables), opening
         print(*filter(None, shown), sep="\n")
 

@@ -255,11 +255,17 @@ class Meta:
 
         Raises:
             FileNotFoundError: ``directory`` has no ``meta.json``.
-            ValueError: it is not a meta file, has another schema version, or lists a file outside
-                of the directory: by an absolute path, with ``..`` or through a symbolic link.
+            ValueError: ``directory`` is a file; or ``meta.json`` is not a meta file, has another
+                schema version, or lists a file outside of the directory: by an absolute path, with
+                ``..`` or through a symbolic link.
         """
         require_local(directory)
         path = Path(directory) / META_FILE
+        if Path(directory).is_file():
+            raise ValueError(
+                f"{directory} is a file: prepare it with scripts/prepare_table.py, or "
+                "scripts/prepare_criteo.py, and name the directory that it writes"
+            )
         if not path.is_file():
             raise FileNotFoundError(
                 f"{path} does not exist: if it was moved, name its new place; otherwise make the "

@@ -26,6 +26,9 @@ COLUMNS = {
 
 QUALITY = ("auc", "log_loss", "accuracy", "normalized_entropy", "calibration")
 
+TOO_GOOD = 0.999
+"""Clicks are never predicted as well as this."""
+
 GROUPS = {
     "embeddings": ("bytes", "compression", "optimizer_bytes"),
     "speed": ("samples_per_second", "train_seconds", "data_wait_share"),
@@ -52,26 +55,31 @@ def with_unit(name: str, value: float) -> str:
     return f"{value:,.0f}"
 
 
-def opening(kind: str, model: DLRM, split: Split, sizes: Mapping[str, float]) -> str:
-    """What is about to be trained, in one line, and a warning if all labels are equal.
+def opening(kind: str, model: DLRM, splits: Mapping[str, Split], sizes: Mapping[str, float]) -> str:
+    """What is about to be trained, in one line, and a warning of each split of equal labels.
 
     Args:
         kind: of the embeddings.
         model: the model.
-        split: the training rows.
+        splits: the rows, by name.
         sizes: ``embeddings/bytes`` and the like.
     """
     dense = model.dense_parameters()
+    rows = splits["train"].rows
     weights = sum(parameter.numel() for parameter in dense)
     text = (
-        f"{kind} on {dense[0].device}: {split.rows:,} training rows, {weights:,} dense weights, "
+        f"{kind} on {dense[0].device}: {rows:,} training rows, {weights:,} dense weights, "
         f"embeddings {format_bytes(sizes['embeddings/bytes'])} "
         f"({sizes['embeddings/compression']:.1f}x), "
         f"their optimizer {format_bytes(sizes['embeddings/optimizer_bytes'])}"
     )
-    if split.positives in (0, split.rows):
-        label = int(split.positives > 0)
-        text += f"\nwarning: all rows have the label {label}: look at how labels were read"
+    for name, split in splits.items():
+        if split.rows and split.positives in (0, split.rows):
+            label = int(split.positives > 0)
+            advice = f"they have no AUC; give {name} more rows"
+            if name == "train":
+                advice = "look at how labels were read"
+            text += f"\nwarning: all {name} rows have the label {label}: {advice}"
     return text
 
 
@@ -143,6 +151,11 @@ def summary(metrics: Mapping[str, float], directory: Path) -> str:
         if known:
             texts = [f"{words(name)} {with_unit(name, value)}" for name, value in known.items()]
             lines.append(f"{group:<18} " + ", ".join(texts))
+    if metrics.get("test/auc", 0) >= TOO_GOOD and "test/best_possible_auc" not in metrics:
+        lines.append(
+            "note: a test AUC this close to 1 is seldom true: was a column made from the label, or "
+            "known only after it? Then leave it out"
+        )
     place, above = printable(directory), printable(directory.parent)
     lines.append(f"results in {place}; tensorboard --logdir {above}")
     return "\n".join(lines)

@@ -66,7 +66,7 @@ def test_labels_that_are_all_equal_are_pointed_out(label, train, tmp_path):
         split["positives"] = split["rows"] * label
     (same / "meta.json").write_text(json.dumps(meta))
     done = train("run", "--max_steps", "1", data=same)
-    assert f"warning: all rows have the label {label}: look at" in done.stdout
+    assert f"warning: all train rows have the label {label}: look at" in done.stdout
 
 
 @pytest.mark.parametrize(

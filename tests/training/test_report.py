@@ -1,4 +1,8 @@
-from dlrm.training.report import summary
+import pytest
+
+from dlrm.data.schema import Split
+from dlrm.model import DLRM
+from dlrm.training.report import opening, summary
 
 
 def test_the_final_table_has_one_line_for_each_group(tmp_path):
@@ -19,3 +23,24 @@ def test_the_final_table_has_one_line_for_each_group(tmp_path):
         f"results in {tmp_path}/runs/a; tensorboard --logdir {tmp_path}/runs",
     ]
     assert summary({}, tmp_path) == f"results in {tmp_path}; tensorboard --logdir {tmp_path.parent}"
+
+
+@pytest.mark.parametrize(("auc", "best", "told"), [(0.9995, None, 1), (0.99, None, 0), (1, 1, 0)])
+def test_an_auc_that_is_too_good_is_doubted(auc, best, told, tmp_path):
+    known = {} if best is None else {"test/best_possible_auc": best}
+    text = summary({"test/auc": auc, **known}, tmp_path)
+    assert text.count("was a column made from the label, or known only after it?") == told
+
+
+def test_equal_labels_of_a_split_are_pointed_out():
+    def split(rows, positives):
+        return Split(files=(), rows=rows, positives=positives)
+
+    sizes = {"embeddings/bytes": 80, "embeddings/compression": 1, "embeddings/optimizer_bytes": 0}
+    model = DLRM(2, [10], 2, [("dense", {})], bottom_mlp=[4], top_mlp=[4])
+    splits = {"train": split(9, 3), "val": split(0, 0), "test": split(2, 2)}
+    told = opening("dense", model, splits, sizes).splitlines()
+    assert told[0].startswith("dense on cpu: 9 training rows")
+    assert told[1:] == [
+        "warning: all test rows have the label 1: they have no AUC; give test more rows"
+    ]

@@ -94,6 +94,7 @@ class TableFile:
         if kind == "parquet":
             found = cls(path=path, format=kind, names=tuple(read_footer(path)[1].names))
         elif kind == "json":
+            _require_lines(path)
             found = cls(path=path, format=kind, names=())
         else:
             found = _open_csv(path, options)
@@ -247,7 +248,12 @@ def _format(path: Path) -> str:
 
 def _open_csv(path: Path, options: TableOptions) -> TableFile:
     """The delimiter and the names of a CSV."""
-    start = RawFile(path).start(1 << 16).removeprefix(codecs.BOM_UTF8)
+    start = RawFile(path).start(1 << 16)
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError(
+            f"{path} is UTF-16; convert it to UTF-8, for example with iconv -f UTF-16 -t UTF-8"
+        )
+    start = start.removeprefix(codecs.BOM_UTF8)
     if not start.strip():
         raise ValueError(f"{path} is empty; a table has a line with the names of its columns")
     end = _header_end(start, options.quotes)
@@ -269,7 +275,7 @@ def _open_csv(path: Path, options: TableOptions) -> TableFile:
             f"{path} has {len(fields)} columns in its first line, but names: lists {len(names)}"
         )
     if names is None:
-        names = tuple(name or f"column_{i}" for i, name in enumerate(fields, 1))
+        names = tuple(name if name.strip() else f"column_{i}" for i, name in enumerate(fields, 1))
         if all(_is_number(field) for field in fields if field):
             raise ValueError(
                 f"{path}: the first line holds numbers ({line[:40]}), not the names of columns; "
@@ -283,6 +289,22 @@ def _open_csv(path: Path, options: TableOptions) -> TableFile:
         header=options.names is None,
         quotes=options.quotes,
     )
+
+
+def _require_lines(path: Path) -> None:
+    """Raise if a JSON file is one array, as many programs write."""
+    if RawFile(path).start(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
+        raise ValueError(
+            f"{path} is one JSON array; write each of its entries on a line of its own, for "
+            "example with jq -c '.[]'"
+        )
+
+
+def no_header_hint(file: TableFile) -> str:
+    """The end of a message on an unknown column: a name that is a number may be of a row."""
+    if not file.header or not any(map(_is_number, file.names)):
+        return ""
+    return "; if the first line is a row, list the names of the columns with names: in the YAML"
 
 
 def _is_number(text: str) -> bool:

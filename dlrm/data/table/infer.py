@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from dlrm.data.table.codes import find_negative
 from dlrm.data.table.columns import Column, TablePlan
-from dlrm.data.table.files import ParquetPart, TableFile
+from dlrm.data.table.files import ParquetPart, TableFile, no_header_hint
 from dlrm.data.table.kinds import (
     Found,
     NoFeatureError,
@@ -50,7 +50,7 @@ def plan_table(
     if not any(rows.num_rows for rows in samples):
         raise ValueError(f"{files[0].path} has no rows; give a table that has some")
     names = sample.schema.names
-    given = _named(options, names, str(files[0].path))
+    given = _named(options, names, files[0])
     columns, useless = [], dict[str, str]()
     for name in names:
         parts = [decoded(rows[name]) for rows in samples if name in rows.schema.names]
@@ -177,7 +177,9 @@ def _sample(
         raise error.located(file.path) from None
 
 
-def _named(options: TableOptions, names: Sequence[str], where: str) -> dict[str, ColumnOptions]:
+def _named(
+    options: TableOptions, names: Sequence[str], file: TableFile
+) -> dict[str, ColumnOptions]:
     """The options of each column that has some, with those named as label, weight and split.
 
     Raises:
@@ -195,7 +197,8 @@ def _named(options: TableOptions, names: Sequence[str], where: str) -> dict[str,
         if name not in names:
             what = "label" if name == label else "column"
             hint = "; name it with --label" if name == "label" and options.label is None else ""
-            raise ValueError(f"{where} has no {what} {name!r}{did_you_mean(name, names)}{hint}")
+            hint += no_header_hint(file)
+            raise ValueError(f"{file.path} has no {what} {name!r}{did_you_mean(name, names)}{hint}")
     for kind in ("label", "weight", "split"):
         several = [name for name, own in given.items() if own.kind == kind]
         if len(several) > 1:

@@ -24,7 +24,7 @@ from dlrm.data.preprocess.reader import BLOCK_BYTES
 from dlrm.data.schema import Categorical, Meta
 from dlrm.data.table.bad_rows import Converted, convert_good_rows
 from dlrm.data.table.columns import Feature, TablePlan
-from dlrm.data.table.files import Part, TableFile, find_files, open_table
+from dlrm.data.table.files import Part, TableFile, find_files, no_header_hint, open_table
 from dlrm.data.table.infer import json_types, read_types
 from dlrm.data.table.numbers import Scaling, bucket_names, bucket_numbers
 from dlrm.data.table.rows import convert_rows, map_parts
@@ -228,6 +228,7 @@ class TableTransform:
                 if name not in names and (name in self.needed or name in keep):
                     raise ValueError(
                         f"{files[0].path} has no column {name!r}{did_you_mean(name, names)}"
+                        f"{no_header_hint(files[0])}"
                     )
             types = {name: kind for name, kind in types.items() if name in names}
 

@@ -11,6 +11,7 @@ import pytest
 from dlrm.data.table import infer
 from dlrm.data.table.options import build_options, read_options
 from dlrm.data.table.pipeline import open_and_plan, prepare_table
+from dlrm.data.table.transform import TableTransform
 
 GOOD = ["label,price,city"] + [f"{i % 2},{i}.5,{'abc'[i % 3]}" for i in range(300)]
 
@@ -213,3 +214,42 @@ def test_the_remedy_of_a_bad_row_names_the_option(tmp_path):
     path = write(tmp_path / "rows.csv", [*GOOD, "1,2.5"])
     with pytest.raises(ValueError, match=r"row 301: 2 fields.*; or skip .* with --bad-rows skip$"):
         prepare(path, tmp_path)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+def test_a_csv_of_another_program_in_utf_16(tmp_path, encoding):
+    mark = "\ufeff" if encoding == "utf-16-be" else ""
+    (tmp_path / "rows.csv").write_bytes((mark + "\n".join(GOOD)).encode(encoding))
+    with pytest.raises(ValueError, match=r"rows.csv is UTF-16; convert it .* iconv -f UTF-16"):
+        prepare(tmp_path / "rows.csv", tmp_path)
+
+
+def test_one_json_array(tmp_path):
+    (tmp_path / "rows.json").write_text(" \n" + json.dumps([{"label": 1, "city": "a"}]))
+    with pytest.raises(
+        ValueError, match=r"rows.json is one JSON array; write each .*jq -c '.\[\]'"
+    ):
+        prepare(tmp_path / "rows.json", tmp_path)
+
+
+def test_a_csv_whose_first_line_is_a_row(tmp_path):
+    """A label of texts hides that the header is missing: 0 and 1 alone are found at once."""
+    good = prepare(write(tmp_path / "good.csv", GOOD), tmp_path)
+    assert good.splits["train"].rows
+    path = write(tmp_path / "rows.csv", GOOD[1:])
+    hint = "if the first line is a row, list the names of the columns with names: in the YAML"
+    with pytest.raises(ValueError, match=rf"has no label 'label'; valid: .*; {hint}"):
+        prepare(path, tmp_path)
+    with pytest.raises(ValueError, match=rf"has no column 'price'; valid: .*; {hint}"):
+        list(TableTransform.load(tmp_path / "out").read([path]))
+    write(path, ["price,city", "1.5,a"])
+    with pytest.raises(ValueError, match="has no label 'label'") as raised:
+        prepare(path, tmp_path)
+    assert "first line" not in str(raised.value)
+
+
+def test_columns_without_a_name_get_one(tmp_path):
+    lines = [f"{line},{i}" for i, line in enumerate(GOOD[1:])]
+    path = write(tmp_path / "rows.csv", ["label,price,city, ", *lines])
+    _, plan = open_and_plan([path], build_options({"columns": {"column_4": "drop"}}))
+    assert plan.columns[3].name == "column_4"
