@@ -107,6 +107,11 @@ def tt_rec() -> str:
     return _grid("tt_rec_h100")
 
 
+def tt_rec_sgd() -> str:
+    """The cells with 7 tables by the paper's own recipe, on synthetic data of Kaggle's size."""
+    return _grid("tt_rec_sgd_h200")
+
+
 def tt_rec_sample() -> str:
     """The grid of TT-Rec on real data, with smaller tables and without step times."""
     return _grid("tt_rec_sample")
@@ -280,6 +285,7 @@ TABLES = (
     full,
     full_speed,
     tt_rec,
+    tt_rec_sgd,
     tt_rec_sample,
     compressed,
     packed_sample,
