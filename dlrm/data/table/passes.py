@@ -249,8 +249,7 @@ class Learner:
                 values, counts = self.count(feature, file)
             if not (counts > 0).any() or values.filter(pa.array(counts > 0)).to_pylist() == [""]:
                 raise _no_value(feature)
-            least = own.min_count or 1
-            made, ids = make_vocabulary(values, counts, min_count=least, cap=own.cap)
+            made, ids = make_vocabulary(values, counts, min_count=own.min_count or 1, cap=own.cap)
             made.write(vocabulary)
             del values, counts, made
             entries = np.memmap(temporary, np.int32, "r+")
