@@ -194,7 +194,7 @@ class Embedding(PacksRows, ABC):
         """
         tables = self._tables[table]
         self._check(tables, ids)
-        return self.vectors(tables, ids)
+        return self.vectors(tables, ids.long())  # of all tables together there may be 2^31 rows
 
     @torch.no_grad()
     def to_dense(self, table: int = 0, *, chunk: int = 1 << 16) -> Tensor:

@@ -153,6 +153,22 @@ def test_rows_keep_the_shape_of_their_ids(kind, options):
     torch.testing.assert_close(rows[1, 2], group.rows(3, ids[1, 2]))
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"), [("cafe", {"rows": 10}), ("tt", {"rank": 2, "cache_rows": 8})]
+)
+def test_rows_of_int32_ids_in_tables_of_more_than_2_to_31_rows(kind, options):
+    group = build(kind, [2**31 - 10, 100], 4, **options)
+    ids = torch.arange(40, 44)
+    for _ in range(3):
+        group(ids.repeat(2, 1))
+    assert group.cache_populate().resident > 0
+    with torch.no_grad():
+        for parameter in group.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    rows = group(ids.repeat(2, 1))[:, 1]
+    assert torch.equal(group.rows(1, ids.int()), rows)
+
+
 @every_case
 @every_mode
 def test_autocast_leaves_rows_and_gradients_in_full_precision(kind, options, mode):
