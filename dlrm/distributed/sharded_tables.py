@@ -133,6 +133,7 @@ class ShardedTables(Embedding):
             like = fn(weight.data[:0])
             if (like.device, like.dtype) != (weight.device, weight.dtype):
                 weight.data = sharding.new_weight(like.device, like.dtype).copy_(weight.data)
+                weight.grad = None if weight.grad is None else fn(weight.grad)
         self._parameters.update(held)
         for own in self._shardings():  # packed rows may have become a new parameter
             self.get_parameter(own.name).grad_dtype = None

@@ -74,8 +74,9 @@ class Block(SharedRows):
         """Initialize rows and matrices."""
         super().reset_parameters()
         if self.projection is not None:
+            wide = torch.promote_types(self.projection.dtype, torch.float32)  # else unsupported
             for matrix in self.projection:
-                nn.init.orthogonal_(matrix)
+                matrix.copy_(nn.init.orthogonal_(torch.empty_like(matrix, dtype=wide)))
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         rows = super().vectors(tables, ids, context)

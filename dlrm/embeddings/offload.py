@@ -186,12 +186,17 @@ class Offload(PrefetchesRows, Embedding):
         if (like.device, like.dtype) != (weight.device, weight.dtype):
             self.cached.stop()
             weight.data = empty_on_host(like, weight.shape).copy_(weight.data)
+            weight.grad = None if weight.grad is None else fn(weight.grad)
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep: bool) -> None:
         self.cached.release()  # the weight in a state dict may be written to
         super()._save_to_state_dict(destination, prefix, keep)
 
-    def _load_from_state_dict(self, *arguments: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Mapping[str, Any], *arguments: Any
+    ) -> None:
         self.cached.release()
-        super()._load_from_state_dict(*arguments)
+        # Rows are copied, even with ``assign``: another parameter would not be the cached one.
+        metadata = {**local_metadata, "assign_to_params_buffers": False}
+        super()._load_from_state_dict(state_dict, prefix, metadata, *arguments)

@@ -255,6 +255,7 @@ class Paged(Embedding):
                 dtype = fn(old.data[:0]).dtype
                 if dtype != old.dtype:
                     old.data = _new_block(old.shape, dtype, device).copy_(old.data)
+                    old.grad = None if old.grad is None else old.grad.to(dtype)
         return self
 
     def extra_repr(self) -> str:

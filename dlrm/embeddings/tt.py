@@ -173,11 +173,12 @@ class TT(CachesHotRows, Embedding):
         """
         if self.cores[0].is_meta:  # which has sizes, but no values
             return
+        wide = torch.promote_types(self.cores[0].dtype, torch.float32)  # else unsupported
         for core in self.cores:
-            tail = torch.rand_like(core).neg_().add_(1).mul_(0.0227501)  # P(x < -2) is 0.02275
-            sign = torch.randint_like(core, 2).mul_(2).sub_(1)
-            core.copy_(torch.special.ndtri(tail).mul_(sign))
-            core.div_(core.square().mean(1, keepdim=True).sqrt_())
+            tail = torch.rand_like(core, dtype=wide).neg_().add_(1)
+            sign = torch.randint_like(tail, 2).mul_(2).sub_(1)
+            drawn = torch.special.ndtri(tail.mul_(0.0227501)).mul_(sign)  # P(x < -2) is 0.02275
+            core.copy_(drawn.div_(drawn.square().mean(1, keepdim=True).sqrt_()))
         for table, rows in enumerate(self.num_embeddings):
             slices = self._slices(table)
             scale = (1 / (3 * rows) / mean_square(slices)) ** (0.5 / len(slices))
@@ -289,9 +290,8 @@ class TT(CachesHotRows, Embedding):
 
     def observe(self, tables: Tensor, ids: Tensor) -> None:
         if self.cache is not None:
-            rest, kept = ids, self._kept[tables]
-            if self.exact is not None:
-                rest = (ids - kept).clamp(min=0)
+            kept = self._kept[tables]
+            rest = (ids - kept).clamp(min=0)
             counted = None if self.exact is None else ids >= kept
             self.cache.observe(rest + self._row_offsets[tables], counted)
 

@@ -464,6 +464,35 @@ def test_rows_start_with_the_deviation_of_dense_ones(kind, options):
     assert abs(rows.mean()) < 0.05
 
 
+@every_case
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_of_narrow_types_are_drawn_as_those_of_fp32(kind, options, dtype):
+    groups = [build(kind, SIZES, 8, **options) for _ in range(2)]
+    groups[1].to(dtype)
+    for group in groups:
+        torch.manual_seed(1)
+        group.reset_parameters()
+    for (name, wide), narrow in zip(
+        groups[0].state_dict().items(), groups[1].state_dict().values(), strict=True
+    ):
+        if wide.is_floating_point():
+            close = wide.float().std() * 0.1 + 1e-3
+            assert abs(wide.float().std() - narrow.float().std()) < close, name
+
+
+@every_case
+def test_a_gradient_is_cast_with_its_parameter(kind, options):
+    group = build(kind, SIZES, 8, **options)
+    ids = one_hot(5)
+    group(ids).sum().backward()
+    once = {name: gradient.double() for name, gradient in gradients(group).items()}
+    group.double()
+    group(ids).sum().backward()
+    for name, twice in gradients(group).items():
+        assert twice.dtype == torch.float64, name
+        torch.testing.assert_close(twice, 2 * once[name], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_options_suit_the_command_line(kind):
     help_text = inspect.getdoc(available()[kind])
