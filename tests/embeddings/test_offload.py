@@ -256,6 +256,16 @@ def test_loaded_rows_replace_cached_ones():
     assert offload.to_dense(1).abs().max() <= 40**-0.5
 
 
+def test_loaded_rows_are_copied_into_the_cached_parameter():
+    groups, optimizers = pair()
+    train(groups, optimizers, 3)
+    weight, other = groups[1].weight, torch.randn(sum(SIZES), DIM)
+    groups[1].load_state_dict({"weight": other}, assign=True)
+    assert groups[1].weight is weight
+    ids = draw()
+    assert torch.equal(groups[1](ids)[0, 0], other[ids[0, 0]])
+
+
 def test_a_trained_group_may_be_copied_converted_and_trained_by_any_optimizer():
     (dense, offload), optimizers = pair("sgd", 9)
     train((dense, offload), optimizers, 10)
