@@ -247,18 +247,18 @@ def test_a_layer_on_a_cpu_follows_its_codes_and_weights(tokens, parts):
 @pytest.mark.parametrize(
     ("inputs", "outputs", "tokens", "plain"),
     [
-        (64, 20_000, 1, True),
-        (64, 20_000, 8, True),
-        (64, 20_000, 9, False),  # its products are fewer
-        (64, 50_000, 3, True),
-        (64, 50_000, 4, False),
-        (64, 100_000, 1, True),
-        (64, 100_000, 2, False),
-        (64, 200_000, 1, False),  # 51 MB, more than a cache holds
-        (72, 20_000, 1, False),  # 9 products per part
+        (64, 2_000, 16, True),
+        (64, 20_000, 4, True),
+        (64, 20_000, 5, False),  # its products are fewer
+        (64, 50_000, 1, True),
+        (64, 50_000, 2, False),
+        (64, 100_000, 1, False),  # 26 MB, more than a cache holds
+        (32, 20_000, 16, True),
+        (256, 2_000, 2, True),
+        (256, 20_000, 1, False),
     ],
 )
-def test_a_small_narrow_layer_in_evaluation_on_a_cpu_is_a_plain_product(
+def test_a_small_layer_in_evaluation_on_a_cpu_is_a_plain_product(
     inputs, outputs, tokens, plain, monkeypatch
 ):
     layer = BasisLinear(inputs, outputs).eval()

@@ -5,6 +5,7 @@ import torch
 
 from dlrm.kernels.lookup import codebook
 from dlrm.kernels.lookup.codebook import (
+    BAG_TOKENS,
     code_bits,
     codebook_sum,
     codebook_sum_torch,
@@ -131,18 +132,20 @@ def test_the_bias_may_be_a_view_and_the_codes_must_not(device, assert_close):
         codebook_sum(products, cut, bias, 3, None, impl="triton")
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 2, 9])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 9, BAG_TOKENS, BAG_TOKENS + 1, 2 * BAG_TOKENS + 3])
 def test_an_index_changes_no_gradient_of_the_reference(tokens, assert_close):
     codes = torch.randint(5, (40, 3))
     codes[codes == 2] = 0  # a centroid of no entry
     packed = pack(codes, 3)
     products, up = torch.randn(3, 5, tokens, requires_grad=True), torch.randn(tokens, 40)
+    bias = torch.randn(40, requires_grad=True)
     rows, index = selected_rows(packed, 3, 3, 5), members(packed, 3, 3, 5)
-    out = selected_sum(products, rows, None, index)
-    expected = codebook_sum_torch(products, packed, None, 3)
+    out = selected_sum(products, rows, bias, index)
+    expected = codebook_sum_torch(products, packed, bias, 3)
     assert torch.equal(out, expected)
-    found, wanted = (torch.autograd.grad(each, products, up)[0] for each in (out, expected))
-    assert_close(found, wanted)
+    found, wanted = (torch.autograd.grad(each, [products, bias], up) for each in (out, expected))
+    assert_close(found[0], wanted[0])
+    assert_close(found[1], up.sum(0))
 
 
 def test_no_tokens(device):
