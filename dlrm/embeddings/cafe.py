@@ -59,6 +59,7 @@ class Cafe(CachesHotRows, Embedding):
         "Randomized Admission Policy for Efficient Top-k and Frequency Estimation", INFOCOM 2017.
     """
 
+    trains_from_fit = False
     packs_rows = True
 
     def __init__(

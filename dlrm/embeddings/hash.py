@@ -27,6 +27,7 @@ class Hash(SharedRows):
     """
 
     by_frequency = True
+    trains_from_fit = False
 
     def __init__(
         self,

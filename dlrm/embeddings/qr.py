@@ -39,7 +39,7 @@ class QR(Embedding):
         Recommendation Systems", KDD 2020, arXiv 1909.02107.
     """
 
-    trains_from_fit = False  # benchmarks/fine_tuning_sample.json
+    trains_from_fit = False
     packs_rows = True
 
     def __init__(

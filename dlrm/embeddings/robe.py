@@ -42,6 +42,7 @@ class Robe(Embedding):
         arXiv 2108.02191.
     """
 
+    trains_from_fit = False
     packs_rows = True
 
     def __init__(

@@ -7,14 +7,16 @@ import signal
 import time
 
 import pytest
+import torch
 
 from dlrm.config.schema import RunConfig
 from dlrm.distributed.world import World
+from dlrm.model import DLRM
 from dlrm.training.best_model import BestModel
 from dlrm.training.checkpoint import Checkpoint
 from dlrm.training.checkpoint import timer as checkpoint_timer
 from dlrm.training.checkpoint.timer import CheckpointTimer
-from dlrm.training.fine_tuning import auc_lost, rate_factor
+from dlrm.training.fine_tuning import auc_lost, go_on, rate_factor
 
 OVERFIT = ["--optim.lr", "0.1", "--epochs", "6", "--eval_every", "10"]
 """A run that is at its best in the first epochs."""
@@ -169,6 +171,20 @@ def test_tables_that_learn_more_from_the_beginning_begin_anew(dense, train, tmp_
     fitted = next(line["fitted/auc"] for line in steps if "fitted/auc" in line)
     assert started < fitted - 0.01
     assert "begin anew" not in train("few", *given, "--max_steps", "3").stdout
+
+
+@pytest.mark.parametrize("kind", ["qr", "hash", "robe", "cafe", "block", "drop"])
+def test_only_kinds_whose_ids_share_rows_begin_anew(kind):
+    model = DLRM(2, [60, 50], 4, [(kind, {})] * 2, bottom_mlp=[4], top_mlp=[4])
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    shares = kind in ("qr", "hash", "robe", "cafe")
+    assert go_on(model, "a", "b", 0.01, 1) == (1.0, False), "other rows"
+    assert go_on(model, "a", "a", 0.01, 0.9) == (0.3, False), "too few of them"
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+    assert go_on(model, "a", "a", 0.01, 1) == ((1.0, True) if shares else (0.3, False))
+    for name, value in model.named_parameters():
+        drawn = shares and name.startswith("sparse_arch")
+        assert torch.equal(value, before[name]) != drawn
 
 
 def test_the_factor_on_rates():
