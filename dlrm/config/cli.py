@@ -269,13 +269,14 @@ def note_plan(config: RunConfig, spec: ModelSpec, compression: float) -> None:
     dim = spec["embedding_dim"]
     without = 4 * dim / row_bytes(dim, config.tables_dtype)
     if config.emb not in UNCOMPRESSED and compression <= without:
-        largest = max(spec["num_embeddings"])
-        why = "it keeps as many rows as the tables have"
-        if not own:
+        why = "its tables are no smaller than dense ones; try --budget 10x"
+        if config.budget:
+            why = "dense tables fit into --budget; lower it"
+        elif not own:
+            largest = max(spec["num_embeddings"])
             why = f"no table is of that kind, as the largest has {largest:,} rows; lower "
-            why += "--tables.threshold"
-        text = f"note: --emb {config.emb} compresses nothing here: {why}; or try --budget 10x"
-        print_error(text)
+            why += "--tables.threshold, or try --budget 10x"
+        print_error(f"note: --emb {config.emb} compresses nothing here: {why}")
 
 
 def _methods(

@@ -161,9 +161,10 @@ def test_a_kind_that_compresses_nothing_is_noted(train):
     given = ["--max_steps", "1", "--emb"]
     note = "note: --emb {} compresses nothing here: {}"
     for kind, *rest, why in (
-        ("hash", "it keeps as many rows as the tables have; or try --budget 10x"),
+        ("hash", "its tables are no smaller than dense ones; try --budget 10x"),
         ("tt", "--tables.threshold", "4000", "no table is of that kind, as the largest has 3,000"),
-        ("drop", "--tables.dtype", "bf16", "it keeps as many rows"),
+        ("drop", "--tables.dtype", "bf16", "its tables are no smaller"),
+        ("robe", "--budget", "1x", "dense tables fit into --budget; lower it"),
     ):
         assert note.format(kind, why) in train(kind, *given, kind, *rest).stderr
     for kind, *rest in (("dense",), ("hash", "--hash.rows", "64"), ("tt", "--tt.rank", "4")):
