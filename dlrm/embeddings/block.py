@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -118,7 +119,8 @@ class Block(SharedRows):
         packed_on_cpu = self.dtype is not None and not self.weight.is_cuda
         if self.mode == "max" or packed_on_cpu:  # the maximum is one of projected rows
             return Embedding.lookup_bags(self, ids, offsets, weights, context)
-        return project(super().lookup_bags(ids, offsets, weights, context), self.projection)
+        own_type = replace(context, dtype=None)  # which is that of the matrices
+        return project(super().lookup_bags(ids, offsets, weights, own_type), self.projection)
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:

@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 from dlrm.embeddings import EmbeddingBag, available, build
 from dlrm.embeddings.common.budget import Budget
+from dlrm.embeddings.common.context import LookupContext
 
 SIZES = [1, 3, 40, 131]
 # Options under which small tables are compressed; kinds that are not named have none to set.
@@ -208,6 +209,17 @@ def test_bags_are_pooled(kind, options, mode, dtype, padding_idx):
     group = make(kind, options, mode=mode, padding_idx=padding_idx)
     ids, offsets, nested = bags(dtype)
     torch.testing.assert_close(group(ids, offsets), pooled(group, nested))
+
+
+@every_case
+@every_mode
+def test_pooled_vectors_may_be_in_bf16(kind, options, mode):
+    group = make(kind, options, mode=mode).float()
+    ids, offsets, nested = bags()
+    out = group(ids, offsets, context=LookupContext(dtype=torch.bfloat16))
+    out.sum().backward()
+    expected = pooled(group.double(), nested).to(out)
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
 
 
 @every_case
