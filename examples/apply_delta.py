@@ -64,6 +64,7 @@ def apply_delta(base: Path, delta: Path, output: Path) -> None:
             load_file(base / WEIGHTS), load_file(delta / ROWS), described["tensors"]
         )
         save_file(weights, temporary / WEIGHTS, {"format": "pt"})
+        shutil.copymode(base / MANIFEST, temporary / WEIGHTS)  # else readable by its owner alone
         for name, digest in after.items():
             _require(temporary / name, digest)
         text = json.dumps(described["result"], indent=2) + "\n"

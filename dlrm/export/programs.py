@@ -79,6 +79,7 @@ def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
         save_file(dict(weights), path, {"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{path} can't be written: {error}") from error
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets none but the owner read it
 
 
 def save_program(program: ExportedProgram, path: Path) -> None:

@@ -119,6 +119,7 @@ def test_a_delta_gives_the_full_export(tables, step, two_days, export, tmp_path)
     }
     for name in names:
         assert (made / name).read_bytes() == (full / name).read_bytes(), name
+        assert (made / name).stat().st_mode == (made / "manifest.json").stat().st_mode, name
     manifest, other = (json.loads((own / "manifest.json").read_text()) for own in (made, full))
     assert list(manifest["files"]) == list(other["files"])
     assert {**manifest, "files": 0} == {**other, "files": 0}

@@ -129,6 +129,8 @@ def test_the_manifest(table, export):
     assert inputs == [("dense", [2, "batch"]), ("ids", [3, "batch"]), *bags]
     there = {p.relative_to(made).as_posix() for p in made.rglob("*") if p.is_file()}
     assert there == {*manifest["files"], "manifest.json"}
+    modes = {(made / name).stat().st_mode & 0o666 for name in there}
+    assert modes == {made.stat().st_mode & 0o666}, "a server may run as another user"
     for name, entry in manifest["files"].items():
         content = (made / name).read_bytes()
         assert hashlib.sha256(content).hexdigest() == entry["sha256"]
