@@ -190,9 +190,9 @@ def go_on(
 ) -> tuple[float, bool]:
     """Choose how a model whose tables were fitted is trained on.
 
-    For an epoch of the data that it was trained on, tables of a kind that then learns more from the
-    beginning than from a fit begin anew, and nothing is slowed down. Of fewer rows, or others, they
-    would learn too little.
+    For an epoch of the data that it was trained on, all tables begin anew if there are some of a
+    kind that then learns more from the beginning than from a fit, and nothing is slowed down. Of
+    fewer rows, or others, they would learn too little.
 
     Args:
         model: the model, whose tables may be drawn anew.
@@ -203,11 +203,11 @@ def go_on(
         The factor of :func:`rate_factor`, and whether tables begin anew.
     """
     groups = [group for group in model.sparse_arch.groups if isinstance(group, Embedding)]
-    anew = [group for group in groups if not group.trains_from_fit]
-    if not anew or epochs < 1 or not _is_same(before, now):
+    fit_is_better = all(group.trains_from_fit for group in groups)
+    if fit_is_better or epochs < 1 or not _is_same(before, now):
         return rate_factor(lost, before, now), False
     torch.manual_seed(torch.initial_seed())  # in every process the same
-    for group in anew:
+    for group in groups:
         group.reset_parameters()  # type: ignore[operator]  # which every kind has
     return 1.0, True
 

@@ -1,10 +1,12 @@
 """Fine-tuning compared: kinds trained from scratch, and a trained model compressed and trained on.
 
-    for seed in 1 2; do
-        python train.py --data data/sample --seed $seed --emb dense --name dense_$seed
-        python train.py --data data/sample --seed $seed --emb hash --budget 10x
-        python train.py --data data/sample --seed $seed --emb hash --budget 10x \\
-            --init_from runs/dense_$seed
+    python scripts/prepare_criteo.py sample.tsv.gz --output data/sample --split 0.75 0.1 0.15 \\
+        --min-count 2
+    for seed in 1 2 3; do
+        train="python train.py --config configs/criteo_sample.yaml --seed $seed"
+        $train --emb dense --name dense_$seed
+        $train --emb hash --budget 10x
+        $train --emb hash --budget 10x --init_from runs/dense_$seed
     done
     python scripts/experiments/fine_tuning.py runs/* --output benchmarks/fine_tuning_sample.json
 

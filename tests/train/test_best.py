@@ -174,8 +174,9 @@ def test_tables_that_learn_more_from_the_beginning_begin_anew(dense, train, tmp_
 
 
 @pytest.mark.parametrize("kind", ["qr", "hash", "robe", "cafe", "block", "drop"])
-def test_only_kinds_whose_ids_share_rows_begin_anew(kind):
-    model = DLRM(2, [60, 50], 4, [(kind, {})] * 2, bottom_mlp=[4], top_mlp=[4])
+def test_only_models_whose_ids_share_rows_begin_anew(kind):
+    plan = [(kind, {}), (kind, {}), ("dense", {})]
+    model = DLRM(2, [60, 50, 3], 4, plan, bottom_mlp=[4], top_mlp=[4])
     before = {name: value.clone() for name, value in model.named_parameters()}
     shares = kind in ("qr", "hash", "robe", "cafe")
     assert go_on(model, "a", "b", 0.01, 1) == (1.0, False), "other rows"
