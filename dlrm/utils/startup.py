@@ -11,6 +11,8 @@ from dlrm.utils import signals
 _PREFIXES = ("OMP_", "GOMP_", "KMP_")
 """Of the environment variables of OpenMP, and of its libraries by GCC (Linux) and LLVM."""
 
+_LOAD = "/proc/loadavg"
+
 
 def begin() -> None:
     """Let signals end the program quietly, threads without work sleep soon, and open streams.
@@ -58,17 +60,26 @@ class _WithoutPandas:
 
 
 def bound_spinning() -> None:
-    """Let a thread of PyTorch that waits for the others sleep after some 60 microseconds.
+    """Let a thread of PyTorch that waits for the others sleep soon.
 
     By default it spins for milliseconds with GCC's OpenMP and for 0.2 s with LLVM's. On a busy
-    machine it then holds the core that the thread it waits for needs, at every operation. A thread
-    that never spins is slow on an idle machine. Measured by
-    ``scripts/benchmarks/benchmark_busy.py``.
+    machine it then holds the core that the thread it waits for needs, at every operation; on an
+    idle one, to sleep and wake costs more. So it spins for some 400 microseconds if nothing else
+    runs now, and for 20 if something does. Measured by ``scripts/benchmarks/benchmark_busy.py``.
 
     If the user has set any variable of OpenMP, nothing changes.
     """
     if any(name.startswith(_PREFIXES) for name in os.environ):
         return
     if platform.machine() in ("x86_64", "AMD64"):  # other CPUs spin faster, and end sooner
-        os.environ["GOMP_SPINCOUNT"] = "3000"
+        os.environ["GOMP_SPINCOUNT"] = "1000" if _others_run() else "20000"
     os.environ["KMP_BLOCKTIME"] = "0"  # milliseconds; for LLVM's there is no less but none
+
+
+def _others_run() -> bool:
+    """Whether threads of other processes are running now, or it is unknown, as but on Linux."""
+    try:
+        with open(_LOAD) as file:
+            return int(file.read().split()[3].split("/")[0]) > 1  # this one is one of them
+    except (OSError, ValueError, IndexError):
+        return True

@@ -39,8 +39,23 @@ def test_what_the_user_has_set_is_left_alone(name):
 
 def test_threads_that_wait_spin_briefly():
     found = set_by_startup()
-    assert found.pop("GOMP_SPINCOUNT", "3000") == "3000"
+    assert found.pop("GOMP_SPINCOUNT", "1000") in ("1000", "20000")
     assert found == {"KMP_BLOCKTIME": "0"}
+
+
+@pytest.mark.parametrize(
+    ("load", "spins"),
+    [("1/95", "20000"), ("2/95", "1000"), ("none", "1000"), (None, "1000")],
+    ids=["alone", "others", "odd", "unknown"],
+)
+def test_they_spin_longer_if_nothing_else_runs(load, spins, monkeypatch, tmp_path):
+    if load:
+        (tmp_path / "loadavg").write_text(f"0.03 0.02 0.00 {load} 4711\n")
+    monkeypatch.setattr(startup, "_LOAD", str(tmp_path / "loadavg"))
+    monkeypatch.setattr(startup.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(os, "environ", {})
+    startup.bound_spinning()
+    assert os.environ["GOMP_SPINCOUNT"] == spins
 
 
 @pytest.mark.parametrize(("machine", "bounded"), [("AMD64", True), ("arm64", False)])
