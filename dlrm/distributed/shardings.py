@@ -213,8 +213,9 @@ class Sharding(nn.Module, ABC):
             found = lookup_bags(
                 weight, tables, served.ids, served.offsets, held=held, context=context
             )
-        else:
+        else:  # nothing, in the type in which the other ranks send
             found = lookup_tables(weight, tables, served.lengths, sorter=context.sorter)
+            found = found.to(context.dtype or found.dtype)
         return self.finish(self._send_back(found, bags.batch, sizes))
 
     def _serve(self, asked: Bags, sizes: Sequence[int]) -> Bags:

@@ -87,7 +87,15 @@ def share_of(batch, world):
 
 
 def train(
-    world, kind, *, rule="adagrad", multi_hot=False, clip_norm=None, dtype="fp32", **sharding
+    world,
+    kind,
+    *,
+    rule="adagrad",
+    multi_hot=False,
+    clip_norm=None,
+    dtype="fp32",
+    precision="fp32",
+    **sharding,
 ):
     """Losses and gradient norms of a few steps, and the model."""
     plan = [("dense", {})] + [(kind, OPTIONS.get(kind, {}))] * 3 + [("dense", {})]
@@ -102,7 +110,7 @@ def train(
         RowOptimizer(model.sparse_arch.parameters(), rule, lr=0.05, stochastic=dtype == "fp32"),
     ]
     reducer = GradientReducer.of(model, optimizers[1], world)
-    step = TrainStep(model, optimizers, clip_norm=clip_norm, reducer=reducer)
+    step = TrainStep(model, optimizers, precision=precision, clip_norm=clip_norm, reducer=reducer)
     if world.size > 1:
         assert step.prefetcher.look_ahead(8) == (spreading is not None and spreading.peers)
     values = []
@@ -119,7 +127,7 @@ def check_training(world, name, kind, **options):
     """The losses of one process, and equal replicas."""
     one, whole = train(World(), kind, **{k: v for k, v in options.items() if k in COMMON})
     many, model = train(world, kind, **options)
-    exact = options.get("comm_dtype") != "bf16"
+    exact = "bf16" not in (options.get("comm_dtype"), options.get("precision"))
     if not exact:
         one, many = one[::3], many[::3]  # losses alone
     worst = max(abs(a - b) for a, b in zip(one, many, strict=True))
@@ -134,7 +142,7 @@ def check_training(world, name, kind, **options):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=name)
 
 
-COMMON = {"rule", "multi_hot", "clip_norm", "dtype"}
+COMMON = {"rule", "multi_hot", "clip_norm", "dtype", "precision"}
 
 
 def check_a_bag_is_sent_as_one_vector(world):
@@ -233,6 +241,8 @@ def main():
             check_training(world, f"int8 by {by}, {bags}", "dense", **options)
     check_training(world, "multi-hot cache", "tt", multi_hot=True)
     check_training(world, "no ids", "hash", multi_hot=True, rule="adam")
+    options = {"precision": "bf16", "multi_hot": True, "by": "table"}
+    check_training(world, "bags in bf16, a rank without tables", "tt", **options, threshold=300)
     check_training(world, "clip", "dense", clip_norm=0.05)
     check_training(world, "replicas", "dense", by="replicate")
     for exchange in ("peers", "collective"):
