@@ -118,8 +118,8 @@ class RawFile:
         An empty file yields a block without lines, which has a ``problem``.
 
         Raises:
-            ValueError: a compressed file is damaged or ends early, or there is no line end within
-                ``block_bytes`` bytes.
+            ValueError: a compressed file is damaged or ends early, there is no line end within
+                ``block_bytes`` bytes, or the last row is not whole.
         """
         done = 0
         for data in _whole_lines(self.path, self._chunks, block_bytes, row_end or _line_end):
@@ -195,7 +195,7 @@ def _whole_lines(
     block_bytes: int,
     row_end: Callable[[bytearray, int], int],
 ) -> Iterator[bytes]:
-    """Blocks of whole lines; the last may be empty."""
+    """Blocks of whole rows; the last may be empty."""
     buffer = bytearray()
     for chunk in chunks:
         buffer += chunk
@@ -207,7 +207,16 @@ def _whole_lines(
                     "text in rows: unpack archives first (or is a quote never closed?)"
                 )
             yield _take(buffer, end)
-    yield bytes(buffer)
+    data = bytes(buffer)
+    buffer += b"" if data.endswith(b"\n") else b"\n"
+    end = row_end(buffer, len(buffer))
+    if end < len(buffer):
+        raise ValueError(
+            f"{path}: a quote is never closed, in the row that begins "
+            f"{data[end : end + 40].decode(errors='replace')!r}; correct it, or set quotes: false "
+            "in the YAML if quotes are ordinary characters"
+        )
+    yield data
 
 
 def _line_end(buffer: bytearray, limit: int) -> int:

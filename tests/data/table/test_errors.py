@@ -253,3 +253,19 @@ def test_columns_without_a_name_get_one(tmp_path):
     path = write(tmp_path / "rows.csv", ["label,price,city, ", *lines])
     _, plan = open_and_plan([path], build_options({"columns": {"column_4": "drop"}}))
     assert plan.columns[3].name == "column_4"
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+@pytest.mark.parametrize("rest", [GOOD[1:], []])
+def test_a_quote_that_is_never_closed(tmp_path, rest, end):
+    """The rows after it would be a part of its value, and lost."""
+    lines = [*GOOD[:101], '0,1.5,"open', *rest]
+    path = tmp_path / "rows.csv"
+    path.write_text("\n".join(lines) + end)
+    message = (
+        "rows.csv: a quote is never closed, in the row that begins '0,1.5,\"open.*quotes: false"
+    )
+    with pytest.raises(ValueError, match=message):
+        prepare(path, tmp_path, block_bytes=1 << 20)
+    whole = prepare(path, tmp_path, block_bytes=1 << 20, quotes=False)
+    assert sum(split.rows for split in whole.splits.values()) == 101 + len(rest)
