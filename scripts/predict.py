@@ -32,7 +32,7 @@ from dlrm.training.predictor import (
 )
 from dlrm.training.score_file import LABEL, PROBABILITY, ROW, SUFFIXES, ScoreFile
 from dlrm.utils.atomic import atomic_write
-from dlrm.utils.device import pick_device
+from dlrm.utils.device import is_out_of_memory, pick_device
 from dlrm.utils.program import Parser, count_arg, exit_status, path_arg
 
 EPILOG = """\
@@ -54,7 +54,7 @@ Examples:
   predict.py runs/kaggle test.txt scores.parquet --bad-rows skip
   predict.py runs/kaggle data/kaggle scores.parquet --split val
 """
-GPU_BATCH_SIZE = 65536
+GPU_BATCH_SIZE = 262144
 
 
 def scores_arg(text: str) -> Path:
@@ -206,7 +206,16 @@ def _read(
 def main(argv: list[str] | None = None) -> int:
     """Run the program; returns the exit status."""
     options = arguments().parse_args(argv)
-    return exit_status(lambda: predict(options), "interrupted; nothing was written")
+
+    def work() -> None:
+        try:
+            predict(options)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ValueError("out of memory: give a smaller --batch-size") from error
+
+    return exit_status(work, "interrupted; nothing was written")
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ class Embedding(PacksRows, ABC):
     """Whether a row depends on the order of the ids, which must be of falling frequency."""
     trains_from_fit: ClassVar[bool] = True
     """Whether tables that :meth:`load_dense` fitted learn as much as new ones in an epoch. Where
-    ids share rows at random they do not (``benchmarks/fine_tuning_sample.json``)."""
+    the fit loses much they do not (``benchmarks/fine_tuning_sample.json``)."""
     grows: ClassVar[bool] = False
     """Whether every id has a row of its own, so that rows can be added and the others stay."""
 

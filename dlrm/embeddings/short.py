@@ -46,6 +46,7 @@ class Short(SharedRows):
 
     per_table = frozenset({"keep"})
     by_frequency = True
+    trains_from_fit = False
 
     def __init__(
         self,

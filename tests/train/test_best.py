@@ -173,18 +173,18 @@ def test_tables_that_learn_more_from_the_beginning_begin_anew(dense, train, tmp_
     assert "begin anew" not in train("few", *given, "--max_steps", "3").stdout
 
 
-@pytest.mark.parametrize("kind", ["qr", "hash", "robe", "cafe", "block", "drop"])
-def test_only_models_whose_ids_share_rows_begin_anew(kind):
+@pytest.mark.parametrize("kind", ["qr", "hash", "robe", "cafe", "short", "block", "drop"])
+def test_tables_of_which_kinds_begin_anew(kind):
     plan = [(kind, {}), (kind, {}), ("dense", {})]
     model = DLRM(2, [60, 50, 3], 4, plan, bottom_mlp=[4], top_mlp=[4])
     before = {name: value.clone() for name, value in model.named_parameters()}
-    shares = kind in ("qr", "hash", "robe", "cafe")
+    anew = kind not in ("block", "drop")
     assert go_on(model, "a", "b", 0.01, 1) == (1.0, False), "other rows"
     assert go_on(model, "a", "a", 0.01, 0.9) == (0.3, False), "too few of them"
     assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
-    assert go_on(model, "a", "a", 0.01, 1) == ((1.0, True) if shares else (0.3, False))
+    assert go_on(model, "a", "a", 0.01, 1) == ((1.0, True) if anew else (0.3, False))
     for name, value in model.named_parameters():
-        drawn = shares and name.startswith("sparse_arch")
+        drawn = anew and name.startswith("sparse_arch")
         assert torch.equal(value, before[name]) != drawn
 
 
