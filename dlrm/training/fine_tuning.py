@@ -217,7 +217,7 @@ def _is_same(before: str | None, now: str) -> bool:
 
 
 def rate_factor(lost: float, before: str | None, now: str) -> float:
-    """The factor f on the learning rates: f for embeddings, f squared for the rest.
+    """The factor f on the learning rates: f for embeddings, f**4 for the rest.
 
     Args:
         lost: validation AUC that fitting the tables cost; NaN, if it is unknown, counts as 0.
