@@ -11,7 +11,9 @@ import pyarrow.compute as pc
 from dlrm.data.table.options import ALL_OTHERS
 from dlrm.data.table.values import BadValue, as_texts, decoded, shown
 
-LABELS = {"0": 0, "1": 1, "false": 0, "true": 1, "False": 0, "True": 1}
+LABELS = {
+    "0": 0, "1": 1, "false": 0, "true": 1, "False": 0, "True": 1, "FALSE": 0, "TRUE": 1
+}  # fmt: skip
 SPLIT_VALUES = {
     "train": 0, "training": 0, "val": 1, "valid": 1, "validation": 1, "dev": 1, "test": 2,
     "testing": 2,

@@ -253,6 +253,10 @@ def _open_csv(path: Path, options: TableOptions) -> TableFile:
         raise ValueError(
             f"{path} is UTF-16; convert it to UTF-8, for example with iconv -f UTF-16 -t UTF-8"
         )
+    if start.startswith(b"PK\3\4"):
+        raise ValueError(
+            f"{path} is a ZIP archive, as Excel workbooks are; save it as CSV, or unpack it"
+        )
     start = start.removeprefix(codecs.BOM_UTF8)
     if not start.strip():
         raise ValueError(f"{path} is empty; a table has a line with the names of its columns")

@@ -326,7 +326,8 @@ def _first_bad_line(
 
 
 def _plain(error: pa.ArrowInvalid) -> str:
-    return " ".join(str(error).removeprefix("JSON parse error: ").split())
+    text = " ".join(str(error).removeprefix("JSON parse error: ").split())
+    return re.sub(r"\.? in row \d+$", "", text)  # of what was read at a time
 
 
 def _only_batch(table: pa.Table) -> pa.RecordBatch:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zipfile
 
 import numpy as np
 import pyarrow as pa
@@ -77,8 +78,9 @@ def test_json_lines_that_do_not_fit(tmp_path, monkeypatch):
         ('{"label": 1, "price": 2', "row 151: "),
     ):
         path = write(tmp_path / "rows.jsonl", [*rows[:150], bad, *rows[150:]])
-        with pytest.raises(ValueError, match=rf"rows.jsonl, {message}"):
+        with pytest.raises(ValueError, match=rf"rows.jsonl, {message}") as raised:
             prepare(path, tmp_path, columns={"price": "number"})
+        assert " in row " not in str(raised.value)  # of the lines that were parsed together
 
 
 def test_files_that_cannot_be_read(tmp_path):
@@ -222,6 +224,13 @@ def test_a_csv_of_another_program_in_utf_16(tmp_path, encoding):
     (tmp_path / "rows.csv").write_bytes((mark + "\n".join(GOOD)).encode(encoding))
     with pytest.raises(ValueError, match=r"rows.csv is UTF-16; convert it .* iconv -f UTF-16"):
         prepare(tmp_path / "rows.csv", tmp_path)
+
+
+def test_an_excel_workbook(tmp_path):
+    with zipfile.ZipFile(tmp_path / "rows.xlsx", "w") as book:
+        book.writestr("xl/workbook.xml", "<workbook/>")
+    with pytest.raises(ValueError, match=r"rows.xlsx is a ZIP archive, as Excel .* save it as CSV"):
+        prepare(tmp_path / "rows.xlsx", tmp_path)
 
 
 def test_one_json_array(tmp_path):

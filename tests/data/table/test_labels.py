@@ -38,6 +38,14 @@ def prepare(path, tmp_path, *, block_bytes=1 << 14, skip_bad=False, **options):
     return pq.read_table(out / "train.parquet")["bought"].to_pylist(), plan
 
 
+@pytest.mark.parametrize(
+    ("no", "yes"), [("0", "1"), ("false", "true"), ("False", "True"), ("FALSE", "TRUE")]
+)
+def test_what_programs_write_for_no_and_yes(tmp_path, no, yes):
+    """``TRUE`` is of Excel and R."""
+    assert prepare(write(tmp_path, [yes, no, no] * 20), tmp_path)[0] == [1, 0, 0] * 20
+
+
 @pytest.mark.parametrize("form", ["csv", "jsonl", "parquet"])
 def test_the_one_other_value_counts_as_0(tmp_path, form):
     path = write(tmp_path, ["yes", "no", "no"] * 20, form)
