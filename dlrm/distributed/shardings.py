@@ -237,7 +237,7 @@ class Sharding(nn.Module, ABC):
             get = [[bag_size * size for bag_size in bag_sizes] for size in sizes]
             lengths = asked.lengths[first : first + own, :1]
             if not asked.batch:  # a captured step has samples: nothing is copied from the host
-                lengths = torch.tensor(bag_sizes, device=asked.ids.device)[:, None]
+                lengths = torch.tensor(bag_sizes, device=asked.ids.device).long()[:, None]
             lengths = lengths.expand(own, sum(sizes))
         ends = list(accumulate(shards, initial=0))
         give = [sum(asked.counts[begin:end]) for begin, end in pairwise(ends)]
