@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import time
 
 from dlrm.utils import signals
 
@@ -77,9 +78,16 @@ def bound_spinning() -> None:
 
 
 def _others_run() -> bool:
-    """Whether threads of other processes are running now, or it is unknown, as but on Linux."""
+    """Whether threads of other processes are running now, or it is unknown, as but on Linux.
+
+    They must run at each of some looks, as what has started this program may not sleep yet.
+    """
     try:
-        with open(_LOAD) as file:
-            return int(file.read().split()[3].split("/")[0]) > 1  # this one is one of them
+        for _ in range(4):
+            with open(_LOAD) as file:
+                if int(file.read().split()[3].split("/")[0]) == 1:  # this one alone
+                    return False
+            time.sleep(0.003)
     except (OSError, ValueError, IndexError):
-        return True
+        pass
+    return True
