@@ -66,14 +66,14 @@ def bound_spinning() -> None:
     By default it spins for milliseconds with GCC's OpenMP and for 0.2 s with LLVM's. On a busy
     machine it then holds the core that the thread it waits for needs, at every operation; on an
     idle one, to sleep and wake costs more. So it spins for some 400 microseconds if nothing else
-    runs now, and for 20 if something does. Measured by ``scripts/benchmarks/benchmark_busy.py``.
+    runs now, and not at all if something does (``scripts/benchmarks/benchmark_busy.py``).
 
     If the user has set any variable of OpenMP, nothing changes.
     """
     if any(name.startswith(_PREFIXES) for name in os.environ):
         return
     if platform.machine() in ("x86_64", "AMD64"):  # other CPUs spin faster, and end sooner
-        os.environ["GOMP_SPINCOUNT"] = "1000" if _others_run() else "20000"
+        os.environ["GOMP_SPINCOUNT"] = "0" if _others_run() else "20000"
     os.environ["KMP_BLOCKTIME"] = "0"  # milliseconds; for LLVM's there is no less but none
 
 

@@ -5,21 +5,23 @@
 Compared are the programs as they start (see ``dlrm/utils/startup.py``) and PyTorch's default; with
 ``--ways``, also threads that never spin (``OMP_WAIT_POLICY=passive``) and one thread. On a busy
 machine one process per core counts, or multiplies matrices as another training run does, in threads
-that spin. Runs alternate; of each way, the fastest training and the fastest whole run count. Last,
-the whole of a first run is timed, which makes the demo data, on an idle machine and with one busy
-core. It takes three minutes on two idle cores; ``taskset -c`` chooses them. After ``--seconds``,
-no other run begins. The JSON is written after each part, so that one that is ended has a result.
+that spin. Runs alternate. Of each way, idle, the fastest training and the fastest whole run count,
+as what disturbs a run only adds to it; busy, the medians of three, as a run's luck goes either way.
+Last, the whole of a first run is timed, which makes the demo data, on an idle machine and with one
+busy core. It takes nine minutes on two idle cores; ``taskset -c`` chooses them. The JSON is written
+after each part, so that one that is ended has a result.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -93,27 +95,25 @@ def _clean() -> dict[str, str]:
 
 
 def measure(
-    repeats: int, steps: int, ways: Sequence[str], deadline: float
+    repeats: int, steps: int, ways: Sequence[str], of: Callable[[Sequence[float]], float]
 ) -> dict[str, dict[str, float]]:
-    """The fastest of alternating runs of each way, in seconds; at least one of each.
+    """Seconds of alternating runs of each way.
 
     Args:
         repeats: runs of each way.
         steps: training steps of a run.
         ways: some of ``WAYS``.
-        deadline: of :func:`time.monotonic`, after which no second run of a way begins.
+        of: what is taken of the repeats.
     """
     seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
-    for repeat in range(repeats):
+    for _ in range(repeats):
         for way in ways:
-            if repeat and time.monotonic() > deadline:
-                continue
             with tempfile.TemporaryDirectory() as directory:
                 seconds[way].append(run(way, steps, Path(directory)))
             training, whole = seconds[way][-1]
             print(f"{way:10} training {training:6.2f} s, whole {whole:6.2f} s", flush=True)
     return {
-        way: {name: round(min(c), 2) for name, c in zip(KINDS, zip(*s, strict=True), strict=True)}
+        way: {name: round(of(c), 2) for name, c in zip(KINDS, zip(*s, strict=True), strict=True)}
         | {"runs": len(s)}
         for way, s in seconds.items()
     }
@@ -124,16 +124,15 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(__doc__)
     parser.add_argument("--output", type=path_arg, help="where the JSON goes")
     parser.add_argument("--steps", type=count_arg, default=80, help="training steps of a run")
-    parser.add_argument("--repeats", type=count_arg, default=5, help="runs of each way, idle")
+    parser.add_argument("--repeats", type=count_arg, default=7, help="runs of each way, idle")
     parser.add_argument(
         "--ways", nargs="+", choices=WAYS, default=["ours", "default"], help="(ours default)"
     )
     parser.add_argument(
         "--neighbours", nargs="*", choices=NEIGHBOURS, default=list(NEIGHBOURS), help="(all)"
     )
-    parser.add_argument("--seconds", type=count_arg, default=200, help="(200)")
     options = parser.parse_args(argv)
-    start, steps = time.monotonic(), options.steps
+    steps = options.steps
     with tempfile.TemporaryDirectory() as directory:
         run("ours", 1, Path(directory))  # makes the data, and fills the disk cache
     found: dict[str, Any] = {"unit": "s", "steps": steps}
@@ -147,18 +146,16 @@ def main(argv: list[str] | None = None) -> None:
         if options.output:
             benchmark.write(options.output, found)
 
-    # Of the time, at most half for the idle machine, where a run takes the shortest.
-    note("idle", measure(options.repeats, steps, options.ways, start + options.seconds / 2))
+    note("idle", measure(options.repeats, steps, options.ways, min))
     for name in options.neighbours:
         with busy(cpu_count(), NEIGHBOURS[name]):
-            note(f"busy_{name}", measure(1, steps, options.ways, start))
+            note(f"busy_{name}", measure(3, steps, options.ways, statistics.median))
     for state, processes in (("idle", 0), ("one_busy_core", 1)):
-        if time.monotonic() < start + options.seconds:
-            with busy(processes):
-                found.setdefault("first_run", {})[state] = first_run()
-            print("first run:", found["first_run"], flush=True)
-            if options.output:
-                benchmark.write(options.output, found)
+        with busy(processes):
+            found.setdefault("first_run", {})[state] = first_run()
+        print("first run:", found["first_run"], flush=True)
+        if options.output:
+            benchmark.write(options.output, found)
 
 
 if __name__ == "__main__":
