@@ -207,6 +207,7 @@ def captured_milliseconds(works: Sequence[Callable[[], object]]) -> float:
         for work in works:
             work()
 
+    torch.cuda.synchronize()  # the timing uses another stream, which doesn't wait for the inputs
     return do_bench_cudagraph(all_in_turn, return_mode="median") / len(works)
 
 

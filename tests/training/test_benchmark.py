@@ -56,3 +56,14 @@ def test_what_is_not_a_number_is_null(tmp_path):
     written = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)
     assert written["auc"] is None
     assert written["rows"] == [{"ratio": None, "ms": 0.1}]
+
+
+@pytest.mark.gpu
+def test_captured_work_waits_for_its_inputs():
+    """It is timed on a stream of its own; a sort that began before it must not lose its memory."""
+    source, seen = torch.zeros(1000, device="cuda"), []
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**8)  # cycles, some 50 ms
+    source.fill_(1)
+    benchmark.captured_milliseconds([lambda: seen.append(source.clone())])
+    assert seen[0].min() == 1
