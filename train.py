@@ -130,7 +130,7 @@ class Run:
         self.model.train()
         timer = CheckpointTimer(config.checkpoint_every, self.world, self.steps)
         done, last = data.samples(self.steps), data.samples(self.last_step)
-        with profiling.progress_bar(last, done, silent=silent) as progress:
+        with profiling.progress_bar(last, done, self.step.mode, silent=silent) as progress:
             self.clock.start()
             for prepared in self._batches():
                 self.schedule.set(self.steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 import torch
 
@@ -52,6 +53,8 @@ def set_precision(precision: str, *, deterministic: bool) -> None:
     if precision not in PRECISIONS:
         raise ValueError(f"unknown precision {precision!r}{did_you_mean(precision, PRECISIONS)}")
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+    # The compiler recommends TF32 to who has chosen fp32.
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a workspace per stream
         torch.use_deterministic_algorithms(True)

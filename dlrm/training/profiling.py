@@ -21,8 +21,12 @@ from dlrm.utils.atomic import atomic_write
 from dlrm.utils.device import is_out_of_memory, peak_process_memory
 
 
-def progress_bar(total: float, done: int, *, silent: bool) -> tqdm:
-    """A progress bar that counts samples; it updates rarely if the output is not a terminal."""
+def progress_bar(total: float, done: int, mode: str, *, silent: bool) -> tqdm:
+    """A progress bar that counts samples; it updates rarely if the output is not a terminal.
+
+    Until it has more to say, it says that the first steps are compiled, which can take half a
+    minute; ``mode`` is that of the step.
+    """
     return tqdm(
         total=total,
         initial=done,
@@ -30,6 +34,7 @@ def progress_bar(total: float, done: int, *, silent: bool) -> tqdm:
         unit_scale=True,
         dynamic_ncols=True,
         mininterval=0.2 if sys.stderr.isatty() else 15,
+        postfix=None if mode == "eager" else "compiling first",
         disable=silent,
     )
 
