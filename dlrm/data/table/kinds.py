@@ -26,6 +26,7 @@ from dlrm.data.table.values import (
 )
 
 FEW_VALUES = 20
+MANY_VALUES = 500  # of integers that repeat and so may be ids
 LIKE_DATES = r"^\s*\d{1,4}([-/.])\d{1,2}[-/.]\d{1,4}\b"  # in any order
 ENOUGH_ROWS = 100  # for conclusions from how values are distributed
 LIST_SHARE = 0.2
@@ -133,7 +134,10 @@ def _find_integer(name: str, sample: pa.Array) -> Found:
     if len(sample) >= ENOUGH_ROWS and distinct <= FEW_VALUES:
         why = f"integers, only {distinct} value{'s' * (distinct != 1)}{_repeats(sample)}"
         return Found(kind="category", why=why)
-    return Found(kind="number", why=f"integers{_like_times(present)}")
+    hint = _like_times(present)
+    if not hint and MANY_VALUES <= distinct <= len(present) / 2:
+        hint = f", {distinct:,} values; if these are ids, set category"
+    return Found(kind="number", why=f"integers{hint}")
 
 
 def _beyond_integers(sample: pa.Array) -> bool:

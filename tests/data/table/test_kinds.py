@@ -56,6 +56,14 @@ def test_numbers_that_may_be_times(unit, told):
     assert "times" not in find_kind("price", pa.array(range(0, 20_000, 100)), False).why
 
 
+@pytest.mark.parametrize(
+    ("most", "hint"), [(100, ""), (2000, ", 2,000 values; if these are ids, set category")]
+)
+def test_integers_of_many_values_that_repeat_may_be_ids(most, hint):
+    found = find_kind("item", pa.array(np.arange(10_000)[::-1] % most), False)
+    assert (found.kind, found.why) == ("number", f"integers{hint}")
+
+
 @pytest.mark.parametrize("form", ["csv", "parquet", "jsonl"])
 def test_numbers_with_the_format_of_a_time(tmp_path, form):
     """The hours of Avazu's clicks, 14102123, were taken for seconds since 1970."""
