@@ -62,8 +62,8 @@ def test_what_is_not_a_number_is_null(tmp_path):
 def test_captured_work_waits_for_its_inputs():
     """It is timed on a stream of its own; a sort that began before it must not lose its memory."""
     source, seen = torch.zeros(1000, device="cuda"), []
-    torch.cuda.synchronize()
-    torch.cuda._sleep(10**8)  # cycles, some 50 ms
+    benchmark.captured_milliseconds([lambda: source.fill_(0).clone()])  # all kernels are loaded
+    torch.cuda._sleep(10**9)  # cycles, some 0.5 s
     source.fill_(1)
     benchmark.captured_milliseconds([lambda: seen.append(source.clone())])
     assert seen[0].min() == 1
