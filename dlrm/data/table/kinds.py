@@ -27,7 +27,7 @@ from dlrm.data.table.values import (
 
 FEW_VALUES = 20
 MANY_VALUES = 500  # of integers that repeat and so may be ids
-LIKE_DATES = r"^\s*\d{1,4}([-/.])\d{1,2}[-/.]\d{1,4}\b"  # in any order
+LIKE_DATES = r"^\s*\d{1,4}([-/.])\d{1,2}[-/.]\d{1,4}(T|\b)"  # in any order
 ENOUGH_ROWS = 100  # for conclusions from how values are distributed
 LIST_SHARE = 0.2
 NUMBER_SHARE = 0.95

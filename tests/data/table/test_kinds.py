@@ -114,3 +114,10 @@ def test_all_columns_that_can_not_be_features_are_named_at_once(tmp_path):
     )
     with pytest.raises(NoFeatureError, match=message):
         open_and_plan([tmp_path / "rows.parquet"], build_options({}))
+
+
+def test_times_of_which_some_have_a_zone_may_be_times():
+    texts = [f"2026-01-{i % 28 + 1:02}T10:00:0{i % 10}{'Z' if i % 2 else ''}" for i in range(200)]
+    found = find_kind("seen", pa.array(texts), untyped=True)
+    assert found.kind == "category"
+    assert found.why.endswith("if these are times, set kind: time and format:, as in strptime")
