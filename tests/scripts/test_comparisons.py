@@ -526,9 +526,8 @@ def test_no_run_goes_on_when_the_program_is_killed(data, tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    "name", ["frontier", pytest.param("reproduce_tt_rec", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["frontier", "reproduce_tt_rec"])
 def test_interrupted_it_ends_at_once_and_says_how_to_resume(data, tmp_path, name):
     process = start(name, data, tmp_path)
     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does, to all of its processes

@@ -65,25 +65,27 @@ def export(run, tmp_path):
     return export
 
 
-def scores(made, rows):
-    """The scores of raw rows by an export, in a new process without this package."""
+def scores(rows, *exports):
+    """The scores of raw rows by each export, in a new process without this package."""
     code = "\n".join(
         [
-            "import sys; sys.modules['dlrm'] = None; sys.path.insert(0, sys.argv[1])",
+            "import sys; sys.modules['dlrm'] = None; sys.path.insert(0, sys.argv[2])",
             "import torch",
             "from safetensors.torch import load_file",
             "from dlrm_reader import InputReader",
-            "program = torch.export.load(sys.argv[1] + '/model.pt2')",
-            "program.state_dict.update(load_file(sys.argv[1] + '/weights.safetensors'))",
-            "model = program.module()",
-            "for arrays in InputReader.load(sys.argv[1]).read([sys.argv[2]]):",
-            "    print(*model(*map(torch.from_numpy, arrays)).tolist())",
+            "for made in sys.argv[2:]:",
+            "    program = torch.export.load(made + '/model.pt2')",
+            "    program.state_dict.update(load_file(made + '/weights.safetensors'))",
+            "    model, found = program.module(), []",
+            "    for arrays in InputReader.load(made).read([sys.argv[1]]):",
+            "        found += model(*map(torch.from_numpy, arrays)).tolist()",
+            "    print(*found)",
         ]
     )
-    command = [sys.executable, "-c", code, str(made), str(rows)]
+    command = [sys.executable, "-c", code, *map(str, (rows, *exports))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout.splitlines()
 
 
 def applied(base, delta, output):
@@ -124,7 +126,8 @@ def test_a_delta_gives_the_full_export(tables, step, two_days, export, tmp_path)
     assert list(manifest["files"]) == list(other["files"])
     assert {**manifest, "files": 0} == {**other, "files": 0}
     rows = two_days / "1.tsv"
-    assert scores(made, rows) == scores(full, rows) != scores(base, rows)
+    of_made, of_full, of_base = scores(rows, made, full, base)
+    assert of_made == of_full != of_base
     programs = [(own / "model.pt2").read_bytes() for own in (made, base)]
     assert (programs[0] == programs[1]) == (step == 2)
     described = json.loads((delta / "delta.json").read_text())
@@ -153,7 +156,8 @@ def test_a_delta_follows_ids_that_were_given_away(two_days, run, export, tmp_pat
             (made / name).read_bytes() == (full / name).read_bytes() != (base / name).read_bytes()
         )
     assert (made / "model.pt2").read_bytes() == (base / "model.pt2").read_bytes()  # nothing grew
-    assert scores(made, raw) == scores(full, raw) != scores(base, raw)
+    of_made, of_full, of_base = scores(raw, made, full, base)
+    assert of_made == of_full != of_base
 
 
 @pytest.fixture
