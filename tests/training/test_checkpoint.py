@@ -123,6 +123,18 @@ def test_a_model_of_every_kind_is_built_from_its_checkpoint(kind, tmp_path):
     )
 
 
+def test_rows_are_not_drawn_before_they_are_loaded(tmp_path, monkeypatch):
+    """Of large tables that takes seconds."""
+    made, drawn = make("dense"), []
+    save(tmp_path, 1, made)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "uniform_", lambda own, *_, **__: drawn.append(own.numel()))
+        model, _ = load_model(tmp_path)
+    assert max(drawn) < 8 * min(SIZES)  # of the MLPs
+    for one, other in zip(made[1].parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_every_type_and_shape_is_restored_and_other_programs_read_it(tmp_path):
     torch.manual_seed(0)
     tensors = {

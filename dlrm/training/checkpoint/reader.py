@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.overrides import TorchFunctionMode
 
 from dlrm.distributed.world import World
 from dlrm.model import DLRM
@@ -138,7 +139,8 @@ class Checkpoint:
         try:
             spec = {**self.state.model, "plan": plan_for_this_machine(self.state.model["plan"])}
             self._require_size(spec)
-            model = DLRM(**spec).to(device)
+            with _Undrawn():
+                model = DLRM(**spec).to(device)
         except Exception as error:  # whatever an option of a wrong type leads to
             text = " ".join(str(error).split())
             raise ValueError(f"{self.path}: its model can't be built: {text:.300}") from None
@@ -165,6 +167,15 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Undrawn(TorchFunctionMode):
+    """Leave new rows as they are, as those of a checkpoint replace them: drawing takes seconds."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return None if func is nn.init.uniform_ else func(*args, **(kwargs or {}))
 
 
 def load_model(
