@@ -10,9 +10,13 @@ import json
 import os
 import resource
 import runpy
+import signal
+import subprocess
 import sys
 import time
 import uuid
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 PRELOADED = ["train", "scripts.evaluate", "scripts.predict", "torch._dynamo"]
@@ -26,24 +30,62 @@ def run(program, arguments):
     runpy.run_path(program, run_name="__main__")
 
 
-def run_rank(program, arguments):
-    """Run a program as one of several processes, for which status 0 is to return."""
-    # A thread of the parent looks up the name of each process that connects to its store. A process
-    # that is forked meanwhile would find the lock of that look-up taken, forever.
-    children = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")
-    while len(children.read_text().split()) < int(os.environ["LOCAL_WORLD_SIZE"]):
-        time.sleep(0.001)
-    try:
-        run(program, arguments)
-    except SystemExit as stop:
-        if stop.code:
-            raise
+class Rank:
+    """A process of torchrun: a fork, where torchrun starts a program anew."""
+
+    def __init__(self, program, arguments, env):
+        own = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]  # torchrun's handlers
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, own)
+        target = partial(self._run, program, arguments, env, own, blocked)
+        self._process = get_context("fork").Process(target=target)
+        self._process.start()
+        self.pid = self._process.pid
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+    @staticmethod
+    def _run(program, arguments, env, handled, blocked):
+        for number in handled:
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, default)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        os.environ.update(env)
+        # A thread of the parent looks up the name of each process that connects to its store. A
+        # process that is forked meanwhile would find the lock of that look-up taken, forever.
+        children = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")
+        while len(children.read_text().split()) < int(env["LOCAL_WORLD_SIZE"]):
+            time.sleep(0.001)
+        try:
+            run(program, arguments)
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+            sys.exit(1)
+
+    def poll(self):
+        """The exit status; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout):
+        """Wait until it has ended."""
+        self._process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout)
+
+    def close(self, death_sig):
+        """Send it a signal."""
+        os.kill(self.pid, death_sig)
+
+    proc = property(lambda self: self)  # torchrun asks for the process and for what handles it
 
 
 def torchrun(processes, program, arguments, max_restarts=0):
     """Run a program in several processes as ``torchrun --standalone`` does."""
+    from torch.distributed.elastic.multiprocessing import api
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    def rank(entrypoint, args, env, **_):
+        return Rank(entrypoint, args, env)
+
+    api.get_subprocess_handler = rank
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -52,9 +94,8 @@ def torchrun(processes, program, arguments, max_restarts=0):
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=max_restarts,
-        start_method="fork",
     )
-    elastic_launch(config, run_rank)(program, arguments)
+    elastic_launch(config, program)(*arguments)
 
 
 def start(program, arguments, processes, output, file_size=None, max_restarts=None):
