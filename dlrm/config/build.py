@@ -16,6 +16,19 @@ from dlrm.kernels.update.rules import OPTIONS, make_rule
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
 
+RATES = {
+    "sgd": (0.1, 10.0),
+    "adagrad": (0.015, 0.015),
+    "rowwise_adagrad": (0.015, 0.015),
+    "adam": (0.001, 0.003),
+    "adamw": (0.001, 0.003),
+    "rmsprop": (0.001, 0.003),
+    "adamax": (0.015, 0.015),
+    "adadelta": (1.0, 3.0),
+}
+"""Default learning rates of the dense part and of the embeddings by rule, good ones for an epoch of
+real rows, where those of SGD are stable with momentum too."""
+
 
 def build_model(
     config: RunConfig, spec: ModelSpec, meta: Meta, world: World
@@ -52,13 +65,20 @@ def optimizer_specs(optim: OptimConfig) -> list[tuple[str, float, dict[str, Any]
     if idle:
         neither = f"neither {rules[0]} nor {rules[1]} uses it"
         raise ValueError("; ".join(f"{name} is set, but {neither}" for name in idle))
-    rates = optim.lr, optim.lr if optim.embeddings_lr is None else optim.embeddings_lr
     specs = []
-    for rule, lr in zip(rules, rates, strict=True):
+    for rule, lr in zip(rules, _learning_rates(optim), strict=True):
         options = {name: value for name, value in given.items() if name in OPTIONS[rule]}
         make_rule(rule, **options)
         specs.append((rule, lr, options))
     return specs
+
+
+def _learning_rates(optim: OptimConfig) -> tuple[float, float]:
+    """Those of the dense part and of the embeddings."""
+    dense, embeddings = RATES[optim.dense][0], RATES[optim.embeddings][1]
+    if optim.lr is not None:
+        dense = embeddings = optim.lr
+    return dense, embeddings if optim.embeddings_lr is None else optim.embeddings_lr
 
 
 def build_optimizers(optim: OptimConfig, model: DLRM) -> list[RowOptimizer]:

@@ -103,10 +103,13 @@ class OptimConfig:
     """Optimizer of the MLPs and the interaction."""
     embeddings: str = "adagrad"
     """Optimizer of the embeddings. It updates only the rows that a batch uses."""
-    lr: float = 0.015
-    """Learning rate of the dense part, and of the embeddings if embeddings_lr is not set."""
+    lr: float | None = None
+    """Learning rate of the dense part, and of the embeddings if embeddings_lr is not set. Default:
+    by the optimizer, 0.015 for Adagrad and Adamax, 0.1 for SGD, 0.001 for Adam, AdamW and RMSprop,
+    1 for Adadelta."""
     embeddings_lr: float | None = None
-    """Learning rate of the embeddings. Default: lr."""
+    """Learning rate of the embeddings. Default: lr if that is set, else by the optimizer, 0.015 for
+    Adagrad and Adamax, 10 for SGD, 0.003 for Adam, AdamW and RMSprop, 3 for Adadelta."""
     betas: tuple[float, float] | None = None
     """Decay rates of the moments in Adam, AdamW and Adamax. Default: 0.9 and 0.999."""
     eps: float | None = None

@@ -132,8 +132,8 @@ def test_options_of_the_rules_are_checked_by_the_rules(capsys):
                        "--optim.embeddings=adadelta", "--optim.betas", "0.8", "0.9"],
                       KINDS)  # fmt: skip
     assert optimizer_specs(config.optim) == [
-        ("adamw", config.optim.lr, {"betas": (0.8, 0.9), "weight_decay": 0.1}),
-        ("adadelta", config.optim.lr, {"weight_decay": 0.1, "rho": 0.8}),
+        ("adamw", 0.001, {"betas": (0.8, 0.9), "weight_decay": 0.1}),
+        ("adadelta", 3.0, {"weight_decay": 0.1, "rho": 0.8}),
     ]
 
 
@@ -143,6 +143,17 @@ def test_the_embeddings_have_a_learning_rate_of_their_own(given, rate):
     option = ["--optim.embeddings_lr"] if given else []
     config, _ = parse(["--optim.lr", "0.5", *option, *given], KINDS)
     assert [lr for _, lr, _ in optimizer_specs(config.optim)] == [0.5, rate]
+
+
+@pytest.mark.parametrize(("rule", "rate"), [("adagrad", 0.015), ("sgd", 0.1), ("adam", 0.001)])
+def test_learning_rates_depend_on_the_optimizer(rule, rate):
+    config, _ = parse(["--optim.dense", rule], KINDS)
+    assert [lr for _, lr, _ in optimizer_specs(config.optim)] == [rate, 0.015]
+
+
+def test_a_learning_rate_of_the_embeddings_leaves_that_of_the_rest():
+    config, _ = parse(["--optim.dense", "adam", "--optim.embeddings_lr", "0.25"], KINDS)
+    assert [lr for _, lr, _ in optimizer_specs(config.optim)] == [0.001, 0.25]
 
 
 def test_yaml_sets_and_the_command_line_overrides(tmp_path):
