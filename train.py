@@ -23,7 +23,7 @@ from dlrm.config.model_spec import auto_plan, model_spec
 from dlrm.config.options import changed_options
 from dlrm.config.schema import RunConfig
 from dlrm.data import synthetic
-from dlrm.data.raw_rows import keep_transform
+from dlrm.data.prepare.raw_rows import keep_transform
 from dlrm.distributed.interruption import Interruption
 from dlrm.distributed.world import World
 from dlrm.embeddings import available

@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from dlrm.data.raw_rows import in_batches
+from dlrm.data.prepare.pipeline import MADE_BY
+from dlrm.data.prepare.raw_rows import in_batches
 from dlrm.data.schema import META_FILE
-from dlrm.data.table.pipeline import MADE_BY
 from dlrm.distributed.world import World
 from dlrm.training.evaluation import TrainedModel
 from dlrm.training.predictor import (

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from dlrm.data.parquet import RowGroupReader, constant_columns
+from dlrm.data.prepare.text_blocks import is_unchecked_zstd
+from dlrm.data.prepare.workspace import BAD_ROWS_FILE
 from dlrm.data.preprocess.pipeline import Options, prepare
-from dlrm.data.preprocess.reader import is_unchecked_zstd
-from dlrm.data.preprocess.workspace import BAD_ROWS_FILE
 from dlrm.data.schema import Meta
 from dlrm.utils.device import peak_process_memory
 from dlrm.utils.documents import read_json

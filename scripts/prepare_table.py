@@ -14,19 +14,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dlrm.data.preprocess.workspace import BAD_ROWS_FILE
-from dlrm.data.table.columns import TablePlan
-from dlrm.data.table.files import TableFile
-from dlrm.data.table.infer import format_plan
-from dlrm.data.table.options import build_options, read_options
-from dlrm.data.table.pipeline import (
+from dlrm.data.prepare.column_options import build_options, read_options
+from dlrm.data.prepare.columns import ColumnPlan
+from dlrm.data.prepare.files import RawFile
+from dlrm.data.prepare.infer import format_plan
+from dlrm.data.prepare.pipeline import (
     OPTIONS_FILE,
     open_and_plan,
     open_later_rows,
     options_as_yaml,
     prepare_table,
 )
-from dlrm.data.table.transform import TRANSFORM_FILE
+from dlrm.data.prepare.transform import TRANSFORM_FILE
+from dlrm.data.prepare.workspace import BAD_ROWS_FILE
 from dlrm.utils.documents import read_json
 from dlrm.utils.messages import printable
 from dlrm.utils.program import Parser, count_arg, exit_status, path_arg
@@ -149,7 +149,7 @@ def _prepare(
 
 def _later_rows(
     inputs: list[str], ids_of: Path, content: dict[str, Any], config: Path | None
-) -> tuple[list[TableFile], TablePlan]:
+) -> tuple[list[RawFile], ColumnPlan]:
     """The files and the plan of rows with the ids of ``ids_of``."""
     if others := [name for name in content if name != "split"]:
         raise ValueError(

@@ -9,7 +9,7 @@ import torch
 from dlrm.config.build import build_optimizers
 from dlrm.config.model_spec import ModelSpec, auto_plan, model_spec
 from dlrm.config.schema import RunConfig
-from dlrm.data.criteo import ORDER_BYTES, shuffle_memory, windows_within
+from dlrm.data.loader import ORDER_BYTES, shuffle_memory, windows_within
 from dlrm.data.schema import Meta
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer

@@ -96,7 +96,7 @@ class Meta:
     planted: Mapping[str, Any] = field(default_factory=dict)
     """For synthetic data: the best possible metrics of each split, those of the label model."""
     fingerprint: str | None = None
-    """Of data made from raw rows; see :func:`dlrm.data.fingerprint.fingerprint`."""
+    """Of data made from raw rows; see :func:`dlrm.data.prepare.fingerprint.fingerprint`."""
     extends: tuple[Mapping[str, Any], ...] = ()
     """Fingerprint and cardinalities of the earlier data whose ids these begin with, oldest first.
     Later ids were appended, and some may have been given to new values, so that the ids are not in

@@ -227,7 +227,7 @@ class World:
 
         Args:
             columns: logits, labels and so on, of this rank's share of every batch of a
-                ``CriteoLoader``.
+                ``BatchLoader``.
             rows: of the split.
             share: samples of each rank in a batch.
         """

@@ -14,14 +14,14 @@ from pathlib import Path
 import dlrm
 
 PACKAGE = "dlrm_reader"
-ENTRY = "dlrm.data.model_inputs"
+ENTRY = "dlrm.data.prepare.model_inputs"
 _NAME = re.compile(r"\bdlrm\.(?=\w)")
 _HEADER = (
     "# Copied from dlrm {version} ({module}) by scripts/export.py; licensed under Apache-2.0.\n"
 )
 _INIT = f'''"""Reads raw rows as inputs of the model next to it; see :class:`InputReader`."""
 
-from {PACKAGE}.data.model_inputs import InputReader
+from {PACKAGE}.data.prepare.model_inputs import InputReader
 
 __all__ = ["InputReader"]
 '''

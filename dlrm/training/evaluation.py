@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dlrm.data.batch import Batch
-from dlrm.data.criteo import CriteoLoader
-from dlrm.data.fingerprint import require_same_ids
+from dlrm.data.loader import BatchLoader
+from dlrm.data.prepare.fingerprint import require_same_ids
 from dlrm.data.schema import Meta
 from dlrm.model import DLRM
 from dlrm.training import metrics
@@ -28,7 +28,7 @@ class TrainedModel:
     """In evaluation mode."""
     spec: Mapping[str, Any]
     """The arguments from which it was made."""
-    loader: CriteoLoader
+    loader: BatchLoader
     """Reads one split in order, on the device of the model."""
     bf16: bool
     """Whether the model was trained, and is evaluated, in bfloat16 autocast."""
@@ -56,7 +56,7 @@ class TrainedModel:
             split: the split to score.
             device: where to evaluate.
             batch_size: samples per batch. Default: as in the evaluations of the run.
-            allow_outside: as for :class:`~dlrm.data.criteo.CriteoLoader`.
+            allow_outside: as for :class:`~dlrm.data.loader.BatchLoader`.
             last: of a run, take the latest checkpoint.
 
         Raises:
@@ -65,7 +65,7 @@ class TrainedModel:
         """
         model, state = load_model(path, device, last=last)
         config = state.config
-        loader = CriteoLoader(
+        loader = BatchLoader(
             data,
             split,
             batch_size=batch_size or config["eval_batch_size"],

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dlrm.data.fingerprint import other_data, require_same_ids, same_values
 from dlrm.data.frequencies import read_frequencies
+from dlrm.data.prepare.fingerprint import other_data, require_same_ids, same_values
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.distributed.world import World
 from dlrm.embeddings.base import Embedding

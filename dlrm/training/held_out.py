@@ -9,7 +9,7 @@ from itertools import islice
 from torch import Tensor
 
 from dlrm.data.batch import Batch
-from dlrm.data.criteo import CriteoLoader
+from dlrm.data.loader import BatchLoader
 from dlrm.distributed.interruption import Interruption
 from dlrm.model import DLRM
 from dlrm.training import metrics
@@ -42,8 +42,8 @@ class HeldOut:
     def __init__(
         self,
         model: DLRM,
-        loaders: Mapping[str, CriteoLoader],
-        seen: Callable[[], CriteoLoader],
+        loaders: Mapping[str, BatchLoader],
+        seen: Callable[[], BatchLoader],
         interruption: Interruption,
         precision: str,
     ) -> None:
@@ -108,7 +108,7 @@ class HeldOut:
 
     def _predict(
         self,
-        loader: CriteoLoader,
+        loader: BatchLoader,
         batches: Iterable[Batch],
         rows: int,
         model: DLRM | None = None,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dlrm.data.criteo import CriteoLoader
+from dlrm.data.loader import BatchLoader
 from dlrm.distributed.world import World
 
 
@@ -18,7 +18,7 @@ def make_loader(
     split: str,
     batch_size: int,
     options: Mapping[str, Any],
-) -> CriteoLoader:
+) -> BatchLoader:
     """The loader of one split for one of several processes.
 
     Args:
@@ -27,15 +27,15 @@ def make_loader(
         device: of the batches.
         split: ``train``, or one that is read in full and in order.
         batch_size: samples per batch, over all processes.
-        options: more arguments of ``CriteoLoader``.
+        options: more arguments of ``BatchLoader``.
 
     Raises:
         ValueError: the processes can't share a batch evenly, or there is none to train on; or as
-            ``CriteoLoader``.
+            ``BatchLoader``.
     """
     training = split == "train"
     in_full = {} if training else {"shuffle": False, "drop_last": False}
-    loader = CriteoLoader(
+    loader = BatchLoader(
         data,
         split,
         batch_size=world.share(batch_size, even=training),

@@ -13,13 +13,13 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from dlrm.data.fingerprint import other_data
 from dlrm.data.parquet import RowGroupReader
+from dlrm.data.prepare.fingerprint import other_data
+from dlrm.data.prepare.raw_rows import in_batches, load_transform, prepare
+from dlrm.data.prepare.transform import TableTransform
 from dlrm.data.preprocess.transform import CriteoTransform
-from dlrm.data.raw_rows import in_batches, load_transform, prepare
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.data.shuffle import batch_of
-from dlrm.data.table.transform import TableTransform
 from dlrm.model import DLRM
 from dlrm.training import metrics
 from dlrm.training.checkpoint import load_model

@@ -33,7 +33,7 @@ import torch
 from tqdm import tqdm
 
 from dlrm.data import synthetic
-from dlrm.data.criteo import CriteoLoader
+from dlrm.data.loader import BatchLoader
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import MLPERF_BAG_SIZES, TERABYTE_CARDINALITIES, Categorical, Meta
 from dlrm.data.synthetic.multi_hot import id_field, open_writer
@@ -79,7 +79,7 @@ def copy_alone(rows: int, bytes_per_row: int, threads: int) -> None:
             pool.submit(source[batch % len(source)].copy)
 
 
-def consume(loader: CriteoLoader) -> None:
+def consume(loader: BatchLoader) -> None:
     """Take all batches of an epoch of its own, and wait until the last has arrived."""
     loader.set_epoch(loader.epoch + 1)
     for _ in loader:
@@ -107,7 +107,7 @@ def measure(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
             result["floors"][name] = rates(rows, run, repeats)
             progress.update()
         for size, shuffle in runs:
-            loader = CriteoLoader(
+            loader = BatchLoader(
                 directory,
                 "train",
                 batch_size=size,
@@ -224,7 +224,7 @@ def measure_multi_hot(made: Path, options: argparse.Namespace) -> dict[str, Any]
     }
     for size, order in product(options.batch_sizes, orders):
         loaders = {
-            kind: CriteoLoader(
+            kind: BatchLoader(
                 made / kind,
                 "train",
                 batch_size=size,

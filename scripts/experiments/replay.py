@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load_file
 
 from dlrm.config.schema import RunConfig
-from dlrm.data.model_inputs import InputReader
+from dlrm.data.prepare.model_inputs import InputReader
 from dlrm.data.preprocess.pipeline import Options, prepare
 from dlrm.data.schema import Meta
 from dlrm.export.delta import export_delta

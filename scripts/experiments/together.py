@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from dlrm.config.cli import parse
-from dlrm.data.criteo import ROWS_AT_ONCE
+from dlrm.data.loader import ROWS_AT_ONCE
 from dlrm.distributed.world import World
 from dlrm.embeddings import available
 from dlrm.training.prefetch import NoPrefetcher, PreparedBatch

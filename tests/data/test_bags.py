@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dlrm.data.batch import Batch, concatenate, fixed_bags, fixed_offsets
-from dlrm.data.criteo import CriteoLoader
+from dlrm.data.loader import BatchLoader
 from dlrm.data.schema import Categorical, Meta, Split
 
 ROWS = 700
@@ -82,12 +82,12 @@ def ragged(directory, rows=ROWS, group=64):
 
 def gathering(*arguments, **options):
     """A loader that makes its batches as for a GPU."""
-    loader = CriteoLoader(*arguments, **options)
+    loader = BatchLoader(*arguments, **options)
     loader._gathers = True
     return loader
 
 
-MAKERS = pytest.mark.parametrize("make", [CriteoLoader, gathering])
+MAKERS = pytest.mark.parametrize("make", [BatchLoader, gathering])
 
 
 def check(batch, features):
@@ -170,7 +170,7 @@ def test_flat_columns_and_bags_of_one_are_the_same(tmp_path, make):
 def test_resumes_and_shares_among_ranks(tmp_path, make, data, window):
     data(tmp_path)
     options = {"shuffle": True, "window": window}
-    whole = list(CriteoLoader(tmp_path, "train", batch_size=90, **options))
+    whole = list(BatchLoader(tmp_path, "train", batch_size=90, **options))
     loader = make(tmp_path, "train", batch_size=90, **options)
     iteration = iter(loader)
     for _ in range(4):
@@ -217,7 +217,7 @@ def test_bags_of_another_length_are_named(tmp_path):
         write(tmp_path, [table], {"H1": column})
         message = r"column 'H1': row 0 has [01] ids, .* says bag_size 2; take bag_size out"
         with pytest.raises(ValueError, match=message):
-            list(CriteoLoader(tmp_path, "train", batch_size=3))
+            list(BatchLoader(tmp_path, "train", batch_size=3))
 
 
 @pytest.mark.parametrize("bad", [0, True, "3"])
@@ -246,8 +246,8 @@ def test_shared_offsets_can_be_saved_for_backward():
 @pytest.mark.parametrize("options", [{"shuffle": True}, {"shuffle": True, "window": 3}, {}])
 def test_bags_on_the_gpu(tmp_path, data, options):
     data(tmp_path)
-    host = CriteoLoader(tmp_path, "train", batch_size=64, **options)
-    loader = CriteoLoader(tmp_path, "train", batch_size=64, device="cuda", **options)
+    host = BatchLoader(tmp_path, "train", batch_size=64, **options)
+    loader = BatchLoader(tmp_path, "train", batch_size=64, device="cuda", **options)
     for epoch in range(2):
         host.set_epoch(epoch)
         loader.set_epoch(epoch)

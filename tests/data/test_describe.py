@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dlrm.data.criteo import CriteoLoader
+from dlrm.data.loader import BatchLoader
 from dlrm.data.schema import Meta
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +71,7 @@ def test_described_files_are_read(shop, describe):
     assert [column.oov_id for column in meta.categorical] == [40, 9, 12]
     assert [column.multi_hot for column in meta.categorical] == [False, False, True]
     assert (meta.splits["train"].rows, meta.splits["train"].positives) == (400, 100)
-    (batch,) = CriteoLoader(shop, "test", batch_size=200)
+    (batch,) = BatchLoader(shop, "test", batch_size=200)
     expected = frame(seed=2)
     np.testing.assert_array_equal(batch.dense[0], expected["price"].astype(np.float32))
     np.testing.assert_array_equal(batch.dense[1], expected["age"])
@@ -98,7 +98,7 @@ def test_bags_of_one_length_are_noticed(tmp_path, describe):
     assert describe(*given).returncode == 0
     meta = Meta.read(tmp_path)
     assert meta.lengths == (2, 2, None, None, None)
-    (batch,) = CriteoLoader(tmp_path, "train", batch_size=3)
+    (batch,) = BatchLoader(tmp_path, "train", batch_size=3)
     assert batch.offsets.diff().tolist() == [2] * 6 + [1, 2, 1] + [0] * 3 + [2, 0, 2]
     assert describe(*given, "b.parquet", "--overwrite").returncode == 0
     assert Meta.read(tmp_path).lengths == (2, None, None, None, None)
@@ -129,8 +129,8 @@ def test_files_elsewhere_are_read_only_on_request(shop, describe, tmp_path_facto
     with pytest.raises(
         ValueError, match=r"test\.parquet', which is not in .*--loader.allow_outside"
     ):
-        CriteoLoader(shop, "test", batch_size=200)
-    (batch,) = CriteoLoader(shop, "test", batch_size=200, allow_outside=True)
+        BatchLoader(shop, "test", batch_size=200)
+    (batch,) = BatchLoader(shop, "test", batch_size=200, allow_outside=True)
     np.testing.assert_array_equal(batch.labels, frame(seed=2)["clicked"])
 
 
@@ -146,7 +146,7 @@ def test_lists_of_fixed_size_are_features_too(tmp_path, describe):
     pq.write_table(pa.table({"label": [0, 1, 0, 1], "pair": pairs}), tmp_path / "x.parquet")
     run = describe(tmp_path, "--train", "x.parquet")
     assert run.returncode == 0, run.err
-    (batch,) = CriteoLoader(tmp_path, "train", batch_size=4)
+    (batch,) = BatchLoader(tmp_path, "train", batch_size=4)
     assert batch.ids.tolist() == [1, 2] * 4
 
 
@@ -290,14 +290,14 @@ def test_ids_that_the_training_rows_did_not_have(shop, tmp_path, describe):
     meta, trained = Meta.read(new), Meta.read(shop)
     assert meta.categorical == trained.categorical
     assert meta.label == "clicked"
-    (batch,) = CriteoLoader(new, "test", batch_size=200, num_embeddings=trained.cardinalities)
+    (batch,) = BatchLoader(new, "test", batch_size=200, num_embeddings=trained.cardinalities)
     item = batch.ids[:200]
     assert item[3] == trained.categorical[0].oov_id == 40
     assert item[4] == later["item"][4]
     starts = batch.offsets[400:]
     assert batch.ids[starts[5] : starts[6]].tolist() == [3, 12]
     with pytest.raises(ValueError, match="outside the table of 30 rows"):
-        list(CriteoLoader(new, "test", batch_size=200, num_embeddings=(30, 10, 13)))
+        list(BatchLoader(new, "test", batch_size=200, num_embeddings=(30, 10, 13)))
 
 
 def test_tables_without_a_row_for_unseen_ids(shop, tmp_path, describe):

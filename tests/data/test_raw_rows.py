@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dlrm.data.prepare.raw_rows import load_transform, transform_files
 from dlrm.data.preprocess.pipeline import Options, prepare
-from dlrm.data.raw_rows import load_transform, transform_files
 from dlrm.data.schema import SPLITS
 
 BLOCK = 20_000

@@ -9,8 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dlrm.data import criteo, synthetic
-from dlrm.data.criteo import CriteoLoader
+from dlrm.data import loader as loader_module
+from dlrm.data import synthetic
+from dlrm.data.loader import BatchLoader
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import Categorical, Meta, Split
 
@@ -50,7 +51,7 @@ def order(loader, epoch=0):
 
 def gathering(*arguments, **options):
     """A loader that makes its batches as for a GPU."""
-    loader = CriteoLoader(*arguments, **options)
+    loader = BatchLoader(*arguments, **options)
     loader._gathers = True
     return loader
 
@@ -63,7 +64,7 @@ def shift(rows):
     return np.abs(parts.mean(1) - (len(rows) - 1) / 2) / error
 
 
-@pytest.mark.parametrize("make", [CriteoLoader, gathering])
+@pytest.mark.parametrize("make", [BatchLoader, gathering])
 def test_every_part_of_an_epoch_is_of_all_times(data, make):
     loader = make(data, "train", batch_size=250, shuffle=True)
     assert loader.windows == 1
@@ -75,7 +76,7 @@ def test_every_part_of_an_epoch_is_of_all_times(data, make):
         assert len(set(rows[-500:] // 500)) == GROUPS
 
 
-@pytest.mark.parametrize("make", [CriteoLoader, gathering])
+@pytest.mark.parametrize("make", [BatchLoader, gathering])
 @pytest.mark.parametrize(("window", "windows"), [(8, 5), (12, 4), (39, 2), (1, 40)])
 def test_a_window_is_of_all_times(data, window, windows, make):
     loader = make(data, "train", batch_size=250, shuffle=True, window=window)
@@ -91,7 +92,7 @@ def test_a_window_is_of_all_times(data, window, windows, make):
 
 def test_no_window_is_short(tmp_path):
     write(tmp_path, rows=17 * 100, group_rows=100)  # two windows of 8, and a last one of 1?
-    rows = order(CriteoLoader(tmp_path, "train", batch_size=100, shuffle=True, window=8))
+    rows = order(BatchLoader(tmp_path, "train", batch_size=100, shuffle=True, window=8))
     last = np.unique(rows[-500:] // 100)
     assert len(last) >= 5
     assert last.min() < 6
@@ -102,7 +103,7 @@ def test_no_window_is_short(tmp_path):
 def test_row_groups_of_other_sizes(tmp_path, sizes):
     count, group = sizes[0] * 5, sizes[1]
     write(tmp_path, rows=count, group_rows=group)
-    loader = CriteoLoader(tmp_path, "train", batch_size=64, shuffle=True)
+    loader = BatchLoader(tmp_path, "train", batch_size=64, shuffle=True)
     first, second = order(loader, 0), order(loader, 1)
     np.testing.assert_array_equal(np.sort(first), np.arange(count))
     assert (first != second).any()
@@ -114,7 +115,7 @@ def test_windows_fit_into_the_memory(data):
     assert total == ROWS * (4 * 3 + 8)
 
     def windows(memory):
-        return CriteoLoader(data, "train", batch_size=10, shuffle=True, memory=memory).windows
+        return BatchLoader(data, "train", batch_size=10, shuffle=True, memory=memory).windows
 
     assert windows(total) == 1
     assert windows(total - 1) == 4
@@ -122,7 +123,7 @@ def test_windows_fit_into_the_memory(data):
     assert windows(total * 3 // 4 - 1) == 8
     assert windows(total // 10) == 32
     assert windows(1) == GROUPS, "the least is a row group at a time"
-    assert CriteoLoader(data, "train", batch_size=10, memory=1).windows == 1, "nothing to shuffle"
+    assert BatchLoader(data, "train", batch_size=10, memory=1).windows == 1, "nothing to shuffle"
 
 
 def test_bags_count_with_all_of_their_ids(tmp_path):
@@ -133,7 +134,7 @@ def test_bags_count_with_all_of_their_ids(tmp_path):
     assert reader.decoded_bytes(row_group) == 300 * 4 * 3 + 4 * ids + (8 + 4) * 300
 
 
-@pytest.mark.parametrize("make", [CriteoLoader, gathering])
+@pytest.mark.parametrize("make", [BatchLoader, gathering])
 @pytest.mark.parametrize("share", [1.0, 0.4])
 def test_keeps_to_the_memory(tmp_path, make, share):
     rows = 200_000
@@ -156,7 +157,7 @@ def test_keeps_to_the_memory(tmp_path, make, share):
     assert peak < memory + 2_000_000, "and the row groups that are being decoded"
 
 
-@pytest.mark.parametrize("make", [CriteoLoader, gathering])
+@pytest.mark.parametrize("make", [BatchLoader, gathering])
 @pytest.mark.parametrize("memory", [None, 200_000])
 @pytest.mark.parametrize("done", [0, 1, 133, 300, 400])
 def test_resumes_exactly_on_a_machine_with_other_memory(data, memory, done, make):
@@ -179,12 +180,12 @@ def test_resumes_exactly_on_a_machine_with_other_memory(data, memory, done, make
 
 
 def test_refuses_the_state_of_older_versions(data):
-    loader = CriteoLoader(data, "train", batch_size=10, shuffle=True)
+    loader = BatchLoader(data, "train", batch_size=10, shuffle=True)
     state = loader.state_dict()
     state["order"] = {k: v for k, v in state["order"].items() if k != "windows"} | {"window": 8}
     with pytest.raises(ValueError, match=r"older version, which shuffled in .* --init_from"):
         loader.load_state_dict(state)
-    in_order = CriteoLoader(data, "train", batch_size=10)
+    in_order = BatchLoader(data, "train", batch_size=10)
     state = in_order.state_dict()
     del state["order"]["windows"]
     in_order.load_state_dict(state | {"position": 10})  # the order of the file is what it was
@@ -195,10 +196,10 @@ def test_refuses_the_state_of_older_versions(data):
 @pytest.mark.parametrize("readers", [1, 3])
 def test_ranks_share_an_epoch_in_windows(data, memory, readers):
     options = {"shuffle": True, "memory": memory, "readers": readers}
-    whole = order(CriteoLoader(data, "train", batch_size=300, **options))
+    whole = order(BatchLoader(data, "train", batch_size=300, **options))
     ranks = [
         make(data, "train", batch_size=100, rank=rank, world_size=3, **options)
-        for rank, make in enumerate((CriteoLoader, gathering, CriteoLoader))
+        for rank, make in enumerate((BatchLoader, gathering, BatchLoader))
     ]
     shares = [part.dense[0].numpy() for share in zip(*ranks, strict=True) for part in share]
     np.testing.assert_array_equal(np.concatenate(shares), whole)
@@ -224,14 +225,14 @@ def test_a_device_reads_a_single_window_once(data, monkeypatch):
 
 def test_only_some_row_groups_wait_in_host_memory_for_a_device(data, monkeypatch):
     submitted = []
-    buffer = criteo.DeviceShuffleBuffer
+    buffer = loader_module.DeviceShuffleBuffer
 
     class Counted(buffer):
         def _read_more(self):
             super()._read_more()
             submitted.append(len(self._reads))
 
-    monkeypatch.setattr(criteo, "DeviceShuffleBuffer", Counted)
+    monkeypatch.setattr(loader_module, "DeviceShuffleBuffer", Counted)
     order(gathering(data, "train", batch_size=300, shuffle=True, readers=2))
     assert max(submitted) == 6
 
@@ -240,7 +241,7 @@ def test_shuffled_bags_are_those_of_their_rows(tmp_path):
     write(tmp_path, rows=3000, group_rows=300, multi_hot=True)
     for window in (None, 3):
         options = {"batch_size": 128, "shuffle": True, "window": window, "readers": 3}
-        for batch in CriteoLoader(tmp_path, "train", **options):
+        for batch in BatchLoader(tmp_path, "train", **options):
             rows = batch.dense[0].int().tolist()
             lengths = batch.offsets.diff()[batch.size :].tolist()
             assert lengths == [row % 3 for row in rows]

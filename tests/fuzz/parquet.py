@@ -26,8 +26,8 @@ import pyarrow.parquet as pq  # isort: skip
 import torch  # isort: skip
 
 import train
-from dlrm.data.criteo import CriteoLoader
 from dlrm.data.frequencies import read_frequencies
+from dlrm.data.loader import BatchLoader
 from dlrm.data.preprocess.pipeline import Options, prepare
 from dlrm.data.schema import SPLITS, Meta
 from dlrm.utils.documents import read_json
@@ -43,7 +43,7 @@ def loaded(directory: Path) -> list[torch.Tensor]:
     meta, tensors = Meta.read(directory), []
     for split in SPLITS:
         if meta.has_rows(split):
-            for batch in CriteoLoader(directory, split, batch_size=64):
+            for batch in BatchLoader(directory, split, batch_size=64):
                 offsets = [] if batch.offsets is None else [batch.offsets]
                 tensors += [batch.dense, batch.ids, batch.labels, *offsets]
     return tensors

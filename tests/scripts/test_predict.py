@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import dlrm
-from dlrm.data.fingerprint import fingerprint
-from dlrm.data.raw_rows import in_batches, keep_transform
+from dlrm.data.prepare.fingerprint import fingerprint
+from dlrm.data.prepare.raw_rows import in_batches, keep_transform
 from dlrm.data.schema import Meta
 
 ROOT = Path(__file__).parents[2]

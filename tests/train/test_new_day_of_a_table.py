@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dlrm.data.prepare.vocabulary import TextVocabulary, extend_vocabulary
 from dlrm.data.schema import Meta
-from dlrm.data.table.vocabulary import TextVocabulary, extend_vocabulary
 from dlrm.training.checkpoint import load_model
 
 ROWS, TRAIN = 400, 320

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dlrm.data.preprocess.parser import hex_strings
+from dlrm.data.prepare.criteo_rows import hex_strings
 from dlrm.data.preprocess.vocabulary import SCHEMA, UNSEEN, KeyIndex, open_vocabulary, read_known
 from dlrm.data.schema import Meta
 

@@ -18,9 +18,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from dlrm.data.prepare.criteo_rows import MISSING
+from dlrm.data.prepare.text_blocks import BlockReader, TextBlock
+from dlrm.data.prepare.workspace import Workspace
 from dlrm.data.preprocess.appending import append_ids
-from dlrm.data.preprocess.parser import MISSING
-from dlrm.data.preprocess.reader import RawBlock, RawFile
 from dlrm.data.preprocess.spill import SpilledBlock
 from dlrm.data.preprocess.vocabulary import (
     UNSEEN,
@@ -30,7 +31,6 @@ from dlrm.data.preprocess.vocabulary import (
     reuse_ids,
     sum_counts,
 )
-from dlrm.data.preprocess.workspace import Workspace
 from dlrm.data.schema import (
     CRITEO_CATEGORICAL,
     CRITEO_DENSE,
@@ -79,7 +79,7 @@ def parse_files(
     consumed: dict[str, int] = {}
     total_bytes = sum(path.stat().st_size for path in paths)
 
-    def spill(numbered: tuple[int, RawBlock]) -> tuple[SpilledBlock, int]:
+    def spill(numbered: tuple[int, TextBlock]) -> tuple[SpilledBlock, int]:
         index, block = numbered
         path = work / "blocks" / f"{index:06}.arrow"
         return SpilledBlock.of(block, path, transform), block.consumed
@@ -227,12 +227,12 @@ def write_splits(
 
 def _read(
     paths: Sequence[Path], limit: int | None, block_bytes: int, inputs: list[dict[str, Any]]
-) -> Iterator[RawBlock]:
+) -> Iterator[TextBlock]:
     """The blocks of all files; appends the record of each finished file to ``inputs``."""
     for path in paths:
         if limit == 0:
             return
-        file = RawFile(path)
+        file = BlockReader(path)
         for block in file.blocks(limit, block_bytes):
             yield block
             if limit is not None:

@@ -23,13 +23,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from dlrm.data.fingerprint import fingerprint
+from dlrm.data.prepare.fingerprint import fingerprint
+from dlrm.data.prepare.text_blocks import BAD_ROWS_KEPT, BLOCK_BYTES
+from dlrm.data.prepare.workspace import BAD_ROWS_FILE, Workspace
 from dlrm.data.preprocess.appending import NOTHING_TO_FORGET
 from dlrm.data.preprocess.passes import index_columns, parse_files, write_splits
-from dlrm.data.preprocess.reader import BAD_ROWS_KEPT, BLOCK_BYTES
 from dlrm.data.preprocess.spill import SpilledBlock
 from dlrm.data.preprocess.vocabulary import check_vocabularies
-from dlrm.data.preprocess.workspace import BAD_ROWS_FILE, Workspace
 from dlrm.data.schema import CRITEO_DENSE, META_FILE, Meta
 from dlrm.data.splits import split_by_days, split_by_shares
 from dlrm.utils.atomic import atomic_write

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from dlrm.data.preprocess.parser import COLUMNS, parse_block
-from dlrm.data.preprocess.reader import BadRow, RawBlock
+from dlrm.data.prepare.criteo_rows import COLUMNS, parse_block
+from dlrm.data.prepare.text_blocks import BadRow, TextBlock
 from dlrm.data.schema import CRITEO_CATEGORICAL
 from dlrm.utils.atomic import atomic_write
 
@@ -32,7 +32,7 @@ class SpilledBlock:
     first_bad: Sequence[BadRow]
 
     @classmethod
-    def of(cls, block: RawBlock, path: Path, transform: str) -> SpilledBlock:
+    def of(cls, block: TextBlock, path: Path, transform: str) -> SpilledBlock:
         """Parse ``block`` and write it to ``path``, unless an earlier run has already done so."""
         if not path.exists():
             _write(block, path, transform)
@@ -52,7 +52,7 @@ class SpilledBlock:
         return file.get_batch(0).column(0)
 
 
-def _write(block: RawBlock, path: Path, transform: str) -> None:
+def _write(block: TextBlock, path: Path, transform: str) -> None:
     batch, bad = parse_block(block, transform)
     if block.problem:
         bad.add(block.problem)

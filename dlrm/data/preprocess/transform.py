@@ -1,8 +1,8 @@
 """Raw Criteo rows to the columns of a prepared directory, for scoring: labels are not needed.
 
-This is the counterpart of :class:`dlrm.data.table.transform.TableTransform`, with the same
-``load`` and ``read``; :func:`dlrm.data.raw_rows.load_transform` picks the one that a directory
-has. What it needs lies in ``meta.json`` and ``vocabulary/``.
+This is the counterpart of :class:`dlrm.data.prepare.transform.TableTransform`, with the same
+``load`` and ``read``; :func:`dlrm.data.prepare.raw_rows.load_transform` picks the one that a
+directory has. What it needs lies in ``meta.json`` and ``vocabulary/``.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from dlrm.data.preprocess.parser import COLUMNS, MISSING, dense, hex_keys, parse_block
-from dlrm.data.preprocess.reader import BLOCK_BYTES, RawBlock, RawFile
+from dlrm.data.prepare.criteo_rows import COLUMNS, MISSING, dense, hex_keys, parse_block
+from dlrm.data.prepare.text_blocks import BLOCK_BYTES, BlockReader, TextBlock
+from dlrm.data.prepare.values import BadValue, decoded, is_text, numbers, shown
 from dlrm.data.preprocess.vocabulary import SCHEMA, KeyIndex, open_vocabulary, read_known
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, META_FILE, Meta
-from dlrm.data.table.values import BadValue, decoded, is_text, numbers, shown
 from dlrm.data.threads import map_in_order
 from dlrm.utils.cpus import cpu_count
 
@@ -93,7 +93,7 @@ class CriteoTransform:
         """Prepare parsed rows.
 
         Args:
-            parsed: what :func:`dlrm.data.preprocess.parser.parse_block` returned.
+            parsed: what :func:`dlrm.data.prepare.criteo_rows.parse_block` returned.
 
         Returns:
             label uint8, if there is one; I1 .. I13 float32; C1 .. C26 int32.
@@ -141,7 +141,7 @@ class CriteoTransform:
         skip_bad: bool = False,
         block_bytes: int = BLOCK_BYTES,
     ) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch, NDArray[np.int64]]]:
-        """As :meth:`dlrm.data.table.transform.TableTransform.read`, for logs of Criteo.
+        """As :meth:`dlrm.data.prepare.transform.TableTransform.read`, for logs of Criteo.
 
         Args:
             inputs: files as ``prepare_criteo.py`` takes them, or patterns; the label may be
@@ -161,7 +161,7 @@ class CriteoTransform:
             done += lines
 
     def _prepare(
-        self, block: tuple[RawBlock, bool], *, skip_bad: bool
+        self, block: tuple[TextBlock, bool], *, skip_bad: bool
     ) -> tuple[pa.RecordBatch, NDArray[np.int64], int]:
         """The rows of a block, where they are in it, and how many lines it has."""
         own, labelled = block
@@ -198,14 +198,14 @@ def _hex_column(array: pa.Array, name: str) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(texts.indices, pa.array(keys))
 
 
-def _blocks(path: Path, block_bytes: int) -> Iterator[tuple[RawBlock, bool]]:
+def _blocks(path: Path, block_bytes: int) -> Iterator[tuple[TextBlock, bool]]:
     """The blocks of a file, and whether its rows have a label; a label of 0 is put before others.
 
     Raises:
         ValueError: it is damaged or empty.
     """
     labelled = True
-    for block in RawFile(path).blocks(block_bytes=block_bytes):
+    for block in BlockReader(path).blocks(block_bytes=block_bytes):
         if block.problem:
             raise ValueError(f"{block.problem}; give a file that has rows")
         if block.first_line == 1:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dlrm.data.parquet import reason, whole_table
-from dlrm.data.preprocess.parser import MISSING, hex_keys, hex_strings
+from dlrm.data.prepare.criteo_rows import MISSING, hex_keys, hex_strings
 from dlrm.data.schema import META_FILE, Categorical, Meta
 
 # zstd with dictionaries: 43 bytes a row, 9 M rows/s read by a core; lz4: 54 bytes, 14 M rows/s.

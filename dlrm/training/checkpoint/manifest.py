@@ -101,7 +101,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderState:
-    """The position in the data; see :meth:`dlrm.data.criteo.CriteoLoader.state_dict`."""
+    """The position in the data; see :meth:`dlrm.data.loader.BatchLoader.state_dict`."""
 
     epoch: int
     position: int
@@ -140,7 +140,7 @@ class RunState:
     random: str | None = None
     """State of the random number generator in base64."""
     fingerprint: str | None = None
-    """Of the data; see :func:`dlrm.data.fingerprint.fingerprint`."""
+    """Of the data; see :func:`dlrm.data.prepare.fingerprint.fingerprint`."""
 
     def random_state(self) -> Tensor | None:
         """The state of the random number generator; None if there is none."""

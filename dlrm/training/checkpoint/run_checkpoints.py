@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlrm.data.criteo import CriteoLoader
+from dlrm.data.loader import BatchLoader
 from dlrm.distributed.world import World
 from dlrm.training import restarts, run_directory
 from dlrm.training.checkpoint.choice import best_known
@@ -73,7 +73,7 @@ class RunCheckpoints:
         self,
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        loader: CriteoLoader,
+        loader: BatchLoader,
         *,
         spec: Mapping[str, Any],
         config: Mapping[str, Any],

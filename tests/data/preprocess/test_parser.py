@@ -9,16 +9,23 @@ import pyarrow as pa
 import pytest
 from harness import Limits, Outcome, run_case
 
-from dlrm.data.preprocess import parser
-from dlrm.data.preprocess.parser import COLUMNS, MISSING, dense, hex_keys, hex_strings, parse_block
-from dlrm.data.preprocess.reader import BAD_ROWS_KEPT, RawBlock
+from dlrm.data.prepare import criteo_rows
+from dlrm.data.prepare.criteo_rows import (
+    COLUMNS,
+    MISSING,
+    dense,
+    hex_keys,
+    hex_strings,
+    parse_block,
+)
+from dlrm.data.prepare.text_blocks import BAD_ROWS_KEPT, TextBlock
 
 GOOD = ["1", *map(str, range(13)), *(f"{i:08x}" for i in range(26))]
 
 
-def block(*lines: bytes | list[str], end: bytes = b"\n") -> RawBlock:
+def block(*lines: bytes | list[str], end: bytes = b"\n") -> TextBlock:
     data = end.join(x if isinstance(x, bytes) else "\t".join(x).encode() for x in lines)
-    return RawBlock(path=Path("day_0"), first_line=11, lines=len(lines), data=data, consumed=0)
+    return TextBlock(path=Path("day_0"), first_line=11, lines=len(lines), data=data, consumed=0)
 
 
 def replaced(column: str, value: str) -> list[str]:
@@ -111,7 +118,7 @@ def test_nothing_but_bad_rows():
 
 def test_the_first_bad_rows_in_order_and_a_count_of_all(monkeypatch):
     """Also where the block is looked at in many pieces, which lines of any length may exceed."""
-    monkeypatch.setattr(parser, "PIECE_BYTES", 300)
+    monkeypatch.setattr(criteo_rows, "PIECE_BYTES", 300)
     kinds = [
         ("too few columns", b"1"),
         ("too many columns", b"\t" * 50),
@@ -134,7 +141,7 @@ def test_the_first_bad_rows_in_order_and_a_count_of_all(monkeypatch):
 def test_a_block_of_bad_rows_takes_memory_like_the_block(line):
     """Not an object for each of 4 million rows."""
     lines = (4 << 20) // len(line)
-    data = RawBlock(path=Path("x"), first_line=1, lines=lines, data=line * lines, consumed=0)
+    data = TextBlock(path=Path("x"), first_line=1, lines=lines, data=line * lines, consumed=0)
 
     def run():
         batch, bad = parse_block(data)

@@ -9,13 +9,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tsv import plain_rows, same
 
-from dlrm.data.preprocess.parser import MISSING, parse_block
-from dlrm.data.preprocess.reader import RawBlock, RawFile
+from dlrm.data.prepare.criteo_rows import MISSING, parse_block
+from dlrm.data.prepare.text_blocks import BlockReader, TextBlock
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
 
-ANY = st.text(st.characters(exclude_characters="\n"), max_size=12).map(str.encode) | st.binary(
-    max_size=6
-)
+LETTERS = st.characters(codec="utf-8", exclude_characters="\n")
+ANY = st.text(LETTERS, max_size=12).map(str.encode) | st.binary(max_size=6)
 NUMBERS = st.one_of(
     st.just(""),
     st.integers(-(10**25), 10**25).map(str),
@@ -73,7 +72,7 @@ def agree(found, data):
 @example(b"0\t" + b"9" * 5000 + b"\t" * 38 + b"\n\n\n")
 def test_a_block_is_parsed_as_by_a_plain_reader(data):
     lines = data.count(b"\n") + (not data.endswith(b"\n") and bool(data))
-    block = RawBlock(path=Path("raw"), first_line=1, lines=lines, data=data, consumed=0)
+    block = TextBlock(path=Path("raw"), first_line=1, lines=lines, data=data, consumed=0)
     agree(parsed([block] if data else []), data)
 
 
@@ -90,7 +89,7 @@ def test_blocks_end_anywhere(tmp_path_factory, compression, data, size, cut):
     path = tmp_path_factory.getbasetemp() / f"raw {compression}"
     path.write_bytes(packed)
     if max(map(len, data.split(b"\n"))) + 1 < size:
-        blocks = [block for block in RawFile(path).blocks(block_bytes=size) if block.data]
+        blocks = [block for block in BlockReader(path).blocks(block_bytes=size) if block.data]
         assert b"".join(block.data for block in blocks) == data
         agree(parsed(blocks), data)
 

@@ -20,11 +20,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dlrm.data.criteo import CriteoLoader
+from dlrm.data.loader import BatchLoader
+from dlrm.data.prepare.workspace import Workspace
 from dlrm.data.preprocess import passes
 from dlrm.data.preprocess import pipeline as prepare_module
 from dlrm.data.preprocess.pipeline import Options, prepare, split_rows
-from dlrm.data.preprocess.workspace import Workspace
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, SPLITS, Meta
 
 ROOT = Path(__file__).parents[3]
@@ -266,7 +266,7 @@ def test_a_flipped_bit_in_the_results_is_found(shared, tmp_path):
         damaged[start + column.total_compressed_size - 1] ^= 1
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=f"column '{column.path_in_schema}' cannot be read"):
-            list(CriteoLoader(tmp_path, "train", batch_size=100))
+            list(BatchLoader(tmp_path, "train", batch_size=100))
 
 
 def test_row_groups_are_of_one_size(raw, tmp_path, monkeypatch):

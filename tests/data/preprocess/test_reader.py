@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from dlrm.data.preprocess.reader import RawFile
+from dlrm.data.prepare.text_blocks import BlockReader
 
 LINES = b"".join(b"line %d of the file\n" % i for i in range(1, 5001))
 
@@ -29,7 +29,7 @@ def zstd_frames(data: bytes) -> bytes:
 @pytest.mark.parametrize("block_bytes", [1000, 10_000, 1 << 20])
 def test_blocks_are_whole_lines_of_any_compression(tmp_path, compress, block_bytes):
     path = write(tmp_path / "raw", compress(LINES))
-    file = RawFile(path)
+    file = BlockReader(path)
     blocks = list(file.blocks(block_bytes=block_bytes))
     assert b"".join(block.data for block in blocks) == LINES
     line = 1
@@ -45,7 +45,7 @@ def test_blocks_are_whole_lines_of_any_compression(tmp_path, compress, block_byt
 
 def test_cuts_do_not_depend_on_compression(tmp_path):
     cuts = [
-        [block.data for block in RawFile(write(tmp_path / "raw", data)).blocks(block_bytes=700)]
+        [block.data for block in BlockReader(write(tmp_path / "raw", data)).blocks(block_bytes=700)]
         for data in (LINES, gzip.compress(LINES), gzip_members(LINES), zstd_frames(LINES))
     ]
     assert all(cut == cuts[0] for cut in cuts)
@@ -54,7 +54,7 @@ def test_cuts_do_not_depend_on_compression(tmp_path):
 @pytest.mark.parametrize("limit", [1, 7, 4999, 5000, 5001])
 @pytest.mark.parametrize("block_bytes", [1000, 1 << 20])
 def test_limit_and_checksum_of_the_whole_file(tmp_path, limit, block_bytes):
-    file = RawFile(write(tmp_path / "raw", LINES))
+    file = BlockReader(write(tmp_path / "raw", LINES))
     blocks = list(file.blocks(limit, block_bytes))
     assert b"".join(block.data for block in blocks) == b"".join(
         LINES.splitlines(keepends=True)[:limit]
@@ -64,14 +64,14 @@ def test_limit_and_checksum_of_the_whole_file(tmp_path, limit, block_bytes):
 
 
 def test_last_line_needs_no_line_end(tmp_path):
-    (block,) = RawFile(write(tmp_path / "raw", b"one\ntwo")).blocks()
+    (block,) = BlockReader(write(tmp_path / "raw", b"one\ntwo")).blocks()
     assert (block.data, block.lines) == (b"one\ntwo", 2)
 
 
 @pytest.mark.parametrize("compress", [bytes, gzip.compress])
 def test_empty_file(tmp_path, compress):
     path = write(tmp_path / "raw", compress(b""))
-    (block,) = RawFile(path).blocks()
+    (block,) = BlockReader(path).blocks()
     assert str(block.problem) == f"{path}: the file is empty"
     assert (block.problem.kind, block.lines) == ("empty file", 0)
 
@@ -84,8 +84,8 @@ def test_a_truncated_file_is_refused_at_any_limit(tmp_path, compress):
     data = compress(LINES)
     path = write(tmp_path / "raw", data[: len(data) * 3 // 4])
     with pytest.raises(ValueError, match=f"^{path}: .* {DAMAGED}"):
-        list(RawFile(path).blocks(block_bytes=10_000))
-    file = RawFile(path)
+        list(BlockReader(path).blocks(block_bytes=10_000))
+    file = BlockReader(path)
     assert len(list(file.blocks(10, block_bytes=1000))) == 1
     with pytest.raises(ValueError, match=DAMAGED):
         file.sha256()
@@ -98,7 +98,7 @@ def test_no_row_of_a_damaged_gzip_is_silently_wrong(tmp_path, bit):
         gzip.compress(LINES[:2000], mtime=0) + gzip.compress(LINES[2000:4000], mtime=0)
     )
     data[bit // 8 + 2] ^= 1 << bit % 8  # the first two bytes say that it is gzip
-    file, read = RawFile(write(tmp_path / "raw", bytes(data))), b""
+    file, read = BlockReader(write(tmp_path / "raw", bytes(data))), b""
     try:
         read = b"".join(block.data for block in file.blocks())
     except ValueError:
@@ -113,17 +113,17 @@ def test_a_damaged_member_is_named_by_its_number_and_place(tmp_path):
     whole[-6] ^= 1  # in the checksum
     message = rf"gzip member 3, from byte {start:,} on, is damaged .*incorrect data check"
     with pytest.raises(ValueError, match=message):
-        list(RawFile(write(tmp_path / "raw", bytes(whole))).blocks())
+        list(BlockReader(write(tmp_path / "raw", bytes(whole))).blocks())
 
 
 def test_garbage_after_the_last_member_is_refused(tmp_path):
     whole = gzip.compress(LINES)
     path = write(tmp_path / "raw", whole + bytes(10) + b"garbage")
     with pytest.raises(ValueError, match=rf"member 2, from byte {len(whole) + 10:,} on, is dam"):
-        list(RawFile(path).blocks())
+        list(BlockReader(path).blocks())
 
 
 def test_no_line_end(tmp_path):
     path = write(tmp_path / "raw", bytes(2000))
     with pytest.raises(ValueError, match=r"raw: no line end in 1,000 bytes.*unpack archives"):
-        list(RawFile(path).blocks(block_bytes=1000))
+        list(BlockReader(path).blocks(block_bytes=1000))

@@ -3,7 +3,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from dlrm.data.preprocess.parser import MISSING
+from dlrm.data.prepare.criteo_rows import MISSING
 from dlrm.data.preprocess.vocabulary import assign_ids, look_up, sum_counts
 
 

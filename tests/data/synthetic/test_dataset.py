@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dlrm.data import synthetic
-from dlrm.data.criteo import CriteoLoader
+from dlrm.data.loader import BatchLoader
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, KAGGLE_CARDINALITIES, Meta
 from dlrm.data.synthetic import dataset
 from dlrm.data.synthetic.distributions import (
@@ -111,7 +111,7 @@ def test_a_flipped_bit_is_found(tmp_path):
     damaged[column.dictionary_page_offset + column.total_compressed_size - 1] ^= 1
     path.write_bytes(damaged)
     with pytest.raises(ValueError, match="row group 0, column 'I5' cannot be read"):
-        list(CriteoLoader(tmp_path / "data", "train", batch_size=100))
+        list(BatchLoader(tmp_path / "data", "train", batch_size=100))
 
 
 def test_same_arguments_give_the_same_bytes(tmp_path, monkeypatch):

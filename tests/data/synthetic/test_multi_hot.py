@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dlrm.data import synthetic
-from dlrm.data.criteo import CriteoLoader
+from dlrm.data.loader import BatchLoader
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import MLPERF_BAG_SIZES, TERABYTE_CARDINALITIES, Categorical, Meta
 from dlrm.data.synthetic.multi_hot import convert, draw_bags
@@ -79,7 +79,7 @@ def test_synthetic_bags_add_to_the_one_hot_ids(tmp_path, script):
             seed=0,
         )
         np.testing.assert_array_equal(bag, expected)
-    batch = next(iter(CriteoLoader(tmp_path / "bags", "train", batch_size=64)))
+    batch = next(iter(BatchLoader(tmp_path / "bags", "train", batch_size=64)))
     assert batch.bag_sizes == MLPERF_BAG_SIZES
     assert batch.ids.shape == (64 * 214,)
 
@@ -108,7 +108,7 @@ def test_prepared_rows_get_bags(tmp_path, script):
             expected = draw_bags(ids, 50, SIZES[feature], feature=feature, seed=7)
             np.testing.assert_array_equal(bag, expected)
         left, right = (
-            CriteoLoader(tmp_path / name, split, batch_size=500) for name in ("flat", "bags")
+            BatchLoader(tmp_path / name, split, batch_size=500) for name in ("flat", "bags")
         )
         for a, b in zip(left, right, strict=True):
             assert torch.equal(a.dense, b.dense)

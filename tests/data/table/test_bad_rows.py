@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dlrm.data.table import bad_rows, infer, passes
-from dlrm.data.table.options import build_options
-from dlrm.data.table.pipeline import open_and_plan, prepare_table
-from dlrm.data.table.transform import TableTransform
+from dlrm.data.prepare import bad_rows, infer, passes
+from dlrm.data.prepare.column_options import build_options
+from dlrm.data.prepare.pipeline import open_and_plan, prepare_table
+from dlrm.data.prepare.transform import TableTransform
 from scripts import prepare_table as program
 
 OPTIONS = {

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dlrm.data.table import infer
-from dlrm.data.table.options import build_options, read_options
-from dlrm.data.table.pipeline import open_and_plan, prepare_table
-from dlrm.data.table.transform import TableTransform
+from dlrm.data.prepare import infer
+from dlrm.data.prepare.column_options import build_options, read_options
+from dlrm.data.prepare.pipeline import open_and_plan, prepare_table
+from dlrm.data.prepare.transform import TableTransform
 
 GOOD = ["label,price,city"] + [f"{i % 2},{i}.5,{'abc'[i % 3]}" for i in range(300)]
 
@@ -189,7 +189,7 @@ def test_an_options_file_that_is_no_yaml(tmp_path, run):
 
 
 def test_a_damaged_transform(tmp_path):
-    from dlrm.data.table.transform import TableTransform
+    from dlrm.data.prepare.transform import TableTransform
 
     with pytest.raises(FileNotFoundError, match=r"transform.json does not exist"):
         TableTransform.load(tmp_path)

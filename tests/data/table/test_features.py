@@ -8,13 +8,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dlrm.data.prepare import numbers
+from dlrm.data.prepare.column_options import build_options
+from dlrm.data.prepare.infer import format_plan
+from dlrm.data.prepare.numbers import Scaling, bucket_edges, bucket_numbers, fit_scaling, summarise
+from dlrm.data.prepare.pipeline import open_and_plan, prepare_table
+from dlrm.data.prepare.transform import TableTransform
 from dlrm.data.schema import SPLITS, Meta
-from dlrm.data.table import numbers
-from dlrm.data.table.infer import format_plan
-from dlrm.data.table.numbers import Scaling, bucket_edges, bucket_numbers, fit, summarise
-from dlrm.data.table.options import build_options
-from dlrm.data.table.pipeline import open_and_plan, prepare_table
-from dlrm.data.table.transform import TableTransform
 
 NAN = float("nan")
 
@@ -113,14 +113,14 @@ def test_scalings():
         "robust": np.arcsinh((x - middle) / (high - low)),
     }
     for name, values in expected.items():
-        found = fit(name, summary).apply(x)
+        found = fit_scaling(name, summary).apply(x)
         assert found.dtype == np.float32
         missing = np.log(3) if name == "log3" else 0  # as in the preparation of Criteo
         assert found == pytest.approx(np.nan_to_num(values, nan=missing), rel=1e-5)
-    assert fit("auto", summary).transform == "robust"
+    assert fit_scaling("auto", summary).transform == "robust"
     usual = rng.normal(size=1000)
-    assert fit("auto", summarise([usual], 1000)).transform == "none"
-    assert fit("auto", summarise([usual * 0.01], 1000)).transform == "robust"
+    assert fit_scaling("auto", summarise([usual], 1000)).transform == "none"
+    assert fit_scaling("auto", summarise([usual * 0.01], 1000)).transform == "robust"
     assert Scaling(transform="log").apply(np.array([-5.0, NAN])).tolist() == [0, 0]
     assert np.isfinite(Scaling(transform="none").apply(np.array([1e300]))).all()
 
@@ -129,7 +129,7 @@ def test_scalings():
 @pytest.mark.parametrize("values", [[7.0] * 50, [0.0] * 49 + [5.0], [1e30] * 50, [NAN] * 50])
 def test_numbers_without_a_spread(transform, values):
     x = np.array(values)
-    assert np.isfinite(fit(transform, summarise([x], len(x))).apply(x)).all()
+    assert np.isfinite(fit_scaling(transform, summarise([x], len(x))).apply(x)).all()
 
 
 def test_quantiles_of_many_rows_are_those_of_a_part(monkeypatch):

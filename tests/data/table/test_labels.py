@@ -4,11 +4,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dlrm.data.table.codes import labels
-from dlrm.data.table.infer import format_plan
-from dlrm.data.table.options import build_options
-from dlrm.data.table.pipeline import open_and_plan, options_as_yaml, prepare_table
-from dlrm.data.table.transform import TableTransform
+from dlrm.data.prepare.codes import labels
+from dlrm.data.prepare.column_options import build_options
+from dlrm.data.prepare.infer import format_plan
+from dlrm.data.prepare.pipeline import open_and_plan, options_as_yaml, prepare_table
+from dlrm.data.prepare.transform import TableTransform
 from dlrm.utils.documents import read_yaml
 
 
@@ -82,7 +82,7 @@ def test_a_third_value_in_the_first_rows_is_refused_with_counts(tmp_path, form):
 
 
 def test_a_third_value_later_on_names_its_row_or_is_skipped(tmp_path, monkeypatch):
-    monkeypatch.setattr("dlrm.data.table.infer.SAMPLE_BYTES", 200)
+    monkeypatch.setattr("dlrm.data.prepare.infer.SAMPLE_BYTES", 200)
     path = write(tmp_path, ["yes", "no", "no"] * 100 + ["perhaps", "yes", "no"])
     message = (
         r"row 301, column 'bought': the value is 'perhaps'; it must be 'yes' \(counts as 1\) or "

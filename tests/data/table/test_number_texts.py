@@ -6,12 +6,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dlrm.data.table.infer import format_plan
-from dlrm.data.table.kinds import find_kind
-from dlrm.data.table.options import build_options
-from dlrm.data.table.pipeline import open_and_plan, options_as_yaml, prepare_table
-from dlrm.data.table.transform import TableTransform
-from dlrm.data.table.values import BadValue, numbers
+from dlrm.data.prepare.column_options import build_options
+from dlrm.data.prepare.infer import format_plan
+from dlrm.data.prepare.kinds import find_kind
+from dlrm.data.prepare.pipeline import open_and_plan, options_as_yaml, prepare_table
+from dlrm.data.prepare.transform import TableTransform
+from dlrm.data.prepare.values import BadValue, numbers
 
 EVERYTHING = {"split": {"train": 1, "val": 0, "test": 0}, "transform": "none"}
 

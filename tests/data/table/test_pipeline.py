@@ -13,14 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dlrm.data.criteo import CriteoLoader
 from dlrm.data.frequencies import read_frequencies
+from dlrm.data.loader import BatchLoader
+from dlrm.data.prepare import passes
+from dlrm.data.prepare.column_options import build_options
+from dlrm.data.prepare.pipeline import open_and_plan, open_later_rows, prepare_table
+from dlrm.data.prepare.transform import TableTransform
 from dlrm.data.preprocess import pipeline as criteo
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, SPLITS
-from dlrm.data.table import passes
-from dlrm.data.table.options import build_options
-from dlrm.data.table.pipeline import open_and_plan, open_later_rows, prepare_table
-from dlrm.data.table.transform import TableTransform
 
 BLOCK = 4_000  # bytes, some 60 rows
 SHARES = {"train": "0.7", "val": "0.1", "test": "0.2"}
@@ -130,7 +130,7 @@ def test_every_value(prepared):
 
 def test_the_result_trains_as_criteo_does(prepared):
     directory, rows, meta = prepared
-    batches = list(CriteoLoader(directory / "out", "train", batch_size=64, shuffle=True))
+    batches = list(BatchLoader(directory / "out", "train", batch_size=64, shuffle=True))
     assert sum(batch.size for batch in batches) == 280
     city = next(column for column in meta.categorical if column.name == "city")
     counts = read_frequencies(directory / "out", meta)[meta.tables.index("city")]

@@ -4,8 +4,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dlrm.data.table import vocabulary
-from dlrm.data.table.vocabulary import make_vocabulary, merge_counts
+from dlrm.data.prepare import vocabulary
+from dlrm.data.prepare.vocabulary import make_vocabulary, merge_counts
 
 
 @pytest.mark.parametrize("collide", [False, True])

@@ -5,10 +5,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dlrm.data.criteo import CriteoLoader
-from dlrm.data.table.options import build_options
-from dlrm.data.table.pipeline import open_and_plan, prepare_table
-from dlrm.data.table.transform import TableTransform
+from dlrm.data.loader import BatchLoader
+from dlrm.data.prepare.column_options import build_options
+from dlrm.data.prepare.pipeline import open_and_plan, prepare_table
+from dlrm.data.prepare.transform import TableTransform
 
 
 def write_table(path, rows=3000, lists=False):
@@ -43,7 +43,7 @@ def test_every_sample_has_its_weight(tmp_path, lists, device):
     assert "weight" not in meta.dense
     mean = columns["weight"][:2400].mean()
     assert TableTransform.load(tmp_path / "out").mean_weight == pytest.approx(mean)
-    loader = CriteoLoader(tmp_path / "out", "train", batch_size=128, shuffle=True, device=device)
+    loader = BatchLoader(tmp_path / "out", "train", batch_size=128, shuffle=True, device=device)
     seen = 0
     for batch in loader:
         rows = batch.dense[meta.dense.index("row")].long().cpu().numpy()

@@ -19,10 +19,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dlrm.data.parquet import read_footer
-from dlrm.data.preprocess.reader import BLOCK_BYTES, RawFile
-from dlrm.data.table.options import TableOptions
-from dlrm.data.table.text import CsvPart, JsonPart, csv_row_end
-from dlrm.data.table.values import BadRow
+from dlrm.data.prepare.column_options import TableOptions
+from dlrm.data.prepare.text_blocks import BLOCK_BYTES, BlockReader
+from dlrm.data.prepare.text_formats import CsvPart, JsonPart, csv_row_end
+from dlrm.data.prepare.values import BadRow
 from dlrm.utils.messages import did_you_mean
 
 PARQUET_ROWS = 1 << 16  # of a part
@@ -68,7 +68,7 @@ Part = CsvPart | JsonPart | ParquetPart
 
 
 @dataclass(kw_only=True)
-class TableFile:
+class RawFile:
     """One file of a table."""
 
     path: Path
@@ -84,7 +84,7 @@ class TableFile:
     """Known when all rows of a text have been read."""
 
     @classmethod
-    def open(cls, path: Path, options: TableOptions) -> TableFile:
+    def open(cls, path: Path, options: TableOptions) -> RawFile:
         """Look at the beginning of a file.
 
         Raises:
@@ -114,7 +114,7 @@ class TableFile:
         if self.format == "parquet":
             yield from self._row_groups()
             return
-        file = RawFile(self.path)
+        file = BlockReader(self.path)
         row_end = csv_row_end(self.delimiter) if self.format == "csv" and self.quotes else None
         skip = self.header
         for block in file.blocks(block_bytes=block_bytes, row_end=row_end):
@@ -189,13 +189,13 @@ def find_files(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
     return found
 
 
-def open_table(paths: Sequence[Path], options: TableOptions) -> list[TableFile]:
+def open_table(paths: Sequence[Path], options: TableOptions) -> list[RawFile]:
     """Open the files of one table.
 
     Raises:
         ValueError: they differ in format or columns, or one is damaged.
     """
-    files = [TableFile.open(path, options) for path in paths]
+    files = [RawFile.open(path, options) for path in paths]
     first = files[0]
     for other in files[1:]:
         if other.format != first.format:
@@ -242,13 +242,13 @@ def _format(path: Path) -> str:
         start = file.read(4)
     if start == b"PAR1":
         return "parquet"
-    start = RawFile(path).start(64).removeprefix(codecs.BOM_UTF8)
+    start = BlockReader(path).start(64).removeprefix(codecs.BOM_UTF8)
     return "json" if start.lstrip()[:1] == b"{" else "csv"
 
 
-def _open_csv(path: Path, options: TableOptions) -> TableFile:
+def _open_csv(path: Path, options: TableOptions) -> RawFile:
     """The delimiter and the names of a CSV."""
-    start = RawFile(path).start(1 << 16)
+    start = BlockReader(path).start(1 << 16)
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError(
             f"{path} is UTF-16; convert it to UTF-8, for example with iconv -f UTF-16 -t UTF-8"
@@ -285,7 +285,7 @@ def _open_csv(path: Path, options: TableOptions) -> TableFile:
                 f"{path}: the first line holds numbers ({line[:40]}), not the names of columns; "
                 "list them with names: in the YAML"
             )
-    return TableFile(
+    return RawFile(
         path=path,
         format="csv",
         names=names,
@@ -297,14 +297,14 @@ def _open_csv(path: Path, options: TableOptions) -> TableFile:
 
 def _require_lines(path: Path) -> None:
     """Raise if a JSON file is one array, as many programs write."""
-    if RawFile(path).start(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
+    if BlockReader(path).start(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
         raise ValueError(
             f"{path} is one JSON array; write each of its entries on a line of its own, for "
             "example with jq -c '.[]'"
         )
 
 
-def no_header_hint(file: TableFile) -> str:
+def no_header_hint(file: RawFile) -> str:
     """The end of a message on an unknown column: a name that is a number may be of a row."""
     if not file.header or not any(map(_is_number, file.names)):
         return ""

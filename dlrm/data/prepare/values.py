@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from dlrm.data.table.number_texts import Marks, find_marks
-from dlrm.data.table.vocabulary import hash_values
+from dlrm.data.prepare.number_texts import Marks, find_marks
+from dlrm.data.prepare.vocabulary import hash_values
 
 NUMBER_MISSING = (
     "", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "-nan", "NULL", "null", "None", "none", "\\N",

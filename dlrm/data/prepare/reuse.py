@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dlrm.data.preprocess.workspace import Workspace
+from dlrm.data.prepare.column_options import ColumnOptions, SplitOptions
+from dlrm.data.prepare.columns import Column, ColumnPlan, Feature
+from dlrm.data.prepare.files import RawFile
+from dlrm.data.prepare.passes import Block, Learner
+from dlrm.data.prepare.splitting import Splitter
+from dlrm.data.prepare.transform import TableTransform
+from dlrm.data.prepare.vocabulary import extend_vocabulary
+from dlrm.data.prepare.workspace import Workspace
 from dlrm.data.schema import Meta
-from dlrm.data.table.columns import Column, Feature, TablePlan
-from dlrm.data.table.files import TableFile
-from dlrm.data.table.options import ColumnOptions, SplitOptions
-from dlrm.data.table.passes import Block, Learner
-from dlrm.data.table.splitting import Splitter
-from dlrm.data.table.transform import TableTransform
-from dlrm.data.table.vocabulary import extend_vocabulary
 from dlrm.data.threads import map_in_order
 from dlrm.utils.messages import did_you_mean
 
 
 def plan_of_later_rows(
-    known: TablePlan, files: Sequence[TableFile], split: SplitOptions
-) -> tuple[TablePlan, list[str]]:
+    known: ColumnPlan, files: Sequence[RawFile], split: SplitOptions
+) -> tuple[ColumnPlan, list[str]]:
     """What the columns of a table are, if they are to become the features of an earlier one.
 
     Args:
@@ -49,7 +49,7 @@ def plan_of_later_rows(
             )
         own = ColumnOptions(kind="split")
         columns.append(Column(name=split.column, found="text", why="given", options=own))
-    plan = TablePlan(options=replace(known.options, split=split), columns=tuple(columns))
+    plan = ColumnPlan(options=replace(known.options, split=split), columns=tuple(columns))
     for file in files:
         for name in plan.needed if file.names else ():  # rows of JSON may leave out names
             if name not in file.names:

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from dlrm.data.table.number_texts import PLAIN, Marks, find_marks
-from dlrm.data.table.values import (
+from dlrm.data.prepare.number_texts import PLAIN, Marks, find_marks
+from dlrm.data.prepare.values import (
     DAY,
     MISSING_TIME,
     NUMBER_MISSING,
@@ -37,7 +37,7 @@ ID_NAME = re.compile(r"(^|_|[a-z](?=I))(id|ids|uuid|guid|code|zip|hash)$", re.IG
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class InferredKind:
     """What the first rows tell of a column."""
 
     kind: str
@@ -65,7 +65,7 @@ class NoFeatureError(ValueError):
         )
 
 
-def find_kind(name: str, sample: pa.Array, untyped: bool) -> Found:
+def find_kind(name: str, sample: pa.Array, untyped: bool) -> InferredKind:
     """The kind of a column that the options say nothing of.
 
     Args:
@@ -80,41 +80,43 @@ def find_kind(name: str, sample: pa.Array, untyped: bool) -> Found:
     if is_list(kind):
         entries = kind.value_type
         if is_text(entries) or pa.types.is_integer(entries):
-            return Found(kind="list", why=f"lists of {entries}")
+            return InferredKind(kind="list", why=f"lists of {entries}")
         raise NoFeatureError({name: f"{kind}, and a list holds texts or integers"})
     if pa.types.is_nested(kind):
         raise NoFeatureError({name: f"{kind}, whose fields are to be taken apart first"})
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
-        return Found(kind="time", why="times")
+        return InferredKind(kind="time", why="times")
     if pa.types.is_boolean(kind):
-        return Found(kind="category", why="false or true")
+        return InferredKind(kind="category", why="false or true")
     if pa.types.is_integer(kind):
         return _find_integer(name, sample)
     if untyped and pa.types.is_floating(kind) and _beyond_integers(sample):
-        return Found(kind="category", why=f"integers of 16 digits and more{_repeats(sample)}")
+        return InferredKind(
+            kind="category", why=f"integers of 16 digits and more{_repeats(sample)}"
+        )
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind) or pa.types.is_time(kind):
-        return Found(kind="number", why="numbers")
+        return InferredKind(kind="number", why="numbers")
     if kind == pa.null():
-        return Found(kind="category", why="no value in the first rows")
+        return InferredKind(kind="category", why="no value in the first rows")
     if is_text(kind) or pa.types.is_binary(kind):
         if is_text(kind) and _moments(sample) is not None:
-            return Found(kind="time", why="texts that are times")
+            return InferredKind(kind="time", why="texts that are times")
         if untyped and is_text(kind) and (found := find_written_number(name, sample)):
             return found
         if untyped and is_text(kind) and (odd := _odd_number(name, sample)):
-            return Found(kind="number", why=f"numbers, but for {odd}")
+            return InferredKind(kind="number", why=f"numbers, but for {odd}")
         if is_text(kind) and (separator := find_separator(sample)):
-            return Found(kind="list", why=f"texts with {separator!r} between entries")
+            return InferredKind(kind="list", why=f"texts with {separator!r} between entries")
         distinct = pc.count_distinct(sample).as_py()
         often = f"{distinct:,} value{'s' * (distinct != 1)} in {len(sample):,} rows"
         often += _repeats(sample)
         if is_text(kind) and pc.all(pc.match_substring_regex(sample, LIKE_DATES)).as_py():
             often += "; if these are times, set kind: time and format:, as in strptime"
-        return Found(kind="category", why=f"texts, {often}")
+        return InferredKind(kind="category", why=f"texts, {often}")
     raise NoFeatureError({name: str(kind)})
 
 
-def _find_integer(name: str, sample: pa.Array) -> Found:
+def _find_integer(name: str, sample: pa.Array) -> InferredKind:
     """Integers are ids if the name says so or if there are few, and else numbers.
 
     Raises:
@@ -130,14 +132,14 @@ def _find_integer(name: str, sample: pa.Array) -> Found:
                 {name: f"it counts the rows: {first}, ..., which says nothing about new rows"}
             )
     if ID_NAME.search(name):
-        return Found(kind="category", why=f"integers, by its name{_repeats(sample)}")
+        return InferredKind(kind="category", why=f"integers, by its name{_repeats(sample)}")
     if len(sample) >= ENOUGH_ROWS and distinct <= FEW_VALUES:
         why = f"integers, only {distinct} value{'s' * (distinct != 1)}{_repeats(sample)}"
-        return Found(kind="category", why=why)
+        return InferredKind(kind="category", why=why)
     hint = _like_times(present)
     if not hint and MANY_VALUES <= distinct <= len(present) / 2:
         hint = f", {distinct:,} values; if these are ids, set category"
-    return Found(kind="number", why=f"integers{hint}")
+    return InferredKind(kind="number", why=f"integers{hint}")
 
 
 def _beyond_integers(sample: pa.Array) -> bool:
@@ -170,7 +172,7 @@ def _like_times(present: pa.Array) -> str:
     return ""
 
 
-def find_written_number(name: str, texts: pa.Array) -> Found | None:
+def find_written_number(name: str, texts: pa.Array) -> InferredKind | None:
     """The kind of a column of numbers such as ``3,14`` or ``1.234,5``; None if it has others."""
     texts = _present(texts)
     many = pc.count_distinct(texts).as_py() > FEW_VALUES
@@ -179,10 +181,10 @@ def find_written_number(name: str, texts: pa.Array) -> Found | None:
         return None
     if found.marks is None:
         why = f"texts such as {shown(found.example)}; if these are numbers, set {{kind: number, "
-        return Found(kind="category", why=why + 'decimal: ","}, or thousands: ","')
+        return InferredKind(kind="category", why=why + 'decimal: ","}, or thousands: ","')
     why = f"numbers such as {shown(found.example)}: {found.marks}"
     why += f", but for {shown(found.odd)}" if found.odd is not None else ""
-    return Found(kind="number", why=why, marks=found.marks)
+    return InferredKind(kind="number", why=why, marks=found.marks)
 
 
 def _present(texts: pa.Array) -> pa.Array:

@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dlrm.data.preprocess.reader import BAD_ROWS_KEPT
-from dlrm.data.table.values import BadRow
+from dlrm.data.prepare.text_blocks import BAD_ROWS_KEPT
+from dlrm.data.prepare.values import BadRow
 
 CHUNK = 256  # rows that are searched at a time once a part has a bad row
 Result = TypeVar("Result")

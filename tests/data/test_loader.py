@@ -12,10 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from dlrm.data import criteo, shuffle
+from dlrm.data import loader as loader_module
+from dlrm.data import shuffle
 from dlrm.data.batch import Batch
-from dlrm.data.criteo import CriteoLoader
 from dlrm.data.device_shuffle import DeviceShuffleBuffer
+from dlrm.data.loader import BatchLoader
 from dlrm.data.schema import Categorical, Meta, Split
 from dlrm.training.prefetch import NoPrefetcher
 
@@ -84,7 +85,7 @@ def same(left, right):
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 7, 64, 100, 999, 1000, 4096])
 def test_batches_hold_the_columns_of_the_file(data, batch_size, shuffle):
-    loader = CriteoLoader(data, "train", batch_size=batch_size, shuffle=shuffle, window=3)
+    loader = BatchLoader(data, "train", batch_size=batch_size, shuffle=shuffle, window=3)
     batches, source = list(loader), columns()
     assert len(batches) == len(loader) == -(-ROWS // batch_size)
     assert all(batch.size == batch_size for batch in batches[:-1])
@@ -109,7 +110,7 @@ def test_batches_hold_the_columns_of_the_file(data, batch_size, shuffle):
 def test_order_depends_on_seed_and_epoch_alone(data):
     def order(epoch=0, **options):
         options = {"seed": 1, "batch_size": 100, "shuffle": True, **options}
-        loader = CriteoLoader(data, "train", **options)
+        loader = BatchLoader(data, "train", **options)
         loader.set_epoch(epoch)
         return rows(loader)
 
@@ -124,7 +125,7 @@ def test_order_depends_on_seed_and_epoch_alone(data):
 @pytest.mark.parametrize("window", [1, 3])
 def test_rows_of_one_row_group_come_in_another_order_in_every_epoch(tmp_path, window):
     write(tmp_path, columns(), files=1, row_group_size=ROWS)
-    loader = CriteoLoader(tmp_path, "train", batch_size=100, shuffle=True, window=window)
+    loader = BatchLoader(tmp_path, "train", batch_size=100, shuffle=True, window=window)
     orders = []
     for epoch in range(3):
         loader.set_epoch(epoch)
@@ -134,7 +135,7 @@ def test_rows_of_one_row_group_come_in_another_order_in_every_epoch(tmp_path, wi
 
 
 def test_window_mixes_row_groups(data):
-    loader = CriteoLoader(data, "train", batch_size=ROWS, shuffle=True, window=4)
+    loader = BatchLoader(data, "train", batch_size=ROWS, shuffle=True, window=4)
     (batch,) = loader
     groups = (batch.dense[0].numpy() % 500 // 64).astype(int) + 8 * (batch.dense[0].numpy() >= 500)
     first = sorted(set(groups[:200]))
@@ -152,7 +153,7 @@ def test_large_row_groups_are_dealt_in_runs(tmp_path, monkeypatch):
         Categorical(name="H1", cardinality=90, multi_hot=True),
     ]
     write(tmp_path, {**source, "H1": lists}, categorical=tables, row_group_size=6000)
-    loader = CriteoLoader(tmp_path, "train", batch_size=2100, shuffle=True)
+    loader = BatchLoader(tmp_path, "train", batch_size=2100, shuffle=True)
     batches = list(loader)
     order = np.array(rows(batches))
     np.testing.assert_array_equal(np.sort(order), np.arange(count))
@@ -172,9 +173,9 @@ def test_large_row_groups_are_dealt_in_runs(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("world_size", "batch_size"), [(2, 64), (3, 50), (5, 33), (3, 333)])
 def test_ranks_share_every_global_batch(data, world_size, batch_size, drop_last):
     options = {"shuffle": True, "window": 3, "drop_last": drop_last}
-    whole = CriteoLoader(data, "train", batch_size=world_size * batch_size, **options)
+    whole = BatchLoader(data, "train", batch_size=world_size * batch_size, **options)
     ranks = [
-        CriteoLoader(data, "train", batch_size=batch_size, rank=r, world_size=world_size, **options)
+        BatchLoader(data, "train", batch_size=batch_size, rank=r, world_size=world_size, **options)
         for r in range(world_size)
     ]
     assert {len(loader) for loader in ranks} == {len(whole)}
@@ -192,7 +193,7 @@ def test_ranks_share_every_global_batch(data, world_size, batch_size, drop_last)
 def test_rank_without_rows_gets_an_empty_batch(tmp_path):
     write(tmp_path, columns(13))
     last = [
-        list(CriteoLoader(tmp_path, "train", batch_size=3, rank=r, world_size=4))[-1]
+        list(BatchLoader(tmp_path, "train", batch_size=3, rank=r, world_size=4))[-1]
         for r in range(4)
     ]
     assert [batch.size for batch in last] == [1, 0, 0, 0]
@@ -204,14 +205,14 @@ def test_rank_without_rows_gets_an_empty_batch(tmp_path):
 @pytest.mark.parametrize("done", [0, 1, 5, 10])
 def test_resumes_after_the_last_batch_yielded(data, done, shuffle):
     options = {"batch_size": 101, "shuffle": shuffle, "window": 3, "seed": 5}
-    first = CriteoLoader(data, "train", prefetch=7, **options)
+    first = BatchLoader(data, "train", prefetch=7, **options)
     first.set_epoch(3)
     iteration = iter(first)
     seen = [next(iteration) for _ in range(done)]
     state = json.loads(json.dumps(first.state_dict()))
     rest = list(iteration)
 
-    second = CriteoLoader(data, "train", **options)
+    second = BatchLoader(data, "train", **options)
     second.load_state_dict(state)
     assert second.state_dict() == state
     second.set_epoch(3)
@@ -225,7 +226,7 @@ def test_batches_that_a_prefetcher_holds_come_again(data, count):
         def look_ahead(self, samples):
             return count
 
-    plain, ahead = (CriteoLoader(data, "train", batch_size=101, shuffle=True) for _ in range(2))
+    plain, ahead = (BatchLoader(data, "train", batch_size=101, shuffle=True) for _ in range(2))
     batches, prefetcher = list(plain), Holding()
     for index, (prepared, _) in enumerate(zip(prefetcher(ahead), plain, strict=True)):
         assert same([prepared.batch], [batches[index]])
@@ -237,7 +238,7 @@ def test_batches_that_a_prefetcher_holds_come_again(data, count):
 
 def test_batches_know_how_many_samples_all_ranks_have(data):
     options = {"batch_size": 40, "shuffle": True, "window": 3, "world_size": 3}
-    ranks = [CriteoLoader(data, "train", rank=rank, **options) for rank in range(3)]
+    ranks = [BatchLoader(data, "train", rank=rank, **options) for rank in range(3)]
     for shares in zip(*ranks, strict=True):
         assert {share.total_size for share in shares} == {sum(share.size for share in shares)}
 
@@ -245,7 +246,7 @@ def test_batches_know_how_many_samples_all_ranks_have(data):
 def test_resumes_with_another_number_of_ranks(data):
     def loader(rank, world_size):
         options = {"batch_size": 40, "shuffle": True, "window": 3}
-        return CriteoLoader(data, "train", rank=rank, world_size=world_size, **options)
+        return BatchLoader(data, "train", rank=rank, world_size=world_size, **options)
 
     order = rows(loader(0, 1))
     one = loader(1, 2)
@@ -259,7 +260,7 @@ def test_resumes_with_another_number_of_ranks(data):
 
 
 def test_end_of_an_epoch_is_a_position_too(data):
-    loader = CriteoLoader(data, "train", batch_size=300, shuffle=True)
+    loader = BatchLoader(data, "train", batch_size=300, shuffle=True)
     list(loader)
     state = loader.state_dict()
     loader.load_state_dict(state)
@@ -275,8 +276,8 @@ def test_end_of_an_epoch_is_a_position_too(data):
 )
 def test_refuses_the_state_of_other_options(data, changed):
     options = {"batch_size": 10, "shuffle": True, "window": 3}
-    state = CriteoLoader(data, "train", **options).state_dict()
-    other = CriteoLoader(data, "train", **{**options, **changed})
+    state = BatchLoader(data, "train", **options).state_dict()
+    other = BatchLoader(data, "train", **{**options, **changed})
     ((name, value),) = changed.items()
     if name == "window":  # of 16 row groups
         name, value = "windows", 8
@@ -286,13 +287,13 @@ def test_refuses_the_state_of_other_options(data, changed):
 
 def test_refuses_the_state_of_other_data(data, tmp_path):
     write(tmp_path, columns(), files=3)
-    state = CriteoLoader(data, "train", batch_size=10).state_dict()
+    state = BatchLoader(data, "train", batch_size=10).state_dict()
     with pytest.raises(ValueError, match="'train' loader cannot be continued: data is"):
-        CriteoLoader(tmp_path, "train", batch_size=10).load_state_dict(state)
+        BatchLoader(tmp_path, "train", batch_size=10).load_state_dict(state)
     with pytest.raises(ValueError, match="not the state of a loader"):
-        CriteoLoader(data, "train", batch_size=10).load_state_dict({**state, "order": None})
+        BatchLoader(data, "train", batch_size=10).load_state_dict({**state, "order": None})
     with pytest.raises(ValueError, match="not the state of a loader"):
-        CriteoLoader(data, "train", batch_size=10).load_state_dict({"step": 3})
+        BatchLoader(data, "train", batch_size=10).load_state_dict({"step": 3})
 
 
 FOREIGN = {
@@ -315,7 +316,7 @@ FOREIGN = {
 def test_reads_types_that_others_write(tmp_path, kind, shuffle):
     write(tmp_path, {**columns(), **FOREIGN[kind]})
     ((name, values),) = FOREIGN[kind].items()
-    loader = CriteoLoader(tmp_path, "train", batch_size=ROWS, shuffle=shuffle, window=3)
+    loader = BatchLoader(tmp_path, "train", batch_size=ROWS, shuffle=shuffle, window=3)
     (batch,) = loader
     got = {"label": batch.labels, "I2": batch.dense[1], "C2": batch.ids[1]}[name]
     assert got.dtype == (torch.int32 if name == "C2" else torch.float32)
@@ -326,7 +327,7 @@ def test_wide_ids_where_a_table_needs_them(tmp_path):
     ids = np.full(ROWS, 3_000_000_000)
     tables = [Categorical(name="C1", cardinality=4_000_000_000)]
     write(tmp_path, {**columns(), "C1": ids}, categorical=tables)
-    (batch,) = CriteoLoader(tmp_path, "train", batch_size=ROWS)
+    (batch,) = BatchLoader(tmp_path, "train", batch_size=ROWS)
     assert batch.ids.dtype == torch.int64
     assert batch.ids[0, 0] == 3_000_000_000
 
@@ -341,7 +342,7 @@ def test_nulls(tmp_path):
         "C1": pa.array(source["C1"], mask=hole),
     }
     write(tmp_path, {**source, **changed}, categorical=tables)
-    (batch,) = CriteoLoader(tmp_path, "train", batch_size=ROWS)
+    (batch,) = BatchLoader(tmp_path, "train", batch_size=ROWS)
     np.testing.assert_array_equal(batch.dense[0], np.where(hole, 0, source["I1"]))
     np.testing.assert_array_equal(batch.dense[1], np.where(hole, 0, 2))
     np.testing.assert_array_equal(batch.ids[0], np.where(hole, 7, source["C1"]))
@@ -367,7 +368,7 @@ def test_multi_hot(tmp_path, kind, shuffle):
     pairs = [[i % 90, None] for i in range(ROWS)]
     more = {"H1": pa.array(lists, kind), "H2": pa.array(pairs, pa.list_(pa.int32()))}
     write(tmp_path, {**source, **more}, categorical=tables)
-    loader = CriteoLoader(tmp_path, "train", batch_size=150, shuffle=shuffle, window=3)
+    loader = BatchLoader(tmp_path, "train", batch_size=150, shuffle=shuffle, window=3)
     batches = list(loader)
     assert sorted(rows(batches)) == list(range(ROWS))
     for batch in batches:
@@ -388,7 +389,7 @@ def test_multi_hot_over_ranks(tmp_path):
     tables = [Categorical(name="H1", cardinality=90, multi_hot=True)]
     write(tmp_path, {**columns(7), "H1": bags(7)}, categorical=tables, row_group_size=2)
     last = [
-        list(CriteoLoader(tmp_path, "train", batch_size=2, rank=r, world_size=3))[-1]
+        list(BatchLoader(tmp_path, "train", batch_size=2, rank=r, world_size=3))[-1]
         for r in range(3)
     ]
     assert [batch.size for batch in last] == [1, 0, 0]
@@ -401,7 +402,7 @@ def test_other_names_and_no_dense_columns(tmp_path):
     data = {"clicked": source["label"], "item": source["C1"]}
     tables = [Categorical(name="item", cardinality=50)]
     write(tmp_path, data, categorical=tables, dense=(), label="clicked")
-    (batch,) = CriteoLoader(tmp_path, "train", batch_size=ROWS)
+    (batch,) = BatchLoader(tmp_path, "train", batch_size=ROWS)
     assert batch.dense.shape == (0, ROWS)
     np.testing.assert_array_equal(batch.ids[0], source["C1"])
 
@@ -413,7 +414,7 @@ def readers():
 
 
 def test_threads_end_with_the_iteration(data):
-    loader = CriteoLoader(data, "train", batch_size=10, shuffle=True, window=1)
+    loader = BatchLoader(data, "train", batch_size=10, shuffle=True, window=1)
     for _ in loader:
         assert readers()
         break
@@ -429,7 +430,7 @@ def test_threads_end_with_the_iteration(data):
 
 
 def test_new_iteration_ends_the_one_before(data):
-    loader = CriteoLoader(data, "train", batch_size=10)
+    loader = BatchLoader(data, "train", batch_size=10)
     before = iter(loader)
     next(before)
     assert len(list(loader)) == 100
@@ -441,7 +442,7 @@ def test_errors_of_readers_reach_the_consumer(tmp_path):
     ids = columns()["C1"]
     ids[900] = 50
     write(tmp_path, {**columns(), "C1": ids})
-    loader = CriteoLoader(tmp_path, "train", batch_size=10, prefetch=1)
+    loader = BatchLoader(tmp_path, "train", batch_size=10, prefetch=1)
     seen = []
     with pytest.raises(ValueError, match=r"train_1.parquet, row group 6, column 'C1'"):
         seen.extend(loader)
@@ -450,7 +451,7 @@ def test_errors_of_readers_reach_the_consumer(tmp_path):
 
 
 def test_counts_the_time_waited(data):
-    loader = CriteoLoader(data, "train", batch_size=10)
+    loader = BatchLoader(data, "train", batch_size=10)
     began = time.perf_counter()
     list(loader)
     assert 0 < loader.wait_seconds < time.perf_counter() - began
@@ -470,13 +471,13 @@ def test_wrong_types_are_found_at_once(tmp_path, kind):
     changed, message = ILL_TYPED[kind]
     write(tmp_path, {**columns(), **changed})
     with pytest.raises(ValueError, match=rf"train_0.parquet: column {message}"):
-        CriteoLoader(tmp_path, "train", batch_size=10)
+        BatchLoader(tmp_path, "train", batch_size=10)
 
 
 def test_one_hot_column_where_bags_are_expected(tmp_path):
     write(tmp_path, columns(), categorical=[Categorical(name="C1", cardinality=50, multi_hot=True)])
     with pytest.raises(ValueError, match="'C1' is int32, it must be a list of integers"):
-        CriteoLoader(tmp_path, "train", batch_size=10)
+        BatchLoader(tmp_path, "train", batch_size=10)
 
 
 def test_missing_and_doubled_columns(data, tmp_path):
@@ -484,13 +485,13 @@ def test_missing_and_doubled_columns(data, tmp_path):
     tables = (*meta.categorical, Categorical(name="C9", cardinality=3))
     dataclasses.replace(meta, categorical=tables).write(tmp_path)
     with pytest.raises(ValueError, match=r"train_0.parquet has no columns named 'C9'.*I1, I2, C1"):
-        CriteoLoader(tmp_path, "train", batch_size=10)
+        BatchLoader(tmp_path, "train", batch_size=10)
     meta.write(tmp_path)
     table = pa.table(columns())
     doubled = pa.table([*table.columns, table["C1"]], names=[*table.column_names, "C1"])
     pq.write_table(doubled, tmp_path / "train_1.parquet")
     with pytest.raises(ValueError, match=r"train_1.parquet has 2 columns named 'C1'"):
-        CriteoLoader(tmp_path, "train", batch_size=10)
+        BatchLoader(tmp_path, "train", batch_size=10)
 
 
 BAD_VALUES = {
@@ -514,7 +515,7 @@ def test_bad_values_are_named(tmp_path, kind):
         values = np.array(values)
     write(tmp_path, {**columns(), name: values})
     with pytest.raises(ValueError, match=rf"train_0.parquet, row group 1, column {message}"):
-        list(CriteoLoader(tmp_path, "train", batch_size=10))
+        list(BatchLoader(tmp_path, "train", batch_size=10))
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.int16, np.int32, np.int64])
@@ -524,14 +525,14 @@ def test_negative_ids_of_narrow_types(tmp_path, kind):
     tables = [Categorical(name="C3", cardinality=100_000)]
     write(tmp_path, {**columns(), "C3": ids}, categorical=tables)
     with pytest.raises(ValueError, match="row group 1, column 'C3': value 37 is id -1, outside"):
-        list(CriteoLoader(tmp_path, "train", batch_size=10))
+        list(BatchLoader(tmp_path, "train", batch_size=10))
 
 
 def test_ids_are_checked_against_the_tables_in_use(data):
     with pytest.raises(ValueError, match=r"'C2': .* outside the table of 2000 rows"):
-        list(CriteoLoader(data, "train", batch_size=10, num_embeddings=(50, 2000, 7)))
+        list(BatchLoader(data, "train", batch_size=10, num_embeddings=(50, 2000, 7)))
     with pytest.raises(ValueError, match="num_embeddings has 2 entries for the 3 categorical"):
-        CriteoLoader(data, "train", batch_size=10, num_embeddings=(50, 2000))
+        BatchLoader(data, "train", batch_size=10, num_embeddings=(50, 2000))
 
 
 def test_damaged_files(tmp_path):
@@ -540,7 +541,7 @@ def test_damaged_files(tmp_path):
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"train_1.parquet is not a complete Parquet file"):
-        CriteoLoader(tmp_path, "train", batch_size=10)
+        BatchLoader(tmp_path, "train", batch_size=10)
     chunk = pq.read_metadata(tmp_path / "train_0.parquet").row_group(2).column(4)
     start = chunk.dictionary_page_offset or chunk.data_page_offset
     damaged = bytearray(whole)
@@ -549,10 +550,10 @@ def test_damaged_files(tmp_path):
     path.write_bytes(damaged)
     message = r"train_1.parquet, row group 2, column 'C2' cannot be read .*damaged"
     with pytest.raises(ValueError, match=message):
-        list(CriteoLoader(tmp_path, "train", batch_size=10))
+        list(BatchLoader(tmp_path, "train", batch_size=10))
     path.unlink()
     with pytest.raises(FileNotFoundError, match=r"train_1.parquet does not exist, but .*meta.json"):
-        CriteoLoader(tmp_path, "train", batch_size=10)
+        BatchLoader(tmp_path, "train", batch_size=10)
 
 
 def test_other_number_of_rows_than_described(tmp_path):
@@ -560,16 +561,16 @@ def test_other_number_of_rows_than_described(tmp_path):
     split = dataclasses.replace(meta.splits["train"], rows=999)
     dataclasses.replace(meta, splits={"train": split}).write(tmp_path)
     with pytest.raises(ValueError, match=r"'train' has 1000 rows in its files, .*json says 999"):
-        CriteoLoader(tmp_path, "train", batch_size=10)
+        BatchLoader(tmp_path, "train", batch_size=10)
 
 
 def test_unknown_and_empty_split(data):
     with pytest.raises(
         ValueError, match=r"no split 'trian', did you mean 'train'\? valid: train, val"
     ):
-        CriteoLoader(data, "trian", batch_size=10)
+        BatchLoader(data, "trian", batch_size=10)
     with pytest.raises(ValueError, match=r"split 'val' of .*meta.json is empty"):
-        CriteoLoader(data, "val", batch_size=10)
+        BatchLoader(data, "val", batch_size=10)
 
 
 @pytest.mark.parametrize(
@@ -586,17 +587,17 @@ def test_unknown_and_empty_split(data):
 )
 def test_bad_options(data, options, message):
     with pytest.raises(ValueError, match=message):
-        CriteoLoader(data, "train", **{"batch_size": 10, **options})
+        BatchLoader(data, "train", **{"batch_size": 10, **options})
 
 
 def test_bad_epoch(data):
     with pytest.raises(ValueError, match="epoch is -1, it must not be negative"):
-        CriteoLoader(data, "train", batch_size=10).set_epoch(-1)
+        BatchLoader(data, "train", batch_size=10).set_epoch(-1)
 
 
 def gathering(*arguments, **options):
     """A loader that makes its batches as for a GPU."""
-    loader = CriteoLoader(*arguments, **options)
+    loader = BatchLoader(*arguments, **options)
     loader._gathers = True
     return loader
 
@@ -606,7 +607,7 @@ def gathering(*arguments, **options):
 @pytest.mark.parametrize(("readers", "window"), [(1, 3), (5, 2), (2, 20)])
 def test_gathered_batches_are_the_assembled_ones(data, batch_size, shuffle, readers, window):
     options = {"shuffle": shuffle, "window": window, "readers": readers}
-    assembled = CriteoLoader(data, "train", batch_size=batch_size, **options)
+    assembled = BatchLoader(data, "train", batch_size=batch_size, **options)
     gathered = gathering(data, "train", batch_size=batch_size, **options)
     batches = list(gathered)
     assert same(batches, list(assembled))
@@ -622,7 +623,7 @@ def test_gathered_batches_of_ranks_and_of_a_resumed_epoch(tmp_path):
     for rank in range(4):
         options = {"batch_size": 3, "rank": rank, "world_size": 4, "shuffle": True, "window": 2}
         assembled, gathered = (
-            make(tmp_path, "train", **options) for make in (CriteoLoader, gathering)
+            make(tmp_path, "train", **options) for make in (BatchLoader, gathering)
         )
         batches = list(gathered)
         assert same(batches, list(assembled))
@@ -633,7 +634,7 @@ def test_gathered_batches_of_ranks_and_of_a_resumed_epoch(tmp_path):
 
 def test_small_batches_are_gathered_together(data, monkeypatch):
     """As many as have ``ROWS_AT_ONCE`` rows, and never beyond a buffer."""
-    monkeypatch.setattr(criteo, "ROWS_AT_ONCE", 30)
+    monkeypatch.setattr(loader_module, "ROWS_AT_ONCE", 30)
     runs = []
     batches = DeviceShuffleBuffer.batches
 
@@ -651,7 +652,7 @@ def test_small_batches_are_gathered_together(data, monkeypatch):
         for rank in range(2)
     ]
     assert runs == 2 * ([6] * 16 + [4])
-    whole = list(CriteoLoader(data, "train", batch_size=10, **options))
+    whole = list(BatchLoader(data, "train", batch_size=10, **options))
     both = [[*rows([a]), *rows([b])] for a, b in zip(*ranks, strict=True)]
     assert both == [rows([batch]) for batch in whole]
 
@@ -688,8 +689,8 @@ def test_batches_on_the_gpu(tmp_path, multi_hot):
         tables.append(Categorical(name="H1", cardinality=90, multi_hot=True))
     write(tmp_path, {**columns(), "H1": bags()}, categorical=tables)
     options = {"batch_size": 64, "shuffle": True, "window": 3}
-    host = list(CriteoLoader(tmp_path, "train", **options))
-    loader = CriteoLoader(tmp_path, "train", device="cuda", **options)
+    host = list(BatchLoader(tmp_path, "train", **options))
+    loader = BatchLoader(tmp_path, "train", device="cuda", **options)
     copies = []
     for batch in loader:
         assert batch.labels.is_cuda
@@ -703,7 +704,7 @@ def test_batches_on_the_gpu(tmp_path, multi_hot):
 
 @pytest.mark.gpu
 def test_a_graph_can_be_captured_while_batches_are_read(data):
-    loader = CriteoLoader(data, "train", device="cuda", batch_size=10, shuffle=True)
+    loader = BatchLoader(data, "train", device="cuda", batch_size=10, shuffle=True)
     value = torch.zeros(1, device="cuda")
     for step, _ in enumerate(loader):
         if step == 3:

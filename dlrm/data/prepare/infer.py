@@ -8,20 +8,20 @@ from dataclasses import replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dlrm.data.table.codes import find_negative
-from dlrm.data.table.columns import Column, TablePlan
-from dlrm.data.table.files import ParquetPart, TableFile, no_header_hint
-from dlrm.data.table.kinds import (
-    Found,
+from dlrm.data.prepare.codes import find_negative
+from dlrm.data.prepare.column_options import ALL_OTHERS, ColumnOptions, TableOptions, TimePart
+from dlrm.data.prepare.columns import Column, ColumnPlan
+from dlrm.data.prepare.files import ParquetPart, RawFile, no_header_hint
+from dlrm.data.prepare.kinds import (
+    InferredKind,
     NoFeatureError,
     find_kind,
     find_separator,
     find_written_number,
     whole_days,
 )
-from dlrm.data.table.options import ALL_OTHERS, ColumnOptions, TableOptions, TimePart
-from dlrm.data.table.text import CsvPart
-from dlrm.data.table.values import (
+from dlrm.data.prepare.text_formats import CsvPart
+from dlrm.data.prepare.values import (
     BadRow,
     decoded,
     is_text,
@@ -33,8 +33,8 @@ PARTS: tuple[TimePart, ...] = ("hour", "weekday", "age")
 
 
 def plan_table(
-    files: Sequence[TableFile], options: TableOptions, *, skip_bad: bool = False
-) -> TablePlan:
+    files: Sequence[RawFile], options: TableOptions, *, skip_bad: bool = False
+) -> ColumnPlan:
     """Decide what each column is, from the first rows of the first and the last file.
 
     Args:
@@ -64,7 +64,7 @@ def plan_table(
                 continue
             found = min(candidates, key=lambda found: found.kind != "category")
         else:
-            found = Found(kind=own.kind, why="given")
+            found = InferredKind(kind=own.kind, why="given")
             if own.kind in ("number", "weight") and own.marks is None:
                 found = _written(parts, found)
         if found.marks is not None:
@@ -80,7 +80,7 @@ def plan_table(
     if useless:
         raise NoFeatureError(useless)
     options = _with_negative(options, columns, files, samples, skip_bad)
-    plan = TablePlan(options=options, columns=tuple(columns))
+    plan = ColumnPlan(options=options, columns=tuple(columns))
     if not plan.categorical:
         raise ValueError(
             f"{files[0].path}: no column is a category or list, a model needs one; set one with "
@@ -89,7 +89,7 @@ def plan_table(
     return plan
 
 
-def _written(parts: Sequence[pa.Array], given: Found) -> Found:
+def _written(parts: Sequence[pa.Array], given: InferredKind) -> InferredKind:
     """A kind that is given, with how its numbers are written."""
     for part in parts:
         found = find_written_number("", part) if is_text(part.type) else None
@@ -98,7 +98,7 @@ def _written(parts: Sequence[pa.Array], given: Found) -> Found:
     return given
 
 
-def format_plan(plan: TablePlan) -> str:
+def format_plan(plan: ColumnPlan) -> str:
     """The table that is printed before the work."""
     rows = [("column", "type", "kind", "becomes", "why")]
     rows += [
@@ -136,7 +136,7 @@ def _becomes(column: Column, table: TableOptions) -> str:
 def _with_negative(
     options: TableOptions,
     columns: Sequence[Column],
-    files: Sequence[TableFile],
+    files: Sequence[RawFile],
     samples: Sequence[pa.RecordBatch],
     skip_bad: bool,
 ) -> TableOptions:
@@ -156,13 +156,13 @@ def _with_negative(
     return replace(options, negative=(found,))
 
 
-def _ends(files: Sequence[TableFile]) -> list[TableFile]:
+def _ends(files: Sequence[RawFile]) -> list[RawFile]:
     """The first and the last file."""
     return [files[0], *files[1:][-1:]]
 
 
 def _sample(
-    file: TableFile, skip_bad: bool, types: Mapping[str, pa.DataType] | None = None
+    file: RawFile, skip_bad: bool, types: Mapping[str, pa.DataType] | None = None
 ) -> pa.RecordBatch:
     part = next(file.parts(SAMPLE_BYTES), None)
     if part is None:  # Parquet without rows
@@ -177,9 +177,7 @@ def _sample(
         raise error.located(file.path) from None
 
 
-def _named(
-    options: TableOptions, names: Sequence[str], file: TableFile
-) -> dict[str, ColumnOptions]:
+def _named(options: TableOptions, names: Sequence[str], file: RawFile) -> dict[str, ColumnOptions]:
     """The options of each column that has some, with those named as label, weight and split.
 
     Raises:
@@ -234,8 +232,8 @@ def _type_name(kind: pa.DataType) -> str:
 
 
 def read_types(
-    plan: TablePlan,
-    files: Sequence[TableFile],
+    plan: ColumnPlan,
+    files: Sequence[RawFile],
     keep: Sequence[str] = (),
     *,
     skip_bad: bool = False,
@@ -269,7 +267,7 @@ def read_types(
     return types
 
 
-def json_types(file: TableFile, *, skip_bad: bool = False) -> Mapping[str, pa.DataType]:
+def json_types(file: RawFile, *, skip_bad: bool = False) -> Mapping[str, pa.DataType]:
     """The types of JSON values; a time is read as the text that it is."""
     types = {}
     for field in _sample(file, skip_bad).schema:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dlrm.data.table.options import ColumnOptions, TableOptions, build_options
+from dlrm.data.prepare.column_options import ColumnOptions, TableOptions, build_options
 
 SPLIT = "(split)"
 """Name of what the split of a row depends on, where rows are converted but not yet prepared."""
@@ -73,7 +73,7 @@ class Feature:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TablePlan:
+class ColumnPlan:
     """The options with every column of the table, in its order."""
 
     options: TableOptions
@@ -119,7 +119,7 @@ class TablePlan:
         return {"options": asdict(self.options), "columns": [asdict(c) for c in self.columns]}
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> TablePlan:
+    def from_json(cls, content: Mapping[str, Any]) -> ColumnPlan:
         """A plan from what :meth:`as_json` returned.
 
         Raises:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from dlrm.data.prepare.transform import TRANSFORM_FILE, TableTransform
+from dlrm.data.prepare.values import BadRow
 from dlrm.data.preprocess.transform import CriteoTransform
 from dlrm.data.schema import META_FILE, Meta
-from dlrm.data.table.transform import TRANSFORM_FILE, TableTransform
-from dlrm.data.table.values import BadRow
 from dlrm.utils.atomic import atomic_directory
 from dlrm.utils.messages import did_you_mean, print_error
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dlrm.data.prepare.column_options import SplitOptions
+from dlrm.data.prepare.numbers import summarise
 from dlrm.data.splits import split_by_shares
-from dlrm.data.table.numbers import summarise
-from dlrm.data.table.options import SplitOptions
 
 TRAIN = 0  # position in SPLITS
 Codes = NDArray[np.uint8]

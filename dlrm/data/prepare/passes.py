@@ -1,4 +1,4 @@
-"""The three passes over a table; see :mod:`dlrm.data.table.pipeline`."""
+"""The three passes over a table; see :mod:`dlrm.data.prepare.pipeline`."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from dlrm.data.preprocess.passes import LARGEST_DICTIONARY, ROW_GROUP_ROWS
-from dlrm.data.preprocess.vocabulary import ZSTD
-from dlrm.data.preprocess.workspace import Workspace
-from dlrm.data.schema import SPLITS, Meta, Split
-from dlrm.data.table.bad_rows import BadRows, convert_good_rows
-from dlrm.data.table.columns import SPLIT, Feature, TablePlan
-from dlrm.data.table.files import Part, TableFile
-from dlrm.data.table.numbers import (
+from dlrm.data.prepare.bad_rows import BadRows, convert_good_rows
+from dlrm.data.prepare.columns import SPLIT, ColumnPlan, Feature
+from dlrm.data.prepare.convert import convert_rows, map_parts
+from dlrm.data.prepare.files import Part, RawFile
+from dlrm.data.prepare.numbers import (
     Scaling,
     bucket_edges,
     bucket_names,
     bucket_numbers,
-    fit,
+    fit_scaling,
     summarise,
 )
-from dlrm.data.table.rows import convert_rows, map_parts
-from dlrm.data.table.splitting import TRAIN, Codes, Splitter
-from dlrm.data.table.transform import TableTransform
-from dlrm.data.table.vocabulary import TextVocabulary, make_vocabulary, merge_counts
+from dlrm.data.prepare.splitting import TRAIN, Codes, Splitter
+from dlrm.data.prepare.transform import TableTransform
+from dlrm.data.prepare.vocabulary import TextVocabulary, make_vocabulary, merge_counts
+from dlrm.data.prepare.workspace import Workspace
+from dlrm.data.preprocess.passes import LARGEST_DICTIONARY, ROW_GROUP_ROWS
+from dlrm.data.preprocess.vocabulary import ZSTD
+from dlrm.data.schema import SPLITS, Meta, Split
 from dlrm.data.threads import map_in_order
 from dlrm.utils.atomic import atomic_write
 
@@ -79,8 +79,8 @@ class Block:
 
 
 def convert_files(
-    files: Sequence[TableFile],
-    plan: TablePlan,
+    files: Sequence[RawFile],
+    plan: ColumnPlan,
     types: Mapping[str, pa.DataType],
     work: Workspace,
     *,
@@ -137,7 +137,7 @@ def convert_files(
 
 def index_features(
     blocks: Sequence[Block],
-    plan: TablePlan,
+    plan: ColumnPlan,
     splitter: Splitter,
     work: Workspace,
     *,
@@ -224,7 +224,7 @@ class Learner:
         own = feature.column.options
         if not feature.bucketed:
             transform = "log" if feature.part == "age" else own.transform or "auto"
-            return learned | {"scaling": asdict(fit(transform, summary))}
+            return learned | {"scaling": asdict(fit_scaling(transform, summary))}
         edges = bucket_edges(summary, own.buckets)
         counts = np.zeros(len(edges) + 2, np.int64)
         for values in self._training(feature):

@@ -55,7 +55,7 @@ class BadRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RawBlock:
+class TextBlock:
     """Consecutive complete lines of one file."""
 
     path: Path
@@ -69,7 +69,7 @@ class RawBlock:
     """What is wrong with the file as a whole: it is empty."""
 
 
-class RawFile:
+class BlockReader:
     """One input file, read once from start to end; its SHA-256 is computed on the way.
 
     A damaged compressed file is refused, whatever is to be done with bad rows: what is wrong with
@@ -106,7 +106,7 @@ class RawFile:
         limit: int | None = None,
         block_bytes: int = BLOCK_BYTES,
         row_end: Callable[[bytearray, int], int] | None = None,
-    ) -> Iterator[RawBlock]:
+    ) -> Iterator[TextBlock]:
         """Yield the first ``limit`` lines, in blocks that depend only on the content.
 
         Args:
@@ -134,7 +134,7 @@ class RawFile:
                     return
                 file, message = str(self.path), "the file is empty"
                 problem = BadRow(file=file, line=0, kind="empty file", message=message)
-            yield RawBlock(
+            yield TextBlock(
                 path=self.path,
                 first_line=done + 1,
                 lines=lines,

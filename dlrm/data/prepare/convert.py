@@ -10,17 +10,17 @@ from typing import TypeVar
 import numpy as np
 import pyarrow as pa
 
-from dlrm.data.table import values
-from dlrm.data.table.codes import labels, split_codes
-from dlrm.data.table.columns import SPLIT, Feature, TablePlan
-from dlrm.data.table.files import Part
-from dlrm.data.table.values import BadRow, BadValue
+from dlrm.data.prepare import values
+from dlrm.data.prepare.codes import labels, split_codes
+from dlrm.data.prepare.columns import SPLIT, ColumnPlan, Feature
+from dlrm.data.prepare.files import Part
+from dlrm.data.prepare.values import BadRow, BadValue
 from dlrm.data.threads import map_in_order
 
 Result = TypeVar("Result")
 
 
-def convert_rows(plan: TablePlan, raw: pa.RecordBatch, *, required: bool = True) -> pa.RecordBatch:
+def convert_rows(plan: ColumnPlan, raw: pa.RecordBatch, *, required: bool = True) -> pa.RecordBatch:
     """Convert raw rows; nothing here depends on other rows.
 
     Args:
@@ -73,7 +73,7 @@ def _feature_column(feature: Feature, raw: pa.Array, missing: Sequence[str]) -> 
     return values.categories(raw, column.name, missing, own.hash)
 
 
-def _split_column(plan: TablePlan, raw: pa.RecordBatch) -> pa.Array:
+def _split_column(plan: ColumnPlan, raw: pa.RecordBatch) -> pa.Array:
     """What the split of each row depends on: the position of the split, or a time as float64."""
     split = plan.options.split
     assert split.column is not None

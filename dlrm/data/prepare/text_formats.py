@@ -14,11 +14,11 @@ import pyarrow.csv
 import pyarrow.json
 from numpy.typing import NDArray
 
-from dlrm.data.preprocess.reader import RawBlock
-from dlrm.data.table.values import NUMBER_MISSING, BadRow, BadValue, numbers, shown
+from dlrm.data.prepare.text_blocks import TextBlock
+from dlrm.data.prepare.values import NUMBER_MISSING, BadRow, BadValue, numbers, shown
 
 if TYPE_CHECKING:
-    from dlrm.data.table.files import TableFile
+    from dlrm.data.prepare.files import RawFile
 
 QUOTE = ord('"')
 
@@ -27,7 +27,7 @@ QUOTE = ord('"')
 class TextPart:
     """Whole rows of a file of text."""
 
-    block: RawBlock
+    block: TextBlock
 
     @property
     def path(self) -> Path:
@@ -46,7 +46,7 @@ class CsvPart(TextPart):
 
     data: bytes
     """Without the header."""
-    file: TableFile
+    file: RawFile
 
     def parse(self, types: Mapping[str, pa.DataType]) -> pa.RecordBatch:
         """The columns with the names of ``types``.

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dlrm.data.table.options import ALL_OTHERS
-from dlrm.data.table.values import BadValue, as_texts, decoded, shown
+from dlrm.data.prepare.column_options import ALL_OTHERS
+from dlrm.data.prepare.values import BadValue, as_texts, decoded, shown
 
 LABELS = {
     "0": 0, "1": 1, "false": 0, "true": 1, "False": 0, "True": 1, "FALSE": 0, "TRUE": 1

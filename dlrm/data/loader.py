@@ -54,7 +54,7 @@ def windows_within(memory: int, size: int, row_groups: int) -> int:
     return min(windows, row_groups)
 
 
-class CriteoLoader:
+class BatchLoader:
     """Iterates over the batches of one split of a prepared directory.
 
     The order of the rows in an epoch depends only on the data, ``seed``, ``windows`` and the epoch:

@@ -2,14 +2,14 @@
 
 There are three passes, so that memory depends on the number of distinct values, not of rows:
 
-1. read: parts of the files are converted (:mod:`dlrm.data.table.rows`) and spilled to
+1. read: parts of the files are converted (:mod:`dlrm.data.prepare.convert`) and spilled to
    ``OUTPUT/.prepare/blocks``; a category is dictionary-encoded, with the distinct values of its
    block;
 2. learn: feature by feature, the values of the training rows make a vocabulary or a scaling;
 3. write: block by block, the rows are transformed and written to the splits.
 
-What was learned is a :class:`dlrm.data.table.transform.TableTransform`, which lies with the result
-and turns other raw rows into the same features.
+What was learned is a :class:`dlrm.data.prepare.transform.TableTransform`. It is stored with the
+result and turns other raw rows into the same features.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from typing import Any
 import pyarrow as pa
 import yaml
 
-from dlrm.data.fingerprint import fingerprint
+from dlrm.data.prepare.column_options import ColumnOptions, SplitOptions, TableOptions
+from dlrm.data.prepare.columns import SPLIT, ColumnPlan
+from dlrm.data.prepare.files import RawFile, find_files, open_table
+from dlrm.data.prepare.fingerprint import fingerprint
+from dlrm.data.prepare.infer import plan_table, read_types
+from dlrm.data.prepare.passes import convert_files, index_features, write_splits
+from dlrm.data.prepare.reuse import extend_vocabularies, plan_of_later_rows
+from dlrm.data.prepare.splitting import make_splitter
+from dlrm.data.prepare.text_blocks import BLOCK_BYTES
+from dlrm.data.prepare.transform import TRANSFORM_FILE, TableTransform
+from dlrm.data.prepare.values import numbers, times
+from dlrm.data.prepare.workspace import BAD_ROWS_FILE, Workspace
 from dlrm.data.preprocess.appending import NOTHING_TO_FORGET
-from dlrm.data.preprocess.reader import BLOCK_BYTES
-from dlrm.data.preprocess.workspace import BAD_ROWS_FILE, Workspace
 from dlrm.data.schema import META_FILE, Meta
-from dlrm.data.table.columns import SPLIT, TablePlan
-from dlrm.data.table.files import TableFile, find_files, open_table
-from dlrm.data.table.infer import plan_table, read_types
-from dlrm.data.table.options import ColumnOptions, SplitOptions, TableOptions
-from dlrm.data.table.passes import convert_files, index_features, write_splits
-from dlrm.data.table.reuse import extend_vocabularies, plan_of_later_rows
-from dlrm.data.table.splitting import make_splitter
-from dlrm.data.table.transform import TRANSFORM_FILE, TableTransform
-from dlrm.data.table.values import numbers, times
 from dlrm.utils.atomic import atomic_write
 from dlrm.utils.cpus import cpu_count
 
@@ -50,7 +50,7 @@ MADE_BY = "scripts/prepare_table.py"
 
 def open_and_plan(
     inputs: Sequence[str | os.PathLike[str]], options: TableOptions, *, skip_bad: bool = False
-) -> tuple[list[TableFile], TablePlan]:
+) -> tuple[list[RawFile], ColumnPlan]:
     """Find the files and decide what each column is.
 
     Args:
@@ -68,7 +68,7 @@ def open_and_plan(
 
 def open_later_rows(
     inputs: Sequence[str | os.PathLike[str]], ids_of: Path, split: SplitOptions
-) -> tuple[list[TableFile], TablePlan, list[str]]:
+) -> tuple[list[RawFile], ColumnPlan, list[str]]:
     """The same for rows that become the features of an earlier preparation, with its ids.
 
     Returns:
@@ -85,8 +85,8 @@ def open_later_rows(
 
 
 def prepare_table(
-    files: Sequence[TableFile],
-    plan: TablePlan,
+    files: Sequence[RawFile],
+    plan: ColumnPlan,
     output: str | os.PathLike[str],
     *,
     ids_of: Path | None = None,
@@ -157,8 +157,8 @@ def prepare_table(
 
 
 def _make(
-    files: Sequence[TableFile],
-    plan: TablePlan,
+    files: Sequence[RawFile],
+    plan: ColumnPlan,
     options: dict[str, Any],
     ids_of: Path | None,
     work: Workspace,
@@ -243,7 +243,7 @@ def _require_fingerprint(ids_of: Path | None) -> None:
         )
 
 
-def options_as_yaml(plan: TablePlan) -> str:
+def options_as_yaml(plan: ColumnPlan) -> str:
     """The options with every column, for ``--config``: the same table is prepared the same."""
     content: dict[str, Any] = {}
     for name, value in _different(plan.options, TableOptions()).items():
@@ -272,7 +272,7 @@ def _different(options: Any, default: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
-def _limit(plan: TablePlan, text: str) -> float:
+def _limit(plan: ColumnPlan, text: str) -> float:
     """A limit of a split by time, in the unit of the column."""
     column = next(column for column in plan.columns if column.name == plan.options.split.column)
     where = "split: val_from or test_from"

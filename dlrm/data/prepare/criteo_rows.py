@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 from numpy.typing import NDArray
 
-from dlrm.data.preprocess.reader import BAD_ROWS_KEPT, BadRow, BadRows, RawBlock
+from dlrm.data.prepare.text_blocks import BAD_ROWS_KEPT, BadRow, BadRows, TextBlock
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
 
 MISSING = -1
@@ -34,7 +34,7 @@ _LINE = re.compile(
 )
 
 
-def parse_block(block: RawBlock, transform: str = "log1p") -> tuple[pa.RecordBatch, BadRows]:
+def parse_block(block: TextBlock, transform: str = "log1p") -> tuple[pa.RecordBatch, BadRows]:
     """Turn the lines of a block into columns; skip and report bad lines.
 
     Args:
@@ -167,7 +167,7 @@ def _keyed(column: pa.DictionaryArray) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(column.indices.cast(narrow), pa.array(keys))
 
 
-def _check(block: RawBlock) -> tuple[list[bytes], BadRows]:
+def _check(block: TextBlock) -> tuple[list[bytes], BadRows]:
     """Separate the good lines of a block from the bad ones, and report on these."""
     # pyarrow's reader skips a byte order mark too.
     data = block.data.removeprefix(codecs.BOM_UTF8)

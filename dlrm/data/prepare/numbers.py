@@ -93,7 +93,7 @@ def summarise(blocks: Iterable[Floats], rows: int) -> Summary:
     )
 
 
-def fit(transform: str, summary: Summary) -> Scaling:
+def fit_scaling(transform: str, summary: Summary) -> Scaling:
     """The scaling of a number, with ``auto`` decided."""
     if not len(summary.sample):
         return Scaling(transform="none" if transform == "auto" else transform)

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from dlrm.data.prepare.raw_rows import in_batches, load_transform, prepare
+from dlrm.data.prepare.transform import TableTransform
 from dlrm.data.preprocess.transform import CriteoTransform
-from dlrm.data.raw_rows import in_batches, load_transform, prepare
 from dlrm.data.schema import Meta
-from dlrm.data.table.transform import TableTransform
 
 PREPARATION = "preparation"
 """Where an export has what its raw rows are prepared with."""

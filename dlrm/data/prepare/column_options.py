@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from dlrm.data.table.number_texts import Marks
+from dlrm.data.prepare.number_texts import Marks
 from dlrm.utils.documents import read_yaml
 from dlrm.utils.messages import did_you_mean
 
@@ -31,7 +31,7 @@ class ColumnOptions:
     ``time``: several features. ``label``, ``weight``, ``split``: the column that says it.
     ``pass``: written to the result as it is. ``drop``: left out."""
     transform: Transform | None = None
-    """Of a number; see :mod:`dlrm.data.table.numbers`."""
+    """Of a number; see :mod:`dlrm.data.prepare.numbers`."""
     buckets: int = 32
     """Number of buckets of the transform ``quantile``."""
     min_count: int | None = None

@@ -20,15 +20,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from dlrm.data.preprocess.reader import BLOCK_BYTES
+from dlrm.data.prepare.bad_rows import Converted, convert_good_rows
+from dlrm.data.prepare.columns import ColumnPlan, Feature
+from dlrm.data.prepare.convert import convert_rows, map_parts
+from dlrm.data.prepare.files import Part, RawFile, find_files, no_header_hint, open_table
+from dlrm.data.prepare.infer import json_types, read_types
+from dlrm.data.prepare.numbers import Scaling, bucket_names, bucket_numbers
+from dlrm.data.prepare.text_blocks import BLOCK_BYTES
+from dlrm.data.prepare.vocabulary import TextVocabulary
 from dlrm.data.schema import Categorical, Meta
-from dlrm.data.table.bad_rows import Converted, convert_good_rows
-from dlrm.data.table.columns import Feature, TablePlan
-from dlrm.data.table.files import Part, TableFile, find_files, no_header_hint, open_table
-from dlrm.data.table.infer import json_types, read_types
-from dlrm.data.table.numbers import Scaling, bucket_names, bucket_numbers
-from dlrm.data.table.rows import convert_rows, map_parts
-from dlrm.data.table.vocabulary import TextVocabulary
 from dlrm.utils.atomic import atomic_write
 from dlrm.utils.cpus import cpu_count
 from dlrm.utils.documents import read_json
@@ -52,7 +52,7 @@ class TableTransform:
     ones. A value that the training rows did not have gets the id of unseen values.
     """
 
-    plan: TablePlan
+    plan: ColumnPlan
     scalings: dict[str, Scaling] = field(default_factory=dict)
     """Of each dense feature."""
     newest: dict[str, float] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class TableTransform:
     def encode(
         self, rows: pa.RecordBatch, ids: Mapping[str, NDArray[np.int32]] | None = None
     ) -> pa.RecordBatch:
-        """Prepare what :func:`dlrm.data.table.rows.convert_rows` returned.
+        """Prepare what :func:`dlrm.data.prepare.convert.convert_rows` returned.
 
         Args:
             rows: the converted rows.
@@ -172,7 +172,7 @@ class TableTransform:
             for feature in self.plan.categorical
         )
 
-    def _open(self, paths: Sequence[Path]) -> list[TableFile]:
+    def _open(self, paths: Sequence[Path]) -> list[RawFile]:
         """The files; where names are given, their rows may be without a label."""
         options = self.plan.options
         try:
@@ -187,7 +187,7 @@ class TableTransform:
             raise
 
     def find_files(self, inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
-        """As :func:`dlrm.data.table.files.find_files`."""
+        """As :func:`dlrm.data.prepare.files.find_files`."""
         return find_files(inputs)
 
     def read(
@@ -296,7 +296,7 @@ class TableTransform:
             if content["version"] != VERSION:
                 raise ValueError(f"version {content['version']!r}, this program reads {VERSION}")
             made = cls(
-                plan=TablePlan.from_json(content),
+                plan=ColumnPlan.from_json(content),
                 scalings={name: Scaling(**own) for name, own in content["scalings"].items()},
                 newest=dict(content["newest"]),
                 mean_weight=float(content["mean_weight"]),
