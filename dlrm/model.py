@@ -20,7 +20,8 @@ from dlrm.utils.messages import did_you_mean
 from dlrm.utils.streams import side_stream_of
 
 Interact = Callable[[Tensor, list[Tensor], Tensor], Tensor]
-"""From the bottom vector, the embeddings of the groups and their order to the crossed features."""
+"""Function of the bottom vector, the embeddings of the groups and their order; returns the crossed
+features."""
 
 INTERACTIONS = ("dot", "dcn")
 
@@ -56,6 +57,7 @@ class MLP(nn.Sequential):
             x = functional.pad(x, (0, -x.shape[1] % 8))
         weight = functional.pad(first.weight, (0, x.shape[1] - first.in_features))
         x = functional.linear(x, weight, first.bias)
+
         for layer in rest:
             x = layer(x)
         return x
@@ -72,7 +74,7 @@ class DotInteraction(nn.Module):
         self.out_features = embedding_dim + num_tables * (num_tables + 1) // 2
 
     def begin(self) -> Interact:
-        """:meth:`forward`, after what can be done before its arguments are known."""
+        """Do what needs no arguments yet, and return the function to call with them."""
         return self
 
     def forward(self, bottom: Tensor, embedded: list[Tensor], order: Tensor) -> Tensor:
@@ -120,7 +122,7 @@ class CrossInteraction(nn.Module):
         self.layers = nn.ModuleList(CrossLayer(self.out_features, rank) for _ in range(layers))
 
     def begin(self) -> Interact:
-        """As :class:`DotInteraction` has it, with the weights cast now."""
+        """Cast the weights ahead, and return the function to call; see :class:`DotInteraction`."""
         weights = [layer.weights for layer in cast(Sequence[CrossLayer], self.layers)]
         device = weights[0].bias.device.type if weights else "cpu"
         casts = torch.is_autocast_enabled(device)
@@ -128,7 +130,7 @@ class CrossInteraction(nn.Module):
 
         def interact(bottom: Tensor, embedded: list[Tensor], order: Tensor) -> Tensor:
             first = concatenate_vectors(bottom, embedded, order=order)
-            # Only the top MLP reads the result, and makes its gradient anew.
+            # The result may be overwritten: only the top MLP reads it, before the backward pass.
             return cross_network(first, layers, overwrites=True)
 
         return interact
@@ -181,6 +183,7 @@ class DLRM(nn.Module):
         if len(plan) != tables:
             raise ValueError(f"the plan has {len(plan)} entries for {tables} tables")
         self.num_dense = num_dense
+
         self.interaction: DotInteraction | CrossInteraction
         if interaction == "dot":
             self.interaction = DotInteraction(tables, embedding_dim)
@@ -192,6 +195,7 @@ class DLRM(nn.Module):
             raise ValueError(
                 f"unknown interaction {interaction!r}{did_you_mean(interaction, INTERACTIONS)}"
             )
+
         self.bottom_mlp = MLP([num_dense, *bottom_mlp, embedding_dim])
         self.top_mlp = MLP([self.interaction.out_features, *top_mlp, 1], final_relu=False)
         self.sparse_arch = SparseArch(
@@ -226,13 +230,17 @@ class DLRM(nn.Module):
                 f"dense has shape {tuple(dense.shape)}, it must be [{self.num_dense}, B]: "
                 "one row per dense feature"
             )
+
+        # The look-ups run next to the bottom MLP, which is launched first: it takes longer for
+        # small batches.
         interact = self.interaction.begin()
         stream = side_stream_of(ids.device)
         begin = stream.record_event()
-        bottom = self.bottom_mlp(dense.t())  # [B, D]; first, as it takes longer for small batches
+        bottom = self.bottom_mlp(dense.t())  # [B, D]
         with stream.fork(after=begin):  # [B, F_g, D] of each group
             embedded = self.sparse_arch(ids, offsets, bounds=bounds, context=context)
         stream.join()
+
         order = self.sparse_arch.feature_order.positions
         crossed = interact(bottom, embedded, order)
         return self.top_mlp(crossed).squeeze(1)

@@ -1,7 +1,7 @@
 """The ids of multi-hot data in shuffle buffers, feature by feature, in host memory and on a device.
 
-Where all bags of a feature have one length L, its ids are a block ``[rows, L]``. Where they differ
-(ragged), its ids lie in the order of the file, with the start and the length of each bag.
+If all bags of a feature have the same length L, its ids are a block ``[rows, L]``. Otherwise the
+bags are ragged: the ids keep the order of the file, and each bag has a start and a length.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class RaggedIds:
         self.lengths = np.empty(rows, np.int32)
 
     def take(self, rows: slice) -> tuple[np.ndarray, np.ndarray]:
-        """The ids ``[nnz]`` of the bags of these rows, one after another, and their lengths."""
-        starts, lengths = self.starts[rows], self.lengths[rows]
+        """Return the ids ``[nnz]`` of the bags of these rows, joined, and their lengths."""
+        starts = self.starts[rows]
+        lengths = self.lengths[rows]
         if self._in_order and len(starts):
             return self.values[starts[0] : starts[-1] + lengths[-1]], lengths
         ends = np.cumsum(lengths, dtype=np.int64)
@@ -49,17 +50,18 @@ class RaggedIds:
 def with_bags(
     batch: Batch, features: Sequence[tuple[Sequence[np.ndarray], Sequence[np.ndarray] | int]]
 ) -> Batch:
-    """A batch with all ids as bags, in host memory.
+    """Add the ids of all features to a batch in host memory, as bags.
 
     Args:
         batch: the rows without ids.
-        features: of each feature the ids, in parts, and the lengths of its bags, in parts, or the
-            length of all of them.
+        features: for each feature its ids, in parts, and the lengths of its bags: in parts, or one
+            number for all bags.
     """
     parts = [part.reshape(-1) for ids, _ in features for part in ids]
     counts = [sum(part.size for part in ids) for ids, _ in features]
     sizes = tuple(lengths for _, lengths in features if isinstance(lengths, int))
     bag_sizes = sizes if len(sizes) == len(features) else None
+
     if bag_sizes is not None:
         offsets = fixed_offsets(bag_sizes, batch.size, torch.device("cpu"))
     else:
@@ -70,6 +72,7 @@ def with_bags(
         ]
         np.cumsum(np.concatenate(lengths), out=ends[1:])
         offsets = torch.from_numpy(ends)
+
     return Batch(
         dense=batch.dense,
         ids=torch.from_numpy(np.concatenate(parts)),
@@ -109,8 +112,9 @@ class StagedBags:
         self.lengths = torch.empty((ragged, rows), dtype=torch.int32, pin_memory=pinned)
 
     def fill(self, ids: Sequence[np.ndarray], offsets: Sequence[np.ndarray | None]) -> None:
-        """Take the columns of a row group, see :class:`~dlrm.data.parquet.Rows`."""
-        values, lengths = self.values.numpy(), iter(self.lengths.numpy())
+        """Copy the columns of a row group, see :class:`~dlrm.data.parquet.Rows`."""
+        values = self.values.numpy()
+        lengths = iter(self.lengths.numpy())
         self.counts = [column.size for column in ids]
         for start, column, ends in zip(self.starts, ids, offsets, strict=False):
             values[start : start + column.size] = column.reshape(-1)
@@ -121,7 +125,7 @@ class StagedBags:
 class DeviceBags:
     """The ids of the rows of a shuffle group on a device, row by row, for bags of fixed lengths.
 
-    A batch is then one gather of rows of ``W`` ids, and one that sorts them by feature.
+    A batch then takes two gathers: one of rows of ``W`` ids, and one that sorts them by feature.
 
     Args:
         bag_sizes: ids of each bag of each feature; W in all.
@@ -143,14 +147,14 @@ class DeviceBags:
         torch.index_select(values, 0, places, out=self._values[rows].view(-1))
 
     def take(self, rows: Tensor | slice) -> Tensor:
-        """The ids ``[B * W]`` of some rows, row by row; :func:`by_feature` sorts them."""
+        """Return the ids ``[B * W]`` of some rows, row by row; :func:`by_feature` sorts them."""
         if isinstance(rows, slice):
             return self._values[rows].view(-1)
         return self._values.index_select(0, rows).view(-1)
 
 
 def by_feature(batch: Batch, bag_sizes: tuple[int, ...]) -> Batch:
-    """A batch whose ``ids [B * W]`` are row by row, with its bags."""
+    """Turn a batch whose ``ids [B * W]`` are row by row into one with bags."""
     size, device = batch.size, batch.ids.device
     return replace(
         batch,
@@ -163,7 +167,7 @@ def by_feature(batch: Batch, bag_sizes: tuple[int, ...]) -> Batch:
 
 @lru_cache(maxsize=4)
 def _from_rows(bag_sizes: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
-    """The place of each id of bags by feature, in ids that are row by row."""
+    """Return, for each id of bags by feature, its position among ids that are row by row."""
     places = _numbers(rows * sum(bag_sizes), device)
     blocks = places.view(rows, sum(bag_sizes)).split(bag_sizes, dim=1)
     return torch.cat([block.flatten() for block in blocks])
@@ -171,7 +175,7 @@ def _from_rows(bag_sizes: tuple[int, ...], rows: int, device: torch.device) -> T
 
 @lru_cache(maxsize=4)
 def _from_features(bag_sizes: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
-    """The place of each id that is row by row, in bags by feature."""
+    """Return, for each id that is row by row, its position in bags by feature."""
     places = _numbers(rows * sum(bag_sizes), device)
     blocks = places.split([rows * size for size in bag_sizes])
     return torch.cat([block.view(rows, -1) for block in blocks], dim=1).flatten()
@@ -202,17 +206,18 @@ class RaggedDeviceBags:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._filled = list(accumulate(room, initial=0))[:-1]  # where the next ids go
+        self._filled = list(accumulate(room, initial=0))[:-1]  # position of the next ids
         self._values = torch.empty(sum(room), dtype=dtype, device=device)
         self._starts = torch.empty((len(room), rows), dtype=torch.int64, device=device)
         self._lengths = torch.empty((len(room), rows), dtype=torch.int64, device=device)
         self._bag_sizes = bag_sizes
 
     def append(self, staged: StagedBags, rows: slice) -> None:
-        """Copy the ids of ``rows``, which follow those that are here; asynchronous on a GPU."""
+        """Copy the ids of ``rows``, the next ones; asynchronous on a GPU."""
         device = self._values.device
         values = staged.values.to(device, non_blocking=True)
         ragged = iter(staged.lengths.to(device, non_blocking=True))
+
         for f, (start, count) in enumerate(zip(staged.starts, staged.counts, strict=False)):
             first, size = self._filled[f], self._bag_sizes[f]
             lengths = self._lengths[f, rows]
@@ -227,7 +232,7 @@ class RaggedDeviceBags:
     def take(
         self, rows: Tensor | slice, counts: Sequence[int]
     ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-        """The ids, offsets and bounds of a batch, see :class:`~dlrm.data.batch.Batch`.
+        """Return the ids, offsets and bounds of a batch, see :class:`~dlrm.data.batch.Batch`.
 
         Args:
             rows: the rows of the batch ``[B]``, by their number.
@@ -240,7 +245,8 @@ class RaggedDeviceBags:
             starts = self._starts.index_select(1, rows)
             lengths = self._lengths.index_select(1, rows)
         offsets = offsets_of(lengths)
-        # The ids of a bag follow one another: the place of each is its number and a shift.
+
+        # The ids of a bag are consecutive: the position of each is its number plus a shift.
         places = (starts.flatten() - offsets[:-1]).repeat_interleave(
             lengths.flatten(), output_size=bounds[-1]
         )

@@ -21,10 +21,10 @@ class Batch:
     A one-hot batch has ``ids [F, B]`` and no offsets. A batch with multi-hot features has the ids
     of all bags as ``ids [nnz]``, table by table, and ``offsets [F * B + 1]``: the bag of feature
     ``f`` and sample ``b`` is ``ids[offsets[f * B + b] : offsets[f * B + b + 1]]``. The optional
-    ``bounds`` has on the host where the ids of each table begin, so that a model need not wait for
-    the device to read it from the offsets. Where all bags of a feature have one length, known on
-    the host, ``bag_sizes`` has it for each feature; batches of equal ``bag_sizes`` and size have
-    equal shapes and offsets, which lets a captured step skip both.
+    ``bounds`` says on the host where the ids of each table begin, so that a model need not wait for
+    the device to read it from the offsets. If all bags of each feature have the same length,
+    ``bag_sizes`` has these lengths. Batches of equal ``bag_sizes`` and size have equal shapes and
+    offsets, so a captured step copies neither.
     """
 
     dense: Tensor  # [N, B] float32
@@ -76,12 +76,13 @@ class Batch:
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:
-    """Batches of the same features, one after another, as one batch.
+    """Join batches of the same features, one after another.
 
-    Multi-hot ones must have ``bounds``.
+    Multi-hot batches must have ``bounds``.
     """
     if len(batches) == 1:
         return batches[0]
+
     weights = [batch.weights for batch in batches if batch.weights is not None]
     whole = Batch(
         dense=torch.cat([batch.dense for batch in batches], dim=1),
@@ -91,23 +92,26 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     )
     if batches[0].offsets is None:
         return whole
+
+    # Bags are stored table by table: split the ids of each batch by table, then join the tables.
     bounds = [batch.bounds or () for batch in batches]
     counts = [[end - start for start, end in pairwise(ends)] for ends in bounds]
     ids = [batch.ids.split(sizes) for batch, sizes in zip(batches, counts, strict=True)]
+    of_features = [part for feature in zip(*ids, strict=True) for part in feature]
     ends = tuple(map(sum, zip(*bounds, strict=True)))
+
     if (sizes := batches[0].bag_sizes) is not None:
         offsets = fixed_offsets(sizes, whole.size, whole.ids.device)
     else:
         lengths = [b.offsets.diff().view(-1, b.size) for b in batches if b.offsets is not None]
         offsets = offsets_of(torch.cat(lengths, dim=1))
-    of_features = [part for feature in zip(*ids, strict=True) for part in feature]
     return replace(whole, ids=torch.cat(of_features), offsets=offsets, bounds=ends, bag_sizes=sizes)
 
 
 def fixed_bags(
     bag_sizes: Sequence[int], size: int, device: torch.device | str
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """The ``offsets [F * B + 1]`` and ``bounds`` of ``size`` samples with bags of fixed lengths.
+    """Return ``offsets [F * B + 1]`` and ``bounds`` of ``size`` samples with bags of fixed lengths.
 
     Args:
         bag_sizes: ids of each bag of each feature, 0 or more.
@@ -123,16 +127,16 @@ def fixed_bags(
 
 @lru_cache(maxsize=4)
 def fixed_offsets(bag_sizes: tuple[int, ...], size: int, device: torch.device) -> Tensor:
-    """The offsets of :func:`fixed_bags`, made once and shared by all batches: not to be changed."""
-    with torch.inference_mode(False):  # an evaluation may ask first, and training then
+    """Return the offsets of :func:`fixed_bags`, which all batches share: do not change them."""
+    with torch.inference_mode(False):  # an evaluation may be the first to ask, before training
         return fixed_bags(bag_sizes, size, device)[0]
 
 
 class RowBuffer:
     """A one-hot batch in one buffer, so that a single copy transfers it to a GPU.
 
-    Its columns are NumPy arrays to fill; :meth:`to` makes tensors of them. This is done for each
-    batch, and every call to PyTorch costs microseconds, so there are few of them.
+    Its columns are NumPy arrays to fill; :meth:`to` turns them into tensors. Every call to PyTorch
+    costs microseconds in every batch, so there are few of them.
 
     Args:
         size: samples B.
@@ -161,6 +165,7 @@ class RowBuffer:
         self._weights_start = _aligned(end)
         if weighted:
             end = self._weights_start + size
+
         self._words = torch.empty(_aligned(end), dtype=torch.int32, pin_memory=pinned)
         words = self._words.numpy()
         floats = words.view(np.float32)

@@ -10,7 +10,7 @@ from dlrm.data.schema import META_FILE, Categorical
 
 
 def read_labels(array: pa.Array, where: str) -> np.ndarray:
-    """The labels, bool or number: none missing or outside [0, 1]."""
+    """Return the labels, bool or number; raise if one is missing or outside [0, 1]."""
     if array.null_count:
         row = pc.index(array.is_null(), True).as_py()
         raise ValueError(f"{where}: row {row} is null; drop rows without a label")
@@ -22,7 +22,7 @@ def read_labels(array: pa.Array, where: str) -> np.ndarray:
 
 
 def read_weights(array: pa.Array, where: str) -> np.ndarray:
-    """The weights of samples: float32, none missing or negative."""
+    """Return the weights of samples, float32; raise if one is missing or negative."""
     weights = array.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
     if not (weights.min(initial=0) >= 0 and weights.max(initial=0) < np.inf):  # false for NaN
         row = np.flatnonzero(~((weights >= 0) & (weights < np.inf)))[0]
@@ -33,7 +33,7 @@ def read_weights(array: pa.Array, where: str) -> np.ndarray:
 
 
 def read_dense(array: pa.Array, where: str) -> np.ndarray:
-    """The values of a dense column; null, and NaN, which pandas writes for null, become 0."""
+    """Return the values of a dense column, float32; null and NaN (pandas' null) become 0."""
     if array.null_count:
         array = array.cast(pa.float32(), safe=False).fill_null(0.0)
     values = array.to_numpy(zero_copy_only=False)
@@ -51,9 +51,10 @@ def read_dense(array: pa.Array, where: str) -> np.ndarray:
 
 
 def read_ids(array: pa.Array, where: str, column: Categorical, cardinality: int) -> np.ndarray:
-    """The ids of a column, checked to be in ``[0, cardinality)``; null becomes ``oov_id``.
+    """Return the ids of a column; raise if one is outside ``[0, cardinality)``.
 
-    An id beyond them becomes ``oov_id`` too if the column says so, and the table is its own.
+    Null becomes ``oov_id``. So does an id that is too large, if the column says so and its table
+    has as many rows as the column has ids.
     """
     oov_id = column.oov_id
     if array.null_count:
@@ -64,11 +65,13 @@ def read_ids(array: pa.Array, where: str, column: Categorical, cardinality: int)
                 "id that stands for unknown values"
             )
         array = array.cast(pa.int64(), safe=False).fill_null(oov_id)
-    ids = array.to_numpy()
+
     # As unsigned integers, negative ids are at least half the range of the type: one pass, not two.
+    ids = array.to_numpy()
     unsigned, limit = ids.view(f"u{ids.itemsize}"), cardinality
     if ids.dtype.kind == "i":
         limit = min(cardinality, 1 << (8 * ids.itemsize - 1))
+
     if ids.size and unsigned.max() >= limit:
         if column.unseen == "row" and column.cardinality == cardinality and ids.min() >= 0:
             ids = ids.copy()
@@ -86,7 +89,7 @@ def read_ids(array: pa.Array, where: str, column: Categorical, cardinality: int)
 def read_bags(
     array: pa.Array, where: str, column: Categorical, cardinality: int
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """The ids of a multi-hot column, and where each bag begins; a null is an empty bag.
+    """Return the ids of a multi-hot column, and where each bag begins; a null is an empty bag.
 
     Returns:
         The ids ``[rows, bag_size]`` and None if the column has a ``bag_size``; otherwise the ids
@@ -101,6 +104,7 @@ def read_bags(
         else:
             offsets[:] = array.offsets
             offsets -= offsets[0]
+
     if size is not None and offsets is not None:
         wrong = np.flatnonzero(np.diff(offsets) != size)
         if wrong.size:
@@ -109,5 +113,6 @@ def read_bags(
                 f"{where}: row {row} has {offsets[row + 1] - offsets[row]} ids, {META_FILE} says "
                 f"bag_size {size}; take bag_size out of {META_FILE} if bags differ in length"
             )
+
     ids = read_ids(array.flatten(), where, column, cardinality)
     return (ids, offsets) if size is None else (ids.reshape(rows, size), None)

@@ -1,7 +1,7 @@
 """Shuffle buffers on the GPU, which gathers the rows of a batch itself.
 
-Writing rows in random order takes a CPU half as long again as reading them, and a GPU next to no
-time. So the readers keep the order of the file, and a batch is a gather by row number.
+On a CPU, writing rows in random order takes 1.5 times as long as reading them; on a GPU, next to
+no time. So the readers keep the order of the file, and a batch is a gather by row number.
 """
 
 from __future__ import annotations
@@ -43,17 +43,23 @@ class DeviceShuffleBuffer:
         device: torch.device,
         staged: int,
     ) -> None:
-        self.group, self._reader, self._device, self._staged = group, reader, device, staged
-        self._pool, meta = pool, reader.meta
+        self._reader = reader
+        self._pool = pool
+        self._device = device
+        self._staged = staged
+
         self._unread = deque(zip(group.row_groups, self._arrange(group), strict=True))
         self._reads: deque[Future[tuple[RowBuffer, StagedBags | None]]] = deque()
         self._rows: Batch | None = None
         self._bags: DeviceBags | RaggedDeviceBags | None = None
         self._arrived = self._submitted = 0  # rows
-        # How many ids the rows have of ragged features, in the order of the file.
-        self._lengths = np.empty((meta.lengths.count(None), group.rows), np.int32)
+
+        # Ids of each row in each ragged feature, in the order of the file.
+        ragged = reader.meta.lengths.count(None)
+        self._lengths = np.empty((ragged, group.rows), np.int32)
         self._ordered_lengths = self._lengths if group.seed is None else self._lengths.copy()
         self._ordered: list[Future[None]] = []
+
         self._read_more()
 
     def reorder(self, group: ShuffleGroup, pool: ThreadPoolExecutor) -> None:
@@ -65,7 +71,7 @@ class DeviceShuffleBuffer:
                 first += mix.rows
 
     def _arrange(self, group: ShuffleGroup) -> list[Interleave] | list[None]:
-        """Make room for the order of ``group``; returns how its row groups are mixed."""
+        """Make room for the order of ``group``, and return how its row groups are mixed."""
         self.group = group
         self._order: Tensor | None = None
         if group.seed is not None:
@@ -83,12 +89,13 @@ class DeviceShuffleBuffer:
             ordered[positions] = lengths[rows]
 
     def _read_more(self) -> None:
-        """Start to read as many row groups as may be in host memory."""
+        """Start reading until the allowed number of row groups is in host memory."""
         # Pinned by this thread: calls to CUDA from others disturb the capture of a CUDA graph.
         pinned, reader = self._device.type == "cuda", self._reader
         while self._unread and len(self._reads) < self._staged:
             row_group, mix = self._unread.popleft()
-            rows, bags = row_buffer(reader, row_group.rows, pinned=pinned), None
+            rows = row_buffer(reader, row_group.rows, pinned=pinned)
+            bags = None
             if reader.meta.multi_hot:
                 bags = StagedBags(
                     reader.meta.lengths,
@@ -97,6 +104,7 @@ class DeviceShuffleBuffer:
                     dtype=reader.ids_dtype,
                     pinned=pinned,
                 )
+
             read = self._pool.submit(self._read, row_group, mix, self._submitted, rows, bags)
             self._reads.append(read)
             self._submitted += row_group.rows
@@ -109,8 +117,9 @@ class DeviceShuffleBuffer:
         out: RowBuffer,
         bags: StagedBags | None,
     ) -> tuple[RowBuffer, StagedBags | None]:
-        """Read a row group, the rows from ``first`` on in file order, which is kept."""
+        """Read a row group in file order; ``first`` is the number of its first row."""
         rows = self._reader.read(row_group)
+
         columns, outs = [rows.labels, *rows.dense], [out.labels, *out.dense]
         if bags is None:
             columns += rows.ids
@@ -122,13 +131,16 @@ class DeviceShuffleBuffer:
             column[:] = values
         if rows.weights is not None and out.weights is not None:
             out.weights[:] = rows.weights
+
         if mix is not None:
             self._write_order(mix, first)
         return out, bags
 
     def copy_arrived(self) -> None:
-        """Start to copy the row groups that have been read, and to read the next ones; errors are
-        left to :meth:`wait`."""
+        """Start to copy the row groups that have been read, and to read the next ones.
+
+        Errors are left to :meth:`wait`.
+        """
         while self._reads and self._reads[0].done() and not self._reads[0].exception():
             self._store(*self._reads.popleft().result())
             self._read_more()
@@ -138,6 +150,7 @@ class DeviceShuffleBuffer:
         rows, all_rows = read.to(self._device), self.group.rows
         here = slice(self._arrived, self._arrived + rows.size)
         self._arrived = here.stop
+
         if staged is not None:
             if self._bags is None:
                 self._bags = self._make_bags(staged.values.dtype)
@@ -145,6 +158,7 @@ class DeviceShuffleBuffer:
         if len(self.group.row_groups) == 1:
             self._rows = rows
             return
+
         if self._rows is None:
             self._rows = Batch(
                 dense=rows.dense.new_empty((len(rows.dense), all_rows)),
@@ -152,6 +166,7 @@ class DeviceShuffleBuffer:
                 labels=rows.labels.new_empty(all_rows),
                 weights=None if rows.weights is None else rows.weights.new_empty(all_rows),
             )
+
         self._rows.dense[:, here] = rows.dense
         self._rows.ids[:, here] = rows.ids
         self._rows.labels[here] = rows.labels
@@ -159,8 +174,9 @@ class DeviceShuffleBuffer:
             self._rows.weights[here] = rows.weights
 
     def _make_bags(self, dtype: torch.dtype) -> DeviceBags | RaggedDeviceBags:
-        """Room for the ids of all rows of multi-hot data."""
-        meta, rows = self._reader.meta, self.group.rows
+        """Allocate room for the ids of all rows of multi-hot data."""
+        meta = self._reader.meta
+        rows = self.group.rows
         if meta.bag_sizes is not None:
             return DeviceBags(meta.bag_sizes, rows, dtype=dtype, device=self._device)
         counts = map(self._reader.num_ids, self.group.row_groups)
@@ -182,7 +198,7 @@ class DeviceShuffleBuffer:
             self._order = self._order.to(self._device, non_blocking=True)
 
     def batch(self, first: int, last: int) -> Batch:
-        """Rows ``first`` to ``last - 1`` of the epoch as far as they are in this group.
+        """Gather rows ``first`` to ``last - 1`` of the epoch, as far as they are in this group.
 
         Bags of fixed lengths are still row by row, see :func:`~dlrm.data.bags.by_feature`.
         """
@@ -190,9 +206,12 @@ class DeviceShuffleBuffer:
         (batch,) = self._gather(part, part.stop - part.start, 0)
         if self._bags is None:
             return batch
+
         index = part if self._order is None else self._order[part]
         if isinstance(self._bags, DeviceBags):
             return replace(batch, ids=self._bags.take(index))
+
+        # The host knows the number of ids, so it need not wait for the device.
         ragged = iter(self._ordered_lengths[:, part].sum(1, dtype=np.int64).tolist())
         sizes = self._reader.meta.lengths
         counts = [next(ragged) if size is None else size * batch.size for size in sizes]
@@ -200,7 +219,7 @@ class DeviceShuffleBuffer:
         return replace(batch, ids=ids, offsets=offsets, bounds=bounds)
 
     def batches(self, firsts: Sequence[int], size: int) -> list[Batch]:
-        """One-hot batches of this group, gathered in as many launches as one.
+        """Gather several one-hot batches of this group in as many launches as one takes.
 
         Args:
             firsts: the first row of each in the epoch; equally far apart, at least ``size``.
@@ -210,7 +229,7 @@ class DeviceShuffleBuffer:
         return self._gather(self.group.between(firsts[0], firsts[-1] + size), size, apart)
 
     def _gather(self, part: slice, size: int, apart: int) -> list[Batch]:
-        """Batches of ``size`` rows of ``part``, whose first rows are ``apart``, without bags."""
+        """Gather batches of ``size`` rows without bags, whose starts are ``apart`` rows apart."""
         self.wait()
         rows = self._rows
         assert rows is not None
@@ -240,7 +259,7 @@ def gather(
     last: int,
     device: torch.device,
 ) -> Batch:
-    """Rows ``first`` to ``last - 1`` of the epoch as a batch on a device.
+    """Gather rows ``first`` to ``last - 1`` of the epoch as a batch on a device.
 
     Args:
         reader: the reader of the buffers.

@@ -50,8 +50,10 @@ class Rows:
 
 
 def digest_of_footers(row_groups: Sequence[RowGroup]) -> str:
-    """A digest of the footers of the files of ``row_groups``: where each column lies, its bytes,
-    and its least and greatest values. Other rows all but always change it.
+    """Return a digest of the footers of the files of ``row_groups``.
+
+    A footer has the offset, the size, the minimum and the maximum of each column, so other rows
+    nearly always change it.
     """
     digest = hashlib.sha256()
     for row_group in row_groups:
@@ -158,25 +160,28 @@ class RowGroupReader:
         return rows
 
     def convert(self, table: pa.Table, where: object) -> Rows:
-        """Check the values of a table with the columns of ``meta``, of the types of its files.
+        """Convert and check the values of an Arrow table with the columns of ``meta``.
 
         Args:
-            table: the rows; without a column of labels, these are 0.
-            where: what to name in errors.
+            table: the rows, with the types of the files; labels that are missing become 0.
+            where: the place that errors name.
 
         Raises:
             ValueError: a value is invalid.
         """
-        labels, weights, weight = np.zeros(len(table), np.uint8), None, self.meta.weight
+        labels = np.zeros(len(table), np.uint8)
         if self.meta.label in table.schema.names:
             labels = self.labels(table, where)
-        if weight is not None:
+        weights = None
+        if (weight := self.meta.weight) is not None:
             weights = read_weights(only_chunk(table, weight), f"{where}, column {weight!r}")
+
         rows = Rows(labels=labels, dense=[], ids=[], offsets=[], weights=weights)
         for name in self.meta.dense:
             rows.dense.append(read_dense(only_chunk(table, name), f"{where}, column {name!r}"))
         for column, cardinality in zip(self.meta.categorical, self.num_embeddings, strict=True):
-            array, place = only_chunk(table, column.name), f"{where}, column {column.name!r}"
+            array = only_chunk(table, column.name)
+            place = f"{where}, column {column.name!r}"
             if column.multi_hot:
                 ids, offsets = read_bags(array, place, column, cardinality)
             else:
@@ -245,17 +250,18 @@ class RowGroupReader:
             ) from None
 
     def _check_schema(self, path: Path, schema: pa.Schema) -> None:
-        expected = [
-            (self.meta.label, "a bool, integer or float (the label)", _is_number),
-            *((name, "a bool, integer or float (dense)", _is_number) for name in self.meta.dense),
-        ]
-        if self.meta.weight is not None:
-            expected.append((self.meta.weight, "an integer or float (weights)", _is_number))
-        for column in self.meta.categorical:
+        """Raise if a column is missing, is there twice, or has the wrong type."""
+        number, meta = "a bool, integer or float", self.meta
+        expected = [(meta.label, f"{number} (the label)", _is_number)]
+        expected += [(name, f"{number} (dense)", _is_number) for name in meta.dense]
+        if meta.weight is not None:
+            expected.append((meta.weight, "an integer or float (weights)", _is_number))
+        for column in meta.categorical:
             if column.multi_hot:
                 expected.append((column.name, "a list of integers (multi-hot)", is_list_of_ids))
             else:
                 expected.append((column.name, "an integer (categorical)", pa.types.is_integer))
+
         for name, wanted, fits in expected:
             found = schema.names.count(name)
             if found != 1:

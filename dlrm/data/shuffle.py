@@ -48,16 +48,19 @@ class ShuffleGroup:
 def shuffle_groups(
     row_groups: Sequence[RowGroup], windows: int, seed: tuple[int, ...] | None
 ) -> list[ShuffleGroup]:
-    """The row groups of an epoch in order, in ``windows`` groups that are each shuffled.
+    """Divide the row groups of an epoch into ``windows`` groups that are shuffled one by one.
 
-    Logs lie in the order of time, so each window takes row groups from all over the files: of every
-    ``windows`` consecutive ones, it gets one at random. All windows have the same number of them,
-    up to one: what a short last one holds would weigh most in the trained model.
+    Logs are written in the order of time, so each window takes row groups from all over the files:
+    one of every ``windows`` consecutive ones, at random. The numbers of row groups of two windows
+    differ by one at most, because a model remembers best what it saw in the last window.
 
     Args:
         row_groups: in file order.
-        windows: number of groups; with more than row groups, each row group is one.
-        seed: seed of the order; None keeps that of the file, in which each row group is one.
+        windows: number of groups, at most one for each row group.
+        seed: seed of the order; None keeps the order of the file, one group for each row group.
+
+    Returns:
+        The groups in the order in which they are read.
     """
     if seed is None:
         dealt = [[row_group] for row_group in row_groups]
@@ -69,6 +72,7 @@ def shuffle_groups(
             owners = random.permutation(windows)
             for row_group, owner in zip(row_groups[first : first + windows], owners, strict=False):
                 dealt[owner].append(row_group)
+
     groups, start = [], 0
     for index, chosen in enumerate(dealt):
         group = ShuffleGroup(
@@ -120,9 +124,12 @@ def interleave(group: ShuffleGroup) -> list[Interleave] | list[None]:
     """How each row group of ``group`` is mixed with the others; None to keep the order."""
     if group.seed is None:
         return [None] * len(group.row_groups)
+
+    # Long runs are faster to write, short ones mix small data better.
     sizes = np.array([row_group.rows for row_group in group.row_groups])
     most = int(np.median(sizes)) // RUNS_PER_GROUP, group.rows // RUNS_PER_WINDOW
     run = max(1, min(RUN, *most))
+
     random = np.random.default_rng(group.seed)
     slots, rests = _deal(sizes // run, random), _deal(sizes % run, random)
     end = (sizes // run).sum() * run
@@ -133,7 +140,7 @@ def interleave(group: ShuffleGroup) -> list[Interleave] | list[None]:
 
 
 def _deal(counts: np.ndarray, random: np.random.Generator) -> list[np.ndarray]:
-    """Deal the numbers from 0 on at random: ``counts[i]`` of them, in rising order, to each i."""
+    """Deal the numbers 0, 1, ... at random: ``counts[i]`` of them, in rising order, to each i."""
     owners = np.repeat(np.arange(len(counts)), counts)
     random.shuffle(owners)
     return np.split(np.argsort(owners, kind="stable"), np.cumsum(counts)[:-1])
@@ -154,7 +161,11 @@ class ShuffleBuffer:
     def __init__(
         self, group: ShuffleGroup, reader: RowGroupReader, pool: ThreadPoolExecutor
     ) -> None:
-        self.group, self._reader, meta = group, reader, reader.meta
+        self.group = group
+        self._reader = reader
+
+        # Room for every column, which the reader threads fill.
+        meta = reader.meta
         self.dense = np.empty((len(meta.dense), group.rows), np.float32)
         self.labels = np.empty(group.rows, np.float32)
         self.weights = None if meta.weight is None else np.empty(group.rows, np.float32)
@@ -163,16 +174,16 @@ class ShuffleBuffer:
         room = np.array([reader.num_ids(row_group) for row_group in group.row_groups])
         self.bags = _bags(reader, group, room.sum(0)) if meta.multi_hot else []
         starts = room.cumsum(0) - room
-        self._reads = [
-            pool.submit(self._read, row_group, mix, start.tolist())
-            for row_group, mix, start in zip(
-                group.row_groups, interleave(group), starts, strict=True
-            )
-        ]
+
+        parts = zip(group.row_groups, interleave(group), starts.tolist(), strict=True)
+        self._reads = [pool.submit(self._read, *part) for part in parts]
 
     def _read(self, row_group: RowGroup, mix: Interleave | None, starts: list[int]) -> None:
-        """Read a row group; ragged ids of each feature go to ``starts``."""
+        """Read a row group; the ragged ids of each feature are stored from ``starts`` on."""
         rows = self._reader.read(row_group)
+
+        # Pair each column of the file with its place in the buffer. The ids of ragged bags keep the
+        # order of the file: only the start and the length of each bag are shuffled.
         columns, outs = [rows.labels, *rows.dense], [self.labels, *self.dense]
         if rows.weights is not None and self.weights is not None:
             columns.append(rows.weights)
@@ -186,10 +197,12 @@ class ShuffleBuffer:
                 out.values[start : start + len(ids)] = ids
                 columns += [offsets[:-1] + start, np.diff(offsets)]
                 outs += [out.starts, out.lengths]
+
         if mix is None:
             for values, out in zip(columns, outs, strict=True):
                 out[:] = values
             return
+
         permutation = mix.permutation()
         for values, out in zip(columns, outs, strict=True):
             # clip: skips the bounds check
@@ -208,8 +221,10 @@ class ShuffleBuffer:
 def _bags(
     reader: RowGroupReader, group: ShuffleGroup, room: Sequence[int]
 ) -> list[np.ndarray | RaggedIds]:
-    """Room for the ids of each feature of multi-hot data: ``[rows]`` if it is one-hot itself,
-    ``[rows, L]`` for bags of L ids."""
+    """Allocate room for the ids of multi-hot data, feature by feature.
+
+    A one-hot feature takes ``[rows]``, one with bags of L ids ``[rows, L]``.
+    """
     dtype, rows = reader.ids_dtype, group.rows
     return [
         RaggedIds(rows, most, dtype, in_order=group.seed is None)
@@ -222,7 +237,7 @@ def _bags(
 
 
 def row_buffer(reader: RowGroupReader, size: int, *, pinned: bool = False) -> RowBuffer:
-    """Room for ``size`` rows: dense features, labels, weights, and ids if all are one-hot."""
+    """Allocate room for ``size`` rows: dense features, labels, weights, and one-hot ids."""
     return RowBuffer(
         size,
         dense=len(reader.meta.dense),
@@ -244,8 +259,10 @@ def assemble(
         first: the first row.
         last: the row after the last one.
     """
-    out, start = row_buffer(reader, last - first), 0
+    out = row_buffer(reader, last - first)
     parts = [(buffer, buffer.group.between(first, last)) for buffer in buffers]
+
+    start = 0
     for buffer, rows in parts:
         buffer.wait()
         stop = start + rows.stop - rows.start
@@ -258,9 +275,12 @@ def assemble(
     batch = out.to(torch.device("cpu"))
     if not reader.meta.multi_hot:
         return batch
+
+    # Bags: the parts of each feature, one after another.
     features = []
     for index, length in enumerate(reader.meta.lengths):
-        ids, lengths = [np.empty(0, reader.ids_dtype)], [np.empty(0, np.int64)]
+        ids = [np.empty(0, reader.ids_dtype)]
+        lengths = [np.empty(0, np.int64)]
         for buffer, rows in parts:
             bags = buffer.bags[index]
             if isinstance(bags, np.ndarray):
@@ -274,11 +294,11 @@ def assemble(
 
 
 def batch_of(reader: RowGroupReader, rows: Rows) -> Batch:
-    """Rows as a batch in host memory, in their order.
+    """Make a batch in host memory of rows, in their order.
 
     Args:
         reader: the reader of the rows.
-        rows: what it returned.
+        rows: what :meth:`RowGroupReader.read` returned.
     """
     out = row_buffer(reader, len(rows.labels))
     for target, values in zip((*out.dense, *out.ids), (*rows.dense, *rows.ids), strict=False):
@@ -289,6 +309,7 @@ def batch_of(reader: RowGroupReader, rows: Rows) -> Batch:
     batch = out.to(torch.device("cpu"))
     if not reader.meta.multi_hot:
         return batch
+
     features: list[tuple[list[np.ndarray], list[np.ndarray] | int]] = []
     for ids, offsets, size in zip(rows.ids, rows.offsets, reader.meta.lengths, strict=True):
         lengths = size or 1 if offsets is None else [np.diff(offsets)]

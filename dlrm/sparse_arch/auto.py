@@ -5,14 +5,14 @@ times in training has a fraction ``n / (n + RARE)`` of its effect learned, and i
 Rare values say more than common ones do: the variance of their effect is taken to fall as
 ``n^-SPECIFIC``. So the utility of a row of its own is ``n^(2 - SPECIFIC) / (n + RARE)``. A row of
 ``d`` weights keeps all of that except a part that falls as ``1 / d``; fewer bits keep a little
-less. All bytes have the same price. At that price each table gets the number of rows, their length
-and their bits with the highest utility minus price, and the price is such that all tables together
-use up the budget: no byte would be of more use in another table.
+less. Every byte has the same price. Each table gets the number of rows, the length and the bits
+with the highest utility minus price, and the price is chosen so that all tables together use up the
+budget: no byte would be worth more in another table.
 
 The rare ids of a table share a row. A table that keeps all rows at full length is ``dense``, one
 that keeps some of them is ``drop``. One with shorter rows is ``short``: zeros follow the weights,
-and the model learns with that. Trained tables must be fitted as they are, so there it is ``block``,
-with a matrix for each table.
+and the model learns to use that. Tables that are fitted to trained ones can't be chosen freely, so
+there it is ``block``, with a matrix for each table.
 
 Rows of 4 bits are chosen for trained tables only. The rows of a compressed table are those of
 frequent ids, updated in most steps, and stochastic rounding to 4 bits adds its noise each time:
@@ -41,8 +41,8 @@ STEPS = 80  # of the bisection
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
-    """What the rows of a table are."""
+class RowFormat:
+    """Length and type of the rows of a table."""
 
     dim: int
     """Weights of a row."""
@@ -51,8 +51,8 @@ class Form:
     embedding_dim: int
     """Length of a full row."""
     projected: bool = False
-    """Whether a matrix of the table widens shorter rows. Otherwise zeros follow, and the rows of
-    several ids are stored as one."""
+    """Whether a matrix of the table widens shorter rows. Otherwise zeros follow the weights, and
+    the rows of several ids are stored as one."""
 
     @property
     def per_row(self) -> int:
@@ -61,7 +61,7 @@ class Form:
 
     @property
     def _stored_bytes(self) -> float:
-        """Bytes of a stored row; of int4 rows, some of which have 8 bits, the mean."""
+        """Bytes of a stored row; for int4, where some rows have 8 bits, the mean."""
         dim = self.dim * self.per_row
         if self.dtype in WEIGHT_BYTES:
             return dim * WEIGHT_BYTES[self.dtype]
@@ -95,38 +95,40 @@ class Form:
         return FIDELITY[self.dtype] * length
 
 
-def _worthwhile(forms: Sequence[Form]) -> list[Form]:
-    """Forms of which each is the best use of bytes at some price: the upper convex hull of quality
-    over bytes. The fewer there are, the more tables are looked up together.
+def _worthwhile(formats: Sequence[RowFormat]) -> list[RowFormat]:
+    """Return the formats that are the best use of bytes at some price.
+
+    They are the upper convex hull of quality over bytes. Fewer formats mean that more tables are
+    looked up together.
     """
-    hull: list[Form] = []
-    for form in sorted(forms, key=lambda form: (form.row_bytes, -form.quality)):
-        if hull and form.quality <= hull[-1].quality:
+    hull: list[RowFormat] = []
+    for row_format in sorted(formats, key=lambda one: (one.row_bytes, -one.quality)):
+        if hull and row_format.quality <= hull[-1].quality:
             continue
-        while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-1], form):
+        while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-1], row_format):
             hull.pop()
-        hull.append(form)
+        hull.append(row_format)
     return hull
 
 
-def _gain(less: Form, more: Form) -> float:
-    """Quality per byte by which one form exceeds another."""
+def _gain(less: RowFormat, more: RowFormat) -> float:
+    """Return the gain in quality per byte from one format to another."""
     return (more.quality - less.quality) / (more.row_bytes - less.row_bytes)
 
 
-Choice = tuple[Form, int]
+Choice = tuple[RowFormat, int]
 """The rows of a table, and how many ids keep one of their own."""
 
 
 class Table:
-    """The options of one table: what its rows are and how many ids keep a row of their own.
+    """Choices for one table: the format of its rows and the number of ids with their own row.
 
     Args:
         rows: number of ids V.
         embedding_dim: length D of a full row.
         count: occurrences of each id, ``[V]``, in falling order except for single ids.
         dtypes: types that rows may have.
-        projected: see :class:`Form`.
+        projected: see :class:`RowFormat`.
     """
 
     def __init__(
@@ -144,59 +146,62 @@ class Table:
         self._ends = lengths.cumsum(0)
         self._total = (self._utility * lengths).cumsum(0)  # of all ids up to the end of a run
         self._rising = -self._utility.flip(0).cummax(0).values.flip(0)
+
         shorter = (2**k for k in range(embedding_dim.bit_length()))
         dims = [dim for dim in shorter if dim < embedding_dim] + [embedding_dim]
-        self.forms = _worthwhile(
+        self.formats = _worthwhile(
             [
-                Form(dim=dim, dtype=dtype, embedding_dim=embedding_dim, projected=projected)
+                RowFormat(dim=dim, dtype=dtype, embedding_dim=embedding_dim, projected=projected)
                 for dim in dims
                 for dtype in dtypes
             ]
         )
         self._given = dtypes[0]
 
-    def size(self, form: Form, keep: int) -> int:
+    def size(self, row_format: RowFormat, keep: int) -> int:
         """Bytes of the table."""
-        return form.size(min(keep + 1, self.rows))
+        return row_format.size(min(keep + 1, self.rows))
 
-    def utility(self, form: Form, keep: int) -> float:
+    def utility(self, row_format: RowFormat, keep: int) -> float:
         """How much of the effect of the ids ``keep`` rows preserve."""
         run = min(int(torch.searchsorted(self._ends, keep)), len(self._ends) - 1)
         beyond = int(self._ends[run]) - keep
-        return form.quality * float(self._total[run] - beyond * self._utility[run])
+        return row_format.quality * float(self._total[run] - beyond * self._utility[run])
 
     def best_at_price(self, price: float) -> Choice:
         """The rows with the highest utility minus price."""
         options = []
-        for index, form in enumerate(self.forms):
-            least = form.row_bytes * price / form.quality
+        for index, row_format in enumerate(self.formats):
+            least = row_format.row_bytes * price / row_format.quality
             run = int(torch.searchsorted(self._rising, -least))
             keep = int(self._ends[run - 1]) if run else 0
             if keep >= self.rows - 1:
                 keep = self.rows  # a single id needs no shared row
-            gain = self.utility(form, keep) - price * self.size(form, keep)
+            gain = self.utility(row_format, keep) - price * self.size(row_format, keep)
             options.append((gain, index, keep))
         _, index, keep = max(options)
-        return self.forms[index], keep
+        return self.formats[index], keep
 
     def best_within(self, size: int) -> Choice:
         """The rows with the highest utility that fit into ``size`` bytes."""
         options = []
-        for index, form in enumerate(self.forms):
-            keep = form.rows_within(size) - 1
+        for index, row_format in enumerate(self.formats):
+            keep = row_format.rows_within(size) - 1
             if keep >= 0:
                 keep = self.rows if keep >= self.rows - 1 else keep
-                options.append((self.utility(form, keep), index, keep))
+                options.append((self.utility(row_format, keep), index, keep))
         _, index, keep = max(options)
-        return self.forms[index], keep
+        return self.formats[index], keep
 
-    def kind_and_options(self, form: Form, keep: int) -> tuple[str, dict[str, Any]]:
+    def kind_and_options(self, row_format: RowFormat, keep: int) -> tuple[str, dict[str, Any]]:
         """The embedding kind of such a table, and its options."""
-        options: dict[str, Any] = {} if form.dtype == self._given else {"dtype": form.dtype}
+        options: dict[str, Any] = {}
+        if row_format.dtype != self._given:
+            options["dtype"] = row_format.dtype
         if keep < self.rows - 1:
             options["keep"] = keep
-        if form.dim < form.embedding_dim:
-            return "block" if form.projected else "short", {"dim": form.dim, **options}
+        if row_format.dim < row_format.embedding_dim:
+            return "block" if row_format.projected else "short", {"dim": row_format.dim, **options}
         return "drop" if "keep" in options else "dense", options
 
 
@@ -234,11 +239,13 @@ def choose_tables(
     def total(choice: Sequence[Choice]) -> int:
         return sum(table.size(*own) for table, own in zip(tables, choice, strict=True))
 
+    # Bisect the price of a byte.
     low, high = PRICES
     for _ in range(STEPS):
         price = (low * high) ** 0.5
         fits = total([table.best_at_price(price) for table in tables]) <= budget
         low, high = (low, price) if fits else (price, high)
+
     choice = [table.best_at_price(high) for table in tables]
     left = budget - total(choice)
     if left < 0:
@@ -246,6 +253,7 @@ def choose_tables(
             f"a budget of {budget} bytes is too small for --emb auto: {len(tables)} tables need at "
             f"least {total(choice)} bytes; raise the budget"
         )
+
     # At any price, either all ids with equal counts keep a row or none, and from one price to the
     # next a table may change its rows. So bytes are left over. They go to the table with the
     # largest gain, again and again.
@@ -269,21 +277,21 @@ def kept_share(
     counts: Sequence[Tensor],
     dtype: str = "fp32",
 ) -> float:
-    """How much of what full tables learn those of a plan are expected to learn, in [0, 1].
+    """Estimate the share of what full tables learn that the tables of a plan learn, in [0, 1].
 
     Args:
         plan: kind and options of each table, as :func:`choose_tables` returns them.
-        num_embeddings, embedding_dim, counts: as there.
+        num_embeddings, embedding_dim, counts: as in :func:`choose_tables`.
         dtype: type of the tables that have no option ``dtype``.
     """
     kept = full = 0.0
     for (_, options), rows, count in zip(plan, num_embeddings, counts, strict=True):
         table = Table(rows, embedding_dim, count)
-        own = Form(
+        own = RowFormat(
             dim=options.get("dim", embedding_dim),
             dtype=options.get("dtype", dtype),
             embedding_dim=embedding_dim,
         )
         kept += table.utility(own, options.get("keep", rows))
-        full += table.utility(table.forms[-1], rows)
+        full += table.utility(table.formats[-1], rows)
     return kept / full if full else 1.0

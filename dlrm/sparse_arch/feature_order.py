@@ -39,17 +39,21 @@ class FeatureOrder(nn.Module):
         bounds: Sequence[int] | None = None,
         grouped: bool = False,
     ) -> dict[int, Lookups]:
-        """The parts of a batch that belong to some groups, by group.
+        """Split a batch into the parts that belong to groups of tables.
 
         Args:
             groups: indices of the groups.
             ids, offsets: of all features, as in ``Embedding.forward``.
             bounds: where the ids of each feature begin, and the end, ``[F + 1]``. Without them the
                 host reads them from the offsets of several groups, and waits for the device.
-            grouped: ``ids [F, B]`` are in the order of :attr:`by_group`.
+            grouped: whether ``ids [F, B]`` are in the order of :attr:`by_group` already.
+
+        Returns:
+            The look-ups of each of the groups, by index.
         """
         if len(self.groups) == 1:
             return {0: (ids, offsets)}
+
         sizes = [len(features) for features in self.groups]
         if offsets is None:  # one gather for all groups
             if len(ids) != self.num_features:
@@ -59,6 +63,8 @@ class FeatureOrder(nn.Module):
                 )
             parts = (ids if grouped else ids[self.by_group]).split(sizes)
             return {i: (parts[i], None) for i in groups}
+
+        # The ids of bags are stored feature by feature: take the spans of each group's features.
         batch = (offsets.numel() - 1) // self.num_features
         if not bounds:
             bounds = offsets[::batch].tolist() if batch else [0] * (self.num_features + 1)

@@ -69,9 +69,10 @@ def make_table_plan(
     options, kinds = options or {}, kinds or {}
     if kind == AUTO and budget is None:
         raise ValueError("--emb auto needs a budget: set --budget 20MB or --budget 100x")
-    _check_names(names, kind, kinds, options)
     if budget is not None and kinds:
         raise ValueError("budget and tables.kinds exclude each other: drop one of them")
+    _check_names(names, kind, kinds, options)
+
     if threshold is None:
         threshold = THRESHOLD if budget is None else 0
     chosen = _select(num_embeddings, threshold, largest)
@@ -79,6 +80,7 @@ def make_table_plan(
     for table, name in enumerate(names):
         own = kinds.get(name, kind if table in chosen else "dense")
         plan.append((own, options_of_table(name, options.get(own, {}))))
+
     if not ordered:
         _require_any_order([kind] if kind == AUTO else [own for own, _ in plan])
     if budget is not None:
@@ -104,7 +106,7 @@ def _require_any_order(kinds: Sequence[str]) -> None:
 
 
 def options_of_table(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of one table: mappings by table name are resolved, unset options left out."""
+    """Return the options of one table: resolve mappings by table name, leave out unset options."""
     own = {}
     for key, value in options.items():
         if isinstance(value, Mapping):
@@ -126,8 +128,9 @@ def format_table_plan(
     plan: TablePlan,
     sizes: Sequence[int] | None = None,
 ) -> str:
-    """The name, rows, kind and options of every table as text, one table per line; with ``sizes``
-    also its bytes.
+    """Return the name, rows, kind and options of every table as text, one table per line.
+
+    With ``sizes``, the bytes of each table are listed too.
     """
     kinds, options = zip(*plan, strict=True)
     texts = [", ".join(f"{name} {value}" for name, value in own.items()) for own in options]
@@ -222,6 +225,8 @@ def _fit_budget(
     """Kind and options of the chosen tables, within what dense tables leave of a budget."""
     row = row_bytes(embedding_dim, dtype)
     limit = parse_bytes(budget, 4 * embedding_dim * sum(num_embeddings))
+
+    # The tables that are not chosen stay dense, and take their bytes first.
     dense = row * sum(rows for table, rows in enumerate(num_embeddings) if table not in chosen)
     if not chosen and dense <= limit:
         return []
@@ -230,6 +235,7 @@ def _fit_budget(
             f"a budget of {limit:,} bytes is used up by the dense tables alone ({dense:,} bytes): "
             "raise the budget, or compress more tables with a lower tables.threshold"
         )
+
     sizes = [num_embeddings[table] for table in chosen]
 
     def counts_of_chosen() -> list[Tensor] | None:
@@ -244,6 +250,8 @@ def _fit_budget(
         return choose_tables(
             sizes, embedding_dim, limit - dense, known, dtypes=narrower, trained=trained
         )
+
+    # Options that the user set stay; the kind finds the others.
     cls = available()[kind]
     accepted = inspect.signature(cls.for_budget).parameters
     fixed = {k: value for k, value in options.items() if value is not None and k in accepted}

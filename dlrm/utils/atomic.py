@@ -75,12 +75,12 @@ def _require_empty(directory: Path) -> None:
 
 @contextmanager
 def _only_writer(directory: Path) -> Iterator[None]:
-    """Hold a lock next to a directory, where the file system has locks.
+    """Hold a lock file next to a directory, if the file system has locks.
 
     Raises:
         ValueError: another process holds it.
     """
-    from filelock import FileLock, Timeout  # not needed by the reader of an export
+    from filelock import FileLock, Timeout  # programs that read an export do without it
 
     path = directory.parent / f"{directory.name}.lock"
     lock = FileLock(path)
@@ -96,6 +96,7 @@ def _only_writer(directory: Path) -> Iterator[None]:
     except (OSError, NotImplementedError) as error:
         if isinstance(error, PermissionError):
             raise
+
     try:
         yield
     finally:
@@ -105,7 +106,7 @@ def _only_writer(directory: Path) -> Iterator[None]:
 
 
 def save_figure(figure: Figure, path: Path, *, dpi: int) -> None:
-    """Save a figure, in the format of its suffix: a temporary name hides the suffix."""
+    """Save a figure in the format of the suffix of ``path``, completely or not at all."""
     with atomic_write(path) as temporary:
         figure.savefig(temporary, dpi=dpi, format=path.suffix[1:])
 

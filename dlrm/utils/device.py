@@ -10,7 +10,7 @@ import torch
 
 
 def peak_process_memory() -> int | None:
-    """The largest memory of this process so far, in bytes; None on Windows, which can't say."""
+    """Return the peak memory of this process in bytes; None on Windows, which reports none."""
     try:
         import resource
     except ImportError:
@@ -20,14 +20,13 @@ def peak_process_memory() -> int | None:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device named ``auto``, ``cpu``, ``cuda`` or ``cuda:1``; a GPU becomes the current one.
+    """Return the device ``auto``, ``cpu``, ``cuda`` or ``cuda:1``; make a GPU the current one.
 
-    Under torchrun ``auto`` and ``cuda`` are the GPU with the local rank of the process.
+    Under torchrun, ``auto`` and ``cuda`` mean the GPU with the local rank of the process.
 
     Raises:
         ValueError: there is no such device, or one GPU is named for several processes.
     """
-    local, several = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)) > 1
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() and find_spec("triton") else "cpu"
     try:
@@ -39,6 +38,7 @@ def pick_device(name: str) -> torch.device:
         raise ValueError(f"--device is {name!r}, it must be auto, cpu, cuda or cuda:1")
     if device.type == "cpu":
         return device
+
     if not torch.cuda.is_available():
         raise ValueError(f"--device is {name}, but there is no CUDA GPU: use --device cpu")
     if not find_spec("triton"):
@@ -46,13 +46,19 @@ def pick_device(name: str) -> torch.device:
             f"--device is {name}, but Triton is not installed, which the GPU's kernels are written "
             "in: install it, or use --device cpu"
         )
-    if not several:
-        if device.index is not None:
-            last = torch.cuda.device_count() - 1
-            if device.index > last:
-                raise ValueError(f"--device is {device}, but the last GPU is cuda:{last}")
-            torch.cuda.set_device(device)  # kernels run there, and graphs are captured
-        return device
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        return _gpu_of_process(device, name)
+
+    if device.index is not None:
+        last = torch.cuda.device_count() - 1
+        if device.index > last:
+            raise ValueError(f"--device is {device}, but the last GPU is cuda:{last}")
+        torch.cuda.set_device(device)  # kernels run there, and graphs are captured
+    return device
+
+
+def _gpu_of_process(device: torch.device, name: str) -> torch.device:
+    """Return the GPU of this process, one of several of a job."""
     if device.index is not None:
         raise ValueError(
             f"--device is {name} for every process: use --device cuda, and CUDA_VISIBLE_DEVICES to "
@@ -64,12 +70,12 @@ def pick_device(name: str) -> torch.device:
             f"there are {processes} processes on this host and {torch.cuda.device_count()} GPUs: "
             "lower --nproc-per-node, or use --device cpu"
         )
-    return torch.device("cuda", local)
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that memory ran out, on any device."""
     known = (MemoryError, torch.OutOfMemoryError)
+    # The second text is for 2**63 bytes, the last for a size of 2**63.
     texts = ("allocate memory", "Storage size calculation overflowed", "Overflow when unpacking")
-    # the second for 2**63 bytes, the last for a size of 2**63
     return isinstance(error, known) or any(text in str(error) for text in texts)

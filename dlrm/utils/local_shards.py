@@ -1,4 +1,4 @@
-"""Tensors that are sharded over processes, in the form that distributed checkpoints take."""
+"""Tensors that are sharded over processes, as distributed checkpoints read and write them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 
 class LocalShards:
-    """The local shards of a tensor. Other processes hold other shards, or the same ones.
+    """The local shards of a tensor. Other processes hold other shards, or copies of these.
 
     The methods with underscores are the interface of ``torch.distributed.checkpoint`` for objects
     that it writes and reads by shards.
 
     Args:
         size: of the whole tensor.
-        parts: offset in the whole tensor, and values, of each local shard.
+        parts: the offset of each local shard in the whole tensor, and its values.
         dtype: of the whole tensor.
-        copies: pairs of a tensor whose shards are here and a copy that must equal it.
+        copies: pairs of a tensor with local shards and a copy that must stay equal to it.
     """
 
     def __init__(
@@ -92,12 +92,12 @@ def saved_weight(
     unexpected: list[str],
     errors: list[str],
 ) -> Any:
-    """The saved ``weight`` of a module that stores its rows in another form.
+    """Return the saved ``weight`` of a module that stores its rows in another form.
 
-    The arguments are those of ``nn.Module._load_from_state_dict``, and the shape it must have.
+    The arguments are those of ``nn.Module._load_from_state_dict``, and the expected shape.
 
     Returns:
-        None if there is no weight of this shape; the lists of errors then say so.
+        The weight, or None if there is none of this shape; the lists of errors then say why.
     """
     key = f"{prefix}weight"
     if strict:

@@ -1,4 +1,4 @@
-"""Memory that is free, of this machine and of a GPU."""
+"""Free memory of this machine and of a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that new tensors on ``device`` may take."""
+    """Return the bytes that new tensors on ``device`` may take."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
@@ -20,7 +20,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def _of_container() -> int:
-    """Memory up to the limit of the control group, in which containers run; files are free."""
+    """Return the memory left in the control group of a container; cached files count as free."""
     for limit, used, counts, inactive in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
         (

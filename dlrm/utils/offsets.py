@@ -1,4 +1,4 @@
-"""Where bags begin, from their lengths."""
+"""Offsets of bags, from their lengths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """Where each bag begins, and the end, ``[n + 1]`` int64.
+    """Return the start of each bag and the end of the last one, ``[n + 1]`` int64.
 
     Args:
         lengths: of ``n`` bags, integers of any shape; bags of several tables ``[F, B]`` are stored

@@ -1,4 +1,4 @@
-"""What the programs in ``scripts/`` share: types of options, a parser, an exit status."""
+"""Parts that all programs share: types of options, a parser, the exit status."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ class Parser(argparse.ArgumentParser):
         )
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        """As in the base class, but show the default of options without a help text too."""
+        """Add an argument; its default is shown even if it has no help text."""
         action = super().add_argument(*names, **options)
         if action.help is None and action.option_strings:
             action.help = _Formatter("")._get_help_string(action)
         return action
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """As in the base class."""
+        """Parse the arguments; the first mistake ends the program."""
         tokens = sys.argv[1:] if args is None else args
         for token in takewhile(lambda token: token != "--", tokens):  # no options follow it
             name, _, value = token.partition("=")

@@ -38,16 +38,16 @@ class Interrupted(KeyboardInterrupt):
 
 
 class _State:
-    """What the handler knows."""
+    """State of the handler, for the whole process."""
 
-    number = 0  # of the signal that came first; 0: none
+    number = 0  # of the first signal; 0 if none came
     time = 0.0  # when it came
     deferred = False
-    seen = threading.Event()  # by the handler
+    seen = threading.Event()  # set when the handler runs
 
 
 def exit_quietly() -> None:
-    """Let signals end the process at once, without a word: for the imports of a program."""
+    """Let signals end the process at once and silently, while a program imports its modules."""
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as with nohup
             signal.signal(number, _exit)
@@ -57,19 +57,23 @@ def exit_quietly() -> None:
 def raised() -> Iterator[None]:
     """Let signals raise :class:`Interrupted` in the block, and a second one end the process.
 
-    A call that does not return to Python, as when a process that others wait for is gone, is ended
-    after a few seconds.
+    If a call does not return to Python, for example because it waits for a process that was lost,
+    the process ends after a few seconds.
     """
     if threading.current_thread() is not threading.main_thread():  # it can't set handlers
         yield
         return
+
+    # A thread watches the signals through a socket, as the handler runs only in Python code.
     before = {number: signal.getsignal(number) for number in SIGNALS}
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
-    _State.number, _State.deferred = 0, False
+    _State.number = 0
+    _State.deferred = False
     seen = _State.seen = threading.Event()
     threading.Thread(target=_watch, args=[receiver, seen], daemon=True).start()
     previous = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+
     try:
         for number, handler in before.items():
             if handler != signal.SIG_IGN:
@@ -89,12 +93,12 @@ def defer() -> None:
 
 
 def pending() -> int:
-    """The number of the signal that came; 0 if none did."""
+    """Return the number of the signal that came; 0 if none did."""
     return _State.number
 
 
 def status_of(stop: KeyboardInterrupt) -> int:
-    """The exit status for a signal that was raised, perhaps by Python itself for Ctrl-C."""
+    """Return the exit status for a signal that was raised, by Python itself in case of Ctrl-C."""
     if isinstance(stop, Interrupted):
         return stop.status
     return 128 + (pending() or signal.SIGINT)
@@ -107,8 +111,8 @@ def _exit(number: int, frame: Any) -> None:
 def _handle(number: int, frame: Any) -> None:
     _State.seen.set()
     if _State.number:
-        # Ctrl-C in torchrun reaches a process twice: from the terminal, and from torchrun. So does
-        # the end of a terminal: from the kernel, and from the shell.
+        # Ctrl-C reaches a process under torchrun twice, from the terminal and from torchrun. So
+        # does the end of a terminal, from the kernel and from the shell.
         if time.monotonic() > _State.time + (2.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.3):
             os._exit(128 + number)
         return
@@ -118,7 +122,7 @@ def _handle(number: int, frame: Any) -> None:
 
 
 def _watch(receiver: socket.socket, seen: threading.Event) -> None:
-    """End the process if a signal has come and its handler does not get to run."""
+    """End the process if a signal came and its handler does not run in time."""
     with receiver:
         while number := receiver.recv(1)[:1]:
             handled = number[0] in SIGNALS and not _State.deferred

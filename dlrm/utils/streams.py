@@ -1,4 +1,4 @@
-"""A second stream of a GPU, for work in parallel with the current one."""
+"""Further streams of a GPU, for work in parallel with the current one."""
 
 from __future__ import annotations
 
@@ -74,18 +74,17 @@ PURPOSES = {
     "arrival": -1,  # rows from peers that will have gradients
     "rows": -1,  # rows of tables in host memory
 }
-"""What the streams of a GPU are for, and their priorities; -1 is higher than that of the current
-stream."""
+"""Purposes of the streams of a GPU, with their priorities; the current stream has priority 0, and
+-1 is higher."""
 
-
-BY_MODEL = ("steps", "sorts", "parallel")  # of which models that train at once need their own
-MODELS = 8  # with streams of their own: PyTorch has 32 of each priority
-_model = 0  # whose streams are in use, see streams_of_model
+BY_MODEL = ("steps", "sorts", "parallel")  # models that train side by side can't share these
+MODELS = 8  # that can train side by side: PyTorch has 32 streams of each priority
+_model = 0  # the model whose streams are in use, see streams_of_model
 
 
 @cache
 def _streams(index: int, model: int) -> dict[str, torch.cuda.Stream]:
-    """One stream for each purpose, all made together, so that no two are the same."""
+    """Create one stream for each purpose, all together, so that no two are the same."""
     return {
         purpose: torch.cuda.Stream(index, priority=priority)
         if purpose in BY_MODEL or not model
@@ -96,16 +95,16 @@ def _streams(index: int, model: int) -> dict[str, torch.cuda.Stream]:
 
 @contextmanager
 def streams_of_model(number: int) -> Iterator[None]:
-    """Inside, a model is built and its steps are captured that will run next to others.
+    """Give the model that is built and captured in this block streams of its own.
 
-    What two models share, the streams of their captures included, their captured steps may not run
-    at once: a stream brings memory that matrix products use as a workspace.
+    Captured steps of two models can run at the same time only if they share no stream: matrix
+    products use a workspace in memory that belongs to a stream.
 
     Args:
-        number: of the model, below :data:`MODELS`; 0 is that of everything outside.
+        number: number of the model, below :data:`MODELS`; 0 is used outside of such blocks.
 
     Raises:
-        ValueError: PyTorch has no more streams, and would give two models the same.
+        ValueError: PyTorch has no more streams, and would give two models the same one.
     """
     global _model
     if not 0 <= number < MODELS:
@@ -118,12 +117,12 @@ def streams_of_model(number: int) -> Iterator[None]:
 
 
 def stream_of(device: torch.device, purpose: str) -> torch.cuda.Stream:
-    """The stream of a GPU for one of :data:`PURPOSES`, the same one for every caller.
+    """Return the stream of a GPU for one of :data:`PURPOSES`, the same one for every caller.
 
     PyTorch has a pool of 32 streams for each priority and hands them out in turn. If every model or
-    epoch took new ones, two purposes would in time share a stream. Then memory that one of them
-    frees is overwritten by the other while kernels on a third stream still read it, and what is
-    launched during a capture becomes part of the graph.
+    epoch took new ones, two purposes would at some point share a stream. Memory that one of them
+    frees could then be overwritten by the other while kernels on a third stream still read it, and
+    a capture would record kernels that are not part of the step.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     return _streams(index, _model)[purpose]
@@ -135,5 +134,5 @@ def _side_stream(device: torch.device, purpose: str, model: int) -> SideStream:
 
 
 def side_stream_of(device: torch.device, purpose: str = "parallel") -> SideStream:
-    """The side stream of a device for one of :data:`PURPOSES`, the same one for every caller."""
+    """Return the side stream of a device for a purpose, the same one for every caller."""
     return _side_stream(device, purpose, _model)

@@ -9,7 +9,7 @@ from dlrm.embeddings.drop import Drop
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.arch import SparseArch
-from dlrm.sparse_arch.auto import RARE, SPECIFIC, Form, Table, choose_tables, kept_share
+from dlrm.sparse_arch.auto import RARE, SPECIFIC, RowFormat, Table, choose_tables, kept_share
 from dlrm.sparse_arch.table_plan import make_table_plan
 
 CAPPED = [min(rows, 100_000) for rows in KAGGLE_CARDINALITIES]
@@ -48,7 +48,7 @@ def test_a_budget_is_kept_and_used(ratio, dtypes):
     assert total <= budget
     whole, _ = footprint(CAPPED, 16, [("dense", {"dtype": dtypes[0]})] * len(CAPPED))
     assert total >= min(0.96 * budget, whole)
-    assert groups <= 8, "tables of rows of one form are looked up together"
+    assert groups <= 8, "tables of rows of one row_format are looked up together"
 
 
 def test_a_form_has_the_bytes_of_its_rows():
@@ -56,9 +56,9 @@ def test_a_form_has_the_bytes_of_its_rows():
         rows = 1152
         kind = "dense" if dim == 16 else "block" if projected else "short"
         options = {"dtype": dtype} | ({} if dim == 16 else {"dim": dim})
-        form = Form(dim=dim, dtype=dtype, embedding_dim=16, projected=projected)
-        assert form.size(rows) == footprint([rows], 16, [(kind, options)])[0], (dim, dtype)
-        assert form.rows_within(form.size(rows)) == rows
+        row_format = RowFormat(dim=dim, dtype=dtype, embedding_dim=16, projected=projected)
+        assert row_format.size(rows) == footprint([rows], 16, [(kind, options)])[0], (dim, dtype)
+        assert row_format.rows_within(row_format.size(rows)) == rows
 
 
 @pytest.mark.parametrize("ratio", [1.1, 1.5, 3, 5])
@@ -69,12 +69,12 @@ def test_a_table_that_is_most_of_the_budget_uses_it(ratio):
     budget = int(64 * rows / ratio)
     ((_, options),) = choose_tables([rows], 16, budget, [count.round().long()])
     table = Table(rows, 16, count)
-    own = Form(dim=options.get("dim", 16), dtype="fp32", embedding_dim=16)
+    own = RowFormat(dim=options.get("dim", 16), dtype="fp32", embedding_dim=16)
     assert table.size(own, options.get("keep", rows)) <= budget
     best = max(
-        table.utility(form, min(kept, rows))
-        for form in table.forms
-        if (kept := (budget - table.size(form, 0)) // (4 * form.dim)) >= 0
+        table.utility(row_format, min(kept, rows))
+        for row_format in table.formats
+        if (kept := (budget - table.size(row_format, 0)) // (4 * row_format.dim)) >= 0
     )
     assert table.utility(own, options.get("keep", rows)) >= 0.999 * best
 
@@ -89,10 +89,10 @@ def test_nothing_is_compressed_where_the_budget_does_not_ask_for_it():
 def test_no_choice_of_lengths_and_numbers_of_rows_is_worth_more():
     sizes, dim = [40, 12], 4
     counts = [zipf(40, 300), zipf(12, 90)]
-    forms = [Form(dim=own, dtype="fp32", embedding_dim=dim) for own in (1, 2, 4)]
+    forms = [RowFormat(dim=own, dtype="fp32", embedding_dim=dim) for own in (1, 2, 4)]
     offers = [
-        [(Table(rows, dim, counts[t]).size(form, keep), keep, form.dim)
-         for form in forms for keep in range(rows)]
+        [(Table(rows, dim, counts[t]).size(row_format, keep), keep, row_format.dim)
+         for row_format in forms for keep in range(rows)]
         for t, rows in enumerate(sizes)
     ]  # fmt: skip
     for budget in (150, 250, 400, 700):
