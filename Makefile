@@ -4,13 +4,14 @@
 # make test-all   all tests
 # make test-gpu   the tests that need a GPU, and the kernel tests natively
 # make lint   ruff and mypy
+# make lock   newest versions of all packages, with their hashes, to requirements.lock
 # make audit  known vulnerabilities of the installed packages; fails if it can't ask
 
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: run retail test test-all test-gpu lint audit clean
+.PHONY: run retail test test-all test-gpu lint lock audit clean
 
 run: $(VENV)/.installed
 	$(BIN)/python train.py --emb tt
@@ -30,6 +31,12 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+lock: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[audit]'
+	$(BIN)/uv pip compile pyproject.toml --extra dev --extra audit --universal --python-version 3.11 \
+	  --upgrade --generate-hashes --no-annotate --custom-compile-command "make lock" --quiet \
+	  --output-file requirements.lock
+
 # A package that could not be audited is not clean: that fails too, as without the network.
 audit: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable '.[audit]'
@@ -45,9 +52,16 @@ test-gpu:
 	then PYTHONPATH=".:$$PYTHONPATH" $(PYTHON) scripts/test_gpu.py; \
 	else $(MAKE) $(VENV)/.installed && $(BIN)/python scripts/test_gpu.py; fi
 
+# With LOCKED=1, exactly the packages of requirements.lock. Not by default: they include PyTorch for
+# CUDA, where the index at hand may have another build.
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
+ifdef LOCKED
+	$(BIN)/python -m pip install --quiet --require-hashes --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+else
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+endif
 	@touch $@
 
 clean:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
 DELTA, ROWS, FILES = "delta.json", "rows.safetensors", "files"
+JSON_BYTES = 64 << 20  # of a manifest or the description of a delta
 
 
 def apply_delta(base: Path, delta: Path, output: Path) -> None:
@@ -116,8 +117,15 @@ def _require(path: Path, digest: dict[str, Any]) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """The content of a JSON file, which has some kilobytes for each table."""
+    if (size := path.stat().st_size) > JSON_BYTES:
+        raise ValueError(f"{path} has {size:,} bytes, more than {JSON_BYTES:,}: copy it again")
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict):
+            raise ValueError("it holds no object")
+    except RecursionError:
+        raise ValueError(f"{path} is damaged: it is nested too deep; copy it again") from None
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}; copy it again") from None
     return content

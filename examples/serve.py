@@ -1,7 +1,8 @@
 """Serve an exported model over HTTP: ``python examples/serve.py EXPORT``.
 
-It needs serve_rows.py next to it, and PyTorch, safetensors, numpy, pandas, pyarrow, PyYAML,
-starlette, uvicorn and prometheus-client, but not the package that trained the model.
+It needs serve_model.py and serve_rows.py next to it, and PyTorch, safetensors, numpy, pandas,
+pyarrow, PyYAML, starlette, uvicorn and prometheus-client, but not the package that trained the
+model.
 
 POST /score takes raw rows and answers with their probabilities, in the same form:
 
@@ -10,24 +11,24 @@ POST /score takes raw rows and answers with their probabilities, in the same for
   application/vnd.apache.arrow.stream: an Arrow stream with the columns
     -> an Arrow stream with the column probability
 
-GET /health says whether the model is there; GET /metrics is for Prometheus. What is refused gets a
-status of 4xx or 503 and {"error": "..."}. There is no authentication: it listens on this machine
-alone, unless --host says otherwise.
+GET /health says whether the server takes requests; GET /metrics is for Prometheus. A refused
+request gets a status of 4xx or 503 and {"error": "..."}. There is no authentication: the server
+listens on this machine only, unless --host says otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
 import json
+import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -35,10 +36,7 @@ from typing import Any
 
 import prometheus_client as prometheus
 import pyarrow as pa
-import torch
-import torch._inductor.config
 import uvicorn
-from safetensors.torch import load_file
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -48,82 +46,11 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol  # bounds the size of headers
 
 sys.path.insert(0, str(Path(__file__).parent))
+from serve_model import Scorer
 from serve_rows import ARROW, JSON, Refused, one_line, rows_of
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
-
-class Scorer:
-    """An exported model that scores raw rows.
-
-    Args:
-        export: directory that scripts/export.py made.
-        threads: of PyTorch, for a batch.
-
-    Raises:
-        ValueError: it is another directory, or a file is damaged.
-        OSError: a file can't be read.
-    """
-
-    def __init__(self, export: Path, threads: int) -> None:
-        torch.set_num_threads(threads)
-        self.manifest = manifest_of(export)
-        if not self.manifest["raw_rows"]:
-            raise ValueError(f"{export} can't read raw rows: its data was not made from any")
-        sys.path.insert(0, str(export))
-        from dlrm_reader import InputReader
-
-        self._reader = InputReader.load(export)
-        weights = load_file(export / self.manifest["weights"])  # mapped: processes share them
-        if compiled := self.manifest["compiled"].get("cpu"):
-            # Else seconds are spent on compiling tests for this processor.
-            torch._inductor.config.cpp.vec_isa_ok = True
-            self._model = torch._inductor.aoti_load_package(str(export / compiled))
-            self._weights = {name: weights[name] for name in self._model.get_constant_fqns()}
-            self._model.load_constants(self._weights, check_full_update=True, user_managed=True)
-        else:
-            program = torch.export.load(export / self.manifest["program"])
-            program.state_dict.update(weights)
-            self._model = program.module()
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns that are read; others in a request are ignored."""
-        return self._reader.transform.needed
-
-    def score(self, rows: pa.Table) -> list[float]:
-        """The probability of each row.
-
-        Raises:
-            ValueError: a column is missing, or a value does not fit.
-        """
-        if not len(rows):
-            return []
-        arrays = self._reader.arrays(rows)
-        with torch.inference_mode():
-            return self._model(*map(torch.from_numpy, arrays)).tolist()
-
-
-def manifest_of(export: Path) -> dict[str, Any]:
-    """The manifest of an export, all of whose files are those that were written.
-
-    Raises:
-        ValueError: it is another directory, or a file is damaged.
-        OSError: a file can't be read.
-    """
-    path = export / "manifest.json"
-    try:
-        manifest = json.loads(path.read_text())
-        if (manifest["format"], manifest["version"]) != ("dlrm export", 1):
-            raise ValueError("its format or version is another one")
-        written = {export / name: file["sha256"] for name, file in manifest["files"].items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} is not one that this program reads: {one_line(error)}") from None
-    for name, digest in written.items():
-        with name.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                raise ValueError(f"{name} is damaged, or not that of {path}: copy it again")
-    return dict(manifest)
+LAST_REQUESTS = 1.0  # seconds that a new connection has for its request when the server ends
 
 
 class Service:
@@ -223,7 +150,7 @@ class Service:
 
         @asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
-            print(f"serving on {address}", flush=True)
+            say(f"serving on {address}")
             yield
             self._pool.shutdown()
 
@@ -286,7 +213,7 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """A server that goes on for a while after SIGTERM, while /health says that it ends."""
+    """A server that continues for a while after SIGTERM, while /health says that it ends."""
 
     def __init__(self, config: uvicorn.Config, service: Service, drain: float) -> None:
         super().__init__(config)
@@ -294,6 +221,9 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Take the signal; a second one ends at once."""
+        for headers in (self.config.encoded_headers, self.server_state.default_headers):
+            headers.append((b"connection", b"close"))  # in the answers from now on
+
         if self._service.draining or sig != signal.SIGTERM or not self._drain:
             super().handle_exit(sig, frame)
             return
@@ -301,6 +231,43 @@ class Server(uvicorn.Server):
         later = super().handle_exit
         loop = asyncio.get_running_loop()
         loop.call_soon_threadsafe(loop.call_later, self._drain, later, sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more connections, and answer those that were taken before the server ends."""
+        accepted = []
+        for listening in sockets or []:
+            with suppress(BlockingIOError):
+                while True:
+                    accepted.append(listening.accept()[0])
+        for server in self.servers:
+            server.close()
+
+        loop = asyncio.get_running_loop()
+        protocol = partial(
+            self.config.http_protocol_class,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        for connection in accepted:
+            await loop.connect_accepted_socket(protocol, connection)
+
+        # Their requests may still be on the way.
+        deadline = loop.time() + LAST_REQUESTS
+        while loop.time() < deadline and any(
+            connection.cycle is None for connection in self.server_state.connections
+        ):
+            await asyncio.sleep(0.01)
+        await super().shutdown(sockets)
+
+
+def say(text: str) -> None:
+    """Print a line. If nobody takes it, as with a full disk, the server continues silently."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # flushed again at the exit
+        print(f"note: the output can't be written: {error}", file=sys.stderr)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -310,10 +277,10 @@ def arguments() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("export", type=Path, help="directory that scripts/export.py made")
-    add("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
-    add("--port", type=int, default=8000, help="0 takes any that is free (default: 8000)")
-    add("--max-rows", type=int, default=10_000, help="of a request (default: 10000)")
-    add("--max-bytes", type=int, default=16 << 20, help="of a request (default: 16 MiB)")
+    add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    add("--port", type=int, default=8000, help="0 takes any free port (default: 8000)")
+    add("--max-rows", type=int, default=10_000, help="rows of a request (default: 10000)")
+    add("--max-bytes", type=int, default=16 << 20, help="bytes of a request (default: 16 MiB)")
     add(
         "--timeout",
         type=float,
@@ -323,8 +290,8 @@ def arguments() -> argparse.ArgumentParser:
     add("--queue", type=int, default=64, help="requests at a time; more get a 503 (default: 64)")
     add("--connections", type=int, default=500, help="at a time; more are closed (default: 500)")
     add("--workers", type=int, default=2, help="requests that are scored at a time (default: 2)")
-    add("--threads", type=int, default=1, help="of PyTorch (default: 1)")
-    add("--drain", type=float, default=1, help="seconds to go on after SIGTERM (default: 1)")
+    add("--threads", type=int, default=1, help="threads of PyTorch (default: 1)")
+    add("--drain", type=float, default=1, help="seconds to continue after SIGTERM (default: 1)")
     return parser
 
 
@@ -342,7 +309,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if options.host not in LOOPBACK:
-        print("note: other machines can reach this, and there is no authentication", flush=True)
+        say("note: other machines can reach this, and there is no authentication")
     host = f"[{options.host}]" if ":" in options.host else options.host
     service = Service(scorer, options)
     connection = partial(Connection, seconds=options.timeout, most=options.connections)

@@ -2,9 +2,11 @@
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 LINES = [
@@ -23,3 +25,19 @@ def test_a_promise_has_a_test(line):
 
 def test_there_are_promises():
     assert len(LINES) > 20
+
+
+def test_the_lock_file_satisfies_the_requirements():
+    """Each package has one version and its hashes; if not: ``make lock``."""
+    entry = r"^([\w-]+)==(\S+)(?: ; .*)? \\\n    --hash=sha256:[0-9a-f]{64}"
+    text = (ROOT / "requirements.lock").read_text()
+    locked = {}
+    for name, version in re.findall(entry, text, re.MULTILINE):
+        locked.setdefault(name, []).append(version)
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = project["optional-dependencies"]
+    for text in (*project["dependencies"], *optional["dev"], *optional["audit"]):
+        requirement = Requirement(text)
+        versions = locked.get(requirement.name.lower().replace("_", "-"), ["none"])
+        assert all(version in requirement.specifier for version in versions), requirement

@@ -33,6 +33,8 @@ class RowGroup:
     rows: int
     metadata: pq.FileMetaData = field(repr=False, compare=False)
     """The footer of the file, read once."""
+    version: tuple[int, int]
+    """When the file was last modified, in ns, and its bytes."""
 
     def __str__(self) -> str:
         return f"{self.path}, row group {self.index}"
@@ -211,19 +213,23 @@ class RowGroupReader:
                 f"{path} does not exist, but {self.directory / META_FILE} lists it; "
                 "restore the file, or prepare or describe the data again"
             )
+        version = _version(path)
         metadata, schema = read_footer(path)
         self._check_schema(path, schema)
-        return [
-            RowGroup(path=path, index=i, rows=metadata.row_group(i).num_rows, metadata=metadata)
-            for i in range(metadata.num_row_groups)
-            if metadata.row_group(i).num_rows > 0
-        ]
+
+        row_groups = []
+        for index in range(metadata.num_row_groups):
+            if rows := metadata.row_group(index).num_rows:
+                row_groups.append(
+                    RowGroup(path=path, index=index, rows=rows, metadata=metadata, version=version)
+                )
+        return row_groups
 
     def read_table(self, row_group: RowGroup) -> pa.Table:
         """The label, dense and categorical columns of a row group as an Arrow table.
 
         Raises:
-            ValueError: the row group is damaged.
+            ValueError: the row group is damaged, or the file was replaced.
         """
 
         def read(columns: list[str]) -> pa.Table:
@@ -235,8 +241,11 @@ class RowGroupReader:
                 return whole_table(table, row_group.rows)
 
         try:
-            return read(self.columns)
+            table = read(self.columns)
+            _require_same_file(row_group)  # afterwards: it may have been replaced meanwhile
+            return table
         except (pa.ArrowException, OSError) as error:
+            _require_same_file(row_group)
             for name in self.columns:
                 try:
                     read([name])
@@ -274,6 +283,28 @@ class RowGroupReader:
                     f"{path}: column {name!r} is {schema.field(name).type}, it must be {wanted}; "
                     f"convert the column, or correct {META_FILE} (scripts/describe_parquet.py)"
                 )
+
+
+def _version(path: Path) -> tuple[int, int]:
+    """When a file was last modified, in ns, and its bytes."""
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size
+
+
+def _require_same_file(row_group: RowGroup) -> None:
+    """Check that a file is still the one whose footer was read, or a copy of it.
+
+    Raises:
+        ValueError: it was replaced.
+    """
+    if _version(row_group.path) == row_group.version:
+        return
+    metadata, _ = read_footer(row_group.path)
+    if not metadata.equals(row_group.metadata):
+        raise ValueError(
+            f"{row_group.path} was replaced while it was in use, so its rows would be mixed with "
+            "others: restore the file and resume the run, or start a new one"
+        )
 
 
 def reason(error: BaseException) -> str:

@@ -28,10 +28,10 @@ from dlrm.export.directory import (
     as_text,
     digest_of,
     open_run,
+    read_manifest,
 )
 from dlrm.export.programs import save_weights
 from dlrm.utils.atomic import atomic_directory, atomic_write
-from dlrm.utils.documents import read_json
 
 FORMAT, VERSION = "dlrm export delta", 1
 DELTA = "delta.json"
@@ -122,9 +122,7 @@ def export_delta(
 
 def _read_base(base: Path, options: ExportOptions) -> dict[str, Any]:
     """The manifest of the earlier export."""
-    if not (base / MANIFEST).is_file():
-        raise ValueError(f"--delta-from {base}: it has no {MANIFEST}; name an export")
-    before: dict[str, Any] = read_json(base / MANIFEST)
+    before = read_manifest(base)
     wrong = None
     if options.tables is not None or options.emb is not None:
         wrong = "the tables are stored as they are there: leave out --tables and --emb"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.export import ExportedProgram
 
 import dlrm
@@ -27,6 +28,7 @@ from dlrm.training.fine_tuning import compress
 from dlrm.training.run_directory import PREPARATION as KEPT
 from dlrm.training.run_directory import run_directory
 from dlrm.utils.atomic import atomic_directory, atomic_write
+from dlrm.utils.documents import read_json
 
 FORMAT, VERSION = "dlrm export", 1
 MANIFEST = "manifest.json"
@@ -200,6 +202,7 @@ class Contents:
         made = dict[str, Any](self._manifest)
         program = program or self.trace()
         weights = {name: value.contiguous() for name, value in program.state_dict.items()}
+        _require_finite(weights)
         save_weights(weights, directory / WEIGHTS)
         sizes = {n: v.nbytes for n, v in weights.items() if n.startswith("tables.")}
         made["bytes_of_tables"] = sum(sizes.values())
@@ -225,6 +228,43 @@ class Contents:
             note(f"{PREPARATION}/, {PACKAGE}/: to read raw rows")
         made["files"] = _digests(directory)
         return made
+
+
+def _require_finite(weights: Mapping[str, Tensor]) -> None:
+    """Check that no weight is NaN or infinite.
+
+    Raises:
+        ValueError: one is.
+    """
+    for name, value in weights.items():
+        if value.is_floating_point() and value.numel():
+            if not torch.stack(value.aminmax()).isfinite().all():
+                raise ValueError(
+                    f"{name} has a weight that is NaN or infinite, as the training diverged: export "
+                    "an earlier checkpoint, or train with a lower --optim.lr"
+                )
+
+
+def read_manifest(export: Path) -> dict[str, Any]:
+    """The manifest of an export.
+
+    Raises:
+        ValueError: it is missing or damaged.
+    """
+    path = export / MANIFEST
+    if not path.is_file():
+        raise ValueError(f"{export} has no {MANIFEST}: name an export")
+    manifest = read_json(path)
+    try:
+        known = (manifest["format"], manifest["version"]) == (FORMAT, VERSION)
+        used = (WEIGHTS, PROGRAM, *manifest["compiled"].values())
+        known &= all(isinstance(manifest["files"][name]["sha256"], str) for name in used)
+        known &= isinstance(manifest["tables"], str)
+    except (LookupError, TypeError, AttributeError):
+        known = False
+    if not known:
+        raise ValueError(f"{path} is damaged, or of another format: restore it, or export in full")
+    return dict(manifest)
 
 
 def write_manifest(manifest: Mapping[str, Any], directory: Path) -> None:

@@ -6,6 +6,9 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
 
 from dlrm.utils import signals
 
@@ -13,16 +16,42 @@ _PREFIXES = ("OMP_", "GOMP_", "KMP_")
 """Of the environment variables of OpenMP, and of its libraries by GCC (Linux) and LLVM."""
 
 _LOAD = "/proc/loadavg"
+_NO_MEMORY = (
+    "failed to map segment from shared object",
+    "Cannot allocate memory",
+    "error return without exception set",
+)
+"""In messages of errors that a lack of memory causes, besides MemoryError."""
 
 
 def begin() -> None:
     """Let signals end the program quietly, threads without work sleep soon, and open streams.
 
+    A lack of memory, during the imports or later, is reported in one line.
+
     Call it first, and not in a library: it sets signal handlers and environment variables.
     """
     signals.exit_quietly()
+    sys.excepthook = partial(_report_no_memory, sys.excepthook)
     open_closed_streams()
     bound_spinning()
+
+
+def _report_no_memory(
+    previous: Callable[..., object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """A ``sys.excepthook`` that prints no traceback if memory is short."""
+    causes: list[BaseException] = [error]
+    while cause := causes[-1].__cause__ or causes[-1].__context__:
+        causes.append(cause)
+    for cause in causes:
+        if isinstance(cause, MemoryError) or any(text in str(cause) for text in _NO_MEMORY):
+            print("error: there is not enough memory: raise its limit (ulimit -v)", file=sys.stderr)
+            return
+    previous(kind, error, trace)
 
 
 def open_closed_streams() -> None:

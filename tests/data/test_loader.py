@@ -556,6 +556,18 @@ def test_damaged_files(tmp_path):
         BatchLoader(tmp_path, "train", batch_size=10)
 
 
+def test_a_file_that_is_replaced_between_epochs(tmp_path):
+    """By one with the same columns and rows: a copy is read, other rows are not."""
+    write(tmp_path, columns())
+    loader = CriteoLoader(tmp_path, "train", batch_size=100)
+    first, path = list(loader), tmp_path / "train_1.parquet"
+    path.write_bytes(path.read_bytes())
+    assert same(first, list(loader))
+    write(tmp_path, columns(seed=1))
+    with pytest.raises(ValueError, match=r"train_.\.parquet was replaced while it was in use, so"):
+        list(loader)
+
+
 def test_other_number_of_rows_than_described(tmp_path):
     meta = write(tmp_path, columns())
     split = dataclasses.replace(meta.splits["train"], rows=999)

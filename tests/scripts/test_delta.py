@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -195,6 +196,11 @@ def test_another_export_and_damaged_files_are_refused(
     refused("delta.json is damaged", delta=tmp_path / "copy")
     (tmp_path / "copy" / "delta.json").write_text(text.replace('"version": 1', '"version": 2', 1))
     refused("is no delta that this program reads", delta=tmp_path / "copy")
+    for damaged in ("[" * 100_000, "[]"):
+        (tmp_path / "copy" / "delta.json").write_text(damaged)
+        refused("delta.json is damaged: it ", delta=tmp_path / "copy")
+    os.truncate(tmp_path / "copy" / "delta.json", 3 << 30)
+    refused("has 3,221,225,472 bytes, more than 67,108,864", delta=tmp_path / "copy")
     arguments = ["apply_delta.py", base, tmp_path / "copy", tmp_path / "applied"]
     monkeypatch.setattr(sys, "argv", list(map(str, arguments)))
     for change in (
@@ -228,13 +234,16 @@ def test_what_has_no_delta(pair, two_days, export, tmp_path):
     assert "leave out --tables and --emb" in refused("--tables", "int8")
     assert "--compile: with --delta-from" in refused("--compile", "cpu")
     assert "export without --onnx" in refused("--onnx")
-    assert "it has no manifest.json" in refused(base=tmp_path / "nowhere")
+    assert "nowhere has no manifest.json: name an export" in refused(base=tmp_path / "nowhere")
     small = export(two_days / "run_0", "small", "--compile", "--emb", "auto", "--budget", "2x")
     assert "which changes every row" in refused(base=small)
     other = export(two_days / "run_1", "other", "--compile", "--tables", "int8")
     manifest = json.loads((other / "manifest.json").read_text()) | {"tables": "fp32"}
     (other / "manifest.json").write_text(json.dumps(manifest))
     assert "it has other kinds of tables or layers (" in refused(base=other)
+    for damaged in ("[]", json.dumps(manifest | {"files": {}}), "[" * 100_000):
+        (other / "manifest.json").write_text(damaged)
+        assert f"{other / 'manifest.json'} " in refused(base=other)
     (base / "weights.safetensors").write_bytes(b"")
     assert "weights.safetensors is not that of manifest.json" in refused()
 

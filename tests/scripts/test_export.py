@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dlrm.training.checkpoint import Checkpoint
 from dlrm.training.run_directory import PREPARATION
 
 ROOT = Path(__file__).parents[2]
@@ -171,7 +172,14 @@ def test_without_a_compiler_the_default_compiles_nothing(criteo, run, tmp_path):
     assert json.loads((tmp_path / "made" / "manifest.json").read_text())["compiled"] == {}
 
 
-def test_what_can_not_be_exported(criteo, export, run, tmp_path):
+def diverged(checkpoint, build=Checkpoint.build_model):
+    """The model of a checkpoint, with a weight that is NaN."""
+    model = build(checkpoint)
+    model.bottom_mlp[0].bias.data[0] = float("nan")
+    return model
+
+
+def test_what_can_not_be_exported(criteo, export, run, tmp_path, monkeypatch):
     directory, _ = criteo
     trained = directory / "run"
 
@@ -186,6 +194,10 @@ def test_what_can_not_be_exported(criteo, export, run, tmp_path):
     assert "--budget needs --emb" in refused("--budget", "10x")
     assert "--emb tt needs --budget" in refused("--emb", "tt")
     assert "unknown embedding kind 'tr'" in refused("--emb", "tr", "--budget", "9x")
+    with monkeypatch.context() as patched:
+        patched.setattr(Checkpoint, "build_model", diverged)
+        error = refused()
+        assert "bottom_mlp.0.bias has a weight that is NaN or infinite, as the training" in error
     copy = tmp_path / "copy"
     shutil.copytree(trained, copy)
     meta = copy / PREPARATION / "meta.json"

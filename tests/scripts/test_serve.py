@@ -18,9 +18,11 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import dlrm
-from dlrm.export.directory import ExportOptions, export_run
+from dlrm.export.directory import ExportOptions, digest_of, export_run
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -213,22 +215,71 @@ def test_too_many_requests_at_a_time(exported):
     server.stop()
 
 
-def test_no_answer_is_lost_when_it_ends(exported):
-    """Requests that run when SIGTERM comes, and those that come until /health has been read."""
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_files_may_change_while_they_are_served(exported, table, compiled, tmp_path):
+    """The weights are in the memory of the server."""
+    _, _, rows = exported
+    made = tmp_path / "made"
+    export_run(table[0] / "run", made, ExportOptions(devices=("cpu",) if compiled else ()))
+    server = Served(made, "--drain", "0")
+    expected = server.ask("POST", "/score", as_json(rows[:5]))
+    assert expected[0] == 200
+
+    weights = made / "weights.safetensors"
+    with weights.open("r+b") as file:
+        file.write(bytes(weights.stat().st_size))
+    assert server.ask("POST", "/score", as_json(rows[5:10]))[0] == 200
+    assert server.ask("POST", "/score", as_json(rows[:5])) == expected
+    for path in made.iterdir():
+        if path.is_file():
+            os.truncate(path, 0)
+    assert server.ask("POST", "/score", as_json(rows[:5])) == expected
+    assert server.stop() == ""
+
+
+def test_a_server_continues_if_nobody_takes_its_output(exported):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    command = [sys.executable, ROOT / "examples" / "serve.py", exported[0], "--port", port]
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    line = process.stderr.readline()
+    assert line.startswith("note: the output can't be written: "), line
+    server = Served.__new__(Served)
+    server.process, server.port, status = process, int(port), 0
+    while status != 200:
+        with suppress(ConnectionRefusedError):
+            status, _ = server.ask("GET", "/health")
+    process.terminate()
+    assert process.communicate(timeout=30)[1] == ""
+
+
+@pytest.mark.parametrize("keep_alive", [False, True])
+def test_no_answer_is_lost_when_it_ends(exported, keep_alive):
+    """Requests come until connections are refused; an answer says if its connection is closed."""
     made, model, rows = exported
-    server = Served(made, "--drain", "1")
+    server = Served(made, "--drain", "0.5")
     some = rows[:30]
     expected, body = model.predict(pa.Table.from_pylist(some)), as_json(some)
-    answers, failures, told = [], [], threading.Event()
+    answers, failures = [], []
 
     def ask():
-        while not told.is_set():
+        connection = None
+        while True:
             try:
-                status, content = server.ask("POST", "/score", body)
-                found = np.array(json.loads(content)["probability"])
-                answers.append((status, np.abs(found - expected).max() < 1e-6))
+                connection = connection or server.connect()
+                connection.request("POST", "/score", body, {"Content-Type": JSON})
+                answer = connection.getresponse()
+                found = np.array(json.loads(answer.read())["probability"])
+                answers.append((answer.status, np.abs(found - expected).max() < 1e-6))
+                if not keep_alive or answer.headers["Connection"] == "close":
+                    connection.close()
+                    connection = None
+            except ConnectionRefusedError:
+                return
             except Exception as error:
                 failures.append(repr(error))
+                return
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
@@ -236,11 +287,9 @@ def test_no_answer_is_lost_when_it_ends(exported):
     while len(answers) < 20 and not failures:
         time.sleep(0.01)
     server.process.send_signal(signal.SIGTERM)
-    before = len(answers)
     while server.ask("GET", "/health")[0] != 503:  # as a load balancer does
         time.sleep(0.01)
-    time.sleep(0.2)
-    told.set()
+    before = len(answers)
     for thread in threads:
         thread.join()
     assert not failures
@@ -352,14 +401,21 @@ def test_memory_does_not_grow(exported):
     server.stop()
 
 
-def test_what_can_not_be_served(exported, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def serve(monkeypatch):
+    """The server as a module, which leaves this process as it is."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    spec = importlib.util.spec_from_file_location("serve", ROOT / "examples" / "serve.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_can_not_be_served(exported, serve, tmp_path, monkeypatch, capsys):
     made, _, _ = exported
     copy = tmp_path / "copy"
     monkeypatch.setattr(sys, "argv", ["serve.py", str(copy)])
-    spec = importlib.util.spec_from_file_location("serve", ROOT / "examples" / "serve.py")
-    serve = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(serve)
-    monkeypatch.setattr(serve.torch, "set_num_threads", lambda _: None)
     shutil.copytree(made, copy)
     text = (made / "manifest.json").read_text()
 
@@ -375,11 +431,39 @@ def test_what_can_not_be_served(exported, tmp_path, monkeypatch, capsys):
     def manifest(**changed):
         return refused("manifest.json", json.dumps(json.loads(text) | changed).encode())
 
-    assert "manifest.json is not one that this program reads: its format or" in manifest(version=2)
+    assert "manifest.json can't be read: its format or version is" in manifest(version=2)
     assert "can't read raw rows" in manifest(raw_rows=False)
-    assert "manifest.json is not one that this program reads" in manifest(files=[])
-    assert "manifest.json is not one" in refused("manifest.json", text[:-9].encode())
+    assert "'files' is [], it must be of type dict" in manifest(files=[])
+    assert "'/dev/zero', which is in another directory" in manifest(files={"/dev/zero": {}})
+    assert "it has no digest of 'gone'" in manifest(compiled={"cpu": "gone"})
+    for name in ("run", "step", "tables", "weights", "program", "compiled", "raw_rows"):
+        assert f"{name!r} is None, it must be of type" in manifest(**{name: None})
+    for damaged in (text[:-9], "[]", "[" * 100_000, " " * 65 * 2**20):
+        error = refused("manifest.json", damaged.encode())
+        assert "manifest.json can't be read: " in error
     for name in ("weights.safetensors", "model.pt2", "preparation/vocabulary/user.parquet"):
         damaged = bytearray((made / name).read_bytes())
         damaged[-3] ^= 1
         assert f"{name} is damaged, or not that of" in refused(name, damaged), name
+    assert "weights.safetensors is damaged" in refused("weights.safetensors", b"")
+
+
+@pytest.mark.parametrize(
+    ("weight", "problem"),
+    [
+        (float("nan"), r"bottom_mlp\.0\.bias has a weight that is no finite number"),
+        (3e38, "row 1: its probability is no number: a value is too large"),
+    ],
+)
+def test_a_score_that_is_no_number_is_an_error(weight, problem, exported, serve, tmp_path):
+    made, _, rows = exported
+    copy = tmp_path / "copy"
+    shutil.copytree(made, copy)
+    weights = load_file(made / "weights.safetensors")
+    weights["bottom_mlp.0.bias"].fill_(weight)
+    save_file(weights, copy / "weights.safetensors")
+    manifest = json.loads((made / "manifest.json").read_text())
+    manifest["files"]["weights.safetensors"] = digest_of(copy / "weights.safetensors")
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match=problem):
+        serve.Scorer(copy, 1).score(pa.Table.from_pylist(rows[:2]))

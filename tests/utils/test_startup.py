@@ -32,6 +32,15 @@ def test_a_program_without_streams_begins_with_others():
     assert subprocess.run(command, shell=True, cwd=ROOT).returncode == 3
 
 
+@pytest.mark.parametrize("megabytes", [300, 700])  # PyTorch does not fit, and then pandas
+def test_imports_without_memory_end_in_one_line(megabytes):
+    command = f"ulimit -v {megabytes << 10}; exec {sys.executable} scripts/export.py --help"
+    others = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=others, stderr=subprocess.PIPE)
+    assert done.returncode == 1
+    assert done.stderr == b"error: there is not enough memory: raise its limit (ulimit -v)\n"
+
+
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
 def test_what_the_user_has_set_is_left_alone(name):
     assert set_by_startup(**{name: "7"}) == {name: "7"}
