@@ -96,7 +96,7 @@ class Scorer:
         for number, probability in enumerate(probabilities, 1):
             if not math.isfinite(probability):
                 raise ValueError(
-                    f"row {number}: its probability is no number: a value is too large for the model"
+                    f"row {number}: its probability is no number, as a value is too large"
                 )
         return probabilities
 
@@ -197,9 +197,10 @@ def read_weights(path: Path, digest: dict[str, Any]) -> dict[str, Tensor]:
 
     tensors = tensors_in(content)
     for name, value in tensors.items():
-        if value.is_floating_point() and value.numel():
-            if not torch.stack(value.aminmax()).isfinite().all():
-                raise ValueError(f"{path}: {name} has a weight that is no finite number")
+        if not value.is_floating_point() or not value.numel():
+            continue
+        if not torch.stack(value.aminmax()).isfinite().all():
+            raise ValueError(f"{path}: {name} has a weight that is no finite number")
     return tensors
 
 

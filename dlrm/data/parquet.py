@@ -217,13 +217,12 @@ class RowGroupReader:
         metadata, schema = read_footer(path)
         self._check_schema(path, schema)
 
-        row_groups = []
-        for index in range(metadata.num_row_groups):
-            if rows := metadata.row_group(index).num_rows:
-                row_groups.append(
-                    RowGroup(path=path, index=index, rows=rows, metadata=metadata, version=version)
-                )
-        return row_groups
+        rows = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+        return [
+            RowGroup(path=path, index=index, rows=count, metadata=metadata, version=version)
+            for index, count in enumerate(rows)
+            if count > 0
+        ]
 
     def read_table(self, row_group: RowGroup) -> pa.Table:
         """The label, dense and categorical columns of a row group as an Arrow table.

@@ -237,12 +237,13 @@ def _require_finite(weights: Mapping[str, Tensor]) -> None:
         ValueError: one is.
     """
     for name, value in weights.items():
-        if value.is_floating_point() and value.numel():
-            if not torch.stack(value.aminmax()).isfinite().all():
-                raise ValueError(
-                    f"{name} has a weight that is NaN or infinite, as the training diverged: export "
-                    "an earlier checkpoint, or train with a lower --optim.lr"
-                )
+        if not value.is_floating_point() or not value.numel():
+            continue
+        if not torch.stack(value.aminmax()).isfinite().all():
+            raise ValueError(
+                f"{name} has a weight that is NaN or infinite, as the training diverged: export an "
+                "earlier checkpoint, or train with a lower --optim.lr"
+            )
 
 
 def read_manifest(export: Path) -> dict[str, Any]:

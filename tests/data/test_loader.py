@@ -559,7 +559,7 @@ def test_damaged_files(tmp_path):
 def test_a_file_that_is_replaced_between_epochs(tmp_path):
     """By one with the same columns and rows: a copy is read, other rows are not."""
     write(tmp_path, columns())
-    loader = CriteoLoader(tmp_path, "train", batch_size=100)
+    loader = BatchLoader(tmp_path, "train", batch_size=100)
     first, path = list(loader), tmp_path / "train_1.parquet"
     path.write_bytes(path.read_bytes())
     assert same(first, list(loader))

@@ -452,7 +452,7 @@ def test_what_can_not_be_served(exported, serve, tmp_path, monkeypatch, capsys):
     ("weight", "problem"),
     [
         (float("nan"), r"bottom_mlp\.0\.bias has a weight that is no finite number"),
-        (3e38, "row 1: its probability is no number: a value is too large"),
+        (3e38, "row 1: its probability is no number, as a value is too large"),
     ],
 )
 def test_a_score_that_is_no_number_is_an_error(weight, problem, exported, serve, tmp_path):
