@@ -19,7 +19,7 @@ import yaml
 
 from dlrm.config.build import build_model, build_optimizers
 from dlrm.config.cli import note_plan, parse, refuse_with_resume, resumed_path
-from dlrm.config.model_spec import auto_plan, model_spec
+from dlrm.config.model_spec import ModelSpec, auto_plan, model_spec
 from dlrm.config.options import changed_options
 from dlrm.config.schema import RunConfig
 from dlrm.data import synthetic
@@ -31,7 +31,8 @@ from dlrm.model import DLRM
 from dlrm.optim import Schedule
 from dlrm.sparse_arch.table_plan import format_table_plan
 from dlrm.training import metrics, profiling, report, run_directory, tracking
-from dlrm.training.best_model import BestModel
+from dlrm.training.best_model import Validations, note_validation
+from dlrm.training.checkpoint.manifest import Progress
 from dlrm.training.checkpoint.run_checkpoints import RunCheckpoints
 from dlrm.training.checkpoint.timer import CheckpointTimer
 from dlrm.training.data_parallel import GradientReducer, state_bytes
@@ -44,167 +45,192 @@ from dlrm.utils.device import pick_device
 from dlrm.utils.program import exit_status
 
 
+def train_on_batch(step: TrainStep, batch: PreparedBatch, norms: bool) -> dict[str, torch.Tensor]:
+    """What one step computes; in mode ``graph``, it is captured and replayed as one CUDA graph."""
+    with step.context(batch, norms) as context:
+        logits = step.forward(batch.batch, context)
+        loss = step.loss(logits, batch.batch)
+        out = step.backward(loss, batch.batch, context, norms=norms)
+        step.update()
+    return out
+
+
 class Run:
     """One training run: its parts, built from the configuration, and the loop over them."""
 
     def __init__(self, config: RunConfig, resolved: str, world: World) -> None:
-        self.config, self.resolved, self.world = config, resolved, world
-        self.options = yaml.safe_load(resolved)
-        self.device = world.join(pick_device(config.device))
+        self.config, self.options = config, yaml.safe_load(resolved)
+        self.world = world
+        device = world.join(pick_device(config.device))
         new = Path(config.output) / (config.name or run_directory.new_name(config.emb))
         self.checkpoints = RunCheckpoints(new, config.resume, world, keep=config.keep_checkpoints)
-        self.directory, resumed = self.checkpoints.directory, self.checkpoints.resumed
+        resumed = self.checkpoints.resumed
+
         if config.data == RunConfig.data and world.first:
             synthetic.write_demo(config.data)
         world.wait()
-        loader = partial(make_loader, config.data, world, self.device)
+        loader = partial(make_loader, config.data, world, device)
         options = asdict(config.loader) | {"seed": config.seed}
         self.train_data = loader("train", config.batch_size, options)
-        self.meta = self.train_data.meta
-        splits = filter(self.meta.has_rows, ("val", "test"))  # opened now, so that damage is seen
+        meta = self.train_data.meta
+        splits = filter(meta.has_rows, ("val", "test"))  # opened now, so that damage is seen
         loaders = {s: loader(s, config.eval_batch_size, options) for s in splits}
-        self.spec = model_spec(config, self.meta)
+
+        spec = model_spec(config, meta)
         if resumed:
-            resumed.require_spec(self.spec)
+            resumed.require_spec(spec)
         torch.manual_seed(config.seed)
-        self.model, self.sharding = build_model(config, self.spec, self.meta, world)
+        self.model, sharding = build_model(config, spec, meta, world)
         self.trained: Trained | None = None  # the model of --init_from, until it is evaluated
         if config.init_from and not resumed:
             start = NewRows(config.new_rows, config.seed)
-            self.trained = fit(self.model, config.init_from, config.data, self.meta, world, start)
-        self.optimizers = build_optimizers(config.optim, self.model)
-        optimizer_bytes = state_bytes(self.model, self.optimizers[1], world)
-        self.sizes = report.embedding_sizes(self.model, optimizer_bytes)
-        self.schedule = Schedule(self.optimizers, **config.optim.schedule)
+            self.trained = fit(self.model, config.init_from, config.data, meta, world, start)
+        optimizers = build_optimizers(config.optim, self.model)
+        self.schedule = Schedule(optimizers, **config.optim.schedule)
         self.step = TrainStep(
             self.model,
-            self.optimizers,
+            optimizers,
             precision=config.precision,
             clip_norm=config.optim.clip_norm,
             mode=config.step,
             deterministic=config.deterministic,
-            reducer=GradientReducer.of(self.model, self.optimizers[1], world),
+            reducer=GradientReducer.of(self.model, optimizers[1], world),
         )
-        self.interruption = Interruption(world)
         seen = partial(loader, "train", config.batch_size, options | {"shuffle": False})
-        self.held_out = HeldOut(self.model, loaders, seen, self.interruption, config.precision)
-        self.steps, self.epoch = 0, 0
+        interruption = Interruption(world)
+        self.held_out = HeldOut(self.model, loaders, seen, interruption, config.precision)
+
         epoch = len(self.train_data)
-        self.last_step, self.eval_every = config.steps_for(epoch), config.eval_every_for(epoch)
-        self.best = BestModel(self.eval_every, config.patience_for(epoch // self.eval_every))
-        self.fitted: dict[str, float] = {}  # metrics after --init_from, before any step
-        self.validated: tuple[int, dict[str, float]] = (-1, {})  # step and metrics of the last
-        self.loss: torch.Tensor | None = None  # of the last step
-        self.shown: dict[str, str] = {}  # in the progress line
+        every, last_step = config.eval_every_for(epoch), config.steps_for(epoch)
+        self.validations = Validations(every, config.patience_for(epoch // every), last_step)
         self.clock = profiling.Clock(self.train_data, resumed.state.clock if resumed else {})
-        parts = self.model, self.optimizers, self.train_data
-        self.checkpoints.attach(*parts, spec=self.spec, config=self.options)
+        self.progress = Progress()
+        parts = self.model, optimizers, self.train_data
+        self.checkpoints.attach(*parts, spec=spec, config=self.options)
         if resumed:
-            state = self.checkpoints.restore(config.batch_size)
-            self.steps, self.epoch, self.fitted = state.steps, state.epoch, state.fitted
-            self.best.auc, self.best.step = state.best, state.best_step
-            self.validated, self.schedule.fine_tune = state.validated, state.fine_tune
-            self.step.losses.load(state.losses)
+            self.progress = self.checkpoints.restore(config.batch_size)
+            self.schedule.fine_tune = self.progress.fine_tune
+            self.step.losses.load(self.progress.losses)
         self.checkpoints.begin()
-        step, place = self.steps if resumed else None, self.directory
+
+        step, place = self.progress.steps if resumed else None, self.checkpoints.directory
         self.finished = world.from_first(lambda: tracking.finished(place, step, resolved))
         active = world.first and not self.finished
         self.tracker = tracking.Tracker(place, step=step, active=active)
+        sizes = self._sizes()
+        if world.first:
+            self._print_plan(resolved, spec, sharding.text if sharding else "", sizes)
+
+    @property
+    def directory(self) -> Path:
+        """The directory of the run."""
+        return self.checkpoints.directory
+
+    @property
+    def steps(self) -> int:
+        """Steps that the model was trained for."""
+        return self.progress.steps
 
     def train(self) -> dict[str, float]:
         """Train, evaluate, and return the final metrics."""
         config, data, silent = self.config, self.train_data, not self.world.first
-        if not silent:
-            self._print_plan()
         if self.finished:  # and resumed with the same options: nothing is left to do
             report.print_summary(self.finished, self.directory, silent=silent)
             return self.finished
         if self.trained:
             self._begin_fine_tuning(self.trained)
         self.trained = None
-        if self.steps % self.eval_every == 0 < self.steps:  # interrupted before or in it
+        if self.validations.due(self.steps):  # interrupted before or in it
             self._validate()
-        self.last_step = self.best.last_step(self.validated[0], self.last_step, silent=silent)
+        self.validations.stop_early(self.progress, silent=silent)
+
         traced = config.profile and self.world.first
-        profiler = profiling.Profiler(self.directory, self.device, active=traced)
+        profiler = profiling.Profiler(self.directory, self.step.device, active=traced)
         self.model.train()
         timer = CheckpointTimer(config.checkpoint_every, self.world, self.steps)
-        done, last = data.samples(self.steps), data.samples(self.last_step)
-        with profiling.progress_bar(last, done, self.step.mode, silent=silent) as progress:
+        done, last = data.samples(self.steps), data.samples(self.validations.last_step)
+        shown: dict[str, str] = {}
+        with profiling.progress_bar(last, done, self.step.mode, silent=silent) as bar:
             self.clock.start()
-            for prepared in self._batches():
+            for batch in self._batches():
                 self.schedule.set(self.steps)
-                self.steps += 1
-                logging = self.steps % config.log_every == 0
-                out = self.step(prepared, norms=logging)  # forward, loss, backward, update
-                self.loss = out["loss"]
-                self.clock.samples += prepared.batch.total_size
-                progress.update(prepared.batch.total_size)
+                logging = (self.steps + 1) % config.log_every == 0
+                out = self.step(batch, norms=logging, run=train_on_batch)
+
+                self.progress.steps += 1
+                self.clock.samples += batch.batch.total_size
+                bar.update(batch.batch.total_size)
                 profiler.step()
                 if self.steps % config.populate_every == 0:
-                    renewed = self.model.sparse_arch.renew_caches(self.optimizers[1])
+                    renewed = self.model.sparse_arch.renew_caches(self.step.optimizers[1])
                     self.tracker.log(self.steps, renewed)
                 if logging:
-                    self._log(out)
-                if self.steps % self.eval_every == 0:
+                    shown |= self._log(out)
+
+                if validating := self.validations.due(self.steps):
                     with self.clock.paused():
-                        self._validate()
-                    self.last_step = self.best.last_step(self.steps, self.last_step, silent=silent)
+                        values = self._validate()
+                    shown |= {"val AUC": f"{values['auc']:.4f}"} if values else {}
+                    self.validations.stop_early(self.progress, silent=silent)
                 elif config.checkpoint and timer.due(self.steps):
                     with self.clock.paused():
                         self._save()
-                if logging or self.steps == self.validated[0]:
-                    progress.set_postfix(dict(sorted(self.shown.items())), refresh=False)
-                self.interruption.check(self._stop)
+                if logging or validating:
+                    bar.set_postfix(dict(sorted(shown.items())), refresh=False)
+                self.held_out.interruption.check(self._stop)
             self.clock.stop()
         self.tracker.texts(profile=profiler.close())
         return self._finish()
 
     def _batches(self) -> Iterator[PreparedBatch]:
         """The batches of the epochs that are left, up to the last step."""
-        while self.steps < self.last_step:
-            self.train_data.set_epoch(self.epoch)
-            for prepared in self.step.prefetcher(self.train_data):
-                yield prepared
-                if self.steps >= self.last_step:
+        while self.steps < self.validations.last_step:
+            self.train_data.set_epoch(self.progress.epoch)
+            for batch in self.step.prefetcher(self.train_data):
+                yield batch
+                if self.steps >= self.validations.last_step:
                     return
-            self.epoch += 1
+            self.progress.epoch += 1
 
-    def _log(self, out: dict[str, torch.Tensor]) -> None:
+    def _log(self, out: dict[str, torch.Tensor]) -> dict[str, str]:
+        """Log what a step returned, and more; returns what the progress bar shows of it."""
         out = out | {"loss": self.step.losses.take()}  # the mean since the last log
         values = {f"train/{name}": float(value) for name, value in out.items()}
         values |= self.model.sparse_arch.cache_stats()
-        if self.steps < self.last_step:  # those of the last step are final metrics
-            values |= self.clock.lap() | profiling.peak_memory(self.device)
+        if self.steps < self.validations.last_step:  # those of the last step are final metrics
+            values |= self.clock.lap() | profiling.peak_memory(self.step.device)
         self.tracker.log(self.steps, values | self.schedule.rates())
-        self.shown["loss"] = f"{values['train/loss']:.4f}"
         metrics.require_finite(values["train/loss"], self.steps)
+        return {"loss": f"{values['train/loss']:.4f}"}
 
     def _validate(self) -> dict[str, float]:
         """Evaluate on validation, and keep the latest and the best state."""
-        if self.validated[0] != self.steps:
+        if self.progress.validated[0] != self.steps:
             self._keep(self._evaluate("val"))
-        return self.validated[1]
+        return self.progress.validated[1]
 
     def _keep(self, values: dict[str, float]) -> None:
-        self.validated = self.steps, values
-        if values:
-            self.tracker.log(self.steps, tracking.named("val", values))
-            self.shown["val AUC"] = f"{values['auc']:.4f}"
-        if not self.held_out.diverged:
-            better = self.best.offer(self.steps, values)
-            if self.config.checkpoint:
-                self._save(better=better)
+        self.tracker.log(self.steps, tracking.named("val", values))
+        if self.held_out.diverged:  # its state replaces no good one
+            self.progress.validated = self.steps, values
+            return
+        note_validation(self.progress, values)
+        if self.config.checkpoint:
+            self._save()
 
     def _begin_fine_tuning(self, trained: Trained) -> None:
         """Evaluate the fitted tables, which may be the best ones, and choose learning rates."""
-        self.fitted = tracking.named("fitted", self._evaluate("test"))
-        self.tracker.log(0, self.fitted)
+        fitted = tracking.named("fitted", self._evaluate("test"))
+        self.tracker.log(0, fitted)
         before, after = self._evaluate("val", trained.model), self._evaluate("val")
-        lost, epochs = auc_lost(before, after), self.last_step / len(self.train_data)
+        lost, epochs = auc_lost(before, after), self.validations.last_step / len(self.train_data)
         factor, anew = go_on(self.model, trained.data, self.config.data, lost, epochs)
-        self.schedule.fine_tune = self.config.optim.fine_tune or factor
-        report.print_fine_tuning(lost, self.schedule.fine_tune, anew, silent=not self.world.first)
+
+        factor = self.config.optim.fine_tune or factor
+        self.schedule.fine_tune = factor
+        self.progress.fitted = fitted
+        self.progress.fine_tune = factor
+        report.print_fine_tuning(lost, factor, anew, silent=not self.world.first)
         self._keep(self._evaluate("val") if anew else after)
 
     def _evaluate(self, split: str, model: DLRM | None = None) -> dict[str, float]:
@@ -212,61 +238,59 @@ class Run:
 
     def _finish(self) -> dict[str, float]:
         val, test = self._validate(), self._evaluate("test")
+        best_step = self.progress.best_step
         if self.held_out.diverged:
             self.tracker.log(self.steps, tracking.named("test", test))
             raise ValueError(self.held_out.diverged)
-        final = {"best_step": float(self.best.step)} if 0 <= self.best.step < self.steps else {}
+        final = {"best_step": float(best_step)} if 0 <= best_step < self.steps else {}
         if final and self.config.checkpoint:  # the weights of that step are the result
             final |= tracking.named("last", test)
             val, test = self.checkpoints.load_best(self.model), self._evaluate("test")
         final |= tracking.named("test", test)
-        best = {f"test/best_possible_{k}": v for k, v in self.meta.planted.get("test", {}).items()}
-        final |= best | self.fitted | self.sizes | self.clock.total()
-        final |= profiling.peak_memory(self.device)
+
+        planted = self.train_data.meta.planted.get("test", {})
+        final |= {f"test/best_possible_{name}": value for name, value in planted.items()}
+        final |= self.progress.fitted | self._sizes() | self.clock.total()
+        final |= profiling.peak_memory(self.step.device)
         self.tracker.log(self.steps, final)
         final |= tracking.named("val", val)  # logged when it was evaluated
-        about = report.about(self.steps, self.meta, self.spec["plan"])
+        about = report.about(self.steps, self.train_data.meta, self.checkpoints.spec["plan"])
         changed = changed_options(self.options, available())
         self.tracker.finish(self.options, final, changed, **about)
         report.print_summary(final, self.directory, silent=not self.world.first)
         return final
 
-    def _print_plan(self) -> None:
-        run_directory.write_config(self.directory, self.resolved)
-        keep_transform(self.config.data, self.directory / run_directory.PREPARATION)
-        tables = format_table_plan(self.meta.tables, self.meta.cardinalities, self.spec["plan"])
-        sharding = self.sharding.text if self.sharding else ""
-        self.tracker.texts(config=self.resolved, tables=tables, sharding=sharding)
-        self.tracker.log(self.steps, self.sizes)
-        note_plan(self.config, self.spec, self.sizes["embeddings/compression"])
-        opening = report.opening(self.config.emb, self.model, self.meta.splits, self.sizes)
-        shown = sharding, auto_plan(self.config, self.meta, self.spec, tables), opening
+    def _sizes(self) -> dict[str, float]:
+        """Bytes of the embeddings; every process must call this function."""
+        optimizer = state_bytes(self.model, self.step.optimizers[1], self.world)
+        return report.embedding_sizes(self.model, optimizer)
+
+    def _print_plan(
+        self, resolved: str, spec: ModelSpec, sharding: str, sizes: dict[str, float]
+    ) -> None:
+        config, meta = self.config, self.train_data.meta
+        run_directory.write_config(self.directory, resolved)
+        keep_transform(config.data, self.directory / run_directory.PREPARATION)
+        tables = format_table_plan(meta.tables, meta.cardinalities, spec["plan"])
+        self.tracker.texts(config=resolved, tables=tables, sharding=sharding)
+        self.tracker.log(self.steps, sizes)
+
+        note_plan(config, spec, sizes["embeddings/compression"])
+        opening = report.opening(config.emb, self.model, meta.splits, sizes)
+        shown = sharding, auto_plan(config, meta, spec, tables), opening
         print(*filter(None, shown), sep="\n")
 
-    def _save(self, *, better: bool = False) -> None:
-        if self.loss is not None:  # a diverged state must not replace a good one
-            metrics.require_finite(float(self.loss), self.steps)
-        self.checkpoints.save(
-            unused=self.step.prefetcher.samples_held,
-            better=better,
-            steps=self.steps,
-            epoch=self.epoch,
-            best=self.best.auc,
-            best_step=self.best.step,
-            fitted=self.fitted,
-            fine_tune=self.schedule.fine_tune,
-            validated=self.validated,
-            clock=self.clock.state(),
-            losses=self.step.losses.state(),
-        )
+    def _save(self) -> None:
+        if (loss := self.step.last_loss) is not None:  # a diverged state replaces no good one
+            metrics.require_finite(float(loss), self.steps)
+        self.progress.clock = self.clock.state()
+        self.progress.losses = self.step.losses.state()
+        self.checkpoints.save(self.progress, unused=self.step.prefetcher.samples_held)
 
     def _stop(self) -> None:
         """Leave an interrupted run so that it can be resumed."""
-        if (
-            self.config.checkpoint
-            and self.checkpoints.saved != self.steps
-            and not self.held_out.diverged
-        ):
+        saved = self.checkpoints.saved == self.steps
+        if self.config.checkpoint and not saved and not self.held_out.diverged:
             self._save()
         self.tracker.close()
 

@@ -1,52 +1,62 @@
-"""Which state of a run is its result, and when to stop looking for a better one."""
+"""When a run validates its model, which state is its result, and when it stops early."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 
+from dlrm.training.checkpoint.manifest import Progress
 
-class BestModel:
-    """The state with the best validation AUC so far.
+
+def note_validation(progress: Progress, metrics: Mapping[str, float]) -> None:
+    """Note the metrics of a validation, which may have found the best state so far.
 
     Args:
-        eval_every: steps between evaluations.
-        patience: evaluations without a better state after which training ends; 0: it never does.
+        progress: at the step that was validated.
+        metrics: on validation rows; empty without such rows.
+    """
+    progress.validated = progress.steps, dict(metrics)
+    if metrics.get("auc", -math.inf) > progress.best:
+        progress.best = metrics["auc"]
+        progress.best_step = progress.steps
+
+
+class Validations:
+    """The steps of a run that a validation follows, and its last step.
+
+    Args:
+        every: steps between validations.
+        patience: validations without a better state after which training ends; 0: it never does.
+        last_step: of the run, as planned.
 
     Attributes:
-        auc: its validation AUC; -inf if there was none.
-        step: its step; -1 if there was none.
+        last_step: after which training ends.
     """
 
-    def __init__(self, eval_every: int, patience: int) -> None:
-        self._limit = eval_every * patience or math.inf
-        self.auc, self.step = -math.inf, -1
+    def __init__(self, every: int, patience: int, last_step: int) -> None:
+        self._every, self._limit = every, every * patience or math.inf
+        self.last_step = last_step
 
-    def offer(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Whether the state of a step is better, and now the best one.
-
-        Args:
-            step: of the state.
-            metrics: its validation metrics; empty without validation rows.
+    def due(self, step: int) -> bool:
+        """Whether a validation follows a step. The last step has one of its own: shortly before it
+        there is none.
         """
-        better = metrics.get("auc", -math.inf) > self.auc
-        if better:
-            self.auc, self.step = metrics["auc"], step
-        return better
+        left = self.last_step - step
+        return step > 0 and step % self._every == 0 and not 0 < left < self._every / 10
 
-    def last_step(self, step: int, planned: int, *, silent: bool = False) -> int:
-        """The last step of the run: this one if no better state has come for too long.
+    def stop_early(self, progress: Progress, *, silent: bool = False) -> None:
+        """Let training end now if no better state has come for too long.
 
         Args:
-            step: of the last evaluation.
-            planned: the last step until now.
+            progress: of the run.
             silent: print nothing.
         """
-        if not 0 <= self.step <= step - self._limit or step >= planned:
-            return planned
+        step = progress.validated[0]
+        if not 0 <= progress.best_step <= step - self._limit or step >= self.last_step:
+            return
+        self.last_step = step
         if not silent:
             print(
-                f"stopped at step {step:,}: validation AUC has not risen since step {self.step:,}; "
-                "--patience 0 trains to the end"
+                f"stopped at step {step:,}: validation AUC has not risen since step "
+                f"{progress.best_step:,}; --patience 0 trains to the end"
             )
-        return step

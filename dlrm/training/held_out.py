@@ -36,6 +36,7 @@ class HeldOut:
         precision: of the run; with ``bf16``, evaluate in bfloat16 autocast.
 
     Attributes:
+        interruption: as given.
         diverged: why the model of the last evaluation has diverged; empty if it has not.
     """
 
@@ -48,7 +49,7 @@ class HeldOut:
         precision: str,
     ) -> None:
         self._model, self._loaders, self._seen = model, loaders, seen
-        self._interruption, self._world = interruption, interruption.world
+        self.interruption, self._world = interruption, interruption.world
         self._bf16, self.diverged, self._collapsed = precision == "bf16", "", False
 
     def evaluate(
@@ -65,7 +66,7 @@ class HeldOut:
         """
         if (loader := self._loaders.get(split)) is None:
             return {}
-        batches = self._interruption.between(loader, stop)
+        batches = self.interruption.between(loader, stop)
         scores = self._predict(loader, batches, loader.rows, model)
         values = metrics.classification(*scores)
         if step and not self._collapsed:

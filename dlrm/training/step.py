@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dlrm.data.batch import Batch
+from dlrm.embeddings.common.context import LookupContext
 from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, apply_in_backward, gradient_norm
@@ -20,6 +23,9 @@ from dlrm.training.modes import compile_mlps, mode_for, set_precision
 from dlrm.training.prefetch import PreparedBatch, make_prefetcher
 from dlrm.utils.streams import side_stream_of
 
+Run = Callable[["TrainStep", PreparedBatch, bool], dict[str, Tensor]]
+"""Trains on a batch, with or without gradient norms: see :func:`train_on_batch`."""
+
 
 def mean_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
     """Mean binary cross entropy in fp32, ``[B]`` and ``[B]`` to a 0-d tensor.
@@ -28,6 +34,16 @@ def mean_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> 
     B, as the weights of a data set are 1 on average.
     """
     return binary_cross_entropy_with_logits(logits.float(), labels, weights)
+
+
+def train_on_batch(step: TrainStep, batch: PreparedBatch, norms: bool) -> dict[str, Tensor]:
+    """What a step computes, in four parts."""
+    with step.context(batch, norms) as context:
+        logits = step.forward(batch.batch, context)
+        loss = step.loss(logits, batch.batch)
+        out = step.backward(loss, batch.batch, context, norms=norms)
+        step.update()
+    return out
 
 
 class TrainStep:
@@ -52,6 +68,7 @@ class TrainStep:
 
     Attributes:
         losses: the mean loss since it was last taken.
+        last_loss: of the last step; None before the first one.
         prefetcher: prepares batches ahead of their step: ``step.prefetcher(batches)``.
         graphs: the captured steps.
 
@@ -88,6 +105,7 @@ class TrainStep:
             alone = embeddings.issuperset(own)
             (self._embedding_optimizers if alone else self._other_optimizers).append(optimizer)
         self.losses = RunningMean(self.device)
+        self.last_loss: Tensor | None = None
         self._side = side_stream_of(self.device)
         self._sorter = RowSorter(self.device)
         self.graphs = StepGraphs(self.device, model.sparse_arch.feature_order.by_group)
@@ -95,13 +113,17 @@ class TrainStep:
         if reducer is not None:  # captured graphs that exchange values must be gone by then
             reducer.world.before_leaving(self.graphs.close)
 
-    def __call__(self, batch: Batch | PreparedBatch, *, norms: bool = False) -> dict[str, Tensor]:
+    def __call__(
+        self, batch: Batch | PreparedBatch, *, norms: bool = False, run: Run = train_on_batch
+    ) -> dict[str, Tensor]:
         """Train on one batch.
 
         Args:
             batch: on the model's device, preferably from :attr:`prefetcher`; with several
                 processes, the share of this one.
             norms: also return the gradient norms of the dense part and of the embeddings.
+            run: what a step computes, the same function in every call. It is captured if the mode
+                is ``graph``.
 
         Returns:
             ``loss`` (and ``gradient_norm/dense``, ``gradient_norm/embeddings``) as 0-d tensors,
@@ -110,8 +132,11 @@ class TrainStep:
         prepared = self.prefetcher.prepare(batch) if isinstance(batch, Batch) else batch
         self.losses.count += 1
         if self.mode == "graph" and self._can_capture(prepared.batch):
-            return self.graphs(self._run, prepared, norms)
-        return self._run(prepared, norms)
+            out = self.graphs(partial(run, self), prepared, norms)
+        else:
+            out = run(self, prepared, norms)
+        self.last_loss = out["loss"]
+        return out
 
     def _can_capture(self, batch: Batch) -> bool:
         if self.reducer is not None and not self.reducer.is_even(batch):
@@ -122,42 +147,61 @@ class TrainStep:
         known = self.model.sparse_arch.captures_bags(ragged=ragged)
         return known and batch.size > 0 and not (ragged and self.reducer is not None)
 
-    def _run(self, prepared: PreparedBatch, norms: bool) -> dict[str, Tensor]:
-        batch, reducer = prepared.batch, self.reducer
-        norms = norms or self.clip_norm is not None
-        fused = () if norms else self.optimizers
-        whole = None if reducer is None else reducer.local  # gradients that are not summed
+    @contextmanager
+    def context(self, prepared: PreparedBatch, norms: bool) -> Iterator[LookupContext]:
+        """Yield what the parts of a step on a batch share."""
+        fused = () if self._wants_norms(norms) else self.optimizers
+        whole = None if self.reducer is None else self.reducer.local  # gradients, not summed
         with self._sorter as sorter, apply_in_backward(fused, only=whole) as updates:
             context = replace(prepared.context, sorter=sorter, updates=updates, dtype=self._dtype)
-            if reducer is not None:
-                context = reducer.in_context(batch, context)
-            with torch.autocast(self.device.type, torch.bfloat16, self.precision == "bf16"):
-                logits = self.model(
-                    batch.dense, batch.ids, batch.offsets, batch.bounds, context=context
-                )
-            loss = self._loss(logits, batch.labels, batch.weights)
-            if reducer is not None:  # the mean over no samples would be NaN
-                share = batch.size / batch.total_size
-                loss = loss * share if batch.size else logits.float().sum()
-            if reducer is None:
-                with self._side.fork():  # on its own, it would add 5 us to a step of 0.17 ms
-                    self.losses.total.add_(loss.detach())
-            loss.backward()
-            out = {"loss": loss.detach()}
-            if reducer is not None:
-                with self._side.fork(wait=False):
-                    reducer.reduce_embeddings(batch, context)
-                out["loss"] = reducer.reduce_dense(out["loss"])
-                self.losses.total.add_(out["loss"])
-                if norms:
-                    self._side.join()
+            if self.reducer is not None:
+                context = self.reducer.in_context(prepared.batch, context)
+            yield context
+
+    def forward(self, batch: Batch, context: LookupContext) -> Tensor:
+        """The logits of a batch, ``[B]``."""
+        with torch.autocast(self.device.type, torch.bfloat16, self.precision == "bf16"):
+            return self.model(batch.dense, batch.ids, batch.offsets, batch.bounds, context=context)
+
+    def loss(self, logits: Tensor, batch: Batch) -> Tensor:
+        """The mean loss of a batch, 0-d; with several processes, the part of it that is theirs."""
+        loss = self._loss(logits, batch.labels, batch.weights)
+        if self.reducer is None:
+            with self._side.fork():  # on its own, it would add 5 us to a step of 0.17 ms
+                self.losses.total.add_(loss.detach())
+        else:  # the mean over no samples would be NaN
+            share = batch.size / batch.total_size
+            loss = loss * share if batch.size else logits.float().sum()
+        return loss
+
+    def backward(
+        self, loss: Tensor, batch: Batch, context: LookupContext, *, norms: bool
+    ) -> dict[str, Tensor]:
+        """Compute the gradients, sum them over the processes and clip them.
+
+        Returns:
+            What :meth:`__call__` returns.
+        """
+        loss.backward()
+        out = {"loss": loss.detach()}
+        norms = self._wants_norms(norms)
+        if (reducer := self.reducer) is not None:
+            with self._side.fork(wait=False):
+                reducer.reduce_embeddings(batch, context)
+            out["loss"] = reducer.reduce_dense(out["loss"])
+            self.losses.total.add_(out["loss"])
             if norms:
-                out |= self._norms()
-                if self.clip_norm is not None:
-                    norm = torch.hypot(out["gradient_norm/dense"], out["gradient_norm/embeddings"])
-                    self._scale_gradients((self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
-            self._update()
+                self._side.join()
+
+        if norms:
+            out |= self._norms()
+        if self.clip_norm is not None:
+            norm = torch.hypot(out["gradient_norm/dense"], out["gradient_norm/embeddings"])
+            self._scale_gradients((self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
         return out
+
+    def _wants_norms(self, norms: bool) -> bool:
+        return norms or self.clip_norm is not None
 
     def _norms(self) -> dict[str, Tensor]:
         """The gradient norms of the dense part and of the embeddings."""
@@ -166,7 +210,7 @@ class TrainStep:
         embeddings = norm_of(self.model.sparse_arch.parameters()).to(self.device)
         return {"gradient_norm/dense": dense, "gradient_norm/embeddings": embeddings}
 
-    def _update(self) -> None:
+    def update(self) -> None:
         """Apply the gradients; embeddings are updated while the MLPs' backward pass still runs."""
         with self._side.fork(wait=self.clip_norm is not None):
             for optimizer in self._embedding_optimizers:

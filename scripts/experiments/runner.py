@@ -254,13 +254,14 @@ def _time_steps(arguments: list[str], batches: int) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as output:
         config, resolved = parse([*arguments, f"--output={output}", "--name=timed"], available())
-        run = Run(config, resolved, World.from_environment())
+        with redirect_stdout(None):
+            run = Run(config, resolved, World.from_environment())
         inputs = [batch for batch, _ in zip(run.train_data, range(batches), strict=False)]
         run.model.train()
         for batch in inputs:
             run.step(batch)
-        run.model.sparse_arch.renew_caches(run.optimizers[1])
-        ms = benchmark.milliseconds(lambda i: run.step(inputs[i % len(inputs)]), run.device)
+        run.model.sparse_arch.renew_caches(run.step.optimizers[1])
+        ms = benchmark.milliseconds(lambda i: run.step(inputs[i % len(inputs)]), run.step.device)
     return {"step, ms": ms, "samples/s": 1e3 * config.batch_size / ms}
 
 

@@ -46,7 +46,6 @@ def train_together(tasks: Sequence[tuple[Path, list[str]]]) -> dict[str, float]:
         shutil.rmtree(directory, ignore_errors=True)
         with streams_of_model(number), _logged(directory):
             runs.append(Run(*parse(arguments, available()), World.from_environment()))
-            runs[-1]._print_plan()
     first = runs[0]
     for run in runs:
         if _rows(run) != _rows(first):
@@ -63,12 +62,12 @@ def train_together(tasks: Sequence[tuple[Path, list[str]]]) -> dict[str, float]:
 def _rows(run: Run) -> tuple[object, ...]:
     """What decides which rows a run reads, and in which order."""
     config = run.config
-    return config.data, config.seed, config.batch_size, run.last_step, config.loader
+    return config.data, config.seed, config.batch_size, run.validations.last_step, config.loader
 
 
 def _steps(runs: Sequence[Run]) -> dict[str, float]:
     """Train all models; returns the result of :func:`train_together`."""
-    device, batch_size = runs[0].device, runs[0].config.batch_size
+    device, batch_size = runs[0].step.device, runs[0].config.batch_size
     lanes: list[torch.cuda.Stream | None] = []
     for number in range(len(runs)):
         with streams_of_model(number):
@@ -82,10 +81,10 @@ def _steps(runs: Sequence[Run]) -> dict[str, float]:
             for number, (run, lane) in enumerate(zip(runs, lanes, strict=True)):
                 with streams_of_model(number), torch.cuda.stream(lane):
                     run.schedule.set(run.steps)
-                    run.steps += 1
-                    run.loss = run.step(prepared)["loss"]
+                    run.step(prepared)
+                    run.progress.steps += 1
                     if run.steps % run.config.populate_every == 0:
-                        run.model.sparse_arch.renew_caches(run.optimizers[1])
+                        run.model.sparse_arch.renew_caches(run.step.optimizers[1])
         _wait(lanes, for_lanes=True)  # before memory of the chunk is used again
         if not before:  # everything is compiled and captured
             print(f"{len(runs)} models compiled in {time.perf_counter() - began:.0f} s", flush=True)
@@ -99,7 +98,7 @@ def _steps(runs: Sequence[Run]) -> dict[str, float]:
 
 def _chunks(run: Run, size: int) -> Iterator[list[PreparedBatch]]:
     """All batches of a run, as many at a time as a device gathers at once."""
-    batches, left = run._batches(), run.last_step
+    batches, left = run._batches(), run.validations.last_step
     while left and (chunk := list(islice(batches, min(size, left)))):
         left -= len(chunk)
         yield chunk

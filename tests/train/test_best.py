@@ -12,9 +12,10 @@ import torch
 from dlrm.config.schema import RunConfig
 from dlrm.distributed.world import World
 from dlrm.model import DLRM
-from dlrm.training.best_model import BestModel
+from dlrm.training.best_model import Validations, note_validation
 from dlrm.training.checkpoint import Checkpoint
 from dlrm.training.checkpoint import timer as checkpoint_timer
+from dlrm.training.checkpoint.manifest import Progress
 from dlrm.training.checkpoint.timer import CheckpointTimer
 from dlrm.training.fine_tuning import auc_lost, go_on, rate_factor
 
@@ -102,16 +103,33 @@ def test_patience_is_an_epoch_where_there_are_several():
 
 
 def test_the_best_model_is_the_first_of_equal_ones(capsys):
-    best = BestModel(10, 2)
-    assert best.last_step(50, 100) == 100, "nothing was evaluated"
-    assert best.offer(10, {"auc": 0.7})
-    assert not best.offer(20, {"auc": 0.7})
-    assert not best.offer(20, {})
-    assert best.last_step(20, 100) == 100
+    validations, progress = Validations(10, 2, 100), Progress(steps=50)
+    validations.stop_early(progress)
+    assert validations.last_step == 100, "nothing was evaluated"
+    for step, values, best in ((10, {"auc": 0.7}, 10), (20, {"auc": 0.7}, 10), (20, {}, 10)):
+        progress.steps = step
+        note_validation(progress, values)
+        assert (progress.best_step, progress.best) == (best, 0.7)
+        assert progress.validated == (step, values)
+        validations.stop_early(progress)
+    assert validations.last_step == 100
     assert not capsys.readouterr().out
-    assert best.last_step(30, 100) == 30
+    progress.steps = 30
+    note_validation(progress, {"auc": 0.6})
+    validations.stop_early(progress)
+    assert validations.last_step == 30
     assert "stopped at step 30" in capsys.readouterr().out
-    assert BestModel(10, 0).last_step(10**9, 2**31) == 2**31
+    forever = Validations(10, 0, 2**31)
+    progress.validated = 10**9, {}
+    forever.stop_early(progress)
+    assert forever.last_step == 2**31
+
+
+def test_shortly_before_the_end_there_is_no_validation():
+    validations = Validations(3124, 0, 12_497)
+    assert [step for step in range(12_498) if validations.due(step)] == [3124, 6248, 9372]
+    assert Validations(9, 0, 10).due(9), "the end is a tenth of the interval away"
+    assert Validations(9, 0, 9).due(9)
 
 
 @pytest.fixture

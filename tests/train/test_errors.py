@@ -145,7 +145,7 @@ def test_a_run_directory_that_is_removed_while_it_is_written(
     class Run(module.Run):
         def _log(self, out):
             shutil.rmtree(self.directory)
-            super()._log(out)
+            return super()._log(out)
 
     monkeypatch.setattr(module, "Run", Run)
     arguments = command("gone", "--log_every", "5", "--eval_every", "5", "--epochs", "1")

@@ -10,7 +10,7 @@ import binascii
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -108,8 +108,37 @@ class LoaderState:
     order: dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunState:
+@dataclass(kw_only=True)
+class Progress:
+    """How far a run has come: what changes from step to step besides the tensors.
+
+    The run keeps one and changes it. A checkpoint stores every field, and a resumed run begins with
+    them: a new field needs one line here.
+    """
+
+    steps: int = 0
+    epoch: int = 0
+    best: float = -math.inf
+    """Best validation AUC so far."""
+    best_step: int = -1
+    """Its step; -1 without one."""
+    validated: tuple[int, dict[str, float]] = field(default_factory=lambda: (-1, {}))
+    """Step and metrics of the last validation."""
+    fitted: dict[str, float] = field(default_factory=dict)
+    """Metrics after ``--init_from``, before any step."""
+    fine_tune: float = 1.0
+    """Factor on the learning rates after ``--init_from``."""
+    clock: dict[str, float] = field(default_factory=dict)
+    """Samples and seconds of training so far."""
+    losses: tuple[float, int] = (0.0, 0)
+    """Sum and number of the losses since they were logged."""
+    loader: LoaderState | None = None
+    random: str | None = None
+    """State of the random number generator in base64."""
+
+
+@dataclass(kw_only=True)
+class RunState(Progress):
     """The state of a run besides its tensors."""
 
     model: dict[str, Any]
@@ -118,29 +147,15 @@ class RunState:
     """The configuration of the run, nested as in its file."""
     groups: tuple[tuple[Group, ...], ...] = ()
     """Parameter groups of each optimizer."""
-    loader: LoaderState | None = None
-    steps: int = 0
-    epoch: int = 0
-    best: float = -math.inf
-    """Best validation AUC so far."""
     best_name: str | None = None
-    """The checkpoint with it; None for this one, or without one."""
-    best_step: int = -1
-    """Its step; -1 without one."""
-    fine_tune: float = 1.0
-    """Factor on the learning rates after ``--init_from``."""
-    fitted: dict[str, float] = field(default_factory=dict)
-    """Metrics after ``--init_from``, before any step."""
-    validated: tuple[int, dict[str, float]] = field(default_factory=lambda: (-1, {}))
-    """Step and metrics of the last validation."""
-    clock: dict[str, float] = field(default_factory=dict)
-    """Samples and seconds of training so far."""
-    losses: tuple[float, int] = (0.0, 0)
-    """Sum and number of the losses since they were logged."""
-    random: str | None = None
-    """State of the random number generator in base64."""
+    """The checkpoint with the best validation AUC; None for this one, or without one."""
     fingerprint: str | None = None
     """Of the data; see :func:`dlrm.data.prepare.fingerprint.fingerprint`."""
+
+    @property
+    def progress(self) -> Progress:
+        """The part that a resumed run goes on from."""
+        return Progress(**{each.name: getattr(self, each.name) for each in fields(Progress)})
 
     def random_state(self) -> Tensor | None:
         """The state of the random number generator; None if there is none."""

@@ -17,7 +17,7 @@ from dlrm.data.loader import BatchLoader
 from dlrm.distributed.world import World
 from dlrm.training import restarts, run_directory
 from dlrm.training.checkpoint.choice import best_known
-from dlrm.training.checkpoint.manifest import LoaderState, RunState
+from dlrm.training.checkpoint.manifest import LoaderState, Progress, RunState
 from dlrm.training.checkpoint.parts import Parts
 from dlrm.training.checkpoint.reader import Checkpoint
 from dlrm.training.checkpoint.writer import point, save
@@ -86,16 +86,15 @@ class RunCheckpoints:
             config: the configuration of the run, nested as in its file.
         """
         self._model, self._optimizers, self._loader = model, list(optimizers), loader
-        self._about: dict[str, Any] = {"model": dict(spec), "config": dict(config)}
+        self.spec, self.config = dict(spec), dict(config)
 
-    def save(self, *, unused: int, better: bool, **progress: Any) -> None:
+    def save(self, progress: Progress, *, unused: int) -> None:
         """Write a checkpoint.
 
         Args:
+            progress: of the run; this method adds the states of the loader and of the random number
+                generator.
             unused: samples of the loader that were not used; see its ``state_dict``.
-            better: whether this is the best checkpoint so far.
-            progress: ``steps`` and other fields of
-                :class:`~dlrm.training.checkpoint.manifest.RunState`.
 
         Raises:
             OSError: it can't be written. Earlier checkpoints are unchanged.
@@ -104,20 +103,24 @@ class RunCheckpoints:
         loader = self._loader.state_dict(unused=unused)
         loader["order"]["batch_size"] *= self._world.size  # that of all processes
         loader["order"]["footers"] = self._loader.footers()
+        own = {
+            "loader": LoaderState(**loader),
+            "random": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
+        }
         state = RunState(
-            **self._about,
+            **vars(progress) | own,
+            model=self.spec,
+            config=self.config,
             groups=parts.groups(),
-            loader=LoaderState(**loader),
             fingerprint=self._loader.meta.fingerprint,
-            random=base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
-            **progress,
         )
         target, keep = self.directory / CHECKPOINTS, self._keep
+        better = progress.best_step == progress.steps
         save(target, parts, state, run=self._run, best=better, keep=keep, world=self._world)
         self.saved = state.steps
 
-    def restore(self, batch_size: int) -> RunState:
-        """Go on from the checkpoint that was opened; returns the rest of its state.
+    def restore(self, batch_size: int) -> Progress:
+        """Go on from the checkpoint that was opened; returns the progress of the run.
 
         Args:
             batch_size: samples per step, over all processes.
@@ -153,13 +156,13 @@ class RunCheckpoints:
         self.saved = state.steps
         if self._world.first:
             _go_back(path, state)
-        return state
+        return state.progress
 
     def _compare_files(self, footers: str) -> None:
         """Warn if the training files were written again since the checkpoint was."""
         if footers != self._loader.footers():
             print_error(
-                f"warning: the files of the training rows in {self._about['config']['data']} are "
+                f"warning: the files of the training rows in {self.config['data']} are "
                 "not those that the run has read so far: unless they hold the same rows, restore "
                 "them, or start a new run"
             )
