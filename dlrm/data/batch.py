@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dlrm.utils.bags import Bags
 from dlrm.utils.offsets import offsets_of
 
 
@@ -40,6 +41,11 @@ class Batch:
     def size(self) -> int:
         """Number of samples B."""
         return self.labels.shape[0]
+
+    @property
+    def lookups(self) -> Tensor | Bags:
+        """The ids ``[F, B]``, or the bags."""
+        return self.ids if self.offsets is None else Bags(self.ids, self.offsets)
 
     @property
     def total_size(self) -> int:

@@ -19,18 +19,20 @@ from typing import Any, Self, Unpack
 import torch
 from torch import Tensor, nn
 
+from dlrm.distributed.counted_bags import CountedBags
 from dlrm.distributed.planner import Shard
 from dlrm.distributed.sharding_plan import ShardingPlan
 from dlrm.distributed.shardings import ColumnWise, RowWise, Sharding, TableWise
 from dlrm.distributed.world import exchange
 from dlrm.embeddings.base import Common, Embedding
-from dlrm.embeddings.common.bags import Bags, row_offsets
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.lookup.bags import lookup_bags
 from dlrm.kernels.lookup.peer import SortedLookups
 from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables
 from dlrm.kernels.update.packed import packed_rows, record_bytes, storage, write_rows
+from dlrm.utils.bags import Bags
 from dlrm.utils.local_shards import LocalShards, saved_weight
+from dlrm.utils.offsets import row_offsets
 from dlrm.utils.streams import side_stream_of
 
 CHUNK = 1 << 20  # rows initialized at a time
@@ -173,22 +175,17 @@ class ShardedTables(Embedding):
                 if shard.table == table:
                     yield sharding.name, Chunk(at=at, rows=shard.rows, columns=shard.columns)
 
-    def parts(
-        self,
-        ids: Tensor,
-        offsets: Tensor | None = None,
-        context: LookupContext = NO_CONTEXT,
-    ) -> list[Tensor]:
+    def parts(self, ids: Tensor | Bags, context: LookupContext = NO_CONTEXT) -> list[Tensor]:
         """As :meth:`forward`, without copying the parts ``[B, F_i, D]`` together; tables in
         ``order``.
 
         Every process must call it at the same time.
         """
-        plain = self.padding_idx is None and not self.check_ids
-        if offsets is not None and self.mode == "sum" and plain and not self._packed_on_cpu(ids):
-            return self._pool(self._bags_of(ids, offsets, context), context)
-        if offsets is not None or self.padding_idx is not None:
-            return [self(ids, offsets, context=context).index_select(1, self._order)]
+        plain = self.mode == "sum" and self.padding_idx is None and not self.check_ids
+        if isinstance(ids, Bags) and plain and not self._packed_on_cpu:
+            return self._pool(self._counted(ids, context), context)
+        if isinstance(ids, Bags) or self.padding_idx is not None:
+            return [self(ids, context=context).index_select(1, self._order)]
         if self.check_ids:
             self._check(self._tables[:, None], ids)
         side, sorted_ahead = side_stream_of(ids.device, "exchange"), iter(context.lookups)
@@ -218,34 +215,29 @@ class ShardedTables(Embedding):
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         return self._in_order(self.parts(ids, context=context), None)
 
-    def lookup_bags(
-        self,
-        ids: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None,
-        context: LookupContext = NO_CONTEXT,
-    ) -> Tensor:
-        if self.mode == "max" or weights is not None or self._packed_on_cpu(ids):
-            return super().lookup_bags(ids, offsets, weights, context)
-        bags = self._bags_of(ids, offsets, context)
-        out = self._in_order(self._pool(bags, context), context.dtype)
-        return out / bags.lengths.t().clamp(min=1)[..., None] if self.mode == "mean" else out
+    def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
+        if self.mode == "max" or bags.weights is not None or self._packed_on_cpu:
+            return super().lookup_bags(bags, context)
+        counted = self._counted(bags, context)
+        out = self._in_order(self._pool(counted, context), context.dtype)
+        return out / counted.lengths.t().clamp(min=1)[..., None] if self.mode == "mean" else out
 
-    def _packed_on_cpu(self, ids: Tensor) -> bool:
-        return self.dtype is not None and not ids.is_cuda
+    @property
+    def _packed_on_cpu(self) -> bool:
+        return self.dtype is not None and not self._order.is_cuda
 
-    def _bags_of(self, ids: Tensor, offsets: Tensor, context: LookupContext) -> Bags:
+    def _counted(self, bags: Bags, context: LookupContext) -> CountedBags:
         fixed = context.bag_sizes if self.padding_idx is None else None
-        return Bags.of(ids, offsets, self.num_tables, fixed)
+        return CountedBags.of(bags, self.num_tables, fixed)
 
-    def _pool(self, bags: Bags, context: LookupContext) -> list[Tensor]:
+    def _pool(self, bags: CountedBags, context: LookupContext) -> list[Tensor]:
         """The sums of bags, ``[B, F_i, D]``, tables in ``order``."""
         found = []
         if self.replicated is not None:
             own = bags.select(self._replicated, self.replicated_tables)
             found.append(
                 lookup_bags(
-                    self.replicated, TableRows(self._starts), own.ids, own.offsets,
+                    self.replicated, TableRows(self._starts), own.bags(),
                     sparse=self.sparse, context=context,
                 )
             )  # fmt: skip

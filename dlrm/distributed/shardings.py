@@ -10,10 +10,10 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
+from dlrm.distributed.counted_bags import CountedBags
 from dlrm.distributed.peer_lookup import PeerLookup
 from dlrm.distributed.planner import Shard
 from dlrm.distributed.world import World, exchange
-from dlrm.embeddings.common.bags import Bags
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.lookup.bags import lookup_bags
 from dlrm.kernels.lookup.peer import SortedLookups
@@ -192,7 +192,9 @@ class Sharding(nn.Module, ABC):
             found = found.transpose(0, 1)
         return self._send_back(found, batch, sizes)
 
-    def pool(self, weight: Tensor, bags: Bags, context: LookupContext = NO_CONTEXT) -> list[Tensor]:
+    def pool(
+        self, weight: Tensor, bags: CountedBags, context: LookupContext = NO_CONTEXT
+    ) -> list[Tensor]:
         """Sum the rows of bags at their holders: a bag crosses a link as one vector per holder.
 
         Args:
@@ -210,15 +212,13 @@ class Sharding(nn.Module, ABC):
         if not self.complete:
             held = torch.stack([self._first[self._mine], self._count[self._mine]])
         if self.mine:
-            found = lookup_bags(
-                weight, tables, served.ids, served.offsets, held=held, context=context
-            )
+            found = lookup_bags(weight, tables, served.bags(), held=held, context=context)
         else:  # nothing, in the type in which the other ranks send
             found = lookup_tables(weight, tables, served.lengths, sorter=context.sorter)
             found = found.to(context.dtype or found.dtype)
         return self.finish(self._send_back(found, bags.batch, sizes))
 
-    def _serve(self, asked: Bags, sizes: Sequence[int]) -> Bags:
+    def _serve(self, asked: CountedBags, sizes: Sequence[int]) -> CountedBags:
         """The bags that all ranks ask of this one, from those that this one asks of each."""
         shards, own = [len(shards) for shards in self.by_rank], len(self.mine)
         if asked.bag_sizes is None:
@@ -244,7 +244,7 @@ class Sharding(nn.Module, ABC):
         received = exchange(asked.ids, give, [sum(counts) for counts in get])
         parts = received.split([count for counts in get for count in counts])
         ids = torch.cat([received[:0], *(part for s in range(own) for part in parts[s::own])])
-        return Bags(ids, lengths, [sum(column) for column in zip(*get, strict=True)])
+        return CountedBags(ids, lengths, [sum(column) for column in zip(*get, strict=True)])
 
     def _by_shard(self, received: Tensor, sizes: Sequence[int]) -> Tensor:
         """``[shards, global batch]`` from what each rank sent, one rank after another."""

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Self, TypedDict
 import torch
 from torch import Tensor
 
-from dlrm.embeddings.common.bags import bag_indices, check_offsets
 from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.packed import PacksRows
@@ -18,7 +17,7 @@ from dlrm.embeddings.common.row_caches import CachesHotRows
 from dlrm.kernels import require_integers
 from dlrm.kernels.lookup.bags import MODES
 from dlrm.kernels.lookup.pooling import pool_bags_torch
-from dlrm.utils.offsets import offsets_of
+from dlrm.utils.bags import Bags
 
 
 class Common(TypedDict, total=False):
@@ -210,7 +209,7 @@ class Embedding(PacksRows, ABC):
 
     def forward(
         self,
-        ids: Tensor,
+        ids: Tensor | Bags,
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
         *,
@@ -220,7 +219,8 @@ class Embedding(PacksRows, ABC):
 
         Args:
             ids: ``[F, B]``, one id per table and sample; or, with ``offsets``, ``[nnz]``: the ids
-                of all bags, table by table.
+                of all bags, table by table; or :class:`~dlrm.utils.bags.Bags`, which have all
+                three.
             offsets: ``[F * B + 1]``, where each bag begins in ``ids``.
             per_sample_weights: a factor per id, of the shape of ``ids``; mode sum only.
             context: what a training step prepared for these look-ups.
@@ -233,69 +233,61 @@ class Embedding(PacksRows, ABC):
                 0 to nnz (with ``check_ids``).
             IndexError: an id is outside its table (with ``check_ids``).
         """
-        if per_sample_weights is not None and self.mode != "sum":
-            raise ValueError(f"per_sample_weights need mode sum, this embedding has {self.mode}")
-        if per_sample_weights is not None and per_sample_weights.shape != ids.shape:
+        if isinstance(ids, Bags):
+            return self.forward(ids.ids, ids.offsets, ids.weights, context=context)
+        self._check_weights(per_sample_weights, ids)
+
+        if offsets is not None:
+            return self._bags(Bags(ids, offsets, per_sample_weights), context)
+        if ids.dim() != 2 or ids.shape[0] != self.num_tables:
             raise ValueError(
-                f"per_sample_weights have shape {tuple(per_sample_weights.shape)}, "
+                f"ids have shape {tuple(ids.shape)}, without offsets they must be "
+                f"[{self.num_tables}, B]: one row per table"
+            )
+        if self.padding_idx is not None:
+            return self._bags(Bags.one_each(ids, per_sample_weights), context)
+        return self._one_hot(ids, per_sample_weights, context)
+
+    def _check_weights(self, weights: Tensor | None, ids: Tensor) -> None:
+        """Raise unless the weights of ids have their shape, and the mode is sum."""
+        if weights is not None and self.mode != "sum":
+            raise ValueError(f"per_sample_weights need mode sum, this embedding has {self.mode}")
+        if weights is not None and weights.shape != ids.shape:
+            raise ValueError(
+                f"per_sample_weights have shape {tuple(weights.shape)}, "
                 f"they must have the shape of ids, {tuple(ids.shape)}"
             )
-        if offsets is None:
-            if ids.dim() != 2 or ids.shape[0] != self.num_tables:
-                raise ValueError(
-                    f"ids have shape {tuple(ids.shape)}, without offsets they must be "
-                    f"[{self.num_tables}, B]: one row per table"
-                )
-            if self.padding_idx is None:
-                return self._one_hot(ids, per_sample_weights, context)
-            offsets = torch.arange(ids.numel() + 1, device=ids.device)
-            ids = ids.reshape(-1)
-            if per_sample_weights is not None:
-                per_sample_weights = per_sample_weights.reshape(-1)
-        return self._bags(ids, offsets, per_sample_weights, context)
 
     def _one_hot(self, ids: Tensor, weights: Tensor | None, context: LookupContext) -> Tensor:
         if self.check_ids:
             self._check(self._tables[:, None], ids)
-        self._observe(ids, None, context)
+        self._observe(ids, context)
         out = self.lookup(ids, context)  # [B, F, D]
         return out if weights is None else out * weights.t()[..., None]
 
-    def _bags(
-        self, ids: Tensor, offsets: Tensor, weights: Tensor | None, context: LookupContext
-    ) -> Tensor:
-        bags = offsets.numel() - 1
-        if ids.dim() != 1 or offsets.dim() != 1 or bags < 0 or bags % self.num_tables:
+    def _bags(self, bags: Bags, context: LookupContext) -> Tensor:
+        ids, offsets, count = bags.ids, bags.offsets, bags.count
+        if ids.dim() != 1 or offsets.dim() != 1 or count < 0 or count % self.num_tables:
             raise ValueError(
                 f"with offsets, ids must be [nnz] and offsets [{self.num_tables} * B + 1]; got "
                 f"{tuple(ids.shape)} and {tuple(offsets.shape)}"
             )
         if self.check_ids:
             require_integers(self._sizes, offsets=offsets)
-            check_offsets(offsets, ids.numel())
-            self._check(self._tables_of(ids, offsets), ids)
+            bags.check_offsets()
+            self._check(bags.tables(self.num_tables), ids)
+
         if self.padding_idx is not None:
-            bag = bag_indices(offsets, ids.numel())
-            keep = ids != self.padding_idx
-            ids, bag = ids[keep], bag[keep]
-            weights = None if weights is None else weights[keep]
-            offsets = offsets_of(torch.bincount(bag, minlength=bags))
-        self._observe(ids, offsets, context)
-        return self.lookup_bags(ids, offsets, weights, context)
+            bags = bags.without(self.padding_idx)
+        self._observe(bags, context)
+        return self.lookup_bags(bags, context)
 
-    def _tables_of(self, ids: Tensor, offsets: Tensor) -> Tensor:
-        """The table of each id of bags, ``[nnz]``; the last one for ids beyond the last bag."""
-        batch = (offsets.numel() - 1) // self.num_tables
-        begins = offsets[batch:-1:batch] if batch else offsets[:0]  # of all tables but the first
-        index = torch.arange(ids.numel(), dtype=offsets.dtype, device=ids.device)
-        return torch.searchsorted(begins.contiguous(), index, right=True)
-
-    def _observe(self, ids: Tensor, offsets: Tensor | None, context: LookupContext) -> None:
+    def _observe(self, ids: Tensor | Bags, context: LookupContext) -> None:
         """Count the ids of a training batch over all processes, if this kind counts them."""
         if self.training and isinstance(self, CachesHotRows) and self.has_cache:
             tables = self._tables[:, None]
-            if offsets is not None:
-                tables = self._tables_of(ids, offsets)
+            if isinstance(ids, Bags):
+                tables, ids = ids.tables(self.num_tables), ids.ids
             if context.gather_ids is not None:
                 tables, ids = context.gather_ids(tables, ids)
             self.observe(tables, ids)
@@ -304,16 +296,10 @@ class Embedding(PacksRows, ABC):
         """One row per table and sample: ``ids [F, B]``, checked, to ``[B, F, D]``."""
         return self.vectors(self._tables[:, None], ids, context).transpose(0, 1)
 
-    def lookup_bags(
-        self,
-        ids: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None,
-        context: LookupContext = NO_CONTEXT,
-    ) -> Tensor:
-        """Pooled bags: ``ids [nnz]``, checked, and ``offsets [F * B + 1]`` to ``[B, F, D]``."""
-        vectors = self.vectors(self._tables_of(ids, offsets), ids, context)
-        return pool_bags_torch(vectors, offsets, self.num_tables, weights, self.mode)
+    def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
+        """Pool the rows of bags, whose ids are checked, to ``[B, F, D]``."""
+        vectors = self.vectors(bags.tables(self.num_tables), bags.ids, context)
+        return pool_bags_torch(vectors, bags, self.num_tables, self.mode)
 
     def _check(self, tables: Tensor, ids: Tensor) -> None:
         """Raise on ids outside their table; on a GPU the check stays asynchronous."""

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
-from dlrm.embeddings.common.bags import row_offsets
 from dlrm.embeddings.common.budget import Budget, allocate
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.fitting import kmeans
 from dlrm.kernels.lookup.codebook import code_bits, pack, unpack
 from dlrm.kernels.lookup.tables import lookup
+from dlrm.utils.offsets import row_offsets
 
 CHUNK = 1 << 18  # rows whose codes are drawn at a time
 MOST_BITS = 16  # of a code

@@ -16,6 +16,7 @@ from dlrm.embeddings.common.budget import Budget, allocate, row_bytes
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.shared_rows import SharedRows, check_row_dim, num_kept_of
 from dlrm.kernels.lookup.projected import lookup_projected, project
+from dlrm.utils.bags import Bags
 
 CHUNK = 1 << 20  # rows at a time when fitting to a dense table
 
@@ -107,20 +108,14 @@ class Block(SharedRows):
             sorter=context.sorter,
         )
 
-    def lookup_bags(
-        self,
-        ids: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None,
-        context: LookupContext = NO_CONTEXT,
-    ) -> Tensor:
+    def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
         if self.projection is None:
-            return super().lookup_bags(ids, offsets, weights, context)
+            return super().lookup_bags(bags, context)
         packed_on_cpu = self.dtype is not None and not self.weight.is_cuda
         if self.mode == "max" or packed_on_cpu:  # the maximum is one of projected rows
-            return Embedding.lookup_bags(self, ids, offsets, weights, context)
+            return Embedding.lookup_bags(self, bags, context)
         own_type = replace(context, dtype=None)  # which is that of the matrices
-        return project(super().lookup_bags(ids, offsets, weights, own_type), self.projection)
+        return project(super().lookup_bags(bags, own_type), self.projection)
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
-from dlrm.embeddings.common.bags import row_offsets
 from dlrm.embeddings.common.budget import Budget, highest_level, row_bytes, split_by_rows
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.fitting import fit_shared
@@ -25,6 +24,7 @@ from dlrm.kernels.update.packed import (
     storage,
     write_rows,
 )
+from dlrm.utils.offsets import row_offsets
 
 HOT, RIVALS = 8, 4  # slots of a bucket: with a row, and without one yet
 SLOTS = HOT + RIVALS

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
-from dlrm.embeddings.common.bags import bag_indices, row_offsets
 from dlrm.embeddings.common.budget import split_by_rows
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.embeddings.common.row_caches import Lookups, PrefetchesRows
+from dlrm.embeddings.common.row_caches import Ids, PrefetchesRows
 from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables
 from dlrm.kernels.offload.pinned_memory import empty_on_host
 from dlrm.kernels.offload.row_cache import CachedParameter
+from dlrm.utils.bags import Bags
+from dlrm.utils.offsets import row_offsets
 
 MAX_WINDOW = 16  # batches of a prefetch window
 MAX_LOOKUPS = 1 << 21  # of a prefetch window: more would gain little and take more memory
@@ -122,24 +123,25 @@ class Offload(PrefetchesRows, Embedding):
         """Whether the rows of the window are still where :meth:`begin_window` put them."""
         return self.cached.ready or not self.cached.moves
 
-    def begin_window(self, now: Sequence[Lookups], coming: Sequence[Lookups]) -> None:
+    def begin_window(self, now: Sequence[Ids], coming: Sequence[Ids]) -> None:
         """Fetch the rows of the next window while those of this one are computed."""
         batches = len(now) + len(coming)
         self.cached.begin_window(self._rows_of(now), self._rows_of(coming), batches=batches)
 
-    def _rows_of(self, batches: Sequence[Lookups]) -> tuple[Tensor, Tensor | None] | None:
+    def _rows_of(self, batches: Sequence[Ids]) -> tuple[Tensor, Tensor | None] | None:
         """The ids of several batches as of one, and where the tables begin."""
         if not batches:
             return None
-        if all(offsets is None for _, offsets in batches):
-            return torch.cat([ids for ids, _ in batches], dim=1), self._offsets
-        rows = []
-        for ids, offsets in batches:
-            tables = self._tables[:, None]
-            if offsets is not None:
-                batch = max((offsets.numel() - 1) // self.num_tables, 1)
-                tables = bag_indices(offsets, ids.numel()) // batch
-            rows.append((ids + self._offsets[tables]).reshape(-1))
+        one_hot = [ids for ids in batches if isinstance(ids, Tensor)]
+        if len(one_hot) == len(batches):
+            return torch.cat(one_hot, dim=1), self._offsets
+
+        rows = [
+            ids.ids + self._offsets[ids.tables(self.num_tables)]
+            if isinstance(ids, Bags)
+            else (ids + self._offsets[:, None]).reshape(-1)
+            for ids in batches
+        ]
         return torch.cat(rows)[None], None
 
     @torch.no_grad()

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
-from dlrm.embeddings.common.bags import row_offsets
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.lookup.paged import Pages, ReplicaParameter, lookup_pages, pages_of
 from dlrm.kernels.offload.pinned_memory import mapped_tensor
 from dlrm.utils.local_shards import LocalShards, saved_weight
 from dlrm.utils.messages import did_you_mean
+from dlrm.utils.offsets import row_offsets
 
 PLACEMENTS = ("balanced", "cyclic")
 MAX_PAGES = 1 << 22

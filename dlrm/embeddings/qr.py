@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dlrm.embeddings.base import Common, Embedding
-from dlrm.embeddings.common.bags import row_offsets
 from dlrm.embeddings.common.budget import Budget, allocate, row_bytes
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.lookup.quotient_remainder import compose, lookup_quotient
 from dlrm.kernels.lookup.tables import lookup
 from dlrm.kernels.update.packed import chunks_to_write, packed_rows, record_bytes
+from dlrm.utils.offsets import row_offsets
 
 Operation = Literal["multiply", "add", "concat"]
 ITERATIONS = 30  # of the alternating fits

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
-from dlrm.embeddings.common.bags import row_offsets
 from dlrm.embeddings.common.budget import Budget, max_rows_options, row_bytes, split_by_rows
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.fitting import fit_shared
 from dlrm.kernels.lookup.hashing import hashed_offsets
 from dlrm.kernels.lookup.tables import lookup
 from dlrm.kernels.update.packed import chunks_to_write, record_bytes, storage
+from dlrm.utils.offsets import row_offsets
 
 
 class Robe(Embedding):

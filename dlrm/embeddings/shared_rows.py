@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
-from dlrm.embeddings.common.bags import row_offsets
 from dlrm.embeddings.common.budget import WIDE
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.kernels.lookup.bags import lookup_bags
 from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables, rows_of_torch
 from dlrm.kernels.update.packed import CHUNK, chunks_to_write, record_bytes
+from dlrm.utils.bags import Bags
+from dlrm.utils.offsets import row_offsets
 
 
 class SharedRows(Embedding):
@@ -152,24 +153,16 @@ class SharedRows(Embedding):
             self.weight, self._table_rows, ids, sparse=self.sparse, sorter=context.sorter
         )
 
-    def lookup_bags(
-        self,
-        ids: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None,
-        context: LookupContext = NO_CONTEXT,
-    ) -> Tensor:
+    def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
         packed = self.dtype is not None
         if (packed or self.mode == "max") and not self.weight.is_cuda:
             # PyTorch's embedding_bag reads no packed rows, and for max it would make a dense
             # gradient of the table.
-            return super().lookup_bags(ids, offsets, weights, context)
+            return super().lookup_bags(bags, context)
         return lookup_bags(
             self.weight,
             self._table_rows,
-            ids,
-            offsets,
-            per_sample_weights=weights,
+            bags,
             mode=self.mode,
             sparse=self.sparse,
             context=context,

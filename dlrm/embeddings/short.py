@@ -19,6 +19,7 @@ from dlrm.kernels import use_triton
 from dlrm.kernels.lookup.bags import lookup_bags
 from dlrm.kernels.lookup.pooling import pool_bags
 from dlrm.kernels.lookup.tables import TableRows, rows_of_torch
+from dlrm.utils.bags import Bags
 
 
 class Short(SharedRows):
@@ -77,32 +78,23 @@ class Short(SharedRows):
         stored = super().lookup(rows, context)
         return widen(stored, place.t(), self.dim, self.embedding_dim)
 
-    def lookup_bags(
-        self,
-        ids: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None,
-        context: LookupContext = NO_CONTEXT,
-    ) -> Tensor:
+    def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
         if not use_triton(self.weight, None):
-            if context.padded:
-                ids = ids[: int(offsets[-1])]
-            return Embedding.lookup_bags(self, ids, offsets, weights, context)
-        tables = self._tables_of(ids, offsets)
-        rows, place = place_of(ids, self._num_short[tables], self.per_row)
+            return Embedding.lookup_bags(self, bags.filled() if context.padded else bags, context)
+        tables = bags.tables(self.num_tables)
+        rows, place = place_of(bags.ids, self._num_short[tables], self.per_row)
         rows = rows_of_torch(rows, tables, self._table_rows)
+
         # The stored row of each id as a bag of one, so that the backward pass may update it; what
         # lies beyond the last bag is in none.
-        ones = torch.arange(ids.numel() + 1, device=ids.device).minimum(offsets[-1])
+        ones = torch.arange(rows.numel() + 1, device=rows.device).minimum(bags.offsets[-1])
         begin, of_rows = TableRows(self._offsets[:1]), replace(context, dtype=None)
         stored = lookup_bags(
-            self.weight, begin, rows, ones, sparse=self.sparse, context=of_rows
+            self.weight, begin, Bags(rows, ones), sparse=self.sparse, context=of_rows
         ).squeeze(1)
+
         short = widen(stored, place, self.dim, self.dim)
-        pooled = pool_bags(
-            short, offsets, self.num_tables, per_sample_weights=weights, mode=self.mode,
-            dtype=context.dtype,
-        )  # fmt: skip
+        pooled = pool_bags(short, bags, self.num_tables, mode=self.mode, dtype=context.dtype)
         return functional.pad(pooled, (0, self.embedding_dim - self.dim))
 
     @torch.no_grad()

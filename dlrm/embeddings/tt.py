@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
-from dlrm.embeddings.common.bags import row_offsets
 from dlrm.embeddings.common.budget import Budget, split_by_rows
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.factorization import factorize_dim, factorize_rows
@@ -22,6 +21,8 @@ from dlrm.embeddings.common.tt_svd import fit_rows, mean_square, scale_last, tab
 from dlrm.embeddings.drop import Drop
 from dlrm.embeddings.shared_rows import num_kept_of
 from dlrm.kernels.tt import TTShape, tt_bags, tt_vectors
+from dlrm.utils.bags import Bags
+from dlrm.utils.offsets import row_offsets
 
 DEFAULT_RANK = 32
 
@@ -255,17 +256,11 @@ class TT(CachesHotRows, Embedding):
         out[hits] = self.cache.look_up(slots[hits])
         return out
 
-    def lookup_bags(
-        self,
-        ids: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None,
-        context: LookupContext = NO_CONTEXT,
-    ) -> Tensor:
+    def lookup_bags(self, bags: Bags, context: LookupContext = NO_CONTEXT) -> Tensor:
         if self.cache is not None or self.exact is not None or self.mode == "max":
-            return super().lookup_bags(ids, offsets, weights, context)
-        bags, updates = (ids, offsets, weights), context.updates
-        pooled = tt_bags(list(self.cores), self._shape, *bags, mode=self.mode, updates=updates)
+            return super().lookup_bags(bags, context)
+        cores, updates = list(self.cores), context.updates
+        pooled = tt_bags(cores, self._shape, bags, mode=self.mode, updates=updates)
         return pooled.transpose(0, 1)
 
     def _compressed(

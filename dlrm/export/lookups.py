@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dlrm.embeddings.base import Embedding
-from dlrm.embeddings.common.bags import row_offsets
 from dlrm.embeddings.offload import Offload
 from dlrm.embeddings.paged import Paged
 from dlrm.embeddings.shared_rows import SharedRows
 from dlrm.embeddings.short import Short, place_of, widen
 from dlrm.embeddings.tt import TT
 from dlrm.export.rows import FloatRows, store_rows
+from dlrm.utils.offsets import row_offsets
 
 SMALL_SLICE = 512  # weights of a slice of a tensor train that is copied
 

@@ -23,6 +23,7 @@ from dlrm.kernels.update.packed import BITS
 from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.feature_order import FeatureOrder
 from dlrm.sparse_arch.table_plan import TablePlan
+from dlrm.utils.bags import Bags
 from dlrm.utils.messages import did_you_mean
 
 
@@ -100,17 +101,16 @@ class SparseArch(nn.Module):
             The vectors of each group, ``[B, F_g, D]``; of a sharded one in several parts.
         """
         order = self._launch_order
-        shares = self.feature_order.split(
-            order, ids, offsets, bounds=bounds, grouped=context.grouped
-        )
+        every = ids if offsets is None else Bags(ids, offsets)
+        shares = self.feature_order.split(order, every, bounds=bounds, grouped=context.grouped)
         contexts = self._contexts(context)
         found: dict[int, list[Tensor]] = {}
         for index in order:
             group, share, own = self.groups[index], shares[index], contexts[index]
             if isinstance(group, ShardedTables):
-                found[index] = group.parts(*share, context=own)
+                found[index] = group.parts(share, own)
             else:
-                found[index] = [group(*share, context=own)]
+                found[index] = [group(share, context=own)]
         if context.sorter is not None:
             context.sorter.sort()
         return [part for index in range(len(self.groups)) for part in found[index]]
@@ -151,7 +151,7 @@ class SparseArch(nn.Module):
             if isinstance(group, PrefetchesRows) and group.window_size(1)
         }
         windows = [
-            [self.feature_order.split(groups, b.ids, b.offsets, bounds=b.bounds) for b in batches]
+            [self.feature_order.split(groups, b.lookups, bounds=b.bounds) for b in batches]
             for batches in (now, coming)
         ]
         for index, group in groups.items():
@@ -180,7 +180,12 @@ class SparseArch(nn.Module):
         """
         groups = {i: g for i, g in enumerate(self.groups) if isinstance(g, ShardedTables)}
         shares = self.feature_order.split(groups, ids)
-        return [found for i, group in groups.items() for found in group.sort(shares[i][0])]
+        found = []
+        for index, group in groups.items():
+            share = shares[index]
+            assert isinstance(share, Tensor)
+            found += group.sort(share)
+        return found
 
     def embeddings(self) -> list[tuple[Embedding, list[int]]]:
         """Each group with the features whose tables it holds."""

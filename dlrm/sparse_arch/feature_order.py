@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from dlrm.embeddings.common.row_caches import Lookups
+from dlrm.embeddings.common.row_caches import Ids
+from dlrm.utils.bags import Bags
 from dlrm.utils.offsets import offsets_of
 
 
@@ -33,17 +34,16 @@ class FeatureOrder(nn.Module):
     def split(
         self,
         groups: Iterable[int],
-        ids: Tensor,
-        offsets: Tensor | None = None,
+        ids: Ids,
         *,
         bounds: Sequence[int] | None = None,
         grouped: bool = False,
-    ) -> dict[int, Lookups]:
+    ) -> dict[int, Ids]:
         """Split a batch into the parts that belong to groups of tables.
 
         Args:
             groups: indices of the groups.
-            ids, offsets: of all features, as in ``Embedding.forward``.
+            ids: of all features, ``[F, B]`` or bags.
             bounds: where the ids of each feature begin, and the end, ``[F + 1]``. Without them the
                 host reads them from the offsets of several groups, and waits for the device.
             grouped: whether ``ids [F, B]`` are in the order of :attr:`by_group` already.
@@ -52,26 +52,26 @@ class FeatureOrder(nn.Module):
             The look-ups of each of the groups, by index.
         """
         if len(self.groups) == 1:
-            return {0: (ids, offsets)}
+            return {0: ids}
 
         sizes = [len(features) for features in self.groups]
-        if offsets is None:  # one gather for all groups
+        if isinstance(ids, Tensor):  # one gather for all groups
             if len(ids) != self.num_features:
                 raise ValueError(
                     f"ids have shape {tuple(ids.shape)}, they must be "
                     f"[{self.num_features}, B]: a row per table"
                 )
             parts = (ids if grouped else ids[self.by_group]).split(sizes)
-            return {i: (parts[i], None) for i in groups}
+            return {i: parts[i] for i in groups}
 
         # The ids of bags are stored feature by feature: take the spans of each group's features.
-        batch = (offsets.numel() - 1) // self.num_features
+        offsets, batch = ids.offsets, ids.count // self.num_features
         if not bounds:
             bounds = offsets[::batch].tolist() if batch else [0] * (self.num_features + 1)
         lengths = offsets.diff().view(self.num_features, batch)[self.by_group].split(sizes)
-        shares: dict[int, Lookups] = {}
+        shares: dict[int, Ids] = {}
         for index in groups:
             spans = [slice(bounds[feature], bounds[feature + 1]) for feature in self.groups[index]]
-            own = torch.cat([ids[span] for span in spans])
-            shares[index] = own, offsets_of(lengths[index])
+            own = torch.cat([ids.ids[span] for span in spans])
+            shares[index] = Bags(own, offsets_of(lengths[index]))
         return shares

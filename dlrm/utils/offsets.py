@@ -1,6 +1,9 @@
-"""Offsets of bags, from their lengths."""
+"""Offsets of parts that are stored one after another: bags of ids, and rows of tables."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -16,3 +19,8 @@ def offsets_of(lengths: Tensor) -> Tensor:
     offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
     torch.cumsum(lengths.flatten(), 0, out=offsets[1:])
     return offsets
+
+
+def row_offsets(rows: Sequence[int]) -> Tensor:
+    """The first row of each table when tables are stored one after another, ``[F]``."""
+    return torch.tensor([0, *accumulate(rows)][:-1])

@@ -28,7 +28,7 @@ from torch import Tensor
 from dlrm.data.batch import Batch
 from dlrm.data.schema import KAGGLE_CARDINALITIES, TERABYTE_CARDINALITIES
 from dlrm.embeddings.common.context import LookupContext
-from dlrm.embeddings.common.row_caches import Lookups
+from dlrm.embeddings.common.row_caches import Ids
 from dlrm.embeddings.offload import MAX_WINDOW, Offload
 from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.model import DLRM
@@ -152,15 +152,15 @@ def measure_table(
     optimizer = RowOptimizer(group.parameters(), rule, lr=0.01)
     sorter, size = RowSorter(torch.device(device)), group.window_size(lookups)
     drawn = [
-        [(benchmark.power_law(rows, lookups, device).int()[None], None) for _ in range(size)]
+        [benchmark.power_law(rows, lookups, device).int()[None] for _ in range(size)]
         for _ in range(options.table_warm_up + 2 + WINDOWS + 1)
     ]
     grad = torch.randn(lookups, 1, dim, device=device).to(TYPES[options.dtype])
 
     def train_window(index: int) -> None:
-        now: list[Lookups] = [*drawn[index]]
+        now: list[Ids] = [*drawn[index]]
         group.begin_window([] if index else now, drawn[index + 1])
-        for ids, _ in now:
+        for ids in now:
             with sorter:
                 out = group(ids, context=LookupContext(rows_fetched=True, sorter=sorter))
                 sorter.sort()

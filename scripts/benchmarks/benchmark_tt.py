@@ -32,6 +32,7 @@ from dlrm.training.benchmark import (
     parse_on_gpu,
     write,
 )
+from dlrm.utils.bags import Bags
 from dlrm.utils.program import Parser
 
 INPUTS = 8  # different batches in rotation
@@ -112,8 +113,8 @@ class Setup:
         ids = self.ids[index % INPUTS]
         if self.case.bag == 1:
             return tt_vectors(*shared, self.tables, ids, updates=updates, **self.options)
-        flat = ids.view(-1)
-        return tt_bags(*shared, flat, self.offsets, updates=updates, **self.options)
+        bags = Bags(ids.view(-1), self.offsets)
+        return tt_bags(*shared, bags, updates=updates, **self.options)
 
     def step(self, index: int) -> None:
         """Forward, backward and SGD, of the middle cores inside the backward pass."""

@@ -3,9 +3,10 @@ import torch
 from torch import nn
 
 from dlrm.embeddings import Embedding, EmbeddingBag, available, build
-from dlrm.embeddings.common.bags import row_offsets
 from dlrm.embeddings.common.budget import split_by_rows
 from dlrm.kernels.lookup.pooling import pool_bags_torch
+from dlrm.utils.bags import Bags
+from dlrm.utils.offsets import row_offsets
 
 
 def test_a_kind_is_named_after_its_file():
@@ -80,7 +81,8 @@ def test_row_offsets():
 
 def test_the_gradient_of_max_goes_to_the_first_of_equal_entries():
     vectors = torch.tensor([[1.0, 5.0], [2.0, 5.0], [2.0, 4.0], [7.0, 7.0]], requires_grad=True)
-    out = pool_bags_torch(vectors, torch.tensor([0, 0, 3, 4]), 3, mode="max").squeeze(0)
+    bags = Bags(torch.arange(4), torch.tensor([0, 0, 3, 4]))
+    out = pool_bags_torch(vectors, bags, 3, mode="max").squeeze(0)
     assert out.tolist() == [[0, 0], [2, 5], [7, 7]]
     out.sum().backward()
     assert vectors.grad.tolist() == [[0, 1], [1, 0], [0, 0], [1, 1]]

@@ -20,6 +20,7 @@ from dlrm.kernels.offload.pinned_memory import in_host_memory
 from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
 from dlrm.training.step import TrainStep
+from dlrm.utils.bags import Bags
 
 SIZES = [7, 40, 3]
 DIM = 4
@@ -81,7 +82,7 @@ def begin_window(group, sizes, batches, index):
     now = [] if index and sizes[index - 1] else batches[index]
     last = index + 1 == len(sizes) or not sizes[index + 1]
     coming = [] if last else batches[index + 1]
-    group.begin_window([(ids, None) for ids in now], [(ids, None) for ids in coming])
+    group.begin_window(now, coming)
     return LookupContext(rows_fetched=True)
 
 
@@ -196,7 +197,8 @@ def test_ids_may_lie_in_memory_in_any_order():
     (dense, offload), _ = pair()
     turned = torch.arange(6).view(2, 3).t()
     assert torch.equal(offload.rows(1, turned), dense.rows(1, turned))
-    one_hot, bags = (draw(2).t().contiguous().t(), None), (torch.tensor([1, 2, 0]), torch.arange(4))
+    one_hot = draw(2).t().contiguous().t()
+    bags = Bags(torch.tensor([1, 2, 0]), torch.arange(4))
     offload.begin_window([one_hot, bags], [])
     assert offload.rows_ready
 
@@ -207,14 +209,13 @@ def test_bags_are_fetched_ahead_too():
     for _ in range(21):
         offsets = torch.randint(1, 4, (len(SIZES) * 5,)).cumsum(0)
         offsets = torch.cat([offsets.new_zeros(1), offsets])
-        bags.append((torch.randint(3, (int(offsets[-1]),)), offsets))
+        bags.append(Bags(torch.randint(3, (int(offsets[-1]),)), offsets))
     for index in range(20):
         if index % 2 == 0:
             now = [] if index else bags[:2]
             groups[1].begin_window(now, bags[index + 2 : index + 4])
-        ids, offsets = bags[index]
         for group, optimizer in zip(groups, optimizers, strict=True):
-            out = group(ids, offsets, context=LookupContext(rows_fetched=True))
+            out = group(bags[index], context=LookupContext(rows_fetched=True))
             out.square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from dlrm.embeddings.common.hot_rows import PopulateReport
+from dlrm.utils.bags import Bags
 
-Lookups = tuple[Tensor, Tensor | None]
-"""The ids of a batch, and their offsets if it has bags."""
+Ids = Tensor | Bags
+"""The ids of a batch: ``[F, B]``, or bags."""
 
 
 class CachesRows(ABC):
@@ -53,7 +54,7 @@ class PrefetchesRows(CachesRows):
         """Number of batches of ``lookups`` look-ups in a prefetch window; 0 without a cache."""
 
     @abstractmethod
-    def begin_window(self, now: Sequence[Lookups], coming: Sequence[Lookups]) -> None:
+    def begin_window(self, now: Sequence[Ids], coming: Sequence[Ids]) -> None:
         """Begin a prefetch window: the training look-ups that follow are of its batches.
 
         Args:

@@ -24,6 +24,7 @@ from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
 from dlrm.kernels.update.packed import load_rows, packed_rows, storage
 from dlrm.kernels.update.row_sort import RowSorter, sort_rows
 from dlrm.kernels.update.sparse import update_rows
+from dlrm.utils.bags import Bags
 from dlrm.utils.messages import did_you_mean
 from dlrm.utils.offsets import offsets_of
 
@@ -278,10 +279,8 @@ def _apply(request: _Request, weight: Tensor, flat: Tensor, owners: Tensor, grad
 def lookup_bags(
     weight: Tensor,
     tables: TableRows,
-    ids: Tensor,
-    offsets: Tensor,
+    bags: Bags,
     *,
-    per_sample_weights: Tensor | None = None,
     mode: str = "sum",
     held: Tensor | None = None,
     sparse: bool = True,
@@ -294,9 +293,8 @@ def lookup_bags(
         weight: the concatenated tables, ``[sum(V), D]``, contiguous; fp32 or bf16; or a
             :class:`~dlrm.kernels.update.packed.PackedParameter`, for kernels only.
         tables: the rows of each table.
-        ids: ids of all bags, table by table, ``[nnz]`` int32 or int64 (not checked).
-        offsets: first id of each bag, then nnz, ``[F * B + 1]`` (not checked).
-        per_sample_weights: a factor per id, ``[nnz]``; mode sum only. It has a gradient.
+        bags: ids, int32 or int64, and offsets (neither is checked). Weights need mode sum and get
+            a gradient.
         mode: sum, mean or max; an empty bag gives zeros.
         held: the first id and the number of ids of each table whose rows are here, ``[2, F]`` int64
             on the device; the others add nothing and have no gradient. Mode sum only, no weights.
@@ -309,52 +307,42 @@ def lookup_bags(
         ``[B, F, D]``, contiguous.
 
     Raises:
-        ValueError: unknown mode, per_sample_weights in another mode than sum or not one per id,
-            offsets of a wrong length, ids or offsets that are not integers or on another device,
-            padded ids with a dense gradient, or a tensor that a kernel reads is not contiguous.
+        ValueError: unknown mode, weights in another mode than sum or not one per id, offsets of a
+            wrong length, ids or offsets that are not integers or on another device, padded ids with
+            a dense gradient, or a tensor that a kernel reads is not contiguous.
     """
-    check_bags(weight, len(tables.starts), ids, offsets, per_sample_weights, mode)
+    check_bags(weight, len(tables.starts), bags, mode)
     if context.padded and not sparse:
         raise ValueError("padded ids have no dense gradient: give sparse=True, or no padding")
     if not use_triton(weight, impl):
         if context.padded:
-            ids = ids[: int(offsets[-1])]
-        out = lookup_bags_torch(
-            weight, tables, ids, offsets, per_sample_weights, mode, sparse, held
-        )
+            bags = bags.filled()
+        out = lookup_bags_torch(weight, tables, bags, mode, sparse, held)
         return out.to(context.dtype or out.dtype)
     require_contiguous(weight=storage(weight)[0], held=held, **tables._asdict())
-    if per_sample_weights is not None:
-        per_sample_weights = per_sample_weights.contiguous()
-    ids, offsets = ids.contiguous(), offsets.contiguous()
-    alike = mode == "sum" and per_sample_weights is None and sparse
+    bags = bags.contiguous()
+    alike = mode == "sum" and bags.weights is None and sparse
     update = context.updates.take(weight) if alike and context.updates is not None else None
     request = _Request(mode=mode, sparse=sparse, context=context, update=update)
-    return _LookupBags.apply(weight, per_sample_weights, tables, ids, offsets, held, request)
+    return _LookupBags.apply(weight, bags.weights, tables, bags.ids, bags.offsets, held, request)
 
 
-def check_bags(
-    weight: Tensor,
-    tables: int,
-    ids: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    mode: str,
-) -> None:
+def check_bags(weight: Tensor, tables: int, bags: Bags, mode: str) -> None:
     """Raise what :func:`lookup_bags` says about its arguments."""
-    require_integers(weight, ids=ids, offsets=offsets)
+    require_integers(weight, ids=bags.ids, offsets=bags.offsets)
+    per_sample_weights, shape = bags.weights, bags.ids.shape
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}{did_you_mean(mode, MODES)}")
     if per_sample_weights is not None and mode != "sum":
         raise ValueError(f"per_sample_weights need mode sum, the mode is {mode}")
-    if per_sample_weights is not None and per_sample_weights.shape != ids.shape:
+    if per_sample_weights is not None and per_sample_weights.shape != shape:
         raise ValueError(
             f"per_sample_weights have shape {tuple(per_sample_weights.shape)}, they must have the "
-            f"shape of ids, {tuple(ids.shape)}"
+            f"shape of ids, {tuple(shape)}"
         )
-    if not offsets.numel() or (offsets.numel() - 1) % tables:
+    if bags.count < 0 or bags.count % tables:
         raise ValueError(
-            f"{offsets.numel()} offsets for {tables} tables: there must be one more than "
+            f"{bags.count + 1} offsets for {tables} tables: there must be one more than "
             "tables times samples"
         )
 
@@ -362,15 +350,14 @@ def check_bags(
 def lookup_bags_torch(
     weight: Tensor,
     tables: TableRows,
-    ids: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
+    bags: Bags,
     mode: str,
     sparse: bool,
     held: Tensor | None,
 ) -> Tensor:
     """:func:`lookup_bags` in PyTorch, of rows that are not packed."""
     starts, modulo, last, *_ = tables
+    ids, offsets = bags.ids, bags.offsets
     num_tables, batch = len(starts), (offsets.numel() - 1) // len(starts)
     lengths = offsets.diff().view(num_tables, batch).sum(1)
 
@@ -387,6 +374,6 @@ def lookup_bags_torch(
     rows = ids + of_each(starts)
     pooled = functional.embedding_bag(
         rows, weight, offsets, mode=mode, sparse=sparse and mode != "max",
-        per_sample_weights=per_sample_weights, include_last_offset=True,
+        per_sample_weights=bags.weights, include_last_offset=True,
     )  # fmt: skip
     return pooled.view(num_tables, batch, weight.shape[1]).transpose(0, 1)

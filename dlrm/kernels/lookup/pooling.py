@@ -23,6 +23,7 @@ from dlrm.kernels.lookup.bags import (
     pool_max,
 )
 from dlrm.kernels.lookup.tables import tiling
+from dlrm.utils.bags import Bags
 
 _AS_THEY_ARE = (None,) * 6  # nothing leads from an id to another row
 
@@ -81,10 +82,9 @@ class _PoolBags(torch.autograd.Function):
 
 def pool_bags(
     vectors: Tensor,
-    offsets: Tensor,
+    bags: Bags,
     tables: int,
     *,
-    per_sample_weights: Tensor | None = None,
     mode: str = "sum",
     dtype: torch.dtype | None = None,
     impl: str | None = None,
@@ -94,10 +94,9 @@ def pool_bags(
     Args:
         vectors: those of all bags, table by table, ``[nnz, D]``; what lies beyond the last bag is
             left out.
-        offsets: where each bag begins, then where the last one ends, ``[tables * B + 1]`` (not
-            checked).
+        bags: offsets and weights of the vectors, one for each id (not checked). Weights need mode
+            sum and get a gradient.
         tables: how many there are.
-        per_sample_weights: a factor per vector, ``[nnz]``; mode sum only. It has a gradient.
         mode: sum, mean or max; an empty bag gives zeros. The gradient of max goes to the first of
             equal entries.
         dtype: of the result, whose sums are taken in fp32; None: that of the vectors.
@@ -109,29 +108,20 @@ def pool_bags(
     Raises:
         ValueError: as :func:`~dlrm.kernels.lookup.bags.lookup_bags`.
     """
-    index = torch.arange(len(vectors), device=vectors.device)
-    check_bags(vectors, tables, index, offsets, per_sample_weights, mode)
+    check_bags(vectors, tables, bags, mode)
     if not use_triton(vectors, impl):
-        out = pool_bags_torch(vectors, offsets, tables, per_sample_weights, mode)
+        out = pool_bags_torch(vectors, bags, tables, mode)
         return out.to(dtype or out.dtype)
-    if per_sample_weights is not None:
-        per_sample_weights = per_sample_weights.contiguous()
-    vectors, offsets = vectors.contiguous(), offsets.contiguous()
-    return _PoolBags.apply(vectors, per_sample_weights, offsets, tables, mode, dtype)
+    bags = bags.contiguous()
+    return _PoolBags.apply(vectors.contiguous(), bags.weights, bags.offsets, tables, mode, dtype)
 
 
-def pool_bags_torch(
-    vectors: Tensor,
-    offsets: Tensor,
-    tables: int,
-    per_sample_weights: Tensor | None = None,
-    mode: str = "sum",
-) -> Tensor:
+def pool_bags_torch(vectors: Tensor, bags: Bags, tables: int, mode: str = "sum") -> Tensor:
     """:func:`pool_bags` in PyTorch."""
-    batch = (offsets.numel() - 1) // tables
+    batch = bags.count // tables
     index = torch.arange(len(vectors), device=vectors.device)
     pooled = functional.embedding_bag(
-        index, vectors, offsets, mode=mode, per_sample_weights=per_sample_weights,
+        index, vectors, bags.offsets, mode=mode, per_sample_weights=bags.weights,
         include_last_offset=True,
     )  # fmt: skip
     return pooled.view(tables, batch, vectors.shape[1]).transpose(0, 1)

@@ -15,6 +15,7 @@ from dlrm.kernels.tt.layout import FactorLayout, TTShape, factor_layout
 from dlrm.kernels.tt.lookup import Lookup
 from dlrm.kernels.tt.reference import tt_bags_torch, tt_vectors_torch
 from dlrm.kernels.update.in_backward import FusedUpdates
+from dlrm.utils.bags import Bags
 from dlrm.utils.messages import did_you_mean
 
 PRECISIONS = ("ieee", "tf32", "tf32x3", "bf16")
@@ -130,9 +131,7 @@ def tt_vectors(
 def tt_bags(
     cores: Sequence[Tensor],
     shape: TTShape,
-    ids: Tensor,
-    offsets: Tensor,
-    weights: Tensor | None = None,
+    bags: Bags,
     *,
     mode: str = "sum",
     updates: FusedUpdates | None = None,
@@ -144,9 +143,8 @@ def tt_bags(
 
     Args:
         cores, shape: as in :func:`tt_vectors`.
-        ids: ``[nnz]``, the ids of all bags, table by table. It may be longer than the bags are.
-        offsets: ``[F * B + 1]``, where each bag begins in ``ids``.
-        weights: a factor per id, ``[nnz]``; mode sum only. They get a gradient.
+        bags: ids, offsets and weights; there may be ids beyond the last bag. Weights need mode sum
+            and get a gradient.
         mode: sum or mean; an empty bag gives zeros.
         updates, impl, precision, deterministic: as in :func:`tt_vectors`.
 
@@ -157,27 +155,27 @@ def tt_bags(
         ValueError: another mode, weights with mean or not one for each id, offsets of a wrong
             length, ids or offsets that are no integers or on another device.
     """
-    require_integers(cores[0], ids=ids, offsets=offsets)
-    bags, tables = offsets.numel() - 1, shape.p.shape[0]
-    _check_bags(ids, offsets, weights, mode, tables)
-    batch = bags // tables
-    if not _runs_triton(cores, impl) or not ids.numel() or not bags:
-        with torch.autocast(ids.device.type, enabled=False):
-            return tt_bags_torch(cores, shape, ids, offsets, weights, mode)
-    layout = factor_layout(shape)
+    require_integers(cores[0], ids=bags.ids, offsets=bags.offsets)
+    tables = shape.p.shape[0]
+    _check_bags(bags, mode, tables)
+    batch, lookups = bags.count // tables, len(bags.ids)
+    if not _runs_triton(cores, impl) or not lookups or not bags.count:
+        with torch.autocast(bags.ids.device.type, enabled=False):
+            return tt_bags_torch(cores, shape, bags, mode)
+
+    layout, bags = factor_layout(shape), bags.contiguous()
     request = LookupRequest(
         layout=layout,
-        ids=ids.contiguous(),
-        offsets=offsets.contiguous(),
+        ids=bags.ids,
+        offsets=bags.offsets,
         mean=mode == "mean",
-        num_results=bags,
+        num_results=bags.count,
         batch=batch,
         tables=tables,
-        strategy=_strategy(layout, ids.numel(), deterministic),
+        strategy=_strategy(layout, lookups, deterministic),
         updates=updates,
     )
-    weights = None if weights is None else weights.contiguous()
-    out = _look_up(request, weights, cores, precision)
+    out = _look_up(request, bags.weights, cores, precision)
     return out.view(batch, tables, -1).transpose(0, 1)
 
 
@@ -203,21 +201,19 @@ def _table_runs(tables: Tensor, ids: Tensor) -> tuple[Tensor, int]:
     return tables.expand(ids.shape).contiguous(), 1
 
 
-def _check_bags(
-    ids: Tensor, offsets: Tensor, weights: Tensor | None, mode: str, tables: int
-) -> None:
+def _check_bags(bags: Bags, mode: str, tables: int) -> None:
     """Raise unless the arguments of :func:`tt_bags` fit together."""
     if mode not in ("sum", "mean"):
         raise ValueError(f"mode is {mode!r}, it must be sum or mean")
-    if weights is not None and mode != "sum":
+    if bags.weights is not None and mode != "sum":
         raise ValueError("weights need mode sum, not mean")
-    if weights is not None and weights.shape != ids.shape:
+    if bags.weights is not None and bags.weights.shape != bags.ids.shape:
         raise ValueError(
-            f"weights have shape {tuple(weights.shape)}, they must have that of ids, "
-            f"{tuple(ids.shape)}"
+            f"weights have shape {tuple(bags.weights.shape)}, they must have that of ids, "
+            f"{tuple(bags.ids.shape)}"
         )
-    if not offsets.numel() or (offsets.numel() - 1) % tables:
-        raise ValueError(f"offsets are {offsets.numel()}, they must be {tables} * B + 1")
+    if bags.count < 0 or bags.count % tables:
+        raise ValueError(f"offsets are {bags.count + 1}, they must be {tables} * B + 1")
 
 
 def _strategy(layout: FactorLayout, n: int, deterministic: bool | None) -> Strategy:

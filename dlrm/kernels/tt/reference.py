@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dlrm.kernels.tt.layout import TTShape
+from dlrm.utils.bags import Bags
 
 _GROUP = 8  # rows for which a large slice is read once
 
@@ -53,20 +54,17 @@ def tt_vectors_torch(
 def tt_bags_torch(
     cores: Sequence[Tensor],
     shape: TTShape,
-    ids: Tensor,
-    offsets: Tensor,
-    weights: Tensor | None,
+    bags: Bags,
     mode: str,
 ) -> Tensor:
     """:func:`~dlrm.kernels.tt.tt_bags` in plain PyTorch."""
     tables = shape.p.shape[0]
-    batch = (offsets.numel() - 1) // tables
-    lengths = offsets.diff()
-    bag = torch.repeat_interleave(torch.arange(len(lengths), device=ids.device), lengths)
-    ids = ids[: len(bag)]
-    vectors = tt_vectors_torch(cores, shape, bag // max(batch, 1), ids)
-    if weights is not None:
-        vectors = vectors * weights[: len(bag), None]
+    batch = bags.count // tables
+    lengths = bags.offsets.diff()
+    bag = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    vectors = tt_vectors_torch(cores, shape, bag // max(batch, 1), bags.ids[: len(bag)])
+    if bags.weights is not None:
+        vectors = vectors * bags.weights[: len(bag), None]
     out = vectors.new_zeros(len(lengths), vectors.shape[1]).index_add(0, bag, vectors)
     if mode == "mean":
         out = out / lengths.clamp(min=1)[:, None]

@@ -7,6 +7,7 @@ import torch
 
 from dlrm.kernels.lookup.bags import MODES
 from dlrm.kernels.lookup.pooling import pool_bags
+from dlrm.utils.bags import Bags
 
 TABLES, BATCH = 3, 5
 
@@ -21,6 +22,11 @@ def draw(dim, device, *, fixed, beyond=0):
     count = int(offsets[-1]) + beyond
     vectors = torch.randn(count, dim, device=device)
     return vectors.requires_grad_(), offsets.to(device), torch.rand(count, device=device)
+
+
+def bags_of(vectors, offsets, scale=None):
+    """Bags of which vector k belongs to id k."""
+    return Bags(torch.arange(len(vectors), device=vectors.device), offsets, scale)
 
 
 def exact(vectors, offsets, mode, scale=None):
@@ -44,7 +50,7 @@ def test_bags_are_pooled(device, assert_matches, impl, mode, dim, fixed):
         inputs["scale"] = scale.requires_grad_()
     assert_matches(
         lambda vectors, scale=None: pool_bags(
-            vectors, offsets, TABLES, per_sample_weights=scale, mode=mode, impl=impl
+            vectors, bags_of(vectors, offsets, scale), TABLES, mode=mode, impl=impl
         ),
         lambda vectors, scale=None: exact(vectors, offsets, mode, scale),
         inputs,
@@ -55,7 +61,10 @@ def test_bags_are_pooled(device, assert_matches, impl, mode, dim, fixed):
 def test_what_lies_beyond_the_last_bag_is_left_out(device, mode):
     vectors, offsets, _ = draw(4, device, fixed=False, beyond=7)
     own = vectors.detach()[:-7].requires_grad_()
-    outs = [pool_bags(each, offsets, TABLES, mode=mode, impl="triton") for each in (vectors, own)]
+    outs = [
+        pool_bags(each, bags_of(each, offsets), TABLES, mode=mode, impl="triton")
+        for each in (vectors, own)
+    ]
     assert torch.equal(*outs)
     for out in outs:
         (out * torch.arange(4, device=device)).sum().backward()
@@ -67,19 +76,19 @@ def test_what_lies_beyond_the_last_bag_is_left_out(device, mode):
 def test_bf16_vectors_are_summed_in_fp32(device, impl):
     vectors = torch.full((301, 2), 1.0, dtype=torch.bfloat16, device=device)
     vectors[0] = 256
-    offsets = torch.tensor([0, 301], device=device)
-    out = pool_bags(vectors.float(), offsets, 1, dtype=torch.bfloat16, impl=impl)
+    bags = bags_of(vectors, torch.tensor([0, 301], device=device))
+    out = pool_bags(vectors.float(), bags, 1, dtype=torch.bfloat16, impl=impl)
     assert out.dtype == torch.bfloat16
     assert out.flatten().tolist() == [556.0] * 2
     if impl == "triton":  # where PyTorch sums bf16 vectors, it rounds each time on a CPU
-        assert pool_bags(vectors, offsets, 1, impl=impl).flatten().tolist() == [556.0] * 2
+        assert pool_bags(vectors, bags, 1, impl=impl).flatten().tolist() == [556.0] * 2
 
 
 def test_wrong_arguments_are_named(device):
     vectors, offsets, scale = draw(2, device, fixed=True)
     with pytest.raises(ValueError, match="unknown mode 'maen', did you mean 'mean'"):
-        pool_bags(vectors, offsets, TABLES, mode="maen")
+        pool_bags(vectors, bags_of(vectors, offsets), TABLES, mode="maen")
     with pytest.raises(ValueError, match=r"15 offsets for 3 tables: there must be one more"):
-        pool_bags(vectors, offsets[:-1], TABLES)
+        pool_bags(vectors, bags_of(vectors, offsets[:-1]), TABLES)
     with pytest.raises(ValueError, match="per_sample_weights need mode sum, the mode is mean"):
-        pool_bags(vectors, offsets, TABLES, per_sample_weights=scale, mode="mean")
+        pool_bags(vectors, bags_of(vectors, offsets, scale), TABLES, mode="mean")

@@ -13,6 +13,7 @@ from dlrm.kernels.lookup.tables import TableRows, gather_rows, lookup, lookup_ta
 from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
 from dlrm.kernels.update.rules import make_rule
 from dlrm.kernels.update.sparse import update_rows_torch
+from dlrm.utils.bags import Bags
 
 GPU = torch.cuda.is_available()
 SCALE = 400 if GPU else 1
@@ -188,8 +189,10 @@ def test_bags(device, assert_matches, impl, mode, batch, dim, index):
         mode, inputs["scale"] = "sum", torch.randn(ids.shape, device=device).requires_grad_()
 
     def pooled(weight, scale=None):
-        options = {"per_sample_weights": scale, "mode": mode, "impl": impl}
-        return lookup_bags(weight, TableRows(starts), ids.to(index), offsets, **options)
+        options = {"mode": mode, "impl": impl}
+        return lookup_bags(
+            weight, TableRows(starts), Bags(ids.to(index), offsets, scale), **options
+        )
 
     out, _ = assert_matches(
         pooled,
@@ -211,7 +214,7 @@ def test_bags_of_ids_that_share_rows(device, assert_matches, impl, share):
     number = {share: sizes if share == "modulo" else sizes - 1}
     assert_matches(
         lambda weight: lookup_bags(
-            weight, TableRows(starts, **number), 3 * ids, offsets, impl=impl
+            weight, TableRows(starts, **number), Bags(3 * ids, offsets), impl=impl
         ),
         lambda weight: exact_bags(weight, starts, local, offsets, None, "sum"),
         {"weight": weight},
@@ -232,7 +235,7 @@ def test_ids_whose_rows_are_elsewhere_add_nothing(device, impl):
     assert here.any()
     assert not here.all()
     held = torch.stack([first, count])
-    found = lookup_bags(weight, TableRows(starts), ids, offsets, held=held, impl=impl)
+    found = lookup_bags(weight, TableRows(starts), Bags(ids, offsets), held=held, impl=impl)
     exact = weight.detach().double().requires_grad_()
     expected = exact_bags(exact, starts, local.where(here, 0), offsets, here.double(), "sum")
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
@@ -250,7 +253,7 @@ def test_bags_of_bfloat16_rows(device, assert_matches, mode):
     ids, offsets = bags_of(4, device)
     assert_matches(
         lambda weight: lookup_bags(
-            weight, TableRows(starts), ids, offsets, mode=mode, impl="triton"
+            weight, TableRows(starts), Bags(ids, offsets), mode=mode, impl="triton"
         ),
         lambda weight: exact_bags(weight, starts, ids, offsets, None, mode),
         {"weight": weight},
@@ -261,7 +264,9 @@ def test_max_gives_the_gradient_to_the_first_of_equal_entries(device):
     weight = torch.tensor([[1.0], [1.0], [0.0]], device=device).requires_grad_()
     ids, offsets = torch.tensor([2, 1, 0], device=device), torch.tensor([0, 3], device=device)
     starts = torch.tensor([0], device=device)
-    lookup_bags(weight, TableRows(starts), ids, offsets, mode="max", impl="triton").sum().backward()
+    lookup_bags(
+        weight, TableRows(starts), Bags(ids, offsets), mode="max", impl="triton"
+    ).sum().backward()
     assert weight.grad.to_dense().flatten().tolist() == [0, 1, 0]
 
 
@@ -275,13 +280,12 @@ def test_inputs_may_be_views(device):
     ids, offsets = bags_of(5, device)
     scale = torch.randn(len(ids), device=device)
     views = [torch.stack([x, x], dim=1)[:, 1] for x in (ids, offsets, scale)]
-    for mode, few in (("sum", {"per_sample_weights": views[2]}), ("mean", {})):
-        out = lookup_bags(weight, TableRows(starts), *views[:2], mode=mode, impl="triton", **few)
-        full = {"per_sample_weights": scale} if few else {}
-        assert torch.equal(
-            out,
-            lookup_bags(weight, TableRows(starts), ids, offsets, mode=mode, impl="triton", **full),
+    for mode, used in (("sum", 3), ("mean", 2)):
+        out, expected = (
+            lookup_bags(weight, TableRows(starts), Bags(*given[:used]), mode=mode, impl="triton")
+            for given in (views, (ids, offsets, scale))
         )
+        assert torch.equal(out, expected)
 
 
 def test_what_kernels_read_in_order_must_lie_so(device):
@@ -299,7 +303,9 @@ def test_what_kernels_read_in_order_must_lie_so(device):
         ("last", lambda **use: lookup_tables(weight, TableRows(starts, last=second), ids, **use)),
         (
             "last",
-            lambda **use: lookup_bags(weight, TableRows(starts, last=second), bags, offsets, **use),
+            lambda **use: lookup_bags(
+                weight, TableRows(starts, last=second), Bags(bags, offsets), **use
+            ),
         ),
         ("quotient", lambda **use: lookup_quotient(turned, weight, both, ids, 1, **use)),
         (
@@ -323,7 +329,7 @@ def test_all_bags_empty(device):
     ids = torch.empty(0, dtype=torch.int64, device=device)
     offsets = torch.zeros(2 * len(SIZES) + 1, dtype=torch.int64, device=device)
     for mode in MODES:
-        out = lookup_bags(weight, TableRows(starts), ids, offsets, mode=mode, impl="triton")
+        out = lookup_bags(weight, TableRows(starts), Bags(ids, offsets), mode=mode, impl="triton")
         assert out.shape == (2, len(SIZES), 4)
         assert not out.any()
 
@@ -334,22 +340,16 @@ def test_messages():
     with pytest.raises(ValueError, match=r"ids have shape \(3, 2\), they must be \[4, B\]"):
         lookup_tables(weight, TableRows(starts), torch.zeros(3, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match="unknown mode 'maen', did you mean 'mean'"):
-        lookup_bags(weight, TableRows(starts), ids, offsets, mode="maen")
+        lookup_bags(weight, TableRows(starts), Bags(ids, offsets), mode="maen")
+    weighted = Bags(ids, offsets, torch.ones(len(ids)))
     with pytest.raises(ValueError, match="per_sample_weights need mode sum, the mode is max"):
-        lookup_bags(
-            weight,
-            TableRows(starts),
-            ids,
-            offsets,
-            mode="max",
-            per_sample_weights=torch.ones(len(ids)),
-        )
+        lookup_bags(weight, TableRows(starts), weighted, mode="max")
     with pytest.raises(ValueError, match="12 offsets for 4 tables"):
-        lookup_bags(weight, TableRows(starts), ids, offsets[:-1])
+        lookup_bags(weight, TableRows(starts), Bags(ids, offsets[:-1]))
     with pytest.raises(ValueError, match="0 offsets for 1 tables"):
-        lookup_bags(weight, TableRows(starts[:1]), ids[:0], offsets[:0])
+        lookup_bags(weight, TableRows(starts[:1]), Bags(ids[:0], offsets[:0]))
     with pytest.raises(ValueError, match=r"per_sample_weights have shape \(1,\), they must have"):
-        lookup_bags(weight, TableRows(starts), ids, offsets, per_sample_weights=torch.ones(1))
+        lookup_bags(weight, TableRows(starts), Bags(ids, offsets, torch.ones(1)))
 
 
 @pytest.mark.parametrize("impl", ["triton", "torch"])
@@ -367,8 +367,12 @@ def test_indices_are_integers_beside_the_weights(impl):
         for call in (
             lambda bad=bad: lookup(weight, bad(one_each), impl=impl),
             lambda bad=bad: lookup_tables(weight, TableRows(starts), bad(one_each), impl=impl),
-            lambda bad=bad: lookup_bags(weight, TableRows(starts), bad(bags), offsets, impl=impl),
-            lambda bad=bad: lookup_bags(weight, TableRows(starts), bags, bad(offsets), impl=impl),
+            lambda bad=bad: lookup_bags(
+                weight, TableRows(starts), Bags(bad(bags), offsets), impl=impl
+            ),
+            lambda bad=bad: lookup_bags(
+                weight, TableRows(starts), Bags(bags, bad(offsets)), impl=impl
+            ),
             lambda bad=bad: lookup_quotient(weight, weight, both, bad(one_each), 2, impl=impl),
             lambda bad=bad: lookup_projected(
                 weight, projection, TableRows(starts), bad(one_each), impl=impl
@@ -407,7 +411,9 @@ def test_bags_are_updated_in_the_backward_pass(device, assert_close, rule, dtype
     update = FusedUpdate(rule=rule, lr=lr, states=zeros)
     with FusedUpdates([(weight, update)]) as updates:
         context = BagContext(updates=updates, padded=spare > 0, dtype=dtype)
-        out = lookup_bags(weight, TableRows(starts), room, offsets, context=context, impl="triton")
+        out = lookup_bags(
+            weight, TableRows(starts), Bags(room, offsets), context=context, impl="triton"
+        )
         assert out.dtype == dtype
         out.backward(grads)
     assert weight.grad is None
@@ -420,5 +426,9 @@ def test_padded_ids_need_a_sparse_gradient(device):
     ids, offsets = bags_of(5, device)
     with pytest.raises(ValueError, match="padded ids have no dense gradient"):
         lookup_bags(
-            weight, TableRows(starts), ids, offsets, sparse=False, context=BagContext(padded=True)
+            weight,
+            TableRows(starts),
+            Bags(ids, offsets),
+            sparse=False,
+            context=BagContext(padded=True),
         )

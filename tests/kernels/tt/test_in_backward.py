@@ -15,6 +15,7 @@ from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer, apply_in_backward
 from dlrm.training.data_parallel import GradientReducer
 from dlrm.training.step import TrainStep
+from dlrm.utils.bags import Bags
 
 GPU = torch.cuda.is_available()
 TOLERANCE = 1e-4 if GPU else 1e-6  # relative RMS of changes; on a GPU sums have no fixed order
@@ -126,7 +127,7 @@ def test_bags_with_weights_update_them_too(device):
         weights = torch.randn(len(ids), device=device, requires_grad=True)
         with apply_in_backward([optimizer] if in_backward else []) as updates:
             options = {"updates": updates, **cores.options}
-            out = tt_bags(cores.cores, cores.shape, ids, offsets, weights, **options)
+            out = tt_bags(cores.cores, cores.shape, Bags(ids, offsets, weights), **options)
             out.square().mean().backward()
         assert (cores.cores[1].grad is None) is in_backward
         optimizer.step()

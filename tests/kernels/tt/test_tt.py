@@ -21,6 +21,7 @@ from dlrm.kernels.tt import (
 )
 from dlrm.kernels.tt.layout import FactorLayout, factor_layout
 from dlrm.kernels.update.dense import update_dense
+from dlrm.utils.bags import Bags
 
 GPU = torch.cuda.is_available()
 STRATEGIES = ("direct", "unique", "ordered")
@@ -306,8 +307,8 @@ def test_bags(name, pooling, strategy, device, use, assert_matches):
 
     def look_up(weights=None, *, impl="torch", **cores):
         return tt_bags(
-            [*cores.values()], group.shape, ids, offsets, weights, impl=impl, precision="ieee",
-            **options,
+            [*cores.values()], group.shape, Bags(ids, offsets, weights), impl=impl,
+            precision="ieee", **options,
         )  # fmt: skip
 
     got, _ = assert_matches(partial(look_up, **use(strategy)), look_up, inputs)
@@ -318,7 +319,7 @@ def test_bags_agree_with_embedding_bag(device, assert_close):
     group = Group("d3", device)
     ids, offsets = bags(group, 8, 40)
     options = {"precision": "ieee", "impl": "triton", "deterministic": False}
-    got = tt_bags([*group.cores.values()], group.shape, ids, offsets, **options)
+    got = tt_bags([*group.cores.values()], group.shape, Bags(ids, offsets), **options)
     for t in range(group.num_tables):
         bag = offsets[t * 8 : t * 8 + 9]
         want = torch.nn.functional.embedding_bag(
@@ -486,23 +487,24 @@ def test_errors_name_the_remedy(device):
         tt_vectors([core.double() for core in cores], shape, group.tables, ids, impl="triton")
     offsets = torch.arange(4, device=device)
     with pytest.raises(ValueError, match="mode is 'max', it must be sum or mean"):
-        tt_bags(cores, shape, ids[0], offsets, mode="max")
+        tt_bags(cores, shape, Bags(ids[0], offsets), mode="max")
     with pytest.raises(ValueError, match="weights need mode sum"):
-        tt_bags(cores, shape, ids[0], offsets, torch.ones(3, device=device), mode="mean")
+        tt_bags(cores, shape, Bags(ids[0], offsets, torch.ones(3, device=device)), mode="mean")
     with pytest.raises(ValueError, match=r"weights have shape \(2,\), they must have that of ids"):
-        tt_bags(cores, shape, ids[0], offsets, torch.ones(2, device=device))
+        tt_bags(cores, shape, Bags(ids[0], offsets, torch.ones(2, device=device)))
     with pytest.raises(ValueError, match=r"ids must be integers, got torch\.float32"):
         group.look_up(ids.float())
     with pytest.raises(ValueError, match=r"offsets must be integers, got torch\.float32"):
-        tt_bags(cores, shape, ids[0], offsets.float())
+        tt_bags(cores, shape, Bags(ids[0], offsets.float()))
     with pytest.raises(ValueError, match=r"skip is torch\.int64 .*, it must be bool"):
         group.look_up(ids, skip=ids.long())
     tables = group.num_tables
+    none = torch.zeros(tables + 2, dtype=torch.long, device=device)
     with pytest.raises(ValueError, match=rf"offsets are {tables + 2}, they must be {tables} \* B"):
-        tt_bags(cores, shape, ids[0], torch.zeros(tables + 2, dtype=torch.long, device=device))
+        tt_bags(cores, shape, Bags(ids[0], none))
     alone = Group("d2-tall", device)
     with pytest.raises(ValueError, match=r"offsets are 0, they must be 1 \* B"):
-        tt_bags([*alone.cores.values()], alone.shape, ids[0, :0], ids[0, :0])
+        tt_bags([*alone.cores.values()], alone.shape, Bags(ids[0, :0], ids[0, :0]))
     huge = shape._replace(p=torch.tensor([[1 << 16, 1 << 16, 1]], device=device))
     with pytest.raises(ValueError, match=r"4294967296 pairs .* more balanced factors p"):
         tt_vectors(cores, huge, group.tables[:1], ids[:1], impl="triton")

@@ -20,6 +20,7 @@ from dlrm.kernels.update.packed import (
 )
 from dlrm.kernels.update.rules import RULES, make_rule
 from dlrm.kernels.update.sparse import update_rows
+from dlrm.utils.bags import Bags
 
 GPU = torch.cuda.is_available()
 ROWS = 40
@@ -250,12 +251,10 @@ def test_kernels_pool_packed_rows(device, assert_close, mode):
     of_table = torch.tensor([0] * 2 + [1] * 4 + [2] * 4, device=device)
     rows = rows_of_torch(ids, of_table, tables)
     scale = torch.rand(len(ids), device=device).requires_grad_() if mode == "sum" else None
-    found = lookup_bags(
-        weight, tables, ids, offsets, mode=mode, per_sample_weights=scale, impl="triton"
-    )
+    found = lookup_bags(weight, tables, Bags(ids, offsets, scale), mode=mode, impl="triton")
     expected = lookup_bags(
-        plain, TableRows(torch.zeros_like(tables.starts[:1])), rows, offsets, mode=mode,
-        per_sample_weights=scale, impl="torch",
+        plain, TableRows(torch.zeros_like(tables.starts[:1])), Bags(rows, offsets, scale),
+        mode=mode, impl="torch",
     ).view(3, 2, 8).transpose(0, 1)  # fmt: skip
     assert_close(found, expected)
     grad = torch.randn_like(found)
