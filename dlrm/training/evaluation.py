@@ -64,11 +64,11 @@ class TrainedModel:
             ValueError: the checkpoint is damaged, or the data does not fit the model.
         """
         model, state = load_model(path, device, last=last)
-        config = state.config
+        used = state.used_options
         loader = BatchLoader(
             data,
             split,
-            batch_size=batch_size or config["eval_batch_size"],
+            batch_size=batch_size or used.eval_batch_size,
             device=device,
             num_embeddings=model.sparse_arch.num_embeddings,
             allow_outside=allow_outside,
@@ -81,7 +81,7 @@ class TrainedModel:
             )
         require_same_ids(data, loader.meta, state.fingerprint, path)
         _note_other_tables(model, loader.meta)
-        bf16 = config.get("precision") == "bf16"
+        bf16 = used.precision == "bf16"
         return cls(model=model, spec=state.model, loader=loader, bf16=bf16)
 
     def predict(self, batch: Batch) -> tuple[Tensor, ...]:

@@ -6,6 +6,7 @@ import random
 import resource
 import shutil
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -515,13 +516,22 @@ ATTACKS = {
     "surrogate": lambda c: c["state"].update(best_name="\ud800"),
     "run": lambda c: c.update(run="../../x"),
     "state": lambda c: c.update(state=[]),
+    "random": lambda c: c["state"].update(random="no base64"),
+    "batch size": lambda c: c["state"]["config"].update(eval_batch_size="many"),
     "groups": lambda c: c["state"].update(groups={"tuple": [{"tuple": [{"rule": 1}]}]}),
     "group": lambda c: c["state"].update(groups={"tuple": [3]}),
+    "rate": lambda c: c["state"]["groups"]["tuple"][0]["tuple"][0].update(lr=1e308),
     "model": lambda c: c["state"].update(model={"plan": 5}),
     "tables": lambda c: c["state"]["model"].update(num_embeddings=[2**62, 20, 150]),
     "memory": lambda c: c["state"]["model"].update(num_embeddings=[2**30, 20, 150]),
     "ranks": lambda c: c["state"]["model"].update(plan=[["tt", {"rank": 2**14}]] * 3),
     "layers": lambda c: c["state"]["model"].update(top_mlp=[2**40]),
+    "many layers": lambda c: c["state"]["model"].update(top_mlp=[1] * 900_000),
+    "cross layers": lambda c: c["state"]["model"].update(interaction="dcn", cross_layers=10**9),
+    "many tables": lambda c: c["state"]["model"].update(
+        num_embeddings=[1] * 100_000, plan=[["dense", {}]] * 100_000
+    ),
+    "text for a size": lambda c: c["state"]["model"].update(embedding_dim="8"),
     "kind": lambda c: c["state"]["model"].update(plan=[["no such kind", {}]] * 3),
     "other model": lambda c: c["state"]["model"].update(bottom_mlp=[5]),
 }
@@ -535,12 +545,21 @@ def test_a_manifest_that_someone_wrote_to_do_harm_is_refused(attack, run):
     except UnicodeEncodeError:
         text = (path / MANIFEST).read_text()
         (path / MANIFEST).write_text(text.replace('"best_name":"step_1"', r'"best_name":"\ud800"'))
+    began = time.process_time()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ValueError, match="step_3") as error:
         load_model(path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
+    assert time.process_time() - began < 10
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 700
+
+
+def test_a_run_that_names_no_option_is_evaluated_with_the_defaults(run):
+    path = run / "checkpoints" / "step_3"
+    edited(path, lambda content: content["state"].update(config={}))
+    _, state = load_model(path)
+    assert state.used_options.eval_batch_size == RunConfig.eval_batch_size
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,20 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from annotated_types import Interval, MaxLen
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
-MAX_DIMS = 8
+from dlrm.utils.validation import Number, Whole, validate
+
+MAX_SIZE = 1 << 48
+MAX_LR = 1e9  # products with it are finite in fp32
 
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
@@ -27,25 +31,27 @@ DTYPES = {
 """Types of tensors by their names in safetensors."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-_FILE = re.compile(r"rank_\d{5,7}\.safetensors")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-_RUN = re.compile(r"[0-9a-f]{32}")
+Count = Annotated[Whole, Interval(ge=0, le=MAX_SIZE)]
+"""A count, a size or a position."""
+Step = Annotated[Whole, Interval(ge=-1, le=MAX_SIZE)]
+"""A step; -1 for none."""
+Shape = Annotated[tuple[Count, ...], MaxLen(8)]
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+"""SHA-256 of bytes, in hexadecimal."""
+FileName = Annotated[str, Field(pattern=r"^rank_[0-9]{5,7}\.safetensors$")]
+Metrics = dict[str, Number]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredShard:
+class StoredShard(NamedTuple):
     """Where a shard of a tensor lies."""
 
-    offset: tuple[int, ...]
+    offset: Shape
     """In the whole tensor."""
-    shape: tuple[int, ...]
+    shape: Shape
     file: str
-    start: int
+    start: Count
     """First byte in the file."""
-    sha256: str
-
-    def __post_init__(self) -> None:
-        require(bool(_DIGEST.fullmatch(self.sha256)), f"sha256 {self.sha256!r}")
+    sha256: Digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +59,11 @@ class StoredTensor:
     """A tensor, and its shards, which cover it exactly."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     shards: tuple[StoredShard, ...]
 
     def __post_init__(self) -> None:
         require(self.dtype in DTYPES, f"dtype {self.dtype!r}")
-        require(len(self.shape) <= MAX_DIMS, f"{len(self.shape)} dimensions")
         for shard in self.shards:
             require(
                 len(shard.offset) == len(shard.shape) == len(self.shape),
@@ -75,14 +80,11 @@ class StoredTensor:
 class StoredFile:
     """A file of tensors, and its header, which no shard covers."""
 
-    bytes: int
-    header: int
+    bytes: Count
+    header: Count
     """Bytes of the header, with its length before it."""
-    sha256: str
+    sha256: Digest
     """Of the header."""
-
-    def __post_init__(self) -> None:
-        require(bool(_DIGEST.fullmatch(self.sha256)), f"sha256 {self.sha256!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,22 +92,40 @@ class Group:
     """What is restored of a parameter group of an optimizer."""
 
     rule: str
-    lr: float
-    seed: int | None = None
+    lr: Annotated[Number, Interval(ge=0, le=MAX_LR)]
+    seed: Annotated[Whole, Interval(ge=-(1 << 63), lt=1 << 63)] | None = None
     """Of stochastic rounding."""
-
-    def __post_init__(self) -> None:
-        valid = self.seed is None or -(1 << 63) <= self.seed < 1 << 63
-        require(valid, f"seed {self.seed}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderState:
     """The position in the data; see :meth:`dlrm.data.loader.BatchLoader.state_dict`."""
 
-    epoch: int
-    position: int
+    epoch: Count
+    position: Count
     order: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UsedOptions:
+    """The options in the configuration of a run that other programs use."""
+
+    data: str = ""
+    precision: str = "fp32"
+    eval_batch_size: Annotated[Whole, Interval(ge=1, lt=1 << 31)] = 16384
+
+
+def _require_options(config: dict[str, Any]) -> dict[str, Any]:
+    validate(UsedOptions, config)
+    return config
+
+
+def _require_base64(text: str) -> str:
+    try:
+        base64.b64decode(text, validate=True)
+    except binascii.Error:
+        raise ValueError("it is not base64") from None
+    return text
 
 
 @dataclass(kw_only=True)
@@ -116,24 +136,24 @@ class Progress:
     them: a new field needs one line here.
     """
 
-    steps: int = 0
-    epoch: int = 0
-    best: float = -math.inf
+    steps: Count = 0
+    epoch: Count = 0
+    best: Number = -math.inf
     """Best validation AUC so far."""
-    best_step: int = -1
+    best_step: Step = -1
     """Its step; -1 without one."""
-    validated: tuple[int, dict[str, float]] = field(default_factory=lambda: (-1, {}))
+    validated: tuple[Step, Metrics] = field(default_factory=lambda: (-1, {}))
     """Step and metrics of the last validation."""
-    fitted: dict[str, float] = field(default_factory=dict)
+    fitted: Metrics = field(default_factory=dict)
     """Metrics after ``--init_from``, before any step."""
-    fine_tune: float = 1.0
+    fine_tune: Annotated[Number, Interval(gt=0, le=MAX_LR)] = 1.0
     """Factor on the learning rates after ``--init_from``."""
-    clock: dict[str, float] = field(default_factory=dict)
+    clock: Metrics = field(default_factory=dict)
     """Samples and seconds of training so far."""
-    losses: tuple[float, int] = (0.0, 0)
+    losses: tuple[Number, Count] = (0.0, 0)
     """Sum and number of the losses since they were logged."""
     loader: LoaderState | None = None
-    random: str | None = None
+    random: Annotated[str, AfterValidator(_require_base64)] | None = None
     """State of the random number generator in base64."""
 
 
@@ -143,7 +163,7 @@ class RunState(Progress):
 
     model: dict[str, Any]
     """The specification: the arguments of :class:`dlrm.model.DLRM`."""
-    config: dict[str, Any]
+    config: Annotated[dict[str, Any], AfterValidator(_require_options)]
     """The configuration of the run, nested as in its file."""
     groups: tuple[tuple[Group, ...], ...] = ()
     """Parameter groups of each optimizer."""
@@ -157,14 +177,16 @@ class RunState(Progress):
         """The part that a resumed run goes on from."""
         return Progress(**{each.name: getattr(self, each.name) for each in fields(Progress)})
 
+    @property
+    def used_options(self) -> UsedOptions:
+        """The options of the run that other programs use."""
+        return validate(UsedOptions, self.config)
+
     def random_state(self) -> Tensor | None:
         """The state of the random number generator; None if there is none."""
         if self.random is None:
             return None
-        try:
-            content = base64.b64decode(self.random, validate=True)
-        except binascii.Error:
-            raise ValueError("it has a random state that is not base64") from None
+        content = base64.b64decode(self.random)
         return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else None
 
 
@@ -172,16 +194,13 @@ class RunState(Progress):
 class Manifest:
     """All that a checkpoint stores besides the values of its tensors."""
 
-    run: str
+    run: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
     """A random id of the run, kept when it is resumed."""
-    files: dict[str, StoredFile]
+    files: dict[FileName, StoredFile]
     tensors: dict[str, StoredTensor]
     state: RunState
 
     def __post_init__(self) -> None:
-        require(bool(_RUN.fullmatch(self.run)), f"run {self.run!r}")
-        for name in self.files:
-            require(bool(_FILE.fullmatch(name)), f"file {name!r}: it must be like {file_name(0)}")
         ends = {name: file.header for name, file in self.files.items()}
         for name, shard, size in self.shards_by_place:
             require(shard.file in ends, f"tensor {name} in file {shard.file!r}, not one of its")

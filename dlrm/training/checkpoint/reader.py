@@ -20,6 +20,7 @@ from dlrm.sparse_arch.table_plan import plan_for_this_machine
 from dlrm.training.checkpoint.choice import ATTEMPTS, changing, choose, reason
 from dlrm.training.checkpoint.errors import one_line, quiet
 from dlrm.training.checkpoint.manifest import Manifest, RunState
+from dlrm.training.checkpoint.model_sizes import require_stored
 from dlrm.training.checkpoint.parts import LoadPlanner, Parts
 from dlrm.training.checkpoint.tensor_files import TensorFileReader, TensorFiles
 
@@ -137,6 +138,7 @@ class Checkpoint:
             ValueError: the specification is not that of a model, or of another one.
         """
         try:
+            require_stored(self.state.model, self._manifest.tensors)
             spec = {**self.state.model, "plan": plan_for_this_machine(self.state.model["plan"])}
             self._require_size(spec)
             with _Undrawn():
@@ -150,7 +152,7 @@ class Checkpoint:
     def _require_size(self, spec: Mapping[str, Any]) -> None:
         """Refuse a model that is larger than what is stored of it, before it takes memory."""
         flat = [("dense", {}) if kind == "paged" else (kind, own) for kind, own in spec["plan"]]
-        with torch.device("meta"):
+        with torch.device("meta"), _Undrawn():
             state = DLRM(**{**spec, "plan": flat}).state_dict()
         described = sum(math.prod(value.size()) for value in state.values())
         tensors = self._manifest.tensors.items()

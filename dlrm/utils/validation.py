@@ -1,0 +1,125 @@
+"""Values from files and the command line, checked against types.
+
+The fields of a dataclass say what is valid: :func:`validate` makes one from plain values with
+pydantic, and reports every mistake, each with the name, the value and the rule. Numbers are strict,
+since ``"3"`` or ``true`` in a file is a mistake.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from datetime import date
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
+
+from pydantic import BeforeValidator, ConfigDict, Strict, TypeAdapter, ValidationError
+
+from dlrm.utils.documents import shown
+from dlrm.utils.messages import did_you_mean
+
+MAX_MISTAKES = 3
+"""Number of mistakes that an error lists."""
+
+T = TypeVar("T")
+
+_RULES = {
+    "int_type": "it must be a whole number",
+    "float_type": "it must be a number",
+    "bool_type": "it must be true or false",
+    "string_type": "it must be text: put it in quotes",
+    "tuple_type": "it must be a list",
+    "list_type": "it must be a list",
+    "dict_type": "it must hold names and values, as name: value",
+    "mapping_type": "it must hold names and values, as name: value",
+    "dataclass_type": "it must hold names and values, as name: value",
+}
+"""The rule by the type of pydantic's error, where its own words are less plain."""
+
+
+def _as_text(value: Any) -> Any:
+    plain = isinstance(value, int | float | date) and not isinstance(value, bool)
+    return str(value) if plain else value
+
+
+def _as_list(value: Any) -> Any:
+    return value if value is None or isinstance(value, list | tuple) else [value]
+
+
+Whole = Annotated[int, Strict()]
+"""A whole number; ``true``, ``3.0`` and ``"3"`` are none."""
+Number = Annotated[float, Strict()]
+Flag = Annotated[bool, Strict()]
+Text = Annotated[str, BeforeValidator(_as_text)]
+"""Text that a YAML file may write without quotes though it looks like a number or a date."""
+Texts = Annotated[tuple[Text, ...], BeforeValidator(_as_list)]
+"""A list of texts; a single one stands for a list of one."""
+
+
+class Closed:
+    """Base of dataclasses whose files may have no other names."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+
+def validate(kind: type[T], value: Any, where: str = "") -> T:
+    """Plain values as an object of a type.
+
+    Args:
+        kind: a dataclass, or any type that pydantic knows.
+        value: what YAML or JSON holds.
+        where: begins each mistake, such as ``"FILE: "``.
+
+    Raises:
+        ValueError: there are mistakes; it lists the first three, and the number of the others.
+    """
+    try:
+        adapter: TypeAdapter[T] = _adapter(kind)  # type: ignore[arg-type]
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        found = [f"{where}{mistake}" for mistake in mistakes(error, kind)]
+        more = [f"{len(found) - MAX_MISTAKES:,} more mistakes"] * (len(found) > MAX_MISTAKES)
+        raise ValueError("; ".join([*found[:MAX_MISTAKES], *more])) from None
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def mistakes(error: ValidationError, kind: Any) -> list[str]:
+    """Every mistake in one line.
+
+    Args:
+        error: of pydantic.
+        kind: the type that the values were to have.
+    """
+    return [_mistake(one, kind) for one in error.errors(include_url=False)]
+
+
+def _mistake(error: Any, kind: Any) -> str:
+    place, context = error["loc"], error.get("ctx", {})
+    name = ".".join(map(str, place))[:1000]
+    what = f"{name} is {shown(error['input'])}"
+    match error["type"]:
+        case "value_error":
+            return f"{name}: {context['error']}" if name else str(context["error"])
+        case "missing":
+            return f"{name} is missing"
+        case "unexpected_keyword_argument":
+            valid = [field.name for field in fields(_type_at(kind, place[:-1]))]
+            return f"unknown name {shown(name)}{did_you_mean(str(place[-1]), valid)}"
+        case "literal_error":
+            valid = re.findall(r"'([^']*)'|\"([^\"]*)\"", context["expected"])
+            return f"{what}{did_you_mean(str(error['input']), map(''.join, valid))}"
+    rule = _RULES.get(error["type"]) or "it must" + error["msg"].partition(" should")[2]
+    return f"{what}, {rule}" if name else rule
+
+
+def _type_at(kind: Any, place: Sequence[int | str]) -> Any:
+    """The dataclass of the values at a place in values of a type."""
+    for key in place:
+        inner = get_type_hints(kind)[str(key)] if is_dataclass(kind) else kind
+        kind = next((a for a in (inner, *get_args(inner)) if is_dataclass(a)), inner)
+    return kind
