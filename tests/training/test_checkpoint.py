@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from dlrm.config.schema import RunConfig
 from dlrm.embeddings import available
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
