@@ -5,7 +5,7 @@ from __future__ import annotations
 from dlrm.utils import startup
 
 if __name__ == "__main__":
-    startup.begin()  # before the imports, which take seconds
+    began = startup.begin()  # before the imports, which take seconds
 
 import sys
 import threading
@@ -58,7 +58,9 @@ def train_on_batch(step: TrainStep, batch: PreparedBatch, norms: bool) -> dict[s
 class Run:
     """One training run: its parts, built from the configuration, and the loop over them."""
 
-    def __init__(self, config: RunConfig, resolved: str, world: World) -> None:
+    def __init__(
+        self, config: RunConfig, resolved: str, world: World, began: float | None = None
+    ) -> None:
         self.config, self.options = config, yaml.safe_load(resolved)
         self.world = world
         device = world.join(pick_device(config.device))
@@ -103,7 +105,8 @@ class Run:
         epoch = len(self.train_data)
         every, last_step = config.eval_every_for(epoch), config.steps_for(epoch)
         self.validations = Validations(every, config.patience_for(epoch // every), last_step)
-        self.clock = profiling.Clock(self.train_data, resumed.state.clock if resumed else {})
+        before = resumed.state.clock if resumed else {}
+        self.clock = profiling.Clock(self.train_data, self.step.graphs, began, before)
         self.progress = Progress()
         parts = self.model, optimizers, self.train_data
         self.checkpoints.attach(*parts, spec=spec, config=self.options)
@@ -151,7 +154,7 @@ class Run:
         done, last = data.samples(self.steps), data.samples(self.validations.last_step)
         shown: dict[str, str] = {}
         with profiling.progress_bar(last, done, self.step.mode, silent=silent) as bar:
-            self.clock.start()
+            self.clock.begin("train")
             for batch in self._batches():
                 self.schedule.set(self.steps)
                 logging = (self.steps + 1) % config.log_every == 0
@@ -168,17 +171,15 @@ class Run:
                     shown |= self._log(out)
 
                 if validating := self.validations.due(self.steps):
-                    with self.clock.paused():
-                        values = self._validate()
+                    values = self._validate()
                     shown |= {"val AUC": f"{values['auc']:.4f}"} if values else {}
                     self.validations.stop_early(self.progress, silent=silent)
                 elif config.checkpoint and timer.due(self.steps):
-                    with self.clock.paused():
-                        self._save()
+                    self._save()
                 if logging or validating:
                     bar.set_postfix(dict(sorted(shown.items())), refresh=False)
                 self.held_out.interruption.check(self._stop)
-            self.clock.stop()
+            self.clock.begin("end")
         self.tracker.texts(profile=profiler.close())
         return self._finish()
 
@@ -234,7 +235,8 @@ class Run:
         self._keep(self._evaluate("val") if anew else after)
 
     def _evaluate(self, split: str, model: DLRM | None = None) -> dict[str, float]:
-        return self.held_out.evaluate(split, self.steps, self._stop, model=model)
+        with self.clock.part({"val": "validate"}.get(split, split)):
+            return self.held_out.evaluate(split, self.steps, self._stop, model=model)
 
     def _finish(self) -> dict[str, float]:
         val, test = self._validate(), self._evaluate("test")
@@ -285,7 +287,8 @@ class Run:
             metrics.require_finite(float(loss), self.steps)
         self.progress.clock = self.clock.state()
         self.progress.losses = self.step.losses.state()
-        self.checkpoints.save(self.progress, unused=self.step.prefetcher.samples_held)
+        with self.clock.part("checkpoint"):
+            self.checkpoints.save(self.progress, unused=self.step.prefetcher.samples_held)
 
     def _stop(self) -> None:
         """Leave an interrupted run so that it can be resumed."""
@@ -295,8 +298,8 @@ class Run:
         self.tracker.close()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; returns its exit status."""
+def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
+    """Run the program, in a process that ``began`` then or now; returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     world, hint = World.from_environment(), partial(str, "nothing was changed")
 
@@ -308,7 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             config, resolved = parse([*arguments, *saved], available())
         refuse_with_resume(arguments, config.resume)
         with profiling.out_of_memory_advice(config.data, config.model.embedding_dim):
-            run = Run(config, resolved, world)
+            run = Run(config, resolved, world, began)
             hint = partial(run_directory.resume_hint, run.directory, saving=config.checkpoint)
             run_directory.write_to(run.directory, run.train)
 
@@ -320,4 +323,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(began=began))

@@ -20,6 +20,11 @@ from dlrm.distributed.peer_memory import bytes_held
 from dlrm.utils.atomic import atomic_write
 from dlrm.utils.device import is_out_of_memory, peak_process_memory
 
+PARTS = ("start", "compile", "train", "data_wait", "validate", "checkpoint", "test", "end")
+"""Where the time of a run goes: imports and building; steps that compile or are captured; the other
+steps; waiting for rows; metrics of validation rows; what checkpoints hold up; metrics of test rows;
+and everything after the last step."""
+
 
 def progress_bar(total: float, done: int, mode: str, *, silent: bool) -> tqdm:
     """A progress bar that counts samples; it updates rarely if the output is not a terminal.
@@ -40,75 +45,90 @@ def progress_bar(total: float, done: int, mode: str, *, silent: bool) -> tqdm:
 
 
 class Clock:
-    """Training time without evaluations: samples per second and the share spent waiting for data.
+    """Where the time of a run goes, from the start of its process on.
 
-    It stands still until :meth:`start`.
+    Every moment belongs to one of :data:`PARTS`. Compiling and waiting for data happen within
+    training and are measured elsewhere; they are taken off it.
 
     Args:
-        data: a loader; ``wait_seconds`` is the time that its consumer has waited.
+        data: the training loader; ``wait_seconds`` is the time that its consumer has waited.
+        graphs: of the step; ``preparing_seconds`` is the time that compiling and capturing took.
+        began: when the process started, as :func:`time.perf_counter` has it; by default now.
         before: :meth:`state` of the run that is resumed.
+
+    Attributes:
+        samples: that this process has trained on.
     """
 
-    def __init__(self, data: Any, before: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        data: Any,
+        graphs: Any,
+        began: float | None = None,
+        before: Mapping[str, float] | None = None,
+    ) -> None:
         self.samples = 0
         self._data = data
+        self._graphs = graphs
         self._before = dict(before or {})
-        self._start = self._mark = time.perf_counter()
-        self._stopped: float | None = self._start
-        self._lap_samples, self._lap_wait = 0, data.wait_seconds
         self._first_wait = data.wait_seconds
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._part = "start"
+        self._since = time.perf_counter() if began is None else began
+        self._last_lap = self._loop()
+
+    def begin(self, part: str) -> None:
+        """Count the time from now on as a part."""
+        now = time.perf_counter()
+        self._seconds[self._part] += now - self._since
+        self._part, self._since = part, now
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the time of a block as a part, within another one."""
+        outer = self._part
+        self.begin(name)
+        try:
+            yield
+        finally:
+            self.begin(outer)
 
     def lap(self) -> dict[str, float]:
-        """Figures since the last lap."""
-        now, wait = time.perf_counter(), self._data.wait_seconds
-        values = self._figures(
-            self.samples - self._lap_samples, now - self._mark, wait - self._lap_wait
-        )
-        self._mark, self._lap_samples, self._lap_wait = now, self.samples, wait
-        return values
+        """Speed since the last lap."""
+        loop = self._loop()
+        last, self._last_lap = self._last_lap, loop
+        return self._speed({name: loop[name] - last[name] for name in loop})
 
     def state(self) -> dict[str, float]:
         """Samples, seconds, and seconds of waiting since the start of the run, for a checkpoint."""
-        now = time.perf_counter() if self._stopped is None else self._stopped
-        own = {
-            "samples": self.samples,
-            "seconds": now - self._start,
-            "wait": self._data.wait_seconds - self._first_wait,
-        }
-        return {name: value + self._before.get(name, 0) for name, value in own.items()}
+        return {name: value + self._before.get(name, 0) for name, value in self._loop().items()}
 
     def total(self) -> dict[str, float]:
-        """Figures since the start of the run; none if it has not trained."""
-        state = self.state()
-        if not state["samples"]:
-            return {}
-        return self._figures(**state) | {"speed/train_seconds": state["seconds"]}
+        """Speed since the start of the run, if it has trained; and the seconds of each part since
+        the start of the process, and of all."""
+        state, speed = self.state(), {}
+        if state["samples"]:
+            speed = self._speed(state) | {"speed/train_seconds": state["seconds"]}
+        loop, parts = self._loop(), dict(self._seconds)
 
-    def start(self) -> None:
-        """Go on after :meth:`stop`."""
-        assert self._stopped is not None
-        pause = time.perf_counter() - self._stopped
-        self._stopped = None
-        self._start += pause
-        self._mark += pause
+        parts["compile"] = self._graphs.preparing_seconds
+        parts["data_wait"] = loop["wait"]
+        parts["train"] -= parts["compile"] + parts["data_wait"]
+        parts = {"total": sum(parts.values()), **parts}
+        return speed | {f"seconds/{name}": seconds for name, seconds in parts.items()}
 
-    def stop(self) -> None:
-        """Exclude the time from now on."""
-        self._stopped = time.perf_counter()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the time spent in a block."""
-        self.stop()
-        yield
-        self.start()
+    def _loop(self) -> dict[str, float]:
+        """Samples, seconds and waiting of the training loop in this process."""
+        self.begin(self._part)
+        wait = self._data.wait_seconds - self._first_wait
+        return {"samples": self.samples, "seconds": self._seconds["train"], "wait": wait}
 
     @staticmethod
-    def _figures(samples: float, seconds: float, wait: float) -> dict[str, float]:
-        seconds = max(seconds, 1e-9)
+    def _speed(loop: Mapping[str, float]) -> dict[str, float]:
+        seconds = max(loop["seconds"], 1e-9)
         return {
-            "speed/samples_per_second": samples / seconds,
-            "speed/data_wait_share": wait / seconds,
+            "speed/samples_per_second": loop["samples"] / seconds,
+            "speed/data_wait_share": loop["wait"] / seconds,
         }
 
 

@@ -13,6 +13,7 @@ from dlrm.data.schema import Meta, Split
 from dlrm.model import DLRM
 from dlrm.optim.schedule import OTHERS
 from dlrm.sparse_arch.table_plan import TablePlan, table_plan_by_name
+from dlrm.training.profiling import PARTS
 from dlrm.utils.messages import format_bytes, printable
 
 COLUMNS = {
@@ -32,6 +33,7 @@ TOO_GOOD = 0.999
 GROUPS = {
     "embeddings": ("bytes", "compression", "optimizer_bytes"),
     "speed": ("samples_per_second", "train_seconds", "data_wait_share"),
+    "seconds": ("total", *PARTS),
     "memory": ("process_peak", "gpu_peak"),
 }
 """Other metrics, with one line for each group."""
@@ -43,12 +45,12 @@ def words(name: str) -> str:
 
 
 def with_unit(name: str, value: float) -> str:
-    """The value of a metric with its unit, for people."""
+    """The value of a metric, given by its full name, with its unit, for people."""
     if name.endswith("bytes") or name.endswith("_peak"):
         return format_bytes(value)
-    if name == "compression":
+    if name.endswith("compression"):
         return f"{value:,.1f}x"
-    if name.endswith("_seconds"):
+    if name.endswith("_seconds") or name.startswith("seconds/"):
         return f"{value:,.1f} s"
     if name.endswith("_share"):
         return f"{value:.1%}"
@@ -147,9 +149,9 @@ def summary(metrics: Mapping[str, float], directory: Path) -> str:
         kept = "the result" if "last/auc" in metrics else "not kept without --checkpoint"
         lines.append(f"best validation    at step {metrics['best_step']:,.0f}, {kept}")
     for group, names in GROUPS.items():
-        known = {name: metrics[key] for name in names if (key := f"{group}/{name}") in metrics}
+        known = [(name, key) for name in names if (key := f"{group}/{name}") in metrics]
         if known:
-            texts = [f"{words(name)} {with_unit(name, value)}" for name, value in known.items()]
+            texts = [f"{words(name)} {with_unit(key, metrics[key])}" for name, key in known]
             lines.append(f"{group:<18} " + ", ".join(texts))
     if metrics.get("test/auc", 0) >= TOO_GOOD and "test/best_possible_auc" not in metrics:
         lines.append(

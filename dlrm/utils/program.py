@@ -12,7 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dlrm.utils import signals
+from dlrm.utils import signals, startup
 from dlrm.utils.messages import did_you_mean, print_error, require_local
 
 
@@ -122,6 +122,7 @@ def exit_status(
         The exit status: 0; 2 for a mistake; 130, 143 or 129 for SIGINT, SIGTERM or SIGHUP; 141 if
         the reader of the output has gone, as after ``| head``.
     """
+    startup.imported()
     try:
         with signals.raised():
             work()

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import time
 from datetime import datetime
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from dlrm.data import synthetic
 from dlrm.embeddings import available
 from dlrm.training import checkpoint, run_directory
 from dlrm.training.dashboards import tag
+from dlrm.training.profiling import PARTS
 from dlrm.utils.messages import format_bytes
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "criteo_kaggle_137k.tsv.gz"
@@ -125,6 +127,7 @@ def test_everything_that_is_reported_is_there(train, options, lines, result, tmp
         *("lr/dense", "lr/embeddings", "speed/samples_per_second", "speed/data_wait_share"),
         *("embeddings/weights_bytes", "embeddings/bytes", "embeddings/compression"),
         *("memory/process_peak", "cache/hit_rate"),
+        *(f"seconds/{part}" for part in ("total", *PARTS)),
         *(f"{split}/{metric}" for split in ("val", "test") for metric in
           ("auc", "accuracy", "log_loss", "normalized_entropy", "calibration")),
     ):  # fmt: skip
@@ -183,6 +186,20 @@ def test_a_dry_run_needs_neither_rows_nor_memory(train, data, tmp_path):
     assert "memory of host: about 25.6 TB: weights 12.8 TB, optimizer state 12.8 TB" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["meta.json"]
     assert "does not exist" in train("run", *given, data=tmp_path / "none", status=2).stderr
+
+
+def test_the_parts_of_a_run_sum_to_the_time_of_its_process(start, command, result, tmp_path):
+    start("train", "--help").wait()  # starts the launcher, too
+    began = time.perf_counter()
+    done = start("train", *command("run", "--epochs", "2")).wait()
+    wall = time.perf_counter() - began
+    values = result(tmp_path / "run")
+    parts = {name: values[f"seconds/{name}"] for name in PARTS}
+    assert sum(parts.values()) == pytest.approx(values["seconds/total"])
+    assert 0 <= wall - values["seconds/total"] < 1 + 0.02 * wall  # to leave takes a moment
+    assert all(parts[name] > 0 for name in PARTS if name != "compile")
+    assert parts["train"] + parts["data_wait"] == pytest.approx(values["speed/train_seconds"])
+    assert re.search(r"^seconds +total \d+\.\d s, start .* s, end \d+\.\d s$", done.stdout, re.M)
 
 
 def test_profile_writes_a_trace(train, tmp_path):

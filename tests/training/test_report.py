@@ -11,7 +11,8 @@ def test_the_final_table_has_one_line_for_each_group(tmp_path):
         "embeddings/bytes": 3.23e6, "embeddings/compression": 5.5562,
         "embeddings/optimizer_bytes": 1.2e4, "embeddings/weights_bytes": 3.23e6,
         "speed/samples_per_second": 8156.2, "speed/train_seconds": 14.41,
-        "speed/data_wait_share": 0.0184, "memory/process_peak": 7.238e8,
+        "speed/data_wait_share": 0.0184, "seconds/total": 20.3, "seconds/start": 5.4,
+        "seconds/data_wait": 0.26, "memory/process_peak": 7.238e8,
     }  # fmt: skip
     assert summary(final, tmp_path / "runs" / "a").splitlines() == [
         "           test    val  best possible",
@@ -19,6 +20,7 @@ def test_the_final_table_has_one_line_for_each_group(tmp_path):
         "log loss        0.5000               ",
         "embeddings         bytes 3.23 MB, compression 5.6x, optimizer bytes 12 kB",
         "speed              samples per second 8,156, train seconds 14.4 s, data wait share 1.8%",
+        "seconds            total 20.3 s, start 5.4 s, data wait 0.3 s",
         "memory             process peak 724 MB",
         f"results in {tmp_path}/runs/a; tensorboard --logdir {tmp_path}/runs",
     ]

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from dlrm.training import dashboards
-from dlrm.training.profiling import Clock, Profiler, peak_memory, read_trace
+from dlrm.training.profiling import PARTS, Clock, Profiler, peak_memory, read_trace
 from dlrm.training.tracking import Tracker, finished, log_figures
 
 
@@ -184,29 +184,39 @@ def test_a_run_has_finished_at_a_step_with_its_options(tmp_path):
         assert finished(tmp_path, step, options) == {}
 
 
-def test_clock_leaves_out_pauses_and_counts_waiting(monkeypatch):
+def test_clock_gives_each_second_to_one_part(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("dlrm.training.profiling.time.perf_counter", lambda: now[0])
-    data = SimpleNamespace(wait_seconds=5.0)
-    clock = Clock(data)
-    assert clock.total() == {}
-    now[0] += 10
-    clock.start()
-    now[0], data.wait_seconds, clock.samples = 112.0, 6.0, 200
+    data, graphs = SimpleNamespace(wait_seconds=5.0), SimpleNamespace(preparing_seconds=0.0)
+    clock = Clock(data, graphs, began=90.0)
+    assert clock.total().keys() == {f"seconds/{name}" for name in ("total", *PARTS)}
+    clock.begin("train")
+    now[0], data.wait_seconds, clock.samples = 102.0, 6.0, 200
     assert clock.lap() == {"speed/samples_per_second": 100.0, "speed/data_wait_share": 0.5}
-    with clock.paused():
+    with clock.part("validate"):
         now[0] += 50
+        with clock.part("checkpoint"):
+            now[0] += 3
         assert clock.state() == {"samples": 200, "seconds": 2.0, "wait": 1.0}
     now[0] += 2
     clock.samples += 600
     assert clock.lap() == {"speed/samples_per_second": 300.0, "speed/data_wait_share": 0.0}
-    clock.stop()
+    clock.begin("end")
     now[0] += 7
-    assert clock.total()["speed/samples_per_second"] == 200.0
-    assert clock.total()["speed/train_seconds"] == 4.0
-    resumed = Clock(data, clock.state())
-    assert resumed.total() == clock.total()
-    resumed.start()
+    graphs.preparing_seconds = 0.5
+    total = clock.total()
+    assert total["speed/samples_per_second"] == 200.0
+    assert total["speed/train_seconds"] == 4.0
+    parts = {"total": 74, "start": 10, "compile": 0.5, "train": 2.5, "data_wait": 1}
+    parts |= {"validate": 50, "checkpoint": 3, "test": 0, "end": 7}
+    assert {name: total[f"seconds/{name}"] for name in parts} == parts
+
+    resumed = Clock(data, graphs, now[0], clock.state())
+    speed = resumed.total()
+    assert {name: total[name] for name in speed if name.startswith("speed/")} == {
+        name: speed[name] for name in speed if name.startswith("speed/")
+    }
+    resumed.begin("train")
     now[0], resumed.samples = now[0] + 4, 800
     assert resumed.total()["speed/train_seconds"] == 8.0
     assert resumed.total()["speed/data_wait_share"] == 1 / 8

@@ -75,6 +75,36 @@ def test_the_count_of_spins_is_for_cpus_that_pause(machine, bounded, monkeypatch
     assert ("GOMP_SPINCOUNT" in os.environ) == bounded
 
 
+def test_kernels_are_cached_in_one_directory(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"TRITON_HOME": "home"})
+    startup.share_kernel_cache()
+    assert os.environ["TRITON_CACHE_DIR"] == str(Path("home", ".triton", "cache"))
+    os.environ["TRITON_CACHE_DIR"] = "mine"
+    startup.share_kernel_cache()
+    assert os.environ["TRITON_CACHE_DIR"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("writable", "compiled", "unwanted"),
+    [(False, False, False), (True, False, False), (False, True, False), (False, False, True)],
+)
+def test_bytecode_is_kept_for_the_user_where_it_can_not_be_elsewhere(
+    writable, compiled, unwanted, monkeypatch, tmp_path
+):
+    torch = tmp_path / "torch"
+    (torch / "__pycache__" if compiled else torch).mkdir(parents=True)
+    (torch / "__init__.py").touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(os, "access", lambda *_: writable)
+    monkeypatch.setattr(sys, "dont_write_bytecode", unwanted)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    startup.keep_bytecode()
+    elsewhere = not (writable or compiled or unwanted)
+    assert sys.pycache_prefix == (str(tmp_path / "dlrm" / "bytecode") if elsewhere else None)
+
+
 def test_programs_begin_before_they_import_pytorch():
     """PyTorch's threads read the environment when it is imported."""
     code = """
