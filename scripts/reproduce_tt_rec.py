@@ -32,12 +32,12 @@ from typing import Any
 import pandas as pd
 
 from dlrm.data.schema import Meta
-from dlrm.training import benchmark
 from dlrm.training.run_directory import has_checkpoint
 from dlrm.utils.program import Parser, count_arg, exit_status, positive_arg
 from dlrm.utils.streams import MODELS
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the other scripts
+from scripts.benchmarks import harness
 from scripts.experiments.runner import (
     INTERRUPTED,
     Runner,
@@ -232,7 +232,7 @@ def write_json(summary: pd.DataFrame, options: argparse.Namespace, report: dict[
     """Write the JSON file, if one is wanted: also of a part, as the rest may never come."""
     if options.json:
         results = json.loads(summary.to_json(orient="records"))
-        benchmark.write(options.json, {**report, "results": results})
+        harness.write(options.json, {**report, "results": results})
 
 
 def publish(summary: pd.DataFrame, options: argparse.Namespace, report: dict[str, Any]) -> None:

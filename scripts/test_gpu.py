@@ -11,10 +11,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from dlrm.training.benchmark import ROOT
 from dlrm.utils.cpus import cpu_count
 from dlrm.utils.program import Parser, count_arg
+
+ROOT = Path(__file__).parents[1]
 
 
 def run(tests: Sequence[str], jobs: int) -> int:

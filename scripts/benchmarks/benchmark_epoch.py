@@ -31,10 +31,10 @@ from dlrm.distributed.world import World
 from dlrm.embeddings import available
 from dlrm.model import DLRM
 from dlrm.training import metrics
-from dlrm.training.benchmark import ROOT, gpu_milliseconds, parse_on_gpu, write
 from dlrm.utils.program import Parser
 
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other scripts
+from scripts.benchmarks.harness import ROOT, gpu_milliseconds, write
 from scripts.experiments.tt_rec_grid import Cell
 from train import Run
 
@@ -158,7 +158,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--checkpoint", action="store_true", help="write checkpoints, and time it")
     parser.add_argument("--output", type=Path, help="where to write the results as JSON")
     parser.add_argument("train", nargs="*", help="further options of train.py, after --")
-    options = parse_on_gpu(parser, argv)
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("this benchmark needs a CUDA GPU")
     record: dict[str, Any] = {"unit": "seconds", "importing": round(importing(), 4)}
     record |= {"metrics_alone": round(metrics_alone(3_274_330), 4), "results": []}
     for batch in options.batches:

@@ -32,11 +32,11 @@ import pyarrow.parquet as pq
 
 import dlrm
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, META_FILE, Meta, Split
-from dlrm.training import benchmark
 from dlrm.utils.program import Parser, count_arg
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other scripts
-from scripts.benchmarks.benchmark_prepare import make_raw, make_table
+from scripts.benchmarks import harness
+from scripts.benchmarks.cases.prepare import make_csv, make_raw
 
 ROOT = Path(__file__).parents[2]
 LATENCY_ROWS = (1, 1024)
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         on_cpu(options.rows or 500_000, runs, latencies)
     if options.output:
         result = {"load_average": load, "runs": runs, "latencies": latencies}
-        benchmark.write(options.output, result)
+        harness.write(options.output, result)
 
 
 def on_cpu(count: int, runs: list[dict[str, Any]], latencies: list[dict[str, Any]]) -> None:
@@ -148,7 +148,7 @@ def _train(kind: str, rows: int, work: Path) -> tuple[Path, Path, Path]:
     if kind == "criteo":
         raw, program = make_raw(work / "raw", rows), "prepare_criteo"
     else:
-        raw, program = make_table(work / "raw.csv", rows), "prepare_table"
+        raw, program = make_csv(work / "raw.csv", rows), "prepare_table"
     data = work / "data"
     _run(f"scripts/{program}.py", raw, "--output", data, "--split", "0.9", "0", "0.1")
     small = ("--max_steps", 3, "--device", "cpu", "--eval_every", 3, "--output", work)

@@ -18,11 +18,11 @@ import pandas as pd
 from sklearn.ensemble import HistGradientBoostingClassifier
 
 from dlrm.data.schema import Meta
-from dlrm.training import benchmark
 from dlrm.training.metrics import classification
 from dlrm.utils.program import Parser, count_arg, exit_status, path_arg
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other scripts
+from scripts.benchmarks import harness
 from scripts.experiments.runner import require_rows
 
 FOLDS = 5
@@ -110,7 +110,7 @@ def boost(options: Namespace) -> None:
     table = pd.DataFrame(results).set_index("seed")
     print(pd.concat([table, table.agg(["mean", "std"])]).to_string())
     if options.json:
-        benchmark.write(options.json, {"data": options.data.name, "results": results})
+        harness.write(options.json, {"data": options.data.name, "results": results})
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -22,12 +22,14 @@ from dlrm.embeddings import available
 from dlrm.embeddings.common.budget import DTYPES
 from dlrm.model import DLRM
 from dlrm.sparse_arch.table_plan import format_ratio
-from dlrm.training import benchmark
 from dlrm.training.evaluation import TrainedModel
 from dlrm.training.fine_tuning import compress
 from dlrm.utils.device import pick_device
 from dlrm.utils.messages import did_you_mean
 from dlrm.utils.program import Parser, count_arg, exit_status, path_arg, positive_arg
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other scripts
+from scripts.benchmarks import harness
 
 
 def arguments() -> Parser:
@@ -123,7 +125,7 @@ def compress_all(options: Namespace) -> None:
             rows.append(_mean(kind, ratio, results, rows[0]["auc"]))
     if options.json:
         report = {"data": Path(options.data).name, "split": options.split, "results": rows}
-        benchmark.write(options.json, report)
+        harness.write(options.json, report)
 
 
 def _mean(

@@ -34,12 +34,12 @@ from dlrm.data.schema import Meta
 from dlrm.embeddings import available
 from dlrm.embeddings.common.budget import DTYPES
 from dlrm.sparse_arch.table_plan import format_ratio
-from dlrm.training import benchmark
 from dlrm.utils.messages import did_you_mean
 from dlrm.utils.program import Parser, exit_status, positive_arg
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other scripts
 from scripts import compare
+from scripts.benchmarks import harness
 from scripts.experiments.runner import (
     INTERRUPTED,
     Runner,
@@ -183,7 +183,7 @@ def publish(summary: pd.DataFrame, options: argparse.Namespace, report: dict[str
     compare.draw(summary, "samples/s", speed)
     if options.json:
         results = json.loads(summary.to_json(orient="records"))
-        benchmark.write(options.json, {**report, "results": results})
+        harness.write(options.json, {**report, "results": results})
 
 
 def check(options: argparse.Namespace) -> None:

@@ -33,12 +33,13 @@ from dlrm.data.preprocess.pipeline import Options, prepare
 from dlrm.data.schema import Meta
 from dlrm.export.delta import export_delta
 from dlrm.export.directory import PROGRAM, WEIGHTS, ExportOptions, export_run
-from dlrm.training import benchmark, metrics
+from dlrm.training import metrics
 from dlrm.training.predictor import Predictor
 from dlrm.training.score_file import LABEL, PROBABILITY
 from dlrm.utils.program import Parser, count_arg, exit_status, path_arg
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other scripts
+from scripts.benchmarks import harness
 from scripts.experiments.runner import INTERRUPTED, Runner, RunSpec
 
 STARTS = ("unseen", "random")
@@ -231,7 +232,7 @@ def replay(options: Namespace) -> None:
         if options.exports:
             # Nothing was served before the first.
             report["exports"] = [made for made in exports if made["day"] > 2]
-        benchmark.write(options.json, report)
+        harness.write(options.json, report)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -30,13 +30,14 @@ from dlrm.config.schema import HOUSEKEEPING
 from dlrm.data.schema import Meta
 from dlrm.distributed.world import World
 from dlrm.embeddings import available
-from dlrm.training import benchmark
 from dlrm.training.tracking import RESULT, read_result, without
 from dlrm.utils.cpus import cpu_count
 from dlrm.utils.program import Parser, count_arg, figure_arg, path_arg
+from scripts.benchmarks import harness
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # for train.py
+
 INTERRUPTED = "interrupted; run the same command again to resume"
 
 
@@ -200,7 +201,7 @@ def train_one(directory: Path, arguments: list[str]) -> str | None:
             status = 1
     if status > 128:  # a signal: this process must not begin another run
         os._exit(status)
-    benchmark.release()
+    harness.release()
     if not status:
         return None
     errors = [line for line in log.read_text().splitlines() if line.startswith("error")]
@@ -229,7 +230,7 @@ def train_group(tasks: list[tuple[Path, list[str]]]) -> str | None:
     from scripts.experiments.together import train_together
 
     timed = train_together(tasks)
-    benchmark.release()
+    harness.release()
     print(f"{len(tasks)} models, {timed['samples/s'] / 1e6:.3f} M samples/s together", flush=True)
     return None
 
@@ -245,7 +246,7 @@ def step_speed(arguments: list[str], *, batches: int = 64) -> dict[str, float]:
         ``step, ms``, the median time of a step, and the resulting ``samples/s``.
     """
     speed = _time_steps(arguments, batches)
-    benchmark.release()
+    harness.release()
     return speed
 
 
@@ -261,7 +262,7 @@ def _time_steps(arguments: list[str], batches: int) -> dict[str, float]:
         for batch in inputs:
             run.step(batch)
         run.model.sparse_arch.renew_caches(run.step.optimizers[1])
-        ms = benchmark.milliseconds(lambda i: run.step(inputs[i % len(inputs)]), run.step.device)
+        ms = harness.milliseconds(lambda i: run.step(inputs[i % len(inputs)]), run.step.device)
     return {"step, ms": ms, "samples/s": 1e3 * config.batch_size / ms}
 
 

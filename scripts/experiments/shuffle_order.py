@@ -16,10 +16,10 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from dlrm.data.schema import Meta
-from dlrm.training import benchmark
 from dlrm.utils.program import Parser, count_arg, exit_status, path_arg
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other scripts
+from scripts.benchmarks import harness
 from scripts.experiments.runner import INTERRUPTED, Runner, RunSpec, require_rows
 
 ALL = "all"
@@ -66,7 +66,7 @@ def compare(options: Namespace) -> None:
     if options.json:
         rows = meta.splits["train"].rows
         report = {"data": options.data.name, "training_rows": rows, "row_groups": groups}
-        benchmark.write(options.json, report | {"options": options.options, "results": results})
+        harness.write(options.json, report | {"options": options.options, "results": results})
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -18,6 +18,7 @@ the address of its row, unless ids are renumbered by frequency.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.arch import SparseArch
 from dlrm.sparse_arch.table_plan import format_ratio, make_table_plan
-from dlrm.training import benchmark
 from dlrm.utils.program import Parser, exit_status, path_arg, positive_arg
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other scripts
+from scripts.benchmarks import harness
 
 DIM = 16
 CHUNKS = 4  # of CCE: parts of a row, each with pointers of its own
@@ -142,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
                 f"({row['serving_smaller']:6.1f}x)"
             )
         if options.json:
-            benchmark.write(options.json, {"embedding_dim": DIM, "results": rows})
+            harness.write(options.json, {"embedding_dim": DIM, "results": rows})
 
     return exit_status(run)
 

@@ -19,10 +19,10 @@ from typing import Any
 
 from dlrm.data.schema import Meta
 from dlrm.sparse_arch.table_plan import format_ratio
-from dlrm.training import benchmark
 from dlrm.utils.program import Parser, exit_status, positive_arg
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other scripts
+from scripts.benchmarks import harness
 from scripts.experiments.runner import (
     INTERRUPTED,
     Runner,
@@ -100,7 +100,7 @@ def measure(options: Namespace) -> None:
         print(f"{variant:10} {compression:7.1f}x  test AUC {row['auc']:.4f}{spread}")
     if options.json:
         report = {"data": Path(options.data).name, "config": Path(options.config).name}
-        benchmark.write(options.json, {**report, "lr": options.lr, "results": results})
+        harness.write(options.json, {**report, "lr": options.lr, "results": results})
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,8 +1,5 @@
 import gc
-import json
-import runpy
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +13,6 @@ from dlrm.embeddings.basis_linear import BasisLinear
 from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.common.fitting import kmeans
 from dlrm.kernels.lookup.codebook import unpack
-
-BENCHMARK = Path(__file__).parents[2] / "scripts" / "benchmarks" / "benchmark_basis.py"
 
 
 def clustered(rows, dim, clusters=6, noise=0.01):
@@ -191,24 +186,6 @@ def test_parts_of_a_layer_must_divide_its_input():
         BasisLinear(10, 50, parts=8)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_benchmark_needs_a_gpu(capsys):
-    with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(BENCHMARK))["main"]([])
-    assert stop.value.code == 2
-    assert capsys.readouterr().err == "error: this benchmark needs a CUDA GPU\n"
-
-
-@pytest.mark.gpu
-def test_the_benchmark_checks_and_times(tmp_path):
-    output = tmp_path / "result.json"
-    sizes = ["--hidden", "64", "--vocabulary", "1000", "--tokens", "16", "--clusters", "40"]
-    runpy.run_path(str(BENCHMARK))["main"]([*sizes, "--output", str(output)])
-    (result,) = json.loads(output.read_text())["results"]
-    assert result["basis_forward"] > 0 < result["linear_forward"]
-    assert all(0 < error < 5e-3 for error in result["errors"].values())
-
-
 @pytest.mark.parametrize("shape", [(3, 8), (3, 32), (16, 3)])
 def test_a_linear_layer_refuses_inputs_of_another_length(shape):
     with pytest.raises(ValueError, match=r"input has shape .* it must be \[..., 16\]"):
@@ -293,12 +270,3 @@ def test_what_is_kept_on_a_cpu_is_counted():
     assert layer._decoded.nbytes == 5_120_000
     assert layer.footprint() == {**own, "index": layer._rows.nbytes, "decoded": 5_120_000}
     assert BasisLinear(64, 200_000).eval().footprint()["decoded"] == 0
-
-
-def test_the_benchmark_of_a_cpu_checks_and_times(monkeypatch):
-    module = runpy.run_path(str(BENCHMARK))
-    monkeypatch.setitem(module["on_cpu"].__globals__, "SIZES", [(64, 500)])
-    results = module["on_cpu"](torch.get_num_threads())
-    assert [row["tokens"] for row in results] == [1, 2, 8, 32, 8, 128]
-    assert [row["backward"] for row in results] == [False] * 4 + [True] * 2
-    assert all(row["basis"] > 0 < row["linear"] for row in results)

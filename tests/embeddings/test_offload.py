@@ -3,11 +3,8 @@
 import copy
 import io
 import itertools
-import json
 import pickle
-import runpy
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -440,19 +437,3 @@ def test_a_captured_step_fetches_ahead_and_equals_dense(device):
     assert torch.equal(*tables)
     stats = model.sparse_arch.groups[0].cache_stats()
     assert stats["bytes_in"] > stats["bytes_out"] > 0
-
-
-def test_the_benchmark_compares_with_dense_tables(monkeypatch, tmp_path):
-    script = Path(__file__).parents[2] / "scripts" / "benchmarks" / "benchmark_offload.py"
-    main = runpy.run_path(str(script))["main"]
-    for name, value in {"WARM_UP": 6, "CHECKED": 6, "SPAN": 8, "SPANS": 2}.items():
-        assert name in main.__globals__
-        monkeypatch.setitem(main.__globals__, name, value)
-    output = tmp_path / "offload.json"
-    options = ["--device", "cpu", "--cap", "500", "--batches", "32", "--mode", "eager"]
-    options += ["--precision", "fp32", "--rules", "adagrad", "--output", str(output)]
-    assert main(options) == 0
-    results = json.loads(output.read_text())["results"]
-    assert [result["variant"] for result in results] == list(main.__globals__["VARIANTS"])
-    assert not any("losses_differ_by" in result for result in results)
-    assert results[1]["MB_in"] > 0

@@ -1,134 +1,234 @@
-"""The benchmarks of the dense kernels and of an epoch run, and say so where they can't."""
+"""Every benchmark runs on small inputs, and reports no times of a wrong result."""
 
 import json
-import runpy
-from pathlib import Path
+import subprocess
+import sys
+import time
+from math import inf, log, nan
 
 import pytest
 import torch
 
-from dlrm.data import synthetic
+from scripts.benchmarks import all as suite
+from scripts.benchmarks import batches, harness, run
 
-SCRIPTS = Path(__file__).parents[2] / "scripts" / "benchmarks"
-SMALL = {
-    "benchmark_lookup": ["--dims", "16", "--batches", "300", "--max-rows", "1000"],
-    "benchmark_interaction": ["--dims", "16", "--batches", "300"],
-}
-
-
-def main_of(name):
-    return runpy.run_path(str(SCRIPTS / f"{name}.py"))["main"]
-
-
-@pytest.mark.parametrize("name", [*SMALL, "benchmark_pages"])
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_needs_a_gpu(name, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main_of(name)([])
-    assert stop.value.code == 2
-    assert capsys.readouterr().err == "error: this benchmark needs a CUDA GPU\n"
+ELSEWHERE = ["pages", "distributed", "offload"]  # have tests of their own
+SLOW = {"busy", "export", "mlperf", "prepare", "synthetic"}
+CASES = [
+    pytest.param(name, marks=[pytest.mark.slow] if name.split()[0] in SLOW else [])
+    for name in [*run.CASES, "lookup --one-table", "prepare --csv"]
+    if name not in ELSEWHERE
+]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", SMALL)
-def test_reports_times_and_floors(name, tmp_path):
-    output = tmp_path / "result.json"
-    main_of(name)([*SMALL[name], "--output", str(output)])
+@pytest.mark.parametrize("case", CASES)
+def test_every_benchmark_runs(case, tmp_path, capsys):
+    output = tmp_path / "made" / "result.json"
+    assert run.main([*case.split(), "--small", "--output", str(output)]) == 0, capsys.readouterr()
     record = json.loads(output.read_text())
-    assert record["environment"]["device"]
-    assert all(result["forward"] > 0 < result["forward_floor"] for result in record["results"])
+    assert record.pop("environment")["cores"] >= 1
+    rows = next(record[key] for key in ("results", "runs", "loader", "idle") if key in record)
+    assert rows
 
 
 @pytest.mark.gpu
 def test_pages_are_timed_beside_copies(tmp_path):
     output = tmp_path / "result.json"
-    small = ["--table-rows", "131072", "--batch", "300", "--max-rows", "1000"]
-    main_of("benchmark_pages")([*small, "--output", str(output)])
+    assert run.main(["pages", "--small", "--output", str(output)]) == 0
     record = json.loads(output.read_text())
-    assert all(way["gather"] > 0 for way in record["host"])
+    assert all(row["gather"] > 0 for row in record["host"])
     assert record["steps"]["host"]["captured"] > 0
 
 
 @pytest.mark.gpu
 def test_a_benchmark_of_pages_needs_enough_rows(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main_of("benchmark_pages")(["--table-rows", "100"])
-    assert stop.value.code == 2
+    assert run.main(["pages", "--table-rows", "100"]) == 2
     assert "--table-rows must be at least 131072" in capsys.readouterr().err
 
 
-def test_lists_are_timed_beside_flat_columns(tmp_path, capsys):
+@pytest.mark.parametrize("case", ["lookup", "tt", "pages"])
+def test_some_need_a_gpu(case, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stop:
+        run.main([case])
+    assert stop.value.code == 2
+    assert "error: this benchmark needs a CUDA GPU; --small" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_losses_of_several_processes_are_those_of_one(tmp_path):
     output = tmp_path / "result.json"
-    small = ["--multi-hot", "--rows", "3000", "--repeats", "1", "--batch-sizes", "500"]
-    assert main_of("benchmark_loader")([*small, "--output", str(output)]) == 0, capsys.readouterr()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", run.__file__]
+    given = ["distributed", "--small", "--device", "cpu", "--output", output]
+    done = subprocess.run([*command, *given], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "replicas equal" in done.stdout
+    assert json.loads(output.read_text())["results"][-1]["scaling"] > 0
+
+
+def test_one_process_is_not_several(capsys):
+    assert run.main(["distributed", "--device", "cpu"]) == 2
+    assert "start it with torchrun --nproc-per-node 2" in capsys.readouterr().err
+
+
+def test_a_wrong_result_is_not_reported(monkeypatch, tmp_path, capsys):
+    case, output = run.load("interaction"), tmp_path / "result.json"
+    right = case.dot_interaction
+    monkeypatch.setattr(case, "dot_interaction", lambda *x: right(*x) * 1.01)
+    assert run.main(["interaction", "--small", "--output", str(output)]) == 2
+    assert "differs from PyTorch by" in (error := capsys.readouterr().err)
+    assert "nothing is reported" in error
+    assert "results" not in json.loads(output.read_text())
+
+
+def test_offloaded_tables_whose_losses_differ_are_an_error(capsys, monkeypatch):
+    losses = iter([[0.5], [0.6]])
+    monkeypatch.setattr(run.load("offload"), "measure_one", lambda *_: ({"ms": 1.0}, next(losses)))
+    assert run.main(["offload", "--small", "--device", "cpu"]) == 2
+    assert "error: offload adagrad 16: losses differ by 0.09" in capsys.readouterr().err
+
+
+def test_offloaded_tables_learn_what_dense_ones_do(tmp_path):
+    output = tmp_path / "offload.json"
+    assert run.main(["offload", "--small", "--device", "cpu", "--output", str(output)]) == 0
+    results = json.loads(output.read_text())["results"]
+    assert [result["variant"] for result in results] == list(run.load("offload").VARIANTS)
+    assert not any("losses_differ_by" in result for result in results)
+    assert results[1]["MB_in"] > 0
+
+
+def test_lists_are_timed_beside_flat_columns(tmp_path):
+    output = tmp_path / "result.json"
+    assert run.main(["loader", "--multi-hot", "--small", "--output", str(output)]) == 0
     record = json.loads(output.read_text())
     assert record["ids_per_row"] == 214
-    assert [row["order"] for row in record["loader"]] == [
-        "shuffled",
-        "shuffled in windows",
-        "in order",
-    ]
+    assert [row["order"] for row in record["loader"]] == list(run.load("loader").ORDERS)
     for row in record["loader"]:
         flat, lists = (row["ids_per_second"][kind]["median"] for kind in ("flat", "lists"))
         assert row["lists_to_flat"] == pytest.approx(lists / flat, abs=0.01)
 
 
-def test_an_epoch_needs_a_gpu_too(capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as stop:
-        main_of("benchmark_epoch")(["--data", "nowhere"])
-    assert stop.value.code == 2
-    assert capsys.readouterr().err == "error: this benchmark needs a CUDA GPU\n"
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["loader", "--repeats", "0"], "--repeats: is '0', it must be a whole number"),
+        (["prepare", "--raw", __file__], "rows, fewer than --rows: lower that"),
+        (["prepare", "--raw", __file__, "--csv"], "--raw has rows of Criteo: leave it out"),
+        (["distributed", "--models", "kagle"], "invalid choice: 'kagle'"),
+        (["setp"], "invalid choice: 'setp'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(given, message, capsys):
+    try:
+        status = run.main(given)
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_or_used_is_named(tmp_path, capsys, monkeypatch):
+    small = ["loader", "--rows", "9", "--batch-sizes", "8", "--repeats", "1"]
+    assert run.main([*small, "--device", "gpu"]) == 2
+    error = capsys.readouterr().err
+    assert error == "error: --device is 'gpu', it must be auto, cpu, cuda or cuda:1\n"
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(run.load("step"), "measure_one", lambda *_: {})
+    output = str(tmp_path / "file" / "out.json")
+    assert run.main(["step", "--device", "cpu", "--output", output]) == 2
+    assert f"{tmp_path / 'file'}" in capsys.readouterr().err
+
+
+class TestAll:
+    """One file with the figures of all benchmarks."""
+
+    @pytest.fixture
+    def measure(self, tmp_path, monkeypatch):
+        """Runs all.py with benchmarks that take no time; returns the names measured, the record."""
+
+        def run(*arguments, status=0):
+            measured = []
+
+            def fake(entry, options, limit):
+                measured.append(entry.command.split()[0])
+                error = "failed with status 2" if "busy" in entry.command else None
+                return {"results": [{"ms": 1.0}], "seconds": 1.0}, error
+
+            monkeypatch.setattr(suite, "run", fake)
+            given = ["--device", "cpu", "--output", str(output), *arguments]
+            assert suite.main(given) == status
+            return measured, json.loads(output.read_text())
+
+        output = tmp_path / "all.json"
+        return run
+
+    def test_a_second_call_measures_what_is_missing(self, measure, capsys):
+        assert measure("--only", "step", "basis")[0] == ["step", "basis"]
+        names, record = measure(status=2)
+        assert "basis" not in names
+        assert "export" in names
+        assert record["results"]["step"]["results"] == [{"ms": 1.0}]
+        assert "these benchmarks failed: busy" in capsys.readouterr().err
+
+    def test_nothing_starts_after_the_budget(self, measure, capsys):
+        assert measure("--budget-seconds", "1e-9", "--only", "step", status=0)[0] == []
+
+    def test_a_benchmark_that_takes_too_long_is_stopped(self, tmp_path):
+        options = type("Options", (), {"device": "cpu", "small": True})
+        result, error = suite.run(suite.Entry("loader"), options, limit=0.01)
+        assert error == result["error"] == "stopped"
+
+
+def test_every_suite_names_benchmarks():
+    for entry in [*suite.ON_GPU.values(), *suite.ON_CPU.values()]:
+        name, *options = entry.command.split()
+        run.parser_of(name).parse_args(options)
+
+
+def test_cpu_milliseconds_is_the_median_of_a_call():
+    seen = []
+
+    def call(index):
+        seen.append(index)
+        time.sleep(0.2 if index == 3 else 0.01)  # one that is disturbed does not count
+
+    assert 10 <= harness.cpu_milliseconds(call, warm_up=2, steps=5) < 50
+    assert seen == list(range(7))
+
+
+def test_batches_have_ids_of_every_table_skewed_or_not():
+    rows, size = [1, 1000, 50_000_000], 20_000
+    for skewed, first in ((True, log(2) / log(1001)), (False, 1 / 1000)):
+        generator = torch.Generator().manual_seed(0)
+        batch = batches.draw_batch(rows, size, "cpu", skewed=skewed, generator=generator)
+        ids, most = batch.ids, torch.tensor(rows)[:, None]
+        assert ids.shape == (3, size)
+        assert ids.dtype == torch.int32
+        assert ((ids >= 0) & (ids < most)).all()
+        assert not ids[0].any()
+        assert float((ids[1] == 0).float().mean()) == pytest.approx(first, abs=0.005)
+        assert batch.dense.shape == (13, size)
+        assert set(batch.labels.tolist()) == {0.0, 1.0}
+
+
+def test_a_record_says_where_it_was_measured_without_git_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("DLRM_COMMIT", raising=False)
+    record = harness.Record(tmp_path / "made" / "result.json")
+    record.add({"auc": nan, "ratio": [inf, 0.123456789]})
+    written = json.loads(record.output.read_text(), parse_constant=pytest.fail)
+    assert written["results"] == [{"auc": None, "ratio": [None, 0.12346]}]
+    assert written["environment"]["versions"]["torch"] == torch.__version__
+    assert written["environment"]["commit"] is None
 
 
 @pytest.mark.gpu
-def test_an_epoch_is_timed_by_its_parts(tmp_path):
-    synthetic.write(tmp_path / "data", rows=30_000, cardinalities=[100] * 26)
-    output = tmp_path / "result.json"
-    arguments = ["--data", str(tmp_path / "data"), "--kinds", "dense", "--batches", "1024"]
-    main_of("benchmark_epoch")([*arguments, "--checkpoint", "--output", str(output)])
-    (result,) = json.loads(output.read_text())["results"]
-    assert result["rows"] == 25_715
-    assert 0 < result["training"] + result["test_metrics"] == pytest.approx(result["epoch"])
-    assert result["checkpoint"] > 0 < result["compiling_and_capturing"]
-
-
-@pytest.mark.gpu
-def test_a_wrong_result_is_not_reported(monkeypatch):
-    from dlrm.kernels import interaction
-
-    right = interaction.dot_interaction
-    monkeypatch.setattr(interaction, "dot_interaction", lambda *x: right(*x) * 1.01)
-    with pytest.raises(SystemExit, match=r"differs from PyTorch by .*: nothing is reported"):
-        main_of("benchmark_interaction")(SMALL["benchmark_interaction"])
-
-
-def test_offloaded_tables_whose_losses_differ_are_an_error(capsys, monkeypatch, tmp_path):
-    main = main_of("benchmark_offload")
-    losses = iter([[0.5], [0.6]])
-    result = {"ms": 1.0}
-    monkeypatch.setitem(main.__globals__, "measure_one", lambda *_: (dict(result), next(losses)))
-    given = ["--device", "cpu", "--cap", "500", "--batches", "32", "--rules", "sgd"]
-    assert main([*given, "--output", str(tmp_path / "offload.json")]) == 2
-    assert "error: offload sgd 32: losses differ by 0.09" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_scores_are_timed(tmp_path):
-    output = tmp_path / "result.json"
-    main_of("benchmark_predict")(["--rows", "3000", "--output", str(output)])
-    record = json.loads(output.read_text())
-    assert [run["count"] for run in record["runs"]] == [3000] * 4
-    assert all(run["rows_per_second"] > 0 for run in record["runs"])
-    assert [found["rows"] for found in record["latencies"]] == [1, 1024] * 2
-
-
-@pytest.mark.slow
-def test_exported_models_are_timed_beside_plain_ones(script, tmp_path):
-    output = tmp_path / "result.json"
-    small = ["--shrink", "20000", "--rounds", "2", "--models", "tt", "--output", str(output)]
-    script("benchmark_export").main(small)
-    results = {entry.pop("model"): entry for entry in json.loads(output.read_text())["results"]}
-    assert {"tt", "PyTorch, fp32", "PyTorch, int8"} <= set(results)
-    assert results["tt"]["load_seconds"] > 0
-    assert all(entry["batch_128"]["p50_ms"] > 0 for entry in results.values())
+def test_captured_work_waits_for_its_inputs():
+    """It is timed on a stream of its own; a sort that began before it must not lose its memory."""
+    source, seen = torch.zeros(1000, device="cuda"), []
+    harness.captured_milliseconds([lambda: source.fill_(0).clone()])  # all kernels are loaded
+    torch.cuda._sleep(10**9)  # cycles, some 0.5 s
+    source.fill_(1)
+    harness.captured_milliseconds([lambda: seen.append(source.clone())])
+    assert seen[0].min() == 1

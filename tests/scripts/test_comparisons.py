@@ -315,9 +315,6 @@ def test_every_option_is_explained(script, name):
         ("frontier", ["--data", "d", "--lr", "tt=nan"], "is 'tt=nan', it must be a kind and a"),
         ("frontier", ["--data", "d", "--rates", "-1"], "--rates: is '-1', it must be a number"),
         ("frontier", ["--data", "d", "--rates-at", "0"], "--rates-at: is '0', it must be a number"),
-        ("benchmark_loader", ["--repeats", "0"], "--repeats: is '0', it must be a whole number"),
-        ("benchmark_prepare", ["--raw", __file__], "rows, fewer than --rows: lower that"),
-        ("benchmark_distributed", ["--models", "kagle"], "invalid choice: 'kagle'"),
         ("evaluate", ["run", "data", "--batch-size", "0"], "--batch-size: is '0', it must be"),
         ("frontier", ["--data", "d", "--plot", "a.jpg"], "its name must end in .png, .svg or .pdf"),
     ],
@@ -327,20 +324,6 @@ def test_numbers_that_cannot_be_are_refused(script, capsys, name, given, message
         script(name).main(given)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_device_or_a_place_that_is_not_there_is_told(script, tmp_path, capsys, monkeypatch):
-    given = ["--rows", "9", "--batch-sizes", "8", "--repeats", "1", "--device", "gpu"]
-    assert script("benchmark_loader").main(given) == 2
-    assert (
-        capsys.readouterr().err
-        == "error: --device is 'gpu', it must be auto, cpu, cuda or cuda:1\n"
-    )
-    (tmp_path / "file").touch()
-    step = script("benchmark_step")
-    monkeypatch.setattr(step, "measure_one", lambda *_: {})
-    assert step.main(["--device", "cpu", "--output", str(tmp_path / "file" / "out.json")]) == 2
-    assert f"{tmp_path / 'file'}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("metric", "best"), [("AUC", 0.8), ("log loss", 0.4)])

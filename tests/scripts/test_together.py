@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dlrm.data import synthetic
-from dlrm.training import benchmark
 from dlrm.utils.streams import MODELS, PURPOSES, stream_of, streams_of_model
+from scripts.benchmarks import harness
 from scripts.experiments.runner import Runner, RunSpec, _by_seed
 from scripts.experiments.together import train_together
 
@@ -54,7 +54,7 @@ def test_models_that_are_trained_together_become_what_they_do_alone(data, device
         alone, together = (metrics(data.parent / each) for each in (f"{name}-alone", name))
         exact = {"rel": 2e-3} if device.type == "cuda" else {"rel": 0, "abs": 0}
         assert together == pytest.approx(alone, **exact), name
-    benchmark.release()
+    harness.release()
 
 
 def test_runs_of_one_seed_are_grouped(data):

@@ -1,20 +1,19 @@
 """Time rows in pages: host memory through the link, peers' memory, and whole paged tables.
 
-    python scripts/benchmarks/benchmark_pages.py --output benchmarks/pages_h100.json
+    python scripts/benchmarks/run.py pages --output benchmarks/pages_h100.json
 
 On one GPU: look-ups in pinned host memory by a kernel that follows page addresses, compared with
 ``index_select`` and a copy through pinned tensors, and with plain copies, the limit of the link.
 With two GPUs also: look-ups across both by address, by the portable path, and of a local table. On
-either: look-up, backward and update of all 26 Kaggle tables, dense and paged. Reports nothing if a
-result differs from plain indexing or from the dense tables.
+either: look-up, backward and update of all 26 Kaggle tables, dense and paged. A result that differs
+from plain indexing or from the dense tables is an error.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +24,12 @@ from dlrm.embeddings import Embedding, build
 from dlrm.kernels.lookup.paged import Pages, lookup_pages, pages_of
 from dlrm.kernels.offload.pinned_memory import mapped_tensor
 from dlrm.optim import RowOptimizer
-from dlrm.training import benchmark
-from dlrm.utils.program import Parser
+from dlrm.utils.program import Parser, count_arg
+from scripts.benchmarks import harness
+from scripts.benchmarks.batches import draw_ids
 
+NEEDS_GPU = True
+SMALL = "--table-rows 131072 --batch 300 --max-rows 1000"
 ROWS, DIM = 131_072, 128  # of a transfer, fp32
 BYTES = ROWS * DIM * 4
 INPUTS = 4  # different ids in rotation
@@ -35,10 +37,42 @@ PAGE = 65_536
 TOLERANCE = 1e-5  # relative RMS of what a step moves
 
 
-def refuse(right: bool, what: str) -> None:
-    """End the program where a result is wrong."""
-    if not right:
-        raise SystemExit(f"{what} differs from the reference: nothing is reported")
+def arguments(parser: Parser) -> None:
+    """Add the options."""
+    add = parser.add_argument
+    add("--table-rows", type=count_arg, nargs="+", default=[ROWS, 2**20, 2**23])
+    add("--batch", type=count_arg, default=16_384, help="samples of a step")
+    add("--max-rows", type=count_arg, help="cap the rows of a Kaggle table (small GPUs)")
+
+
+def measure(options: argparse.Namespace, record: harness.Record) -> None:
+    """Measure transfers, then steps.
+
+    Raises:
+        ValueError: a table has fewer rows than are moved, or there is no GPU at all.
+    """
+    if min(options.table_rows) < ROWS:
+        raise ValueError(f"--table-rows must be at least {ROWS}, the rows that are moved")
+    if not torch.cuda.is_available():
+        raise ValueError("pages need a CUDA GPU, with --small too")
+    torch.manual_seed(0)
+    buffer = torch.empty(ROWS, DIM, device="cuda")
+    record.note(unit="GB/s, ms", rows=ROWS, dim=DIM, link=link(buffer))
+    for size in options.table_rows:
+        for order in ("random", "ascending"):
+            record.add(host_lookups(size, order), to="host")
+
+    placements: dict[str, dict[str, Any]] = {
+        "one GPU": {"devices": ["cuda:0"]},
+        "GPU and host 1:1": {"devices": ["cuda:0", "host"]},
+        "host": {"devices": ["host"]},
+    }
+    if torch.cuda.device_count() > 1:
+        record.note(peers=peer_lookups())
+        placements["two GPUs"] = {"devices": ["cuda:0", "cuda:1"]}
+        placements["a replica on each"] = {"devices": ["cuda:0+cuda:1"]}
+    found = steps(placements, options.batch, options.max_rows)
+    record.note(steps={"batch": options.batch, **found})
 
 
 def rate(milliseconds: float) -> float:
@@ -48,7 +82,7 @@ def rate(milliseconds: float) -> float:
 
 def gpu_rate(run: Callable[[int], object], steps: int = 20) -> float:
     """GB/s of a transfer by events, launches included."""
-    return rate(benchmark.gpu_milliseconds(run, warm_up=4, steps=steps))
+    return rate(harness.gpu_milliseconds(run, warm_up=4, steps=steps))
 
 
 def wall_rate(run: Callable[[int], object]) -> float:
@@ -58,7 +92,7 @@ def wall_rate(run: Callable[[int], object]) -> float:
         run(index)
         torch.cuda.synchronize()
 
-    return rate(benchmark.cpu_milliseconds(waited, warm_up=2, steps=6))
+    return rate(harness.cpu_milliseconds(waited, warm_up=2, steps=6))
 
 
 def concatenated(blocks: Sequence[Tensor]) -> Pages:
@@ -77,7 +111,10 @@ def host_lookups(size: int, order: str) -> dict[str, Any]:
     ids = [torch.randperm(size, device="cuda")[:ROWS] for _ in range(INPUTS)]
     if order == "ascending":
         ids = [rows.sort()[0] for rows in ids]
-    refuse(torch.equal(lookup_pages(pages, ids[0]).cpu(), host[ids[0].cpu()]), "the look-up")
+    harness.require(
+        torch.equal(lookup_pages(pages, ids[0]).cpu(), host[ids[0].cpu()]),
+        "the look-up differs from indexing",
+    )
     staging = torch.empty(ROWS, DIM, pin_memory=True)
     on_cpu = [rows.cpu() for rows in ids]
 
@@ -108,14 +145,17 @@ def peer_lookups(size: int = 2**21) -> dict[str, Any]:
     half = size // 2
     blocks = [torch.randn(half, DIM, device=device) for device in devices]
     both = concatenated(blocks)
-    refuse(both.addresses is not None, "GPUs without access to each other")
+    harness.require(both.addresses is not None, "GPUs without access to each other")
     away = concatenated(blocks[1:])
     home = concatenated([torch.cat([b.to(devices[0]) for b in blocks])])
     ids = [torch.randint(size, (ROWS,), device="cuda") for _ in range(INPUTS)]
     inner = [rows % half for rows in ids]
     expected = home.blocks[0][ids[0]]
     for impl in ("triton", "torch"):
-        refuse(torch.equal(lookup_pages(both, ids[0], impl=impl), expected), f"impl {impl}")
+        harness.require(
+            torch.equal(lookup_pages(both, ids[0], impl=impl), expected),
+            f"impl {impl} differs from indexing",
+        )
     buffers = [torch.empty(ROWS, DIM, device=device) for device in devices]
 
     def by_address(pages: Pages, rows: Sequence[Tensor]) -> float:
@@ -155,7 +195,7 @@ def steps(options: dict[str, dict[str, Any]], batch: int, cap: int | None) -> di
     """Milliseconds of a step of the Kaggle tables, dense and paged in several ways."""
     rows = [min(rows, cap or rows) for rows in KAGGLE_CARDINALITIES]
     tables = [torch.randn(size, 16, device="cuda") for size in rows]
-    ids = torch.stack([benchmark.draw_ids(rows, batch, "cuda") for _ in range(INPUTS)])
+    ids = torch.stack([draw_ids(rows, batch, "cuda") for _ in range(INPUTS)])
     grads = torch.randn(INPUTS, batch, len(rows), 16, device="cuda")
     probe = ids[0]
     before = torch.stack([table[probe[i]] for i, table in enumerate(tables)], 1)
@@ -166,56 +206,18 @@ def steps(options: dict[str, dict[str, Any]], batch: int, cap: int | None) -> di
         moved = step.group(probe).detach() - before
         if name == "dense":
             expected = moved
-        error = float((moved - expected).norm() / expected.norm())
-        refuse(error < TOLERANCE, f"{name} (by {error:.1e})")
+        error = harness.relative_error(moved, expected)
+        harness.require(error < TOLERANCE, f"{name} differs from dense tables by {error:.1e}")
 
         def run(index: int, step: Step = step) -> None:
             step(ids[index % INPUTS], grads[index % INPUTS])
 
-        result = {"eager": benchmark.gpu_milliseconds(run, steps=20), "error": error}
+        result = {"eager": harness.gpu_milliseconds(run, steps=20), "error": error}
         if "cuda:1" not in str(given):  # a graph is of one GPU
             works = [lambda i=i, run=run: run(i) for i in range(INPUTS)]
-            result["captured"] = benchmark.captured_milliseconds(works)
-        results[name] = {key: float(f"{value:.3g}") for key, value in result.items()} | given
-        print(name, json.dumps(results[name]), flush=True)
+            result["captured"] = harness.captured_milliseconds(works)
+        results[name] = harness.rounded(result) | given
+        print(name, results[name], flush=True)
         del step, run
         gc.collect()
     return results
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and write the results."""
-    parser = Parser(__doc__)
-    parser.add_argument("--table-rows", type=int, nargs="+", default=[ROWS, 2**20, 2**23])
-    parser.add_argument("--batch", type=int, default=16_384, help="samples of a step")
-    parser.add_argument("--max-rows", type=int, help="cap the rows of a Kaggle table (small GPUs)")
-    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
-    options = benchmark.parse_on_gpu(parser, argv)
-    if min(options.table_rows) < ROWS:
-        parser.error(f"--table-rows must be at least {ROWS}, the rows that are moved")
-    torch.manual_seed(0)
-    buffer = torch.empty(ROWS, DIM, device="cuda")
-    record: dict[str, Any] = {"unit": "GB/s, ms", "rows": ROWS, "dim": DIM, "link": link(buffer)}
-    print(json.dumps(record["link"]), flush=True)
-    record["host"] = []
-    for size in options.table_rows:
-        for order in ("random", "ascending"):
-            record["host"].append(host_lookups(size, order))
-            print(json.dumps(record["host"][-1]), flush=True)
-    ways: dict[str, dict[str, Any]] = {
-        "one GPU": {"devices": ["cuda:0"]},
-        "GPU and host 1:1": {"devices": ["cuda:0", "host"]},
-        "host": {"devices": ["host"]},
-    }
-    if torch.cuda.device_count() > 1:
-        record["peers"] = peer_lookups()
-        print(json.dumps(record["peers"]), flush=True)
-        ways["two GPUs"] = {"devices": ["cuda:0", "cuda:1"]}
-        ways["a replica on each"] = {"devices": ["cuda:0+cuda:1"]}
-    record["steps"] = {"batch": options.batch, **steps(ways, options.batch, options.max_rows)}
-    if options.output:
-        benchmark.write(options.output, record)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,20 +1,20 @@
 """Time the tensor-train look-up on a GPU: forward, and forward + backward + fused SGD.
 
-    python scripts/benchmarks/benchmark_tt.py --output benchmarks/tt_h100.json
+    python scripts/benchmarks/run.py tt --output benchmarks/tt_h100.json
 
 Captured as a CUDA graph and eager, uniform and skewed ids, in each precision, compared with plain
 PyTorch with the same cores, a dense ``nn.EmbeddingBag`` with sparse SGD and as many rows, published
 figures of the reference kernel, and two lower bounds: the necessary arithmetic and the necessary
-bytes. Reports nothing for a case whose rows or gradients differ from PyTorch's in float64.
+bytes. Rows or gradients that differ from PyTorch's in float64 are an error.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,16 +25,13 @@ from dlrm.embeddings.common.factorization import factorize_rows
 from dlrm.kernels.tt import TTShape, tt_bags, tt_vectors, tt_vectors_torch
 from dlrm.kernels.update.in_backward import FusedUpdates
 from dlrm.optim import RowOptimizer, apply_in_backward
-from dlrm.training.benchmark import (
-    copy_bandwidth,
-    draw_ids,
-    gpu_milliseconds,
-    parse_on_gpu,
-    write,
-)
 from dlrm.utils.bags import Bags
-from dlrm.utils.program import Parser
+from dlrm.utils.program import Parser, count_arg
+from scripts.benchmarks import harness
+from scripts.benchmarks.batches import draw_ids
 
+NEEDS_GPU = True
+SMALL = "--cases bags 4-cores 7x2048 --variants tf32 --rows 1000 --lookups 40"
 INPUTS = 8  # different batches in rotation
 RATE = 1e-6
 TOLERANCE = {"ieee": 1e-4, "tf32": 5e-3, "bf16": 5e-2}  # relative RMS of rows and gradients
@@ -46,7 +43,6 @@ TENSOR_CORES = {"ieee": 67e12, "tf32": 495e12, "bf16": 990e12}  # FLOP/s of an H
 class Case:
     """Tables and the size of a batch."""
 
-    name: str
     rows: tuple[int, ...]
     """Rows of each table."""
     q: tuple[int, ...]
@@ -61,49 +57,107 @@ class Case:
 
 LARGEST = tuple(sorted(KAGGLE_CARDINALITIES)[:-8:-1])  # 99.6% of the rows of the 26 tables
 ONE = (11_000_000,)  # p = 200, 220, 250
-CASES = (
-    Case(name="bags", rows=ONE, q=(4, 4, 4), rank=32, lookups=10240, bag=20, reference_ms=1.97),
-    Case(name="dim16", rows=ONE, q=(2, 2, 4), rank=32, lookups=65536, reference_ms=9.5),
-    Case(name="dim64", rows=ONE, q=(4, 4, 4), rank=32, lookups=65536, reference_ms=10.1),
-    Case(name="dim128-rank64", rows=ONE, q=(4, 4, 8), rank=64, lookups=65536, reference_ms=17.1),
-    Case(name="4-cores", rows=ONE, q=(2, 2, 2, 2), rank=32, lookups=65536),
-    Case(name="7x2048", rows=LARGEST, q=(2, 2, 4), rank=32, lookups=2048),
-    Case(name="7x16384", rows=LARGEST, q=(2, 2, 4), rank=32, lookups=16384),
-    Case(name="7x65536", rows=LARGEST, q=(2, 2, 4), rank=32, lookups=65536),
-)
+CASES = {
+    "bags": Case(rows=ONE, q=(4, 4, 4), rank=32, lookups=10240, bag=20, reference_ms=1.97),
+    "dim16": Case(rows=ONE, q=(2, 2, 4), rank=32, lookups=65536, reference_ms=9.5),
+    "dim64": Case(rows=ONE, q=(4, 4, 4), rank=32, lookups=65536, reference_ms=10.1),
+    "dim128-rank64": Case(rows=ONE, q=(4, 4, 8), rank=64, lookups=65536, reference_ms=17.1),
+    "4-cores": Case(rows=ONE, q=(2, 2, 2, 2), rank=32, lookups=65536),
+    "7x2048": Case(rows=LARGEST, q=(2, 2, 4), rank=32, lookups=2048),
+    "7x16384": Case(rows=LARGEST, q=(2, 2, 4), rank=32, lookups=16384),
+    "7x65536": Case(rows=LARGEST, q=(2, 2, 4), rank=32, lookups=65536),
+}
+
+
+def arguments(parser: Parser) -> None:
+    """Add the options."""
+    add = parser.add_argument
+    add("--cases", nargs="+", choices=(names := list(CASES)), default=names)
+    what = "precision of products, or of all that is kept (bf16)"
+    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help=what)
+    add("--rows", type=count_arg, help="cap the rows of a table (small GPUs)")
+    add("--lookups", type=count_arg, help="cap the look-ups of a table")
+
+
+def measure(options: argparse.Namespace, record: harness.Record) -> None:
+    """Measure every case."""
+    on_gpu = options.device != "cpu"
+    if on_gpu:
+        torch.cuda.set_stream(torch.cuda.Stream())  # autograd and capture on one stream
+    bandwidth = harness.copy_bandwidth()
+    what = (
+        "TT look-up, forward + backward + fused SGD; step_ms and forward_ms are replays of a CUDA"
+    )
+    record.note(what=f"{what} graph", copy_bytes_per_second=round(bandwidth))
+
+    choices = product(options.cases, ("uniform", "skewed"), options.variants)
+    for name, skew, variant in choices:
+        case = CASES[name]
+        rows = tuple(min(own, options.rows or own) for own in case.rows)
+        lookups = min(case.lookups, options.lookups or case.lookups)
+        case = replace(case, rows=rows, lookups=lookups)
+        found = measure_one(case, skew, variant, options.device, bandwidth)
+        record.add({"case": name, "ids": skew, "variant": variant, **found})
+
+
+def measure_one(
+    case: Case, skew: str, variant: str, device: str, bandwidth: float
+) -> dict[str, Any]:
+    """The times of one case.
+
+    Raises:
+        ValueError: a result differs from PyTorch's by more than rounding explains.
+    """
+    torch.manual_seed(0)
+    setup = Setup(case, skew, variant, device)
+    error = setup.check()
+    what = f"{case}, {variant} differs from PyTorch by {error:.1e}"
+    harness.require(error < TOLERANCE[setup.precision], what)
+    result = {
+        "error": error,
+        "forward_ms": replayed_milliseconds(setup.forward),
+        "step_ms": replayed_milliseconds(setup.step),
+        "step_eager_ms": harness.milliseconds(setup.step, device),
+        **setup.floors(bandwidth),
+    }
+    if case.reference_ms and skew == "uniform":
+        result["reference_ms"] = case.reference_ms
+        result["times_reference"] = case.reference_ms / result["step_ms"]
+    return result | (peers(setup) if variant == "tf32" else {})
 
 
 class Setup:
     """Cores, and batches of one case and skew."""
 
-    def __init__(self, case: Case, skew: str, variant: str) -> None:
+    def __init__(self, case: Case, skew: str, variant: str, device: str) -> None:
         self.case = case
+        self.device = device
         self.precision = precision = variant.split()[0]
         self.options: dict[str, Any] = {"deterministic": "deterministic" in variant}
         if precision != "bf16":
             self.options["precision"] = precision
         d, tables = len(case.q), len(case.rows)
         ranks = (1, *[case.rank] * (d - 1), 1)
-        p = torch.tensor([factorize_rows(rows, d) for rows in case.rows], device="cuda")
+        p = torch.tensor([factorize_rows(rows, d) for rows in case.rows], device=device)
         self.shape = TTShape(p, case.q, ranks)
-        self.tables = torch.arange(tables, device="cuda")[:, None]
+        self.tables = torch.arange(tables, device=device)[:, None]
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self.cores = []
         for k, q in enumerate(case.q):
             shape = int(p[:, k].sum()), ranks[k] * q * ranks[k + 1]
-            core = torch.randn(shape, device="cuda") / ranks[k + 1] ** 0.5
+            core = torch.randn(shape, device=device) / ranks[k + 1] ** 0.5
             self.cores.append(core.to(dtype).requires_grad_())
         self.optimizer = RowOptimizer(self.cores, "sgd", lr=RATE)
         self.lr = self.optimizer.param_groups[0]["lr"]
         self.dim = prod(case.q)
         skewed = skew == "skewed"
         self.ids = [
-            draw_ids(case.rows, case.lookups, "cuda", skewed=skewed).long() for _ in range(INPUTS)
+            draw_ids(case.rows, case.lookups, device, skewed=skewed).long() for _ in range(INPUTS)
         ]
-        self.offsets = torch.arange(0, tables * case.lookups + 1, case.bag, device="cuda")
+        self.offsets = torch.arange(0, tables * case.lookups + 1, case.bag, device=device)
         batch = case.lookups // case.bag
         self.grads = [
-            torch.randn(batch, tables, self.dim, device="cuda", dtype=dtype).transpose(0, 1)
+            torch.randn(batch, tables, self.dim, device=device, dtype=dtype).transpose(0, 1)
             for _ in range(INPUTS)
         ]
 
@@ -188,27 +242,13 @@ class Setup:
         }
 
 
-def dense_milliseconds(case: Case, skew: str) -> float:
-    """A dense ``nn.EmbeddingBag`` of one table with sparse SGD, eager."""
-    rows, dim = case.rows[0], prod(case.q)
-    bag = nn.EmbeddingBag(rows, dim, mode="sum", sparse=True, device="cuda")
-    optimizer = torch.optim.SGD(bag.parameters(), lr=1e-6)
-    setup = Setup(case, skew, "ieee")
-
-    def step(index: int) -> None:
-        ids = setup.ids[index % INPUTS].view(-1, case.bag)
-        bag(ids).backward(setup.grads[index % INPUTS][0])
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return gpu_milliseconds(step)
-
-
 def replayed_milliseconds(run: Callable[[int], object]) -> float:
     """Median milliseconds of ``run`` as a replayed CUDA graph, one graph for each input.
 
     Captured on the current stream: a backward pass runs where the forward pass before it ran.
     """
+    if not torch.cuda.is_available():
+        return harness.cpu_milliseconds(run, warm_up=1, steps=2)
     for index in range(INPUTS):
         run(index)
     graphs = []
@@ -222,75 +262,24 @@ def replayed_milliseconds(run: Callable[[int], object]) -> float:
         for graph in graphs:
             graph.replay()
 
-    return gpu_milliseconds(replay_all, warm_up=3, steps=20) / INPUTS
+    return harness.gpu_milliseconds(replay_all, warm_up=3, steps=20) / INPUTS
 
 
-def peers(setup: Setup, skew: str) -> dict[str, float]:
+def peers(setup: Setup) -> dict[str, float]:
     """Milliseconds of a step in plain PyTorch, and of a dense table of as many rows; eager."""
-    times = {"torch_eager_ms": gpu_milliseconds(setup.exact_step, warm_up=1, steps=4)}
-    if len(setup.case.rows) == 1:
-        times["dense_eager_ms"] = dense_milliseconds(setup.case, skew)
-    return times
+    counts = {"warm_up": 1, "steps": 4}
+    times = {"torch_eager_ms": harness.milliseconds(setup.exact_step, setup.device, **counts)}
+    case, device = setup.case, setup.device
+    if len(case.rows) > 1:
+        return times
 
+    bag = nn.EmbeddingBag(case.rows[0], setup.dim, mode="sum", sparse=True, device=device)
+    optimizer = torch.optim.SGD(bag.parameters(), lr=1e-6)
 
-def measure(case: Case, skew: str, variant: str, bandwidth: float) -> dict[str, Any]:
-    """The times of one case, or what failed."""
-    torch.manual_seed(0)
-    setup = Setup(case, skew, variant)
-    result: dict[str, Any] = {"case": case.name, "ids": skew, "variant": variant}
-    error = setup.check()
-    if not error < TOLERANCE[setup.precision]:
-        return {**result, "failed": f"differs from PyTorch by {error:.1e}"}
-    result |= {
-        "error": error,
-        "forward_ms": replayed_milliseconds(setup.forward),
-        "step_ms": replayed_milliseconds(setup.step),
-        "step_eager_ms": gpu_milliseconds(setup.step),
-        **setup.floors(bandwidth),
-    }
-    if case.reference_ms and skew == "uniform":
-        result["reference_ms"] = case.reference_ms
-        result["times_reference"] = case.reference_ms / result["step_ms"]
-    if variant == "tf32":
-        result |= peers(setup, skew)
-    return {name: _round(value) for name, value in result.items()}
+    def step(index: int) -> None:
+        ids = setup.ids[index % INPUTS].view(-1, case.bag)
+        bag(ids).backward(setup.grads[index % INPUTS][0].to(bag.weight.dtype))
+        optimizer.step()
+        optimizer.zero_grad()
 
-
-def _round(value: Any) -> Any:
-    return float(f"{value:.3g}") if isinstance(value, float) else value
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and write the results."""
-    parser = Parser(__doc__)
-    names = [case.name for case in CASES]
-    parser.add_argument("--cases", nargs="+", choices=names, default=names, metavar="CASE",
-                        help=f"any of: {', '.join(names)} (default: all)")  # fmt: skip
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS),
-                        help="precision of products, or of all that is kept (bf16)")  # fmt: skip
-    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
-    options = parse_on_gpu(parser, argv)
-    torch.cuda.set_stream(torch.cuda.Stream())  # autograd and capture on one stream
-    bandwidth = copy_bandwidth()
-    results = []
-    for case in CASES:
-        for skew in ("uniform", "skewed"):
-            for variant in options.variants if case.name in options.cases else ():
-                results.append(measure(case, skew, variant, bandwidth))
-                print(json.dumps(results[-1]), flush=True)
-    if any("failed" in result for result in results):
-        parser.exit(1, "a check failed: nothing is written\n")
-    if options.output:
-        write(
-            options.output,
-            {
-                "what": "TT look-up, forward + backward + fused SGD; step_ms and forward_ms are "
-                "replays of a CUDA graph",
-                "copy_bytes_per_second": round(bandwidth),
-                "results": results,
-            },
-        )
-
-
-if __name__ == "__main__":
-    main()
+    return times | {"dense_eager_ms": harness.milliseconds(step, device)}

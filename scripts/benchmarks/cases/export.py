@@ -1,6 +1,6 @@
 """Milliseconds of exported models on the CPU, next to plain PyTorch and FBGEMM.
 
-    python scripts/benchmarks/benchmark_export.py --output benchmarks/export_cpu.json
+    python scripts/benchmarks/run.py export --output benchmarks/export_cpu.json
 
 The models have the tables of Criteo Kaggle, 33.8 M rows of 16 weights, and the default MLPs, with
 random weights; ids are log-uniform. Each is exported, compiled and loaded as docs/export.md says.
@@ -13,7 +13,7 @@ before, to the first score; the imports of PyTorch, a few seconds, are not count
 
 from __future__ import annotations
 
-import json
+import argparse
 import multiprocessing
 import subprocess
 import sys
@@ -36,9 +36,11 @@ from dlrm.export.inference import InferenceModel
 from dlrm.export.programs import compile_program, save_program, trace
 from dlrm.model import DLRM
 from dlrm.sparse_arch.table_plan import TablePlan, make_table_plan
-from dlrm.training import benchmark
 from dlrm.utils.program import Parser, count_arg
+from scripts.benchmarks import harness
+from scripts.benchmarks.batches import draw_ids
 
+SMALL = "--shrink 20000 --rounds 2 --models tt"
 DIM, DENSE, LARGEST, RANK = 16, 13, 7, 32
 BATCHES = (1, 16, 128, 1024)
 MODELS = ("dense fp32", "dense int8", "dense int4", "tt", "auto 100x")
@@ -57,38 +59,40 @@ print(time.perf_counter() - begin)
 """
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, and write the JSON file."""
-    parser = Parser(__doc__)
-    parser.add_argument("--rounds", type=count_arg, default=200, help="batches of each size")
-    parser.add_argument("--shrink", type=count_arg, default=1, help="divide the rows by this")
-    parser.add_argument("--threads", type=count_arg, default=1, help="of PyTorch")
-    parser.add_argument("--jobs", type=count_arg, default=1, help="models to export at a time")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--output", type=Path, help="JSON file to write (default: print only)")
-    options = parser.parse_args(argv)
+def arguments(parser: Parser) -> None:
+    """Add the options."""
+    add = parser.add_argument
+    add("--rounds", type=count_arg, default=200, help="batches of each size")
+    add("--shrink", type=count_arg, default=1, help="divide the rows by this")
+    add("--threads", type=count_arg, default=1, help="of PyTorch")
+    add("--jobs", type=count_arg, default=1, help="models to export at a time")
+    add("--models", nargs="+", choices=MODELS, default=list(MODELS))
+
+
+def measure(options: argparse.Namespace, record: harness.Record) -> None:
+    """Measure every model at every batch size."""
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
     rows = [max(3, own // options.shrink) for own in KAGGLE_CARDINALITIES]
+    record.note(threads=options.threads, rounds=options.rounds, rows=sum(rows))
+
     with tempfile.TemporaryDirectory() as work:
         scores: dict[str, Score] = {}
         results: dict[str, dict[str, Any]] = {}
-        places = [Path(work) / name.replace(" ", "_") for name in options.models]
+        directories = [Path(work) / name.replace(" ", "_") for name in options.models]
         with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
-            made = pool.map(export, options.models, [rows] * len(places), places)
-            for name, place, found in zip(options.models, places, made, strict=True):
-                print(json.dumps({"model": name, **found}), flush=True)
-                results[name], scores[name] = found, Compiled(place)
+            made = pool.map(export, options.models, [rows] * len(directories), directories)
+            for name, directory, found in zip(options.models, directories, made, strict=True):
+                results[name] = found
+                scores[name] = Compiled(directory)
+                print(f"{name}: {found}", flush=True)
         for name, peer in peers(rows):
             scores[name], results[name] = peer, {}
         for size in BATCHES:
             for name, found in latencies(scores, rows, size, options.rounds).items():
                 results[name][f"batch_{size}"] = found
-                print(f"{name:22} batch {size:5}: {json.dumps(found)}", flush=True)
-    if options.output:
-        listed = [{"model": name, **found} for name, found in results.items()]
-        setting = {"threads": options.threads, "rounds": options.rounds, "rows": sum(rows)}
-        benchmark.write(options.output, {**setting, "results": listed})
+        for name, found in results.items():
+            record.add({"model": name, **found})
 
 
 def plan_of(name: str, rows: Sequence[int]) -> TablePlan:
@@ -128,7 +132,7 @@ def export(name: str, rows: Sequence[int], directory: Path) -> dict[str, Any]:
         "times_smaller_in_training": round(compression, 1),
         "table_bytes": tables,
         "disk_bytes": disk,
-        "load_seconds": round(seconds, 3),
+        "load_seconds": seconds,
     }
 
 
@@ -228,7 +232,7 @@ def latencies(
     """Milliseconds of each model at one batch size, over all rounds."""
     times: dict[str, list[float]] = {name: [] for name in scores}
     for turn in range(-5, rounds):
-        ids = benchmark.draw_ids(rows, size, "cpu").long()
+        ids = draw_ids(rows, size, "cpu").long()
         dense = torch.rand(DENSE, size)
         for name, score in scores.items():
             begin = time.perf_counter()
@@ -237,13 +241,9 @@ def latencies(
                 times[name].append((time.perf_counter() - begin) * 1e3)
     return {
         name: {
-            "p50_ms": round(float(np.percentile(own, 50)), 4),
-            "p99_ms": round(float(np.percentile(own, 99)), 4),
-            "best_ms": round(min(own), 4),
+            "p50_ms": float(np.percentile(own, 50)),
+            "p99_ms": float(np.percentile(own, 99)),
+            "best_ms": min(own),
         }
         for name, own in times.items()
     }
-
-
-if __name__ == "__main__":
-    main()
