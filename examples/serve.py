@@ -1,8 +1,8 @@
 """Serve an exported model over HTTP: ``python examples/serve.py EXPORT``.
 
 It needs serve_model.py and serve_rows.py next to it, and PyTorch, safetensors, numpy, pandas,
-pyarrow, PyYAML, starlette, uvicorn and prometheus-client, but not the package that trained the
-model.
+pyarrow, pydantic, PyYAML, starlette, uvicorn and prometheus-client, but not the package that
+trained the model.
 
 POST /score takes raw rows and answers with their probabilities, in the same form:
 

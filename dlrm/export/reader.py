@@ -1,7 +1,8 @@
 """A copy of the modules that read raw rows, which runs where this package is not installed.
 
 The copy is the code that the training data was prepared with, so that there is no second
-implementation that could differ. It needs numpy, pyarrow, pandas and PyYAML, and no PyTorch.
+implementation that could differ. It needs numpy, pandas, pyarrow, pydantic and PyYAML, and no
+PyTorch.
 """
 
 from __future__ import annotations

@@ -12,11 +12,21 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from datetime import date
-from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from pydantic import BeforeValidator, ConfigDict, Strict, TypeAdapter, ValidationError
 
-from dlrm.utils.documents import shown
+from dlrm.utils.documents import MAX_SHOWN, shown
 from dlrm.utils.messages import did_you_mean
 
 MAX_MISTAKES = 3
@@ -37,13 +47,20 @@ _RULES = {
 }
 """The rule by the type of pydantic's error, where its own words are less plain."""
 
+_SHORTER = {
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    " after validation": "",
+}
+
 
 def _as_text(value: Any) -> Any:
     plain = isinstance(value, int | float | date) and not isinstance(value, bool)
     return str(value) if plain else value
 
 
-def _as_list(value: Any) -> Any:
+def as_list(value: Any) -> Any:
+    """A single value as a list of one, for fields that may be either."""
     return value if value is None or isinstance(value, list | tuple) else [value]
 
 
@@ -51,9 +68,9 @@ Whole = Annotated[int, Strict()]
 """A whole number; ``true``, ``3.0`` and ``"3"`` are none."""
 Number = Annotated[float, Strict()]
 Flag = Annotated[bool, Strict()]
-Text = Annotated[str, BeforeValidator(_as_text)]
+Text = Annotated[str, Strict(), BeforeValidator(_as_text)]
 """Text that a YAML file may write without quotes though it looks like a number or a date."""
-Texts = Annotated[tuple[Text, ...], BeforeValidator(_as_list)]
+Texts = Annotated[tuple[Text, ...], BeforeValidator(as_list)]
 """A list of texts; a single one stands for a list of one."""
 
 
@@ -99,27 +116,44 @@ def mistakes(error: ValidationError, kind: Any) -> list[str]:
 
 
 def _mistake(error: Any, kind: Any) -> str:
-    place, context = error["loc"], error.get("ctx", {})
-    name = ".".join(map(str, place))[:1000]
-    what = f"{name} is {shown(error['input'])}"
+    *outer, last = error["loc"] or ("",)
+    name, value, context = _dotted(error["loc"]), error["input"], error.get("ctx", {})
+    inside = f"{_dotted(outer)}: " if outer else ""
     match error["type"]:
         case "value_error":
             return f"{name}: {context['error']}" if name else str(context["error"])
         case "missing":
             return f"{name} is missing"
+        case "invalid_key":
+            return f"{inside}the name {shown(last)} is not text: put it in quotes"
         case "unexpected_keyword_argument":
-            valid = [field.name for field in fields(_type_at(kind, place[:-1]))]
-            return f"unknown name {shown(name)}{did_you_mean(str(place[-1]), valid)}"
+            valid = [field.name for field in fields(_type_at(kind, outer))]
+            return f"{inside}unknown option {shown(last)}{did_you_mean(last, valid)}"
         case "literal_error":
             valid = re.findall(r"'([^']*)'|\"([^\"]*)\"", context["expected"])
-            return f"{what}{did_you_mean(str(error['input']), map(''.join, valid))}"
+            return f"{name} is {shown(value)}{did_you_mean(str(value), map(''.join, valid))}"
     rule = _RULES.get(error["type"]) or "it must" + error["msg"].partition(" should")[2]
-    return f"{what}, {rule}" if name else rule
+    for long, short in _SHORTER.items():
+        rule = rule.replace(long, short)
+    return f"{name} is {shown(value)}, {rule}" if name else rule
+
+
+def _dotted(place: Sequence[int | str]) -> str:
+    name = ".".join(map(str, place))
+    return name if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]}..."
 
 
 def _type_at(kind: Any, place: Sequence[int | str]) -> Any:
     """The dataclass of the values at a place in values of a type."""
     for key in place:
-        inner = get_type_hints(kind)[str(key)] if is_dataclass(kind) else kind
-        kind = next((a for a in (inner, *get_args(inner)) if is_dataclass(a)), inner)
+        if not is_dataclass(kind):  # but a mapping or a list of them
+            kind = _dataclass_in(kind)
+            continue
+        kind = get_type_hints(kind)[str(key)]
+        if get_origin(kind) in (Union, UnionType):
+            kind = _dataclass_in(kind)
     return kind
+
+
+def _dataclass_in(kind: Any) -> Any:
+    return next(inner for inner in get_args(kind) if is_dataclass(inner))

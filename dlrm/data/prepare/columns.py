@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dlrm.data.prepare.column_options import ColumnOptions, TableOptions, build_options
+from dlrm.data.prepare.column_options import ColumnOptions, TableOptions
+from dlrm.utils.validation import validate
 
 SPLIT = "(split)"
 """Name of what the split of a row depends on, where rows are converted but not yet prepared."""
@@ -123,18 +124,9 @@ class ColumnPlan:
         """A plan from what :meth:`as_json` returned.
 
         Raises:
-            KeyError, TypeError, ValueError: the content is something else.
+            ValueError: the content is something else.
         """
-        options = build_options(content["options"])
-        columns = [
-            Column(**column | {"options": ColumnOptions(**_tuples(column["options"]))})
-            for column in content["columns"]
-        ]
-        return cls(options=options, columns=tuple(columns))
-
-
-def _tuples(content: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in content.items()}
+        return validate(cls, dict(content))
 
 
 def _features(columns: Sequence[Column]) -> Iterator[Feature]:

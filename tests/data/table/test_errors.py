@@ -148,15 +148,15 @@ def test_no_column_is_dropped_silently(tmp_path):
     ("options", "message"),
     [
         ({"colums": {}}, "unknown option 'colums', did you mean 'columns'"),
-        ({"columns": {"price": "numbr"}}, "columns: price: kind is 'numbr', did you mean 'number'"),
+        ({"columns": {"price": "numbr"}}, "columns.price.kind is 'numbr', did you mean 'number'"),
         ({"columns": {"price": {"transfrom": "log"}}}, "unknown option 'transfrom', did you mean"),
         ({"columns": {"pirce": "number"}}, "has no column 'pirce', did you mean 'price'"),
-        ({"columns": {"price": {"buckets": 1}}}, "buckets is 1; it must be at least 2"),
-        ({"columns": ["price"]}, "it must hold columns as NAME: KIND"),
-        ({"min_count": "two"}, "min_count is 'two'; it must be a whole number"),
+        ({"columns": {"price": {"buckets": 1}}}, "buckets is 1, it must be at least 2"),
+        ({"columns": ["price"]}, "columns is .*, it must hold names and values, as name: value"),
+        ({"min_count": "two"}, "min_count is 'two', it must be a whole number"),
         ({"split": {"train": 0.9}}, "train, val and test are 0.9, 0.1, 0.1; they must be"),
         ({"split": {"by": "time"}}, "by is time, so it needs a column"),
-        ({"split": "random"}, "split is 'random'; it must hold options such as by: random"),
+        ({"split": "random"}, "split is 'random', it must hold names and values"),
         (
             {"split": {"by": "column", "column": "city"}, "columns": {"price": "category"}},
             "row 1, column 'city': the value is 'a'; it must be train, val or test",
@@ -183,7 +183,7 @@ def test_an_options_file_that_is_no_yaml(tmp_path, run):
     path.write_text("columns: {price: numbr}")
     output = "--output", tmp_path / "out"
     told = run("prepare_table", rows, *output, "--config", path, status=2).stderr
-    assert told.startswith(f"error: {path}: columns: price: kind is 'numbr', did you mean 'number'")
+    assert told.startswith(f"error: {path}: columns.price.kind is 'numbr', did you mean 'number'")
     told = run("prepare_table", rows, *output, "--split", "1", status=2).stderr
     assert told == "error: --split has 1 values; give train, val and test\n"
 

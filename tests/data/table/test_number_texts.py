@@ -149,7 +149,7 @@ def test_a_split_by_numbers_with_a_comma(tmp_path):
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ({"decimal": ";"}, r"columns: price: decimal is ';'"),
+        ({"decimal": ";"}, r"columns.price.decimal is ';'"),
         ({"decimal": ",", "thousands": ","}, r"decimal and thousands are both ','; name one"),
     ],
 )
