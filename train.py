@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from dlrm.config.model_spec import ModelSpec, auto_plan, model_spec
 from dlrm.config.options import changed_options
 from dlrm.config.schema import RunConfig
 from dlrm.data import synthetic
+from dlrm.data.frequencies import Counts, read_frequencies
 from dlrm.data.prepare.raw_rows import keep_transform
 from dlrm.distributed.interruption import Interruption
 from dlrm.distributed.world import World
@@ -39,6 +40,7 @@ from dlrm.training.data_parallel import GradientReducer, state_bytes
 from dlrm.training.fine_tuning import NewRows, Trained, auc_lost, fit, go_on
 from dlrm.training.held_out import HeldOut
 from dlrm.training.loaders import make_loader
+from dlrm.training.modes import import_compiler
 from dlrm.training.prefetch import PreparedBatch
 from dlrm.training.step import TrainStep
 from dlrm.utils.device import pick_device
@@ -64,6 +66,7 @@ class Run:
         self.config, self.options = config, yaml.safe_load(resolved)
         self.world = world
         device = world.join(pick_device(config.device))
+        compiler = import_compiler(device, config.step)
         new = Path(config.output) / (config.name or run_directory.new_name(config.emb))
         self.checkpoints = RunCheckpoints(new, config.resume, world, keep=config.keep_checkpoints)
         resumed = self.checkpoints.resumed
@@ -78,17 +81,19 @@ class Run:
         splits = filter(meta.has_rows, ("val", "test"))  # opened now, so that damage is seen
         loaders = {s: loader(s, config.eval_batch_size, options) for s in splits}
 
-        spec = model_spec(config, meta)
+        counts = cache(lambda: read_frequencies(config.data, meta))
+        spec = model_spec(config, meta, counts)
         if resumed:
             resumed.require_spec(spec)
         torch.manual_seed(config.seed)
-        self.model, sharding = build_model(config, spec, meta, world)
+        self.model, sharding = build_model(config, spec, meta, world, counts)
         self.trained: Trained | None = None  # the model of --init_from, until it is evaluated
         if config.init_from and not resumed:
             start = NewRows(config.new_rows, config.seed)
             self.trained = fit(self.model, config.init_from, config.data, meta, world, start)
         optimizers = build_optimizers(config.optim, self.model)
         self.schedule = Schedule(optimizers, **config.optim.schedule)
+        compiler.join()
         self.step = TrainStep(
             self.model,
             optimizers,
@@ -122,7 +127,7 @@ class Run:
         self.tracker = tracking.Tracker(place, step=step, active=active)
         sizes = self._sizes()
         if world.first:
-            self._print_plan(resolved, spec, sharding.text if sharding else "", sizes)
+            self._print_plan(resolved, spec, sharding.text if sharding else "", sizes, counts)
 
     @property
     def directory(self) -> Path:
@@ -268,7 +273,12 @@ class Run:
         return report.embedding_sizes(self.model, optimizer)
 
     def _print_plan(
-        self, resolved: str, spec: ModelSpec, sharding: str, sizes: dict[str, float]
+        self,
+        resolved: str,
+        spec: ModelSpec,
+        sharding: str,
+        sizes: dict[str, float],
+        counts: Counts,
     ) -> None:
         config, meta = self.config, self.train_data.meta
         run_directory.write_config(self.directory, resolved)
@@ -279,7 +289,7 @@ class Run:
 
         note_plan(config, spec, sizes["embeddings/compression"])
         opening = report.opening(config.emb, self.model, meta.splits, sizes)
-        shown = sharding, auto_plan(config, meta, spec, tables), opening
+        shown = sharding, auto_plan(config, spec, tables, counts), opening
         print(*filter(None, shown), sep="\n")
 
     def _save(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from dlrm.config.model_spec import ModelSpec
 from dlrm.config.schema import OptimConfig, RunConfig
-from dlrm.data.frequencies import read_frequencies
+from dlrm.data.frequencies import Counts
 from dlrm.data.schema import Meta
 from dlrm.distributed.sharding_plan import ShardingPlan, make_sharding_plan
 from dlrm.distributed.world import World
@@ -31,7 +31,7 @@ real rows, where those of SGD are stable with momentum too."""
 
 
 def build_model(
-    config: RunConfig, spec: ModelSpec, meta: Meta, world: World
+    config: RunConfig, spec: ModelSpec, meta: Meta, world: World, counts: Counts
 ) -> tuple[DLRM, ShardingPlan | None]:
     """The model of a run on the device of this process, and how its tables are sharded, if so.
 
@@ -42,10 +42,11 @@ def build_model(
         spec: the arguments of the model.
         meta: of the data.
         world: the processes.
+        counts: how often each id occurs, for shards of multi-hot tables.
     """
-    counts = (lambda: read_frequencies(config.data, meta)) if meta.multi_hot else None
     rule, options = config.optim.embeddings, asdict(config.sharding)
-    sharding = make_sharding_plan(world, meta.tables, spec, counts, rule, **options)
+    known = counts if meta.multi_hot else None
+    sharding = make_sharding_plan(world, meta.tables, spec, known, rule, **options)
     model = DLRM(**spec, sharding=sharding)
     if config.optim.embeddings == "sgd":
         for group in model.sparse_arch.groups:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 
 import torch
 
 from dlrm.config.build import build_optimizers
 from dlrm.config.model_spec import ModelSpec, auto_plan, model_spec
 from dlrm.config.schema import RunConfig
+from dlrm.data.frequencies import read_frequencies
 from dlrm.data.loader import ORDER_BYTES, shuffle_memory, windows_within
 from dlrm.data.schema import Meta
 from dlrm.model import DLRM
@@ -33,7 +35,8 @@ def describe(config: RunConfig) -> str:
     meta, device = Meta.read(config.data), pick_device(config.device)
     if not meta.has_rows("train"):
         raise ValueError(f"{config.data} has no training rows")
-    spec = model_spec(config, meta)
+    counts = cache(lambda: read_frequencies(config.data, meta))
+    spec = model_spec(config, meta, counts)
     with torch.device("meta"):
         model = DLRM(**spec)
         dense, sparse = build_optimizers(config.optim, model)
@@ -43,7 +46,7 @@ def describe(config: RunConfig) -> str:
     memory += _shuffle_buffers(config, meta, device)
     tables = format_table_plan(meta.tables, meta.cardinalities, spec["plan"], sizes)
     lines = [
-        auto_plan(config, meta, spec, tables) or tables,
+        auto_plan(config, spec, tables, counts) or tables,
         f"embeddings: {format_bytes(sum(sizes))}, compression {compression:,.1f}x",
         _steps(config, meta),
     ]

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TypedDict, cast
 
 from dlrm.config.schema import RunConfig
-from dlrm.data.frequencies import read_frequencies
+from dlrm.data.frequencies import Counts
 from dlrm.data.schema import Meta
 from dlrm.sparse_arch.auto import kept_share
 from dlrm.sparse_arch.table_plan import AUTO, TablePlan, make_table_plan
@@ -27,8 +27,14 @@ class ModelSpec(TypedDict):
     cross_rank: int
 
 
-def model_spec(config: RunConfig, meta: Meta) -> ModelSpec:
-    """The arguments of the model that a configuration describes, for the tables of the data."""
+def model_spec(config: RunConfig, meta: Meta, counts: Counts) -> ModelSpec:
+    """The arguments of the model that a configuration describes, for the tables of the data.
+
+    Args:
+        config: of the run.
+        meta: of its data.
+        counts: called if a budget depends on how often each id occurs.
+    """
     tables = asdict(config.tables)
     tables.pop("dtype")
     dtype = config.tables_dtype
@@ -44,7 +50,7 @@ def model_spec(config: RunConfig, meta: Meta) -> ModelSpec:
             options=config.methods,
             **tables,
             budget=config.budget,
-            counts=lambda: read_frequencies(config.data, meta),
+            counts=counts,
             dtype=dtype,
             ordered=not meta.extends,
             trained=config.init_from is not None,
@@ -54,21 +60,20 @@ def model_spec(config: RunConfig, meta: Meta) -> ModelSpec:
     return cast(ModelSpec, spec)
 
 
-def auto_plan(config: RunConfig, meta: Meta, spec: ModelSpec, tables: str) -> str:
+def auto_plan(config: RunConfig, spec: ModelSpec, tables: str, counts: Counts) -> str:
     """What ``--emb auto`` prints: the text of its plan, and the loss that it expects; empty for
     other kinds.
 
     Args:
         config: of the run.
-        meta: of its data, from which the ids are counted.
         spec: of its model.
         tables: the plan as text.
+        counts: how often each id occurs.
     """
     if config.emb != AUTO:
         return ""
-    counts = read_frequencies(config.data, meta)
     dim, dtype = spec["embedding_dim"], spec["tables_dtype"]
-    lost = 1 - kept_share(spec["plan"], spec["num_embeddings"], dim, counts, dtype)
+    lost = 1 - kept_share(spec["plan"], spec["num_embeddings"], dim, counts(), dtype)
     return (
         f"{tables}\nauto expects to lose {lost:.1%} of what full tables learn, by how often "
         "their ids occur"

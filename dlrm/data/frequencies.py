@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +16,12 @@ from torch import Tensor
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.preprocess.vocabulary import open_vocabulary, read_vocabulary
 from dlrm.data.schema import DESCRIBED, META_FILE, Categorical, Meta
-from dlrm.data.threads import map_in_order
+from dlrm.data.threads import map_in_order, thread_pool
 from dlrm.utils.cpus import cpu_count
 
 MOST_ROWS = 1 << 24  # training rows to count; of a larger split, evenly spaced row groups
+Counts = Callable[[], list[Tensor]]
+"""Returns the occurrences of every id of every column, as :func:`read_frequencies`."""
 _COUNTED = pa.schema([pa.field(name, pa.int64(), nullable=False) for name in ("id", "count")])
 
 
@@ -35,7 +38,8 @@ def read_frequencies(directory: str | os.PathLike[str], meta: Meta) -> list[Tens
     paths = [Path(directory) / meta.vocabulary_file(column.name) for column in meta.categorical]
     if meta.options.get("made_by") == DESCRIBED or not all(path.is_file() for path in paths):
         return count_ids(directory, meta)
-    return [_listed(path, column) for column, path in zip(meta.categorical, paths, strict=True)]
+    files = zip(paths, meta.categorical, strict=True)
+    return list(map_in_order(lambda file: _listed(*file), files, cpu_count()))
 
 
 def _listed(path: Path, column: Categorical) -> Tensor:
@@ -80,8 +84,13 @@ def count_ids(
             f"{directory}: the counts of {sum(meta.cardinalities):,} ids do not fit in memory, "
             f"most of them of {column.name!r}; renumber the ids from 0, the most frequent first"
         ) from None
-    for rows in map_in_order(reader.read, row_groups[::every], cpu_count()):
-        for count, values in zip(counts, rows.ids, strict=True):
-            ids = torch.from_numpy(values.ravel().astype(np.int64))
-            count.index_add_(0, ids, torch.ones_like(ids))
+
+    def add(count: Tensor, values: np.ndarray) -> None:
+        ids = torch.from_numpy(values.ravel().astype(np.int64))
+        count.index_add_(0, ids, torch.ones_like(ids))
+
+    with thread_pool(cpu_count(), "id-counter") as pool:  # a column each
+        for rows in map_in_order(reader.read, row_groups[::every], cpu_count()):
+            for added in [pool.submit(add, *own) for own in zip(counts, rows.ids, strict=True)]:
+                added.result()
     return [count.mul_(every) for count in counts]

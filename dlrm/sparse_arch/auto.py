@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from dlrm.embeddings.common.budget import WEIGHT_BYTES, WIDE
@@ -142,10 +142,12 @@ class Table:
         self.rows = rows
         count, lengths = count.unique_consecutive(return_counts=True)  # runs of equal ones
         count = count.double()
-        self._utility = count ** (2 - SPECIFIC) / (count + RARE)  # of an id of each run
-        self._ends = lengths.cumsum(0)
-        self._total = (self._utility * lengths).cumsum(0)  # of all ids up to the end of a run
-        self._rising = -self._utility.flip(0).cummax(0).values.flip(0)
+        utility = count ** (2 - SPECIFIC) / (count + RARE)  # of an id of each run
+        # NumPy needs less time for searches of single values, of which there are thousands.
+        self._utility = utility.numpy()
+        self._ends = lengths.cumsum(0).numpy()
+        self._total = (utility * lengths).cumsum(0).numpy()  # of all ids up to the end of a run
+        self._rising = -utility.flip(0).cummax(0).values.flip(0).numpy()
 
         shorter = (2**k for k in range(embedding_dim.bit_length()))
         dims = [dim for dim in shorter if dim < embedding_dim] + [embedding_dim]
@@ -164,7 +166,7 @@ class Table:
 
     def utility(self, row_format: RowFormat, keep: int) -> float:
         """How much of the effect of the ids ``keep`` rows preserve."""
-        run = min(int(torch.searchsorted(self._ends, keep)), len(self._ends) - 1)
+        run = min(int(np.searchsorted(self._ends, keep)), len(self._ends) - 1)
         beyond = int(self._ends[run]) - keep
         return row_format.quality * float(self._total[run] - beyond * self._utility[run])
 
@@ -173,7 +175,7 @@ class Table:
         options = []
         for index, row_format in enumerate(self.formats):
             least = row_format.row_bytes * price / row_format.quality
-            run = int(torch.searchsorted(self._rising, -least))
+            run = int(np.searchsorted(self._rising, -least))
             keep = int(self._ends[run - 1]) if run else 0
             if keep >= self.rows - 1:
                 keep = self.rows  # a single id needs no shared row

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from importlib import import_module
+from threading import Thread
 
 import torch
 
@@ -38,6 +40,23 @@ def mode_for(model: DLRM, device: torch.device, mode: str) -> str:
         )
     auto = "eager" if not on_gpu else "graph" if one else "compile"
     return auto if mode == "auto" else mode
+
+
+def import_compiler(device: torch.device, mode: str) -> Thread:
+    """Start to import PyTorch's compiler, which takes seconds, if steps of a mode will need it.
+
+    Join the thread before anything is compiled. Until then the program may read and draw rows,
+    which leaves Python's lock to the import.
+
+    Args:
+        device: of the steps.
+        mode: one of :data:`MODES`.
+    """
+    needed = mode == "compile" or (device.type == "cuda" and mode != "eager")
+    names = ("torch._dynamo", "torch._inductor.compile_fx") if needed else ()
+    thread = Thread(target=lambda: [import_module(name) for name in names])
+    thread.start()
+    return thread
 
 
 def set_precision(precision: str, *, deterministic: bool) -> None:

@@ -25,7 +25,9 @@ def test_trains_move_as_dense_rows_under_plain_sgd_only(rule, data):
     config = parse(given, available())[0]
     meta = Meta.read(data)
     torch.manual_seed(0)
-    model, _ = build_model(config, model_spec(config, meta), meta, World.from_environment())
+    model, _ = build_model(
+        config, model_spec(config, meta, list), meta, World.from_environment(), list
+    )
     group = next(group for group in model.sparse_arch.groups if group.kind() == "tt")
     first, second, last = (core.detach().std().item() for core in group.cores)
     assert first == pytest.approx(second, rel=0.1)

@@ -104,7 +104,7 @@ def judge_data(directory: Path, kind: str) -> Outcome:
     given = ["--emb", kind, "--data", str(directory), "--model.embedding_dim", "4"]
     config, _ = parse([*given, "--tables.threshold", "1000", "--model.top_mlp", "4"], KINDS)
     with out_of_memory_advice(config.data, 4):
-        DLRM(**model_spec(config, meta))
+        DLRM(**model_spec(config, meta, list))
     return Outcome.EQUAL
 
 
