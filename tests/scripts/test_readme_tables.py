@@ -1,11 +1,12 @@
 """The README and the pages of docs/ promise nothing that was not run."""
 
+import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from scripts.maintenance import readme_tables, table_rows
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -18,9 +19,27 @@ FILES = re.compile(r"\b((?:scripts|configs|tests|dlrm)/[\w/]+\.(?:py|yaml))")
 
 
 def test_tables_are_those_of_the_results():
-    script = ROOT / "scripts" / "maintenance" / "readme_tables.py"
-    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
-    assert done.returncode == 0, "run python scripts/maintenance/readme_tables.py"
+    assert readme_tables.main(["--check"]) == 0, "run python scripts/maintenance/readme_tables.py"
+
+
+def test_a_table_that_is_not_up_to_date_is_found(tmp_path, monkeypatch):
+    text = "<!-- table: basis_cpu -->\n\n| old |\n\n<!-- end -->\n"
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("")
+    (tmp_path / "docs" / "speed.md").write_text(text)
+    monkeypatch.setattr(readme_tables, "ROOT", tmp_path)
+    assert readme_tables.main(["--check"]) == 1
+    assert (tmp_path / "docs" / "speed.md").read_text() == text
+
+
+def test_a_result_is_a_file_or_a_part_of_the_file_of_all(tmp_path, monkeypatch):
+    (tmp_path / "benchmarks").mkdir()
+    record = {"environment": {"device": "GPU"}, "results": {"step": {"results": [{"ms": 1}]}}}
+    (tmp_path / "benchmarks" / "all_gpu.json").write_text(json.dumps(record))
+    monkeypatch.setattr(table_rows, "ROOT", tmp_path)
+    step = {"environment": {"device": "GPU"}, "results": [{"ms": 1}]}
+    assert table_rows.read("all_gpu:step") == step
+    assert readme_tables.sources(["all_gpu:step"]) == "GPU; `benchmarks/all_gpu.json`."
 
 
 @pytest.mark.parametrize(("page", "link"), LINKS, ids=lambda value: str(value)[-30:])

@@ -1,0 +1,398 @@
+"""The rows of the tables in ``tables.yaml`` whose cells are not simply those of the results.
+
+Each function gets the results in the files of its table, and returns rows: values by name or, where
+the columns depend on the results, texts by the head of their column.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pandas as pd
+
+ROOT = Path(__file__).parents[2]
+Result = dict[str, Any]
+Rows = Sequence[Mapping[str, Any]]
+
+
+def read(name: str) -> Result:
+    """A result by the name of its file, or one of those in a file of all: ``all_h200:step``."""
+    name, _, part = name.partition(":")
+    found = json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())
+    return {"environment": found["environment"], **found["results"][part]} if part else found
+
+
+def spread(value: float, deviation: float | None, form: str = ".4f") -> str:
+    """A number with its standard deviation, if there is one."""
+    return f"{value:{form}}" + (f" ± {deviation:{form}}" if deviation else "")
+
+
+# Of docs/speed.md
+
+
+def busy(result: Result) -> Rows:
+    """Training on an idle machine and next to other programs, with and without bounded spinning."""
+    threads = {"ours": "bounded spin", "default": "PyTorch's default", "passive": "no spin"}
+    threads["one thread"] = "one thread"
+    states = {"idle": "idle", "busy": "busy", "busy_counting": "busy"}
+    states["busy_training"] = "next to training"
+    return [
+        {"machine": shown, "threads": threads[way], **result[state][way]}
+        for state, shown in states.items()
+        for way in threads
+        if way in result.get(state, {})
+    ]
+
+
+def relative_to_dense(result: Result) -> Rows:
+    """Steps with their speed relative to dense tables at the same batch."""
+    dense = {r["batch"]: r["ms"] for r in result["results"] if r["kind"] == "dense"}
+    return [{**r, "share": dense[r["batch"]] / r["ms"]} for r in result["results"]]
+
+
+def tt_alone(result: Result) -> Iterator[Mapping[str, Any]]:
+    """Look-ups of uniform ids, next to the time of skewed ones and to the larger floor."""
+    shapes = {
+        "bags": ("4, 4, 4", 32, "512 bags of 20"),
+        "dim16": ("2, 2, 4", 32, "65,536"),
+        "dim64": ("4, 4, 4", 32, "65,536"),
+        "dim128-rank64": ("4, 4, 8", 64, "65,536"),
+        "4-cores": ("2, 2, 2, 2", 32, "65,536"),
+    }
+    found = {(r["case"], r["ids"]): r for r in result["results"]}
+    for case, (q, rank, lookups) in shapes.items():
+        uniform, skewed = found[case, "uniform"], found[case, "skewed"]
+        floor = max(uniform["floor_step_arithmetic_us"], uniform["floor_step_bytes_us"])
+        about = {"q": q, "rank": rank, "lookups": lookups}
+        times = {"skewed": skewed["step_ms"], "floor": 1e-3 * floor}
+        yield {"reference_ms": "-", "times_reference": "-", **uniform, **times, **about}
+
+
+def lookups(result: Result) -> Iterator[Mapping[str, Any]]:
+    """Look-ups of skewed ids, with the sum of their floors."""
+    for r in result["results"]:
+        if r["ids"] == "skewed":
+            peer = f"{r['fbgemm']:.2f}" if r.get("fbgemm") else "-"
+            yield {**r, "floor": r["forward_floor"] + r["update_floor"], "peer": peer}
+
+
+def basis_on_cpu(result: Result) -> Iterator[Mapping[str, Any]]:
+    """Some of the numbers of tokens."""
+    directions = {(1, False): "forward", (8, False): "forward"}
+    directions |= dict.fromkeys([(8, True), (128, True)], "forward and backward")
+    for r in result["results"]:
+        if direction := directions.get((r["tokens"], r["backward"])):
+            yield {**r, "direction": direction}
+
+
+def epochs(result: Result) -> Rows:
+    """Epochs with the time to start."""
+    return [{**r, "start": r["building"] + r["compiling_and_capturing"]} for r in result["results"]]
+
+
+def mlperf(result: Result) -> Iterator[Mapping[str, Any]]:
+    """Steps on one GPU, and records of several by GPU."""
+    device = result["environment"]["device"].removeprefix("NVIDIA ")
+    for r in sorted(result["results"], key=itemgetter("batch")):
+        row = {"by": f"ours, 1 x {device}, {r['bags']}", "batch": f"{r['batch']:,}"}
+        yield {**row, "speed": r["Msamples/s"], "counted": "batches on the GPU, no communication"}
+    for r in json.loads((ROOT / "benchmarks/speedrun/records.json").read_text())["records"]:
+        if r["model"] == result["model"]:
+            batch = f"{r['batch'] // r['gpus']:,}" if r["batch"] else "not the same"
+            speed = r["Msamples/s"] / r["gpus"]
+            counted = "loading and communication"
+            yield {"by": r["by"], "batch": batch, "speed": speed, "counted": counted}
+
+
+def rules(result: Result) -> Rows:
+    """Milliseconds of every optimizer by dim, with the multiples of what the bytes take."""
+    rows: dict[str, dict[str, str]] = {}
+    for r in sorted(result["results"], key=itemgetter("dim")):
+        if r["ids"] == "int32":
+            cell = f"{r['all_ms']:.2f} ({r['times_floor']:.1f}, {r['update_times_floor']:.1f})"
+            rows.setdefault(r["rule"], {"optimizer": r["rule"]})[f"dim {r['dim']}"] = cell
+    return list(rows.values())
+
+
+def exports(result: Result) -> Iterator[Mapping[str, Any]]:
+    """Milliseconds of exported models and of others, by the size of the batch."""
+    for r in result["results"]:
+        compression = f"tt, {r.get('times_smaller', 0):.0f}x"
+        row = {"model": r["model"].replace("tt", compression)}
+        row["tables, MB"] = f"{r['table_bytes'] / 1e6:,.0f}" if "table_bytes" in r else ""
+        row["load, s"] = f"{r['load_seconds']:.2f}" if "load_seconds" in r else ""
+        for key in r:
+            if key.startswith("batch_"):
+                head = f"{int(key.removeprefix('batch_')):,}"
+                row[head] = f"{r[key]['p50_ms']:.2f} ({r[key]['p99_ms']:.2f})"
+        yield row
+
+
+# Of docs/many_gpus.md
+
+
+def distributed(*results: Result) -> Iterator[Mapping[str, Any]]:
+    """Steps of several GPUs."""
+    for r in (r for result in results for r in result["results"] if r["gpus"] > 1):
+        wire = "" if r["wire"] in ("fp32", "-") else f", {r['wire']}"
+        yield {**r, "name": r["model"].capitalize(), "wire": wire}
+
+
+def pages(result: Result) -> Rows:
+    """GB/s of rows by where they are."""
+    link, peers = result["link"]["to_gpu"], result["peers"]
+    near, *_, far, ascending = result["host"]
+    lines = [
+        ("pinned host memory", near["gather"], link, near["index_select_and_copy"]),
+        ("... 4 GB of it", far["gather"], link, far["index_select_and_copy"]),
+        ("... in ascending order", ascending["gather"], link, ascending["index_select_and_copy"]),
+        ("another GPU", peers["all_on_peer"], peers["copy_from_peer"], "-"),
+        ("half on each GPU", peers["half_on_peer"], "-", peers["half_on_peer_portable"]),
+        ("this GPU", peers["all_local"], "-", "-"),
+    ]
+    heads = "131,072 rows of 512 bytes", "by address, GB/s", "plain copy", "without addresses"
+    return [dict(zip(heads, line, strict=True)) for line in lines]
+
+
+def offloaded(result: Result) -> Iterator[Mapping[str, Any]]:
+    """Offloaded tables whose rows are fetched ahead, with their speed relative to dense ones."""
+    for r in result["results"]:
+        if r["variant"] == "offload":
+            share = f"{r['speed of dense']:.2f}" if "speed of dense" in r else "-"
+            yield {**r, "share": share}
+
+
+# Of docs/data.md
+
+
+def prepared(result: Result) -> Rows:
+    """Preparations by the millions of their rows."""
+    return [{**r, "millions": r["rows"] / 1e6} for r in result["runs"]]
+
+
+def _million(rate: Mapping[str, float]) -> str:
+    return f"{rate['median'] / 1e6:.1f} M"
+
+
+def loaded(*results: Result) -> Iterator[Mapping[str, Any]]:
+    """Rows per second on either machine, next to the bounds."""
+    for result, machine in zip(results, ("2 cores", "H100, 16 cores"), strict=True):
+        rates = {(r["batch_size"], r["shuffle"]): r["rows_per_second"] for r in result["loader"]}
+        for size in sorted({size for size, _ in rates}):
+            yield {
+                "machine": machine,
+                "batch": f"{size:,}",
+                "shuffled, rows/s": _million(rates[size, True]),
+                "in order, rows/s": _million(rates[size, False]),
+                "floor: pyarrow read": _million(result["floors"]["pyarrow_read"]),
+                "floor: plain copy": _million(result["floors"]["plain_copy"]),
+            }
+
+
+def loaded_lists(*results: Result) -> Iterator[Mapping[str, Any]]:
+    """Ids per second on either machine."""
+    cores = results[1]["environment"]["cores"]
+    for result, machine in zip(results, ("2 busy cores", f"H200, {cores} cores"), strict=True):
+        for r in result["loader"]:
+            rates = {k: f"{v['median'] / 1e6:,.0f} M" for k, v in r["ids_per_second"].items()}
+            row = {"machine": machine, "batch": f"{r['batch_size']:,}", "order": r["order"]}
+            row |= {"one-hot columns, ids/s": rates["flat"]}
+            yield row | {"lists of fixed lengths": rates["lists"], "ragged": rates["ragged"]}
+
+
+def predicted(result: Result) -> Iterator[Mapping[str, Any]]:
+    """Scores of raw and of prepared rows, and the time of a few raw ones."""
+    names = {"criteo": "Criteo", "table": "10 numbers, 10 texts"}
+    times = {(r["data"], r["rows"]): f"{r['median_ms']:.0f}" for r in result["latencies"]}
+    for r in result["runs"]:
+        raw = r["rows"] == "raw"
+        yield {
+            "rows": f"{names[r['data']]}, {r['rows']}",
+            "rows/s": f"{r['rows_per_second']:,}",
+            "core seconds per M rows": f"{r['core_seconds_per_million_rows']:.0f}",
+            "peak memory, GB": f"{r['peak_memory_gb']:.2f}",
+            "1 row, ms": times[r["data"], 1] if raw else "",
+            "1,024 rows, ms": times[r["data"], 1024] if raw else "",
+        }
+
+
+# Of docs/compression.md and docs/training.md
+
+
+def pivot(results: Rows, metric: str = "AUC", seeds: int = 1) -> Rows:
+    """A metric of each kind by compression ratio, with its standard deviation over seeds. The best
+    of each ratio is in bold, among those of at least so many seeds.
+    """
+    rows = {(row["emb"], row["budget"]): row for row in results}
+    ratios = sorted({ratio for _, ratio in rows if ratio}, key=lambda ratio: float(ratio[:-1]))
+    kinds = sorted({kind for (kind, at), row in rows.items() if at and row[metric] is not None})
+
+    def cell(kind: str, ratio: str) -> str:
+        row = rows.get((kind, ratio), {})
+        if row.get(metric) is None:
+            return "-"
+        deviation = row[f"{metric} std"]
+        text = number(row[metric]) + ("" if deviation is None else f" ± {deviation:.4f}")
+        known = [own for (_, at), own in rows.items() if at == ratio and own["seeds"] >= seeds]
+        best = max((own[metric] or 0.0 for own in known), default=0.0)
+        return f"**{text}**" if ratio and row[metric] == best else text
+
+    head = f"`--emb` (dense: {cell('dense', '')})"
+    return [{head: f"`{kind}`"} | {ratio: cell(kind, ratio) for ratio in ratios} for kind in kinds]
+
+
+def number(value: float) -> str:
+    """A share with four decimals, or a rate in thousands or millions."""
+    if value < 1:
+        return f"{value:.4f}"
+    return f"{value / 1e6:.1f} M" if value >= 1e6 else f"{value / 1e3:.1f} k"
+
+
+def latest(first: Result, *later: Result) -> list[dict[str, Any]]:
+    """Results in which the compressed tables of a kind are those of the last file that has it."""
+    rows = list(first["results"])
+    for result in later:
+        new = [row for row in result["results"] if row["budget"]]
+        kinds = {row["emb"] for row in new}
+        rows = [row for row in rows if row["emb"] not in kinds] + new
+    return rows
+
+
+def qualities(*results: Result) -> Rows:
+    """Quality of each kind at equal memory."""
+    return pivot(latest(*results))
+
+
+def sample_quality(*results: Result) -> Rows:
+    """The same on real data, kinds with rows of other types included."""
+    return pivot([row for row in latest(*results) if row["emb"] != "tt+cache"], seeds=2)
+
+
+def speeds(result: Result) -> Rows:
+    """Training throughput of each kind at equal memory."""
+    return pivot(result["results"], "samples/s")
+
+
+def boosted_trees(*_: Result) -> str:
+    """What another sort of model reaches."""
+    auc = fmean(result["auc"] for result in read("trees_sample")["results"])
+    return f"Boosted trees on the same rows reach {auc:.4f}."
+
+
+def best_possible(result: Result) -> str:
+    """What no model can exceed."""
+    return f"The best possible model reaches {result['best_possible']['auc']:.4f}."
+
+
+def sample_figure(*results: Result) -> pd.DataFrame:
+    """Points of the figure of the sample: those of several seeds; of kinds with rows of several
+    types int8 alone.
+    """
+    found = [row for row in latest(*results) if row["seeds"] > 1 and row["emb"] != "tt+cache"]
+    typed = {row["emb"].partition(" ")[0] for row in found if " " in row["emb"]} - {"tt"}
+    return pd.DataFrame([{**row, "data": "sample"} for row in found if row["emb"] not in typed])
+
+
+def grid(result: Result) -> Iterator[Mapping[str, Any]]:
+    """Cells of TT-Rec's grid."""
+    for r in result["results"]:
+        kind = r["cell"].removeprefix("fitted-")
+        found = re.fullmatch(r"tt(\d+)-r(\d+)(?:-c([\d.e-]+))?", kind)
+        tables, rank, cache = found.groups() if found else ("-", "-", None)
+        what = "dense, compressed" if kind != r["cell"] else "TT" if found else "dense"
+        row = {**r, "embeddings": what, "tables": tables, "rank": rank}
+        row["cache"] = f"{100 * float(cache):g}%" if cache else "-"
+        row["spread"] = "" if r["loss, % std"] is None else f" ± {r['loss, % std']:.3f}"
+        row["step"] = "-" if r.get("step, ms") is None else f"{r['step, ms']:.2f}"
+        yield row
+
+
+def compressed(*results: Result) -> Rows:
+    """Change of the AUC when a trained model is compressed, by kind and ratio."""
+    changes = {(r["emb"], r["budget"]): r["auc_change"] for r in latest(*results) if r["budget"]}
+    ratios = sorted({ratio for _, ratio in changes})
+    kinds = sorted(
+        dict.fromkeys(kind for kind, _ in changes), key=lambda kind: -changes.get((kind, 10.0), -1)
+    )
+    cells = {key: f"{change:+.4f}" for key, change in changes.items()}
+    return [
+        {"`--emb`": f"`{kind}`"}
+        | {f"{ratio:g}x": cells.get((kind, ratio), "-") for ratio in ratios}
+        for kind in kinds
+    ]
+
+
+def bytes_kept(result: Result) -> Iterator[Mapping[str, Any]]:
+    """What compressed tables keep in training and in serving."""
+    for r in result["results"]:
+        yield {
+            "": f"`{r['method']}`" if " " in r["method"] else r["method"],
+            "weights": "-" if r["ratio"] is None else f"{r['ratio']:g}x",
+            "training, MB": f"{r['training_MB']:,.1f}",
+            "smaller": f"{r['training_smaller']:g}x",
+            "serving, MB": f"{r['serving_MB']:,.1f}",
+            "smaller ": f"{r['serving_smaller']:g}x",
+            "what is kept": ", ".join({**r["training"], **r["serving"]}),
+        }
+
+
+def tt_steps(result: Result) -> Rows:
+    """How far a step of SGD moves a row of a tensor train, by how its cores start."""
+    rows: dict[tuple[int, int], dict[str, str]] = {}
+    sizes = [r["rows"] for r in result["results"] if r["rank"] in (8, 32)]
+    for r in result["results"]:
+        if r["rank"] in (8, 32) and r["rows"] in (sizes[0], sizes[-1]):
+            row = {"rows": f"{r['rows']:,}", "rank": str(r["rank"])}
+            own = rows.setdefault((r["rows"], r["rank"]), row)
+            own[r["start"]] = f"{r['moved']:.2g}"
+    return list(rows.values())
+
+
+def tt_sgd(*results: Result) -> Rows:
+    """Quality under plain SGD before and after the scale of trains went into the last core."""
+    cells = {"dense": "dense", "tt7-r8": "7 tables, rank 8", "tt7-r32": "7 tables, rank 32"}
+    rows = {cell: {"embeddings": text} for cell, text in cells.items()}
+    files = {"tt_rec_sgd_synthetic": "synthetic, 430,000 rows", "tt_rec_sgd_sample": "the sample"}
+    for result, (name, data) in zip(results, files.items(), strict=True):
+        for when, found in (("before", read(f"{name}_before")), ("now", result)):
+            for r in found["results"]:
+                if r["cell"] in rows:
+                    rows[r["cell"]][f"{data}, {when}"] = spread(r["AUC"], r["AUC std"])
+    return list(rows.values())
+
+
+def tt_changes(result: Result) -> Rows:
+    """What each part of tensor-train tables is worth at equal bytes."""
+    names = {
+        "trains": "trains alone, fp32",
+        "exact rows": "and exact rows for the frequent ids",
+        "bf16": "in bf16",
+        "int8": "exact rows in int8, trains in bf16",
+        "int4": "exact rows in int4, trains in bf16",
+        "cache": "in bf16, and a cache",
+        "auto": "`--emb auto`",
+    }
+    budgets = list(dict.fromkeys(r["budget"] for r in result["results"]))
+    found = {(r["variant"], r["budget"]): spread(r["auc"], r["auc_std"]) for r in result["results"]}
+    return [
+        {"`--emb tt --budget`": text}
+        | {f"sample, {budget:g}x": found.get((variant, budget), "-") for budget in budgets}
+        for variant, text in names.items()
+    ]
+
+
+def fine_tuned(result: Result) -> Iterator[Mapping[str, Any]]:
+    """What another epoch of a trained model reaches that was compressed; means of seeds."""
+    for r in result["results"]:
+        means = {name: fmean(r[name]) for name in ("scratch", "fitted", "fine_tuned")}
+        yield {**r, **means, "budget": r["budget"] or ""}
+
+
+FIGURES: dict[str, Callable[..., pd.DataFrame]] = {"sample": sample_figure}
+"""The figures of tables, ``docs/frontier_NAME.png``."""
