@@ -67,6 +67,7 @@ ON_GPU = {
     "loader": Entry("loader"),
     "loader_multi_hot": Entry("loader --multi-hot --rows 300000"),
     "synthetic": Entry("synthetic --devices cpu cuda"),
+    "whole_run": Entry("whole_run", 600),
 }
 ON_CPU = {
     "step": Entry("step --precisions fp32 bf16 --batches 2048 --kinds dense tt qr block"),

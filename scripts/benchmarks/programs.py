@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from scripts.benchmarks.harness import ROOT
@@ -24,15 +25,22 @@ class ProgramRun:
     """What it printed."""
 
 
-def run_program(program: str, *arguments: object) -> ProgramRun:
+def run_program(
+    program: str, *arguments: object, environment: Mapping[str, str] | None = None
+) -> ProgramRun:
     """Run a program of the project, for example ``scripts/predict.py``.
+
+    Args:
+        program: its file, relative to the project.
+        arguments: its arguments.
+        environment: its environment variables; by default those of this process.
 
     Raises:
         ValueError: it failed. Its error is on stderr.
     """
     command = [sys.executable, str(ROOT / program), *map(str, arguments)]
     began = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     output = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
