@@ -48,7 +48,7 @@ audit: $(VENV)/.installed
 # Runs in the Python at hand if torch is there (a GPU machine often brings its own), else in the
 # virtual environment.
 test-gpu:
-	@if $(PYTHON) -c 'import torch, triton, jsonargparse, pytest, xdist' 2>/dev/null; \
+	@if $(PYTHON) -c 'import torch, triton, pydantic, pytest, xdist' 2>/dev/null; \
 	then PYTHONPATH=".:$$PYTHONPATH" $(PYTHON) scripts/test_gpu.py; \
 	else $(MAKE) $(VENV)/.installed && $(BIN)/python scripts/test_gpu.py; fi
 

@@ -9,18 +9,19 @@ from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
 import yaml
-from jsonargparse import ArgumentError
+from pydantic import ValidationError
 
 from dlrm.config.build import optimizer_specs
 from dlrm.config.dry_run import describe
 from dlrm.config.model_spec import ModelSpec
-from dlrm.config.options import Option, make_parser, option_schema, type_name, typed_value
+from dlrm.config.options import Option, help_text, option_schema, type_name, typed_value
 from dlrm.config.schema import RENAMED, RunConfig
 from dlrm.embeddings.common.budget import row_bytes
 from dlrm.sparse_arch.table_plan import AUTO, options_of_table, parse_bytes
 from dlrm.utils.device import is_out_of_memory, pick_device
 from dlrm.utils.documents import read_yaml, shown
 from dlrm.utils.messages import did_you_mean, print_error, require_local
+from dlrm.utils.validation import mistakes
 
 MAX_PROBLEMS = 20
 """Number of mistakes that are printed."""
@@ -49,7 +50,7 @@ def parse(argv: Sequence[str], kinds: Mapping[str, type]) -> tuple[RunConfig, st
     """
     schema = option_schema(kinds)
     if {"-h", "--help"} & set(argv):
-        make_parser(schema).print_help()
+        print(help_text(schema), end="")
         raise SystemExit(0)
     given: dict[str, Any] = {}
     problems: list[str] = []
@@ -60,8 +61,8 @@ def parse(argv: Sequence[str], kinds: Mapping[str, type]) -> tuple[RunConfig, st
             problems.append(f"{source}: {error}")
             continue
         try:
-            given[name] = typed_value(schema, name, value)
-        except ArgumentError:
+            given[name] = typed_value(schema[name], value)
+        except ValueError:
             wanted = type_name(schema[name].type)
             problems.append(f"{source} is {shown(value)}, it must be {wanted}")
     config = _build(schema, given, kinds, problems)
@@ -138,7 +139,7 @@ def _given(
             problems.append(f"unknown option --{name}{_suggestion(name, schema)}")
         elif not values and schema[name].type is not bool:
             problems.append(f"--{name} needs a value: {type_name(schema[name].type)}")
-        elif len(values) > 1 and schema[name].type in (str, str | None):
+        elif len(values) > 1 and schema[name].is_text:
             text = " ".join(values)
             problems.append(f"--{name} takes one value, got {len(values)}: write '{text}'")
         else:
@@ -203,8 +204,8 @@ def _build(
             own = {f.name: values[f"{field.name}.{f.name}"] for f in fields(group)}
             try:
                 parts[field.name] = group(**own)  # type: ignore[operator]
-            except ValueError as error:
-                problems.append(f"--{field.name}: {error}")
+            except ValidationError as error:
+                problems += [f"--{field.name}.{mistake}" for mistake in mistakes(error, group)]
         elif field.name != "methods":
             parts[field.name] = values[field.name]
     if "optim" in parts:
@@ -228,8 +229,8 @@ def _build(
             problems.append(str(error))
     try:
         return RunConfig(**parts)
-    except ValueError as error:
-        problems.append(f"--{error}".replace("; ", "; --"))
+    except ValidationError as error:
+        problems += [f"--{mistake}" for mistake in mistakes(error, RunConfig)]
         return None
 
 

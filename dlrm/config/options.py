@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
+import re
 from collections.abc import Mapping
-from copy import copy
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from datetime import date
+from dataclasses import dataclass, is_dataclass
+from types import NoneType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from docstring_parser import parse as parse_docstring
-from docstring_parser import parse_from_object
-from jsonargparse import ArgumentError, ArgumentParser
+from pydantic import TypeAdapter, ValidationError
 
 from dlrm.config.schema import HOUSEKEEPING, RunConfig, default_dtype
 from dlrm.kernels.update.rules import RULES
 from dlrm.sparse_arch.table_plan import AUTO
-from dlrm.utils.documents import parse_json, parse_yaml
+from dlrm.utils.documents import parse_yaml
 
 _NULLS = ("null", "Null", "NULL", "~")  # of YAML
+_ARGUMENT = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)  # in a docstring
+_EXPONENT = re.compile(r"[-+]?\d+[eE][-+]?\d+")  # 1e-3, which is text in YAML 1.1
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,14 @@ class Option:
     """One option of the command line."""
 
     type: Any
+    """Without the range of its values, which the dataclasses check."""
     default: Any
     help: str
+
+    @property
+    def is_text(self) -> bool:
+        """Whether a value is taken as it is written."""
+        return self.type in (str, str | None)
 
 
 def option_schema(kinds: Mapping[str, type]) -> dict[str, Option]:
@@ -37,42 +44,45 @@ def option_schema(kinds: Mapping[str, type]) -> dict[str, Option]:
     Args:
         kinds: embedding kinds by name; the arguments of their constructors are options as well.
     """
-    schema: dict[str, Option] = {}
+    schema = _options_of(RunConfig)
 
-    def add(cls: type, prefix: str) -> None:
-        hints = get_type_hints(cls)
-        texts = {p.arg_name: p.description or "" for p in parse_from_object(cls).params}
-        for field in fields(cls):
-            if is_dataclass(hints[field.name]):
-                add(hints[field.name], f"{field.name}.")
-            elif field.name != "methods":
-                default = (
-                    field.default if field.default_factory is MISSING else field.default_factory()
-                )
-                schema[prefix + field.name] = Option(hints[field.name], default, texts[field.name])
-
-    add(RunConfig, "")
     emb = schema["emb"]
     valid = ", ".join([*sorted(kinds), AUTO])
     schema["emb"] = Option(emb.type, emb.default, f"{emb.help} One of: {valid}.")
     for name in ("optim.dense", "optim.embeddings"):
         schema[name] = Option(Literal[RULES], schema[name].default, schema[name].help)
+
     for kind, cls in kinds.items():
-        options: Mapping[str, inspect.Parameter] = cls.options()  # type: ignore[attr-defined]
-        hints = get_type_hints(cls.__init__)  # type: ignore[misc]
-        docs = parse_docstring(inspect.getdoc(cls) or "").params
-        texts = {p.arg_name: p.description or "" for p in docs}
-        for name, option in options.items():
-            own = hints[name]
-            if name in cls.per_table:  # type: ignore[attr-defined]
-                # Lists, with a value for each table of a group, are for code: here, use names.
-                own = Union[tuple(a for a in get_args(own) if get_origin(a) is not list)]  # noqa: UP007
-            schema[f"{kind}.{name}"] = Option(
-                own | dict[str, own],  # type: ignore[valid-type]
-                option.default,
-                texts.get(name, ""),
-            )
+        schema |= _options_of_kind(kind, cls)
     return schema
+
+
+def _options_of(cls: Any, prefix: str = "") -> dict[str, Option]:
+    """The fields of a dataclass, and of the dataclasses in it."""
+    found: dict[str, Option] = {}
+    hints = get_type_hints(cls)
+    for name, field in cls.__pydantic_fields__.items():
+        if is_dataclass(hints[name]):
+            found |= _options_of(hints[name], f"{name}.")
+        elif name != "methods":
+            default = field.get_default(call_default_factory=True)
+            found[prefix + name] = Option(hints[name], default, field.description or "")
+    return found
+
+
+def _options_of_kind(kind: str, cls: Any) -> dict[str, Option]:
+    """The options of an embedding kind, each of which may have one value for each table."""
+    found: dict[str, Option] = {}
+    hints = get_type_hints(cls.__init__)
+    arguments = (inspect.getdoc(cls) or "").partition("Args:\n")[2].partition("\n\n")[0]
+    texts = dict(_ARGUMENT.findall(arguments))
+    for name, option in cls.options().items():
+        own: Any = hints[name]
+        if name in cls.per_table:
+            # Lists, with a value for each table of a group, are for code: here, use names.
+            own = Union[tuple(a for a in get_args(own) if get_origin(a) is not list)]  # noqa: UP007
+        found[f"{kind}.{name}"] = Option(own | dict[str, own], option.default, texts.get(name, ""))
+    return found
 
 
 def changed_options(options: Mapping[str, Any], kinds: Mapping[str, type]) -> dict[str, Any]:
@@ -97,87 +107,86 @@ def changed_options(options: Mapping[str, Any], kinds: Mapping[str, type]) -> di
     return changed
 
 
-def make_parser(schema: Mapping[str, Option]) -> ArgumentParser:
-    """A parser of single options, which also prints the help."""
-    parser = ArgumentParser(
+def help_text(schema: Mapping[str, Option]) -> str:
+    """What ``--help`` prints."""
+    parser = argparse.ArgumentParser(
         prog="train.py",
         usage="%(prog)s [--config FILE] [--emb KIND] [--OPTION VALUE ...]",
         description="Train a DLRM whose sparse architecture is swapped by one flag. Options of a "
         "kind may differ by table: --tt.rank '{C3: 64, default: 16}'.",
-        exit_on_error=False,
     )
     parser.add_argument(
-        "--config", help="YAML file with options. Options on the command line override it."
+        "--config",
+        metavar="FILE",
+        help="YAML file with options. Options on the command line override it. (default: none)",
     )
     parser.add_argument(
         "--print_config",
         action="store_true",
-        help="Print all options as YAML, which --config reads, and stop.",
+        help="Print all options as YAML, which --config reads, and stop. (default: false)",
     )
-    groups = {name.partition(".")[0]: None for name in schema if "." in name}
-    made = {group: parser.add_argument_group(f"--{group}.*") for group in groups}
+    groups: dict[str, Any] = {"": parser}
     for name, option in schema.items():
-        group = made.get(name.partition(".")[0], parser) if "." in name else parser
+        group, _, leaf = name.rpartition(".")
+        if group not in groups:
+            groups[group] = parser.add_argument_group(f"--{group}.*")
+        default = option.default if isinstance(option.default, str) else json.dumps(option.default)
         text = " ".join(option.help.replace("``", "").split())
-        kwargs = {"type": option.type, "default": option.default, "help": text}
-        action = group.add_argument(f"--{name}", **kwargs)
-        action.option_strings = [f"--{name}"]  # jsonargparse adds --NAME+ to append to lists
-    return parser
+        text = f"{text} (type: {type_name(option.type)}; default: {default})"
+        groups[group].add_argument(f"--{name}", metavar=leaf.upper(), help=text.replace("%", "%%"))
+    return parser.format_help()
 
 
-def typed_value(schema: Mapping[str, Option], name: str, value: Any) -> Any:
-    """Convert ``value`` to the type of an option; a single value may stand for a list of one.
+def typed_value(option: Option, value: Any) -> Any:
+    """Convert a value to the type of an option; a single value may stand for a list of one.
+
+    Args:
+        option: the option.
+        value: text of the command line, or what a YAML file holds.
 
     Raises:
-        ArgumentError: it can't be converted.
+        ValueError: it can't be converted.
     """
-    wanted = schema[name].type
-    if wanted in (str, str | None) and isinstance(value, dict | list):
-        raise ArgumentError(None, f"{name} must be text")
-    if wanted is str and value is None:
-        raise ArgumentError(None, f"{name} has no value")
+    if option.is_text:
+        return _text(value, optional=option.type is not str)
+    if isinstance(value, str):
+        content = parse_yaml(value)
+        if content is None and value not in _NULLS:
+            raise ValueError("it is empty")
+        value = content
+
+    adapter = TypeAdapter(option.type)
     try:
-        plain = isinstance(value, str | date)
-        text = str(value) if plain else json.dumps(value, default=str)
-        text.encode()  # half a character is no text
-        if wanted in (str, str | None):
-            return None if text in _NULLS and wanted is not str else text
-        content = parse_yaml(text)  # within limits, unlike what follows
-        if content is None and text not in _NULLS:
-            raise ValueError(f"{name} is empty")
-    except (TypeError, ValueError) as error:  # keys that are not text
-        raise ArgumentError(None, str(error)) from None
-    # The time of jsonargparse is quadratic in the number of lists in a mapping.
-    if isinstance(content, dict) and any(isinstance(own, list) for own in content.values()):
-        return _value_of_each_table(schema, name, content)
-    parser = make_parser({name: schema[name]})  # ten times faster than one of all options
-    try:
-        typed = parser.parse_args([f"--{name}={text}"])[name]
-    except ArgumentError:
-        typed = parser.parse_args([f"--{name}=[{text}]"])[name]
-    try:
-        parse_json(json.dumps(typed))  # text of a list becomes numbers, which have limits too
-    except ValueError as error:
-        raise ArgumentError(None, str(error)) from None
-    # Tables may be named 0, 1, 2, which YAML takes for numbers.
-    return {str(table): own for table, own in typed.items()} if isinstance(typed, dict) else typed
+        written = json.dumps(_with_exponents(value), default=str)  # names of tables become text
+        try:
+            return adapter.validate_json(written, strict=True)
+        except ValidationError:
+            return adapter.validate_json(f"[{written}]", strict=True)
+    except TypeError as error:  # a name that JSON lacks, such as a date
+        raise ValueError(str(error)) from None
 
 
-def _value_of_each_table(
-    schema: Mapping[str, Option], name: str, tables: dict[Any, Any]
-) -> dict[str, Any]:
-    typed: dict[str, Any] = {}
-    for value in tables.values():
-        if repr(value) not in typed:
-            typed[repr(value)] = typed_value(schema, name, value)
-    by_table = any(get_origin(a) is dict for a in get_args(schema[name].type))
-    if not by_table or any(isinstance(value, dict) for value in typed.values()):
-        raise ArgumentError(None, f"{name} can't be a mapping of these")
-    return {str(table): copy(typed[repr(value)]) for table, value in tables.items()}
+def _text(value: Any, *, optional: bool) -> str | None:
+    if isinstance(value, bool | list | dict) or (value is None and not optional):
+        raise ValueError("it must be text")
+    if optional and (value is None or value in _NULLS):
+        return None
+    text = str(value)
+    text.encode()  # which fails for half of a character
+    return text
+
+
+def _with_exponents(value: Any) -> Any:
+    """A value whose texts like ``1e-3`` are numbers."""
+    if isinstance(value, list):
+        return [_with_exponents(inner) for inner in value]
+    if isinstance(value, dict):
+        return {name: _with_exponents(inner) for name, inner in value.items()}
+    return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
 
 
 def type_name(annotation: Any) -> str:
-    """``int or a mapping of tables to int`` rather than ``int | dict[str, int]``."""
+    """``a whole number or a mapping of tables to a whole number``, not ``int | dict[str, int]``."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return f"one of {', '.join(arguments)}"
@@ -186,7 +195,7 @@ def type_name(annotation: Any) -> str:
     if origin in (tuple, list):
         return f"a list, each {type_name(arguments[0])}"
     if arguments:
-        return " or ".join(type_name(a) for a in arguments if a is not type(None))
+        return " or ".join(type_name(a) for a in arguments if a is not NoneType)
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(
         annotation, str(annotation)
     )

@@ -1,14 +1,23 @@
-"""The schema of a run: frozen dataclasses whose fields are the options of the command line."""
+"""The schema of a run: frozen dataclasses whose fields are the options of the command line.
+
+Pydantic checks the types and ranges, and the text below a field is its help.
+"""
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from dlrm.utils.validation import must
+
+_PERIOD = re.compile(r"0*[1-9]\d{0,8}[smh]?")
 
 HOUSEKEEPING = {
     *("name", "output", "resume", "checkpoint", "checkpoint_every", "keep_checkpoints"),
@@ -22,7 +31,8 @@ RENAMED = {"sharding.wire": "sharding.comm_dtype"}
 """Old names of options, and the new ones."""
 
 
-_PERIOD = re.compile(r"0*[1-9]\d{0,8}[smh]?")
+OPTIONS = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+MAX_COUNT = 2**31  # of steps and samples
 
 
 def _is_name(name: str) -> bool:
@@ -31,47 +41,50 @@ def _is_name(name: str) -> bool:
     return is_one and len(os.fsencode(name)) <= 255
 
 
-def _require(**conditions: tuple[bool, str]) -> None:
-    """Raise one error that lists every option whose condition does not hold."""
-    broken = [f"{name} {text}" for name, (holds, text) in conditions.items() if not holds]
-    if broken:
-        raise ValueError("; ".join(broken))
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=MAX_COUNT)]
+Rate = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Directory = Annotated[str, must("name a directory", bool)]
+Checkpoint = Annotated[str, must("name a run or a checkpoint", bool)]
+RunName = Annotated[
+    str,
+    must("name a directory in output, in printable characters and at most 255 bytes", _is_name),
+]
+Period = Annotated[
+    str,
+    must(
+        "be steps, as 1000, or time, as 90s or 10m", re.compile(r"0*[1-9]\d{0,8}[smh]?").fullmatch
+    ),
+]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class ModelConfig:
     """Shape of the model."""
 
-    embedding_dim: int = 16
+    embedding_dim: Positive = 16
     """Length of an embedding row."""
-    bottom_mlp: tuple[int, ...] = (512, 256, 64)
+    bottom_mlp: tuple[Positive, ...] = (512, 256, 64)
     """Hidden sizes of the bottom MLP; a last layer of embedding_dim outputs follows."""
-    top_mlp: tuple[int, ...] = (512, 256)
+    top_mlp: tuple[Positive, ...] = (512, 256)
     """Hidden sizes of the top MLP; a last layer of one output follows."""
     interaction: Literal["dot", "dcn"] = "dot"
     """How features interact: pairwise dot products, or the low-rank cross network of DCN-V2."""
-    cross_layers: int = 3
+    cross_layers: Positive = 3
     """Number of layers of the cross network (dcn)."""
-    cross_rank: int = 512
+    cross_rank: Positive = 512
     """Rank of each layer of the cross network (dcn)."""
 
-    def __post_init__(self) -> None:
-        _require(
-            embedding_dim=(self.embedding_dim >= 1, f"is {self.embedding_dim}, at least 1 needed"),
-            bottom_mlp=(min(self.bottom_mlp, default=1) >= 1, "has a size below 1"),
-            top_mlp=(min(self.top_mlp, default=1) >= 1, "has a size below 1"),
-            cross_layers=(self.cross_layers >= 1, f"is {self.cross_layers}, at least 1 needed"),
-            cross_rank=(self.cross_rank >= 1, f"is {self.cross_rank}, at least 1 needed"),
-        )
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class TablesConfig:
     """Which tables have the kind that --emb names. The others are dense."""
 
-    threshold: int | None = None
+    threshold: Natural | None = None
     """Compress tables with at least this many rows. Default: 2000, and 0 with --budget."""
-    largest: int | None = None
+    largest: Natural | None = None
     """Compress the N largest tables instead."""
     kinds: dict[str, str] = field(default_factory=dict)
     """Kinds of single tables by name, for example {C3: tt, C12: qr}."""
@@ -83,19 +96,14 @@ class TablesConfig:
     or one of fewer bits. Default: fp32; bf16 for --emb tt with --budget."""
 
     def __post_init__(self) -> None:
-        _require(
-            threshold=(
-                (self.threshold or 0) >= 0 and None in (self.threshold, self.largest),
-                f"is {self.threshold}, it can't be negative, and must be null if largest is set",
-            ),
-            largest=((self.largest or 0) >= 0, f"is {self.largest}, it can't be negative"),
-        )
+        if None not in (self.threshold, self.largest):
+            raise ValueError(f"threshold is {self.threshold}, it must be null if largest is set")
 
 
 RULE_OPTIONS = ("betas", "eps", "momentum", "weight_decay", "alpha", "rho")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class OptimConfig:
     """Optimizers of the dense part and of the embeddings, and the learning-rate schedule."""
 
@@ -103,11 +111,11 @@ class OptimConfig:
     """Optimizer of the MLPs and the interaction."""
     embeddings: str = "adagrad"
     """Optimizer of the embeddings. It updates only the rows that a batch uses."""
-    lr: float | None = None
+    lr: Rate | None = None
     """Learning rate of the dense part, and of the embeddings if embeddings_lr is not set. Default:
     by the optimizer, 0.015 for Adagrad and Adamax, 0.1 for SGD, 0.001 for Adam, AdamW and RMSprop,
     1 for Adadelta."""
-    embeddings_lr: float | None = None
+    embeddings_lr: Rate | None = None
     """Learning rate of the embeddings. Default: lr if that is set, else by the optimizer, 0.015 for
     Adagrad and Adamax, 10 for SGD, 0.003 for Adam, AdamW and RMSprop, 3 for Adadelta."""
     betas: tuple[float, float] | None = None
@@ -123,43 +131,24 @@ class OptimConfig:
     """Decay rate of the squared gradients in RMSprop. Default: 0.99."""
     rho: float | None = None
     """Decay rate of the squared gradients and steps in Adadelta. Default: 0.9."""
-    fine_tune: float | None = None
+    fine_tune: Factor | None = None
     """Factor f on the rates with --init_from: embeddings_lr is multiplied by f, lr by f**4.
     Default: 1 on other data; on the same, by the validation AUC that is lost when the tables are
     fitted, 0.1 if none is, 0.3 from 0.005 on."""
-    clip_norm: float | None = None
+    clip_norm: Factor | None = None
     """Clip the norm of all gradients together to this value. Default: no clipping."""
-    warmup_steps: int = 50
+    warmup_steps: Natural = 50
     """Number of steps in which the learning rates rise linearly."""
-    decay_start: int | None = None
+    decay_start: Natural | None = None
     """Step at which a polynomial decay of the learning rates begins. Default: no decay."""
-    decay_steps: int = 1
+    decay_steps: Positive = 1
     """Number of steps in which the learning rates fall to zero."""
-    decay_power: float = 2.0
+    decay_power: Rate = 2.0
     """Power of the polynomial decay."""
 
     def __post_init__(self) -> None:
-        _require(
-            **{
-                name: (0 <= (value or 0) < math.inf, f"is {value}, it must be finite, 0 or more")
-                for name, value in {
-                    "lr": self.lr,
-                    "embeddings_lr": self.embeddings_lr,
-                    "decay_start": self.decay_start,
-                    "decay_power": self.decay_power,
-                }.items()
-            },
-            clip_norm=(self.clip_norm is None or self.clip_norm > 0, "must be above 0"),
-            fine_tune=(
-                0 < (1 if self.fine_tune is None else self.fine_tune) < math.inf,
-                f"is {self.fine_tune}, it must be finite and above 0",
-            ),
-            warmup_steps=(self.warmup_steps >= 0, "can't be negative"),
-            decay_steps=(
-                self.decay_steps == 1 or (self.decay_steps > 1 and self.decay_start is not None),
-                f"is {self.decay_steps}, it must be at least 1, and 1 without decay_start",
-            ),
-        )
+        if self.decay_steps > 1 and self.decay_start is None:
+            raise ValueError(f"decay_steps is {self.decay_steps}, it must be 1 without decay_start")
 
     @property
     def schedule(self) -> dict[str, Any]:
@@ -178,51 +167,41 @@ class OptimConfig:
         return {name: value for name, value in options.items() if value is not None}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class LoaderConfig:
     """How batches are read from Parquet."""
 
     shuffle: bool = True
     """Shuffle the training rows."""
-    window: int | None = None
+    window: Positive | None = None
     """Number of row groups, from all over the files, whose rows are mixed. Default: all, which
     permutes all rows, or as many as fit into half of the host's free memory, or an eighth of a
     GPU's."""
-    readers: int | None = None
+    readers: Positive | None = None
     """Number of threads that decode row groups in the background. Default: half of the cores, at
     most 8; with a GPU three quarters of them, at most 12."""
-    prefetch: int = 4
+    prefetch: Positive = 4
     """Number of batches to prepare in advance."""
     drop_last: bool = False
     """Drop the last batch of an epoch if it is not full."""
     allow_outside: bool = False
     """Read the files that meta.json lists outside of its directory too."""
 
-    def __post_init__(self) -> None:
-        _require(
-            window=(
-                self.window is None or self.window >= 1,
-                f"is {self.window}, at least 1 needed",
-            ),
-            readers=(
-                self.readers is None or self.readers >= 1,
-                f"is {self.readers}, at least 1 needed",
-            ),
-            prefetch=(self.prefetch >= 1, f"is {self.prefetch}, at least 1 needed"),
-        )
+
+ShardingType = Literal["auto", "replicate", "table", "row", "column"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class ShardingConfig:
     """How paged tables and large dense tables are sharded over the processes of torchrun. All other
     tables are replicated, and their gradients summed."""
 
-    by: Literal["auto", "replicate", "table", "row", "column"] = "auto"
+    by: ShardingType = "auto"
     """Sharding type: table-wise, row-wise, column-wise or replicated. auto balances bytes and
     look-ups."""
-    tables: dict[str, str] = field(default_factory=dict)
+    tables: dict[str, ShardingType] = field(default_factory=dict)
     """Sharding types of single tables by name, for example {C3: column, C12: replicate}."""
-    threshold: int | None = None
+    threshold: Natural | None = None
     """Replicate dense tables with fewer rows. Default: those of less than 6 MB."""
     comm_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type in which vectors and gradients are sent between processes. Rows that peers read keep the
@@ -231,18 +210,8 @@ class ShardingConfig:
     """How vectors and gradients are exchanged. With peers, GPUs read and write each other's memory,
     each distinct row once. auto takes peers where GPUs of one host can do that, else collective."""
 
-    def __post_init__(self) -> None:
-        types = ("auto", "replicate", "table", "row", "column")
-        _require(
-            threshold=((self.threshold or 0) >= 0, f"is {self.threshold}, it can't be negative"),
-            tables=(
-                set(self.tables.values()) <= {*types},
-                f"is {self.tables}, each must be one of {', '.join(types)}",
-            ),
-        )
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=OPTIONS)
 class RunConfig:
     """A training run."""
 
@@ -252,41 +221,41 @@ class RunConfig:
     budget: str | None = None
     """Memory for all embeddings, for example 20MB, or 100x less than dense tables. It sets the
     options of the kind."""
-    data: str = "data/demo"
+    data: Directory = "data/demo"
     """Directory written by scripts/prepare_criteo.py or scripts/make_synthetic.py. The default is
     synthetic and is made on first use."""
-    output: str = "runs"
+    output: Directory = "runs"
     """Directory in which runs are stored."""
-    name: str | None = None
+    name: RunName | None = None
     """Name of the directory of the run. Default: the kind and the time."""
-    resume: str | None = None
+    resume: Checkpoint | None = None
     """Run directory or checkpoint to resume. The configuration of that run applies; options given
     here override it, for example --epochs 2."""
-    init_from: str | None = None
+    init_from: Checkpoint | None = None
     """Run directory or checkpoint of a trained model to start from. Its MLPs are copied, and the
     embeddings of the kinds chosen here are fitted to its tables."""
     new_rows: Literal["unseen", "random"] = "unseen"
     """With init_from, first rows of values that were appended to the data since. unseen: the row of
     unseen values, or the mean row of a table without one. random: as in new tables."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed for initialization and shuffling."""
-    epochs: int = 1
+    epochs: Count = 1
     """Number of passes over the training rows."""
-    max_steps: int | None = None
+    max_steps: Annotated[int, Field(ge=0, lt=MAX_COUNT)] | None = None
     """Stop after this number of steps. 0, with init_from, compresses and saves."""
-    patience: int | None = None
+    patience: Annotated[int, Field(ge=0, lt=MAX_COUNT)] | None = None
     """Stop after this number of evaluations without a better validation AUC; 0 for never. Default:
     as many as an epoch has, at least 2, if there are several epochs."""
-    batch_size: int = 512
+    batch_size: Count = 512
     """Number of samples per step, over all processes."""
-    eval_batch_size: int = 16384
+    eval_batch_size: Count = 16384
     """Number of samples per batch in evaluations."""
-    eval_every: int | None = None
+    eval_every: Count | None = None
     """Number of steps between evaluations on the validation split. Default: a quarter of an
     epoch."""
-    log_every: int = 50
+    log_every: Count = 50
     """Number of steps between log entries."""
-    populate_every: int = 200
+    populate_every: Count = 200
     """Number of steps between updates of which rows are cached, for kinds with a cache."""
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     """Precision of the matrix products in the MLPs and the interaction: fp32, tf32 (on GPUs) or
@@ -306,10 +275,10 @@ class RunConfig:
     checkpoint: bool = True
     """Save checkpoints after evaluations: the latest ones, and the one with the best validation
     AUC, whose weights are the result of the run."""
-    checkpoint_every: str | None = None
+    checkpoint_every: Period | None = None
     """Also save one at this interval: a number of steps, for example 1000, or a time, for example
     90s, 10m or 2h."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: Count = 2
     """Number of latest checkpoints to keep next to the best one."""
     model: ModelConfig = field(default_factory=ModelConfig)
     tables: TablesConfig = field(default_factory=TablesConfig)
@@ -320,32 +289,8 @@ class RunConfig:
     """Options of each embedding kind, from --<kind>.<option>."""
 
     def __post_init__(self) -> None:
-        lowest = dict.fromkeys(("epochs", "batch_size", "eval_batch_size", "log_every"), 1)
-        lowest |= {"populate_every": 1, "eval_every": 1, "keep_checkpoints": 1, "patience": 0}
-        lowest["max_steps"] = 0 if self.init_from else 1
-        _require(
-            **{
-                name: (
-                    (value := getattr(self, name)) is None or least <= value < 2**31,
-                    f"is {value}, it must be {least} .. 2**31 - 1",
-                )
-                for name, least in lowest.items()
-            },
-            checkpoint_every=(
-                self.checkpoint_every is None or bool(_PERIOD.fullmatch(self.checkpoint_every)),
-                f"is {self.checkpoint_every!r}, it must be steps, as 1000, or time, as 90s or 10m",
-            ),
-            seed=(0 <= self.seed < 2**63, f"is {self.seed}, it must be 0 .. 2**63 - 1"),
-            data=(self.data != "", "is empty, it must name a directory"),
-            output=(self.output != "", "is empty, it must name a directory"),
-            resume=(self.resume != "", "is empty, it must name a run or a checkpoint"),
-            init_from=(self.init_from != "", "is empty, it must name a run or a checkpoint"),
-            name=(
-                self.name is None or _is_name(self.name),
-                f"is {self.name!r:.80}, it must name a directory in output, in printable "
-                "characters and at most 255 bytes",
-            ),
-        )
+        if self.max_steps == 0 and not self.init_from:
+            raise ValueError("max_steps is 0, it must be at least 1 without init_from")
 
     @property
     def tables_dtype(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import date
 from types import UnionType
@@ -24,7 +24,15 @@ from typing import (
     get_type_hints,
 )
 
-from pydantic import BeforeValidator, ConfigDict, Strict, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic_core import PydanticCustomError
 
 from dlrm.utils.documents import MAX_SHOWN, shown
 from dlrm.utils.messages import did_you_mean
@@ -72,6 +80,22 @@ Text = Annotated[str, Strict(), BeforeValidator(_as_text)]
 """Text that a YAML file may write without quotes though it looks like a number or a date."""
 Texts = Annotated[tuple[Text, ...], BeforeValidator(as_list)]
 """A list of texts; a single one stands for a list of one."""
+
+
+def must(rule: str, holds: Callable[[Any], object]) -> AfterValidator:
+    """A rule that types can't say, for ``Annotated``: the value must ``rule``.
+
+    Args:
+        rule: such as ``"name a directory"``.
+        holds: whether it holds for a value.
+    """
+
+    def check(value: Any) -> Any:
+        if not holds(value):
+            raise PydanticCustomError("rule", f"It should {rule}")
+        return value
+
+    return AfterValidator(check)
 
 
 class Closed:

@@ -65,23 +65,27 @@ def test_option_without_value(capsys):
 @pytest.mark.parametrize(
     ("option", "value", "rule"),
     [
-        ("--model.embedding_dim", "0", "embedding_dim is 0, at least 1 needed"),
-        ("--model.bottom_mlp", "[0]", "bottom_mlp has a size below 1"),
+        ("--model.embedding_dim", "0", "--model.embedding_dim is 0, it must be at least 1"),
+        ("--model.bottom_mlp", "[0]", "--model.bottom_mlp.0 is 0, it must be at least 1"),
         ("--model.top_mlp", "", "--model.top_mlp is '', it must be a list"),
         ("--tables.threshold", "-1", "threshold is -1"),
         ("--tables.largest", "-1", "largest is -1"),
-        ("--sharding.tables", "{C3: rows}", "each must be one of auto, replicate, table, row"),
+        (
+            "--sharding.tables",
+            "{C3: rows}",
+            "tables to one of auto, replicate, table, row",
+        ),
         ("--tables.kinds", "{C1: ttt}", "did you mean 'tt'"),
         ("--optim.betas", "[0.9, 1.0]", "betas is set, but neither adagrad nor adagrad uses it"),
         ("--optim.alpha", "0.9", "alpha is set, but neither adagrad nor adagrad uses it"),
-        ("--optim.clip_norm", "0", "clip_norm must be above 0"),
+        ("--optim.clip_norm", "0", "--optim.clip_norm is 0.0, it must be greater than 0"),
         ("--loader.window", "0", "window is 0"),
         ("--max_steps", "0", "max_steps is 0"),
         ("--config", "nowhere.yaml", "can't be read"),
         ("--config", "", "--config needs a value: a YAML file"),
         ("--seed", "-1", "seed is -1"),
-        ("--seed", "99999999999999999999", "it must be 0 .. 2**63 - 1"),
-        ("--batch_size", "99999999999999999999", "it must be 1 .. 2**31 - 1"),
+        ("--seed", "99999999999999999999", "it must be less than 9223372036854775808"),
+        ("--batch_size", "99999999999999999999", "it must be less than 2147483648"),
         ("--name", "", "name is '', it must name a directory in output"),
         ("--name", "../other", "name is '../other', it must name a directory in output"),
         ("--name", "..", "name is '..', it must name a directory in output"),
@@ -91,15 +95,16 @@ def test_option_without_value(capsys):
         ("--emb", "Auto", "did you mean 'auto'"),
         ("--emb", "auto", "--emb auto needs a budget: set --budget 20MB or --budget 100x"),
         ("--tables.kinds", "{C1: auto}", "--tables.kinds C1 is 'auto'"),
-        ("--optim.lr", ".nan", "lr is nan, it must be finite, 0 or more"),
+        ("--optim.lr", "1e308", "--optim.lr is 1e+308, it must be at most 1000000000"),
+        ("--optim.lr", ".nan", "--optim.lr is nan, it must be a finite number"),
         ("--optim.eps", ".inf", "eps is inf, it must be finite"),
         ("--optim.decay_start", "-5", "decay_start is -5"),
-        ("--optim.decay_steps", "9", "must be at least 1, and 1 without decay_start"),
+        ("--optim.decay_steps", "9", "--optim.decay_steps is 9, it must be 1 without decay_start"),
         ("--budget", "heaps", "--budget: 'heaps' is not an amount of memory"),
-        ("--data", "", "--data is empty, it must name a directory"),
-        ("--output", "", "--output is empty, it must name a directory"),
-        ("--resume", "", "--resume is empty, it must name a run or a checkpoint"),
-        ("--init_from", "", "--init_from is empty, it must name a run or a checkpoint"),
+        ("--data", "", "--data is '', it must name a directory"),
+        ("--output", "", "--output is '', it must name a directory"),
+        ("--resume", "", "--resume is '', it must name a run or a checkpoint"),
+        ("--init_from", "", "--init_from is '', it must name a run or a checkpoint"),
         ("--device", "gpu", "--device is 'gpu'"),
         ("--tables.kinds", "{C3:tt}", "as in {C3: ..., C12: ...}"),
     ],
@@ -121,7 +126,7 @@ def test_text_is_one_value(capsys):
 
 def test_the_threshold_and_the_number_of_the_largest_tables_exclude_each_other(capsys):
     text = mistakes(capsys, "--tables.threshold", "5", "--tables.largest", "3")
-    assert "threshold is 5, it can't be negative, and must be null if largest is set" in text
+    assert "--tables.threshold is 5, it must be null if largest is set" in text
     assert parse(["--tables.largest=3", "--tables.threshold=null"], KINDS)[0].tables.largest == 3
 
 
@@ -307,7 +312,6 @@ def test_help_explains_every_option_with_its_default(capsys):
     assert len(entries) > 40
     assert "`" not in text
     assert "--tt.q Q " in text
-    assert "--tt.q+" not in text  # jsonargparse's way to append, which --config and we don't have
     for entry in entries:
         name, _, rest = entry.partition(" ")
         explanation = " ".join(rest.split())
