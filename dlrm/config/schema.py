@@ -44,7 +44,7 @@ def _is_name(name: str) -> bool:
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=1, lt=MAX_COUNT)]
-Rate = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Directory = Annotated[str, must("name a directory", bool)]
 Checkpoint = Annotated[str, must("name a run or a checkpoint", bool)]
@@ -53,10 +53,7 @@ RunName = Annotated[
     must("name a directory in output, in printable characters and at most 255 bytes", _is_name),
 ]
 Period = Annotated[
-    str,
-    must(
-        "be steps, as 1000, or time, as 90s or 10m", re.compile(r"0*[1-9]\d{0,8}[smh]?").fullmatch
-    ),
+    str, must("be steps, such as 1000, or time, such as 90s or 10m", _PERIOD.fullmatch)
 ]
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from dlrm.utils.validation import Number, Whole, validate
 
 MAX_SIZE = 1 << 48
-MAX_LR = 1e9  # products with it are finite in fp32
+MAX_LR = 1e30  # products with it are finite in fp32
 
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
