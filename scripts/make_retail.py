@@ -35,7 +35,7 @@ import torch
 from numpy.typing import NDArray
 
 from dlrm.data.prepare.column_options import build_options
-from dlrm.data.prepare.pipeline import open_and_plan, prepare_table
+from dlrm.data.prepare.table import open_and_plan, prepare_table
 from dlrm.data.schema import Meta
 from dlrm.utils.atomic import atomic_write
 from dlrm.utils.program import Parser, count_arg, exit_status, path_arg, positive_arg

@@ -18,8 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from dlrm.data.prepare.pipeline import MADE_BY
+from dlrm.data.prepare.files import find_files
 from dlrm.data.prepare.raw_rows import in_batches
+from dlrm.data.prepare.table import MADE_BY
 from dlrm.data.schema import META_FILE
 from dlrm.distributed.world import World
 from dlrm.training.evaluation import TrainedModel
@@ -132,7 +133,7 @@ def _raw_scores(options: Namespace) -> Iterator[pa.RecordBatch]:
         raise ValueError(f"{options.rows} has no splits, as it is not prepared: leave out --split")
     device, size = _device_and_batch_size(options)
     predictor = Predictor.load(options.checkpoint, device=device, last=options.last)
-    inputs = predictor.transform.find_files([options.rows])
+    inputs = find_files([options.rows])
     if options.output.resolve() in {path.resolve() for path in inputs}:
         raise ValueError(f"{options.output} is also to be scored: name another file to write")
     return predictor.score(

@@ -15,10 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from dlrm.data.criteo import Options, prepare
 from dlrm.data.parquet import RowGroupReader, constant_columns
 from dlrm.data.prepare.text_blocks import is_unchecked_zstd
 from dlrm.data.prepare.workspace import BAD_ROWS_FILE
-from dlrm.data.preprocess.pipeline import Options, prepare
 from dlrm.data.schema import Meta
 from dlrm.utils.device import peak_process_memory
 from dlrm.utils.documents import read_json

@@ -18,7 +18,7 @@ from dlrm.data.prepare.column_options import build_options, read_options
 from dlrm.data.prepare.columns import ColumnPlan
 from dlrm.data.prepare.files import RawFile
 from dlrm.data.prepare.infer import format_plan
-from dlrm.data.prepare.pipeline import (
+from dlrm.data.prepare.table import (
     OPTIONS_FILE,
     open_and_plan,
     open_later_rows,
@@ -121,8 +121,8 @@ def _prepare(
         plan,
         output,
         ids_of=ids_of,
-        append_new=append_new,
-        forget=forget,
+        grow=append_new,
+        evict_after=forget,
         skip_bad=bad_rows == "skip",
         overwrite=overwrite,
         workers=workers,

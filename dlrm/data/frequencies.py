@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dlrm.data.parquet import RowGroupReader
-from dlrm.data.preprocess.vocabulary import open_vocabulary, read_vocabulary
+from dlrm.data.prepare.vocabulary import open_vocabulary, read_vocabulary
 from dlrm.data.schema import DESCRIBED, META_FILE, Categorical, Meta
 from dlrm.data.threads import map_in_order, thread_pool
 from dlrm.utils.cpus import cpu_count

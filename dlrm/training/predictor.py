@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.prepare.fingerprint import other_data
-from dlrm.data.prepare.raw_rows import in_batches, load_transform, prepare
-from dlrm.data.prepare.transform import TableTransform
-from dlrm.data.preprocess.transform import CriteoTransform
+from dlrm.data.prepare.raw_rows import in_batches, prepare
+from dlrm.data.prepare.transform import Transform
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.data.shuffle import batch_of
 from dlrm.model import DLRM
@@ -51,7 +50,7 @@ class Predictor:
 
     model: DLRM
     """In evaluation mode."""
-    transform: TableTransform | CriteoTransform
+    transform: Transform
     reader: RowGroupReader
     """Checks the prepared rows."""
     device: torch.device
@@ -85,7 +84,7 @@ class Predictor:
                 "from raw rows, or by an earlier version; give a prepared directory with "
                 f"{META_FILE} instead"
             )
-        transform, meta = load_transform(kept), Meta.read(kept)
+        transform, meta = Transform.load(kept), Meta.read(kept)
         if state.fingerprint != meta.fingerprint:
             raise other_data(kept, path, "give a prepared directory")
         reader = RowGroupReader(kept, replace(meta, weight=None), model.sparse_arch.num_embeddings)

@@ -28,8 +28,8 @@ import torch
 from safetensors.torch import load_file
 
 from dlrm.config.schema import RunConfig
+from dlrm.data.criteo import Options, prepare
 from dlrm.data.prepare.model_inputs import InputReader
-from dlrm.data.preprocess.pipeline import Options, prepare
 from dlrm.data.schema import Meta
 from dlrm.export.delta import export_delta
 from dlrm.export.directory import PROGRAM, WEIGHTS, ExportOptions, export_run

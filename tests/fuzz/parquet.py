@@ -26,9 +26,9 @@ import pyarrow.parquet as pq  # isort: skip
 import torch  # isort: skip
 
 import train
+from dlrm.data.criteo import Options, prepare
 from dlrm.data.frequencies import read_frequencies
 from dlrm.data.loader import BatchLoader
-from dlrm.data.preprocess.pipeline import Options, prepare
 from dlrm.data.schema import SPLITS, Meta
 from dlrm.utils.documents import read_json
 from scripts import describe_parquet, evaluate, predict

@@ -21,7 +21,7 @@ from harness import Case, Outcome, main, mutate, refusal
 import numpy as np  # isort: skip
 import pyarrow.parquet as pq  # isort: skip
 
-from dlrm.data.preprocess.pipeline import Options, prepare
+from dlrm.data.criteo import Options, prepare
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, Meta
 from dlrm.utils.documents import read_json
 from scripts import prepare_criteo

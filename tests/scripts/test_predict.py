@@ -234,7 +234,7 @@ def test_rows_that_do_not_fit(criteo, table, predict, refused, tmp_path):
     assert "new.csv has no rows to score" in refused(trained, path)
     assert "is not a checkpoint" in refused(tmp_path, path)
     trained = criteo[0] / "run"
-    assert "rows.txt is not a file" in refused(trained, tmp_path / "rows.txt")
+    assert "rows.txt: no such file" in refused(trained, tmp_path / "rows.txt")
     assert "no column 'x' to keep" in refused(trained, criteo[0] / "data", "--keep", "x")
     (tmp_path / "rows").write_bytes(gzip.compress(b"x" * 999)[:-9])
     assert "damaged or cut off" in refused(trained, tmp_path / "rows")

@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from dlrm.data.preprocess import passes
-from dlrm.data.preprocess.pipeline import Options, prepare
+from dlrm.data.criteo import Options, prepare
+from dlrm.data.prepare.vocabulary import Vocabulary
 from dlrm.data.schema import CRITEO_CATEGORICAL, Meta
 from dlrm.training.checkpoint import load_model
 
@@ -115,19 +115,19 @@ def test_old_values_keep_their_ids_and_new_ones_follow(days):
 
 def test_an_interrupted_preparation_continues_with_the_same_ids(days, tmp_path, monkeypatch):
     given = options(ids_of=str(days / "0"), append_new=True)
-    append, done = passes.append_ids, []
+    extended, done = Vocabulary.extended, []
 
-    def killed(directory, name, *arguments, **more):
+    def killed(vocabulary, *arguments, **more):
         if len(done) == 9:
             raise KeyboardInterrupt
-        done.append(name)
-        return append(directory, name, *arguments, **more)
+        done.append(vocabulary)
+        return extended(vocabulary, *arguments, **more)
 
-    monkeypatch.setattr(passes, "append_ids", killed)
+    monkeypatch.setattr(Vocabulary, "extended", killed)
     with pytest.raises(KeyboardInterrupt):
         quiet(days / "1.txt", tmp_path / "out", given)
     assert not (tmp_path / "out" / "meta.json").exists()
-    monkeypatch.setattr(passes, "append_ids", append)
+    monkeypatch.setattr(Vocabulary, "extended", extended)
     quiet(days / "1.txt", tmp_path / "out", given)
     for file in ("train.parquet", "vocabulary/C1.parquet", "vocabulary/C26.parquet"):
         assert (tmp_path / "out" / file).read_bytes() == (days / "1" / file).read_bytes()
@@ -146,7 +146,7 @@ def test_values_that_cannot_be_appended(days, tmp_path):
     with pytest.raises(ValueError, match="--append-new needs --ids-of"):
         options(append_new=True)
     known = {"ids_of": str(days / "0"), "append_new": True}
-    with pytest.raises(ValueError, match="--split 0 0 1 leaves no rows for training, and only"):
+    with pytest.raises(ValueError, match="the split leaves none for training; leave --append-new out"):
         quiet(days / "1.txt", tmp_path / "a", Options(split=("0", "0", "1"), **known))
     every = tmp_path / "every"
     quiet(days / "0.txt", every, options(vocabulary="all"))
@@ -154,7 +154,7 @@ def test_values_that_cannot_be_appended(days, tmp_path):
     assert grown.categorical[0].oov_id is None
     meta = json.loads((every / "meta.json").read_text())
     (every / "meta.json").write_text(json.dumps(meta | {"fingerprint": None}))
-    with pytest.raises(ValueError, match="an earlier version and has no fingerprint; prepare it"):
+    with pytest.raises(ValueError, match="has no meta.json with a fingerprint; prepare it again"):
         quiet(days / "1.txt", tmp_path / "c", options(**known | {"ids_of": str(every)}))
     meta["extends"] = [{"fingerprint": "x", "cardinalities": [10**6] * 26}]
     (every / "meta.json").write_text(json.dumps(meta))

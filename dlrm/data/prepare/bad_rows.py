@@ -1,72 +1,94 @@
-"""Rows of a table that do not fit, skipped: the others are as if these were not in the file."""
+"""Rows that do not fit: their errors, and a report on those that are skipped."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
-from dlrm.data.prepare.text_blocks import BAD_ROWS_KEPT
-from dlrm.data.prepare.values import BadRow
-
-CHUNK = 256  # rows that are searched at a time once a part has a bad row
+BAD_ROWS_KEPT = 20
 Result = TypeVar("Result")
 
 
-class Rows(Protocol):
-    """The rows of a part, to be converted in other selections than all of them."""
+class BadRow(ValueError):
+    """A row that cannot be read.
 
-    @property
-    def count(self) -> int:
-        """How many, with those that are bad."""
+    Args:
+        row: its number in the batch, from 0; None: no row in particular.
+        problem: what is wrong, the rule and the remedy.
+    """
 
-    @property
-    def bad(self) -> Mapping[int, BadRow]:
-        """Those that are no rows of the table, by their position."""
+    unit = "row"
+    where = ""
+    kind = "not a row of the table"
+    """In a count of bad rows."""
+    remedy = "or skip such rows with --bad-rows skip"
 
-    def take(self, positions: NDArray[np.int64]) -> pa.RecordBatch:
-        """The raw columns of some rows.
+    def __init__(self, row: int | None, problem: str) -> None:
+        super().__init__(problem)
+        self.row = row
+        self.problem = problem
 
-        Raises:
-            BadRow: one of them cannot be read; its number is that in ``positions``.
+    def located(self, path: Path, first_row: int = 0) -> ValueError:
+        """The error with its file and the number of its row, from 1 and without a header.
+
+        Args:
+            path: the file.
+            first_row: number of the first row of the batch in the file, from 0.
         """
+        if self.row is None:
+            return ValueError(f"{path}{self.where}: {self.problem}")
+        number = first_row + self.row + 1
+        row = f", {self.unit} {number:,}" if number else ""  # 0: the file as a whole
+        remedy = f"; {self.remedy}" if path.is_file() else ""
+        return ValueError(f"{path}{row}{self.where}: {self.problem}{remedy}")
 
 
-class Part(Protocol):
-    """Consecutive rows of a file."""
+class BadValue(BadRow):
+    """A value that its column does not take.
 
-    def parse(self, types: Mapping[str, pa.DataType]) -> pa.RecordBatch:
-        """The columns with the names of ``types``."""
+    Args:
+        column: name of the column.
+        row: see :class:`BadRow`.
+        problem: the value, the rule and the remedy.
+    """
 
-    def rows(self, types: Mapping[str, pa.DataType]) -> Rows:
-        """The same, row by row."""
+    def __init__(self, column: str, row: int | None, problem: str) -> None:
+        super().__init__(row, problem)
+        self.where = f", column {column!r}"
+        self.kind = f"column {column!r}"
 
 
-@dataclass(frozen=True)
-class Converted(Generic[Result]):
-    """The good rows of a part."""
+class BadLine(BadRow):
+    """A line of a log that is no row of it.
 
-    result: Result
-    good: NDArray[np.int64]
-    """Their positions in the part."""
-    bad: Mapping[int, BadRow] = field(default_factory=dict)
-    """The others, by position."""
+    Args:
+        row: see :class:`BadRow`; -1: the file as a whole.
+        kind: in a count of bad rows.
+        problem: the value and the rule.
+    """
+
+    unit = "line"
+    remedy = "correct the input, or skip bad rows with --bad-rows skip"
+
+    def __init__(self, row: int, kind: str, problem: str) -> None:
+        super().__init__(row, problem)
+        self.kind = kind
 
 
 @dataclass
 class BadRows:
-    """Bad rows: a count of each kind, and the first few."""
+    """Bad rows, however many: a count of each kind, and the first few."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     first: list[dict[str, Any]] = field(default_factory=list)
-    """``file``, ``row`` (from 1, without a header), ``kind`` and ``message``."""
+    """The first ``BAD_ROWS_KEPT``: ``file`` once it is known, ``row`` or ``line`` from 1 (without a
+    header), ``kind`` and ``message``."""
 
     @property
     def count(self) -> int:
@@ -76,79 +98,53 @@ class BadRows:
     @classmethod
     def of(cls, bad: Mapping[int, BadRow]) -> Self:
         """Those of a part, by their positions; the file is not known yet."""
-        rows = [(position + 1, bad[position]) for position in sorted(bad)]
-        first = [
-            {"row": row, "kind": error.kind, "message": error.problem}
-            for row, error in rows[:BAD_ROWS_KEPT]
-        ]
-        return cls(Counter(error.kind for _, error in rows), first)
+        made = cls()
+        for position in sorted(bad):
+            made.add(bad[position], position)
+        return made
 
-    def add(self, other: BadRows, path: Path, before: int) -> None:
+    def add(self, error: BadRow, position: int) -> None:
+        """Add the next bad row of a part."""
+        self.kinds[error.kind] += 1
+        if len(self.first) < BAD_ROWS_KEPT:
+            row = {error.unit: position + 1, "kind": error.kind, "message": error.problem}
+            self.first.append(row)
+
+    def extend(self, other: BadRows, path: Path, before: int) -> None:
         """Add those of the next part of a file, with ``before`` rows of it before."""
         self.kinds.update(other.kinds)
         for row in other.first[: BAD_ROWS_KEPT - len(self.first)]:
-            self.first.append({"file": str(path), **row, "row": before + row["row"]})
+            unit = "line" if "line" in row else "row"
+            self.first.append({"file": str(path), **row, unit: before + row[unit]})
 
     def as_json(self) -> dict[str, Any]:
         """The content of ``bad_rows.json``."""
         kinds = dict(sorted(self.kinds.items()))
         return {"skipped": self.count, "kinds": kinds, "first": self.first}
 
-    def as_metadata(self) -> dict[str, str] | None:
-        """For the schema of a file of the other rows."""
-        return {"bad_rows": json.dumps(self.as_json())} if self.count else None
-
     @classmethod
-    def from_metadata(cls, metadata: Mapping[bytes, bytes] | None) -> Self:
-        """What :meth:`as_metadata` made."""
-        content = json.loads((metadata or {}).get(b"bad_rows", b"{}"))
-        return cls(Counter(content.get("kinds", {})), content.get("first", []))
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """What :meth:`as_json` made."""
+        return cls(Counter(content["kinds"]), list(content["first"]))
 
 
-def convert_good_rows(
-    part: Part, types: Mapping[str, pa.DataType], convert: Callable[[pa.RecordBatch], Result]
-) -> Converted[Result]:
-    """Convert the rows of a part that fit, and find those that do not.
+@dataclass(frozen=True)
+class Converted(Generic[Result]):
+    """The good rows of a part."""
 
-    A part without bad rows takes no more time than otherwise, another one a few milliseconds for
-    each of them.
+    result: Result
+    good: NDArray[np.int64]
+    """Their positions in the part."""
+    bad: BadRows = field(default_factory=BadRows)
+    """The others."""
 
-    Args:
-        part: the rows.
-        types: of the columns to read.
-        convert: converts raw columns.
+    @property
+    def count(self) -> int:
+        """Rows of the part, with bad ones."""
+        return len(self.good) + self.bad.count
 
-    Raises:
-        BadRow: it is no row in particular that doesn't fit.
-        ValueError: the part cannot be cut into rows.
-    """
-    try:
-        raw = part.parse(types)
-        return Converted(convert(raw), np.arange(raw.num_rows))
-    except BadRow as error:
-        if error.row is None:
-            raise
 
-    rows = part.rows(types)
-    bad = dict(rows.bad)
-    left = np.setdiff1d(np.arange(rows.count), list(bad))
-
-    def good_of(positions: Sequence[int] | NDArray[np.int64]) -> tuple[list[int], Result]:
-        """Those of some rows that can be converted together, from the first one on."""
-        kept = [int(position) for position in positions]
-        while True:
-            try:
-                return kept, convert(rows.take(np.array(kept, np.int64)))
-            except BadRow as error:
-                if error.row is None:
-                    raise
-                bad[kept.pop(error.row)] = error
-
-    good: list[int] = []
-    for start in range(0, len(left), CHUNK):
-        # With the first good row, since the form of a time is that of the rows before.
-        first = good[:1]
-        kept, _ = good_of([*first, *left[start : start + CHUNK]])
-        good += kept[len(first) :]
-    good, result = good_of(good)
-    return Converted(result, np.array(good, np.int64), bad)
+def shown(value: object) -> str:
+    """A value in a message: short, and on one line."""
+    text = repr(value)
+    return text if len(text) <= 42 else text[:40] + "..."

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 from dlrm.data.prepare.column_options import ColumnOptions, TableOptions
 from dlrm.utils.validation import validate
@@ -79,6 +80,12 @@ class ColumnPlan:
 
     options: TableOptions
     columns: tuple[Column, ...]
+    hexadecimal: bool = False
+    """Whether categories are up to 8 hex digits, which are counted and looked up as integers."""
+    cap: int | None = None
+    """Take hex digits modulo this before they are counted."""
+    vocabulary: Literal["train", "all"] = "train"
+    """The rows whose values get ids. With all, there is no id for others if each value has one."""
 
     def __post_init__(self) -> None:
         names = [f.name for f in self.features]
@@ -90,17 +97,17 @@ class ColumnPlan:
                     "of that name in the table, or leave out parts of the time"
                 )
 
-    @property
+    @cached_property
     def features(self) -> tuple[Feature, ...]:
         """All features, in the order of the columns."""
         return tuple(_features(self.columns))
 
-    @property
+    @cached_property
     def dense(self) -> tuple[Feature, ...]:
         """The features that are numbers."""
         return tuple(feature for feature in self.features if feature.dense)
 
-    @property
+    @cached_property
     def categorical(self) -> tuple[Feature, ...]:
         """The features that are ids."""
         return tuple(feature for feature in self.features if not feature.dense)
@@ -109,11 +116,11 @@ class ColumnPlan:
         """The column of a kind of which there is at most one."""
         return next((column for column in self.columns if column.kind == kind), None)
 
-    @property
-    def needed(self) -> tuple[str, ...]:
-        """Names of the columns that are read."""
+    @cached_property
+    def needed(self) -> tuple[Column, ...]:
+        """The columns that are read."""
         split = self.options.split.column
-        return tuple(c.name for c in self.columns if c.kind != "drop" or c.name == split)
+        return tuple(c for c in self.columns if c.kind != "drop" or c.name == split)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, from which :meth:`from_json` makes the same plan."""

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import TypeVar
-
 import numpy as np
 import pyarrow as pa
 
 from dlrm.data.prepare import values
+from dlrm.data.prepare.bad_rows import BadValue
 from dlrm.data.prepare.codes import labels, split_codes
 from dlrm.data.prepare.columns import SPLIT, ColumnPlan, Feature
-from dlrm.data.prepare.files import Part
-from dlrm.data.prepare.values import BadRow, BadValue
-from dlrm.data.threads import map_in_order
-
-Result = TypeVar("Result")
 
 
 def convert_rows(plan: ColumnPlan, raw: pa.RecordBatch, *, required: bool = True) -> pa.RecordBatch:
@@ -59,15 +50,17 @@ def convert_rows(plan: ColumnPlan, raw: pa.RecordBatch, *, required: bool = True
                 moments[name] = values.times(raw[name], name, options.missing, *form)
             columns[feature.name] = values.time_part(moments[name], feature.part)
         else:
-            columns[feature.name] = _feature_column(feature, raw[name], options.missing)
+            columns[feature.name] = _feature_column(plan, feature, raw[name])
     columns |= {column.name: raw[column.name] for column in there if column.kind == "pass"}
     return pa.RecordBatch.from_pydict(columns)
 
 
-def _feature_column(feature: Feature, raw: pa.Array, missing: Sequence[str]) -> pa.Array:
-    column, own = feature.column, feature.column.options
+def _feature_column(plan: ColumnPlan, feature: Feature, raw: pa.Array) -> pa.Array:
+    column, own, missing = feature.column, feature.column.options, plan.options.missing
     if column.kind == "number":
         return pa.array(values.numbers(raw, column.name, own.marks))
+    if plan.hexadecimal:
+        return values.hex_categories(raw, column.name, plan.cap)
     if column.kind == "list":
         return values.lists(raw, column.name, missing, own.separator, own.hash)
     return values.categories(raw, column.name, missing, own.hash)
@@ -93,33 +86,3 @@ def _split_column(plan: ColumnPlan, raw: pa.RecordBatch) -> pa.Array:
             name, row, "the value is missing, and the split depends on it; leave out such rows"
         )
     return pa.array(found)
-
-
-def map_parts(
-    parts: Iterable[Part], function: Callable[[int, Part], tuple[Result, int]], workers: int
-) -> Iterator[tuple[Part, Result, int]]:
-    """``function`` of the number and the content of each part, in threads, in the order of parts.
-
-    Args:
-        parts: the parts of files, one file after another.
-        function: returns a result and the number of rows of the part.
-        workers: threads.
-
-    Raises:
-        ValueError: a row or value doesn't fit; the error names the file, the row, counted from 1
-            without a header, and the column.
-    """
-
-    def work(numbered: tuple[int, Part]) -> tuple[Part, Result | BadRow, int]:
-        index, part = numbered
-        try:
-            return part, *function(index, part)
-        except BadRow as error:
-            return part, error, 0
-
-    done: Counter[Path] = Counter()
-    for part, result, rows in map_in_order(work, enumerate(parts), workers):
-        if isinstance(result, BadRow):
-            raise result.located(part.path, done[part.path])
-        done[part.path] += rows
-        yield part, result, rows

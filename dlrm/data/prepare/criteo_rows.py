@@ -1,26 +1,33 @@
-"""Lines of a raw log to columns, with reports on bad lines."""
+"""Rows of Criteo's logs: lines of 40 fields, parsed a block at a time, with reports on bad lines.
+
+This is the fast way for rows whose columns are known: 13 numbers are scaled at once, and the values
+of 26 categories become integer keys. :mod:`dlrm.data.prepare.table_rows` reads any other rows.
+"""
 
 from __future__ import annotations
 
 import codecs
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.csv
 from numpy.typing import NDArray
 
-from dlrm.data.prepare.text_blocks import BAD_ROWS_KEPT, BadRow, BadRows, TextBlock
+from dlrm.data.prepare.bad_rows import BAD_ROWS_KEPT, BadLine, BadRows, Converted
+from dlrm.data.prepare.column_options import ColumnOptions, TableOptions
+from dlrm.data.prepare.columns import Column, ColumnPlan
+from dlrm.data.prepare.hex_keys import hex_keys, modulo
+from dlrm.data.prepare.numbers import shifted_log
+from dlrm.data.prepare.text_blocks import BlockReader, TextBlock
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
 
-MISSING = -1
-"""Key of a missing value; the key of any other value is the value itself, 0 .. 2**32 - 1."""
-
 COLUMNS = ("label", *CRITEO_DENSE, *CRITEO_CATEGORICAL)
-FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 PIECE_BYTES = 1 << 18  # of a block with bad lines, looked at a line at a time
 
@@ -34,110 +41,143 @@ _LINE = re.compile(
 )
 
 
-def parse_block(block: TextBlock, transform: str = "log1p") -> tuple[pa.RecordBatch, BadRows]:
+@dataclass(kw_only=True)
+class CriteoRows:
+    """The rows of logs, as a source of rows for the preparation.
+
+    Args:
+        paths: files, in the order of time.
+        transform: of the numbers, ``log`` or ``log3``.
+        cap: take the values of categories modulo this.
+        limit: read at most this many lines, over all files.
+        scored: the rows are to be scored: the label may be missing, in all rows of a file.
+    """
+
+    paths: Sequence[Path]
+    transform: str = "log"
+    cap: int | None = None
+    limit: int | None = None
+    scored: bool = False
+    records: list[dict[str, Any]] = field(default_factory=list)
+    """Name, size in bytes and SHA-256 of each file that has been read."""
+
+    def parts(self, block_bytes: int) -> Iterator[TextBlock]:
+        """The lines of all files, in blocks.
+
+        Raises:
+            ValueError: a file is damaged or, if rows are to be scored, empty.
+        """
+        left = self.limit
+        for path in self.paths:
+            if left == 0:
+                return
+            file = BlockReader(path)
+            labelled = True
+            for block in file.blocks(left, block_bytes):
+                if self.scored and block.empty:
+                    raise ValueError(f"{path}: the file is empty; give a file that has rows")
+                if self.scored and block.first_line == 1:
+                    labelled = block.data.partition(b"\n")[0].count(b"\t") != len(COLUMNS) - 2
+                yield replace(block, labelled=labelled)
+                if left is not None:
+                    left -= block.lines
+            size = path.stat().st_size
+            self.records.append({"name": path.name, "bytes": size, "sha256": file.sha256()})
+
+    def convert(
+        self, part: TextBlock, *, skip_bad: bool
+    ) -> Converted[tuple[pa.RecordBatch, pa.RecordBatch]]:
+        """The rows of a block, without further columns.
+
+        Raises:
+            BadLine: a line is no row, and it is not to be skipped.
+        """
+        block = part if part.labelled else _with_label(part)
+        rows, good, bad = parse_block(block, self.transform, self.cap)
+        if block.empty:
+            bad.add(BadLine(-1, "empty file", "the file is empty"), -1)
+        if bad.count and not skip_bad:
+            first = bad.first[0]
+            how = "" if part.labelled else " (with a label of 0 put before it)"
+            raise BadLine(first["line"] - 1, first["kind"], first["message"] + how)
+        if not part.labelled:
+            rows = rows.drop_columns(["label"])
+        return Converted((rows, rows.select([])), good, bad)
+
+
+def criteo_plan(options: Mapping[str, Any]) -> ColumnPlan:
+    """The columns of the rows, and what becomes of them.
+
+    Args:
+        options: those of ``prepare_criteo.py``, as ``meta.json`` has them.
+    """
+    transform: Literal["log", "log3"] = "log3" if options["dense_transform"] == "log3" else "log"
+    number = ColumnOptions(kind="number", transform=transform)
+    category = ColumnOptions(kind="category", min_count=options.get("min_count", 1))
+    kinds = {"label": ColumnOptions(kind="label")}
+    kinds |= dict.fromkeys(CRITEO_DENSE, number) | dict.fromkeys(CRITEO_CATEGORICAL, category)
+    columns = [
+        Column(name=name, found="text", why="Criteo", options=own) for name, own in kinds.items()
+    ]
+    return ColumnPlan(
+        options=TableOptions(transform=transform),
+        columns=tuple(columns),
+        hexadecimal=True,
+        cap=options.get("cap"),
+        vocabulary=options.get("vocabulary", "train"),
+    )
+
+
+def parse_block(
+    block: TextBlock, transform: str = "log", cap: int | None = None
+) -> tuple[pa.RecordBatch, NDArray[np.int64], BadRows]:
     """Turn the lines of a block into columns; skip and report bad lines.
 
     Args:
         block: lines of 40 fields: label, 13 numbers, 26 values of up to 8 hex digits. All fields
             but the label may be empty.
-        transform: ``log1p`` for log(x + 1) or ``log3`` for log(x + 3), see :func:`dense`.
+        transform: ``log`` or ``log3``; see :mod:`dlrm.data.prepare.numbers`. A missing number
+            counts as 0.
+        cap: take the values of categories modulo this.
 
     Returns:
-        The good rows, and a report on the bad ones. A categorical column is a dictionary array
-        whose dictionary holds the ``int64`` keys: the value of the hex digits, or ``MISSING``.
+        The good rows, where they are in the block, and a report on the bad ones. A categorical
+        column is a dictionary array whose dictionary holds the ``int64`` keys: the value of the hex
+        digits, or :data:`dlrm.data.prepare.hex_keys.MISSING`.
     """
     try:
         if block.lines * len(COLUMNS) > len(block.data):  # a row has a label and 39 tabs at least
             raise ValueError("too short lines")  # of which pyarrow would make rows of nulls
-        return _parse(block.data, block.lines, transform), BadRows()
+        rows = _parse(block.data, block.lines, transform, cap)
+        return rows, np.arange(block.lines), BadRows()
     except ValueError:  # pyarrow's reader raises it too
-        good, bad = _check(block)
-        return _parse(b"\n".join(good), len(good), transform), bad
+        lines, positions, bad = _check(block.data)
+        rows = _parse(b"\n".join(lines), len(lines), transform, cap)
+        return rows, np.array(positions, np.int64), bad
 
 
-def dense(column: pa.ChunkedArray | pa.Array, transform: str) -> pa.Array:
-    """Transform a column of numbers; a missing number counts as 0.
-
-    ``log1p`` is log(max(x, 0) + 1), as in the reference; ``log3`` is log(max(x, -2) + 3), which
-    distinguishes -2, -1 and 0; smaller numbers count as -2.
-
-    Returns:
-        float32, no nulls.
-
-    Raises:
-        ValueError: a number is infinite or not a number.
-    """
-    if isinstance(column, pa.ChunkedArray):
-        column = column.combine_chunks()
-    x = column.fill_null(0).to_numpy()
-    if not np.isfinite(x).all():
-        raise ValueError("infinite or not a number")
-    low, shift = (0.0, 1.0) if transform == "log1p" else (-2.0, 3.0)
-    return pa.array(np.log(np.clip(x, low, FLOAT32_MAX) + shift).astype(np.float32))
+def _with_label(block: TextBlock) -> TextBlock:
+    """The block with a label of 0 before each line."""
+    lines = block.data.removesuffix(b"\n").replace(b"\n", b"\n0\t")
+    return replace(block, data=b"0\t" + lines + b"\n")
 
 
-def hex_keys(values: pa.Array) -> NDArray[np.int64]:
-    """Keys of hex strings: their value, or ``MISSING`` for an empty string.
-
-    Args:
-        values: binary, each with up to 8 hex digits in lower or upper case.
-
-    Raises:
-        ValueError: a value is not hexadecimal or too long.
-    """
-    lengths = pc.binary_length(values).to_numpy()
-    present = lengths > 0
-    if not (lengths[present] == 8).all():
-        values = pc.utf8_lpad(values.filter(pa.array(present)).cast(pa.string()), 8, "0")
-        lengths = pc.binary_length(values).to_numpy()
-        if (lengths > 8).any():
-            raise ValueError("more than 8 hex digits")
-    _, offsets, data = values.buffers()
-    first, last = np.frombuffer(offsets, np.int32)[[values.offset, values.offset + len(values)]]
-    text = np.frombuffer(data or b"", np.uint8)[first:last].view(np.uint64)
-    keys = np.full(len(present), MISSING, np.int64)
-    keys[present] = _from_hex(text)
-    return keys
-
-
-def hex_strings(keys: NDArray[np.int64]) -> pa.Array:
-    """Keys as strings of 8 lower-case hex digits; ``MISSING`` becomes an empty string."""
-    assert len(keys) < 1 << 28  # 32-bit offsets; the largest column of Terabyte has 228 M values
-    present = keys != MISSING
-    data = keys[present].astype(">u4").tobytes().hex().encode()
-    offsets = np.zeros(len(keys) + 1, np.int32)
-    np.cumsum(np.where(present, 8, 0), out=offsets[1:])
-    return pa.StringArray.from_buffers(len(keys), pa.py_buffer(offsets), pa.py_buffer(data))
-
-
-def _from_hex(text: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The value of eight ASCII digits per element, the first digit in the lowest byte.
-
-    All bytes of an element are processed at once: digits are joined to pairs, fours and eights.
-    """
-    letter = text >> np.uint64(6) & _bytes(0x01)
-    digit = (text & _bytes(0x0F)) + letter * np.uint64(9)
-    above_9 = (digit + _bytes(6)) >> np.uint64(4) & _bytes(0x01)
-    lower_case = digit + _bytes(0x30) + above_9 * np.uint64(39)
-    if (lower_case != text | letter << np.uint64(5)).any() or (digit & _bytes(0xF0)).any():
-        raise ValueError("not hex digits")
-    pairs = (digit << np.uint64(4) | digit >> np.uint64(8)) & np.uint64(0x00FF00FF00FF00FF)
-    fours = (pairs << np.uint64(8) | pairs >> np.uint64(16)) & np.uint64(0x0000FFFF0000FFFF)
-    return (fours << np.uint64(16) | fours >> np.uint64(32)) & np.uint64(0xFFFFFFFF)
-
-
-def _bytes(value: int) -> np.uint64:
-    """``value`` in each of the 8 bytes."""
-    return np.uint64(value * 0x0101010101010101)
-
-
-def _parse(data: bytes, lines: int, transform: str) -> pa.RecordBatch:
+def _parse(data: bytes, lines: int, transform: str, cap: int | None) -> pa.RecordBatch:
     raw = _read_csv(data)
     if raw.num_rows != lines:  # pyarrow's reader ends a row at a carriage return within a line
         raise ValueError(f"{raw.num_rows} rows in {lines} lines")
     columns = {"label": _label(raw["label"].combine_chunks())}
-    columns |= {name: dense(raw[name], transform) for name in CRITEO_DENSE}
-    columns |= {name: _keyed(raw[name].combine_chunks()) for name in CRITEO_CATEGORICAL}
+    for name in CRITEO_DENSE:
+        numbers = raw[name].combine_chunks().fill_null(0).to_numpy()
+        if not np.isfinite(numbers).all():
+            raise ValueError("infinite or not a number")
+        columns[name] = pa.array(shifted_log(numbers, transform))
+    for name in CRITEO_CATEGORICAL:
+        values = raw[name].combine_chunks()
+        keys = modulo(hex_keys(values.dictionary), cap)
+        narrow = pa.from_numpy_dtype(np.min_scalar_type(len(keys)))  # halves what is spilled
+        indices = values.indices.cast(narrow)
+        columns[name] = pa.DictionaryArray.from_arrays(indices, pa.array(keys))
     return pa.RecordBatch.from_pydict(columns)
 
 
@@ -161,37 +201,32 @@ def _label(column: pa.DictionaryArray) -> pa.Array:
     return pa.array([int(value) for value in values], pa.uint8()).take(column.indices)
 
 
-def _keyed(column: pa.DictionaryArray) -> pa.DictionaryArray:
-    keys = hex_keys(column.dictionary)
-    narrow = pa.from_numpy_dtype(np.min_scalar_type(len(keys)))  # halves what is spilled
-    return pa.DictionaryArray.from_arrays(column.indices.cast(narrow), pa.array(keys))
-
-
-def _check(block: TextBlock) -> tuple[list[bytes], BadRows]:
-    """Separate the good lines of a block from the bad ones, and report on these."""
+def _check(data: bytes) -> tuple[list[bytes], list[int], BadRows]:
+    """The good lines of a block, their positions, and a report on the bad ones."""
     # pyarrow's reader skips a byte order mark too.
-    data = block.data.removeprefix(codecs.BOM_UTF8)
-    good, bad, first_line = [], BadRows(), block.first_line
+    data = data.removeprefix(codecs.BOM_UTF8)
+    good: list[bytes] = []
+    positions: list[int] = []
+    bad, first = BadRows(), 0
     for piece in _pieces(data):
         starts, stops, columns = _lines(piece)
         incomplete = columns != len(COLUMNS)
+
         # Lines of another number of columns are short, up to 16 million of them in a block: those
         # that are not reported are counted without an object for each.
         reported, counted = np.split(np.flatnonzero(incomplete), [BAD_ROWS_KEPT])
-        looked_at = np.union1d(np.flatnonzero(~incomplete), reported)
-        for index in looked_at.tolist():
+        for index in np.union1d(np.flatnonzero(~incomplete), reported).tolist():
             line = piece[starts[index] : stops[index]].removesuffix(b"\r")
             if _LINE.fullmatch(line) and _all_finite(line.split(b"\t", 14)[1:14]):
                 good.append(line)
-                bad.good_lines.append(first_line - block.first_line + index)
+                positions.append(first + index)
             else:
-                where, (kind, message) = first_line + index, _diagnose(line)
-                bad.add(BadRow(file=str(block.path), line=where, kind=kind, message=message))
+                bad.add(BadLine(first + index, *_diagnose(line)), first + index)
         for few in (True, False):
             if lines := int(np.count_nonzero((columns[counted] < len(COLUMNS)) == few)):
                 bad.kinds[_wrong_columns(few)] += lines
-        first_line += len(starts)
-    return good, bad
+        first += len(starts)
+    return good, positions, bad
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:

@@ -19,10 +19,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dlrm.data.parquet import read_footer
+from dlrm.data.prepare.bad_rows import BadRow
 from dlrm.data.prepare.column_options import TableOptions
 from dlrm.data.prepare.text_blocks import BLOCK_BYTES, BlockReader
 from dlrm.data.prepare.text_formats import CsvPart, JsonPart, csv_row_end
-from dlrm.data.prepare.values import BadRow
 from dlrm.utils.messages import did_you_mean
 
 PARQUET_ROWS = 1 << 16  # of a part
@@ -64,7 +64,7 @@ class ParquetRows:
         return self.batch.take(pa.array(positions))
 
 
-Part = CsvPart | JsonPart | ParquetPart
+FilePart = CsvPart | JsonPart | ParquetPart
 
 
 @dataclass(kw_only=True)
@@ -105,7 +105,7 @@ class RawFile:
                 )
         return found
 
-    def parts(self, block_bytes: int = BLOCK_BYTES) -> Iterator[Part]:
+    def parts(self, block_bytes: int = BLOCK_BYTES) -> Iterator[FilePart]:
         """All rows, in parts that depend on the content only.
 
         Raises:
@@ -118,8 +118,8 @@ class RawFile:
         row_end = csv_row_end(self.delimiter) if self.format == "csv" and self.quotes else None
         skip = self.header
         for block in file.blocks(block_bytes=block_bytes, row_end=row_end):
-            if block.problem:
-                raise ValueError(f"{block.problem}; replace the file")
+            if block.empty:
+                raise ValueError(f"{self.path}: the file is empty; replace the file")
             if self.format == "json":
                 yield JsonPart(block=block)
                 continue
@@ -189,7 +189,7 @@ def find_files(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
     return found
 
 
-def open_table(paths: Sequence[Path], options: TableOptions) -> list[RawFile]:
+def open_files(paths: Sequence[Path], options: TableOptions) -> list[RawFile]:
     """Open the files of one table.
 
     Raises:

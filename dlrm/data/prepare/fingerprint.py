@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from dlrm.data.preprocess.vocabulary import open_vocabulary, read_vocabulary
+from dlrm.data.prepare.vocabulary import open_vocabulary, read_vocabulary
 from dlrm.data.schema import Meta
 
 

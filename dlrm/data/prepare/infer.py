@@ -8,6 +8,7 @@ from dataclasses import replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dlrm.data.prepare.bad_rows import BadRow
 from dlrm.data.prepare.codes import find_negative
 from dlrm.data.prepare.column_options import ALL_OTHERS, ColumnOptions, TableOptions, TimePart
 from dlrm.data.prepare.columns import Column, ColumnPlan
@@ -21,18 +22,14 @@ from dlrm.data.prepare.kinds import (
     whole_days,
 )
 from dlrm.data.prepare.text_formats import CsvPart
-from dlrm.data.prepare.values import (
-    BadRow,
-    decoded,
-    is_text,
-)
+from dlrm.data.prepare.values import decoded, is_text
 from dlrm.utils.messages import did_you_mean, printable
 
 SAMPLE_BYTES = 4 << 20
 PARTS: tuple[TimePart, ...] = ("hour", "weekday", "age")
 
 
-def plan_table(
+def plan_columns(
     files: Sequence[RawFile], options: TableOptions, *, skip_bad: bool = False
 ) -> ColumnPlan:
     """Decide what each column is, from the first rows of the first and the last file.
@@ -250,9 +247,7 @@ def read_types(
     text = pa.dictionary(pa.int32(), pa.string())
     types: dict[str, pa.DataType] = {}
     inferred = {} if form != "json" else dict(json_types(files[0], skip_bad=skip_bad))
-    for column in plan.columns:
-        if column.name not in plan.needed:
-            continue
+    for column in plan.needed:
         moment = column.kind == "time" and column.numeric
         plain = column.kind == "number" and column.options.marks is None
         if (plain or moment) and column.name not in keep:

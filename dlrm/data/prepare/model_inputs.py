@@ -13,9 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from dlrm.data.prepare.raw_rows import in_batches, load_transform, prepare
-from dlrm.data.prepare.transform import TableTransform
-from dlrm.data.preprocess.transform import CriteoTransform
+from dlrm.data.prepare.raw_rows import in_batches, prepare
+from dlrm.data.prepare.transform import Transform
 from dlrm.data.schema import Meta
 
 PREPARATION = "preparation"
@@ -37,7 +36,7 @@ class InputReader:
     """
 
     meta: Meta
-    transform: TableTransform | CriteoTransform
+    transform: Transform
 
     @classmethod
     def load(cls, export: str | os.PathLike[str]) -> Self:
@@ -47,7 +46,7 @@ class InputReader:
             FileNotFoundError, ValueError: it is missing or damaged.
         """
         directory = Path(export) / PREPARATION
-        return cls(meta=Meta.read(directory), transform=load_transform(directory))
+        return cls(meta=Meta.read(directory), transform=Transform.load(directory))
 
     def arrays(self, rows: Any) -> Arrays:
         """The inputs of rows in memory.

@@ -1,4 +1,4 @@
-"""Raw rows prepared like the data that a model was trained on: whichever program prepared that."""
+"""Raw rows prepared like the data that a model was trained on."""
 
 from __future__ import annotations
 
@@ -11,52 +11,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from dlrm.data.prepare.transform import TRANSFORM_FILE, TableTransform
-from dlrm.data.prepare.values import BadRow
-from dlrm.data.preprocess.transform import CriteoTransform
+from dlrm.data.prepare.bad_rows import BadRow
+from dlrm.data.prepare.transform import Transform, transform_files
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.utils.atomic import atomic_directory
 from dlrm.utils.messages import did_you_mean, print_error
 
 
-def load_transform(directory: str | os.PathLike[str]) -> TableTransform | CriteoTransform:
-    """The transform of a prepared directory, or of a copy of its :func:`transform_files`.
-
-    Example::
-
-        transform = load_transform("data/mine")
-        for rows, kept, numbers in transform.read(["new.csv"], keep=["row_id"]):
-            ...  # rows: label if the file has one, dense and categorical columns as in meta.json
-
-    Raises:
-        FileNotFoundError: the directory has none.
-        ValueError: it was not made from raw rows, or a file is damaged.
-    """
-    if (Path(directory) / TRANSFORM_FILE).is_file():
-        return TableTransform.load(directory)
-    return CriteoTransform.load(directory)
-
-
-def transform_files(directory: str | os.PathLike[str]) -> list[Path]:
-    """The files of a prepared directory, relative to it, that :func:`load_transform` needs.
-
-    Raises:
-        FileNotFoundError: the directory has no ``meta.json``.
-        ValueError: the data was not made from raw rows.
-    """
-    meta, files = Meta.read(directory), [Path(META_FILE)]
-    if (Path(directory) / TRANSFORM_FILE).is_file():
-        files.append(Path(TRANSFORM_FILE))
-    elif "dense_transform" not in meta.options:
-        raise ValueError(
-            f"{Path(directory) / META_FILE} was not made from raw rows by prepare_table.py or "
-            "prepare_criteo.py: only prepared rows can be scored"
-        )
-    return files + [Path(Meta.vocabulary_file(name)) for name in meta.tables]
-
-
 def keep_transform(directory: str | os.PathLike[str], target: Path) -> None:
-    """Keep what :func:`load_transform` needs of a prepared directory, so that a run has it.
+    """Keep the transform of a prepared directory, so that a run has it.
 
     Vocabularies may have hundreds of megabytes: they are hard links where the file system has
     them, which take no room, and else copies. ``target`` is there completely or not at all. Data
@@ -92,7 +55,7 @@ def keep_transform(directory: str | os.PathLike[str], target: Path) -> None:
                 shutil.copyfile(source / file, temporary / file)
 
 
-def prepare(transform: TableTransform | CriteoTransform, rows: Any) -> pa.RecordBatch:
+def prepare(transform: Transform, rows: Any) -> pa.RecordBatch:
     """Prepare raw rows in memory.
 
     Args:
@@ -103,9 +66,10 @@ def prepare(transform: TableTransform | CriteoTransform, rows: Any) -> pa.Record
         ValueError: a column is missing, or a value does not fit; the error names it.
     """
     raw = as_batch(rows)
+    names = raw.schema.names
+    there = set(names)
     for name in transform.needed:
-        if name not in raw.schema.names:
-            names = raw.schema.names
+        if name not in there:
             raise ValueError(f"the rows have no column {name!r}{did_you_mean(name, names)}")
     try:
         return transform.apply(raw.select(list(transform.needed)))

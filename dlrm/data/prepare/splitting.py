@@ -1,86 +1,100 @@
-"""Which split each row of a table belongs to."""
+"""Which split each row belongs to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dlrm.data.prepare.column_options import SplitOptions
+from dlrm.data.prepare.columns import SPLIT
 from dlrm.data.prepare.numbers import summarise
+from dlrm.data.prepare.spill import SpilledBlock
+from dlrm.data.schema import SPLITS
 from dlrm.data.splits import split_by_shares
 
-TRAIN = 0  # position in SPLITS
-Codes = NDArray[np.uint8]
+Selection = slice | NDArray[np.bool_]
+"""Some rows of a block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Splitter:
-    """Assigns rows to splits."""
+    """Assigns rows to splits: by their position, or by their values."""
 
-    options: SplitOptions
-    rows: int
-    """Of the whole table."""
+    ranges: Mapping[str, range] | None = None
+    """The rows of each split, if all of a split follow one another."""
+    options: SplitOptions | None = None
+    """How rows are assigned that are not in such an order."""
     limits: tuple[float, float] = (np.inf, np.inf)
     """For ``time``: where validation and test begin."""
 
-    def codes(self, first: int, count: int, column: NDArray | None) -> Codes:
-        """The split of consecutive rows, ``[count]``: 0 train, 1 val, 2 test.
+    def selections(self, block: SpilledBlock) -> list[Selection]:
+        """The rows of a block that belong to each of ``SPLITS``."""
+        if self.ranges is not None:
+            return [_overlap(self.ranges[split], block) for split in SPLITS]
+        codes = self._codes(block)
+        return [codes == code for code in range(len(SPLITS))]
 
-        Args:
-            first: number of the first row in the table, from 0.
-            count: number of rows.
-            column: ``[count]`` what the split depends on, if it depends on a column.
-        """
-        by = self.options.by
-        if by == "column":
-            assert column is not None
-            return column.astype(np.uint8)
-        if by == "time":
-            assert column is not None
-            values, limits = column, self.limits
+    def training(self, block: SpilledBlock) -> Selection:
+        """The rows of a block that are for training."""
+        if self.ranges is not None:
+            return _overlap(self.ranges["train"], block)
+        return self._codes(block) == 0
+
+    def _codes(self, block: SpilledBlock) -> NDArray[np.uint8]:
+        """The split of each row: its position in ``SPLITS``."""
+        assert self.options is not None
+        if self.options.by == "column":
+            return block.column(SPLIT).to_numpy()
+        if self.options.by == "time":
+            values, limits = block.column(SPLIT).to_numpy(), self.limits
         else:
             train, val, _ = self.options.shares()
-            index = np.arange(first, first + count, dtype=np.uint64)
-            if by == "random":
-                values, limits = _scrambled(index), (float(train), float(train + val))
-            else:
-                ranges = split_by_shares(self.rows, train, val)
-                values, limits = index, (ranges["train"].stop, ranges["val"].stop)
+            values = _scrambled(np.arange(block.first, block.first + block.rows, dtype=np.uint64))
+            limits = float(train), float(train + val)
         return (values >= limits[0]).astype(np.uint8) + (values >= limits[1])
 
 
 def make_splitter(
     options: SplitOptions,
+    blocks: Iterable[SpilledBlock],
     rows: int,
-    columns: Callable[[], Iterable[NDArray[np.float64]]],
-    like_time: Callable[[str], float],
+    limits: tuple[float, float] | None = None,
 ) -> Splitter:
-    """The splitter of a table that has been read.
+    """The splitter of rows that have been read.
 
     Args:
         options: the options.
-        rows: rows of the table.
-        columns: the values of the split column in blocks, for ``time``.
-        like_time: reads a limit as the values of that column are.
+        blocks: all rows.
+        rows: how many these are.
+        limits: for ``time``: where validation and test begin, if that is given.
     """
-    if options.by != "time":
-        return Splitter(options=options, rows=rows)
-    if options.val_from is not None and options.test_from is not None:
-        limits = like_time(options.val_from), like_time(options.test_from)
-        if limits[0] > limits[1]:
-            raise ValueError(
-                f"split: val_from is {options.val_from}, after test_from {options.test_from}; "
-                "validation comes between training and test"
-            )
-        return Splitter(options=options, rows=rows, limits=limits)
-    sample = np.sort(summarise(columns(), rows).sample)
     train, val, _ = options.shares()
-    places = int(train * len(sample)), int((train + val) * len(sample))
-    found = [float(sample[at]) if at < len(sample) else np.inf for at in places]
-    return Splitter(options=options, rows=rows, limits=(found[0], found[1]))
+    if options.by == "rows":
+        return Splitter(ranges=split_by_shares(rows, train, val))
+    if options.by != "time":
+        return Splitter(options=options)
+    if limits is None:
+        values = (block.column(SPLIT).to_numpy() for block in blocks)
+        sample = np.append(np.sort(summarise(values, rows).sample), np.inf)
+        last = len(sample) - 1
+        limits = float(sample[int(train * last)]), float(sample[int((train + val) * last)])
+    return Splitter(options=options, limits=limits)
+
+
+def count_selected(selection: Selection) -> int:
+    """The number of rows of a selection."""
+    if isinstance(selection, slice):
+        return selection.stop - selection.start
+    return int(np.count_nonzero(selection))
+
+
+def _overlap(rows: range, block: SpilledBlock) -> slice:
+    """The rows of a block that are in a range of all rows."""
+    start = min(max(rows.start - block.first, 0), block.rows)
+    return slice(start, max(start, min(rows.stop - block.first, block.rows)))
 
 
 def _scrambled(index: NDArray[np.uint64]) -> NDArray[np.floating]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,41 +16,9 @@ from numpy.typing import NDArray
 
 BLOCK_BYTES = 16 << 20  # 70,000 rows of Criteo: fastest to parse, because it fits the caches
 READ_BYTES = 1 << 20
-BAD_ROWS_KEPT = 20
 GZIP_MAGIC = b"\x1f\x8b"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 ZSTD_CHECKSUM = 0b100  # in the byte after the magic number: the frame ends with a checksum
-
-
-@dataclass(frozen=True, kw_only=True)
-class BadRow:
-    """A bad row, or a bad end of a file."""
-
-    file: str
-    line: int
-    """Counted from 1; 0 for the file as a whole."""
-    kind: str
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.file}{f', line {self.line}' if self.line else ''}: {self.message}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class BadRows:
-    """Bad rows, however many: a count of each kind, and the first few."""
-
-    kinds: Counter[str] = field(default_factory=Counter)
-    first: list[BadRow] = field(default_factory=list)
-    """The first ``BAD_ROWS_KEPT``, in the order of the file."""
-    good_lines: list[int] = field(default_factory=list)
-    """Where the other rows are in the block, from 0; empty if no row is bad."""
-
-    def add(self, row: BadRow) -> None:
-        """Count the next bad row."""
-        self.kinds[row.kind] += 1
-        if len(self.first) < BAD_ROWS_KEPT:
-            self.first.append(row)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +32,13 @@ class TextBlock:
     data: bytes
     consumed: int
     """Bytes of the file (before decompression) read up to here, for progress."""
-    problem: BadRow | None = None
-    """What is wrong with the file as a whole: it is empty."""
+    labelled: bool = True
+    """Whether the lines of a log begin with the label."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing in the file at all."""
+        return not self.data
 
 
 class BlockReader:
@@ -115,7 +87,7 @@ class BlockReader:
             row_end: where the last row of a buffer ends before a position, 0 if there is none; by
                 default each line is a row.
 
-        An empty file yields a block without lines, which has a ``problem``.
+        An empty file yields one block without lines.
 
         Raises:
             ValueError: a compressed file is damaged or ends early, there is no line end within
@@ -128,19 +100,14 @@ class BlockReader:
             if limit is not None and done + lines > limit:
                 lines = limit - done
                 data = _first_lines(data, lines)
-            problem = None
-            if not data:
-                if done:
-                    return
-                file, message = str(self.path), "the file is empty"
-                problem = BadRow(file=file, line=0, kind="empty file", message=message)
+            if not data and done:
+                return
             yield TextBlock(
                 path=self.path,
                 first_line=done + 1,
                 lines=lines,
                 data=data,
                 consumed=self._consumed,
-                problem=problem,
             )
             done += lines
             if done == limit:
@@ -279,8 +246,8 @@ def _unzstd(path: Path, first: bytes, pieces: Iterator[bytes]) -> Iterator[bytes
 
 def _damaged(path: Path, what: str, error: Exception) -> ValueError:
     return ValueError(
-        f"{path}: {what} damaged or cut off ({error}), and its rows can't be told from wrong ones, "
-        "not with --bad-rows skip either: copy the file again, or unpack what is left of it and "
+        f"{path}: {what} damaged or cut off ({error}), and corrupt rows cannot be detected, "
+        "even with --bad-rows skip: copy the file again, or unpack what is left of it and "
         "give that"
     )
 

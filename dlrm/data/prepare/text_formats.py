@@ -14,8 +14,9 @@ import pyarrow.csv
 import pyarrow.json
 from numpy.typing import NDArray
 
+from dlrm.data.prepare.bad_rows import BadRow, BadValue, shown
 from dlrm.data.prepare.text_blocks import TextBlock
-from dlrm.data.prepare.values import NUMBER_MISSING, BadRow, BadValue, numbers, shown
+from dlrm.data.prepare.values import NUMBER_MISSING, numbers
 
 if TYPE_CHECKING:
     from dlrm.data.prepare.files import RawFile

@@ -1,8 +1,9 @@
-"""What a preparation learned of a table, to apply it to other rows.
+"""What a preparation learned of the training rows, to apply it to other rows.
 
-A :class:`TableTransform` lies in ``transform.json`` and ``vocabulary/`` of a prepared directory.
-Whoever has a copy of these can turn raw rows into what a model takes: the preparation itself, and
-programs that score new rows, which need no label.
+A :class:`Transform` is stored with a prepared directory, in ``transform.json`` and ``vocabulary/``.
+With a copy of these, raw rows become what a model takes: in the preparation itself, and in programs
+that score new rows, which need no label. Of rows of Criteo, all but the vocabularies is known from
+the options in ``meta.json``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,15 +22,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from dlrm.data.prepare.bad_rows import Converted, convert_good_rows
+from dlrm.data.prepare.bad_rows import Converted
 from dlrm.data.prepare.columns import ColumnPlan, Feature
-from dlrm.data.prepare.convert import convert_rows, map_parts
-from dlrm.data.prepare.files import Part, RawFile, find_files, no_header_hint, open_table
+from dlrm.data.prepare.convert import convert_rows
+from dlrm.data.prepare.criteo_rows import CriteoRows, criteo_plan
+from dlrm.data.prepare.files import RawFile, find_files, no_header_hint, open_files
 from dlrm.data.prepare.infer import json_types, read_types
 from dlrm.data.prepare.numbers import Scaling, bucket_names, bucket_numbers
+from dlrm.data.prepare.row_source import Part, RowSource, map_parts
+from dlrm.data.prepare.table_rows import TableRows
 from dlrm.data.prepare.text_blocks import BLOCK_BYTES
-from dlrm.data.prepare.vocabulary import TextVocabulary
-from dlrm.data.schema import Categorical, Meta
+from dlrm.data.prepare.vocabulary import Vocabulary
+from dlrm.data.schema import CRITEO_CATEGORICAL, META_FILE, Meta
 from dlrm.utils.atomic import atomic_write
 from dlrm.utils.cpus import cpu_count
 from dlrm.utils.documents import read_json
@@ -36,16 +41,18 @@ from dlrm.utils.messages import did_you_mean
 
 TRANSFORM_FILE = "transform.json"
 VERSION = 1
+PreparedRows = tuple[pa.RecordBatch, pa.RecordBatch]
+"""Prepared rows, and columns of theirs that are kept as they were."""
 
 
 @dataclass(kw_only=True)
-class TableTransform:
-    """Raw rows of a table to the columns of a prepared directory.
+class Transform:
+    """Raw rows to the columns of a prepared directory.
 
     Example::
 
-        transform = TableTransform.load("data/mine")
-        for prepared, keys in transform.read(["new.csv"], keep=["id"]):
+        transform = Transform.load("data/mine")
+        for prepared, keys, _ in transform.read(["new.csv"], keep=["id"]):
             ...  # prepared: the features, and the label if the file has one
 
     The order of the features is that of ``meta.json``: first all dense ones, then the categorical
@@ -61,7 +68,7 @@ class TableTransform:
     """Of each number in buckets."""
     mean_weight: float = 1.0
     """Of the training rows; weights are divided by it, so that they don't change the step size."""
-    vocabularies: dict[str, TextVocabulary] = field(default_factory=dict)
+    vocabularies: dict[str, Vocabulary] = field(default_factory=dict)
     """Of each categorical feature."""
 
     @property
@@ -89,21 +96,25 @@ class TableTransform:
         Raises:
             ValueError: a value does not fit the kind of its column, or a column is missing.
         """
-        prepared = self.encode(convert_rows(self.plan, raw, required=False))
+        return self._with_gaps(self.encode(convert_rows(self.plan, raw, required=False)))
+
+    def _with_gaps(self, prepared: pa.RecordBatch) -> pa.RecordBatch:
+        """Prepared rows that are to be scored: the label may be missing."""
         label = self.plan.only("label")
-        if label is None or label.name not in prepared.schema.names:
+        if self.plan.hexadecimal or label is None or label.name not in prepared.schema.names:
             return prepared
         nullable = pa.field(label.name, pa.uint8())
-        at = prepared.schema.get_field_index(label.name)
-        return prepared.set_column(at, nullable, prepared[label.name])
+        position = prepared.schema.get_field_index(label.name)
+        return prepared.set_column(position, nullable, prepared[label.name])
 
     def encode(
-        self, rows: pa.RecordBatch, ids: Mapping[str, NDArray[np.int32]] | None = None
+        self, rows: pa.RecordBatch, ids: Mapping[str, NDArray[np.int32]] = MappingProxyType({})
     ) -> pa.RecordBatch:
-        """Prepare what :func:`dlrm.data.prepare.convert.convert_rows` returned.
+        """Prepare converted rows.
 
         Args:
-            rows: the converted rows.
+            rows: what :func:`dlrm.data.prepare.convert.convert_rows` returned. Numbers in float32
+                are scaled already.
             ids: for categories and lists, the ids of the entries of the dictionary, if they have
                 been looked up already.
         """
@@ -115,42 +126,44 @@ class TableTransform:
                 weights = rows[column.name].to_numpy() / np.float32(self.mean_weight)
                 columns[column.name] = pa.array(weights)
         for feature in self.plan.dense:
-            columns[feature.name] = pa.array(self._scaled(feature, rows))
+            numbers = rows[feature.name]
+            if numbers.type != pa.float32():
+                values = self._age(feature, numbers.to_numpy())
+                numbers = pa.array(self.scalings[feature.name].apply(values))
+            columns[feature.name] = numbers
         for feature in self.plan.categorical:
             columns[feature.name] = self._ids(feature, rows, ids)
         for column in self.plan.columns:
             if column.kind == "pass" and column.name in rows.schema.names:
                 columns[column.name] = rows[column.name]
+        passed = set(self.passed)
         fields = [  # what is prepared has no null: it is read 1.4 times as fast
-            pa.field(name, values.type, nullable=name in self.passed)
-            for name, values in columns.items()
+            pa.field(name, values.type, nullable=name in passed) for name, values in columns.items()
         ]
         return pa.RecordBatch.from_arrays(list(columns.values()), schema=pa.schema(fields))
 
-    def _scaled(self, feature: Feature, rows: pa.RecordBatch) -> NDArray[np.float32]:
-        return self.scalings[feature.name].apply(self.numbers(feature, rows))
-
-    def numbers(self, feature: Feature, rows: pa.RecordBatch) -> NDArray[np.float64]:
-        """The numbers of a dense or bucketed feature before they are transformed."""
-        values = rows[feature.name].to_numpy()
+    def _age(self, feature: Feature, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The age of times, 0 if they are later than the training rows; other numbers as is."""
         if feature.part != "age":
             return values
-        return np.maximum(self.newest[feature.name] - values, 0)  # of later rows: no age
+        return np.maximum(self.newest[feature.name] - values, 0)
 
     def _ids(
         self,
         feature: Feature,
         rows: pa.RecordBatch,
-        ids: Mapping[str, NDArray[np.int32]] | None,
+        ids: Mapping[str, NDArray[np.int32]],
     ) -> pa.Array:
         column, name = rows[feature.name], feature.name
         if feature.bucketed:
             edges = self.edges[name]
-            of_bucket = self.vocabularies[name].ids(pa.array(bucket_names(edges)))
+            of_bucket = self.vocabularies[name].ids(pa.array(bucket_names(edges)), name)
             return pa.array(of_bucket[bucket_numbers(column.to_numpy(), edges)])
+
         entries = column.flatten() if feature.multi_hot else column
-        known = None if ids is None else ids.get(name)
-        of_entry = self.vocabularies[name].ids(entries.dictionary) if known is None else known
+        of_entry = ids.get(name)
+        if of_entry is None:
+            of_entry = self.vocabularies[name].ids(entries.dictionary, name)
         found = pa.array(of_entry).take(entries.indices)
         if not feature.multi_hot:
             return found
@@ -158,37 +171,6 @@ class TableTransform:
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         kind = pa.list_(pa.field("element", found.type, nullable=False))
         return pa.ListArray.from_arrays(pa.array(offsets), found, type=kind)
-
-    @property
-    def categorical(self) -> tuple[Categorical, ...]:
-        """The categorical columns, as ``meta.json`` has them."""
-        return tuple(
-            Categorical(
-                name=feature.name,
-                cardinality=len(self.vocabularies[feature.name]),
-                multi_hot=feature.multi_hot,
-                oov_id=self.vocabularies[feature.name].oov_id,
-            )
-            for feature in self.plan.categorical
-        )
-
-    def _open(self, paths: Sequence[Path]) -> list[RawFile]:
-        """The files; where names are given, their rows may be without a label."""
-        options = self.plan.options
-        try:
-            return open_table(paths, options)
-        except ValueError:
-            label = self.plan.only("label")
-            if options.names is None or label is None:
-                raise
-            bare = tuple(name for name in options.names if name != label.name)
-            with suppress(ValueError):  # the first error is the one to report
-                return open_table(paths, replace(options, names=bare))
-            raise
-
-    def find_files(self, inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
-        """As :func:`dlrm.data.prepare.files.find_files`."""
-        return find_files(inputs)
 
     def read(
         self,
@@ -201,8 +183,9 @@ class TableTransform:
         """Read and prepare the raw rows of files, in bounded memory.
 
         Args:
-            inputs: files, directories or patterns of CSV, JSON lines or Parquet. They need all
-                columns that features are made of; the label and others may be missing.
+            inputs: files, directories or patterns of CSV, JSON lines or Parquet, or logs of Criteo.
+                They need all columns that features are made of; the label and others may be
+                missing.
             keep: columns to return as they are, such as keys of the rows.
             skip_bad: leave out rows that do not fit, as ``--bad-rows skip`` does. They count in
                 the numbers of rows.
@@ -217,39 +200,57 @@ class TableTransform:
             ValueError: a file is damaged, a column is missing, or a value does not fit; the error
                 names the file, the row and the column.
         """
-        files = self._open(find_files(inputs))
-        types = dict(read_types(self.plan, files, keep, skip_bad=skip_bad))
+        source = self._source(find_files(inputs), keep, skip_bad)
+
+        def prepare(_: int, part: Part) -> tuple[Converted[PreparedRows], int]:
+            converted = source.convert(part, skip_bad=skip_bad)
+            rows, kept = converted.result
+            prepared = self._with_gaps(self.encode(rows)), kept
+            return replace(converted, result=prepared), converted.count
+
+        done = 0
+        parts = map_parts(source, prepare, block_bytes=block_bytes, workers=cpu_count())
+        for _, found, _ in parts:
+            yield *found.result, found.good + done + 1
+            done += found.count
+
+    def _source(self, paths: Sequence[Path], keep: Sequence[str], skip_bad: bool) -> RowSource:
+        """The rows of files that are to be scored."""
+        plan = self.plan
+        if plan.hexadecimal:
+            if keep:
+                raise ValueError(f"rows of Criteo have no column {keep[0]!r} to keep: leave it out")
+            transform = plan.options.transform
+            return CriteoRows(paths=paths, transform=transform, cap=plan.cap, scored=True)
+
+        files = self._open(paths)
+        types = dict(read_types(plan, files, keep, skip_bad=skip_bad))
         if files[0].format == "json":  # a row need not name what it has no value for
             there = {*json_types(files[0], skip_bad=skip_bad), *self.needed, *keep}
-            types = {name: kind for name, kind in types.items() if name in there}
         else:
-            names = files[0].names
+            there, wanted = {*files[0].names}, {*self.needed, *keep}
             for name in types:
-                if name not in names and (name in self.needed or name in keep):
+                if name not in there and name in wanted:
                     raise ValueError(
-                        f"{files[0].path} has no column {name!r}{did_you_mean(name, names)}"
-                        f"{no_header_hint(files[0])}"
+                        f"{files[0].path} has no column {name!r}"
+                        f"{did_you_mean(name, files[0].names)}{no_header_hint(files[0])}"
                     )
-            types = {name: kind for name, kind in types.items() if name in names}
+        types = {name: kind for name, kind in types.items() if name in there}
+        return TableRows(files=files, plan=plan, types=types, keep=keep, required=False)
 
-        def convert(raw: pa.RecordBatch) -> tuple[pa.RecordBatch, pa.RecordBatch]:
-            return self.apply(raw), raw.select(list(keep))
-
-        def prepare(
-            _: int, part: Part
-        ) -> tuple[Converted[tuple[pa.RecordBatch, pa.RecordBatch]], int]:
-            if skip_bad:
-                found = convert_good_rows(part, types, convert)
-            else:
-                raw = part.parse(types)
-                found = Converted(convert(raw), np.arange(raw.num_rows))
-            return found, len(found.good) + len(found.bad)
-
-        parts = (part for file in files for part in file.parts(block_bytes))
-        done = 0
-        for _, found, rows in map_parts(parts, prepare, cpu_count()):
-            yield *found.result, found.good + done + 1
-            done += rows
+    def _open(self, paths: Sequence[Path]) -> list[RawFile]:
+        """The files; where names are given, their rows may be without a label."""
+        options = self.plan.options
+        try:
+            return open_files(paths, options)
+        except ValueError:
+            label = self.plan.only("label")
+            if options.names is None or label is None:
+                raise
+            bare = tuple(name for name in options.names if name != label.name)
+            with suppress(ValueError):  # the first error is the one to report
+                return open_files(paths, replace(options, names=bare))
+            raise
 
     def _learned(self) -> dict[str, Any]:
         """What was learned besides the vocabularies, as plain values."""
@@ -279,23 +280,33 @@ class TableTransform:
             temporary.write_text(json.dumps(content, indent=2) + "\n")
 
     @classmethod
-    def load(cls, directory: str | os.PathLike[str]) -> TableTransform:
-        """Read what lies in ``directory``: a prepared one, or a copy of its transform.
+    def load(cls, directory: str | os.PathLike[str], *, vocabularies: bool = True) -> Transform:
+        """Read what a prepared directory has, or a copy of its :func:`transform_files`.
+
+        Args:
+            directory: the directory.
+            vocabularies: read these too, so that rows can be prepared.
 
         Raises:
-            FileNotFoundError: there is no transform.
-            ValueError: a file is damaged.
+            FileNotFoundError: there is no ``transform.json`` or ``meta.json``.
+            ValueError: the directory was not made from raw rows, or a file is damaged.
         """
         path = Path(directory) / TRANSFORM_FILE
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{path} does not exist: {directory} was not made by scripts/prepare_table.py"
+        made = cls._from_json(path) if path.is_file() else cls._of_criteo(directory)
+        for feature in made.plan.categorical if vocabularies else ():
+            file = Path(directory) / Meta.vocabulary_file(feature.name)
+            made.vocabularies[feature.name] = Vocabulary.read(
+                file, hexadecimal=made.plan.hexadecimal, data=directory
             )
+        return made
+
+    @classmethod
+    def _from_json(cls, path: Path) -> Transform:
         try:
             content: dict[str, Any] = read_json(path)
             if content["version"] != VERSION:
                 raise ValueError(f"version {content['version']!r}, this program reads {VERSION}")
-            made = cls(
+            return cls(
                 plan=ColumnPlan.from_json(content),
                 scalings={name: Scaling(**own) for name, own in content["scalings"].items()},
                 newest=dict(content["newest"]),
@@ -306,7 +317,34 @@ class TableTransform:
             raise ValueError(
                 f"{path} is not a transform ({error!r}); prepare the data again"
             ) from None
-        for feature in made.plan.categorical:
-            file = Path(directory) / Meta.vocabulary_file(feature.name)
-            made.vocabularies[feature.name] = TextVocabulary.read(file)
-        return made
+
+    @classmethod
+    def _of_criteo(cls, directory: str | os.PathLike[str]) -> Transform:
+        meta = Meta.read(directory)
+        if "dense_transform" not in meta.options or meta.tables != CRITEO_CATEGORICAL:
+            raise ValueError(
+                f"{Path(directory) / META_FILE} was not made from raw rows by "
+                "scripts/prepare_table.py or scripts/prepare_criteo.py: only prepared rows can be "
+                "scored"
+            )
+        return cls.of_criteo(criteo_plan(meta.options))
+
+    @classmethod
+    def of_criteo(cls, plan: ColumnPlan) -> Transform:
+        """The transform of rows of Criteo, of which nothing is to be learned but vocabularies."""
+        scaling = Scaling(transform=plan.options.transform)
+        return cls(plan=plan, scalings={feature.name: scaling for feature in plan.dense})
+
+
+def transform_files(directory: str | os.PathLike[str]) -> list[Path]:
+    """The files of a prepared directory, relative to it, that :meth:`Transform.load` needs.
+
+    Raises:
+        FileNotFoundError: the directory has no ``meta.json``.
+        ValueError: the data was not made from raw rows.
+    """
+    files = [Path(META_FILE)]
+    if (Path(directory) / TRANSFORM_FILE).is_file():
+        files.append(Path(TRANSFORM_FILE))
+    plan = Transform.load(directory, vocabularies=False).plan
+    return files + [Path(Meta.vocabulary_file(feature.name)) for feature in plan.categorical]

@@ -8,15 +8,16 @@ fit. A missing number is NaN, a missing category is the text "".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from dlrm.data.prepare.bad_rows import BadValue, shown
+from dlrm.data.prepare.hex_keys import hex_keys, modulo
 from dlrm.data.prepare.number_texts import Marks, find_marks
-from dlrm.data.prepare.vocabulary import hash_values
+from dlrm.data.prepare.text_hashes import hash_values
 
 NUMBER_MISSING = (
     "", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "-nan", "NULL", "null", "None", "none", "\\N",
@@ -26,52 +27,6 @@ SECONDS = {"s": 1, "ms": 1000, "us": 1_000_000}
 MISSING_TIME = np.iinfo(np.int64).min
 WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 DAY = 86_400_000_000  # microseconds
-
-
-SKIP = "; or skip such rows with --bad-rows skip"
-
-
-class BadRow(ValueError):
-    """A row that cannot be read.
-
-    Args:
-        row: its number in the batch, from 0; None: no row in particular.
-        problem: what is wrong, the rule and the remedy.
-    """
-
-    where = ""
-    kind = "not a row of the table"
-    """In a count of bad rows."""
-
-    def __init__(self, row: int | None, problem: str) -> None:
-        super().__init__(problem)
-        self.row, self.problem = row, problem
-
-    def located(self, path: Path, first_row: int = 0) -> ValueError:
-        """The error with its file and the number of its row, from 1 and without a header.
-
-        Args:
-            path: the file.
-            first_row: number of the first row of the batch in the file, from 0.
-        """
-        if self.row is None:
-            return ValueError(f"{path}{self.where}: {self.problem}")
-        row = f"{path}, row {first_row + self.row + 1:,}{self.where}"
-        return ValueError(f"{row}: {self.problem}{SKIP if path.is_file() else ''}")
-
-
-class BadValue(BadRow):
-    """A value that its column does not take.
-
-    Args:
-        column: name of the column.
-        row: see :class:`BadRow`.
-        problem: the value, the rule and the remedy.
-    """
-
-    def __init__(self, column: str, row: int | None, problem: str) -> None:
-        super().__init__(row, problem)
-        self.where, self.kind = f", column {column!r}", f"column {column!r}"
 
 
 def numbers(array: pa.Array, name: str, marks: Marks | None = None) -> NDArray[np.float64]:
@@ -128,6 +83,32 @@ def categories(
     if buckets is not None:
         values = hash_values(values, buckets)
     return pa.DictionaryArray.from_arrays(indices.cast(pa.int32()), values)
+
+
+def hex_categories(array: pa.Array, name: str, cap: int | None) -> pa.DictionaryArray:
+    """``[n]`` texts of up to 8 hex digits as a dictionary array of integer keys.
+
+    Args:
+        array: texts; a missing one is null or "".
+        name: name of the column.
+        cap: take the keys modulo this.
+
+    Raises:
+        BadValue: a value is not hexadecimal.
+    """
+    array = decoded(array)
+    if not is_text(array.type) and array.type != pa.null():
+        problem = f"it holds {array.type}, not texts of hex digits; read it as text"
+        raise BadValue(name, None, problem)
+    texts = array.cast(pa.string()).fill_null("").dictionary_encode()
+    try:
+        keys = modulo(hex_keys(texts.dictionary.cast(pa.binary())), cap)
+    except ValueError:
+        good = pc.match_substring_regex(texts.dictionary, "^[0-9a-fA-F]{0,8}$")
+        row = pc.index(good.take(texts.indices), False).as_py()
+        problem = f"{shown(array[row].as_py())} is not 1 to 8 hex digits; correct it"
+        raise BadValue(name, row, problem) from None
+    return pa.DictionaryArray.from_arrays(texts.indices, pa.array(keys))
 
 
 def lists(
@@ -245,12 +226,6 @@ def weights(array: pa.Array, name: str, marks: Marks | None = None) -> NDArray[n
             name, row, f"the weight is {value}; it must be a number of 0 or more: correct it"
         )
     return narrow
-
-
-def shown(value: object) -> str:
-    """A value in a message: short, and on one line."""
-    text = repr(value)
-    return text if len(text) <= 42 else text[:40] + "..."
 
 
 def decoded(array: pa.Array) -> pa.Array:

@@ -1,13 +1,14 @@
-"""Vocabularies of text: the counterpart of :mod:`dlrm.data.preprocess.vocabulary`.
+"""Vocabularies: contiguous ids, in order of falling frequency, for the values of a column.
 
-The convention is the same. Ids are in order of falling frequency in the training rows, values of
-equal frequency in alphabetical order, so that a missing value, "", comes first. All values without
-an id share one: its place is given by their joint count, after other values with that count.
+Values with equal counts are in rising order, so that a missing value comes first. All values
+without an id share one: its position is given by their joint count, after other values with that
+count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,73 +20,166 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from dlrm.data.preprocess.appending import extend_ids
-from dlrm.data.preprocess.vocabulary import (
-    UNSEEN,
-    ZSTD,
-    assign_ids,
-    open_vocabulary,
-    read_known,
-)
+from dlrm.data.parquet import reason, whole_table
+from dlrm.data.prepare.extend_ids import extend_ids
+from dlrm.data.prepare.hex_keys import MISSING, hex_keys, hex_strings, sort_keys
+from dlrm.data.prepare.text_hashes import hash_texts
 from dlrm.utils.atomic import atomic_write
 
+# zstd with dictionaries: 43 bytes a row, 9 M rows/s read by a core; lz4: 54 bytes, 14 M rows/s.
+# Both are far faster than a loader needs, so take the smaller one.
+# With checksums, because zstd itself accepts about half of all damaged pages.
+ZSTD: dict[str, Any] = {
+    "compression": "zstd",
+    "compression_level": 1,
+    "write_page_checksum": True,
+}
 TEXT = pa.large_string()
-FEW_IDS = 50_000  # vocabularies up to this size are hashed anew by each look-up
-SCHEMA = pa.schema([("value", TEXT), ("id", pa.int32()), ("count", pa.int64())])
+HEX = pa.string()
+UNSEEN = pa.field("unseen", pa.int32())
+"""A further column, if ids were appended: in how many preparations with ``--append-new``, up to the
+last one, no training row had the value."""
+FEW_IDS = 50_000  # vocabularies up to this size are hashed by each look-up
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextVocabulary:
+class Vocabulary:
     """The values of a categorical feature: the position of a value is its id."""
 
-    values: pa.LargeStringArray
-    """``[V]``; null stands for all values that are not listed."""
-    counts: NDArray[np.int64]  # [V]
+    values: pa.Array
+    """``[V]`` texts: large strings, or strings of 8 hex digits; null stands for all values that are
+    not listed, "" for a missing one."""
+    counts: NDArray[np.int64]
+    """``[V]`` occurrences in the counted rows."""
     oov_id: int | None
+    """The id of all values that are not listed, if there is one."""
     unseen: NDArray[np.int32] | None = None
-    """``[V]``, if it was extended: see :data:`dlrm.data.preprocess.vocabulary.UNSEEN`."""
+    """``[V]``, if it was extended: see :data:`UNSEEN`."""
 
-    def ids(self, values: pa.Array) -> NDArray[np.int32]:
-        """The id of each of the ``values [n]``, texts without nulls."""
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def ids(self, values: pa.Array, name: str) -> NDArray[np.int32]:
+        """The id of each of the ``values [n]``.
+
+        Args:
+            values: see :meth:`find`.
+            name: of the column, for errors.
+
+        Raises:
+            ValueError: there is a value without an id.
+        """
+        ids = self.find(values)
+        if self.oov_id is not None:
+            ids = np.where(ids < 0, np.int32(self.oov_id), ids)
+        elif (ids < 0).any():
+            raise ValueError(
+                f"{name}: a value has no id, as the data was prepared with --vocabulary all; "
+                "prepare it with --vocabulary train, and train again"
+            )
+        return ids
+
+    def find(self, values: pa.Array) -> NDArray[np.int32]:
+        """The id of each of the ``values [n]``, -1 if it is not listed.
+
+        Args:
+            values: texts without nulls, or integer keys of hex digits.
+        """
+        if pa.types.is_integer(values.type):
+            return self._find_keys(values.to_numpy())
         values = values.cast(TEXT)
         if len(self) > FEW_IDS and len(self) > 4 * len(values):
-            return self._ids_by_hash(values)
-        found = pc.index_in(values, self.values)
-        if found.null_count:
-            assert self.oov_id is not None  # else all values are listed
-            found = found.fill_null(self.oov_id)
-        return found.to_numpy()
+            return self._find_hashes(values)
+        return pc.index_in(values, self.values).fill_null(-1).to_numpy()
 
     @cached_property
-    def _hashed(self) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    def _keys(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """The keys of all listed values in rising order, and the id of each."""
+        listed = np.flatnonzero(self.values.is_valid()).astype(np.int32)
+        keys, position = sort_keys(hex_keys(self.values.drop_null().cast(pa.binary())))
+        return keys, listed[position]
+
+    def _find_keys(self, wanted: NDArray[np.int64]) -> NDArray[np.int32]:
+        keys, ids = self._keys
+        found = np.full(len(wanted), -1, np.int32)
+        if len(keys):
+            position = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
+            equal = keys[position] == wanted
+            found[equal] = ids[position[equal]]
+        return found
+
+    @cached_property
+    def _hashes(self) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
         """The hashes of all values in rising order, and the id of each."""
         hashes = hash_texts(self.values.fill_null(""))
         order = np.argsort(hashes, kind="stable")
         return hashes[order], order
 
-    def _ids_by_hash(self, values: pa.LargeStringArray) -> NDArray[np.int32]:
-        """The same as :meth:`ids`, without a pass over the whole vocabulary each time."""
-        hashes, ids = self._hashed
+    def _find_hashes(self, values: pa.LargeStringArray) -> NDArray[np.int32]:
+        """The same as :meth:`find`, without a pass over the whole vocabulary each time."""
+        hashes, ids = self._hashes
         wanted = hash_texts(values)
-        at = np.searchsorted(hashes, wanted).clip(max=len(hashes) - 1)
-        found = ids[at].astype(np.int32)
-        found[hashes[at] != wanted] = self.oov_id
+        position = np.searchsorted(hashes, wanted).clip(max=len(hashes) - 1)
+        same_hash = hashes[position] == wanted
+        found = np.where(same_hash, ids[position], -1).astype(np.int32)
+
         # Few hashes of values that are not listed, or of "", are those of others.
-        equal = pc.equal(self.values.take(pa.array(found)), values).fill_null(False)
-        doubtful = np.flatnonzero((hashes[at] == wanted) & ~equal.to_numpy(zero_copy_only=False))
+        candidates = self.values.take(pa.array(np.maximum(found, 0)))
+        equal = pc.equal(candidates, values).fill_null(False).to_numpy(zero_copy_only=False)
+        doubtful = np.flatnonzero(same_hash & ~equal)
         if len(doubtful):
             exact = pc.index_in(values.take(pa.array(doubtful)), self.values)
-            found[doubtful] = exact.fill_null(self.oov_id).to_numpy()
+            found[doubtful] = exact.fill_null(-1).to_numpy()
         return found
 
-    def __len__(self) -> int:
-        return len(self.values)
+    def extended(
+        self,
+        values: pa.Array,
+        counts: NDArray[np.int64],
+        *,
+        min_count: int,
+        most: int | None = None,
+        evict_after: int | None = None,
+    ) -> tuple[Vocabulary, NDArray[np.int32]]:
+        """A vocabulary with new values: the old ones keep their ids, unless they are evicted.
+
+        Args:
+            values: ``[n]`` distinct texts or keys, in rising order.
+            counts: ``[n]`` occurrences in the new training rows. They are added to the old ones.
+            min_count: see :func:`dlrm.data.prepare.extend_ids.extend_ids`.
+            most: at most this many ids in all.
+            evict_after: see there.
+
+        Returns:
+            The vocabulary, and the id ``[n]`` of each value; -1 if it has none.
+        """
+        made = extend_ids(
+            self.counts,
+            self.unseen,
+            self.oov_id,
+            self.find(values),
+            counts,
+            min_count=min_count,
+            evict_after=evict_after,
+            most=most,
+        )
+        new = texts_of(values.take(pa.array(made.new))).cast(self.values.type)
+        source = np.arange(len(made.counts))
+        source[made.given] = len(self) + np.arange(len(made.new))
+        extended = Vocabulary(
+            values=pa.concat_arrays([self.values, new]).take(pa.array(source)),
+            counts=made.counts,
+            oov_id=self.oov_id,
+            unseen=made.unseen,
+        )
+        return extended, made.ids
 
     def write(self, path: Path) -> None:
         """Write the columns ``value``, ``id``, ``count`` and, if it was extended, ``unseen``; the
         row number is the id."""
-        columns: list[Any] = [self.values, np.arange(len(self), dtype=np.int32), self.counts]
-        table = pa.table(columns, schema=SCHEMA)
+        ids = np.arange(len(self), dtype=np.int32)
+        columns = {"value": self.values, "id": ids, "count": self.counts}
+        table = pa.table(columns, schema=_schema(self.values.type))
         if self.unseen is not None:
             table = table.append_column(UNSEEN, [self.unseen])
         with atomic_write(path) as temporary:
@@ -98,124 +192,116 @@ class TextVocabulary:
             )
 
     @classmethod
-    def read(cls, path: Path) -> TextVocabulary:
+    def read(
+        cls, path: Path, *, hexadecimal: bool = False, data: object = "the data"
+    ) -> Vocabulary:
         """Read what :meth:`write` wrote.
+
+        Args:
+            path: the file.
+            hexadecimal: the values are hex digits.
+            data: what to prepare again if the file is damaged.
 
         Raises:
             ValueError: the file is damaged.
         """
-        with open_vocabulary(path) as file:
-            table = read_known(file, SCHEMA)
+        schema = _schema(HEX if hexadecimal else TEXT)
+        with open_vocabulary(path, data) as file:
+            extended = UNSEEN.name in file.schema_arrow.names
+            schema = schema.append(UNSEEN) if extended else schema
+            table = read_vocabulary(file, schema.names).cast(schema)
         values = table["value"].combine_chunks()
         oov_id = pc.index(values.is_null(), True).as_py()
         return cls(
             values=values,
             counts=table["count"].to_numpy(),
             oov_id=None if oov_id < 0 else oov_id,
-            unseen=table[UNSEEN.name].to_numpy() if UNSEEN.name in table.column_names else None,
+            unseen=table[UNSEEN.name].to_numpy() if extended else None,
         )
 
 
 def make_vocabulary(
-    values: pa.Array, counts: NDArray[np.int64], *, min_count: int, cap: int | None
-) -> tuple[TextVocabulary, NDArray[np.int32]]:
-    """The vocabulary of a feature.
-
-    Args:
-        values: ``[n]`` distinct texts.
-        counts: ``[n]`` occurrences in the training rows; 0 for a value that is only in others.
-        min_count: occurrences that a value needs for an id of its own, at least 1.
-        cap: at most this many ids, that of all other values included.
-
-    Returns:
-        The vocabulary, and the id ``[n]`` of each value.
-    """
-    order = pc.sort_indices(values)
-    positions = order.to_numpy()
-    values, counts = values.take(order), counts[positions]
-    keys = np.arange(len(counts))
-    made, id_of_key = assign_ids(keys, counts, min_count=min_count, most=cap and cap - 1)
-    oov = made.oov_id
-    assert oov is not None
-    ids = np.empty(len(keys), np.int32)
-    ids[positions] = id_of_key
-    listed = values.take(pa.array(made.keys, mask=np.arange(len(made.keys)) == oov))
-    return TextVocabulary(values=listed, counts=made.counts, oov_id=oov), ids
-
-
-def extend_vocabulary(
-    old: TextVocabulary,
     values: pa.Array,
     counts: NDArray[np.int64],
     *,
-    min_count: int,
-    cap: int | None,
-    forget: int | None = None,
-) -> TextVocabulary:
-    """A vocabulary with new values: the old ones keep their ids, unless they are forgotten.
+    min_count: int = 1,
+    most: int | None = None,
+    oov: bool = True,
+) -> tuple[Vocabulary, NDArray[np.int32]]:
+    """Assign ids to the values of a column in order of falling count.
+
+    Values with a count below ``min_count`` are out of vocabulary. If ``min_count`` is 1, the id
+    that they share is the last one, whose row training never updates.
 
     Args:
-        old: the vocabulary to extend.
-        values: ``[n]`` distinct texts.
-        counts: ``[n]`` occurrences in the new training rows. They are added to the old ones.
-        min_count: occurrences that a new value needs for an id of its own. See
-            :func:`dlrm.data.preprocess.appending.extend_ids`.
-        cap: at most this many ids in all.
-        forget: see there.
-    """
-    order = pc.sort_indices(values)
-    values, counts = values.take(order), counts[order.to_numpy()]
-    made = extend_ids(
-        old.counts,
-        old.unseen,
-        old.oov_id,
-        pc.index_in(values.cast(TEXT), old.values).fill_null(-1).to_numpy(),
-        counts,
-        min_count=min_count,
-        forget=forget,
-        most=cap,
-    )
-    return TextVocabulary(
-        values=made.put(old.values, values),
-        counts=made.counts,
-        oov_id=old.oov_id,
-        unseen=made.unseen,
-    )
-
-
-def merge_counts(
-    values: Sequence[pa.Array], counts: Sequence[NDArray[np.int64]]
-) -> tuple[pa.Array, NDArray[np.int64], NDArray[np.int32]]:
-    """The distinct ones of all values, in the order in which they first occur.
-
-    Args:
-        values: texts, in parts.
-        counts: of each.
+        values: ``[n]`` distinct texts or keys of hex digits, in rising order.
+        counts: ``[n]`` occurrences of each; 0 for a value that occurs only in rows not counted.
+        min_count: occurrences that a value of the vocabulary needs, at least 1.
+        most: at most this many ids, that of all other values included.
+        oov: reserve an id for unknown values. Without it, every value must reach ``min_count``.
 
     Returns:
-        The distinct values ``[n]``, the sum of the counts ``[n]`` of each, and for all values of
-        the parts, one after another, their positions among the distinct ones.
+        The vocabulary and the id ``[n]`` of each value.
     """
-    encoded = pa.concat_arrays([part.cast(TEXT) for part in values]).dictionary_encode()
-    distinct, weights = encoded.dictionary, np.concatenate(counts)
-    # In float64, which is exact up to 2**53 rows.
-    positions = encoded.indices.to_numpy()
-    sums = np.bincount(positions, weights, minlength=len(distinct))
-    return distinct, sums.astype(np.int64), positions
+    kept = np.flatnonzero(counts >= min_count)
+    kept = kept[np.argsort(-counts[kept], kind="stable")][: most and most - 1]
+    assert oov or len(kept) == len(values)
+
+    ids = np.arange(len(kept), dtype=np.int32)
+    kept_counts = counts[kept]
+    oov_id = None
+    if oov:
+        rare = counts.sum() - kept_counts.sum()
+        oov_id = int(np.count_nonzero(kept_counts >= rare))
+        ids += ids >= oov_id
+        kept_counts = np.insert(kept_counts, oov_id, rare)
+    id_of_value = np.full(len(values), oov_id or 0, np.int32)
+    id_of_value[kept] = ids
+
+    listed = texts_of(values.take(pa.array(kept)), oov_id)
+    return Vocabulary(values=listed, counts=kept_counts, oov_id=oov_id), id_of_value
 
 
-def hash_values(values: pa.Array, buckets: int) -> pa.Array:
-    """The bucket of each text, as text; a missing value, "", stays one.
+def texts_of(values: pa.Array, null: int | None = None) -> pa.Array:
+    """Values as a vocabulary holds them, with a null inserted before one of them.
 
-    The hash is that of :func:`hash_texts`: the same on every machine.
+    Args:
+        values: ``[n]`` texts, or integer keys of hex digits.
+        null: the position of the null, if there is to be one.
     """
-    hashed = hash_texts(values) % np.uint64(buckets)
-    return pc.if_else(pc.equal(values, ""), "", pa.array(hashed).cast(pa.string()))
+    if pa.types.is_integer(values.type):
+        keys = values.to_numpy()
+        return hex_strings(keys if null is None else np.insert(keys, null, MISSING), null)
+    values = values.cast(TEXT)
+    if null is None:
+        return values
+    return pa.concat_arrays([values[:null], pa.nulls(1, TEXT), values[null:]])
 
 
-def hash_texts(values: pa.Array) -> NDArray[np.uint64]:
-    """SipHash of each text with the fixed key of :func:`pandas.util.hash_array`."""
-    import pandas as pd  # which takes a third of a second, and hashing is rare
+def _schema(text: pa.DataType) -> pa.Schema:
+    return pa.schema([("value", text), ("id", pa.int32()), ("count", pa.int64())])
 
-    objects = values.to_numpy(zero_copy_only=False).astype(object)
-    return pd.util.hash_array(objects, categorize=False)
+
+@contextmanager
+def open_vocabulary(path: Path, data: object = "the data") -> Iterator[pq.ParquetFile]:
+    """Open a vocabulary file; errors in the block name its path.
+
+    Args:
+        path: the file.
+        data: what to prepare again if the file is damaged.
+
+    Raises:
+        ValueError: the file cannot be read, or the block raised a ``ValueError``.
+    """
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            yield file
+    except (pa.ArrowException, ValueError, OSError) as error:
+        raise ValueError(
+            f"{path} can't be read as a vocabulary ({reason(error)}); prepare {data} again"
+        ) from None
+
+
+def read_vocabulary(file: pq.ParquetFile, columns: Sequence[str] | None = None) -> pa.Table:
+    """The columns of an open vocabulary, by default all."""
+    return whole_table(file.read(columns=columns), file.metadata.num_rows)

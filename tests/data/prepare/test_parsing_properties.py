@@ -9,7 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tsv import plain_rows, same
 
-from dlrm.data.prepare.criteo_rows import MISSING, parse_block
+from dlrm.data.prepare.criteo_rows import parse_block
+from dlrm.data.prepare.hex_keys import MISSING
 from dlrm.data.prepare.text_blocks import BlockReader, TextBlock
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
 
@@ -47,7 +48,7 @@ def parsed(blocks):
     """The rows of blocks, and the number of bad ones."""
     rows, bad = [], 0
     for block in blocks:
-        batch, reports = parse_block(block)
+        batch, _, reports = parse_block(block)
         bad += reports.kinds.total()
         names = CRITEO_CATEGORICAL
         keys = [batch[name].dictionary_decode().to_pylist() for name in names]

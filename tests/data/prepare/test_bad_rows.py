@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dlrm.data.prepare import bad_rows, infer, passes
+from dlrm.data.prepare import infer, learner, table_rows
 from dlrm.data.prepare.column_options import build_options
-from dlrm.data.prepare.pipeline import open_and_plan, prepare_table
-from dlrm.data.prepare.transform import TableTransform
+from dlrm.data.prepare.table import open_and_plan, prepare_table
+from dlrm.data.prepare.transform import Transform
 from scripts import prepare_table as program
 
 OPTIONS = {
@@ -77,7 +77,7 @@ def spoiled(seed, count=600, share=0.1):
 
 @pytest.mark.parametrize("share", [0.01, 0.3])
 def test_the_rest_is_as_if_bad_rows_were_not_there(tmp_path, share, monkeypatch):
-    monkeypatch.setattr(bad_rows, "CHUNK", 16)
+    monkeypatch.setattr(table_rows, "CHUNK", 16)
     lines, bad = spoiled(1, share=share)
     prepare(write(tmp_path / "bad.csv", lines), tmp_path / "out")
     clean = write(tmp_path / "clean.csv", [good_row(i) for i in range(600)])
@@ -144,7 +144,7 @@ def test_scores_leave_bad_rows_out_and_number_the_others(tmp_path):
     scored = [i for i in range(1, len(lines) + 1) if i not in bad or lines[i - 1][0] == ","]
     assert len(scored) > 300 > len(lines) - len(scored) > 0
     path = write(tmp_path / "bad.csv", lines)
-    transform = TableTransform.load(tmp_path / "out")
+    transform = Transform.load(tmp_path / "out")
     parts = list(transform.read([path], keep=["key"], skip_bad=True, block_bytes=2000))
     numbers = np.concatenate([numbers for *_, numbers in parts])
     assert numbers.tolist() == scored
@@ -159,12 +159,12 @@ def test_killed_and_started_again_it_reports_the_same(tmp_path, monkeypatch):
     path = write(tmp_path / "bad.csv", lines)
     prepare(path, tmp_path / "wanted")
     with monkeypatch.context() as broken:
-        broken.setattr(passes, "make_vocabulary", None)  # the first pass is done by then
+        broken.setattr(learner, "make_vocabulary", None)  # the first pass is done by then
         with pytest.raises(TypeError):
             prepare(path, tmp_path / "out")
     assert list((tmp_path / "out" / ".prepare" / "blocks").iterdir())
     with monkeypatch.context() as once:
-        once.setattr(passes, "convert_good_rows", None)  # nothing is converted again
+        once.setattr(table_rows, "convert_good_rows", None)  # nothing is converted again
         prepare(path, tmp_path / "out")
     for name in ("bad_rows.json", "train.parquet", "vocabulary/city.parquet"):
         digests = [

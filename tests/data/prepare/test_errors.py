@@ -11,8 +11,8 @@ import pytest
 
 from dlrm.data.prepare import infer
 from dlrm.data.prepare.column_options import build_options, read_options
-from dlrm.data.prepare.pipeline import open_and_plan, prepare_table
-from dlrm.data.prepare.transform import TableTransform
+from dlrm.data.prepare.table import open_and_plan, prepare_table
+from dlrm.data.prepare.transform import Transform
 
 GOOD = ["label,price,city"] + [f"{i % 2},{i}.5,{'abc'[i % 3]}" for i in range(300)]
 
@@ -189,17 +189,17 @@ def test_an_options_file_that_is_no_yaml(tmp_path, run):
 
 
 def test_a_damaged_transform(tmp_path):
-    from dlrm.data.prepare.transform import TableTransform
+    from dlrm.data.prepare.transform import Transform
 
-    with pytest.raises(FileNotFoundError, match=r"transform.json does not exist"):
-        TableTransform.load(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"meta.json does not exist"):
+        Transform.load(tmp_path)
     prepare(write(tmp_path / "rows.csv", GOOD), tmp_path)
     path = tmp_path / "out" / "transform.json"
     content = json.loads(path.read_text())
     for damaged in ({**content, "version": 9}, {"version": 1}, [], {**content, "columns": [1]}):
         path.write_text(json.dumps(damaged))
         with pytest.raises(ValueError, match="is not a transform"):
-            TableTransform.load(tmp_path / "out")
+            Transform.load(tmp_path / "out")
     assert np.isfinite(content["scalings"]["price"]["scale"])
 
 
@@ -250,7 +250,7 @@ def test_a_csv_whose_first_line_is_a_row(tmp_path):
     with pytest.raises(ValueError, match=rf"has no label 'label'; valid: .*; {hint}"):
         prepare(path, tmp_path)
     with pytest.raises(ValueError, match=rf"has no column 'price'; valid: .*; {hint}"):
-        list(TableTransform.load(tmp_path / "out").read([path]))
+        list(Transform.load(tmp_path / "out").read([path]))
     write(path, ["price,city", "1.5,a"])
     with pytest.raises(ValueError, match="has no label 'label'") as raised:
         prepare(path, tmp_path)

@@ -7,8 +7,8 @@ import pytest
 
 from dlrm.data.loader import BatchLoader
 from dlrm.data.prepare.column_options import build_options
-from dlrm.data.prepare.pipeline import open_and_plan, prepare_table
-from dlrm.data.prepare.transform import TableTransform
+from dlrm.data.prepare.table import open_and_plan, prepare_table
+from dlrm.data.prepare.transform import Transform
 
 
 def write_table(path, rows=3000, lists=False):
@@ -42,7 +42,7 @@ def test_every_sample_has_its_weight(tmp_path, lists, device):
     assert meta.weight == "weight"
     assert "weight" not in meta.dense
     mean = columns["weight"][:2400].mean()
-    assert TableTransform.load(tmp_path / "out").mean_weight == pytest.approx(mean)
+    assert Transform.load(tmp_path / "out").mean_weight == pytest.approx(mean)
     loader = BatchLoader(tmp_path / "out", "train", batch_size=128, shuffle=True, device=device)
     seen = 0
     for batch in loader:

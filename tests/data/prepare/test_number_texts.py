@@ -9,8 +9,8 @@ import pytest
 from dlrm.data.prepare.column_options import build_options
 from dlrm.data.prepare.infer import format_plan
 from dlrm.data.prepare.kinds import find_kind
-from dlrm.data.prepare.pipeline import open_and_plan, options_as_yaml, prepare_table
-from dlrm.data.prepare.transform import TableTransform
+from dlrm.data.prepare.table import open_and_plan, options_as_yaml, prepare_table
+from dlrm.data.prepare.transform import Transform
 from dlrm.data.prepare.values import BadValue, numbers
 
 EVERYTHING = {"split": {"train": 1, "val": 0, "test": 0}, "transform": "none"}
@@ -98,7 +98,7 @@ def test_a_european_csv_is_prepared_and_scored(tmp_path):
         "columns": {"price": {"kind": "number", "decimal": ","}}, **EVERYTHING
     }))))[1]  # fmt: skip
     assert options_as_yaml(again) == options_as_yaml(plan)
-    transform = TableTransform.load(tmp_path / "out")
+    transform = Transform.load(tmp_path / "out")
     later = table(tmp_path / "later.csv", ["100,5", "7"])
     ((rows, _, _),) = transform.read([later])
     assert rows["price"].to_pylist() == [100.5, 7]

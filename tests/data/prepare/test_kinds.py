@@ -10,7 +10,7 @@ import pytest
 from dlrm.data.prepare.column_options import build_options
 from dlrm.data.prepare.infer import format_plan
 from dlrm.data.prepare.kinds import NoFeatureError, find_kind
-from dlrm.data.prepare.pipeline import open_and_plan, prepare_table
+from dlrm.data.prepare.table import open_and_plan, prepare_table
 
 
 def csv(path, **columns):

@@ -12,8 +12,8 @@ from dlrm.data.prepare import numbers
 from dlrm.data.prepare.column_options import build_options
 from dlrm.data.prepare.infer import format_plan
 from dlrm.data.prepare.numbers import Scaling, bucket_edges, bucket_numbers, fit_scaling, summarise
-from dlrm.data.prepare.pipeline import open_and_plan, prepare_table
-from dlrm.data.prepare.transform import TableTransform
+from dlrm.data.prepare.table import open_and_plan, prepare_table
+from dlrm.data.prepare.transform import Transform
 from dlrm.data.schema import SPLITS, Meta
 
 NAN = float("nan")
@@ -152,7 +152,7 @@ def test_buckets_hold_equally_many_rows(tmp_path):
     counts = Counter(table["x"].to_pylist())
     assert sorted(counts.values()) == pytest.approx([90] * 10 + [100], abs=2)
     assert len(set(table["x"].to_numpy()[::10])) == 1  # missing ones
-    transform = TableTransform.load(tmp_path / "out")
+    transform = Transform.load(tmp_path / "out")
     ids = transform.apply(pa.RecordBatch.from_pydict({"x": [-1e9, 1e9], "c": ["a", "b"]}))["x"]
     assert ids.to_pylist() == [table["x"][int(np.nanargmin(x))].as_py(),
                                table["x"][int(np.nanargmax(x))].as_py()]  # fmt: skip
@@ -190,7 +190,7 @@ def test_hashed_values(tmp_path):
     assert meta.cardinalities == (12, 11)  # buckets, a missing value, unseen values
     assert len(set(table["c"].to_pylist())) == 11
     assert table["d"].to_pylist()[-1] == []
-    found = TableTransform.load(tmp_path / "out").apply(
+    found = Transform.load(tmp_path / "out").apply(
         pa.RecordBatch.from_pydict({"c": ["new 1", "new 2", "v5"], "d": [["x"]] * 3})
     )
     assert meta.categorical[0].oov_id not in found["c"].to_pylist()  # unseen values are hashed too
@@ -251,7 +251,7 @@ def test_the_unit_of_a_price_does_not_matter(tmp_path, run):
     aucs = {}
     for name, scale in (("one", 1.0), ("thousand", 1000.0)):
         prepare(tmp_path, {"label": label, "price": x * scale, "item": item}, name)
-        scaling = TableTransform.load(tmp_path / name).scalings["price"]
+        scaling = Transform.load(tmp_path / name).scalings["price"]
         assert scaling.transform == ("none" if scale == 1 else "robust")
         options = ("--output", tmp_path / "runs", "--name", name, "--device", "cpu")
         run("train", "--data", tmp_path / name, *options, "--batch_size", 64)

@@ -13,13 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dlrm.data import criteo
 from dlrm.data.frequencies import read_frequencies
 from dlrm.data.loader import BatchLoader
-from dlrm.data.prepare import passes
+from dlrm.data.prepare import learner
 from dlrm.data.prepare.column_options import build_options
-from dlrm.data.prepare.pipeline import open_and_plan, open_later_rows, prepare_table
-from dlrm.data.prepare.transform import TableTransform
-from dlrm.data.preprocess import pipeline as criteo
+from dlrm.data.prepare.table import open_and_plan, open_later_rows, prepare_table
+from dlrm.data.prepare.transform import Transform
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE, SPLITS
 
 BLOCK = 4_000  # bytes, some 60 rows
@@ -142,7 +142,7 @@ def test_the_result_trains_as_criteo_does(prepared):
 def test_blocks_and_chunks_change_nothing(prepared, tmp_path, monkeypatch):
     directory, _, _ = prepared
     prepare(directory / "rows.csv", tmp_path / "one")
-    monkeypatch.setattr(passes, "CHUNK_BYTES", 200)
+    monkeypatch.setattr(learner, "CHUNK_BYTES", 200)
     prepare(directory / "rows.csv", tmp_path / "chunks", block_bytes=BLOCK)
     for split, table in read(directory / "out").items():
         for other in ("one", "chunks"):
@@ -151,7 +151,7 @@ def test_blocks_and_chunks_change_nothing(prepared, tmp_path, monkeypatch):
 
 def test_scoring_gives_what_the_preparation_gave(prepared, tmp_path):
     directory, rows, _ = prepared
-    transform = TableTransform.load(directory / "out")
+    transform = Transform.load(directory / "out")
     found = list(transform.read([directory / "rows.csv"], keep=["key"], block_bytes=BLOCK))
     assert len(found) > 4
     table = pa.concat_tables(read(directory / "out").values())
@@ -240,12 +240,12 @@ def test_later_rows_get_the_ids_and_the_scaling_of_those_prepared_before(prepare
     assert meta.fingerprint == before.fingerprint
     assert [meta.splits[split].rows for split in SPLITS] == [0, 0, 200]
     assert (meta.dense, meta.categorical) == (before.dense, before.categorical)
-    transform = TableTransform.load(directory / "out")  # what predict.py makes of the same rows
+    transform = Transform.load(directory / "out")  # what predict.py makes of the same rows
     scored = pa.Table.from_batches([part for part, _, _ in transform.read([path])])
     written = pq.read_table(tmp_path / "out" / "test.parquet")
     for name in (*meta.dense, *meta.tables, "clicked"):
         assert written[name].to_pylist() == scored[name].to_pylist(), name
-    copied = TableTransform.load(tmp_path / "out")  # from which others can go on
+    copied = Transform.load(tmp_path / "out")  # from which others can go on
     assert copied.rules() == transform.rules()
     again, _ = prepare_later(path, tmp_path / "again", tmp_path / "out", block_bytes=BLOCK)
     assert again.fingerprint == before.fingerprint

@@ -7,8 +7,8 @@ import pytest
 from dlrm.data.prepare.codes import labels
 from dlrm.data.prepare.column_options import build_options
 from dlrm.data.prepare.infer import format_plan
-from dlrm.data.prepare.pipeline import open_and_plan, options_as_yaml, prepare_table
-from dlrm.data.prepare.transform import TableTransform
+from dlrm.data.prepare.table import open_and_plan, options_as_yaml, prepare_table
+from dlrm.data.prepare.transform import Transform
 from dlrm.utils.documents import read_yaml
 
 
@@ -120,7 +120,7 @@ def test_options_that_contradict_each_other():
 def test_rows_to_score_have_the_same_labels(tmp_path):
     path = write(tmp_path, ["yes", "no", "no"] * 20)
     prepare(path, tmp_path, positive="yes")
-    transform = TableTransform.load(tmp_path / "out")
+    transform = Transform.load(tmp_path / "out")
     later = write(tmp_path, ["no", "yes", "perhaps"] * 20)
     with pytest.raises(ValueError, match=r"row 3, column 'bought': the value is 'perhaps'"):
         list(transform.read([later]))
@@ -142,7 +142,7 @@ def test_numbers_are_compared_by_their_value(tmp_path):
 
 def test_rows_to_score_may_lack_labels(tmp_path):
     prepare(write(tmp_path, ["yes", "no", "no"] * 20), tmp_path, positive="yes")
-    transform = TableTransform.load(tmp_path / "out")
+    transform = Transform.load(tmp_path / "out")
     for values in (["yes", "", "no"] * 20, [""] * 60):
         path = write(tmp_path, values)
         parts = [rows for rows, _, _ in transform.read([path], block_bytes=50)]

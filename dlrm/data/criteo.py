@@ -1,0 +1,210 @@
+"""Criteo's logs to a prepared directory: the columns, the splits and the options are known."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from dlrm.data.prepare.criteo_rows import CriteoRows, criteo_plan
+from dlrm.data.prepare.extend_ids import NOTHING_TO_EVICT
+from dlrm.data.prepare.learner import EarlierIds
+from dlrm.data.prepare.pipeline import Preparation, require_fingerprint
+from dlrm.data.prepare.spill import Spilled
+from dlrm.data.prepare.splitting import Splitter
+from dlrm.data.prepare.text_blocks import BLOCK_BYTES
+from dlrm.data.prepare.transform import Transform
+from dlrm.data.prepare.vocabulary import open_vocabulary
+from dlrm.data.schema import META_FILE, Meta
+from dlrm.data.splits import split_by_days, split_by_shares
+from dlrm.utils.messages import did_you_mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options that determine the results."""
+
+    split: tuple[str, ...] = ("days",)
+    """``("days",)``, or the shares of train, val and test in row order, as decimals."""
+    vocabulary: Literal["train", "all"] = "train"
+    """The rows whose values get their own ids."""
+    min_count: int = 1
+    """Values with fewer occurrences in those rows share the out-of-vocabulary id."""
+    cap: int | None = None
+    """Take the hexadecimal values modulo this number."""
+    dense_transform: Literal["log1p", "log3"] = "log1p"
+    limit: int | None = None
+    """Read at most this many lines of the input."""
+    bad_rows: Literal["stop", "skip"] = "stop"
+    ids_of: str | None = None
+    """A prepared directory whose ids are reused, with some of its options, see
+    :func:`inherit_options`."""
+    append_new: bool = False
+    """With ``ids_of``: values of the new rows that it does not list get ids too."""
+    forget: int | None = None
+    """With ``append_new``: these are first the ids of values that no training row had in as many
+    preparations, this one included."""
+
+    def __post_init__(self) -> None:
+        if self.split != ("days",):
+            _exact_shares(self.split)
+        for name, hint in get_type_hints(Options).items():
+            option, value = f"--{name.replace('_', '-')}", getattr(self, name)
+            if get_origin(hint) is Literal and value not in get_args(hint):
+                raise ValueError(f"{option} is {value!r}{did_you_mean(value, get_args(hint))}")
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+                raise ValueError(f"{option} is {value}; it must be at least 1")
+        if self.append_new and self.ids_of is None:
+            raise ValueError("--append-new needs --ids-of, the data whose ids come first")
+        if self.forget is not None and not self.append_new:
+            raise ValueError(NOTHING_TO_EVICT)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The options as ``meta.json`` has them; those of earlier versions had no append_new and no
+        forget."""
+        content = asdict(self) | {"append_new": self.append_new or None}
+        return {name: value for name, value in content.items() if name != "forget" or value}
+
+
+def prepare(
+    inputs: Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    options: Options,
+    *,
+    overwrite: bool = False,
+    workers: int | None = None,
+    block_bytes: int = BLOCK_BYTES,
+    progress: bool = True,
+) -> Meta:
+    """Prepare raw logs for training.
+
+    Args:
+        inputs: raw files, in the order of time.
+        output: directory for ``train.parquet``, ``val.parquet``, ``test.parquet``,
+            ``vocabulary/C1.parquet`` .., ``bad_rows.json`` and ``meta.json``.
+        options: options that determine the results.
+        overwrite, workers, block_bytes, progress: see
+            :meth:`dlrm.data.prepare.pipeline.Preparation.run`.
+
+    Returns:
+        The contents of ``meta.json``.
+
+    Raises:
+        FileNotFoundError: an input does not exist.
+        ValueError: there are bad rows (unless they are to be skipped) or no rows to train on, or
+            another process is preparing ``output``.
+    """
+    if workers is not None and workers < 1:
+        raise ValueError(f"--workers is {workers}; it must be at least 1")
+    paths = _files(inputs)
+    earlier = None
+    if options.ids_of is not None:
+        options = inherit_options(options)
+        directory = Path(options.ids_of or "")
+        earlier = EarlierIds(
+            directory=directory, grow=options.append_new, evict_after=options.forget
+        )
+
+    def split(spilled: Spilled) -> Splitter:
+        return Splitter(ranges=split_rows(options.split, [spilled.rows_of[path] for path in paths]))
+
+    plan = criteo_plan(options.as_dict())
+    preparation = Preparation(
+        source=CriteoRows(
+            paths=paths, transform=plan.options.transform, cap=plan.cap, limit=options.limit
+        ),
+        transform=Transform.of_criteo(plan),
+        split=split,
+        options=options.as_dict(),
+        rules=lambda: {"dense_transform": options.dense_transform, "cap": options.cap},
+        earlier=earlier,
+        skip_bad=options.bad_rows == "skip",
+    )
+    return preparation.run(
+        output,
+        overwrite=overwrite,
+        workers=workers,
+        block_bytes=block_bytes,
+        progress=progress,
+    )
+
+
+def inherit_options(options: Options) -> Options:
+    """Replace the options that determine ids and dense values by those of the data ``ids_of``.
+
+    Raises:
+        FileNotFoundError: ``ids_of`` has no ``meta.json``.
+        ValueError: ``ids_of`` was not made by :func:`prepare`, one of these options is given and
+            differs, or a vocabulary is damaged.
+    """
+    assert options.ids_of is not None
+    directory = Path(options.ids_of)
+    meta = Meta.read(directory)
+    inherited: dict[str, Any] = {}
+    for name in ("vocabulary", "min_count", "cap", "dense_transform"):
+        flag = f"--{name.replace('_', '-')}"
+        if name not in meta.options:
+            raise ValueError(f"--ids-of {directory}: this data was not made by prepare_criteo.py")
+        inherited[name], given = meta.options[name], getattr(options, name)
+        if given not in (getattr(Options(), name), inherited[name]):
+            how = "without it" if inherited[name] is None else f"with {inherited[name]}"
+            raise ValueError(
+                f"{flag} is {given}, but {directory} was prepared {how}: leave the option out, it "
+                "is taken from the data of --ids-of"
+            )
+    if options.append_new:
+        require_fingerprint(directory)
+    if options.forget is not None and any(c.oov_id is None for c in meta.categorical):
+        raise ValueError(
+            f"--forget: {directory} was prepared with --vocabulary all and has no id that "
+            "forgotten values could share: prepare it with --vocabulary train"
+        )
+    for column in meta.categorical:
+        with open_vocabulary(directory / Meta.vocabulary_file(column.name), directory) as file:
+            if (rows := file.metadata.num_rows) != column.cardinality:
+                raise ValueError(f"it has {rows} rows, {META_FILE} says {column.cardinality}")
+    return replace(options, **inherited)
+
+
+def split_rows(split: tuple[str, ...], rows: Sequence[int]) -> dict[str, range]:
+    """The rows of each split, numbered over all inputs.
+
+    Args:
+        split: see :attr:`Options.split`.
+        rows: rows of each input file.
+    """
+    if split == ("days",):
+        return split_by_days(rows)
+    return split_by_shares(sum(rows), *_exact_shares(split)[:2])
+
+
+def _files(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    paths = [Path(path) for path in inputs]
+    resolved = [path.resolve() for path in paths]
+    for path, own in zip(paths, resolved, strict=True):
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is not a file; the inputs must be raw Criteo logs")
+        if resolved.count(own) > 1:
+            raise ValueError(f"{path} is given more than once; give each input once")
+    return paths
+
+
+def _exact_shares(split: tuple[str, ...]) -> tuple[Fraction, ...]:
+    """The shares of train, val and test, exactly as the decimals say.
+
+    Raises:
+        ValueError: these are not three shares that add up to 1.
+    """
+    try:
+        shares = tuple(Fraction(share) for share in split)
+    except (ValueError, ZeroDivisionError):
+        shares = ()
+    if len(shares) != 3 or min(shares) < 0 or sum(shares) != 1:
+        raise ValueError(
+            f"--split is {' '.join(split)}; it must be days, or the shares of train, val and test, "
+            "which add up to 1, as in --split 0.85 0 0.15"
+        )
+    return shares

@@ -1,0 +1,288 @@
+"""Pass 2: the scaling or the vocabulary of each feature, from the training rows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from dlrm.data.prepare.columns import Feature
+from dlrm.data.prepare.keys import HexKeys, Keys, TextKeys
+from dlrm.data.prepare.numbers import (
+    Scaling,
+    Summary,
+    bucket_edges,
+    bucket_names,
+    bucket_numbers,
+    fit_scaling,
+    summarise,
+)
+from dlrm.data.prepare.spill import SpilledBlock, entries_of, progress_bar
+from dlrm.data.prepare.splitting import Selection, Splitter, count_selected
+from dlrm.data.prepare.transform import Transform
+from dlrm.data.prepare.vocabulary import Vocabulary, make_vocabulary, texts_of
+from dlrm.data.prepare.workspace import Workspace
+from dlrm.data.schema import Categorical, Meta
+from dlrm.data.threads import map_in_order
+from dlrm.utils.atomic import atomic_write
+from dlrm.utils.documents import read_json
+
+CHUNK_BYTES = 1 << 28  # of the values of blocks that are merged at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlierIds:
+    """The prepared directory whose ids rows get."""
+
+    directory: Path
+    grow: bool = False
+    """Whether values of the training rows that it does not list get ids too."""
+    evict_after: int | None = None
+    """See :func:`dlrm.data.prepare.extend_ids.extend_ids`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learner:
+    """Learns features from spilled rows; what is finished is in files that a restart reuses."""
+
+    blocks: Sequence[SpilledBlock]
+    splitter: Splitter
+    work: Workspace
+    transform: Transform
+    """Gets what is learned, but for the vocabularies of values."""
+    earlier: EarlierIds | None = None
+    """Whose ids are used; then numbers are known already."""
+
+    def learn_all(self, *, progress: bool) -> tuple[Categorical, ...]:
+        """Learn all features.
+
+        Leaves the vocabularies in the workspace and the id of each dictionary entry of each block
+        in ``ids/NUMBER``, int32, one block after another.
+
+        Returns:
+            The categorical columns.
+
+        Raises:
+            ValueError: a feature has no value in any training row, or a value has no id.
+        """
+        plan, found = self.transform.plan, []
+        if self.earlier is None and (weight := plan.only("weight")):
+            self.transform.mean_weight = self._mean_weight(weight.name)
+        with progress_bar("learn", "features", progress) as bar:
+            bar.total = len(plan.features)
+            # Two features at a time, whatever the number of cores, to bound the memory.
+            for described in map_in_order(self._learn, enumerate(plan.features), 2):
+                found += [] if described is None else [described]
+                bar.update()
+        return tuple(found)
+
+    def _learn(self, numbered: tuple[int, Feature]) -> Categorical | None:
+        """Learn one feature, unless an earlier run did, and put it into the transform."""
+        index, feature = numbered
+        done = self.work / "ids" / f"{index}.json"
+        if not done.exists():
+            learned = self._learned(index, feature)
+            with atomic_write(done) as temporary:
+                temporary.write_text(json.dumps(learned))
+        learned = read_json(done)
+
+        name = feature.name
+        if "scaling" in learned:
+            self.transform.scalings[name] = Scaling(**learned["scaling"])
+        if "newest" in learned:
+            self.transform.newest[name] = learned["newest"]
+        if "edges" in learned:
+            self.transform.edges[name] = np.array(learned["edges"], float)
+        if feature.bucketed:
+            vocabulary = self.work / Meta.vocabulary_file(name)
+            self.transform.vocabularies[name] = Vocabulary.read(vocabulary)
+        return Categorical(**learned["categorical"]) if "categorical" in learned else None
+
+    def _learned(self, index: int, feature: Feature) -> dict[str, object]:
+        """What is learned of a feature, as plain values."""
+        if feature.dense:
+            known = feature.name in self.transform.scalings
+            return {} if known else self._learn_number(feature)
+        vocabulary = self.work / Meta.vocabulary_file(feature.name)
+        learned: dict[str, object] = {}
+        if not feature.bucketed:
+            made = self._learn_values(index, feature, vocabulary)
+        elif self.earlier is None:
+            made, learned["edges"] = self._learn_buckets(feature)
+            made.write(vocabulary)
+        else:
+            source = self.earlier.directory / Meta.vocabulary_file(feature.name)
+            shutil.copyfile(source, vocabulary)
+            made = Vocabulary.read(vocabulary)
+        described = Categorical(
+            name=feature.name,
+            cardinality=len(made),
+            multi_hot=feature.multi_hot,
+            oov_id=made.oov_id,
+        )
+        return learned | {"categorical": asdict(described)}
+
+    def _learn_number(self, feature: Feature) -> dict[str, object]:
+        learned: dict[str, object] = {}
+        if feature.part == "age":
+            newest = max(np.nanmax(x, initial=-np.inf) for x in self._training(feature))
+            if newest == -np.inf:
+                raise _no_value(feature)
+            self.transform.newest[feature.name] = learned["newest"] = float(newest)
+        summary = self._summary(feature)
+        transform = "log" if feature.part == "age" else feature.column.options.transform or "auto"
+        return learned | {"scaling": asdict(fit_scaling(transform, summary))}
+
+    def _learn_buckets(self, feature: Feature) -> tuple[Vocabulary, list[float]]:
+        edges = bucket_edges(self._summary(feature), feature.column.options.buckets)
+        counts = np.zeros(len(edges) + 2, np.int64)
+        for values in self._training(feature):
+            counts += np.bincount(bucket_numbers(values, edges), minlength=len(counts))
+        names = pa.array(bucket_names(edges))
+        order = pc.sort_indices(names)
+        made, _ = make_vocabulary(names.take(order), counts[order.to_numpy()])
+        return made, edges.tolist()
+
+    def _summary(self, feature: Feature) -> Summary:
+        rows = sum(count_selected(self.splitter.training(block)) for block in self.blocks)
+        summary = summarise(self._training(feature), rows)
+        if summary.missing == summary.rows:
+            raise _no_value(feature)
+        return summary
+
+    def _training(self, feature: Feature) -> Iterator[NDArray[np.float64]]:
+        """The numbers of the training rows, in blocks; of a time its age, once it is known."""
+        for block in self.blocks:
+            values = block.column(feature.name).to_numpy()
+            if feature.name in self.transform.newest:
+                values = np.maximum(self.transform.newest[feature.name] - values, 0)
+            yield values[self.splitter.training(block)]
+
+    def _learn_values(self, index: int, feature: Feature, vocabulary: Path) -> Vocabulary:
+        """Give ids to the values of a category or list."""
+        plan, own = self.transform.plan, feature.column.options
+        min_count, most = own.min_count or 1, own.cap
+        with atomic_write(self.work / "ids" / str(index)) as temporary:
+            keys: Keys = HexKeys(temporary) if plan.hexadecimal else TextKeys(temporary)
+            for blocks in self._chunks(feature):
+                occurrences = [self._occurrences(feature, block) for block in blocks]
+                keys.add([block.dictionary(feature) for block in blocks], occurrences)
+            values, counts = keys.ordered()
+            if self.earlier is None:
+                if not plan.hexadecimal and not _has_value(values, counts):
+                    raise _no_value(feature)
+                oov = plan.vocabulary == "train" or min_count > 1
+                made, ids = make_vocabulary(values, counts, min_count=min_count, most=most, oov=oov)
+            else:
+                made, ids = self._earlier_ids(feature, values, counts)
+            made.write(vocabulary)
+            keys.write_ids(ids, self._dictionaries(feature))
+        return made
+
+    def _earlier_ids(
+        self, feature: Feature, values: pa.Array, counts: NDArray[np.int64]
+    ) -> tuple[Vocabulary, NDArray[np.int32]]:
+        """The vocabulary of the earlier preparation, perhaps with new values, and the ids."""
+        assert self.earlier is not None
+        name, earlier, own = feature.name, self.earlier, feature.column.options
+        made = Vocabulary.read(
+            earlier.directory / Meta.vocabulary_file(name),
+            hexadecimal=self.transform.plan.hexadecimal,
+            data=earlier.directory,
+        )
+        if earlier.grow:
+            made, ids = made.extended(
+                values,
+                counts,
+                min_count=own.min_count or 1,
+                most=own.cap,
+                evict_after=earlier.evict_after,
+            )
+            if len(made) > np.iinfo(np.int32).max:
+                raise ValueError(
+                    f"{name} would have {len(made):,} ids, at most 2^31 - 1 are possible"
+                )
+        else:
+            ids = made.find(values)
+            if made.oov_id is not None:
+                ids = np.where(ids < 0, np.int32(made.oov_id), ids)
+        if (ids < 0).any():
+            missing = values.take(pa.array(np.flatnonzero(ids < 0)))
+            raise ValueError(
+                f"{name}: {len(missing)} values, such as {texts_of(missing[:1])[0].as_py()!r}, "
+                f"have no id in {earlier.directory}, which was prepared with --vocabulary all and "
+                "has no out-of-vocabulary id: prepare it with --vocabulary train"
+            )
+        return made, ids
+
+    def _occurrences(self, feature: Feature, block: SpilledBlock) -> NDArray[np.int64]:
+        """How often each dictionary entry of a block occurs in the rows that are counted."""
+        column = block.column(feature.name)
+        entries = entries_of(column)
+        selected = self._counted(block)
+        if feature.multi_hot and count_selected(selected) < block.rows:
+            mask = np.zeros(block.rows, bool)
+            mask[selected] = True
+            selected = np.repeat(mask, pc.list_value_length(column).to_numpy())
+        elif feature.multi_hot:
+            selected = slice(None)
+        indices = entries.indices.to_numpy()[selected]
+        return np.bincount(indices, minlength=len(entries.dictionary))
+
+    def _counted(self, block: SpilledBlock) -> Selection:
+        if self.transform.plan.vocabulary == "all":
+            return slice(0, block.rows)
+        return self.splitter.training(block)
+
+    def _chunks(self, feature: Feature) -> Iterator[list[SpilledBlock]]:
+        """Consecutive blocks whose dictionaries have some ``CHUNK_BYTES`` together."""
+        chunk: list[SpilledBlock] = []
+        size = 0
+        for block in self.blocks:
+            chunk.append(block)
+            size += block.sizes[feature.name]
+            if size >= CHUNK_BYTES:
+                yield chunk
+                chunk, size = [], 0
+        if chunk:
+            yield chunk
+
+    def _dictionaries(self, feature: Feature) -> Iterator[list[pa.Array]]:
+        for blocks in self._chunks(feature):
+            yield [block.dictionary(feature) for block in blocks]
+
+    def _mean_weight(self, name: str) -> float:
+        """The mean of the weights of the training rows.
+
+        Raises:
+            ValueError: all are 0.
+        """
+        total, rows = 0.0, 0
+        for block in self.blocks:
+            weights = block.column(name).to_numpy()[self.splitter.training(block)]
+            total += float(weights.sum(dtype=np.float64))
+            rows += len(weights)
+        if not total:
+            message = f"column {name!r}: all training rows have weight 0; correct the weights"
+            raise ValueError(message)
+        return total / rows
+
+
+def _has_value(values: pa.Array, counts: NDArray[np.int64]) -> bool:
+    """Whether any counted row has a value that is not missing."""
+    counted = values.filter(pa.array(counts > 0))
+    return counted[:2].to_pylist() not in ([], [""])
+
+
+def _no_value(feature: Feature) -> ValueError:
+    return ValueError(
+        f"column {feature.column.name!r} has no value in any training row; leave it out with "
+        f"{feature.column.drop_line}, or choose another split"
+    )

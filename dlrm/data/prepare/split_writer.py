@@ -1,0 +1,113 @@
+"""Pass 3: spilled rows are prepared and written to the Parquet file of their split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from dlrm.data.prepare.spill import SpilledBlock, progress_bar
+from dlrm.data.prepare.splitting import Selection, Splitter
+from dlrm.data.prepare.transform import Transform
+from dlrm.data.prepare.vocabulary import ZSTD
+from dlrm.data.prepare.workspace import Workspace
+from dlrm.data.schema import SPLITS, Categorical, Split
+from dlrm.data.threads import map_in_order
+from dlrm.utils.atomic import atomic_write
+
+ROW_GROUP_ROWS = 1 << 17
+LARGEST_DICTIONARY = 1 << 16  # with more ids than this, few repeat within a row group
+
+
+def write_splits(
+    blocks: Sequence[SpilledBlock],
+    transform: Transform,
+    categorical: Sequence[Categorical],
+    splitter: Splitter,
+    work: Workspace,
+    *,
+    workers: int,
+    progress: bool,
+) -> dict[str, Split]:
+    """Write ``SPLIT.parquet`` of each split into the workspace."""
+    plan = transform.plan
+    label = plan.only("label")
+    assert label is not None
+    looked_up = {}
+    for index, feature in enumerate(plan.features):
+        if not feature.dense and not feature.bucketed:
+            lengths = (block.entries[feature.name] for block in blocks)
+            firsts = list(accumulate(lengths, initial=0))
+            ids = np.memmap(work / "ids" / str(index), np.int32, "r") if firsts[-1] else _NO_IDS
+            looked_up[feature.name] = ids, firsts
+
+    def encode(numbered: tuple[int, SpilledBlock]) -> list[pa.RecordBatch]:
+        index, block = numbered
+        ids = {n: i[firsts[index] : firsts[index + 1]] for n, (i, firsts) in looked_up.items()}
+        rows = transform.encode(block.read(), ids)
+        return [_select(rows, selection) for selection in splitter.selections(block)]
+
+    large = {column.name for column in categorical if column.cardinality > LARGEST_DICTIONARY}
+    rows = dict.fromkeys(SPLITS, 0)
+    positives = dict.fromkeys(SPLITS, 0)
+    with progress_bar("write", "rows", progress) as bar, ExitStack() as stack:
+        bar.total = sum(block.rows for block in blocks)
+        writers: dict[str, SplitWriter] = {}
+        for parts in map_in_order(encode, enumerate(blocks), workers):
+            for name, part in zip(SPLITS, parts, strict=True):
+                if name not in writers:
+                    repeating = [field for field in part.schema.names if field not in large]
+                    writer = SplitWriter(work / f"{name}.parquet", part.schema, repeating)
+                    writers[name] = stack.enter_context(writer)
+                writers[name].write(part)
+                rows[name] += part.num_rows
+                positives[name] += pc.sum(part[label.name]).as_py() or 0
+            bar.update(sum(part.num_rows for part in parts))
+    return {
+        name: Split(files=(f"{name}.parquet",), rows=rows[name], positives=positives[name])
+        for name in SPLITS
+    }
+
+
+_NO_IDS = np.empty(0, np.int32)  # an empty file can't be mapped
+
+
+def _select(rows: pa.RecordBatch, selection: Selection) -> pa.RecordBatch:
+    if isinstance(selection, slice):
+        return rows.slice(selection.start, selection.stop - selection.start)
+    return rows.filter(pa.array(selection))
+
+
+class SplitWriter:
+    """Writes batches to a Parquet file in row groups of equal size."""
+
+    def __init__(self, path: Path, schema: pa.Schema, repeating: Sequence[str]) -> None:
+        self._path, self._schema, self._repeating = path, schema, repeating
+        self._pending = schema.empty_table()
+
+    def __enter__(self) -> SplitWriter:
+        with ExitStack() as stack:
+            temporary = stack.enter_context(atomic_write(self._path))
+            self._file = stack.enter_context(
+                pq.ParquetWriter(temporary, self._schema, use_dictionary=self._repeating, **ZSTD)
+            )
+            self._stack = stack.pop_all()
+        return self
+
+    def write(self, rows: pa.RecordBatch) -> None:
+        """Add rows."""
+        self._pending = pa.concat_tables([self._pending, pa.Table.from_batches([rows])])
+        while self._pending.num_rows >= ROW_GROUP_ROWS:
+            self._file.write_table(self._pending.slice(0, ROW_GROUP_ROWS), ROW_GROUP_ROWS)
+            self._pending = self._pending.slice(ROW_GROUP_ROWS)
+
+    def __exit__(self, *error: object) -> bool | None:
+        if error[0] is None and self._pending.num_rows:
+            self._file.write_table(self._pending, ROW_GROUP_ROWS)
+        return self._stack.__exit__(*error)  # type: ignore[arg-type]

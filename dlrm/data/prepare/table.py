@@ -1,0 +1,247 @@
+"""Any table to a prepared directory: its columns are found or given, new ones or earlier ids."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import yaml
+
+from dlrm.data.prepare.column_options import ColumnOptions, SplitOptions, TableOptions
+from dlrm.data.prepare.columns import Column, ColumnPlan
+from dlrm.data.prepare.extend_ids import NOTHING_TO_EVICT
+from dlrm.data.prepare.files import RawFile, find_files, open_files
+from dlrm.data.prepare.infer import plan_columns, read_types
+from dlrm.data.prepare.learner import EarlierIds
+from dlrm.data.prepare.pipeline import Preparation, require_fingerprint
+from dlrm.data.prepare.spill import Spilled
+from dlrm.data.prepare.splitting import Splitter, make_splitter
+from dlrm.data.prepare.table_rows import TableRows
+from dlrm.data.prepare.text_blocks import BLOCK_BYTES
+from dlrm.data.prepare.transform import TRANSFORM_FILE, Transform
+from dlrm.data.prepare.values import numbers, times
+from dlrm.data.schema import Meta
+from dlrm.utils.atomic import atomic_write
+from dlrm.utils.messages import did_you_mean
+
+OPTIONS_FILE = "table.yaml"
+MADE_BY = "scripts/prepare_table.py"
+
+
+def open_and_plan(
+    inputs: Sequence[str | os.PathLike[str]], options: TableOptions, *, skip_bad: bool = False
+) -> tuple[list[RawFile], ColumnPlan]:
+    """Find the files and decide what each column is.
+
+    Args:
+        inputs: files, directories or patterns.
+        options: what is given.
+        skip_bad: leave out lines that are no rows of the table.
+
+    Raises:
+        FileNotFoundError: an input does not exist.
+        ValueError: the files differ, or nothing can be made of a column.
+    """
+    files = open_files(find_files(inputs), options)
+    return files, plan_columns(files, options, skip_bad=skip_bad)
+
+
+def open_later_rows(
+    inputs: Sequence[str | os.PathLike[str]], ids_of: Path, split: SplitOptions
+) -> tuple[list[RawFile], ColumnPlan, list[str]]:
+    """The same for rows that become the features of an earlier preparation, with its ids.
+
+    Returns:
+        The files, what each column is, and the names of columns that are left out since the earlier
+        table did not have them.
+
+    Raises:
+        FileNotFoundError: an input does not exist, or ``ids_of`` was not made from a table.
+        ValueError: the files differ, or a column is missing.
+    """
+    if not (ids_of / TRANSFORM_FILE).is_file():
+        raise FileNotFoundError(
+            f"{ids_of / TRANSFORM_FILE} does not exist: {ids_of} was not made by {MADE_BY}"
+        )
+    earlier = Transform.load(ids_of, vocabularies=False).plan
+    files = open_files(find_files(inputs), earlier.options)
+    return files, *_plan_of_later_rows(earlier, files, split)
+
+
+def prepare_table(
+    files: Sequence[RawFile],
+    plan: ColumnPlan,
+    output: str | os.PathLike[str],
+    *,
+    ids_of: Path | None = None,
+    grow: bool = False,
+    evict_after: int | None = None,
+    skip_bad: bool = False,
+    overwrite: bool = False,
+    workers: int | None = None,
+    block_bytes: int = BLOCK_BYTES,
+    progress: bool = True,
+) -> Meta:
+    """Prepare a table for training.
+
+    Args:
+        files: the files, from :func:`open_and_plan` or :func:`open_later_rows`.
+        plan: what each column is.
+        output: directory for ``train.parquet``, ``val.parquet``, ``test.parquet``, ``vocabulary/``,
+            ``transform.json``, ``table.yaml``, ``bad_rows.json`` and ``meta.json``.
+        ids_of: a prepared directory, or a copy of its transform: nothing is learned of these rows,
+            they get its ids and scalings.
+        grow: with ``ids_of``, values of the training rows that it does not list get ids too.
+        evict_after: with ``grow``, these are first the ids of values that no training row had in as
+            many preparations, this one included.
+        skip_bad: leave out rows that do not fit, and report them in ``bad_rows.json``.
+        overwrite, workers, block_bytes, progress: see
+            :meth:`dlrm.data.prepare.pipeline.Preparation.run`.
+
+    Returns:
+        The contents of ``meta.json``.
+
+    Raises:
+        ValueError: a row or value doesn't fit, there are no rows to train on, or ``output`` holds
+            other data.
+    """
+    if grow and ids_of is None:
+        raise ValueError("--append-new needs --ids-of, the data whose ids come first")
+    if evict_after is not None and not grow:
+        raise ValueError(NOTHING_TO_EVICT)
+    options: dict[str, Any] = {
+        "made_by": MADE_BY,
+        "options": asdict(replace(plan.options, columns={})),
+        "columns": {column.name: asdict(column.options) for column in plan.columns},
+        "ids_of": None if ids_of is None else str(ids_of),
+        "bad_rows": "skip" if skip_bad else "stop",
+    }
+    options |= {"append_new": True} if grow else {}
+    options |= {} if evict_after is None else {"forget": evict_after}
+
+    transform, earlier = Transform(plan=plan), None
+    if ids_of is not None:
+        if grow:
+            require_fingerprint(ids_of)
+        transform = replace(Transform.load(ids_of, vocabularies=False), plan=plan)
+        earlier = EarlierIds(directory=ids_of, grow=grow, evict_after=evict_after)
+
+    def split(spilled: Spilled) -> Splitter:
+        by = plan.options.split
+        return make_splitter(by, spilled.blocks, spilled.rows, _limits(plan))
+
+    def save(directory: Path) -> None:
+        transform.save(directory)
+        with atomic_write(directory / OPTIONS_FILE) as temporary:
+            temporary.write_text(options_as_yaml(plan))
+
+    preparation = Preparation(
+        source=TableRows(files=files, plan=plan, types=read_types(plan, files, skip_bad=skip_bad)),
+        transform=transform,
+        split=split,
+        options=options,
+        rules=transform.rules,
+        save=save,
+        earlier=earlier,
+        skip_bad=skip_bad,
+    )
+    return preparation.run(
+        output,
+        overwrite=overwrite,
+        workers=workers,
+        block_bytes=block_bytes,
+        progress=progress,
+    )
+
+
+def _plan_of_later_rows(
+    earlier: ColumnPlan, files: Sequence[RawFile], split: SplitOptions
+) -> tuple[ColumnPlan, list[str]]:
+    """What the columns of a table are, if they are to become the features of an earlier one.
+
+    Args:
+        earlier: the plan of the earlier preparation.
+        files: the files of the table, opened with the options of that plan.
+        split: the split of these rows.
+
+    Returns:
+        The plan, and the names of columns that the earlier table did not have and that are left
+        out.
+
+    Raises:
+        ValueError: a column is missing.
+    """
+    columns = []
+    for column in earlier.columns:
+        unused = column.kind == "split" and (split.by, split.column) != ("column", column.name)
+        own = replace(column.options, kind="drop") if unused else column.options
+        columns.append(replace(column, options=own))
+    names = [column.name for column in columns]
+    if split.column is not None and split.column not in names:
+        if split.by == "time":
+            raise ValueError(
+                f"--split-by time:{split.column}: the earlier preparation has no such column"
+                f"{did_you_mean(split.column, names)}"
+            )
+        own = ColumnOptions(kind="split")
+        columns.append(Column(name=split.column, found="text", why="given", options=own))
+    plan = ColumnPlan(options=replace(earlier.options, split=split), columns=tuple(columns))
+    for file in files:
+        there = set(file.names)
+        for name in (c.name for c in plan.needed if there):  # rows of JSON may leave out names
+            if name not in there:
+                raise ValueError(
+                    f"{file.path} has no column {name!r}, which the earlier preparation has"
+                    f"{did_you_mean(name, file.names)}"
+                )
+    used = {column.name for column in columns}
+    return plan, [name for name in files[0].names if name not in used]
+
+
+def options_as_yaml(plan: ColumnPlan) -> str:
+    """The options with every column, for ``--config``: the same table is prepared the same."""
+    content: dict[str, Any] = {}
+    for name, value in _different(plan.options, TableOptions()).items():
+        if isinstance(value, SplitOptions):
+            value = _different(value, SplitOptions())
+        if name != "columns":
+            content[name] = list(value) if isinstance(value, tuple) else value
+    content["columns"] = {}
+    for column in plan.columns:
+        own = _different(column.options, ColumnOptions())
+        own = {name: list(v) if isinstance(v, tuple) else v for name, v in own.items()}
+        content["columns"][column.name] = own["kind"] if len(own) == 1 else own
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _different(options: Any, default: Any) -> dict[str, Any]:
+    """The options that are not the default."""
+    names = [field.name for field in fields(options)]
+    values = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in values.items() if value != getattr(default, name)}
+
+
+def _limits(plan: ColumnPlan) -> tuple[float, float] | None:
+    """Where validation and test begin in a split by time, in the unit of the column, if given."""
+    split = plan.options.split
+    if split.val_from is None or split.test_from is None:
+        return None
+    column = next(column for column in plan.columns if column.name == split.column)
+
+    def like_time(text: str) -> float:
+        where, array = "split: val_from or test_from", pa.array([text])
+        if column.numeric:
+            return float(numbers(array, where, column.options.marks)[0])
+        return float(times(array, where, (), None, "s")[0])
+
+    val, test = like_time(split.val_from), like_time(split.test_from)
+    if val > test:
+        raise ValueError(
+            f"split: val_from is {split.val_from}, after test_from {split.test_from}; "
+            "validation comes between training and test"
+        )
+    return val, test

@@ -1,0 +1,22 @@
+"""Hashes of texts, the same on every machine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+
+def hash_values(values: pa.Array, buckets: int) -> pa.Array:
+    """The bucket of each text, as text; a missing value, "", stays one."""
+    hashed = hash_texts(values) % np.uint64(buckets)
+    return pc.if_else(pc.equal(values, ""), "", pa.array(hashed).cast(pa.string()))
+
+
+def hash_texts(values: pa.Array) -> NDArray[np.uint64]:
+    """SipHash of each text with the fixed key of :func:`pandas.util.hash_array`."""
+    import pandas as pd  # which takes a third of a second, and hashing is rare
+
+    objects = values.to_numpy(zero_copy_only=False).astype(object)
+    return pd.util.hash_array(objects, categorize=False)

@@ -1,1 +1,0 @@
-"""Raw click logs to Parquet, streamed in bounded memory and restartable."""

@@ -1,0 +1,96 @@
+"""Values to ids: texts and keys of hex digits, merged from blocks, counted and looked up."""
+
+from collections import Counter
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from dlrm.data.prepare import vocabulary
+from dlrm.data.prepare.hex_keys import MISSING
+from dlrm.data.prepare.keys import HexKeys, TextKeys
+from dlrm.data.prepare.vocabulary import make_vocabulary
+
+
+def learn(kind, path, chunks, **options):
+    """The vocabulary of dictionaries with their counts, and the ids of all entries."""
+    keys = kind(path)
+    for entries, counts in chunks:
+        keys.add(entries, counts)
+    made, ids = make_vocabulary(*keys.ordered(), **options)
+    keys.write_ids(ids, [entries for entries, _ in chunks])
+    return made, np.fromfile(path, np.int32).tolist()
+
+
+def test_falling_count_then_missing_then_value(tmp_path):
+    wanted = [pa.array([7, MISSING, 3, 2**32 - 1]), pa.array([7, 9, 3])]
+    chunks = [([wanted[0]], [np.array([1, 2, 1, 5])]), ([wanted[1]], [np.array([1, 0, 1])])]
+    made, ids = learn(HexKeys, tmp_path / "ids", chunks)
+    assert ids == [3, 1, 2, 0, 3, 4, 2]
+    assert made.values.to_pylist() == ["ffffffff", "", "00000003", "00000007", None]
+    assert (made.counts.tolist(), made.oov_id) == ([5, 2, 2, 2, 0], 4)
+
+
+def test_without_out_of_vocabulary():
+    made, ids = make_vocabulary(pa.array([1, 5]), np.array([1, 2]), oov=False)
+    assert made.oov_id is None
+    assert made.values.to_pylist() == ["00000005", "00000001"]
+    assert ids.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(("rare", "place"), [(2, 2), (3, 2), (4, 1), (9, 0)])
+def test_rare_values_share_an_id_placed_by_their_joint_count(rare, place):
+    counts = np.array([5, 3] + [1] * rare)
+    made, ids = make_vocabulary(pa.array(np.arange(2 + rare)), counts, min_count=2)
+    assert made.oov_id == place
+    assert made.counts.tolist() == sorted([5, 3, rare], reverse=True)
+    assert set(ids[2:]) == {place}
+    assert made.counts[ids[:2]].tolist() == [5, 3]
+
+
+@pytest.mark.parametrize("kind", [HexKeys, TextKeys])
+def test_against_counting_in_python(kind, tmp_path):
+    rng = np.random.default_rng(0)
+    values = rng.integers(MISSING, 300, 5000) * 7_000_000 // 2  # beyond 2**31
+    values[values < 0] = MISSING
+    texts = ["" if value < 0 else f"{value:08x}" for value in values.tolist()]
+    occurrences = rng.integers(0, 3, 5000)
+    total: Counter[str] = Counter()
+    for text, count in zip(texts, occurrences.tolist(), strict=True):
+        total[text] += count
+    kept = sorted((k for k in total if total[k] >= 12), key=lambda k: (-total[k], k))
+    rare = sum(total.values()) - sum(total[k] for k in kept)
+    oov_id = sum(total[k] >= rare for k in kept)
+
+    entries = pa.array(values) if kind is HexKeys else pa.array(texts)
+    parts = [([entries[i : i + 1000]], [occurrences[i : i + 1000]]) for i in range(0, 5000, 1000)]
+    made, ids = learn(kind, tmp_path / "ids", parts, min_count=12)
+    listed = [*kept[:oov_id], None, *kept[oov_id:]]
+    assert made.values.to_pylist() == listed
+    assert made.counts[oov_id] == rare
+    place = {text: i for i, text in enumerate(listed)}
+    assert ids == [place.get(text, oov_id) for text in texts]
+    assert made.ids(entries, "x").tolist() == ids  # as later rows get them
+
+
+@pytest.mark.parametrize("collide", [False, True])
+def test_both_ways_to_look_up_agree(monkeypatch, collide):
+    rng = np.random.default_rng(0)
+    texts = pa.array(["", *sorted(f"v{i}" for i in range(999))])
+    made, ids = make_vocabulary(texts, rng.integers(0, 50, 1000), min_count=10)
+    wanted = pa.array(["", "none", "v3", *(f"v{i}" for i in rng.integers(0, 1500, 100))])
+    assert ids.tolist() == made.ids(texts, "x").tolist()
+    expected = made.ids(wanted, "x")
+    listed = {value: i for i, value in enumerate(made.values.to_pylist())}
+    assert expected.tolist() == [listed.get(v, made.oov_id) for v in wanted.to_pylist()]
+    monkeypatch.setattr(vocabulary, "FEW_IDS", 10)
+    hashed = []
+    if collide:  # all texts have one of three hashes
+        whole = vocabulary.hash_texts
+        monkeypatch.setattr(
+            vocabulary,
+            "hash_texts",
+            lambda texts: hashed.append(texts) or whole(texts) % np.uint64(3),
+        )
+    assert made.ids(wanted, "x").tolist() == expected.tolist()
+    assert bool(hashed) is collide
