@@ -1,1 +1,1 @@
-"""Trained models as directories that need nothing of this package: weights, programs, a reader."""
+"""Trained models as directories that do not need this package: weights, programs, a reader."""

@@ -1,10 +1,9 @@
-"""What changed between two exports, to be applied by examples/apply_delta.py; see docs/export.md.
+"""The changes between two exports, which examples/apply_delta.py applies; see docs/export.md.
 
-A tensor whose rows are as wide as before is given by the rows that differ, bit for bit; rows of a
-table that has grown keep their number in the table, although the tables after it have moved. All
-other tensors that differ are given whole, and so are those that are smaller that way. Where all
-shapes stayed as they were, so did the programs; else they are in the delta, like every other file
-that differs.
+A tensor with rows of the same width has only the rows that differ, bit for bit, in a delta; rows of
+a table that has grown keep their number in the table, although the tables after it have moved. All
+other tensors that differ are stored whole, as are those that are smaller that way. If no shape has
+changed, the programs are the same; otherwise the delta has them, like all other files that differ.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import hashlib
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ ROWS = "rows.safetensors"
 FILES = "files"
 """Names in the directory: its description, rows and tensors, and files that are taken whole."""
 STARTS = {"rows": "starts", "exact": "first_row"}
-"""Modules of a group that hold the rows of all its tables, and where each table begins."""
+"""Modules of a group with the rows of all its tables: the tensor with the first row of each."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 1 << 20  # rows that are compared at a time
 
@@ -52,7 +52,7 @@ def export_delta(
     *,
     note: Callable[[str], object] = print,
 ) -> dict[str, Any]:
-    """Export what changed since an export. The directory is there completely or not at all.
+    """Export what changed since an export. The directory appears when it is complete.
 
     Args:
         run: run directory, or a checkpoint in it.
@@ -60,68 +60,78 @@ def export_delta(
         base: the earlier export, whose number format is taken, and whose programs are compiled
             again if shapes have changed.
         options: ``last`` and ``data`` apply.
-        note: is told what is made.
+        note: called with a line for each part.
 
     Returns:
         The contents of ``delta.json``.
 
     Raises:
         FileNotFoundError: there is no checkpoint or data.
-        ValueError: ``base`` is no complete export, or has other kinds of tables or ONNX; or as
+        ValueError: ``base`` is not a complete export, or has other kinds of tables or ONNX; or as
             :func:`~dlrm.export.directory.export_run`.
     """
     with atomic_directory(output) as directory:
         before = _read_base(base, options)
-        own = {"tables": before["tables"], "devices": tuple(before["compiled"])}
-        contents, kept = open_run(run, replace(options, **own))
+        as_before = {"tables": before["tables"], "devices": tuple(before["compiled"])}
+        exporter = open_run(run, replace(options, **as_before))
+        program = exporter.trace()
         old = load_file(base / WEIGHTS)
-        full = directory / "complete"
-        full.mkdir()
-        program = contents.trace()
         new = {name: value.contiguous() for name, value in program.state_dict.items()}
         _require_same_tables(base, old, new)
-        same = {n: (v.shape, v.dtype) for n, v in old.items()} == {
-            n: (v.shape, v.dtype) for n, v in new.items()
-        }
-        after = contents.write(full, kept, lambda _: None, program=program, programs=not same)
-        if same:
+
+        # The programs depend on nothing but the shapes.
+        same_shapes = all(
+            (value.shape, value.dtype) == (old[name].shape, old[name].dtype)
+            for name, value in new.items()
+        )
+        full = directory / "complete"
+        full.mkdir()
+        after = exporter.write(full, lambda _: None, program=program, programs=not same_shapes)
+        if same_shapes:
             after["compiled"] = before["compiled"]
-            kept_files = (PROGRAM, *before["compiled"].values())
-            files = after["files"] | {name: before["files"][name] for name in kept_files}
+            programs = (PROGRAM, *before["compiled"].values())
+            files = after["files"] | {name: before["files"][name] for name in programs}
             after["files"] = dict(sorted(files.items()))
+
         changes = Changes.between(old, new)
         save_weights(changes.tensors, directory / ROWS)
         rows = sum(len(v) for n, v in changes.tensors.items() if n.startswith("row_numbers:"))
         note(f"{ROWS}: {rows:,} rows, {(directory / ROWS).stat().st_size:,} bytes")
-        taken = [
+
+        changed_files = [
             name
-            for name, file in after["files"].items()
-            if name != WEIGHTS and before["files"].get(name) != file
+            for name, digest in after["files"].items()
+            if name != WEIGHTS and before["files"].get(name) != digest
         ]
-        for name in taken:
+        for name in changed_files:
             (directory / FILES / name).parent.mkdir(parents=True, exist_ok=True)
             (full / name).replace(directory / FILES / name)
         shutil.rmtree(full)
-        note(f"{FILES}/: {len(taken)} files that changed")
-        made = {
+        note(f"{FILES}/: {len(changed_files)} files that changed")
+
+        delta = {
             "format": FORMAT,
             "version": VERSION,
             "base": digest_of(base / MANIFEST),
             "changed_rows": rows,
             "bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()),
             "tensors": changes.described,
-            "taken": taken,
+            "taken": changed_files,
             "rows": digest_of(directory / ROWS),
             "result": after,
             "result_sha256": hashlib.sha256(as_text(after).encode()).hexdigest(),
         }
         with atomic_write(directory / DELTA) as temporary:
-            temporary.write_text(as_text(made))
-    return made
+            temporary.write_text(as_text(delta))
+    return delta
 
 
 def _read_base(base: Path, options: ExportOptions) -> dict[str, Any]:
-    """The manifest of the earlier export."""
+    """The manifest of the earlier export.
+
+    Raises:
+        ValueError: no delta can be made from it.
+    """
     before = read_manifest(base)
     wrong = None
     if options.tables is not None or options.emb is not None:
@@ -148,13 +158,13 @@ def _require_same_tables(base: Path, old: Mapping[str, Tensor], new: Mapping[str
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What makes new tensors of old ones."""
+    """The differences between old and new tensors."""
 
     tensors: dict[str, Tensor]
     """``row_numbers:NAME`` and ``row_values:NAME``, and ``whole:NAME``."""
     described: dict[str, dict[str, Any]]
-    """Of each tensor that changed, by name: its ``shape``, and ``copy``: rows that are taken from
-    the old tensor, as ``[from, to, rows]``, before the changed ones are written."""
+    """For each tensor that changed, by name: its ``shape``, and the rows to ``copy`` from the old
+    tensor before the changed ones are written, as ``[from, to, rows]``; None for a whole tensor."""
 
     @classmethod
     def between(cls, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> Changes:
@@ -179,33 +189,37 @@ class Changes:
 def _spans(
     name: str, old: Mapping[str, Tensor], new: Mapping[str, Tensor]
 ) -> list[list[int]] | None:
-    """Where the rows of a tensor were: ``[from, to, rows]`` of each piece; None: nowhere."""
+    """Where the rows of a tensor were, ``[from, to, rows]`` for each piece; None if nowhere."""
     before, value = old[name], new[name]
     if before.shape[1:] != value.shape[1:] or before.dtype != value.dtype:
         return None
     if before.shape == value.shape:
         return [[0, 0, len(value)]]
+    # A tensor with the rows of several tables, of which some have grown.
     group, _, rest = name.removeprefix("tables.").partition(".")
     starts = STARTS.get(rest.partition(".")[0])
     if starts is None:
         return None
-    begins = [own[f"tables.{group}.{starts}"].tolist() for own in (old, new)]
-    if len(begins[0]) != len(begins[1]):
+    old_starts, new_starts = (side[f"tables.{group}.{starts}"].tolist() for side in (old, new))
+    if len(old_starts) != len(new_starts):
         return None
-    ends = [[*own[1:], len(tensor)] for own, tensor in zip(begins, (before, value), strict=True)]
-    pieces = zip(*begins, *ends, strict=True)
-    return [[a, b, min(end_a - a, end_b - b)] for a, b, end_a, end_b in pieces]
+    old_bounds = pairwise([*old_starts, len(before)])
+    new_bounds = pairwise([*new_starts, len(value)])
+    return [
+        [old_start, new_start, min(old_end - old_start, new_end - new_start)]
+        for (old_start, old_end), (new_start, new_end) in zip(old_bounds, new_bounds, strict=True)
+    ]
 
 
 def _changed(old: Tensor, new: Tensor, spans: list[list[int]]) -> Tensor:
-    """The numbers of new rows that are not the old ones of ``spans``."""
+    """The numbers of the new rows that differ from the old rows of ``spans``."""
     differ = torch.ones(len(new), dtype=torch.bool)
     for begin, to, rows in spans:
-        for at in range(0, rows, CHUNK):
-            size = min(CHUNK, rows - at)
-            parts = old[begin + at : begin + at + size], new[to + at : to + at + size]
-            one, other = (_bits(part).reshape(size, -1) for part in parts)
-            differ[to + at : to + at + size] = (one != other).any(1)
+        for start in range(0, rows, CHUNK):
+            size = min(CHUNK, rows - start)
+            left = _bits(old[begin + start :][:size]).reshape(size, -1)
+            right = _bits(new[to + start :][:size]).reshape(size, -1)
+            differ[to + start :][:size] = (left != right).any(1)
     return differ.nonzero()[:, 0]
 
 

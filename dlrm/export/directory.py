@@ -45,11 +45,11 @@ def compiled_file(device: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """What to export of a run, and as what."""
+    """The parts of an export, and how its tables are stored."""
 
     tables: str | None = None
-    """Number format of the rows of tables: fp32, bf16, int8 or int4. None: fp32, or what ``emb``
-    chose."""
+    """Number format of the rows of tables: fp32, bf16, int8 or int4. None: fp32, or the formats
+    that ``emb`` chose."""
     emb: str | None = None
     """Compress the trained tables by this kind, or by auto."""
     budget: str | None = None
@@ -58,51 +58,52 @@ class ExportOptions:
     """Compile ahead of time for ``cpu`` and ``cuda``."""
     onnx: bool = False
     last: bool = False
-    """Of a run, take the latest checkpoint, not the best."""
+    """Take the latest checkpoint of a run, not the best one."""
     data: Path | None = None
-    """The prepared data, for a run that has not kept how raw rows are prepared."""
+    """The prepared data, for a run that has no copy of its preparation."""
 
 
 def export_run(
     run: Path, output: Path, options: ExportOptions, *, note: Callable[[str], object] = print
 ) -> dict[str, Any]:
-    """Export a trained model. The directory is there completely or not at all.
+    """Export a trained model. The directory appears when it is complete.
 
     Args:
         run: run directory, or a checkpoint in it.
         output: directory to make.
-        options: what to export.
-        note: is told each file that is made.
+        options: the parts of the export.
+        note: called with a line for each file.
 
     Returns:
         The manifest.
 
     Raises:
         FileNotFoundError: there is no checkpoint or data.
-        ValueError: ``output`` exists, the run is damaged, or an option does not fit it.
+        ValueError: ``output`` exists, the run is damaged, a weight is NaN, or an option does not
+            fit the run.
     """
     if output.exists():
         raise ValueError(f"{output} exists: name another directory, or remove it")
-    contents, kept = open_run(run, options)
+    exporter = open_run(run, options)
     with atomic_directory(output) as temporary:
-        manifest = contents.write(temporary, kept, note)
-        write_manifest(manifest, temporary)
+        manifest = exporter.write(temporary, note)
+        # The last of the files, as it lists the others.
+        with atomic_write(temporary / MANIFEST) as path:
+            path.write_text(as_text(manifest))
     return manifest
 
 
-def open_run(run: Path, options: ExportOptions) -> tuple[Contents, Path | None]:
-    """What an export of a run has in it.
-
-    Returns:
-        The contents, and the directory that keeps how raw rows are prepared, if there is one.
+def open_run(run: Path, options: ExportOptions) -> Exporter:
+    """Load a trained model to export it.
 
     Raises:
         FileNotFoundError, ValueError: see :func:`export_run`.
     """
     kept = run_directory(run) / KEPT
-    with Checkpoint.open(run, best=not options.last) as found:
-        model, state, identity = found.build_model(), found.state, found.run
-    directory, meta = _described(kept, options.data, state, model)
+    with Checkpoint.open(run, best=not options.last) as checkpoint:
+        model, state, identity = checkpoint.build_model(), checkpoint.state, checkpoint.run
+    directory, meta = _data_of(kept, options.data, state, model)
+
     if options.emb is not None:
         if options.budget is None:
             kind = f"--emb {options.emb}"
@@ -112,25 +113,34 @@ def open_run(run: Path, options: ExportOptions) -> tuple[Contents, Path | None]:
         model = compress(model, state.model, data, options.emb, options.budget, dtype)
     elif options.budget is not None:
         raise ValueError("--budget needs --emb, the kind to compress by: add --emb auto")
-    contents = Contents(model, state, meta, identity, options)
-    return contents, kept if directory == kept else None
+
+    preparation = kept if directory == kept else None
+    description = _description(model, state, meta, identity, options)
+    return Exporter(model, meta, description, preparation, options)
 
 
-def _described(kept: Path, data: Path | None, state: RunState, model: DLRM) -> tuple[Path, Meta]:
-    """The directory that describes the columns of a model, and what it says.
+def _data_of(kept: Path, data: Path | None, state: RunState, model: DLRM) -> tuple[Path, Meta]:
+    """The directory with the ``meta.json`` of a model's data, and its content.
+
+    Args:
+        kept: the run's copy of its preparation, which is used if it exists.
+        data: the prepared data that the user named.
+        state: its configuration names the data otherwise.
+        model: the trained model, whose columns are compared.
 
     Raises:
-        FileNotFoundError, ValueError: there is none, or it is of other columns.
+        FileNotFoundError, ValueError: there is none, or it has other columns.
     """
     directory = kept if kept.is_dir() else data
     if directory is None:
-        given = state.config.get("data")
-        directory = Path(given) if isinstance(given, str) else None
+        configured = state.config.get("data")
+        directory = Path(configured) if isinstance(configured, str) else None
     if directory is None or not (directory / META_FILE).is_file():
         raise ValueError(
             f"{kept} does not exist, and {directory} has no {META_FILE} either: name the prepared "
             "data of the run with --data"
         )
+
     meta, arch = Meta.read(directory), model.sparse_arch
     same = meta.cardinalities == arch.num_embeddings and len(meta.dense) == model.num_dense
     if not same or state.fingerprint not in (None, meta.fingerprint):
@@ -138,96 +148,156 @@ def _described(kept: Path, data: Path | None, state: RunState, model: DLRM) -> t
     return directory, meta
 
 
-class Contents:
-    """What goes into the directory."""
+def _description(
+    model: DLRM, state: RunState, meta: Meta, run: str, options: ExportOptions
+) -> dict[str, Any]:
+    """The entries of a manifest that say what the model is."""
+    kinds = {
+        feature: group.kind()
+        for group, features in model.sparse_arch.embeddings()
+        for feature in features
+    }
+    columns = [
+        {
+            "name": column.name,
+            "rows": column.cardinality,
+            "multi_hot": column.multi_hot,
+            "oov_id": column.oov_id,
+            "kind": kinds[index],
+        }
+        for index, column in enumerate(meta.categorical)
+    ]
+
+    return {
+        # The export.
+        "format": FORMAT,
+        "version": VERSION,
+        "made_by": {"dlrm": dlrm.__version__, "torch": torch.__version__},
+        "run": run,
+        "step": state.steps,
+        "trained_in": state.config.get("precision", "fp32"),
+        "tables": options.tables or ("auto" if options.emb else "fp32"),
+        # Inputs and outputs.
+        "inputs": _inputs(meta),
+        "output": {"name": "probability", "dtype": "float32", "shape": ["batch"]},
+        "label": meta.label,
+        "dense": list(meta.dense),
+        "categorical": columns,
+    }
+
+
+def _inputs(meta: Meta) -> list[Mapping[str, Any]]:
+    """The inputs of the programs, in order."""
+    single = [column.name for column in meta.categorical if not column.multi_hot]
+    inputs: list[Mapping[str, Any]] = [
+        {"name": "dense", "dtype": "float32", "shape": [len(meta.dense), "batch"]},
+        {"name": "ids", "dtype": "int64", "shape": [len(single), "batch"], "columns": single},
+    ]
+    for column in meta.categorical:
+        if column.multi_hot:
+            values = {"name": f"{column.name}.values", "dtype": "int64", "shape": ["nnz"]}
+            offsets = {"name": f"{column.name}.offsets", "dtype": "int64", "shape": ["batch + 1"]}
+            inputs += [values, offsets]
+    return inputs
+
+
+class Exporter:
+    """Writes a trained model as the files of an export.
+
+    Args:
+        model: the trained model, of no other use afterwards.
+        meta: the columns of its data.
+        description: entries of the manifest that say what the model is.
+        preparation: directory with the transformations of raw rows; None if there is none.
+        options: the parts of the export.
+    """
 
     def __init__(
-        self, model: DLRM, state: RunState, meta: Meta, run: str, options: ExportOptions
+        self,
+        model: DLRM,
+        meta: Meta,
+        description: dict[str, Any],
+        preparation: Path | None,
+        options: ExportOptions,
     ) -> None:
-        self._options, self._meta = options, meta
-        kinds = {
-            feature: group.kind()
-            for group, features in model.sparse_arch.embeddings()
-            for feature in features
-        }
-        lists = [column.multi_hot for column in meta.categorical]
-        self._manifest: dict[str, Any] = {
-            "format": FORMAT,
-            "version": VERSION,
-            "made_by": {"dlrm": dlrm.__version__, "torch": torch.__version__},
-            "run": run,
-            "step": state.steps,
-            "trained_in": state.config.get("precision", "fp32"),
-            "tables": options.tables or ("auto" if options.emb else "fp32"),
-            "inputs": _inputs(meta),
-            "output": {"name": "probability", "dtype": "float32", "shape": ["batch"]},
-            "label": meta.label,
-            "dense": list(meta.dense),
-            "categorical": [
-                {
-                    "name": column.name,
-                    "rows": column.cardinality,
-                    "multi_hot": column.multi_hot,
-                    "oov_id": column.oov_id,
-                    "kind": kinds[index],
-                }
-                for index, column in enumerate(meta.categorical)
-            ],
-        }
+        multi_hot = [column.multi_hot for column in meta.categorical]
         precision = options.tables or (None if options.emb else "fp32")
-        self._model = InferenceModel(model, lists, precision=precision)
+        self._model = InferenceModel(model, multi_hot, precision=precision)
+        self._num_dense = len(meta.dense)
+        self._description = description
+        self._preparation = preparation
+        self._options = options
 
     def trace(self) -> ExportedProgram:
         """The model as a program."""
-        return trace(self._model, len(self._meta.dense))
+        return trace(self._model, self._num_dense)
 
     def write(
         self,
         directory: Path,
-        kept: Path | None,
         note: Callable[[str], object],
         *,
         program: ExportedProgram | None = None,
         programs: bool = True,
     ) -> dict[str, Any]:
-        """Write all files but the manifest, which is returned.
+        """Write all files except the manifest.
 
         Args:
             directory: gets the files.
-            kept: the directory that keeps how raw rows are prepared.
-            note: is told each file that is made.
-            program: that of :meth:`trace`, if it is there already.
-            programs: write the programs, not the weights alone.
+            note: called with a line for each file.
+            program: the program of :meth:`trace`, if it has been traced already.
+            programs: write the programs too, not the weights alone.
+
+        Returns:
+            The manifest.
+
+        Raises:
+            ValueError: a weight is NaN or infinite.
         """
-        made = dict[str, Any](self._manifest)
         program = program or self.trace()
         weights = {name: value.contiguous() for name, value in program.state_dict.items()}
         _require_finite(weights)
         save_weights(weights, directory / WEIGHTS)
-        sizes = {n: v.nbytes for n, v in weights.items() if n.startswith("tables.")}
-        made["bytes_of_tables"] = sum(sizes.values())
-        made["weights"] = WEIGHTS
         note(f"{WEIGHTS}: {sum(v.nbytes for v in weights.values()):,} bytes")
+
+        tables = [value for name, value in weights.items() if name.startswith("tables.")]
+        manifest = self._description | {
+            "bytes_of_tables": sum(value.nbytes for value in tables),
+            "weights": WEIGHTS,
+            "program": PROGRAM,
+            "compiled": {},
+        }
         if programs:
-            save_program(program, directory / PROGRAM)
-            note(f"{PROGRAM}: for torch.export.load")
-        made["program"] = PROGRAM
-        made["compiled"] = {}
-        for device in self._options.devices if programs else ():
+            self._write_programs(program, directory, manifest, note)
+
+        manifest["raw_rows"] = self._preparation is not None
+        if self._preparation is not None:
+            keep_transform(self._preparation, directory / PREPARATION)
+            copy_reader(directory)
+            note(f"{PREPARATION}/, {PACKAGE}/: to read raw rows")
+
+        paths = sorted(path for path in directory.rglob("*") if path.is_file())
+        manifest["files"] = {p.relative_to(directory).as_posix(): digest_of(p) for p in paths}
+        return manifest
+
+    def _write_programs(
+        self,
+        program: ExportedProgram,
+        directory: Path,
+        manifest: dict[str, Any],
+        note: Callable[[str], object],
+    ) -> None:
+        """Write the program in all forms, and name them in the manifest."""
+        save_program(program, directory / PROGRAM)
+        note(f"{PROGRAM}: for torch.export.load")
+        for device in self._options.devices:
             compile_program(program, directory / compiled_file(device), device)
-            made["compiled"][device] = compiled_file(device)
+            manifest["compiled"][device] = compiled_file(device)
             note(f"{compiled_file(device)}: compiled for {device}")
         if self._options.onnx:
             save_onnx(program, directory / ONNX)
-            made["onnx"] = ONNX
+            manifest["onnx"] = ONNX
             note(f"{ONNX}: for ONNX Runtime and others")
-        made["raw_rows"] = kept is not None
-        if kept is not None:
-            keep_transform(kept, directory / PREPARATION)
-            copy_reader(directory)
-            note(f"{PREPARATION}/, {PACKAGE}/: to read raw rows")
-        made["files"] = _digests(directory)
-        return made
 
 
 def _require_finite(weights: Mapping[str, Tensor]) -> None:
@@ -268,36 +338,9 @@ def read_manifest(export: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def write_manifest(manifest: Mapping[str, Any], directory: Path) -> None:
-    """Write the manifest, the last of the files, which lists the others."""
-    with atomic_write(directory / MANIFEST) as temporary:
-        temporary.write_text(as_text(manifest))
-
-
 def as_text(manifest: Mapping[str, Any]) -> str:
     """A manifest as it is written."""
     return json.dumps(manifest, indent=2) + "\n"
-
-
-def _inputs(meta: Meta) -> list[Mapping[str, Any]]:
-    """The inputs of the programs, in order."""
-    single = [column.name for column in meta.categorical if not column.multi_hot]
-    inputs: list[Mapping[str, Any]] = [
-        {"name": "dense", "dtype": "float32", "shape": [len(meta.dense), "batch"]},
-        {"name": "ids", "dtype": "int64", "shape": [len(single), "batch"], "columns": single},
-    ]
-    for column in meta.categorical:
-        if column.multi_hot:
-            values = {"name": f"{column.name}.values", "dtype": "int64", "shape": ["nnz"]}
-            offsets = {"name": f"{column.name}.offsets", "dtype": "int64", "shape": ["batch + 1"]}
-            inputs += [values, offsets]
-    return inputs
-
-
-def _digests(directory: Path) -> dict[str, Any]:
-    """Bytes and SHA-256 of all files, by their path in the directory."""
-    paths = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {path.relative_to(directory).as_posix(): digest_of(path) for path in paths}
 
 
 def digest_of(path: Path) -> dict[str, Any]:

@@ -17,10 +17,10 @@ class InferenceModel(nn.Module):
     """A trained model of plain PyTorch operators, whose shapes depend on the batch alone.
 
     Args:
-        model: the trained model, on the CPU. Its weights are not copied, and become buffers: it
-            is of no other use afterwards.
+        model: the trained model, on the CPU. Its weights are not copied and become buffers, so it
+            can't be used afterwards.
         multi_hot: for each feature, whether it has a list of ids.
-        precision: of the rows of tables; see :func:`~dlrm.export.lookups.lookup_of`.
+        precision: number format of the tables; see :func:`~dlrm.export.lookups.lookup_of`.
     """
 
     def __init__(
@@ -34,25 +34,29 @@ class InferenceModel(nn.Module):
             self.cross = model.interaction.layers
         groups = model.sparse_arch.embeddings()
         self.tables = nn.ModuleList(lookup_of(group, precision) for group, _ in groups)
+
+        # Where the ids of each feature are in the inputs.
         self.features = [features for _, features in groups]
-        self.dim = model.sparse_arch.embedding_dim
         self.multi_hot = list(multi_hot)
         count = len(self.multi_hot)
         singles = [f for f in range(count) if not self.multi_hot[f]]
-        self._single = {feature: row for row, feature in enumerate(singles)}
         bags = [f for f in range(count) if self.multi_hot[f]]
-        self._bag = {feature: place for place, feature in enumerate(bags)}
+        self._row_of = {feature: row for row, feature in enumerate(singles)}
+        self._bag_of = {feature: bag for bag, feature in enumerate(bags)}
         for index, features in enumerate(self.features):
             self.register_buffer(f"numbers_{index}", torch.arange(len(features)))
-            rows = torch.tensor([self._single.get(feature, -1) for feature in features])
+            rows = torch.tensor([self._row_of.get(feature, -1) for feature in features])
             self.register_buffer(f"columns_{index}", rows)
+
         order = [feature for features in self.features for feature in features]
         self.register_buffer("order", torch.tensor(order).argsort())
         below = torch.tril_indices(count + 1, count + 1, -1)
         self.register_buffer("pairs", below[0] * (count + 1) + below[1])
-        self.order: Tensor  # [F], where the vectors of each feature are among those of all groups
-        self.pairs: Tensor  # [F (F + 1) / 2], the products that count
-        for module in self.eval().modules():  # so that all are saved, and nothing has a gradient
+        self.order: Tensor  # [F] the position of each feature's vectors among those of all groups
+        self.pairs: Tensor  # [F (F + 1) / 2] products below the diagonal
+
+        # Buffers only, and all of them persistent: everything is saved, and nothing has a gradient.
+        for module in self.eval().modules():
             for name in list(module._parameters):
                 value = module._parameters.pop(name)
                 module.register_buffer(name, None if value is None else value.detach())
@@ -65,7 +69,7 @@ class InferenceModel(nn.Module):
             dense: dense features, ``[N, B]`` float32.
             ids: the ids of features with one each, ``[F_1, B]`` int64, each inside its table.
             bags: for each feature with lists of ids, in order: ``values [nnz]`` and
-                ``offsets [B + 1]``, where the ids of each row begin in the values; int64.
+                ``offsets [B + 1]``, the first of the values of each row; int64.
 
         Returns:
             Probabilities, ``[B]`` float32.
@@ -76,12 +80,14 @@ class InferenceModel(nn.Module):
         ]
         vectors = torch.cat(parts).index_select(0, self.order).transpose(0, 1)  # [B, F, D]
         both = torch.cat([bottom[:, None], vectors], dim=1)  # [B, F + 1, D]
+
         if self.cross is not None:
             weights = [layer.weights for layer in cast(Sequence[CrossLayer], self.cross)]
             crossed = cross_network_torch(both.flatten(1), weights)
         else:
             products = torch.bmm(both, both.transpose(1, 2)).flatten(1)
             crossed = torch.cat([bottom, products.index_select(1, self.pairs)], dim=1)
+
         logits = self.top_mlp(crossed).squeeze(1)
         return torch.sigmoid(logits.double()).float()
 
@@ -90,23 +96,24 @@ class InferenceModel(nn.Module):
         lookup, features = self.tables[index], self.features[index]
         numbers = self.get_buffer(f"numbers_{index}")
         if not any(self.multi_hot[feature] for feature in features):
-            own = ids.index_select(0, self.get_buffer(f"columns_{index}"))
-            return lookup(numbers[:, None], own)
-        found = []
+            group_ids = ids.index_select(0, self.get_buffer(f"columns_{index}"))
+            return lookup(numbers[:, None], group_ids)
+
+        vectors = []
         for number, feature in zip(numbers.split(1), features, strict=True):
             if self.multi_hot[feature]:
-                place = 2 * self._bag[feature]
-                values, offsets = bags[place], bags[place + 1]
-                found.append(_pooled(lookup(number, values), offsets, batch))
+                bag = 2 * self._bag_of[feature]
+                values, offsets = bags[bag], bags[bag + 1]
+                vectors.append(_pooled(lookup(number, values), offsets, batch))
             else:
-                found.append(lookup(number, ids[self._single[feature]]))
-        return torch.stack(found)
+                vectors.append(lookup(number, ids[self._row_of[feature]]))
+        return torch.stack(vectors)
 
 
 def _pooled(vectors: Tensor, offsets: Tensor, batch: int) -> Tensor:
     """Sums of bags: ``vectors [nnz, D]`` and ``offsets [B + 1]`` to ``[B, D]``."""
-    begun = offsets.new_zeros(vectors.shape[0] + 1)  # bags that begin at each place
-    begun = begun.index_add(0, offsets, torch.ones_like(offsets))
-    bag = begun.cumsum(0)[:-1] - 1
+    starts = offsets.new_zeros(vectors.shape[0] + 1)  # number of bags that start at each vector
+    starts = starts.index_add(0, offsets, torch.ones_like(offsets))
+    bag = starts.cumsum(0)[:-1] - 1
     out = vectors.new_zeros(batch, vectors.shape[1])
     return out.index_add(0, bag, vectors)

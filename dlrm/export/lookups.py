@@ -1,7 +1,7 @@
 """Look-ups of trained tables as modules of plain PyTorch operators.
 
-Their shapes depend on the shape of the ids alone, and nothing in them is Triton: ``torch.export``
-takes them with a dynamic batch, and so do the compilers behind it.
+Their shapes depend only on the shape of the ids, and they use no Triton, so ``torch.export`` and
+the compilers behind it accept a dynamic batch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from dlrm.embeddings.tt import TT
 from dlrm.export.rows import FloatRows, store_rows
 from dlrm.utils.offsets import row_offsets
 
-SMALL_SLICE = 512  # weights of a slice of a tensor train that is copied
+SMALL_SLICE = 512  # weights of a tensor-train slice, up to which it is copied
 
 
 class RowLookup(nn.Module):
-    """Tables whose rows lie in one weight: dense, hash, drop, block, paged and offload.
+    """Tables with their rows in one weight: dense, hash, drop, block, paged and offload.
 
     Args:
         group: the trained tables.
@@ -37,12 +37,11 @@ class RowLookup(nn.Module):
         shared = group if isinstance(group, SharedRows) else None
         weight = shared.kept_rows() if shared else group.state_dict()["weight"]
         self.rows = store_rows(weight, precision)
-        kept = shared.num_kept if shared else group.num_embeddings
-        modulo = shared._modulo if shared else None
-        overflow_row = shared._overflow_row if shared else None
-        self.register_buffer("starts", row_offsets(kept).to(weight.device))
-        self.register_buffer("modulo", modulo)
-        self.register_buffer("overflow_row", overflow_row)
+
+        num_rows = shared.num_kept if shared else group.num_embeddings
+        self.register_buffer("starts", row_offsets(num_rows).to(weight.device))
+        self.register_buffer("modulo", shared._modulo if shared else None)
+        self.register_buffer("overflow_row", shared._overflow_row if shared else None)
         projection = getattr(group, "projection", None)
         self.register_buffer("projection", None if projection is None else projection.detach())
         self.starts: Tensor  # [F]
@@ -64,7 +63,7 @@ class RowLookup(nn.Module):
 
 
 class ShortLookup(nn.Module):
-    """Short rows, several of which are stored as one.
+    """Short rows, several of them stored as one.
 
     Args:
         group: the trained tables.
@@ -85,44 +84,47 @@ class ShortLookup(nn.Module):
 
 
 class TTLookup(nn.Module):
-    """Tensor-train tables: every id is multiplied out on its own, equal ones too.
+    """Tensor-train tables, with the row of every id computed on its own.
 
-    A training step looks for equal ids; their number is known only once it has run, so that no
-    compiler can plan for it.
+    Equal ids are computed several times. Training finds them first, but their number is known only
+    at run time, so no compiler can plan for it.
 
     Args:
         group: the trained tables, with their cache of hot rows, if there is one.
-        precision: ``bf16`` keeps the cores in bf16; all others leave them as they are. The rows of
-            a cache and exact rows have it.
+        precision: number format of cached and exact rows. With ``bf16``, the cores are bf16 too;
+            otherwise they stay as they are.
     """
 
     def __init__(self, group: TT, precision: str) -> None:
         super().__init__()
-        self.q, self.ranks = group.q, group.ranks
-        own = "bf16" if precision == "bf16" else "fp32"
-        self.cores = nn.ModuleList(store_rows(core, own) for core in group.cores)
+        self.q = group.q
+        self.ranks = group.ranks
+        of_cores = "bf16" if precision == "bf16" else "fp32"
+        self.cores = nn.ModuleList(store_rows(core, of_cores) for core in group.cores)
+
         p = group._p
-        place = p.flip(1).cumprod(1).flip(1) // p  # ids that agree in the digits up to this one
         self.register_buffer("p", p)
-        self.register_buffer("place", place)
+        self.register_buffer("place", p.flip(1).cumprod(1).flip(1) // p)
         self.register_buffer("starts", p.cumsum(0) - p)
         self.p: Tensor  # [F, d]
-        self.place: Tensor  # [F, d]
-        self.starts: Tensor  # [F, d], the first slice of each table
+        self.place: Tensor  # [F, d] place values of the digits of an id
+        self.starts: Tensor  # [F, d] the first slice of each table
+
         self.exact = None
         if group.exact is not None:
             self.exact = store_rows(group.exact.kept_rows(), precision)
             self.register_buffer("kept", group._kept)
             self.register_buffer("first_row", row_offsets(group.exact.num_kept).to(p.device))
-            self.kept: Tensor  # [F], exact rows of each table
+            self.kept: Tensor  # [F] number of exact rows of each table
             self.first_row: Tensor  # [F]
+
         self.cached = None
         if group.cache is not None:
             self.cached = store_rows(group.cache.rows, precision)
             self.register_buffer("keys", group.cache._keys)
             self.register_buffer("slots", group.cache._slots.long())
             self.register_buffer("first_key", group._row_offsets)
-            self.keys: Tensor  # [capacity], in rising order
+            self.keys: Tensor  # [capacity], ascending
             self.slots: Tensor  # [capacity]
             self.first_key: Tensor  # [F]
 
@@ -136,14 +138,14 @@ class TTLookup(nn.Module):
         return rows + products.masked_fill((ids < kept)[..., None], 0.0)
 
     def _products(self, tables: Tensor, ids: Tensor) -> Tensor:
-        """The products, or cached rows in their place."""
+        """The products of slices, or cached rows instead of them."""
         vectors = self._compressed(tables, ids)
         if self.cached is None:
             return vectors
         keys = (ids + self.first_key[tables]).to(self.keys.dtype)
-        place = torch.searchsorted(self.keys, keys).clamp(max=len(self.keys) - 1)
-        hits = self.keys[place] == keys
-        return torch.where(hits[..., None], self.cached(self.slots[place]), vectors)
+        index = torch.searchsorted(self.keys, keys).clamp(max=len(self.keys) - 1)
+        hits = self.keys[index] == keys
+        return torch.where(hits[..., None], self.cached(self.slots[index]), vectors)
 
     def _compressed(self, tables: Tensor, ids: Tensor) -> Tensor:
         rows = ids.new_ones(1)
@@ -166,8 +168,8 @@ class TTLookup(nn.Module):
 def _multiply_in_place(left: Tensor, weight: Tensor, slices: Tensor) -> Tensor:
     """``left [n, Q, r]`` times the matrices ``slices [n]`` of ``weight [slices * r, c]``.
 
-    The rows of a matrix are a bag, weighted by ``left``, so that no matrix is copied: at rank 32
-    that is 5 times as fast on a CPU as a product with copied ones.
+    The rows of a matrix are a bag, weighted by ``left``, so no matrix is copied. At rank 32 on a
+    CPU, this is 5 times as fast as a product with copies.
     """
     rank = left.shape[2]
     rows = slices[:, None, None] * rank + torch.arange(rank, device=slices.device)
@@ -180,7 +182,7 @@ def _multiply_in_place(left: Tensor, weight: Tensor, slices: Tensor) -> Tensor:
 
 
 class OwnLookup(nn.Module):
-    """Tables of a kind whose own look-up is plain PyTorch on a CPU: qr, robe, cafe and basis.
+    """Tables with a look-up that is plain PyTorch on a CPU: qr, robe, cafe and basis.
 
     Args:
         group: the trained tables, on the CPU.
@@ -200,9 +202,9 @@ def lookup_of(group: Embedding, precision: str | None) -> nn.Module:
 
     Args:
         group: the tables.
-        precision: of rows, one of :data:`~dlrm.export.rows.PRECISIONS`. Kinds whose parameters are
-            no rows of one table each keep them in fp32 instead of int8 and int4. None: int8 and
-            int4 where the rows are packed so, else fp32.
+        precision: number format of rows, one of :data:`~dlrm.export.rows.PRECISIONS`. Kinds with
+            other parameters than rows keep these in fp32 instead of int8 and int4. None: int8 or
+            int4 for rows that were trained so, otherwise fp32.
     """
     if precision is None:
         precision = group.dtype or "fp32" if isinstance(group, SharedRows | TT) else "fp32"

@@ -30,10 +30,10 @@ ONNX_PACKAGES = ("onnx", "onnxscript")
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without warnings of PyTorch about itself."""
+    """Suppress warnings of PyTorch about itself."""
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it names operators of packages that are not there
+    logger.setLevel(logging.ERROR)  # it warns of operators of packages that are not installed
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -49,23 +49,25 @@ def trace(model: InferenceModel, num_dense: int) -> ExportedProgram:
         model: on the CPU.
         num_dense: number of dense features N.
     """
-    batch = 4  # of the example; any but 0 and 1, which would be taken for constants
+    # Example inputs. Sizes of 0 and 1 would become constants, and equal sizes stay equal.
+    batch = 4
     singles = model.multi_hot.count(False)
     inputs = [torch.zeros(num_dense, batch), torch.zeros(singles, batch, dtype=torch.int64)]
     rows = Dim("batch")
     shapes: list[Any] = [{1: rows}, {1: rows}]
     bags: list[dict[int, Any]] = []
     for index in range(model.multi_hot.count(True)):
-        nnz = batch + 2 + index  # another one for each, or they would be taken to be equal
+        nnz = batch + 2 + index
         offsets = torch.tensor([0, 1, 2, 3, nnz])
         inputs += [torch.zeros(nnz, dtype=torch.int64), offsets]
         bags += [{0: Dim(f"nnz_{index}")}, {0: rows + 1}]
+
     dynamic = (*shapes, tuple(bags)) if bags else tuple(shapes)
     program = torch.export.export(model, tuple(inputs), dynamic_shapes=dynamic)
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
-            for node in module.graph.nodes:  # paths of this machine are nobody else's business
-                node.meta.pop("stack_trace", None)
+            for node in module.graph.nodes:
+                node.meta.pop("stack_trace", None)  # it has paths of this machine
     return program
 
 
@@ -79,18 +81,18 @@ def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
         save_file(dict(weights), path, {"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{path} can't be written: {error}") from error
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets none but the owner read it
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes it private to its owner
 
 
 def save_program(program: ExportedProgram, path: Path) -> None:
     """Write a program without its weights, which ``program.state_dict`` takes when it is loaded.
 
-    In their place are values of no size in memory: NaN, so that a score without weights is NaN.
+    Placeholders without memory take their place. They are NaN, so a score without weights is NaN.
 
     Raises:
         OSError: it can't be written.
     """
-    content = io.BytesIO()  # PyTorch's own writer aborts the process where there is no room
+    content = io.BytesIO()  # on a full disk, PyTorch's own writer aborts the process
     weights = dict(program.state_dict)
     program.state_dict.update({name: _placeholder(value) for name, value in weights.items()})
     try:
@@ -107,7 +109,7 @@ def _placeholder(value: Tensor) -> Tensor:
 
 
 def has_compiler() -> bool:
-    """Whether there is a C++ compiler, which :func:`compile_program` needs."""
+    """True if there is a C++ compiler, which :func:`compile_program` needs."""
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler:
@@ -135,13 +137,15 @@ def compile_program(program: ExportedProgram, path: Path, device: str) -> None:
         )
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--compile cuda needs a GPU, and there is none: leave it out")
+
     configs = {
         "aot_inductor.package_constants_in_so": False,
         "always_keep_tensor_constants": True,
-        # Precompiled, they save 3 core-seconds each time, but take 15 the first time.
+        # Precompiled headers save 3 core-seconds each time, but take 15 the first time.
         "aot_inductor.precompile_headers": False,
     }
-    if device == "cuda":  # else kernels are tried with random ids, which are in no table
+    if device == "cuda":
+        # Otherwise kernels are tried with random ids, which are outside of the tables.
         configs["triton.autotune_at_compile_time"] = False
     with _quiet(), _moved(program, device):
         aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
@@ -149,12 +153,12 @@ def compile_program(program: ExportedProgram, path: Path, device: str) -> None:
 
 @contextmanager
 def _moved(program: ExportedProgram, device: str) -> Iterator[None]:
-    """The program on a device, and afterwards on the CPU again: PyTorch moves it in place."""
+    """Move the program to a device in place, and afterwards back to the CPU."""
     if device == "cpu":
         yield
         return
     try:
-        # With its number: the programs check that tensors are on the very device they name.
+        # With its number, as compiled programs check the exact device of every tensor.
         move_to_device_pass(program, f"cuda:{torch.cuda.current_device()}")
         yield
     finally:
@@ -162,7 +166,7 @@ def _moved(program: ExportedProgram, device: str) -> Iterator[None]:
 
 
 def save_onnx(program: ExportedProgram, path: Path) -> None:
-    """Write a program as ONNX, its weights in a file next to it.
+    """Write a program as ONNX, with its weights in a file next to it.
 
     Raises:
         ValueError: a package is missing, or ONNX lacks an operator.
@@ -182,7 +186,7 @@ def save_onnx(program: ExportedProgram, path: Path) -> None:
 
 
 def _first_cause(error: BaseException) -> str:
-    """What an error began with, in one line."""
+    """The first error of a chain, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{' '.join(str(error).split()):.300}"

@@ -11,15 +11,15 @@ from torch.nn import functional
 from dlrm.utils.messages import did_you_mean
 
 PRECISIONS = ("fp32", "bf16", "int8", "int4")
-SHORTEST = 8  # weights of a row that is worth a scale of its own
+SHORTEST = 8  # weights of a row with a scale; shorter rows would not become smaller
 CHUNK = 1 << 18  # rows that are quantized at a time
 
 
 class FloatRows(nn.Module):
-    """Rows as they are, fp32 or bf16.
+    """Rows in fp32 or bf16.
 
     Args:
-        weight: ``[n, D]``; it is kept, not copied.
+        weight: ``[n, D]``; not copied.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -35,9 +35,9 @@ class FloatRows(nn.Module):
 class Int8Rows(nn.Module):
     """Rows of 8-bit integers, each row with a scale: ``code * scale``, codes -127 .. 127.
 
-    The scale is the largest absolute value of the row over 127, in bf16, which has the range of
-    fp32. Codes are relative to the rounded scale: an entry is off by half a step at most, the
-    largest one by up to three quarters.
+    The scale is the largest absolute value of the row divided by 127, in bf16, which has the range
+    of fp32. Codes use the rounded scale: the error is at most half a step, and three quarters of a
+    step for the largest entry.
 
     Args:
         weight: ``[n, D]``.
@@ -62,7 +62,7 @@ class Int8Rows(nn.Module):
 class Int4Rows(nn.Module):
     """Rows of 4-bit integers, each row with a scale: ``(code - 7.5) * scale``, codes 0 .. 15.
 
-    The 16 levels lie evenly on both sides of zero. Byte ``i`` of a row has entry ``i`` in its low
+    The 16 levels are symmetric about zero. Byte ``i`` of a row has entry ``i`` in its low
     bits, and entry ``i + ceil(D / 2)`` in its high ones.
 
     Args:
@@ -115,15 +115,12 @@ def store_rows(weight: Tensor, precision: str) -> nn.Module:
 def _scales(weight: Tensor, levels: float) -> Tensor:
     """The scale of each row, ``[n]`` bf16, never 0."""
     tiny = torch.finfo(torch.bfloat16).tiny
-    return (
-        (torch.linalg.vector_norm(weight, torch.inf, 1).float() / levels)
-        .clamp_(min=tiny)
-        .to(torch.bfloat16)
-    )
+    largest = torch.linalg.vector_norm(weight, torch.inf, 1).float()
+    return (largest / levels).clamp_(min=tiny).to(torch.bfloat16)
 
 
 def _chunks(weight: Tensor, scales: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Rows in fp32, their scales ``[rows, 1]`` and where they go, some at a time."""
-    for parts in zip(weight.split(CHUNK), scales.split(CHUNK), out.split(CHUNK), strict=True):
-        rows, scale, target = parts
+    """Some rows at a time: the rows in fp32, their scales ``[rows, 1]``, and their part of out."""
+    parts = zip(weight.split(CHUNK), scales.split(CHUNK), out.split(CHUNK), strict=True)
+    for rows, scale, target in parts:
         yield rows.float(), scale.float()[:, None], target

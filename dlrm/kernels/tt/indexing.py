@@ -1,4 +1,4 @@
-"""The index of a look-up in tensor-train tables: what depends on its ids, but not on the cores.
+"""The index of a look-up in tensor-train tables: everything that depends on its ids alone.
 
 See :mod:`dlrm.kernels.tt`.
 """
@@ -29,56 +29,59 @@ class LookupRequest:
     layout: FactorLayout
     ids: Tensor  # [n], contiguous
     num_results: int
-    batch: int  # result k is row (k % batch) * tables + k // batch
+    batch: int  # result k is stored as row (k % batch) * tables + k // batch
     tables: int
     strategy: Strategy
-    table_of: Tensor | None = None  # without offsets: table of every run of per_table ids
+    table_of: Tensor | None = None  # without offsets: the table of each run of per_table ids
     per_table: int = 1
     skip: Tensor | None = None  # [n] bool
     offsets: Tensor | None = None  # [F * B + 1]
     mean: bool = False
-    updates: FusedUpdates | None = None  # of cores, for the backward pass to apply
+    updates: FusedUpdates | None = None  # updates of cores that the backward pass may apply
 
 
 class FactorIndex:
     """The left or the right factor of every look-up, and the pairs of slices in use.
 
     Args:
-        pairs: those that the factors are products of; None if the factors are slices.
+        side: left or right.
+        pairs: the factors are products of these pairs; None if they are slices.
         of_lookup: slice or pair of every look-up, int32 ``[n]``, to be filled; None if not needed.
-        n: look-ups.
-        flags: zeros, to flag the pairs in use.
-        total: a zero, to count them.
+        n: number of look-ups.
+        zeros: buffers by name: ``SIDE flags`` for the pairs in use, ``SIDE total`` for their count.
     """
 
-    slots: Tensor | None = None  # [pairs] where the product of a pair in use is
+    slots: Tensor | None = None  # [pairs] the slot of each pair in use
     members: Tensor  # [slots] small slice of each
     segments: Tensor  # [big slices, 2] their slots
 
     def __init__(
         self,
+        side: str,
         pairs: PairLayout | None,
         of_lookup: Tensor | None,
         n: int,
-        flags: Tensor | None,
-        total: Tensor | None,
+        zeros: Mapping[str, Tensor],
     ) -> None:
-        self.pairs, self.of_lookup, self.n = pairs, of_lookup, n
-        self.flags, self.total = flags, total
-        if pairs is not None:
-            assert flags is not None
-            self.num_slots = min(n, pairs.pairs)
-            self.slots = torch.empty_like(flags)
-            self.members = flags.new_empty(self.num_slots)
-            self.segments = flags.new_empty(len(pairs.small_start), 2)
+        self.pairs = pairs
+        self.of_lookup = of_lookup
+        self.n = n
+        self.flags = zeros.get(f"{side} flags")
+        self._total = zeros.get(f"{side} total")
 
-    def rank(self) -> None:
+    def assign_slots(self) -> None:
         """Assign slots to the pairs in use, if the factors are pairs."""
-        if self.pairs is not None:
-            rank_pairs[(len(self.segments),)](
-                self.flags, self.pairs.pair_start, self.pairs.small_start, self.total, self.slots,
-                self.members, self.segments, BLOCK=256,
-            )  # fmt: skip
+        if self.pairs is None:
+            return
+        assert self.flags is not None
+        self.num_slots = min(self.n, self.pairs.pairs)
+        self.slots = torch.empty_like(self.flags)
+        self.members = self.flags.new_empty(self.num_slots)
+        self.segments = self.flags.new_empty(len(self.pairs.small_start), 2)
+        rank_pairs[(len(self.segments),)](
+            self.flags, self.pairs.pair_start, self.pairs.small_start, self._total, self.slots,
+            self.members, self.segments, BLOCK=256,
+        )  # fmt: skip
 
 
 class LookupIndex:
@@ -86,11 +89,11 @@ class LookupIndex:
 
     Args:
         request: the look-up.
-        weights: the factor of each id in its bag, ``[n]``.
+        weights: weight of each id in its bag, ``[n]``.
         zeros: sizes of further fp32 buffers of zeros, by name, which the same launch fills.
     """
 
-    # With strategy unique:
+    # With the strategy unique:
     unique_of: Tensor  # [n] the unique id of every look-up, -1 for none
     unique_left: Tensor  # [n] row of the left factor of each unique id
     segments: Tensor  # [segments, 2] the unique ids of each segment
@@ -99,49 +102,40 @@ class LookupIndex:
         self, request: LookupRequest, weights: Tensor | None, zeros: Mapping[str, int]
     ) -> None:
         self.request = request
-        n, unique = request.ids.numel(), request.strategy == "unique"
-        cleared = _zeros_in_one_launch({**zeros, **self._own_zeros(unique)}, request.ids.device)
-        self.zeros = {name: cleared[name].view(torch.float32) for name in zeros}
-        right: Tensor | None
-        if request.offsets is None:
-            left, right = request.ids.new_empty(2, n, dtype=torch.int32)
-            bag = None
-        else:
-            # Ids after the last bag stay at -1: a buffer of static size may be longer than used.
-            left, right, bag = request.ids.new_full((3, n), -1, dtype=torch.int32)
-        if unique:  # their right factors follow from their segments
-            right = None
-        scale = None if weights is None else weights.detach().float()
-        if request.mean:
-            scale = torch.empty(n, device=request.ids.device)
-        self.results = ResultOfLookups(bag, scale, request.batch, request.tables)
-        self.left = self._factor_index("left", request.layout.left, left, cleared)
-        self.right = self._factor_index("right", request.layout.right, right, cleared)
-        keys = self._new_keys() if unique else None
-        self._index(keys, cleared.get("bitmap"))
-        self.left.rank()
-        self.right.rank()
-        if keys is not None:
-            self._number_unique(keys, cleared["bitmap"], cleared["unique total"])
+        layout, ids = request.layout, request.ids
+        n, unique = ids.numel(), request.strategy == "unique"
 
-    def _own_zeros(self, unique: bool) -> dict[str, int]:
-        """Sizes of the zeros that the index itself needs, by name."""
-        layout = self.request.layout
-        sizes = {"bitmap": layout.words, "unique total": 1} if unique else {}
+        # All buffers of zeros, in one launch.
+        sizes = dict(zeros)
         for side, pairs in (("left", layout.left), ("right", layout.right)):
             if pairs is not None:
                 sizes |= {f"{side} flags": pairs.pairs, f"{side} total": 1}
-        return sizes
+        if unique:
+            sizes |= {"bitmap": layout.words, "unique total": 1}
+        buffers = _zeros_in_one_launch(sizes, ids.device)
+        self.zeros = {name: buffers[name].view(torch.float32) for name in zeros}
 
-    def _factor_index(
-        self,
-        side: str,
-        pairs: PairLayout | None,
-        of_lookup: Tensor | None,
-        zeros: Mapping[str, Tensor],
-    ) -> FactorIndex:
-        flags, total = zeros.get(f"{side} flags"), zeros.get(f"{side} total")
-        return FactorIndex(pairs, of_lookup, self.request.ids.numel(), flags, total)
+        # The results and factors of the look-ups. After the last bag, in a buffer of static size
+        # that is longer than its ids, there are none: -1.
+        bag = None
+        if request.offsets is None:
+            left, right = ids.new_empty(2, n, dtype=torch.int32)
+        else:
+            left, right, bag = ids.new_full((3, n), -1, dtype=torch.int32)
+        scale = None if weights is None else weights.detach().float()
+        if request.mean:
+            scale = torch.empty(n, device=ids.device)
+        self.results = ResultOfLookups(bag, scale, request.batch, request.tables)
+        self.left = FactorIndex("left", layout.left, left, n, buffers)
+        # The right factor of a unique id is that of its segment.
+        self.right = FactorIndex("right", layout.right, None if unique else right, n, buffers)
+
+        keys = self._new_keys() if unique else None
+        self._find_factors(keys, buffers.get("bitmap"))
+        self.left.assign_slots()
+        self.right.assign_slots()
+        if keys is not None:
+            self._number_unique(keys, buffers["bitmap"], buffers["unique total"])
 
     def _new_keys(self) -> Tensor:
         """A buffer for the keys of all ids, -1 after the last bag."""
@@ -150,12 +144,14 @@ class LookupIndex:
         keys = torch.empty_like(request.ids, dtype=dtype)
         return keys if request.offsets is None else keys.fill_(-1)
 
-    def _index(self, keys: Tensor | None, bitmap: Tensor | None) -> None:
+    def _find_factors(self, keys: Tensor | None, bitmap: Tensor | None) -> None:
+        """Store the factors of every id, flag the pairs in use and, with a bitmap, the ids."""
         request, left, right = self.request, self.left, self.right
         layout, n = request.layout, request.ids.numel()
         out = kernels.IndexOutputs(
             left.of_lookup, right.of_lookup, left.flags, right.flags, keys, bitmap
         )
+
         if request.offsets is None:
             per_table = request.per_table
             runs = n // per_table if per_table > 1 else 1
@@ -171,15 +167,18 @@ class LookupIndex:
             )  # fmt: skip
 
     def _number_unique(self, keys: Tensor, bitmap: Tensor, total: Tensor) -> None:
-        """Number the unique ids and note their left factors."""
+        """Number the unique ids and store their left factors."""
         segments, left, n = self.request.layout.segments, self.left.of_lookup, len(keys)
         assert left is not None
+
         scan = torch.empty_like(bitmap)
         self.segments = left.new_empty(len(segments.right), 2)
         kernels.rank_ids[(len(segments.right),)](
             bitmap, segments.start, total, scan, self.segments, BLOCK=padded(segments.longest)
         )
-        self.unique_of, self.unique_left = torch.empty_like(left), torch.empty_like(left)
+
+        self.unique_of = torch.empty_like(left)
+        self.unique_left = torch.empty_like(left)
         kernels.number_ids[(triton.cdiv(n, 256),)](
             keys, bitmap, scan, left, self.left.slots, self.unique_of, self.unique_left, n,
             BLOCK=256,

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -23,7 +22,7 @@ _SEGMENT = 2048  # words that one program numbers, at most
 
 @triton.constexpr_function
 def padded(n: int, least: int = 1) -> int:
-    """The next power of two from ``n`` on: Triton's blocks have no other sizes."""
+    """The least power of two that is not below ``n``: the sizes of Triton's blocks are powers."""
     return max(least, triton.next_power_of_2(n))
 
 
@@ -44,10 +43,10 @@ class TTShape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PairLayout:
-    """Two neighboring cores that are multiplied out, and how their pairs of slices are numbered.
+    """The numbers of the pairs of slices of two neighboring cores that are multiplied out.
 
     The small (outer) core has slices ``[Q, R]``, the big (inner) one ``[R, N]``, and a product is
-    ``[Q, N]``. Pairs are numbered table by table, in a table by big slice, then by small slice.
+    ``[Q, N]``. Pairs are numbered by table, then by big slice, then by small slice.
     """
 
     small: int  # index of the core
@@ -57,53 +56,57 @@ class PairLayout:
     sizes: dict[str, int]  # Q, R, N, and LEFT: whether the product is a left factor
     pair_start: Tensor  # [big slices + 1] first pair of a big slice
     small_start: Tensor  # [big slices] first small slice of the table
-    first_pair: Tensor  # [small slices] the pairs of a small slice: first, step and number
-    step: Tensor
-    count: Tensor
+    first_pair: Tensor  # [small slices] the first pair of a small slice,
+    step: Tensor  # the distance to the next one,
+    count: Tensor  # and their number
 
     @classmethod
     def build(cls, p: Tensor, small: int, big: int, sizes: dict[str, int]) -> PairLayout:
-        device, rows = p.device, p.tolist()
-        smalls, bigs = [r[small] for r in rows], [r[big] for r in rows]
-        base = [0, *accumulate(s * b for s, b in zip(smalls, bigs, strict=True))]
-        if base[-1] >= 2**31:
+        """The pairs of cores ``small`` and ``big`` of tables with factors ``p [F, d]``.
+
+        Raises:
+            ValueError: there are too many.
+        """
+        smalls, bigs = p[:, small].cpu(), p[:, big].cpu()  # slices of each table
+        ends = (smalls * bigs).cumsum(0)
+        pairs = int(ends[-1])
+        if pairs >= 2**31:
             raise ValueError(
-                f"cores {small} and {big} form {base[-1]} pairs of slices, the kernels number at "
+                f"cores {small} and {big} form {pairs} pairs of slices, the kernels number at "
                 "most 2**31 - 1; choose more balanced factors p, or more cores"
             )
-        small_starts = [0, *accumulate(smalls)]
-        start: list[int] = []
-        first_small: list[int] = []
-        first: list[int] = []
-        step: list[int] = []
-        count: list[int] = []
-        for table, (s, b) in enumerate(zip(smalls, bigs, strict=True)):
-            start += range(base[table], base[table + 1], s)
-            first_small += [small_starts[table]] * b
-            first += range(base[table], base[table] + s)
-            step += [s] * s
-            count += [b] * s
 
-        def tensor(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
+        first_pair = ends - smalls * bigs  # of each table
+        of_big, big_slice = _slices(bigs)
+        of_small, small_slice = _slices(smalls)
+        pair_start = first_pair[of_big] + big_slice * smalls[of_big]
+
+        def int32(values: Tensor) -> Tensor:
+            return values.to(p.device, torch.int32)
 
         return cls(
             small=small,
             big=big,
-            pairs=base[-1],
-            pairs_per_slice=max(smalls),
+            pairs=pairs,
+            pairs_per_slice=int(smalls.max()),
             sizes=sizes,
-            pair_start=tensor([*start, base[-1]]),
-            small_start=tensor(first_small),
-            first_pair=tensor(first),
-            step=tensor(step),
-            count=tensor(count),
+            pair_start=int32(torch.cat([pair_start, ends[-1:]])),
+            small_start=int32((smalls.cumsum(0) - smalls)[of_big]),
+            first_pair=int32(first_pair[of_small] + small_slice),
+            step=int32(smalls[of_small]),
+            count=int32(bigs[of_small]),
         )
+
+
+def _slices(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The table of every slice of a core, and its number there, from the slices of each table."""
+    table = torch.arange(len(counts)).repeat_interleave(counts)
+    return table, torch.arange(len(table)) - (counts.cumsum(0) - counts)[table]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """The bitmap of all ids, split where a right factor begins, and after ``_SEGMENT`` words."""
+    """The bitmap of all ids, in parts of one right factor and at most ``_SEGMENT`` words."""
 
     start: Tensor  # [segments + 1] first word of each
     right: Tensor  # [segments] its right factor
@@ -115,16 +118,57 @@ class FactorLayout:
     """How the rows of a group of tables are split into a left and a right factor.
 
     Every id has a key, its bit in a bitmap of ``words`` 32-bit words. The keys of one right factor
-    are adjacent and begin with a word.
+    are adjacent and start at a word of the bitmap.
     """
 
     cores: int
     left: PairLayout | None  # None: the left factor is a slice of the first core
     right: PairLayout | None  # None: the right factor is a slice of the last core
     sizes: dict[str, int]  # A, R and C: a left factor is [A, R], a right one [R, C]
-    tables: Tensor  # int64 [F, d + 4] p, first left and right factor, first key, keys a right one
-    right_factors: Sequence[tuple[int, int]]  # of each table: their number, and words of each
-    wide: bool  # ids beyond 32 bits
+    tables: Tensor  # int64 [F, d + 4] p, first left, first right, first key, keys per right factor
+    right_factors: Sequence[tuple[int, int]]  # for each table: their number, and words per factor
+    wide: bool  # whether ids need 64 bits
+
+    @classmethod
+    def build(cls, p: Tensor, q: tuple[int, ...], ranks: tuple[int, ...]) -> FactorLayout:
+        """The layout of the tables of a :class:`TTShape`.
+
+        Raises:
+            ValueError: there are too many pairs of slices.
+        """
+        d = len(q)
+        middle = max(1, d - 1) if d < 4 else 2  # cores of the left factor
+        left = right = None
+        if middle == 2:
+            sizes = {"Q": q[0], "R": ranks[1], "N": q[1] * ranks[2], "LEFT": True}
+            left = PairLayout.build(p, 0, 1, sizes)
+        if d == 4:
+            sizes = {"Q": q[3], "R": ranks[3], "N": ranks[2] * q[2], "LEFT": False}
+            right = PairLayout.build(p, 3, 2, sizes)
+
+        # Number the factors and the keys of all tables.
+        tables: list[list[int]] = []
+        right_factors: list[tuple[int, int]] = []
+        first_left = first_right = first_word = 0
+        for factors in p.tolist():
+            lefts, rights = prod(factors[:middle]), prod(factors[middle:])
+            words = triton.cdiv(lefts, 32)
+            first_key = 32 * (first_word - first_right * words)
+            tables.append([*factors, first_left, first_right, first_key, 32 * words])
+            right_factors.append((rights, words))
+            first_left += lefts
+            first_right += rights
+            first_word += rights * words
+
+        return cls(
+            cores=d,
+            left=left,
+            right=right,
+            sizes={"A": prod(q[:middle]), "R": ranks[middle], "C": prod(q[middle:])},
+            tables=torch.tensor(tables, device=p.device),
+            right_factors=right_factors,
+            wide=max(prod(factors) for factors in p.tolist()) >= 2**31,
+        )
 
     @cached_property
     def words(self) -> int:
@@ -141,49 +185,20 @@ class FactorLayout:
         """Built on first use: small batches of large tables do not need it."""
         starts: list[Tensor] = []
         rights: list[Tensor] = []
-        first = end = 0  # right factor and word
+        first_right = first_word = 0
         for count, words in self.right_factors:
             parts = torch.arange(0, words, _SEGMENT)
-            starts.append((end + words * torch.arange(count)[:, None] + parts).view(-1))
-            rights.append((first + torch.arange(count)).repeat_interleave(len(parts)))
-            first, end = first + count, end + words * count
+            of_right = first_word + words * torch.arange(count)
+            starts.append((of_right[:, None] + parts).view(-1))
+            rights.append((first_right + torch.arange(count)).repeat_interleave(len(parts)))
+            first_right += count
+            first_word += count * words
+
         device = self.tables.device
         return Segments(
-            start=torch.cat([*starts, torch.tensor([end])]).to(device, torch.int32),
+            start=torch.cat([*starts, torch.tensor([first_word])]).to(device, torch.int32),
             right=torch.cat(rights).to(device, torch.int32),
             longest=min(_SEGMENT, max(words for _, words in self.right_factors)),
-        )
-
-    @classmethod
-    def build(cls, p: Tensor, q: tuple[int, ...], ranks: tuple[int, ...]) -> FactorLayout:
-        d = len(q)
-        middle = max(1, d - 1) if d < 4 else 2  # cores of the left factor
-        left = right = None
-        if middle == 2:
-            sizes = {"Q": q[0], "R": ranks[1], "N": q[1] * ranks[2], "LEFT": True}
-            left = PairLayout.build(p, 0, 1, sizes)
-        if d == 4:
-            sizes = {"Q": q[3], "R": ranks[3], "N": ranks[2] * q[2], "LEFT": False}
-            right = PairLayout.build(p, 3, 2, sizes)
-        tables: list[list[int]] = []
-        right_factors: list[tuple[int, int]] = []
-        first_left = first_right = first_word = 0
-        for row in p.tolist():
-            lefts, rights = prod(row[:middle]), prod(row[middle:])
-            words = triton.cdiv(lefts, 32)
-            first_key = 32 * (first_word - first_right * words)
-            tables.append([*row, first_left, first_right, first_key, 32 * words])
-            right_factors.append((rights, words))
-            first_word += rights * words
-            first_left, first_right = first_left + lefts, first_right + rights
-        return cls(
-            cores=d,
-            left=left,
-            right=right,
-            sizes={"A": prod(q[:middle]), "R": ranks[middle], "C": prod(q[middle:])},
-            tables=torch.tensor(tables, device=p.device),
-            right_factors=right_factors,
-            wide=max(prod(row) for row in p.tolist()) >= 2**31,
         )
 
 
@@ -191,7 +206,11 @@ _layouts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def factor_layout(shape: TTShape) -> FactorLayout:
-    """The layout of a group, built once: reading ``p`` waits for the GPU."""
+    """The layout of a group of tables, built only once: reading ``p`` waits for the GPU.
+
+    Raises:
+        ValueError: there are too many pairs of slices.
+    """
     p, q, ranks = shape
     layouts = _layouts.setdefault(p, {})
     key = (tuple(q), tuple(ranks), p._version)

@@ -1,11 +1,13 @@
-"""One look-up in tables in tensor-train format, by Triton kernels.
+"""One look-up in tensor-train tables by Triton kernels, with one of three strategies.
 
-See :mod:`dlrm.kernels.tt`. There are three strategies. *Direct*: each look-up multiplies its two
-factors, and adds its part of their gradients atomically. *Unique*, for many look-ups: the unique
-ids are numbered first, so that those with the same right factor are adjacent, and tiles of them are
-multiplied by that one factor on the tensor cores. How often an id occurs matters only for the
-copies of its row and for the sum of its gradients. *Ordered*: as direct, but gradients are summed
-in a fixed order, so that they are deterministic.
+- *Direct*: each look-up multiplies its two factors, and adds its part of their gradients
+  atomically.
+- *Unique*, for many look-ups: the unique ids are numbered first, those with the same right factor
+  next to each other, and tiles of them are multiplied by this factor on the tensor cores. How often
+  an id occurs matters only for the copies of its row and for the sum of its gradients.
+- *Ordered*: as direct, but gradients are summed in a fixed order, so they are deterministic.
+
+See :mod:`dlrm.kernels.tt`.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ _PARTS = 32  # programs per segment, at most
 
 
 class Lookup:
-    """The factors of the ids of one look-up, computed at once and kept for the backward pass.
+    """One look-up, whose factors are computed immediately and kept for the backward pass.
 
     Args:
         request: the look-up.
-        weights: the factor of each id in its bag, ``[n]``.
+        weights: weight of each id in its bag, ``[n]``.
         cores: all cores, contiguous.
         precision: how matrices are multiplied.
         trains: whether there will be a backward pass.
@@ -50,37 +52,46 @@ class Lookup:
         precision: str,
         trains: bool,
     ) -> None:
-        self.request, self.precision, self.dtype = request, precision, cores[0].dtype
+        self.request = request
+        self.precision = precision
+        self.dtype = cores[0].dtype
         self.n = request.ids.numel()
         self.dim = request.layout.sizes["A"] * request.layout.sizes["C"]
-        adds = trains and request.strategy != "ordered"
-        ends = {"left": 0, "right": len(cores) - 1}
-        zeros = {side: cores[core].numel() for side, core in ends.items()} if adds else {}
-        self.index = index = LookupIndex(request, weights, zeros)
-        self.left, self.right = (
-            Factor(of_side, cores, core, index.zeros.get(side))
-            for of_side, (side, core) in zip((index.left, index.right), ends.items(), strict=True)
-        )
+
+        # Look-ups add to the gradients of the outer cores, which must be zeros then.
+        zeros = {}
+        last = len(cores) - 1
+        if trains and request.strategy != "ordered":
+            zeros = {"left": cores[0].numel(), "right": cores[last].numel()}
+        self.index = LookupIndex(request, weights, zeros)
+
+        zeros_of = self.index.zeros.get
+        self.left = Factor(self.index.left, cores, 0, zeros_of("left"))
+        self.right = Factor(self.index.right, cores, last, zeros_of("right"))
         for factor in (self.left, self.right):
             factor.multiply(cores, precision, request.updates if trains else None)
         if request.strategy == "unique":
             self._compute_unique_rows(trains)
 
     def rows(self, *, pooled: bool) -> Tensor:
-        """The results in the order of memory, ``[results, D]``, or unpooled the row of every id."""
-        request, sizes = self.request, self.request.layout.sizes
-        offsets, results, num_results = request.offsets, self.index.results, request.num_results
-        if not pooled:
-            offsets, num_results = None, self.n
+        """The results in memory order, ``[results, D]``; not pooled, the row of every id."""
+        sizes, offsets, results = self.request.layout.sizes, None, self.index.results
+        num_results = self.n
+        if pooled:
+            offsets, num_results = self.request.offsets, self.request.num_results
+        else:
             results = results._replace(scale=None, batch=1, tables=1)
         out = self.left.data.new_empty(num_results, self.dim, dtype=self.dtype)
-        if request.strategy == "unique":
+
+        # Each program has a block of look-ups, or one bag.
+        if self.request.strategy == "unique":
             block, tile = self._row_blocks()
             grid = (triton.cdiv(num_results, block) if offsets is None else num_results,)
             unique_kernels.gather_rows[grid](
                 self.unique_rows, self.index.unique_of, offsets, results, out, num_results, **tile
             )
             return out
+
         held, warps = (_TILE // 4, 1) if offsets is None else (_TILE, 4)
         block = max(1, min(16, held // (padded(sizes["A"], 2) * padded(sizes["R"], 2))))
         grid = (triton.cdiv(num_results, block) if offsets is None else num_results,)
@@ -91,9 +102,9 @@ class Lookup:
         return out
 
     def backward(self, grad: Tensor, cores: Sequence[Tensor]) -> list[Tensor | None]:
-        """Gradients of all cores from the gradient of the results, ``[results, D]``, in fp32.
+        """The gradient of each core, from the gradient of the results, ``[results, D]``, in fp32.
 
-        Cores that are updated here have none.
+        It is None for cores that are updated here.
         """
         ordered = self.request.strategy == "ordered"
         if self.request.strategy == "unique":
@@ -103,6 +114,7 @@ class Lookup:
             d_right = self._ordered_gradient(grad, self.right, self.left)
         else:
             d_left, d_right = self._direct_gradients(grad)
+
         grads: dict[int, Tensor | None] = {
             **self.left.backward(d_left, cores, self.precision, ordered=ordered),
             **self.right.backward(d_right, cores, self.precision, ordered=ordered),
@@ -114,7 +126,8 @@ class Lookup:
     def _direct_gradients(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of the left and right factors, to which each look-up adds its part."""
         sizes = self.request.layout.sizes
-        d_left, d_right = self.left.zero_gradient(), self.right.zero_gradient()
+        d_left = self.left.zero_gradient()
+        d_right = self.right.zero_gradient()
         a, r, c = (padded(sizes[name], 2) for name in "ARC")
         block = max(1, min(4, _TILE // 2 // (max(a, c) * r)))
         row_kernels.factor_gradients[(triton.cdiv(self.n, block),)](
@@ -131,6 +144,7 @@ class Lookup:
         self.unique_rows = self.left.data.new_empty(shape, dtype=self.dtype)
         zeros = self.left.data.new_empty(shape, dtype=torch.float32) if trains else None
         self._unique_zeros = ZerosOnce(zeros)
+
         grid, tile = self._unique_tiles()
         warps = 1 if tile["BM"] * padded(tile["R"], 16) <= _TILE else 2
         unique_kernels.unique_rows[grid](
@@ -144,10 +158,12 @@ class Lookup:
         unique_kernels.sum_gradients[(triton.cdiv(self.n, block),)](
             grad, self.index.unique_of, self.index.results, d_rows, self.n, **rows
         )
+
         grid, tile = self._unique_tiles()
-        d_left, d_right = self.left.zero_gradient(), self.right.zero_gradient()
-        # Loads of fp32 ahead of their use take more room than they save time: on an H100, 27 us in
-        # place of 36 with four cores, 114 in place of 125 with three of dim 64.
+        d_left = self.left.zero_gradient()
+        d_right = self.right.zero_gradient()
+        # With one stage, fp32 takes 27 us instead of 36 with four cores, and 114 instead of 125
+        # with three of dim 64 on an H100: loading ahead costs more room than it saves time.
         stages = 3 if self.left.data.dtype == torch.bfloat16 else 1
         unique_kernels.unique_gradients[grid](
             self._unique_ids(), d_rows, d_left, d_right, **tile, num_warps=2, num_stages=stages
@@ -165,12 +181,12 @@ class Lookup:
         """Grid and compile-time constants for tiles of unique ids."""
         sizes, segments = self.request.layout.sizes, len(self.index.segments)
         rows = max(32 if sizes["R"] <= 32 else 64, padded(sizes["A"], 2))
-        tiles = triton.cdiv(self.n, rows // sizes["A"])  # if no two ids are equal
+        tiles = triton.cdiv(self.n, rows // sizes["A"])  # at most: if all ids are different
         parts = min(_PARTS, triton.cdiv(tiles, segments * _TILES_EACH))
         return (segments, parts), {**sizes, "BM": rows, "PRECISION": self.precision}
 
     def _row_blocks(self) -> tuple[int, dict[str, int]]:
-        """Rows a program, and compile-time constants, for passes over rows of the result."""
+        """Rows per program, and compile-time constants, for passes over rows of the result."""
         columns = padded(self.dim)
         block = max(1, _TILE // columns)
         return block, {"DIM": self.dim, "BLOCK": block, "BLOCK_D": columns}
@@ -178,16 +194,17 @@ class Lookup:
     # Strategy ordered ---------------------------------------------------------------------------
 
     def _ordered_gradient(self, grad: Tensor, factor: Factor, other: Factor) -> Tensor:
-        """Gradient of the products or slices of one factor, summed in an order of the look-ups."""
+        """Gradient of the products or slices of one factor, summed in the order of look-ups."""
         sizes, left = self.request.layout.sizes, factor is self.left
         size = sizes["A" if left else "C"]
         length = size * sizes["R"]
-        block = max(2, min(16, _TILE // 2 // (padded(size, 2) * padded(sizes["R"], 2))))
         chunks, rows = triton.cdiv(self.n, _STEPS), len(factor.data)
-        # Products in use are all written, but slices need not be in use.
+        order = factor.order()
+
+        # All slots that are read are written, but not all slices.
         make = grad.new_zeros if factor.index.pairs is None else grad.new_empty
         out = make(rows + chunks, length, dtype=torch.float32)
-        order = factor.order()
+        block = max(2, min(16, _TILE // 2 // (padded(size, 2) * padded(sizes["R"], 2))))
         ordered_kernels.segment_gradients[(triton.cdiv(chunks, block),)](
             factor.of_lookups, other.of_lookups, grad, self.index.results, order, out, rows, self.n,
             **sizes, LEFT=left, STEPS=_STEPS, BLOCK=block,
