@@ -12,12 +12,12 @@ and each is multiplied out once, in one small GEMM per slice of the big inner co
 the ids are, no slice has more rows to multiply than the core next to it has slices. The backward
 pass sums the gradients of equal factors first and then runs the same GEMMs transposed; it may also
 update an inner core where its gradient is computed (:mod:`dlrm.kernels.update.in_backward`). All
-sizes depend only on shapes and the host waits for nothing, so that a CUDA graph can capture it all.
+sizes depend only on shapes, and the host never waits, so a CUDA graph can capture everything.
 
-``op`` checks the arguments and chooses the strategy, ``lookup`` runs it, ``layout`` has what
-depends on the tables alone, ``indexing`` what depends on the ids, ``factors`` the products of
-cores. ``_index``, ``_pairs``, ``_rows``, ``_unique`` and ``_ordered`` are the Triton kernels and
-``reference`` is the same in PyTorch.
+``op`` checks the arguments and chooses the strategy, ``lookup`` runs it. ``layout`` depends on the
+tables only, ``indexing`` on the ids, and ``factors`` has the products of cores. ``_index``,
+``_pairs``, ``_rows``, ``_unique`` and ``_ordered`` are the Triton kernels; ``reference`` computes
+the same in PyTorch.
 
 Reference:
     Yin, Acun, Liu, Wu, "TT-Rec: Tensor Train Compression for Deep Learning Recommendation Models",

@@ -14,14 +14,14 @@ from dlrm.kernels import tl, triton
 
 
 class IndexOutputs(NamedTuple):
-    """What is stored of every look-up; None is not."""
+    """The outputs for all look-ups; None for those that are not needed."""
 
     left: Tensor | None  # [n] left factor, -1 for none
     right: Tensor | None  # [n] right factor
-    left_flags: Tensor | None  # [pairs] those in use
+    left_flags: Tensor | None  # [pairs] 1 for those in use
     right_flags: Tensor | None
     keys: Tensor | None  # [n]
-    bitmap: Tensor | None  # [words] the ids in use
+    bitmap: Tensor | None  # [words] a bit for each id in use
 
 
 @triton.jit
@@ -54,13 +54,13 @@ def _bits_set(words):
 
 @triton.jit
 def _index(ids, skip, at, mask, table, out, CORES: tl.constexpr, WIDE: tl.constexpr):
-    """Note the factors of look-ups ``at``, the pairs in use and, with a bitmap, the ids in use.
+    """Store the factors of look-ups ``at``, the pairs in use and, with a bitmap, the ids in use.
 
-    The key of an id counts its right factor first: see
+    The key of an id numbers its right factor first: see
     :class:`~dlrm.kernels.tt.layout.FactorLayout`. One look-up of each id gets the key itself, the
-    others -2 less the key; what is skipped has factors and key -1.
+    others ``-2 - key``. Skipped look-ups have factors and a key of -1.
     """
-    # Division of 64 bits costs several times that of 32.
+    # Dividing 64-bit integers costs several times as much as dividing 32-bit ones.
     row = tl.load(ids + at, mask=mask, other=0).to(tl.int64 if WIDE else tl.int32)
     local_left, local_right = _factors(row, table, CORES)
     left = local_left + tl.load(table + CORES).to(tl.int32)
@@ -68,6 +68,7 @@ def _index(ids, skip, at, mask, table, out, CORES: tl.constexpr, WIDE: tl.conste
     live = mask
     if skip is not None:
         live = mask & (tl.load(skip + at, mask=mask, other=1) == 0)
+
     tl.store(out.left + at, tl.where(live, left, -1), mask=mask)
     if out.right is not None:
         tl.store(out.right + at, tl.where(live, right, -1), mask=mask)
@@ -75,11 +76,12 @@ def _index(ids, skip, at, mask, table, out, CORES: tl.constexpr, WIDE: tl.conste
         tl.store(out.left_flags + left, 1, mask=live)
     if out.right_flags is not None:
         tl.store(out.right_flags + right, 1, mask=live)
+
     if out.bitmap is not None:
         key = tl.load(table + CORES + 2) + right * tl.load(table + CORES + 3) + local_left
         bit = (tl.zeros_like(left) + 1) << (key & 31).to(tl.int32)
         word = tl.load(out.bitmap + (key >> 5), mask=live, other=0)
-        # Most ids of a batch are there already; reading first spares them the atomic.
+        # Most ids of a batch have their bit already, and need no atomic operation.
         new = live & ((word & bit) == 0)
         word = tl.atomic_or(out.bitmap + (key >> 5), bit, mask=new, sem="relaxed")
         key = tl.where(new & ((word & bit) == 0), key, -2 - key)
@@ -91,7 +93,7 @@ def index_ids(
     ids, skip, table_of, per_table, tables, out, n,
     CORES: tl.constexpr, WIDE: tl.constexpr, RUNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Index every look-up; if they are in runs of one table each, a program is in one run."""
+    """Index every look-up; if they are in runs of one table each, a program has one run only."""
     pid = tl.program_id(0)
     if RUNS:
         blocks = tl.cdiv(per_table, BLOCK)
@@ -111,7 +113,7 @@ def index_bags(
     ids, offsets, batch, tables, out, bag_of, mean_scale,
     CORES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Index the look-ups of one bag; also the bag of each and, for a mean, its factor."""
+    """Index the look-ups of one bag; also store the bag of each and, for a mean, its scale."""
     bag = tl.program_id(0)
     table = tables + (bag // batch).to(tl.int64) * (CORES + 4)
     begin = tl.load(offsets + bag)
@@ -128,9 +130,9 @@ def index_bags(
 
 @triton.jit
 def rank_ids(bitmap, segment_start, total, scan, segments, BLOCK: tl.constexpr):
-    """Number the unique ids of one segment: how many there are up to the end of each of its words.
+    """Number the unique ids of one segment: store their count up to the end of each of its words.
 
-    Which segment comes first varies from run to run, and no result depends on it.
+    The order of the segments varies from run to run, but no result depends on it.
     """
     segment = tl.program_id(0)
     begin = tl.load(segment_start + segment)

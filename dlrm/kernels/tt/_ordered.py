@@ -1,5 +1,4 @@
-"""Triton kernels that sum gradients in a fixed order of the look-ups, so that they are
-deterministic.
+"""Triton kernels that sum gradients deterministically, in a fixed order of the look-ups.
 
 See :mod:`dlrm.kernels.tt.lookup`. A *segment* is the look-ups of one factor, which are adjacent in
 ``order``; a *chunk* is the ``STEPS`` look-ups that one row of a program loops over.
@@ -22,8 +21,8 @@ def segment_gradients(
     """Gradient of the left factors, ``grad [A, C] @ right' [C, R]``, or of the right ones.
 
     Each of the ``BLOCK`` chunks of a program sums segment by segment. The chunk in which a segment
-    begins stores its sum. Later chunks store their part of it in a row per chunk, after the
-    ``num_rows`` rows of ``out``, for :func:`add_partial_sums`.
+    begins stores its sum. Later chunks store their parts after the ``num_rows`` rows of ``out``,
+    one row per chunk, for :func:`add_partial_sums`.
     """
     a, r, c = tl.arange(0, padded(A, 2)), tl.arange(0, padded(R, 2)), tl.arange(0, padded(C, 2))
     chunk = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -36,12 +35,16 @@ def segment_gradients(
         cell = (r * C)[:, None] + c[None, :]
         inside = (r < R)[:, None] & (c < C)[None, :]
     LENGTH: tl.constexpr = A * R if LEFT else R * C
+
+    # The first look-up of each chunk, and whether its segment begins there.
     at = chunk * STEPS
     where = tl.load(order + tl.minimum(at, n - 1))
     row = row_of_factor(factor, where)
     before = tl.load(order + tl.minimum(tl.maximum(at - 1, 0), n - 1))
     begins = ((at == 0) | (row_of_factor(factor, before) != row)).to(tl.int32)
+
     for step in range(STEPS):
+        # The row of the gradient, and that of the other factor.
         live = (at < n) & (row >= 0)
         result = where
         if results.bag is not None:
@@ -49,8 +52,10 @@ def segment_gradients(
         g_row = result_row(result, results) * (A * C)
         o_row = row_of_factor(other, where)
         scale = tl.full((BLOCK,), 1.0, tl.float32)
-        if results.scale is not None:  # that of ids behind the last bag may be anything
+        if results.scale is not None:  # undefined for ids after the last bag
             scale = tl.where(live, tl.load(results.scale + where), 0.0)
+
+        # Add the outer products, one column or one row at a time.
         if LEFT:
             for k in tl.static_range(C):
                 g = tl.load(
@@ -73,6 +78,8 @@ def segment_gradients(
                     mask=live[:, None] & (c < C)[None, :], other=0.0,
                 ).to(tl.float32) * scale[:, None]  # fmt: skip
                 total += x[:, :, None] * g[:, None, :]
+
+        # Store the sum where a segment or the chunk ends.
         at += 1
         where = tl.load(order + tl.minimum(at, n - 1))
         next_row = row_of_factor(factor, where)
@@ -96,15 +103,18 @@ def add_partial_sums(
     chunk = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     first = chunk * STEPS
-    behind = first + STEPS
-    if behind < n:
-        row = row_of_factor(factor, tl.load(order + behind - 1))
+    end = first + STEPS
+    if end < n:
+        # The segment of the last look-up: does it begin in this chunk and continue in the next?
+        row = row_of_factor(factor, tl.load(order + end - 1))
         before = row_of_factor(factor, tl.load(order + tl.maximum(first - 1, 0)))
         begins = (first == 0) | (before != row)
         begins = begins | (row_of_factor(factor, tl.load(order + first)) != row)
-        goes_on = row_of_factor(factor, tl.load(order + behind)) == row
-        if begins & goes_on & (row >= 0):
+        continues = row_of_factor(factor, tl.load(order + end)) == row
+
+        if begins & continues & (row >= 0):
             total = tl.load(out + row * LENGTH + column, mask=column < LENGTH, other=0.0)
+            # The parts of the next chunks, until one starts with another segment.
             k = chunk + 1 + tl.arange(0, TILE)
             full = 1
             while full == 1:
@@ -125,7 +135,7 @@ def small_gradient_parts(
     Q: tl.constexpr, R: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What each slot adds to the gradient of its small slice: ``grad @ big'``."""
+    """The part of each slot in the gradient of its small slice: ``grad @ big'``."""
     at = tl.program_id(0)
     begin, end = tl.load(segments + 2 * at), tl.load(segments + 2 * at + 1)
     for first in range(tl.program_id(1) * BM, (end - begin) * Q, tl.num_programs(1) * BM):

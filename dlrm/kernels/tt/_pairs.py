@@ -18,7 +18,7 @@ from dlrm.kernels.update.rules import Hyper, rule_step, store_after_all_read
 
 
 class UpdateArguments(NamedTuple):
-    """An update of the big core, for the kernel that has its gradient."""
+    """An update of the big core, for the kernel that computes its gradient."""
 
     state: Tensor | None
     lr: Tensor
@@ -37,19 +37,19 @@ def multiply(x, y, total, PRECISION: tl.constexpr):
 
 @triton.jit
 def small_at(member, j, r, Q: tl.constexpr, R: tl.constexpr, LEFT: tl.constexpr):
-    """Where element ``(j, r)`` of a slice of the small core is."""
+    """Offset of element ``(j, r)`` of a slice of the small core."""
     return member * (Q * R) + j * R + r if LEFT else member * (Q * R) + j + r * Q
 
 
 @triton.jit
 def big_at(at, r, c, R: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr):
-    """Where element ``(r, c)`` of a slice of the big core is."""
+    """Offset of element ``(r, c)`` of a slice of the big core."""
     return at * (R * N) + r * N + c if LEFT else at * (R * N) + r + c * R
 
 
 @triton.jit
 def product_at(slot, j, c, Q: tl.constexpr, N: tl.constexpr, LEFT: tl.constexpr):
-    """Where element ``(j, c)`` of a product is."""
+    """Offset of element ``(j, c)`` of a product."""
     return slot * (Q * N) + j * N + c if LEFT else slot * (Q * N) + j + c * Q
 
 
@@ -59,12 +59,14 @@ def rank_pairs(
 ):
     """Assign slots to the pairs in use of one big slice, and store the small slice of each.
 
-    Which big slice comes first varies from run to run, and no result depends on it.
+    The order of the big slices varies from run to run, but no result depends on it.
     """
     big = tl.program_id(0)
     begin = tl.load(pair_start + big)
     end = tl.load(pair_start + big + 1)
     small = tl.load(small_start + big)
+
+    # Count the pairs in use, and reserve as many slots.
     count = 0
     for first in range(begin, end, BLOCK):
         pair = first + tl.arange(0, BLOCK)
@@ -72,6 +74,7 @@ def rank_pairs(
     slot = tl.atomic_add(total, count, sem="relaxed")
     tl.store(segments + 2 * big, slot)
     tl.store(segments + 2 * big + 1, slot + count)
+
     for first in range(begin, end, BLOCK):
         pair = first + tl.arange(0, BLOCK)
         flag = tl.load(flags + pair, mask=pair < end, other=0)
@@ -94,6 +97,7 @@ def pair_products(
     at = tl.program_id(0)
     begin, end = tl.load(segments + 2 * at), tl.load(segments + 2 * at + 1)
     for first in range(tl.program_id(1) * BM, (end - begin) * Q, tl.num_programs(1) * BM):
+        # Rows of small slices.
         m = first + tl.arange(0, BM)
         row = m < (end - begin) * Q
         slot, j = begin + m // Q, m % Q
@@ -101,6 +105,7 @@ def pair_products(
         r = tl.arange(0, padded(R, 16))
         x_at = small_at(member[:, None], j[:, None], r[None, :], Q, R, LEFT)
         x = tl.load(small + x_at, mask=row[:, None] & (r < R)[None, :], other=0.0)
+
         for n in range(0, N, BN):
             c = n + tl.arange(0, BN)
             y_at = big_at(at.to(tl.int64), r[:, None], c[None, :], R, N, LEFT)
@@ -120,10 +125,10 @@ def big_gradient(
     BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
     update=None, RULE: tl.constexpr = None,
 ):  # fmt: skip
-    """Gradient of a big slice, ``N`` in tiles: the sum over its slots of ``small' @ grad``.
+    """Gradient of a big slice, in tiles of ``N``: the sum of ``small' @ grad`` over its slots.
 
-    ``grad @ big'`` of each slot is added to ``d_small``, unless it is None, atomically. With a rule
-    the gradient updates ``big``, of which no other program reads this tile, and is not stored.
+    ``grad @ big'`` of each slot is added to ``d_small`` atomically, unless that is None. With a
+    rule, the gradient is not stored but updates ``big``, whose tile no other program reads.
     """
     at = tl.program_id(0)
     begin, end = tl.load(segments + 2 * at), tl.load(segments + 2 * at + 1)
@@ -133,6 +138,7 @@ def big_gradient(
     to = big_at(at.to(tl.int64), r[:, None], c[None, :], R, N, LEFT)
     if d_small is not None:
         y = tl.trans(tl.load(big + to, mask=inside, other=0.0))
+
     total = tl.zeros((padded(R, 16), BN), tl.float32)
     for first in range(0, (end - begin) * Q, BM):
         m = first + tl.arange(0, BM)
@@ -143,15 +149,17 @@ def big_gradient(
         x = tl.load(small + x_at, mask=row[None, :] & (r < R)[:, None], other=0.0)
         g_at = product_at(slot.to(tl.int64)[:, None], j[:, None], c[None, :], Q, N, LEFT)
         g = tl.load(grad + g_at, mask=row[:, None] & (c < N)[None, :], other=0.0)
+
         total = multiply(x, g, total, PRECISION)
         if d_small is not None:
             part = multiply(g, y, None, PRECISION)
             part_at = small_at(member[:, None], j[:, None], r[None, :], Q, R, LEFT)
             mask = row[:, None] & (r < R)[None, :]
             tl.atomic_add(d_small + part_at, part, mask=mask, sem="relaxed")
+
     if RULE is None:
         tl.store(d_big + to, total, mask=inside)
-    elif end > begin:  # these rules leave a slice without gradient alone
+    elif end > begin:  # these rules do not change a slice without a gradient
         _apply(big, to, inside, total, at, update, R * N, RULE)
 
 

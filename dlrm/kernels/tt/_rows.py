@@ -22,14 +22,14 @@ class FactorOfLookups(NamedTuple):
 
 
 class ResultOfLookups(NamedTuple):
-    """The result to which every look-up adds.
+    """The result that every look-up belongs to.
 
     Results are numbered table by table and stored sample by sample: result ``k`` is row
     ``(k % batch) * tables + k // batch``.
     """
 
     bag: Tensor | None  # [n] None: look-up k alone is result k
-    scale: Tensor | None  # [n] the factor of each row
+    scale: Tensor | None  # [n] the weight of each row
     batch: int
     tables: int
 
@@ -44,13 +44,28 @@ def result_row(result, results):
 def row_of_factor(factor, at):
     """Row of the factor of look-ups ``at`` in its buffer; -1 for none.
 
-    Without masks, and so below wherever ``at`` can be kept in bounds: Triton 3.6 and 3.7 fail to
-    compile some masks that serve loads of one and of more dimensions in a loop.
+    ``at`` is within bounds, so there is no mask: Triton 3.6 and 3.7 fail to compile some masks that
+    are used for loads of one and of more dimensions in a loop.
     """
     row = tl.load(factor.pair + at)
     if factor.slots is not None:
         row = tl.where(row >= 0, tl.load(factor.slots + tl.maximum(row, 0)), -1)
     return row.to(tl.int64)
+
+
+@triton.jit
+def look_ups_of_program(offsets, n, BLOCK: tl.constexpr):
+    """A program has ``BLOCK`` look-ups, or one bag: begin and end of its loop, end of look-ups."""
+    pid = tl.program_id(0)
+    if offsets is None:
+        begin = pid * BLOCK
+        end = begin + 1
+        last = n
+    else:
+        begin = tl.load(offsets + pid)
+        end = tl.load(offsets + pid + 1)
+        last = end
+    return begin, end, last
 
 
 @triton.jit
@@ -60,20 +75,14 @@ def rows(
 ):  # fmt: skip
     """``left [A, R] @ right [R, C]`` of ``BLOCK`` look-ups, or summed over one bag."""
     a, r, c = tl.arange(0, padded(A, 2)), tl.arange(0, padded(R, 2)), tl.arange(0, padded(C, 2))
-    pid = tl.program_id(0)
-    if offsets is None:
-        begin = pid * BLOCK
-        end = begin + 1
-        behind = n
-    else:
-        begin = tl.load(offsets + pid)
-        end = tl.load(offsets + pid + 1)
-        behind = end
+    begin, end, last = look_ups_of_program(offsets, n, BLOCK)
+    if offsets is not None:
         total = tl.zeros((padded(A, 2), padded(C, 2)), tl.float32)
+
     for first in range(begin, end, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        mask = at < behind
-        inner_at = tl.minimum(at, behind - 1)
+        mask = at < last
+        inner_at = tl.minimum(at, last - 1)
         x_row, y_row = row_of_factor(left, inner_at), row_of_factor(right, inner_at)
         live = mask & (x_row >= 0)
         x = tl.load(
@@ -83,6 +92,8 @@ def rows(
         ).to(tl.float32)  # fmt: skip
         if results.scale is not None:
             x = x * tl.load(results.scale + inner_at)[:, None, None]
+
+        # One column of the products at a time.
         product = tl.zeros((BLOCK, padded(A, 2), padded(C, 2)), tl.float32)
         for k in tl.static_range(C):
             y = tl.load(
@@ -91,6 +102,7 @@ def rows(
             ).to(tl.float32)  # fmt: skip
             entry = tl.sum(x * y[:, None, :], 2)
             product += tl.where((c == k)[None, None, :], entry[:, :, None], 0.0)
+
         if offsets is None:
             to = (result_row(at, results) * (A * C))[:, None, None]
             to = to + (a * C)[None, :, None] + c[None, None, :]
@@ -98,8 +110,9 @@ def rows(
             tl.store(out + to, product.to(out.dtype.element_ty), mask=inside)
         else:
             total += tl.sum(product, 0)
+
     if offsets is not None:
-        to = result_row(pid, results) * (A * C) + (a * C)[:, None] + c[None, :]
+        to = result_row(tl.program_id(0), results) * (A * C) + (a * C)[:, None] + c[None, :]
         inside = (a < A)[:, None] & (c < C)[None, :]
         tl.store(out + to, total.to(out.dtype.element_ty), mask=inside)
 
@@ -109,7 +122,7 @@ def factor_gradients(
     left, right, grad, results, d_left, d_right, n,
     A: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add ``grad [A, C] @ right' [C, R]`` and ``left' [R, A] @ grad`` to those of the factors."""
+    """Add ``grad [A, C] @ right' [C, R]`` and ``left' [R, A] @ grad`` to the factors' gradients."""
     a, r, c = tl.arange(0, padded(A, 2)), tl.arange(0, padded(R, 2)), tl.arange(0, padded(C, 2))
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     where = tl.minimum(at, n - 1)
@@ -119,9 +132,12 @@ def factor_gradients(
     if results.bag is not None:
         result = tl.maximum(tl.load(results.bag + where), 0)
     g_row = result_row(result, results) * (A * C)
+
     x_at = (x_row * (A * R))[:, None, None] + (a * R)[None, :, None] + r[None, None, :]
     x_mask = live[:, None, None] & (a < A)[None, :, None] & (r < R)[None, None, :]
     x = tl.load(left.data + x_at, mask=x_mask, other=0.0).to(tl.float32)
+
+    # One column of the gradient and of the right factors at a time.
     dx = tl.zeros((BLOCK, padded(A, 2), padded(R, 2)), tl.float32)
     dy = tl.zeros((BLOCK, padded(R, 2), padded(C, 2)), tl.float32)
     for k in tl.static_range(C):
@@ -138,6 +154,7 @@ def factor_gradients(
         dx += g[:, :, None] * y[:, None, :]
         part = tl.sum(x * g[:, :, None], 1)
         dy += tl.where((c == k)[None, None, :], part[:, :, None], 0.0)
+
     tl.atomic_add(d_left + x_at, dx, mask=x_mask, sem="relaxed")
     y_at = (y_row * (R * C))[:, None, None] + (r * C)[None, :, None] + c[None, None, :]
     y_mask = live[:, None, None] & (r < R)[None, :, None] & (c < C)[None, None, :]

@@ -1,7 +1,7 @@
 """Triton kernels for the unique ids of a TT look-up; see :mod:`dlrm.kernels.tt.lookup`.
 
 The ids of one segment (:class:`~dlrm.kernels.tt.layout.Segments`) are adjacent and share a right
-factor: a program takes some of one segment, and multiplies tiles of them by that factor on the
+factor. A program has a part of one segment, and multiplies tiles of its ids by that factor on the
 tensor cores. A tile has ``BM`` rows ``(id, A)``.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dlrm.kernels import tl, triton
 from dlrm.kernels.tt._pairs import multiply
-from dlrm.kernels.tt._rows import result_row
+from dlrm.kernels.tt._rows import look_ups_of_program, result_row
 from dlrm.kernels.tt.layout import padded
 
 
@@ -32,7 +32,7 @@ class UniqueIds(NamedTuple):
 def _part(ids, IDS: tl.constexpr):
     """The ids of a program, which are a part of a segment, and the row of their right factor.
 
-    The ids of a part are neighbors, and so are their left factors: programs that run at the same
+    The ids of a part are neighbors, as are their left factors, so programs that run at the same
     time find them in the cache.
     """
     segment = tl.program_id(0)
@@ -41,7 +41,7 @@ def _part(ids, IDS: tl.constexpr):
     begin += tl.program_id(1) * count
     end = tl.minimum(begin + count, end)
     row = tl.load(ids.segment_right + segment)
-    if ids.right_slots is not None:  # without ids it has none
+    if ids.right_slots is not None:  # a segment without ids has no slot
         row = tl.load(ids.right_slots + row, mask=begin < end, other=0)
     return begin, end, row.to(tl.int64)
 
@@ -63,7 +63,7 @@ def unique_rows(
     ids, out, cleared,
     A: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The row of every unique id; ``cleared`` gets zeros where its gradient will be summed."""
+    """Compute the row of every unique id, and clear the place for its gradient."""
     begin, end, y_row = _part(ids, BM // A)
     r, c = tl.arange(0, padded(R, 16)), tl.arange(0, padded(C, 16))
     y_at = y_row * (R * C) + r[:, None] * C + c[None, :]
@@ -106,25 +106,20 @@ def gather_rows(
     values, unique_of, offsets, results, out, n,
     DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The results, from the rows of the unique ids: one of each look-up, or the sum of each bag."""
+    """Copy the row of every look-up from those of the unique ids, or sum the rows of each bag."""
     column = tl.arange(0, BLOCK_D)
-    pid = tl.program_id(0)
-    if offsets is None:
-        begin = pid * BLOCK
-        end = begin + 1
-        behind = n
-    else:
-        begin = tl.load(offsets + pid)
-        end = tl.load(offsets + pid + 1)
-        behind = end
+    begin, end, last = look_ups_of_program(offsets, n, BLOCK)
+    if offsets is not None:
         total = tl.zeros((BLOCK_D,), tl.float32)
+
     for first in range(begin, end, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        mask = at < behind
+        mask = at < last
         row = tl.load(unique_of + at, mask=mask, other=-1).to(tl.int64)
         inside = mask[:, None] & (column < DIM)[None, :]
         live = inside & (row >= 0)[:, None]
         value = tl.load(values + row[:, None] * DIM + column[None, :], mask=live, other=0.0)
+
         if offsets is None:
             to = result_row(at, results) * DIM
             tl.store(out + to[:, None] + column[None, :], value, mask=inside)
@@ -133,8 +128,9 @@ def gather_rows(
             if results.scale is not None:
                 value *= tl.load(results.scale + at, mask=mask, other=0.0)[:, None]
             total += tl.sum(value, 0)
+
     if offsets is not None:
-        to = result_row(pid, results) * DIM
+        to = result_row(tl.program_id(0), results) * DIM
         tl.store(out + to + column, total.to(out.dtype.element_ty), mask=column < DIM)
 
 

@@ -22,8 +22,8 @@ from dlrm.kernels.update.rules import hyper
 
 # Rows and columns of the tile that a program multiplies, by kernel; measured on an H100.
 _TILES = {"pair_products": (16, 64), "big_gradient": (64, 64), "small_gradient_parts": (64, 32)}
-_FEW = 64  # rows of a slice on average, below which a tall tile would be mostly padding
-_MANY = 800  # programs from which light ones are faster
+_FEW = 64  # average rows of a slice below which a tall tile would be mostly padding
+_MANY = 800  # number of programs from which small ones are faster
 _PROGRAMS = 4096  # enough to keep a GPU busy
 _FUSED_RULES = ("sgd", "adagrad", "rowwise_adagrad")  # a zero gradient changes nothing
 
@@ -48,22 +48,24 @@ class Factor:
     Args:
         index: the factor of each look-up.
         cores: all cores.
-        core: the one whose slices the factors are, or the outer one of the pairs.
-        zeros: to add the gradient of that core to, fp32; None if nothing is added to it.
+        core: the outer core, whose slices are the factors or a part of their pairs.
+        zeros: fp32 zeros, to add the gradient of that core to; None if nothing is added.
     """
 
     def __init__(
         self, index: FactorIndex, cores: Sequence[Tensor], core: int, zeros: Tensor | None
     ) -> None:
-        self.index, self.core = index, core
+        self.index = index
+        self.core = core
         self.data = cores[core]  # [slices or slots, A * R or R * C]; products once computed
-        self._core_zeros, self._product_zeros = ZerosOnce(zeros), ZerosOnce(None)
+        self._core_zeros = ZerosOnce(zeros)
+        self._product_zeros = ZerosOnce(None)
         self._adds = zeros is not None
         self._update: FusedUpdate | None = None  # of the big core, for the backward pass to apply
 
     @property
     def of_lookups(self) -> FactorOfLookups:
-        """What the kernels read."""
+        """The arguments of the kernels."""
         return FactorOfLookups(self.data, self.index.of_lookup, self.index.slots)
 
     def multiply(
@@ -71,44 +73,54 @@ class Factor:
     ) -> None:
         """Compute the products of the pairs in use, if the factors are pairs.
 
-        ``updates`` are those that the backward pass may apply.
+        Args:
+            cores: all cores.
+            precision: how matrices are multiplied.
+            updates: updates that the backward pass may apply.
         """
         index = self.index
         if index.pairs is None:
             return
         small, big = cores[index.pairs.small], cores[index.pairs.big]
         self._update = updates.take(big) if updates is not None else None
+
         tiles = self._tiles("pair_products", precision)
         shape = index.num_slots, tiles["Q"] * tiles["N"]
         kept = torch.bfloat16 if precision == "bf16" else big.dtype
         self.data = big.new_empty(shape, dtype=kept)
         cleared = big.new_empty(shape, dtype=torch.float32) if self._adds else None
         self._product_zeros = ZerosOnce(cleared)
+
         kernels.pair_products[self._grid(tiles)](
             small, big, self.data, cleared, index.segments, index.members, **tiles
         )
 
     def zero_gradient(self) -> Tensor:
-        """Zeros to add the gradient of :attr:`data` to, fp32."""
+        """fp32 zeros, to add the gradient of :attr:`data` to."""
         zeros = self._core_zeros if self.index.pairs is None else self._product_zeros
         return zeros.take(self.data)
 
     def backward(
         self, grad: Tensor, cores: Sequence[Tensor], precision: str, *, ordered: bool
     ) -> dict[int, Tensor | None]:
-        """From the gradient of :attr:`data` to that of each core, by its index, in fp32.
+        """Gradients of the cores in fp32, by their index; None for a big core that is updated here.
 
-        A big core that is updated instead has none. ``ordered``: as in
-        :mod:`dlrm.kernels.tt.lookup`.
+        Args:
+            grad: gradient of :attr:`data`.
+            cores: all cores.
+            precision: how matrices are multiplied.
+            ordered: sum in a fixed order; see :mod:`dlrm.kernels.tt.lookup`.
         """
         index = self.index
         if index.pairs is None:
             return {self.core: grad}
         small, big = cores[index.pairs.small], cores[index.pairs.big]
-        if ordered:  # first, since it reads the big core
+        if ordered:  # before the update, as it reads the big core
             d_small, added = self._ordered_small_gradient(grad, small, big, precision), None
         else:
             d_small = added = self._core_zeros.take(small)
+
+        # The gradient of the big core, or its update in the same kernel.
         tiles = self._tiles("big_gradient", precision)
         columns = triton.cdiv(tiles["N"], tiles["BN"])
         d_big, update = None, self._applicable(big, columns)
@@ -118,6 +130,7 @@ class Factor:
             state = update.states[0] if update.states else None
             tiles["update"] = kernels.UpdateArguments(state, update.lr, hyper(update.rule))
             tiles["RULE"] = update.rule.kind
+
         kernels.big_gradient[(len(index.segments), columns)](
             small, big, grad, d_big, added, index.segments, index.members, **tiles
         )
@@ -126,27 +139,29 @@ class Factor:
         return {index.pairs.small: d_small, index.pairs.big: d_big}
 
     def _applicable(self, big: Tensor, columns: int) -> FusedUpdate | None:
-        """The update of the big core, if the kernel can apply it to its ``columns`` of tiles."""
+        """The update of the big core, if the kernel can apply it in this many columns of tiles."""
         update = self._update
         if update is None or not update.due or big.dtype != torch.float32:
             return None
         rule = update.rule
         able = rule.name in _FUSED_RULES and rule.momentum == rule.weight_decay == 0
-        # The mean over a slice is known where one program has all of it.
+        # The mean over a slice needs a program that has all of it.
         return update if able and (columns == 1 or rule.name != "rowwise_adagrad") else None
 
     def _ordered_small_gradient(
         self, grad: Tensor, small: Tensor, big: Tensor, precision: str
     ) -> Tensor:
-        """Gradient of the small core, what each pair adds to it summed in their order."""
+        """Gradient of the small core: the parts of all pairs, summed in their order."""
         index, pairs = self.index, self.index.pairs
         assert pairs is not None
         length = small.shape[1]
+
         tiles = self._tiles("small_gradient_parts", precision)
         parts = grad.new_empty(index.num_slots, length)
         ordered_kernels.small_gradient_parts[self._grid(tiles)](
             big, grad, parts, index.segments, **tiles
         )
+
         d_small = torch.empty_like(small, dtype=torch.float32)
         block = min(32, padded(length))
         ordered_kernels.sum_small_gradient[(len(small), triton.cdiv(length, block))](
@@ -160,7 +175,7 @@ class Factor:
         of_lookup, pairs = self.index.of_lookup, self.index.pairs
         assert of_lookup is not None
         number = len(self.data) if pairs is None else pairs.pairs
-        if number < 1 << 16:  # half the passes of a radix sort; wrapping keeps them apart
+        if number < 1 << 16:  # half the passes of a radix sort; wrapped numbers remain different
             of_lookup = of_lookup.to(torch.int16)
         return of_lookup.sort(stable=True).indices
 
@@ -169,14 +184,15 @@ class Factor:
         assert self.index.pairs is not None
         sizes, slices = self.index.pairs.sizes, len(self.index.segments)
         tall, wide = _TILES[kernel]
-        rank, wide = padded(sizes["R"], 16), min(wide, padded(sizes["N"], 16))
+        wide = min(wide, padded(sizes["N"], 16))
         warps, stages = 4 if sizes["N"] > wide else 2, 2
         if kernel == "big_gradient":
             many = slices * triton.cdiv(sizes["N"], wide) >= _MANY
             few = self.index.n * sizes["Q"] < _FEW * slices
-            tall, warps = 16 if few else 32 if many else tall, 2 if many else 4
+            tall = 16 if few else 32 if many else tall
+            warps = 2 if many else 4
             # From rank 64 on, a second stage of the pipeline costs more in occupancy than it hides.
-            stages = 1 if rank >= 64 else 2
+            stages = 1 if padded(sizes["R"], 16) >= 64 else 2
         tiles = {"BM": tall, "BN": wide, "num_warps": warps, "num_stages": stages}
         return {**sizes, **tiles, "PRECISION": precision}
 
@@ -185,7 +201,8 @@ class Factor:
         assert index.pairs is not None
         slices = len(index.segments)
         most = min(index.pairs.pairs_per_slice, index.num_slots) * tiles["Q"]
-        # A program without rows costs a microsecond.
+
+        # No more programs than have rows: an empty one costs a microsecond.
         each = triton.cdiv(_PROGRAMS, slices)
         average = triton.cdiv(index.n * tiles["Q"], slices * tiles["BM"])
         return slices, min(each, average, triton.cdiv(most, tiles["BM"]))

@@ -51,7 +51,7 @@ class _Rows(torch.autograd.Function):
 
 
 def _weights_gradient(lookup: Lookup, grad: Tensor) -> Tensor:
-    """Gradient of the factor of each id: its row times the gradient of its bag, ``[n]``."""
+    """Gradient of the weight of each id: its row times the gradient of its bag, ``[n]``."""
     results = lookup.index.results
     assert results.bag is not None
     bag = results.bag.clamp(min=0)
@@ -77,24 +77,24 @@ def tt_vectors(
         cores: core ``k`` as ``[sum over tables of p_k, r_{k-1} * q_k * r_k]``: the slices, each
             row-major in ``(r_{k-1}, q_k, r_k)``, table after table.
         shape: factors and ranks of the tables.
-        tables: table of each id, an integer tensor that broadcasts against ``ids``.
-        ids: any integer tensor ``[...]``; every id is inside its table.
-        skip: ids that are answered elsewhere, such as by a cache, bool of the shape of ``ids``:
-            their rows are zeros without gradient, and cost nothing on a GPU.
-        updates: optimizer steps of cores that the backward pass may apply itself, on a GPU; such a
+        tables: table of each id, an integer tensor that broadcasts to the shape of ``ids``.
+        ids: integers of any shape ``[...]``, each within its table.
+        skip: ids to leave out, such as those in a cache, bool of the shape of ``ids``. Their rows
+            are zeros without a gradient, and cost nothing on a GPU.
+        updates: optimizer steps of cores that the backward pass may apply itself, on a GPU. Such a
             core gets no gradient.
         impl: ``"triton"`` or ``"torch"``; by default Triton on a GPU for two to four cores of fp32
             or bf16.
         precision: how Triton multiplies fp32 matrices: ieee, tf32, tf32x3, or bf16, which also
-            halves the buffers of products of two cores; by default bf16 under autocast to it, else
-            that of ``torch.set_float32_matmul_precision``. Rows have the type of the cores, whose
-            gradients are summed in fp32.
+            halves the buffers for products of two cores. By default bf16 under autocast to bf16,
+            otherwise the setting of ``torch.set_float32_matmul_precision``. Rows have the type of
+            the cores, whose gradients are summed in fp32.
         deterministic: make the gradients of equal inputs bitwise equal, by sorting the look-ups; by
-            default that of ``torch.use_deterministic_algorithms``.
+            default the setting of ``torch.use_deterministic_algorithms``.
 
     Returns:
-        The rows, ``[..., D]`` with ``D = prod(q)``. Of two-dimensional ``ids [F, B]`` Triton lays
-        them out as ``[B, F, D]``.
+        The rows, ``[..., D]`` with ``D = prod(q)``. Triton stores the rows of ``ids [F, B]`` as
+        ``[B, F, D]``.
 
     Raises:
         ValueError: ``ids`` are not integers or on another device; ``skip`` has another shape.
@@ -104,11 +104,14 @@ def tt_vectors(
         raise ValueError(
             f"skip is {skip.dtype} {tuple(skip.shape)}, it must be bool {tuple(ids.shape)}"
         )
+
     if not _runs_triton(cores, impl) or not ids.numel():
         with torch.autocast(ids.device.type, enabled=False):  # it would cast sums and rows too
             rows = tt_vectors_torch(cores, shape, tables, ids)
         return rows if skip is None else rows.masked_fill(skip[..., None], 0.0)
-    layout, (table_of, per_table) = factor_layout(shape), _table_runs(tables, ids)
+
+    layout = factor_layout(shape)
+    table_of, per_table = _table_runs(tables, ids)
     num_tables, batch = ids.shape if ids.dim() == 2 else (1, 1)
     request = LookupRequest(
         layout=layout,
@@ -123,6 +126,7 @@ def tt_vectors(
         updates=updates,
     )
     out = _look_up(request, None, cores, precision)
+
     if ids.dim() == 2:
         return out.view(*ids.t().shape, -1).transpose(0, 1)
     return out.view(*ids.shape, -1)
@@ -149,11 +153,12 @@ def tt_bags(
         updates, impl, precision, deterministic: as in :func:`tt_vectors`.
 
     Returns:
-        ``[F, B, D]``, laid out by Triton as ``[B, F, D]``.
+        ``[F, B, D]``, which Triton stores as ``[B, F, D]``.
 
     Raises:
-        ValueError: another mode, weights with mean or not one for each id, offsets of a wrong
-            length, ids or offsets that are no integers or on another device.
+        ValueError: the mode is another one, there are weights with mode mean or not one for each
+            id, offsets have a wrong length, or ids or offsets are not integers or on another
+            device.
     """
     require_integers(cores[0], ids=bags.ids, offsets=bags.offsets)
     tables = shape.p.shape[0]
@@ -193,7 +198,7 @@ def _look_up(
 
 
 def _table_runs(tables: Tensor, ids: Tensor) -> tuple[Tensor, int]:
-    """The tables of the ids, one for each run of ids of the same table, and the length of a run."""
+    """The table of every run of ids of one table, and the length of the runs."""
     if tables.numel() == 1:
         return tables.contiguous(), ids.numel()
     if ids.dim() == 2 and tables.shape == (len(ids), 1):

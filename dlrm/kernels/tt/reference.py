@@ -1,4 +1,4 @@
-"""Tensor-train look-ups in plain PyTorch: the reference of the kernels, and what runs on a CPU."""
+"""Tensor-train look-ups in plain PyTorch: the reference for the kernels, also used on CPUs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def tt_vectors_torch(
 ) -> Tensor:
     """:func:`~dlrm.kernels.tt.tt_vectors` in plain PyTorch.
 
-    Equal ids are looked up once, and ids that agree in their first digits share the product of the
-    first cores. The number of unique ids has to reach the host, so this cannot run in a CUDA graph.
+    Equal ids are looked up once, and ids with equal first digits share the product of the first
+    cores. The host waits for the number of unique ids, so a CUDA graph can't capture this.
     """
     p, q, ranks = shape
     core_offsets = shape.core_offsets()
@@ -28,7 +28,9 @@ def tt_vectors_torch(
     heights = p.prod(1)
     ends = heights.cumsum(0)
     starts = ends - heights
-    # Ids and their prefixes count from the start of their table, so that a number names both.
+
+    # From the last digit to the first: ids without it are the prefixes of the step before. Ids and
+    # prefixes are numbered from the start of their table, so a number stands for both.
     key = ids.to(torch.int64).reshape(-1) + starts[tables]
     key, children = key.unique(return_inverse=True)
     steps = []
@@ -38,7 +40,7 @@ def tt_vectors_torch(
         steps.append((core_offsets[table, k] + prefix % size, children))
         key = starts[table] + prefix // size
         key, children = key.unique_consecutive(return_inverse=True)
-    # steps[k]: slices of the unique prefixes of k + 1 digits, and where the next step has them
+    # steps[k]: slices of the unique prefixes of k + 1 digits, and their prefixes in the next step
     steps.reverse()
 
     rows = cores[0].new_ones(1, 1, 1)  # [prefixes, q_1 .. q_k, r_k]
@@ -74,19 +76,22 @@ def tt_bags_torch(
 def _multiply_slices(rows: Tensor, slices: Tensor, index: Tensor) -> Tensor:
     """``rows[i] @ slices[index[i]]``, ``[n, Q, r] @ [S, r, c]`` to ``[n, Q, c]``.
 
-    Many rows with large slices are laid out slice by slice, the number of each rounded up, so
-    that a slice is read once for every ``_GROUP`` rows: 2 to 3 times as fast on a CPU.
+    Many rows with large slices are sorted by slice and padded, so each slice is read once for
+    ``_GROUP`` rows: 2 to 3 times as fast on a CPU.
     """
     if min(len(index), slices[0].numel()) < 1024:
         return torch.bmm(rows, slices.index_select(0, index))
+
+    # The position of each row, in groups of one slice.
     counts = torch.bincount(index, minlength=len(slices))
     groups = (counts + _GROUP - 1) // _GROUP  # of each slice
     order = index.argsort()
     rank = torch.arange(len(index), device=index.device) - (counts.cumsum(0) - counts)[index[order]]
-    place = torch.empty_like(index)
-    place[order] = (groups.cumsum(0) - groups)[index[order]] * _GROUP + rank
+    position = torch.empty_like(index)
+    position[order] = (groups.cumsum(0) - groups)[index[order]] * _GROUP + rank
+
     slice_of_group = torch.repeat_interleave(groups)
     padded = rows.new_zeros(len(slice_of_group) * _GROUP, *rows.shape[1:])
-    padded = padded.index_copy(0, place, rows).view(len(slice_of_group), -1, rows.shape[2])
+    padded = padded.index_copy(0, position, rows).view(len(slice_of_group), -1, rows.shape[2])
     out = torch.bmm(padded, slices.index_select(0, slice_of_group))
-    return out.view(-1, rows.shape[1], slices.shape[2]).index_select(0, place)
+    return out.view(-1, rows.shape[1], slices.shape[2]).index_select(0, position)
