@@ -1,24 +1,23 @@
 """Admit rows of host memory to a cache on the GPU, and evict the least frequently used.
 
-The batches whose rows are fetched together form a *window*. For each window, the rows without a
+The batches whose rows are fetched together form a *window*. Before each window, its rows without a
 slot are listed and get the slots with the lowest scores: the old rows are written to the host, and
-the new ones read from it. All shapes depend only on the batch size and the host reads nothing back,
-so the lists can be made on a second stream while the window before is computed. That window is not
-disturbed: neither its rows nor those of the next window lose their slots, and rows that it uses in
-host memory are not fetched.
+the new ones are read from it. All shapes depend only on the batch size, and the host reads nothing
+back, so a second stream can make the lists while the previous window is computed. They leave that
+window alone: its rows and those of the next window keep their slots, and rows that it uses in host
+memory are not fetched.
 
-The cost is not in the bytes but in the GPU's translation of host addresses. Measured on an H100
-with 30,000 rows of 64 bytes each way, during a step of 0.48 ms: within 256 MB of host memory they
-cost the step 0.03 ms; in 1 GB 0.15 ms; in 2.2 GB 0.36 ms if moved as fast as the link allows, and
-0.06 if moved by one program, which takes 0.8 ms. While translations queue up, everything else in
-that part of the GPU waits. The copy engine moves as many contiguous bytes for 0.001 ms. So kernels
-move rows only while a step waits for them, in ascending order, so that each page is visited once;
-ahead of their use :mod:`dlrm.kernels.offload.prefetch` moves them.
+The cost is the GPU's translation of host addresses, not the bytes. Measured on an H100 with 30,000
+rows of 64 bytes each way, during a step of 0.48 ms: in 256 MB of host memory they cost the step
+0.03 ms; in 1 GB 0.15 ms; in 2.2 GB 0.36 ms if moved as fast as the link allows, and 0.06 if moved
+by one program, which takes 0.8 ms. While translations queue up, everything else in that part of the
+GPU waits. The copy engine moves as many contiguous bytes for 0.001 ms. So kernels move rows only
+while a step waits for them, in ascending order, to visit each page once. If there is time,
+:mod:`dlrm.kernels.offload.prefetch` moves them.
 
-The LFU score of a row: each window that uses it adds 1, and the sum halves every ``half_life``
-windows.
+The LFU score of a row is the number of windows that used it; it halves every ``half_life`` windows.
 
-Bytes that must be transferred: each fetched row and its state once, each evicted row once.
+The least number of bytes to transfer: each fetched row and its state once, each evicted row once.
 """
 
 from __future__ import annotations
@@ -33,33 +32,33 @@ from dlrm.kernels import tl, triton, use_triton
 from dlrm.kernels.offload.transfer import RowMoves, exchange_rows
 
 BLOCK = 1024  # look-ups or slots of a program
-FEW = 4096  # look-ups up to which all may miss; of more, a quarter may
-BINS = tl.constexpr(256)  # of scores; the last holds the slots that can't be taken
-LOWEST, HIGHEST = tl.constexpr(-8), tl.constexpr(10)  # log2 of the scores that bins tell apart
-CLAIMED = tl.constexpr(-(2**31))  # in place of a slot, while a missing row is given one
-NO_ROW = 2**31 - 1  # after the last of the missing rows
+FEW = 4096  # up to so many look-ups, all may miss; otherwise a quarter of them
+BINS = tl.constexpr(256)  # of scores; the last one is for slots that can't be taken
+LOWEST, HIGHEST = tl.constexpr(-8), tl.constexpr(10)  # log2 of the scores that bins distinguish
+CLAIMED = tl.constexpr(-(2**31))  # instead of the slot of a missing row that is in the list
+NO_ROW = 2**31 - 1  # after the last missing row
 
 
 class CacheIndex(NamedTuple):
-    """Which rows are in the cache, where, and how often they are used."""
+    """The rows in the cache, their slots, and how often they are used."""
 
     row_to_slot: Tensor
-    """Slot of each row, ``[V]`` int32; -1 without one, ``-2 - t`` if window t uses the row in host
+    """Slot of each row, ``[V]`` int32. -1: none; ``-2 - t``: none, window t uses the row in host
     memory."""
     slot_to_row: Tensor
-    """Row of each slot, ``[C]`` int32; -1 of a free slot."""
+    """Row of each slot, ``[C]`` int32; -1 for a free slot."""
     last_used: Tensor
-    """Last window that uses the slot, ``[C]`` int32."""
+    """Last window that uses each slot, ``[C]`` int32."""
     lfu_score: Tensor
-    """Log2 of the LFU score, plus ``t / half_life``, ``[C]`` fp32. Later windows add more; so a
-    score need not be updated in order to decay."""
+    """Log2 of the LFU score plus ``t / half_life``, ``[C]`` fp32. As later windows add more, old
+    scores decay without an update."""
     step: Tensor
     """Number of the current window, from 1, 0-d int32."""
     traffic: Tensor
     """Look-ups so far, look-ups of cached rows, rows fetched, rows evicted, and batches, ``[5]``
     int64."""
     half_life: float
-    """Windows in which a score halves."""
+    """Number of windows after which a score is halved."""
 
     @classmethod
     def empty(cls, rows: int, capacity: int, half_life: float, device: torch.device) -> Self:
@@ -86,7 +85,7 @@ class CacheIndex(NamedTuple):
         return sum(value.nbytes for value in self if isinstance(value, Tensor))
 
 
-# Kernels. AHEAD: the window is the next one, and the current one may be in progress. ------------
+# Kernels. AHEAD: the window is the next one, while the current one may be in progress. -----------
 
 
 @triton.jit
@@ -100,7 +99,7 @@ def load_rows(ids, starts, k, inside, batch):
 
 @triton.jit
 def _append(counter, chosen):
-    """Positions for the ``chosen`` elements at the end of a list of ``counter`` elements."""
+    """Positions of the ``chosen`` elements, appended to a list that has ``counter`` elements."""
     ones = chosen.to(tl.int32)
     begin = tl.atomic_add(counter, tl.sum(ones, 0), sem="relaxed")
     return begin + tl.cumsum(ones, 0) - 1
@@ -111,22 +110,28 @@ def _list_missing(
     index, ids, starts, missing, counters, n, batch, most,
     AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Mark the slots of the window's rows as used; list the rows without one, each once."""
+    """Mark the slots of the window's rows as used, and list the rows without a slot once each."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
     row = load_rows(ids, starts, k, inside, batch)
     slot = tl.load(index.row_to_slot + row, mask=inside, other=CLAIMED)
     cached = slot >= 0
+
+    # Cached rows.
     tl.atomic_add(index.traffic, tl.sum(inside.to(tl.int64), 0), sem="relaxed")
     tl.atomic_add(index.traffic + 1, tl.sum(cached.to(tl.int64), 0), sem="relaxed")
     now = tl.load(index.step)
     window = now + AHEAD
     tl.store(index.last_used + slot, window, mask=cached)
-    busy = (slot <= -2 - now) & (slot != CLAIMED)  # the current window uses it in host memory
+
+    # Rows that the current window uses in host memory stay there.
+    busy = (slot <= -2 - now) & (slot != CLAIMED)
     tl.store(index.row_to_slot + row, -2 - window, mask=busy)
+
+    # Missing rows: the first look-up of each lists it. Those that do not fit stay in host memory.
     absent = (slot < 0) & (slot > -2 - now)
     old = tl.atomic_min(index.row_to_slot + row, CLAIMED, mask=absent, sem="relaxed")
-    absent &= old != CLAIMED  # another look-up of the same row has listed it
+    absent &= old != CLAIMED
     at = _append(counters, absent)
     tl.store(missing + at, row.to(tl.int32), mask=absent & (at < most))
     tl.store(index.row_to_slot + row, -2 - window, mask=absent & (at >= most))
@@ -143,7 +148,7 @@ def _bin_of(index, last_used, score, now):
 
 @triton.jit
 def _count_scores(index, histogram, capacity, AHEAD: tl.constexpr, BLOCK: tl.constexpr):
-    """Raise the scores of the slots that the window uses; count the slots by score."""
+    """Raise the scores of the slots that the window uses, and count the slots by score."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     now = tl.load(index.step)
     window = now + AHEAD
@@ -152,6 +157,7 @@ def _count_scores(index, histogram, capacity, AHEAD: tl.constexpr, BLOCK: tl.con
     time = window.to(tl.float32) / index.half_life
     raised = time + tl.log2(1 + tl.exp2(score - time))
     tl.store(index.lfu_score + slot, raised, mask=last_used == window)
+
     counts = tl.histogram(_bin_of(index, last_used, score, now), BINS)
     tl.atomic_add(histogram + tl.arange(0, BINS), counts, mask=counts > 0, sem="relaxed")
 
@@ -163,11 +169,13 @@ def _evict(
 ):  # fmt: skip
     """List the slots with the lowest scores, one for each missing row if possible, and their rows.
 
-    All slots of the bins below a limit are taken, and of the limit's bin a random part, as many as
-    are still needed.
+    All slots in the bins below a limit are taken, and a random part of those in the bin at the
+    limit.
     """
     now = tl.load(index.step)
     window = now + AHEAD
+
+    # The bin at the limit, and the share of its slots that is needed.
     bins = tl.arange(0, BINS)
     counts = tl.load(histogram + bins, mask=bins < BINS - 1, other=0)
     wanted = tl.minimum(tl.minimum(tl.load(counters), most), tl.sum(counts, 0))
@@ -179,17 +187,19 @@ def _evict(
     last_used = tl.load(index.last_used + slot, mask=slot < capacity, other=2**31 - 1)
     score = tl.load(index.lfu_score + slot, mask=slot < capacity, other=0.0)
     bin = _bin_of(index, last_used, score, now)
-    random = tl.rand(now, slot)  # all over the cache, not only its first slots
+    random = tl.rand(now, slot)  # from the whole cache, not only its first slots
     some = (bin == limit) & (random <= share * 1.05) & (wanted > below)
     taken = (bin < limit) | some
     at = _append(counters + 1, taken)
     taken &= at < wanted
+
     old = tl.load(index.slot_to_row + slot, mask=taken, other=-1)
     tl.store(leaving + at, old, mask=taken)
     tl.store(targets + at, slot, mask=taken)
     tl.store(index.last_used + slot, window, mask=taken)
     tl.store(index.lfu_score + slot, window.to(tl.float32) / index.half_life, mask=taken)
     tl.store(index.row_to_slot + old, -1, mask=taken & (old >= 0))
+
     if tl.program_id(0) == 0:
         tl.store(counters + 2, wanted)
     evicted = tl.sum((taken & (old >= 0)).to(tl.int32), 0)
@@ -202,15 +212,15 @@ def _evict(
 def _assign(
     index, missing, targets, counters, most, AHEAD: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Assign the slots to the missing rows; rows without one are used in host memory."""
+    """Assign the slots to the missing rows; rows that get none are used in host memory."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     moves = tl.minimum(tl.load(counters + 1), tl.load(counters + 2))
     inside = k < tl.minimum(tl.load(counters), most)
     row = tl.load(missing + k, mask=inside, other=0)
     slot = tl.load(targets + k, mask=k < moves, other=0)
     tl.store(index.slot_to_row + slot, row, mask=k < moves)
-    place = tl.where(k < moves, slot, -2 - (tl.load(index.step) + AHEAD))
-    tl.store(index.row_to_slot + row, place, mask=inside)
+    new_slot = tl.where(k < moves, slot, -2 - (tl.load(index.step) + AHEAD))
+    tl.store(index.row_to_slot + row, new_slot, mask=inside)
 
 
 # Launchers ------------------------------------------------------------------------------------
@@ -229,7 +239,7 @@ def move_rows(
 
     Args:
         index: the index of the cache; updated in place.
-        tensors: what moves, each ``[V, columns]`` in host memory and ``[C, columns]`` in the cache.
+        tensors: what is moved: ``[V, columns]`` in host memory and ``[C, columns]`` in the cache.
         ids: ``[F, B]`` contiguous, int32 or int64; B is the number of samples of all its batches.
         starts: first row of each table, ``[F]`` int64; None for zeros.
         impl: see :mod:`dlrm.kernels`.
@@ -246,7 +256,7 @@ def list_moves(index: CacheIndex, ids: Tensor, starts: Tensor | None, *, ahead: 
 
     Args:
         index, ids, starts: as in :func:`move_rows`; at least one look-up.
-        ahead: the window is the one after the current one, which may be in progress.
+        ahead: list for the next window, while the current one may be in progress.
     """
     n, capacity = ids.numel(), len(index.slot_to_row)
     most = max(min(n, FEW), n // 4)
@@ -254,13 +264,14 @@ def list_moves(index: CacheIndex, ids: Tensor, starts: Tensor | None, *, ahead: 
     counters = torch.zeros(4 + BINS.value, dtype=torch.int32, device=ids.device)
     counters, histogram = counters[:4], counters[4:]
     options = {"AHEAD": ahead, "BLOCK": BLOCK}
+
     _list_missing[triton.cdiv(n, BLOCK),](
         index, ids, starts, missing, counters, n, ids.shape[1], most, **options
     )
     grid = (triton.cdiv(capacity, BLOCK),)
     _count_scores[grid](index, histogram, capacity, **options)
     _evict[grid](index, leaving, targets, counters, histogram, most, capacity, **options)
-    if not ahead:  # kernels walk through host memory in this order
+    if not ahead:  # kernels access host memory in this order
         missing = missing.sort().values
         leaving, order = leaving.sort()
         targets = targets[order]
@@ -285,13 +296,17 @@ def move_rows_torch(
 ) -> None:
     """:func:`move_rows` in PyTorch; ``ahead`` as in :func:`list_moves`."""
     now = int(index.step)
-    window, time = now + ahead, (now + ahead) / index.half_life
+    window = now + ahead
+    time = window / index.half_life
+
+    # Cached rows.
     rows, uses = flat_rows(ids, starts).unique(return_counts=True)
     slot = index.row_to_slot[rows].long()
     cached = slot[slot >= 0]
     index.last_used[cached] = window
     index.lfu_score[cached] = time + torch.log2(1 + torch.exp2(index.lfu_score[cached] - time))
 
+    # Missing rows, and the slots for them. Rows that get none are used in host memory.
     busy = slot <= -2 - now  # the current window uses them in host memory
     index.row_to_slot[rows[busy]] = -2 - window
     missing = rows[(slot < 0) & ~busy]
@@ -299,6 +314,8 @@ def move_rows_torch(
     taken = free[index.lfu_score[free].argsort(stable=True)[: len(missing)]]
     index.row_to_slot[missing[len(taken) :]] = -2 - window
     missing = missing[: len(taken)]
+
+    # Move the rows, and update the index.
     evicts = index.slot_to_row[taken] >= 0
     leaving = index.slot_to_row[taken][evicts].long()
     for host, cache in tensors:

@@ -1,14 +1,14 @@
 """Mapped pinned (zero-copy) memory: host memory as a tensor of the GPU.
 
-Under unified addressing a kernel reads and writes pinned host memory by its address, as it does its
-own memory, at the speed of the link. A GPU tensor over such memory has gradients, optimizers and
-kernels like any other, and takes no GPU memory.
+Under unified addressing, a kernel accesses pinned host memory by its address, like GPU memory, at
+the speed of the link. A GPU tensor over such memory works with autograd, optimizers and kernels
+like any other, and takes no GPU memory.
 
-Measured on an H100 with rows of 512 bytes: at random in up to 1 GB, 92% of the link's 55 GB/s; at
-random in 4 GB 37%, since the GPU's address translation reaches no further, but 91% in ascending
-order. This does not depend on how the memory is allocated (registered with huge or small pages,
-``cudaHostAlloc``, ``cuMemCreate``). Other kernels that run at the same time wait for the
-translation too: see :mod:`dlrm.kernels.offload.admission`.
+Measured on an H100 with rows of 512 bytes: 92% of the link's 55 GB/s for random rows in up to 1 GB.
+In 4 GB, beyond the reach of the GPU's address translation, 37% for random rows and 91% in ascending
+order. The way of allocation makes no difference (registered with huge or small pages,
+``cudaHostAlloc``, ``cuMemCreate``). Kernels that run at the same time wait for the translation too:
+see :mod:`dlrm.kernels.offload.admission`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ class _Registered:
         try:
             self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as failure:
-            raise ValueError(f"{size:,} bytes of host memory can't be had: {failure}") from None
+            raise ValueError(
+                f"{size:,} bytes of host memory can't be allocated ({failure}): free some"
+            ) from None
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self.memory.madvise(mmap.MADV_HUGEPAGE)
+
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         self.address = self.bytes.data_ptr()
         error = torch.cuda.cudart().cudaHostRegister(self.address, size, _PORTABLE_AND_MAPPED)
@@ -49,6 +52,8 @@ class _Registered:
                 "some, or raise the limit of locked memory (ulimit -l)"
             )
         _regions[self.address] = self.bytes
+
+        # PyTorch makes a GPU tensor of the memory by this protocol.
         self.__cuda_array_interface__: dict[str, Any] = {
             "shape": (size,),
             "typestr": "|u1",
@@ -75,15 +80,15 @@ def mapped_tensor(
 
     Returns:
         The memory as a CPU tensor and as a GPU tensor. Either keeps it alive; it stays pinned as
-        long as the GPU tensor lives. What is written to one can be read from the other once the
-        streams that write have finished.
+        long as the GPU tensor exists. Once the stream that writes to one of them has finished, the
+        other one has the new values.
 
     Raises:
         ValueError: the system can't pin so much memory.
     """
     size = prod(shape) * dtype.itemsize
     with torch.cuda.device(device):
-        torch.cuda.current_stream()  # there is a context to register with
+        torch.cuda.current_stream()  # creates the context to register with
         held = _Registered(max(-(-size // HUGE), 1) * HUGE)
         on_gpu = torch.as_tensor(held, device=device)
     assert on_gpu.data_ptr() == held.address, "the memory was copied"
@@ -92,12 +97,12 @@ def mapped_tensor(
 
 
 def in_host_memory(tensor: Tensor) -> bool:
-    """Whether a GPU tensor is one of :func:`mapped_tensor`, or a part of one."""
+    """True for a GPU tensor from :func:`mapped_tensor`, or a part of one."""
     return _region_from(tensor) is not None
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """The CPU tensor of a contiguous :func:`mapped_tensor`; CPU tensors as they are."""
+    """The CPU tensor of a contiguous :func:`mapped_tensor`; a CPU tensor is returned as it is."""
     if not tensor.is_cuda:
         return tensor
     region = _region_from(tensor)
@@ -106,16 +111,16 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def _region_from(tensor: Tensor) -> Tensor | None:
-    """The bytes of pinned memory from a tensor's address on; None if it lies elsewhere."""
+    """The bytes of pinned memory from a tensor's address on; None for other memory."""
     at = tensor.data_ptr()
-    for begin, region in list(_regions.items()):  # other threads may change it meanwhile
+    for begin, region in list(_regions.items()):  # a copy, as other threads may change it
         if begin <= at < begin + len(region):
             return region[at - begin :]
     return None
 
 
 def empty_on_host(like: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Host memory as a tensor of the device and type of ``like``, and by default of its shape."""
+    """Host memory as a tensor with the device, type and, by default, shape of ``like``."""
     shape = tuple(like.shape if shape is None else shape)
     if like.is_cuda:
         return mapped_tensor(shape, like.dtype, like.device)[1]

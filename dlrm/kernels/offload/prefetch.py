@@ -1,27 +1,27 @@
 """Transfer rows between host memory and a GPU's cache with the copy engine, during a step.
 
-Kernels that read or write host memory slow down everything that computes at the same time, those
-that walk through gigabytes most (:mod:`dlrm.kernels.offload.admission`), but also those that copy
-contiguous rows: by 0.05 ms of a step of 0.48 on an H100. The copy engine does not. So kernels list
-the rows and copy those that are evicted out of the cache; a thread of the host gathers the rows to
-fetch, then stores the evicted ones; kernels put the fetched rows into their slots.
+Kernels that access host memory slow down everything that computes at the same time: random access
+in gigabytes most (:mod:`dlrm.kernels.offload.admission`), but copies of contiguous rows too, by
+0.05 ms of a step of 0.48 on an H100. The copy engine does not. So the work is shared:
 
-Why no row is used during its transfer. Window t is the current one, and a transfer fetches the
-rows of window t + 1. They are gathered during window t; the rows that are evicted for them are
-stored then or during window t + 1.
+1. Kernels list the rows, and copy the evicted ones from their slots to a buffer.
+2. A thread of the host gathers the rows to fetch. Later it stores the evicted ones.
+3. Kernels put the fetched rows into their slots.
 
-- The lists are made after the last step of window t - 1. Rows that window t uses, in a slot or in
-  host memory, are on neither list, and rows of window t + 1 are not evicted. So window t neither
-  reads nor updates a row that is gathered or stored, nor does window t + 1 one that is stored; at
-  most they share a cache line with one.
-- What windows before t updated in host memory is there: the thread waits for the lists. What they
-  updated in a slot is copied out after that, before the slot gets another row.
-- Window t + 1 begins after :meth:`AsyncRowTransfer.wait`, when its rows are gathered and copied.
-- A row that is evicted and used again is read from host memory by the next transfer at the
-  earliest, or in place by window t + 2. The thread gathers the rows of the next transfer when those
-  of this one are stored, and window t + 2 begins when they have arrived.
-- Everything else that reads or writes the table, and a window that was not prefetched, begins with
-  :meth:`AsyncRowTransfer.wait_all`, which waits for the stores as well.
+No row is used during its transfer. Let window t be the current one. The rows of window t + 1 are
+gathered during window t, and the rows evicted for them are stored during window t or t + 1.
+
+- The lists are made after the last step of window t - 1. They contain no row that window t uses, in
+  a slot or in host memory, and no row of window t + 1 is evicted. So no row of window t is gathered
+  or stored, and no row of window t + 1 is stored; at most they share a cache line with such rows.
+- Updates by windows before t are complete: the thread waits for the lists, and rows in slots are
+  copied after the lists are made, before their slots get other rows.
+- Window t + 1 begins after :meth:`AsyncRowTransfer.wait`, when its rows are in their slots.
+- A row that is evicted and used again is read from host memory by the next transfer or by window
+  t + 2, not earlier. The thread starts the next transfer after storing the rows of this one, and
+  window t + 2 begins after that transfer.
+- Everything else that accesses the table, and a window that was not prefetched, begins with
+  :meth:`AsyncRowTransfer.wait_all`, which also waits until evicted rows are stored.
 
 Bytes over the link: each row and its state once each way, and 8 for the lists.
 """
@@ -45,7 +45,7 @@ Tensors = Sequence[tuple[Tensor, Tensor]]  # in host memory, in the cache
 
 
 class AsyncRowTransfer:
-    """A stream and a thread that fetch the rows of the next window; in PyTorch, all at once.
+    """A stream and a thread that fetch the rows of the next window; immediate without Triton.
 
     Args:
         device: the device of the cache.
@@ -53,8 +53,8 @@ class AsyncRowTransfer:
 
     def __init__(self, device: torch.device) -> None:
         self._side_stream = side_stream_of(device, "rows")
-        # The thread shares its work among most cores. With all of them it waits for others: a step
-        # of Adam took 1.2 ms with 16 of 16, 0.87 with 12, 1.1 with 8.
+        # The thread uses most cores. With all of them it waits for other threads: a step of Adam
+        # took 1.2 ms with 16 of 16 cores, 0.87 with 12, and 1.1 with 8.
         cores = max(torch.get_num_threads() * 3 // 4, 1)
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="rows", initializer=torch.set_num_threads, initargs=(cores,)
@@ -71,7 +71,7 @@ class AsyncRowTransfer:
         *,
         impl: str | None = None,
     ) -> None:
-        """Start to fetch the rows of the next window; those of the last one must have arrived.
+        """Start to fetch the rows of the next window. Call :meth:`wait` before the next start.
 
         Args:
             index, tensors, ids, starts, impl: as in
@@ -84,34 +84,36 @@ class AsyncRowTransfer:
         if not use_triton(ids, impl):
             move_rows_torch(index, tensors, ids, starts, ahead=True)
             return
+
         with self._side_stream.fork():
             moves = list_moves(index, ids, starts, ahead=True)
             lists = [_to_host(each) for each in (moves.missing, moves.leaving, moves.counters)]
             listed = self._side_stream.record_event()
             evicted = take_rows([cache for _, cache in tensors], moves)
+
         transfer = _Transfer(self._side_stream, ids, tensors, moves, lists, listed, evicted)
         gathered = self._thread.submit(_gather, transfer, self._stored)
         self._stored = self._thread.submit(_store, transfer, gathered)
         self._coming = transfer, gathered
 
     def wait(self) -> None:
-        """Wait until the rows of the next window are gathered, and make the current stream wait for
-        the kernels that put them into their slots.
+        """Wait until the rows of the next window are gathered. The current stream then waits until
+        they are in their slots.
 
         Raises:
-            Exception: an error in the thread, on every later call too, since slots lack their
-                rows, or rows were not stored.
+            Exception: an error of the thread. Later calls raise it again, as rows are missing.
         """
-        if self._coming is not None:
-            transfer, gathered = self._coming
-            fetched = gathered.result().fetched
-            with self._side_stream.fork(wait=False):
-                put_rows([cache for _, cache in transfer.tensors], fetched, transfer.moves)
-            self._side_stream.join()
-            self._coming = None
+        if self._coming is None:
+            return
+        transfer, gathered = self._coming
+        fetched = gathered.result().fetched
+        with self._side_stream.fork(wait=False):
+            put_rows([cache for _, cache in transfer.tensors], fetched, transfer.moves)
+        self._side_stream.join()
+        self._coming = None
 
     def wait_all(self) -> None:
-        """:meth:`wait`, and wait until the evicted rows are stored.
+        """Like :meth:`wait`, but also wait until the evicted rows are stored.
 
         Raises:
             Exception: as in :meth:`wait`.
@@ -123,14 +125,14 @@ class AsyncRowTransfer:
 
 @dataclass(frozen=True)
 class _Transfer:
-    """A transfer in progress; kept until its rows have arrived and the evicted ones are stored."""
+    """A transfer in progress, kept until its rows have arrived and the evicted ones are stored."""
 
     side_stream: SideStream
     ids: Tensor
     tensors: Tensors
     moves: RowMoves
-    lists: list[Tensor]  # rows to fetch, rows evicted, and the counters, in host memory
-    listed: torch.cuda.Event | None  # when they are there
+    lists: list[Tensor]  # rows to fetch, evicted rows, and the counters, in host memory
+    listed: torch.cuda.Event | None  # after the copy of the lists
     evicted: list[Tensor]  # the evicted rows, on the GPU
 
 
@@ -140,17 +142,18 @@ class _Rows:
 
     fetched: list[Tensor]  # on the GPU
     evicted: list[Tensor]  # in host memory
-    copied: torch.cuda.Event | None  # when the evicted rows are there
+    copied: torch.cuda.Event | None  # after the copy of the evicted rows
 
 
 @torch.no_grad()
 def _gather(transfer: _Transfer, before: Future[None] | None) -> _Rows:
     """Copy the evicted rows to the host, and the fetched ones to the GPU."""
     if before is not None:
-        before.result()  # done by now; raises its error
+        before.result()  # it is done; this raises its error
     _wait(transfer.listed)
     missing, _, (_, taken, wanted, _) = transfer.lists
     count = min(int(taken), int(wanted))
+
     fetched = []
     with transfer.side_stream.fork(wait=False):
         evicted = [_to_host(rows, count) for rows in transfer.evicted]
@@ -176,14 +179,14 @@ def _store(transfer: _Transfer, gathered: Future[_Rows]) -> None:
 
 
 def _pinned(like: Tensor, length: int) -> Tensor:
-    """A buffer in host memory. Its size is the same for every transfer, so that PyTorch's caching
-    allocator finds the same memory again; to pin other memory takes milliseconds.
+    """A buffer in host memory. All transfers use the same sizes, so PyTorch's caching allocator can
+    reuse the memory: pinning new memory takes milliseconds.
     """
     return torch.empty(length, *like.shape[1:], dtype=like.dtype, pin_memory=like.is_cuda)
 
 
 def _to_host(tensor: Tensor, count: int | None = None) -> Tensor:
-    """Copy the first rows, or all, to host memory, asynchronously."""
+    """Copy the first ``count`` rows, by default all, to host memory asynchronously."""
     return _pinned(tensor, len(tensor))[:count].copy_(tensor[:count], non_blocking=True)
 
 

@@ -1,6 +1,6 @@
-"""Copy fetched and evicted rows, between a cache and host memory or between it and a buffer.
+"""Copy fetched and evicted rows between a cache and host memory, or between a cache and a buffer.
 
-Bytes that must be moved: each row once each way.
+Bytes to move: each row once each way.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from torch import Tensor
 
 from dlrm.kernels import tl, triton
 
-ROWS = 128  # rows that a program has in flight; fewer of more than 64 columns
+ROWS = 128  # rows that a program copies at a time; fewer if they have more than 64 columns
 MOVERS = 64  # programs that exchange the rows of a tensor
 STAGERS = 256  # programs that copy them within GPU memory
 
 
 class RowMoves(NamedTuple):
-    """Which rows are fetched and evicted, at most ``most`` of each."""
+    """The rows to fetch and the rows to evict, at most ``most`` of each."""
 
     missing: Tensor
     """Rows to fetch, ``[most]`` int32; ascending unless they are listed ahead."""
     leaving: Tensor
-    """Rows evicted for them, ``[most]`` int32, in the same order; -1 if the slot was free."""
+    """Rows to evict for them, ``[most]`` int32, in the same order; -1 if the slot is free."""
     targets: Tensor
     """Their slots, ``[most]`` int32."""
     counters: Tensor
-    """Rows without a slot, slots taken, slots wanted, and rows evicted, ``[4]`` int32."""
+    """Rows without a slot, slots taken, slots wanted, and evicted rows, ``[4]`` int32."""
 
 
 @triton.jit
 def _fetch(host, missing, k, moves, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Missing rows ``k``, from the host."""
+    """Load the missing rows ``k`` from the host."""
     column = tl.arange(0, BLOCK_D)[None, :]
     row = tl.load(missing + k, mask=k < moves, other=0).to(tl.int64)
     mask = (k < moves)[:, None] & (column < D)
@@ -51,7 +51,7 @@ def _exchange(
     coming = _fetch(host, lists.missing, k, moves, D, BLOCK_D)
     for _ in range(tl.program_id(0) * BLOCK, moves, step):
         new = coming
-        coming = _fetch(host, lists.missing, k + step, moves, D, BLOCK_D)  # in flight meanwhile
+        coming = _fetch(host, lists.missing, k + step, moves, D, BLOCK_D)  # ahead of its use
         inside = k < moves
         old = tl.load(lists.leaving + k, mask=inside, other=-1).to(tl.int64)
         slot = tl.load(lists.targets + k, mask=inside, other=0).to(tl.int64)
@@ -88,8 +88,8 @@ def exchange_rows(tensors: Sequence[tuple[Tensor, Tensor]], moves: RowMoves) -> 
     """Move rows between the host and the cache now.
 
     Args:
-        tensors: what moves, each ``[V, columns]`` in host memory and ``[C, columns]`` in the cache.
-        moves: which rows, and where they go.
+        tensors: what is moved: ``[V, columns]`` in host memory and ``[C, columns]`` in the cache.
+        moves: the rows and their slots.
     """
     for host, cache in tensors:
         programs, sizes = _blocks(host.shape[1], len(moves.missing), MOVERS)
@@ -100,8 +100,8 @@ def take_rows(caches: Sequence[Tensor], moves: RowMoves) -> list[Tensor]:
     """Copy the rows of the reassigned slots to buffers.
 
     Args:
-        caches: that of each tensor, ``[C, columns]``.
-        moves: which slots; its rows are not used.
+        caches: the cache of each tensor, ``[C, columns]``.
+        moves: has the slots.
 
     Returns:
         One contiguous buffer per tensor, ``[most, columns]``.
@@ -125,7 +125,7 @@ def _stage_all(
 
 
 def _blocks(dim: int, most: int, programs: int) -> tuple[int, dict[str, int]]:
-    """How many programs copy up to ``most`` rows of ``dim`` columns, and their sizes."""
+    """Number of programs that copy up to ``most`` rows of ``dim`` columns, and their sizes."""
     block_d = triton.next_power_of_2(dim)
     block = max(4, min(ROWS, 64 * ROWS // block_d))
     warps = max(1, min(16, block * block_d // 512))

@@ -163,6 +163,7 @@ def tt_bags(
     require_integers(cores[0], ids=bags.ids, offsets=bags.offsets)
     tables = shape.p.shape[0]
     _check_bags(bags, mode, tables)
+
     batch, lookups = bags.count // tables, len(bags.ids)
     if not _runs_triton(cores, impl) or not lookups or not bags.count:
         with torch.autocast(bags.ids.device.type, enabled=False):
