@@ -19,19 +19,19 @@ from dlrm.utils.streams import SideStream, side_stream_of
 
 
 class PeerLookup:
-    """Look-ups of rows in the memory of peers, without collectives
-    (:mod:`dlrm.kernels.lookup.peer`).
+    """Look-ups of rows in the memory of peers, without collectives.
 
-    Each row has a key: ``p * height + r`` for row r of the weight of peer p of ``World.ring``.
-    Batches of the same size share a receive buffer for gradients, so those of a look-up must be
-    applied before the next one. Every process allocates as much as the one that needs the most.
+    See :mod:`dlrm.kernels.lookup.peer`. Each row has a key: ``p * height + r`` for row r of the
+    weight of peer p of ``World.ring``. Batches of the same size share a receive buffer for
+    gradients, which must be applied before the next look-up. Every process allocates as much as the
+    one that needs the most.
 
     Args:
         world: the processes, all on one host.
-        height: rows of the largest weight of all processes.
+        height: number of rows of the largest weight of all processes.
         width: length of a row.
-        lookups_per_sample: the largest number that each rank may have to serve.
-        comm_dtype: type in which gradients arrive; None: that of the rows, at least fp32.
+        lookups_per_sample: the largest number of look-ups that each rank may have to serve.
+        comm_dtype: type of the gradients that are received; None: that of the rows, at least fp32.
     """
 
     def __init__(
@@ -42,10 +42,13 @@ class PeerLookup:
         lookups_per_sample: Sequence[int],
         comm_dtype: torch.dtype | None = None,
     ) -> None:
-        self.world, self.height, self.width = world, height, width
-        self.lookups_per_sample, self.comm_dtype = lookups_per_sample, comm_dtype
+        self.world = world
+        self.height = height
+        self.width = width
+        self.lookups_per_sample = lookups_per_sample
+        self.comm_dtype = comm_dtype
         self._rows: SymmetricTensor | None = None
-        # By batch size, and never moved: captured graphs hold their addresses.
+        # By batch size. They are never moved, as captured graphs have their addresses.
         self._recv_buffers: dict[int, _RecvBuffer] = {}
 
     def key_of(self, rank: int, row: int) -> int:
@@ -58,7 +61,7 @@ class PeerLookup:
         return torch.int32 if self.world.size * self.height < 2**31 else torch.int64
 
     def new_weight(self, rows: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Zeros ``[rows, width]``, in symmetric memory if on the type of device of the run.
+        """Zeros ``[rows, width]``, in symmetric memory if ``device`` has the type of the run's.
 
         All processes must call it at the same time.
         """
@@ -66,6 +69,7 @@ class PeerLookup:
         self._recv_buffers.clear()
         if device.type != self.world.device.type:
             return torch.zeros(rows, self.width, device=device, dtype=dtype)
+
         self._rows = SymmetricTensor(self.world, (self.height, self.width), dtype, device)
         bounds = [step * self.height for step in range(self.world.size)]
         self._bounds = torch.tensor(bounds, device=device, dtype=self.key_type)
@@ -75,11 +79,11 @@ class PeerLookup:
 
     @property
     def ready(self) -> bool:
-        """Whether there is a weight that peers can read."""
+        """True if there is a weight that peers can read."""
         return self._rows is not None
 
     def serves(self, weight: Tensor) -> bool:
-        """Whether peers can read this weight."""
+        """True if peers can read this weight."""
         return self._rows is not None and self._rows.local.data_ptr() == weight.data_ptr()
 
     def sort(self, keys: Tensor) -> SortedLookups:
@@ -91,8 +95,9 @@ class PeerLookup:
     def __call__(
         self, weight: Tensor, lookups: SortedLookups, batch: int, sorter: RowSorter | None = None
     ) -> Tensor:
-        """The rows ``[B, S, width]`` of sorted look-ups. All processes must call it at the same
-        time, with the same batch size.
+        """The rows ``[B, S, width]`` of sorted look-ups.
+
+        All processes must call it at the same time, with the same batch size.
         """
         found: Tensor = _PeerLookup.apply(weight, lookups, batch, self, sorter)
         return found.view(batch, -1, self.width)
@@ -111,7 +116,7 @@ class PeerLookup:
 
 
 class _RecvBuffer:
-    """Where peers write the rows and gradients of their look-ups, each into its own section."""
+    """Memory with a section for each peer, to write the rows and gradients of its look-ups to."""
 
     def __init__(self, peers: PeerLookup, batch: int, like: Tensor) -> None:
         world, most = peers.world, peers.lookups_per_sample
@@ -122,7 +127,7 @@ class _RecvBuffer:
         self.gradients = SymmetricTensor(world, (slots, peers.width), comm_dtype, like.device)
 
     def take(self) -> Tensor:
-        """The row of every slot, -1 for an empty one, ``[used]``; frees the slots."""
+        """The row of every slot, ``[used]``, -1 for empty ones. The slots are empty afterwards."""
         rows = self.keys.local[: self.used].long()
         self.keys.local.fill_(-1)
         return rows
@@ -130,7 +135,7 @@ class _RecvBuffer:
 
 @dataclass(frozen=True)
 class _Saved:
-    """What the backward pass of a look-up needs."""
+    """The state of a look-up for its backward pass."""
 
     lookups: SortedLookups
     buffer: _RecvBuffer
@@ -150,18 +155,20 @@ class _PeerLookup(torch.autograd.Function):
     ) -> Tensor:
         found, shift = lookups.sorted_rows, lookups.shift
         out = weight.new_empty(len(found.rows), peers.width)
-        peers.rows.barrier()  # all have updated their rows
+        peers.rows.barrier()  # all processes have updated their rows
         if not ctx.needs_input_grad[0]:
             read_rows(peers.rows.peers, found, out)
             return out
+
         buffer = peers.recv_buffer(batch, weight)
         read_rows(peers.rows.peers, found, out, recv_buffer=buffer.keys.peers, shift=shift)
         arrival = side_stream_of(weight.device, "arrival")
         with arrival.fork():
-            buffer.keys.barrier()  # all have sent the rows that they look up
+            buffer.keys.barrier()  # all have sent the numbers of the rows that they look up
             rows = buffer.take()
             if sorter is not None:
                 sorter.submit(rows, len(weight))
+
         ctx.save_for_backward(weight)
         ctx.peers = peers
         ctx.saved = _Saved(lookups, buffer, rows, arrival)

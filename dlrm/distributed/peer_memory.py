@@ -19,12 +19,12 @@ from dlrm.kernels.lookup.peer import PeerTensor
 
 
 def on_one_host(world: World) -> bool:
-    """Whether all processes run on this host."""
+    """True if all processes run on this host."""
     return world.size in (1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def peers_accessible(world: World) -> bool:
-    """Whether all processes have GPUs of one host that can read and write each other's memory."""
+    """True if all processes have GPUs of one host that can access each other's memory."""
     if not (world.size > 1 and on_one_host(world) and torch.cuda.is_available()):
         return False
     gpus = range(world.size)
@@ -37,15 +37,15 @@ def peers_accessible(world: World) -> bool:
 
 
 def bytes_held(device: torch.device) -> int:
-    """Bytes of symmetric tensors on a device, which PyTorch's allocator does not count."""
+    """Bytes of symmetric tensors on a device, which PyTorch's allocator does not report."""
     return sum(memory.local.nbytes for memory in _held if memory.local.device == device)
 
 
 class SymmetricTensor:
-    """A tensor of the same shape on every process of a host, which all of them can address.
+    """A tensor of the same shape in every process of a host, which all of them can address.
 
-    On GPUs it is in PyTorch's symmetric memory, on CPUs in unlinked shared files. All processes
-    must create it at the same time.
+    GPUs use PyTorch's symmetric memory, CPUs unlinked shared files. All processes must create it at
+    the same time.
 
     Args:
         world: the processes, which have joined a process group.
@@ -72,10 +72,10 @@ class SymmetricTensor:
         if device.type == "cuda":
             assert dist.group.WORLD is not None
             device = torch.device("cuda", torch.cuda.current_device())
+            # Other streams clear the memory and, in some versions, copy the addresses for barriers.
             self.local = symmetric_memory.empty(*shape, dtype=dtype, device=device)
-            torch.cuda.synchronize(device)  # it is zeroed on a stream of its own
+            torch.cuda.synchronize(device)
             self._handle = symmetric_memory.rendezvous(self.local, dist.group.WORLD)
-            # In some versions the addresses for barriers are copied on such a stream too.
             torch.cuda.synchronize(device)
             bases = self._handle.buffer_ptrs
             offset = self.local.data_ptr() - bases[world.rank]
@@ -85,10 +85,11 @@ class SymmetricTensor:
             tensors = [by_rank[rank] for rank in world.ring]
             self.local = tensors[0]
             pointers = [tensor.data_ptr() for tensor in tensors]
+
         addresses = torch.tensor(pointers, device=device)
         self.peers = PeerTensor(local=self.local, addresses=addresses, tensors=tensors)
         self.local.fill_(fill)
-        self.barrier()  # no process writes to another before all are filled
+        self.barrier()  # no process writes to another one before all are filled
         _held.add(self)
 
     def barrier(self) -> None:

@@ -1,12 +1,12 @@
 """Dense tables sharded over many processes, in fp32, bf16 or int8.
 
-Every process holds some shards of the tables (:mod:`dlrm.distributed.planner`), and small tables in
-full. A look-up sends the ids of the local samples to the holders of their rows. These look them up
-for the global batch and send every process the vectors of its samples. The backward pass sends the
-gradients back, so that each holder has the row gradients of the global batch, which its optimizer
-applies locally. GPUs of one host need no collectives: they read unique rows from each other's
+Every process holds some shards of the tables (:mod:`dlrm.distributed.planner`), and all rows of
+small tables. A look-up sends the ids of the local samples to the holders of their rows. They look
+up the rows for the global batch and send each process the vectors of its samples. The backward pass
+sends the gradients back: each holder gets the row gradients of the global batch, and its optimizer
+applies them locally. GPUs of one host need no collectives: they read unique rows from each other's
 memory and write merged gradients there (:mod:`dlrm.distributed.peer_lookup`). The shapes of one-hot
-batches depend only on the plan: nothing waits for the host, and a CUDA graph can capture it all.
+batches depend only on the plan, so nothing waits for the host, and a CUDA graph can capture it all.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ShardedTables(Embedding):
 
     The state dict has the tables as one ``weight [sum(V), D]`` in shards on many processes
     (:class:`~dlrm.utils.local_shards.LocalShards`); a plain tensor can be loaded as well. With int8
-    rows these are the records of all rows, one after another, as in a dense group.
+    rows, the weight is the records of all rows, one after another, as in a dense group.
 
     Args:
         plan: the processes, and the shards of this group's tables, numbered within the group.
@@ -62,7 +62,7 @@ class ShardedTables(Embedding):
         **common: Unpack[Common],
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, **common)
-        if self.dtype == "int4":  # the rows of 8 bits of all tables would have to come first
+        if self.dtype == "int4":  # 8-bit rows of all tables would have to be stored first
             raise ValueError(
                 "tables in int4 can't be sharded: set --sharding.by replicate, or --tables.dtype "
                 "int8"
@@ -73,39 +73,37 @@ class ShardedTables(Embedding):
                 "--sharding.by row or table"
             )
         self.world = plan.world
+        peers = plan.peers and not self.dtype
+        self.shardings = nn.ModuleList(
+            sharding(shards, self.num_tables, plan.world, plan.comm_dtype, peers)
+            for sharding, shards in _by_sharding(plan.shards, embedding_dim).items()
+        )
+
+        # The weights: one for all replicated tables, and one for each sharding.
         sharded = {shard.table for shard in plan.shards}
         self.replicated_tables = [t for t in range(self.num_tables) if t not in sharded]
-        by_table = {
-            table: [s for s in plan.shards if s.table == table] for table in sorted(sharded)
-        }
-        kinds: dict[type[Sharding], list[Shard]] = {TableWise: [], RowWise: [], ColumnWise: []}
-        for own in by_table.values():
-            narrow = any(shard.width < embedding_dim for shard in own)
-            kind = ColumnWise if narrow else RowWise if len(own) > 1 else TableWise
-            kinds[kind] += own
-        self.shardings = nn.ModuleList(
-            kind(own, self.num_tables, plan.world, plan.comm_dtype, plan.peers and not self.dtype)
-            for kind, own in kinds.items()
-            if own
-        )
         rows = [self.num_embeddings[table] for table in self.replicated_tables]
         self.replicated = self._new_rows(sum(rows), embedding_dim) if rows else None
         for sharding, weight in zip(self._shardings(), self._new_weights(), strict=True):
             self.register_parameter(sharding.name, weight)
-        self.order = [
-            *self.replicated_tables,
-            *(table for sharding in self._shardings() for table in sharding.order),
-        ]
-        self.register_buffer("_starts", row_offsets(rows or [0]), persistent=False)
-        replicated = torch.tensor(self.replicated_tables).long()
-        self.register_buffer("_replicated", replicated, persistent=False)
-        self.register_buffer("_order", torch.tensor(self.order), persistent=False)
-        self.register_buffer("_back", self._order.argsort(), persistent=False)
-        self._starts: Tensor  # [replicated tables], where each begins
+
+        # The order in which the vectors of the tables are computed.
+        self.order = [*self.replicated_tables]
+        for sharding in self._shardings():
+            self.order += sharding.order
+        buffers = {
+            "_starts": row_offsets(rows or [0]),
+            "_replicated": torch.tensor(self.replicated_tables).long(),
+            "_order": torch.tensor(self.order),
+            "_back": torch.tensor(self.order).argsort(),
+        }
+        for name, values in buffers.items():
+            self.register_buffer(name, values, persistent=False)
+        self._starts: Tensor  # [replicated tables] first row of each in the weight
         self._replicated: Tensor  # [replicated tables]
         self._order: Tensor  # [F]
-        self._back: Tensor  # [F], position of each table in the order
-        self._tables_at = row_offsets(self.num_embeddings).tolist()
+        self._back: Tensor  # [F] position of each table in the order
+        self._first_rows = row_offsets(self.num_embeddings).tolist()  # in the state dict
         self.reset_parameters()
 
     def _shardings(self) -> list[Sharding]:
@@ -125,10 +123,11 @@ class ShardedTables(Embedding):
         return weights
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """For ``.to`` and the like: move weights to memory that peers can read."""
+        """Implement ``.to`` and others: weights that peers read move to memory of that kind."""
         shardings = [sharding for sharding in self._shardings() if sharding.peer_lookup is not None]
         held = {sharding.name: self._parameters.pop(sharding.name) for sharding in shardings}
         super()._apply(fn, recurse)
+
         for sharding in shardings:
             weight = held[sharding.name]
             assert weight is not None
@@ -137,13 +136,13 @@ class ShardedTables(Embedding):
                 weight.data = sharding.new_weight(like.device, like.dtype).copy_(weight.data)
                 weight.grad = None if weight.grad is None else fn(weight.grad)
         self._parameters.update(held)
-        for own in self._shardings():  # packed rows may have become a new parameter
-            self.get_parameter(own.name).grad_dtype = None
+        for weight in self.local_parameters():  # packed rows may be a new parameter
+            weight.grad_dtype = None
         return self
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialize the rows as a dense group does: every process draws all and keeps its own."""
+        """Initialize the rows like a dense group: each process draws all, and keeps its own."""
         like = next(self.parameters())
         for table, rows in enumerate(self.num_embeddings):
             for start in range(0, rows, CHUNK):
@@ -153,7 +152,7 @@ class ShardedTables(Embedding):
                     chunk.copy_rows(self.get_parameter(name), drawn, start)
 
     def at_peers(self) -> list[Sharding]:
-        """The shardings whose rows peers read in this process's memory."""
+        """The shardings with rows that peers read in this process's memory."""
         return [sharding for sharding in self._shardings() if sharding.at_peers]
 
     def sort(self, ids: Tensor) -> list[SortedLookups]:
@@ -167,19 +166,18 @@ class ShardedTables(Embedding):
     def chunks(self, table: int) -> Iterator[tuple[str, Chunk]]:
         """The local chunks of a table, each with the name of the parameter that holds it."""
         if table in self.replicated_tables:
-            at = int(self._starts[self.replicated_tables.index(table)])
+            start = int(self._starts[self.replicated_tables.index(table)])
             rows = (0, self.num_embeddings[table])
-            yield "replicated", Chunk(at=at, rows=rows, columns=(0, self.embedding_dim))
+            yield "replicated", Chunk(at=start, rows=rows, columns=(0, self.embedding_dim))
         for sharding in self._shardings():
-            for shard, at in sharding.held():
+            for shard, start in sharding.held():
                 if shard.table == table:
-                    yield sharding.name, Chunk(at=at, rows=shard.rows, columns=shard.columns)
+                    yield sharding.name, Chunk(at=start, rows=shard.rows, columns=shard.columns)
 
     def parts(self, ids: Tensor | Bags, context: LookupContext = NO_CONTEXT) -> list[Tensor]:
-        """As :meth:`forward`, without copying the parts ``[B, F_i, D]`` together; tables in
-        ``order``.
+        """The vectors of :meth:`forward` in parts ``[B, F_i, D]``, tables in ``order``.
 
-        Every process must call it at the same time.
+        All processes must call it at the same time.
         """
         plain = self.mode == "sum" and self.padding_idx is None and not self.check_ids
         if isinstance(ids, Bags) and plain and not self._packed_on_cpu:
@@ -188,6 +186,8 @@ class ShardedTables(Embedding):
             return [self(ids, context=context).index_select(1, self._order)]
         if self.check_ids:
             self._check(self._tables[:, None], ids)
+
+        # Exchange rows on a second stream.
         side, sorted_ahead = side_stream_of(ids.device, "exchange"), iter(context.lookups)
         with side.fork():
             finish = [
@@ -199,18 +199,21 @@ class ShardedTables(Embedding):
                 )
                 for sharding in self._shardings()
             ]
-        found = []
+
+        # Meanwhile, look up the replicated tables.
+        parts = []
         if self.replicated is not None:
             own, tables = ids.index_select(0, self._replicated), TableRows(self._starts)
-            found.append(
+            parts.append(
                 lookup_tables(
                     self.replicated, tables, own, sparse=self.sparse, sorter=context.sorter
                 )
             )
+
         side.join()
         for vectors in finish:
-            found += vectors()
-        return found
+            parts += vectors()
+        return parts
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         return self._in_order(self.parts(ids, context=context), None)
@@ -246,19 +249,22 @@ class ShardedTables(Embedding):
         return found
 
     def _in_order(self, parts: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
-        """Parts ``[B, F_i, D]`` as one ``[B, F, D]``, in the order of the tables.
+        """Concatenate parts ``[B, F_i, D]`` to ``[B, F, D]``, in the order of the tables.
 
-        Its type holds that of every part, and ``dtype``, by default that of the parameters.
+        The type of the parts is promoted to ``dtype``, by default the type of the parameters.
         """
         least = dtype or next(self.parameters()).dtype
         dtype = reduce(torch.promote_types, (part.dtype for part in parts), least)
         return torch.cat([part.to(dtype) for part in parts], 1).index_select(1, self._back)
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
-        """As every kind does, for the ids of every process; all must call it at the same time."""
-        flat, own = ids.reshape(-1), tables.expand_as(ids).reshape(-1)
-        sizes = self.world.sizes(len(flat), flat.device)
-        pairs = torch.stack([own, flat.long()], 1)
+        """Look up ids in any shape; all processes must call it at the same time."""
+        flat_ids = ids.reshape(-1)
+        flat_tables = tables.expand_as(ids).reshape(-1)
+
+        # Gather the ids of all processes, and look up the local parts of their rows.
+        sizes = self.world.sizes(len(flat_ids), flat_ids.device)
+        pairs = torch.stack([flat_tables, flat_ids.long()], 1)
         all_tables, all_ids = torch.cat(self.world.gather(pairs, sizes)).unbind(1)
         out = next(self.parameters()).new_zeros(len(all_ids), self.embedding_dim)
         for sharding in self._shardings():
@@ -268,15 +274,18 @@ class ShardedTables(Embedding):
             out = out + nn.functional.pad(
                 found, (first, self.embedding_dim - first - sharding.width)
             )
+
+        # Send them back: a vector is the sum of the parts of all processes.
         give = [size * self.embedding_dim for size in sizes]
-        got = exchange(out.view(-1), give, [flat.numel() * self.embedding_dim] * len(sizes))
-        result = got.view(len(sizes), len(flat), self.embedding_dim).sum(0)
+        got = exchange(out.view(-1), give, [flat_ids.numel() * self.embedding_dim] * len(sizes))
+        result = got.view(len(sizes), len(flat_ids), self.embedding_dim).sum(0)
+
         if self.replicated is not None:
             starts = torch.full_like(self._tables, -1)
             starts[self._replicated] = self._starts
-            at = starts[own]
-            mine = (at >= 0).nonzero()[:, 0]
-            rows = (at + flat)[mine]
+            first_rows = starts[flat_tables]
+            mine = (first_rows >= 0).nonzero()[:, 0]
+            rows = (first_rows + flat_ids)[mine]
             local = lookup(self.replicated, rows, sparse=self.sparse, sorter=context.sorter)
             result = result.index_copy(0, mine, local)
         return result.view(*ids.shape, self.embedding_dim)
@@ -299,32 +308,34 @@ class ShardedTables(Embedding):
     # State dicts ------------------------------------------------------------------------------
 
     def shards(self, tensors: Mapping[str, Tensor], *, per_row: bool = False) -> LocalShards:
-        """Shards of one tensor over all processes, from local tensors by name of the parameter.
+        """The shards of one tensor over all processes.
 
-        These are the parameters, or states of an optimizer with an entry per weight or per row.
+        Args:
+            tensors: local tensors by name of their parameter: the parameters themselves, or states
+                of an optimizer.
+            per_row: the tensors have one entry per row, not one per weight.
         """
         if any(packed_rows(tensor) is not None for tensor in tensors.values()):
             return self._packed_shards(tensors)
-        found = []
-        width = 1 if per_row else self.embedding_dim
-        for table in range(self.num_tables):
+
+        parts = []
+        for table, first_row in enumerate(self._first_rows[: self.num_tables]):
             for name, chunk in self.chunks(table):
-                first = 0 if per_row else chunk.columns[0]
-                offset = (self._tables_at[table] + chunk.rows[0], first)
+                offset = (first_row + chunk.rows[0], 0 if per_row else chunk.columns[0])
                 height = chunk.rows[1] - chunk.rows[0]
-                found.append((offset, tensors[name].detach()[chunk.at : chunk.at + height]))
-        like = next(iter(tensors.values()))
-        return LocalShards((sum(self.num_embeddings), width), found, like.dtype)
+                parts.append((offset, tensors[name].detach()[chunk.at : chunk.at + height]))
+        shape = sum(self.num_embeddings), 1 if per_row else self.embedding_dim
+        return LocalShards(shape, parts, next(iter(tensors.values())).dtype)
 
     def _packed_shards(self, parameters: Mapping[str, Tensor]) -> LocalShards:
-        """As :meth:`shards`, of the bytes of packed rows."""
-        found, record = [], record_bytes(self.embedding_dim, 8)
-        for table, first in enumerate(self._tables_at[: self.num_tables]):
+        """The shards of the bytes of packed rows; see :meth:`shards`."""
+        parts, record = [], record_bytes(self.embedding_dim, 8)
+        for table, first_row in enumerate(self._first_rows[: self.num_tables]):
             for name, chunk in self.chunks(table):
                 begin, end = (chunk.at + row - chunk.rows[0] for row in chunk.rows)
                 data = storage(parameters[name])[0][begin * record : end * record]
-                found.append((((first + chunk.rows[0]) * record,), data))
-        return LocalShards((sum(self.num_embeddings) * record,), found, torch.uint8)
+                parts.append((((first_row + chunk.rows[0]) * record,), data))
+        return LocalShards((sum(self.num_embeddings) * record,), parts, torch.uint8)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}weight"] = self.shards(dict(self.named_parameters()))
@@ -339,6 +350,7 @@ class ShardedTables(Embedding):
         weight = saved_weight(state_dict, prefix, shape, strict, missing, unexpected, errors)
         if weight is None:
             return
+
         own = self.shards(dict(self.named_parameters()))
         if not isinstance(weight, Tensor):
             weight.copy_to(own)
@@ -348,6 +360,18 @@ class ShardedTables(Embedding):
             with torch.no_grad():
                 for (first,), part in own.parts.items():
                     part.copy_(weight[first : first + len(part)])
+
+
+def _by_sharding(shards: Sequence[Shard], dim: int) -> dict[type[Sharding], list[Shard]]:
+    """The shards of tables by their sharding type."""
+    found: dict[type[Sharding], list[Shard]] = {TableWise: [], RowWise: [], ColumnWise: []}
+    for table in sorted({shard.table for shard in shards}):
+        of_table = [shard for shard in shards if shard.table == table]
+        if any(shard.width < dim for shard in of_table):
+            found[ColumnWise] += of_table
+        else:
+            found[RowWise if len(of_table) > 1 else TableWise] += of_table
+    return {sharding: shards for sharding, shards in found.items() if shards}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The sharding of a model over processes: which shards each holds, and how rows are exchanged.
+"""The sharding of a model over processes: the shards of each, and how rows are exchanged.
 
 :mod:`dlrm.distributed.planner` assigns the shards, :mod:`dlrm.distributed.sharded_tables` looks
 them up.
@@ -21,24 +21,24 @@ from dlrm.utils.messages import did_you_mean
 
 EXCHANGES = ("auto", "peers", "collective")
 # Number of weights from which a table is sharded by default: 12,000 rows of dim 128, or 96,000 of
-# dim 16. Measured on four H200: the Terabyte model takes 4.51 ms a step if tables are sharded from
-# 12,000 rows, 4.86 from 50,000; the Kaggle model with tt takes 1.74 ms with one table of 93,145
-# rows sharded, 1.61 with none.
+# dim 16. Measured on four H200: a step of the Terabyte model takes 4.51 ms if tables are sharded
+# from 12,000 rows, and 4.86 from 50,000; a step of the Kaggle model with tt takes 1.74 ms with one
+# sharded table of 93,145 rows, and 1.61 with none.
 LARGE = 1_536_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingPlan:
-    """How the tables of a model are sharded over processes."""
+    """The shards of a model's tables, and how processes exchange rows."""
 
     world: World
     shards: Sequence[Shard]
-    """Of the tables that are not replicated."""
+    """The shards of all tables that are not replicated."""
     comm_dtype: torch.dtype | None = None
-    """Type in which vectors and gradients are sent, except rows that peers read. None: their own,
-    and at least fp32 for sums of gradients between peers."""
+    """Type in which vectors and gradients are sent, except rows that peers read. None: their own
+    type, but at least fp32 for sums of gradients between peers."""
     peers: bool = False
-    """Whether processes read and write rows in each other's memory."""
+    """Processes read and write rows in each other's memory."""
     text: str = ""
     """The plan as text."""
 
@@ -60,10 +60,10 @@ def make_sharding_plan(
 
     Args:
         world: the processes.
-        names: of the features.
+        names: names of the features.
         spec: the arguments of the model. Paged and dense tables can be sharded.
-        counts: returns how often each id of each table occurs; called only if tables are sharded.
-            None if every table is looked up once per sample.
+        counts: returns the number of occurrences of each id of each table; called only if tables
+            are sharded. None if every table is looked up once per sample.
         rule: rule of the optimizer of the embeddings, one of ``dlrm.kernels.update.rules.RULES``.
         by: sharding type, one of ``planner.SHARDING_TYPES``.
         tables: sharding types of single tables by name.
@@ -75,9 +75,9 @@ def make_sharding_plan(
         None if nothing is sharded: with one process, or if all tables are replicated.
 
     Raises:
-        ValueError: an unknown name, sharding type or exchange; a table whose kind, optimizer rule
-            or type does not allow its sharding type; pages on devices of their own; or processes
-            that can't access each other.
+        ValueError: a name, sharding type or exchange is unknown; a table's kind, optimizer rule or
+            type does not allow its sharding type; pages have devices; or processes can't access
+            each other.
     """
     num_embeddings, plan = spec["num_embeddings"], spec["plan"]
     _check_exchange(world, exchange)
@@ -86,24 +86,27 @@ def make_sharding_plan(
     types = _sharding_types(names, spec, by, tables or {}, sharded_from(threshold, dim))
     if world.size == 1 or set(types) == {"replicate"}:
         return None
-    whole_rows = rule == "rowwise_adagrad"  # its state of a row is a sum over all columns
+
+    # Tables that can't be split by column: their rows have one sum or one scale each.
+    whole_rows = rule == "rowwise_adagrad"
     if whole_rows and "column" in types:
         raise ValueError(
             f"--sharding shards {names[types.index('column')]} by column, but --optim.embeddings "
             f"{rule} keeps one sum for a whole row: shard it by row or table, or use "
             "--optim.embeddings adagrad"
         )
-    packed = {
-        name
-        for name, own, (_, options) in zip(names, types, plan, strict=True)
-        if own != "replicate" and options.get("dtype", spec.get("tables_dtype")) in BITS
-    }
-    for name, own in zip(names, types, strict=True):
-        if own == "column" and name in packed:
+    packed = False
+    for name, sharding_type, (_, options) in zip(names, types, plan, strict=True):
+        dtype = options.get("dtype", spec.get("tables_dtype"))
+        if sharding_type == "replicate" or dtype not in BITS:
+            continue
+        packed = True
+        if sharding_type == "column":
             raise ValueError(
                 f"--sharding shards {name} by column, but its packed rows have one scale each: "
                 "shard it by row or table, or use --tables.dtype bf16"
             )
+
     page = min((o["page_size"] for _, o in plan if "page_size" in o), default=1)
     loads = [float(count.sum()) for count in counts()] if counts else [1.0] * len(names)
     narrow = torch.bfloat16 if comm_dtype == "bf16" else None
@@ -112,6 +115,7 @@ def make_sharding_plan(
         num_embeddings, dim, world.size, sharding_types=types, loads=loads,
         page=page, room=_room() if peers else 0, column_wise=not (whole_rows or packed),
     )  # fmt: skip
+
     text = describe_shards(shards, dict(enumerate(names)), loads, world.size)
     text += f"\nexchange by {'peers' if peers else 'collectives'}"
     text += ", of packed rows by collectives" if peers and packed else ""
@@ -119,7 +123,7 @@ def make_sharding_plan(
 
 
 def sharded_from(threshold: int | None, dim: int) -> int:
-    """Rows from which dense tables are sharded; see :func:`make_sharding_plan`."""
+    """Number of rows from which dense tables are sharded; see :func:`make_sharding_plan`."""
     return LARGE // dim if threshold is None else threshold
 
 
@@ -139,13 +143,13 @@ def _sharding_types(
     types = []
     for name, rows, (kind, _) in zip(names, spec["num_embeddings"], spec["plan"], strict=True):
         large = kind == "paged" or (kind == "dense" and rows >= threshold)
-        own = tables.get(name, by if large else "replicate")
-        if own != "replicate" and kind not in ("dense", "paged"):
+        sharding_type = tables.get(name, by if large else "replicate")
+        if sharding_type != "replicate" and kind not in ("dense", "paged"):
             raise ValueError(
-                f"--sharding.tables shards {name} by {own}, but tables of kind {kind} are "
-                "replicated: remove it there"
+                f"--sharding.tables shards {name} by {sharding_type}, but tables of kind {kind} "
+                "are replicated: remove it there"
             )
-        types.append(own)
+        types.append(sharding_type)
     return types
 
 

@@ -24,8 +24,8 @@ class Sharding(nn.Module, ABC):
     """The shards of tables with one sharding type, and the exchange of rows with their holders.
 
     Args:
-        shards: of all ranks.
-        num_tables: tables of the group.
+        shards: the shards of all ranks.
+        num_tables: number of tables in the group.
         world: the processes.
         comm_dtype: type in which vectors and gradients are sent; rows that peers read keep theirs.
         peers: processes read rows and write gradients in each other's memory, if they can.
@@ -42,41 +42,46 @@ class Sharding(nn.Module, ABC):
         peers: bool,
     ) -> None:
         super().__init__()
-        self.world, self.comm_dtype = world, comm_dtype
-        self.by_rank = [[p for p in shards if p.rank == rank] for rank in range(world.size)]
+        self.world = world
+        self.comm_dtype = comm_dtype
+        self.by_rank = [[s for s in shards if s.rank == rank] for rank in range(world.size)]
         self.mine = self.by_rank[world.rank]
         self.width = self.mine[0].width if self.mine else max(shard.width for shard in shards)
         self.first_column = self.mine[0].columns[0] if self.mine else 0
         self.tables = sorted({shard.table for shard in shards})
-        self.complete = len({(p.table, p.rows) for p in shards}) == len(self.tables)
-        at = [0]
+        self.complete = len({(s.table, s.rows) for s in shards}) == len(self.tables)
+
+        # The local shards, one after another in the weight.
+        first, count, start = ([0] * num_tables for _ in range(3))
+        self.height = 0
         for shard in self.mine:
-            at.append(at[-1] + shard.height)
-        self.height = at.pop()
-        requested = [shard.table for own in self.by_rank for shard in own]
-        held: Mapping[str, list[int]] = {
-            "_requested": requested,
-            "_slots": [self.tables.index(table) for table in requested],
-            "_mine": [shard.table for shard in self.mine],
-            "_first": [0] * num_tables,
-            "_count": [0] * num_tables,
-            "_start": [0] * num_tables,
-        }
-        for shard, begin in zip(self.mine, at, strict=True):
-            held["_first"][shard.table] = shard.rows[0]
-            held["_count"][shard.table] = shard.height
-            held["_start"][shard.table] = begin
-        for name, values in held.items():
-            self.register_buffer(name, torch.tensor(values).long(), persistent=False)
-        self._requested: Tensor  # tables that each rank holds a shard of, rank after rank
-        self._slots: Tensor  # where these are among the tables
-        self._mine: Tensor  # tables that this rank holds a shard of
-        self._first: Tensor  # [F], first row of the local shard of each table
-        self._count: Tensor  # [F], its rows; 0 without one
-        self._start: Tensor  # [F], where it begins in the weight
+            first[shard.table] = shard.rows[0]
+            count[shard.table] = shard.height
+            start[shard.table] = self.height
+            self.height += shard.height
+
+        requested = [shard.table for rank in self.by_rank for shard in rank]
+        self._add_buffer("_requested", requested)
+        self._add_buffer("_slots", [self.tables.index(table) for table in requested])
+        self._add_buffer("_mine", [shard.table for shard in self.mine])
+        self._add_buffer("_first", first)
+        self._add_buffer("_count", count)
+        self._add_buffer("_start", start)
+        self._requested: Tensor  # tables of the shards of all ranks, rank after rank
+        self._slots: Tensor  # positions of these among the tables
+        self._mine: Tensor  # tables of the local shards
+        self._first: Tensor  # [F] first row of the local shard of each table
+        self._count: Tensor  # [F] its number of rows; 0 without one
+        self._start: Tensor  # [F] its first row in the weight
+
         self.peer_lookup: PeerLookup | None = None
         if peers and len({shard.width for shard in shards}) == 1:
             self._make_peer_lookup()
+
+    def _add_buffer(
+        self, name: str, values: Sequence[int], dtype: torch.dtype = torch.int64
+    ) -> None:
+        self.register_buffer(name, torch.tensor(values, dtype=dtype), persistent=False)
 
     def _make_peer_lookup(self) -> None:
         heights = [sum(shard.height for shard in own) for own in self.by_rank]
@@ -84,20 +89,20 @@ class Sharding(nn.Module, ABC):
         self.peer_lookup = PeerLookup(
             self.world, max(heights) + 1, self.width, lookups, self.comm_dtype
         )
-        keys: dict[Shard, int] = {}  # of the first row of a shard
-        for rank, own in enumerate(self.by_rank):
-            begins = accumulate((shard.height for shard in own[:-1]), initial=0)
-            keys |= {
-                p: self.peer_lookup.key_of(rank, at) for p, at in zip(own, begins, strict=False)
-            }
+        keys: dict[Shard, int] = {}  # of the first row of each shard
+        for rank, shards in enumerate(self.by_rank):
+            start = 0
+            for shard in shards:
+                keys[shard] = self.peer_lookup.key_of(rank, start)
+                start += shard.height
+
         for name, values in self._slots_of(keys).items():
-            tensor = torch.tensor(values, dtype=self.peer_lookup.key_type)
-            self.register_buffer(name, tensor, persistent=False)
-        self._slot_tables: Tensor  # [S], table of each look-up of a sample
-        self._slot_keys: Tensor  # [S], key of its row 0
+            self._add_buffer(name, values, self.peer_lookup.key_type)
+        self._slot_tables: Tensor  # [S] table of each look-up of a sample
+        self._slot_keys: Tensor  # [S] key of row 0 of that table
 
     def _slots_of(self, keys: Mapping[Shard, int]) -> dict[str, list[int]]:
-        """What :meth:`keys` needs, from the key of each shard's first row."""
+        """Buffers for :meth:`keys`, from the key of each shard's first row."""
         position = {table: index for index, table in enumerate(self.order)}
         slots = sorted(keys, key=lambda shard: (position[shard.table], shard.columns))
         return {
@@ -107,7 +112,7 @@ class Sharding(nn.Module, ABC):
 
     @property
     def at_peers(self) -> bool:
-        """Whether peers read these rows in this process's memory."""
+        """True if peers read these rows in this process's memory."""
         return self.peer_lookup is not None and self.peer_lookup.ready
 
     def sort(self, ids: Tensor) -> SortedLookups:
@@ -116,7 +121,7 @@ class Sharding(nn.Module, ABC):
         return self.peer_lookup.sort(self.keys(ids))
 
     def keys(self, ids: Tensor) -> Tensor:
-        """The keys by which ``ids [F, B]`` are looked up at peers, ``[B, S]``."""
+        """The keys of ``ids [F, B]`` in look-ups at peers, ``[B, S]``."""
         keys = ids.index_select(0, self._slot_tables) + self._slot_keys[:, None]
         return keys.t().contiguous()
 
@@ -126,25 +131,25 @@ class Sharding(nn.Module, ABC):
         return self.tables
 
     def held(self) -> Iterator[tuple[Shard, int]]:
-        """The local shards and where each begins in the weight."""
+        """The local shards, each with its first row in the weight."""
         for shard in self.mine:
             yield shard, int(self._start[shard.table])
 
     def lookup_local(
         self, weight: Tensor, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT
     ) -> Tensor:
-        """Rows of ``ids`` of ``tables``, ``[..., width]``; zeros for those of other ranks."""
+        """Rows of ``ids`` of ``tables``, ``[..., width]``; zeros for rows of other ranks."""
         rows, inside = self._local_rows(tables, ids)
         return lookup(weight, rows, sparse=True, sorter=context.sorter) * inside[..., None]
 
     def _local_rows(self, tables: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The local rows of ids, and whether they are here; other ids have the last row."""
+        """The local rows of ids, and whether they are local; other ids get the last row."""
         rows = ids - self._first[tables]
         inside = (rows >= 0) & (rows < self._count[tables])
         return torch.where(inside, rows + self._start[tables], self.height), inside
 
     def new_weight(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Zeros for the local rows, and one more row, for ids of other ranks."""
+        """Zeros for the local rows, and for one more row, which ids of other ranks get."""
         if self.peer_lookup is not None:
             return self.peer_lookup.new_weight(self.height + 1, device, dtype)
         return torch.zeros(self.height + 1, self.width, device=device, dtype=dtype)
@@ -165,8 +170,8 @@ class Sharding(nn.Module, ABC):
             lookups: the result of :meth:`sort`, if the ids were sorted ahead.
 
         Returns:
-            A function that returns the full vectors ``[B, F_i, D]``, tables in ``order``, and joins
-            what of the exchange is still running.
+            A function that completes the exchange and returns the full vectors ``[B, F_i, D]``,
+            tables in ``order``.
         """
         peers = self.peer_lookup if context.equal_sizes else None
         if peers is not None and peers.serves(weight):
@@ -175,7 +180,7 @@ class Sharding(nn.Module, ABC):
         return partial(self.finish, self._exchange(weight, ids, context))
 
     def _exchange(self, weight: Tensor, ids: Tensor, context: LookupContext) -> list[Tensor]:
-        """Send ids to their holders, and receive vectors ``[B, shards, width]`` of each rank."""
+        """Send ids to their holders, and receive vectors ``[B, shards, width]`` from each rank."""
         batch = ids.shape[1]
         sizes = self.world.sizes(batch, ids.device, equal=context.equal_sizes)
         received = exchange(
@@ -206,21 +211,28 @@ class Sharding(nn.Module, ABC):
             The sums ``[B, F_i, D]``, tables in ``order``.
         """
         sizes = self.world.sizes(bags.batch, bags.ids.device, equal=context.equal_sizes)
-        asked = bags.select(self._requested, [p.table for own in self.by_rank for p in own])
+        asked = bags.select(self._requested, [s.table for rank in self.by_rank for s in rank])
         served = self._serve(asked, sizes)
+
         tables, held = TableRows(self._start[self._mine]), None
         if not self.complete:
             held = torch.stack([self._first[self._mine], self._count[self._mine]])
         if self.mine:
             found = lookup_bags(weight, tables, served.bags(), held=held, context=context)
-        else:  # nothing, in the type in which the other ranks send
+        else:  # no vectors, but of the type that the other ranks send
             found = lookup_tables(weight, tables, served.lengths, sorter=context.sorter)
             found = found.to(context.dtype or found.dtype)
         return self.finish(self._send_back(found, bags.batch, sizes))
 
     def _serve(self, asked: CountedBags, sizes: Sequence[int]) -> CountedBags:
-        """The bags that all ranks ask of this one, from those that this one asks of each."""
-        shards, own = [len(shards) for shards in self.by_rank], len(self.mine)
+        """The bags that all ranks request from this one.
+
+        Args:
+            asked: the bags that this rank requests, rank after rank.
+            sizes: number of samples of each rank.
+        """
+        shards = [len(of_rank) for of_rank in self.by_rank]
+        own = len(self.mine)
         if asked.bag_sizes is None:
             counts = torch.tensor(asked.counts, device=asked.ids.device)
             counts = exchange(counts, shards, [own] * len(sizes))
@@ -232,13 +244,16 @@ class Sharding(nn.Module, ABC):
             )
             lengths = self._by_shard(lengths, sizes)
         else:
+            # Bags of fixed sizes are known without an exchange.
             first = sum(shards[: self.world.rank])
             bag_sizes = asked.bag_sizes[first : first + own]
             get = [[bag_size * size for bag_size in bag_sizes] for size in sizes]
             lengths = asked.lengths[first : first + own, :1]
-            if not asked.batch:  # a captured step has samples: nothing is copied from the host
+            if not asked.batch:  # not in a captured step, where nothing is copied from the host
                 lengths = torch.tensor(bag_sizes, device=asked.ids.device).long()[:, None]
             lengths = lengths.expand(own, sum(sizes))
+
+        # The ids of each shard, rank after rank.
         ends = list(accumulate(shards, initial=0))
         give = [sum(asked.counts[begin:end]) for begin, end in pairwise(ends)]
         received = exchange(asked.ids, give, [sum(counts) for counts in get])
@@ -253,8 +268,10 @@ class Sharding(nn.Module, ABC):
         return torch.cat([part.view(own, size) for part, size in parts], dim=1)
 
     def _send_back(self, found: Tensor, batch: int, sizes: Sequence[int]) -> list[Tensor]:
-        """Send vectors ``[global batch, shards, width]`` to the ranks of their samples; returns
-        what this one gets of each rank.
+        """Send vectors ``[global batch, shards, width]`` to the ranks of their samples.
+
+        Returns:
+            The vectors ``[B, shards, width]`` from each rank with shards.
         """
         widths = [own[0].width if own else 0 for own in self.by_rank]
         get = [batch * len(own) * w for own, w in zip(self.by_rank, widths, strict=True)]
@@ -268,11 +285,11 @@ class Sharding(nn.Module, ABC):
 
     @abstractmethod
     def finish(self, chunks: list[Tensor]) -> list[Tensor]:
-        """Full vectors ``[B, F_i, D]`` from those that the holders of shards sent."""
+        """Full vectors ``[B, F_i, D]`` from the parts that the holders of shards sent."""
 
 
 class TableWise(Sharding):
-    """Tables that are on one rank each, which sends full vectors."""
+    """Tables on one rank each, which sends full vectors."""
 
     name = "table_wise"
 
@@ -285,18 +302,18 @@ class TableWise(Sharding):
 
 
 class RowWise(Sharding):
-    """Tables split by rows: for every id one holder sends the row, the others zeros."""
+    """Tables split by rows: for each id, one holder sends the row, and the others send zeros."""
 
     name = "row_wise"
 
-    _firsts: Tensor  # [shards], first row of each, one table after another
-    _shifts: Tensor  # [shards], keys of its rows minus these rows
+    _firsts: Tensor  # [shards] first row of each, all tables counted through
+    _shifts: Tensor  # [shards] difference between the keys of its rows and these numbers
 
     def _slots_of(self, keys: Mapping[Shard, int]) -> dict[str, list[int]]:
         starts = [0]
         for table in self.tables:
-            starts.append(starts[-1] + max(p.rows[1] for p in keys if p.table == table))
-        first = {p: starts[self.tables.index(p.table)] + p.rows[0] for p in keys}
+            starts.append(starts[-1] + max(s.rows[1] for s in keys if s.table == table))
+        first = {s: starts[self.tables.index(s.table)] + s.rows[0] for s in keys}
         ordered = sorted(first, key=first.__getitem__)
         return {
             "_slot_tables": self.tables,
@@ -318,7 +335,7 @@ class RowWise(Sharding):
 
 
 class ColumnWise(Sharding):
-    """Tables split by columns: every holder sends a part of every vector."""
+    """Tables split by columns: each holder sends a part of every vector."""
 
     name = "column_wise"
 

@@ -1,4 +1,4 @@
-"""Many processes: where each computes, and how they exchange values."""
+"""The processes of a run: their devices, and how they exchange values."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ from torch.distributed.rendezvous import rendezvous
 from dlrm.utils.messages import print_error, printable
 
 T = TypeVar("T")
-POLL = 0.01  # seconds between two looks at a key
+POLL = 0.01  # seconds between two checks of a key
 TIMEOUT = timedelta(minutes=30)  # of a collective: others wait while one evaluates or writes
 
 
 @dataclass
 class World:
-    """The processes of a run, and this one among them.
+    """The processes of a run, seen from one of them.
 
-    A single process needs no process group: every collective is then the identity.
+    A single process needs no process group: all collectives are the identity.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         size: number of processes.
     """
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=partial(torch.device, "cpu"))
-    """Where this process computes."""
+    """The device of this process."""
     job: str | None = None
-    """The job of torchrun and its command line, the same for all attempts; None without torchrun.
-    Known after :meth:`rendezvous`."""
+    """The job of torchrun and its command line, the same for all attempts; None without torchrun,
+    and before :meth:`rendezvous`."""
     _before_leaving: list[WeakMethod[Callable[[], object]]] = field(
         default_factory=list, repr=False
     )
@@ -57,27 +57,28 @@ class World:
 
     @classmethod
     def from_environment(cls) -> World:
-        """The world that torchrun describes; one process without it."""
+        """The processes of torchrun; a single one without it."""
         return cls(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
 
     @property
     def first(self) -> bool:
-        """Whether this process speaks for all: it prints, logs and writes."""
+        """True for the process that prints, logs and writes."""
         return self.rank == 0
 
     @property
     def ring(self) -> list[int]:
-        """All ranks, from this one on."""
+        """All ranks, starting with this one."""
         return [(self.rank + step) % self.size for step in range(self.size)]
 
     def rendezvous(self) -> None:
-        """Connect to the store that the processes share, and wait for all; needs no device."""
+        """Connect to the shared store, and wait for all processes; needs no device."""
         run_id = os.environ.get("TORCHELASTIC_RUN_ID")
         if self._store is not None or (self.size == 1 and run_id is None):
             return
         store, _, _ = next(rendezvous("env://", timeout=TIMEOUT))
         store = dist.PrefixStore("dlrm", store)
-        if run_id == "none":  # unless --rdzv-id is given; this store is as old as the job
+
+        if run_id == "none":  # there is no --rdzv-id; the store exists as long as the job
             run_id = store.compare_set("job", "", uuid4().hex).decode()
         self.job = run_id and shlex.join([run_id, *sys.argv[1:]])
         self._store = dist.PrefixStore(agree_on_attempt(store, self.rank, self.size), store)
@@ -85,25 +86,30 @@ class World:
     def join(self, device: torch.device) -> torch.device:
         """Join the process group, NCCL on GPUs, gloo on CPUs; returns the device."""
         self.device = device
-        if self.size > 1:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            # This module keeps a reference to the group at its import, which torch.compile triggers
-            # otherwise. The threads of such a group may abort the process at exit.
-            import_module("torch.distributed.nn.functional")
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            self.rendezvous()
-            assert self._store is not None
-            group = dist.PrefixStore("group", self._store)
-            dist.init_process_group(
-                backend, store=group, rank=self.rank, world_size=self.size, timeout=TIMEOUT
-            )
-            sys.excepthook = partial(_report_lost_peer, self, sys.excepthook)
+        if self.size == 1:
+            return device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self.rendezvous()
+        assert self._store is not None
+
+        # If torch.compile imports this module later, it keeps a reference to the group, whose
+        # threads may then abort the process at exit.
+        import_module("torch.distributed.nn.functional")
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("group", self._store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=TIMEOUT,
+        )
+        sys.excepthook = partial(_report_lost_peer, self, sys.excepthook)
         return device
 
     def before_leaving(self, act: Callable[[], object]) -> None:
-        """Call a method before the process group is destroyed, if its object still exists:
-        captured graphs with collectives must be dropped by then.
+        """Call a method before the process group is destroyed, if its object still exists.
+
+        Captured graphs with collectives must be deleted by then.
         """
         self._before_leaving.append(WeakMethod(act))
 
@@ -119,7 +125,7 @@ class World:
         """Samples per process of a global batch.
 
         Args:
-            batch_size: of the global batch.
+            batch_size: number of samples of the global batch.
             even: require equal shares; otherwise round up.
 
         Raises:
@@ -152,9 +158,9 @@ class World:
         return values
 
     def print_error_once(self, text: str) -> None:
-        """Print an error that several processes may report: only the first to get here prints.
+        """Print an error that several processes may report: only the first one prints it.
 
-        torchrun gets it from each process, as its own report comes last.
+        Each of them also passes it to torchrun, for the report at the end.
         """
         if self._is_first_to("print an error"):
             print_error(text)
@@ -162,8 +168,9 @@ class World:
 
     @contextmanager
     def print_once(self) -> Iterator[None]:
-        """Print once what every process prints inside the block. The first to reach the end prints,
-        since torchrun ends the others when one exits with an error.
+        """Print the output of the block once, not once per process.
+
+        The first process to reach the end prints, as torchrun ends the others after an error.
         """
         if self.size == 1:
             yield
@@ -180,7 +187,7 @@ class World:
 
     def _is_first_to(self, act: str) -> bool:
         if self._store is not None:
-            with suppress(dist.DistError):  # of torchrun, which may be gone
+            with suppress(dist.DistError):  # torchrun, which has the store, may have ended
                 return self._store.add(act, 1) == 1
         return self.first
 
@@ -199,9 +206,10 @@ class World:
         return torch.cat(counts).tolist()
 
     def gather(self, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """``tensor [n, ...]`` of every rank, ``n`` being ``sizes`` by rank."""
+        """``tensor [n, ...]`` of every rank; ``sizes`` has ``n`` of each."""
         if self.size == 1:
             return [tensor]
+
         longest = max(sizes)
         padded = tensor.new_zeros(longest, *tensor.shape[1:])
         padded[: len(tensor)] = tensor
@@ -212,8 +220,11 @@ class World:
     def gather_ids(
         self, tables: Tensor, ids: Tensor, *, equal: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Tables and ids of a batch over all processes, in its order: ``[F, 1]`` and ``[F, B]``, or
-        both ``[nnz]``, table by table. With ``equal`` every process has the same number.
+        """Tables and ids of the global batch, in its order.
+
+        Args:
+            tables, ids: ``[F, 1]`` and ``[F, B]``, or both ``[nnz]``, table by table.
+            equal: all processes have the same number of ids.
         """
         sizes = self.sizes(ids.shape[-1], ids.device, equal=equal)
         if ids.dim() == 2:
@@ -226,15 +237,16 @@ class World:
         """Values of all rows of a split, on every rank, in the order of the rows.
 
         Args:
-            columns: logits, labels and so on, of this rank's share of every batch of a
-                ``BatchLoader``.
-            rows: of the split.
-            share: samples of each rank in a batch.
+            columns: values for this rank's share of every batch of a ``BatchLoader``, such as
+                logits and labels.
+            rows: number of rows of the split.
+            share: samples per rank of a batch.
         """
         if self.size == 1:
             return columns
         both = torch.stack(columns, 1)
         parts = self.gather(both, self.sizes(len(both), both.device))
+
         taken = [0] * self.size
         ordered = []
         for first in range(0, rows, share * self.size):
@@ -247,21 +259,21 @@ class World:
 
 
 def agree_on_attempt(store: dist.Store, rank: int, size: int) -> str:
-    """A text that the processes of this attempt share, and that no other attempt uses.
+    """A text that all processes of this attempt share, and that no other attempt uses.
 
-    The store of torchrun outlives an attempt, and has what processes of earlier ones left there.
-    ``TORCHELASTIC_RESTART_COUNT`` does not tell attempts apart: it stays the same when the number
-    of nodes changes. So the first process answers each of the others under a name that this other
-    one has just made up.
+    torchrun's store still has the keys of earlier attempts, and ``TORCHELASTIC_RESTART_COUNT`` does
+    not distinguish attempts: it stays the same when the number of nodes changes. So each process
+    makes up a new key, under which the first process answers.
     """
     if rank:
-        own = uuid4().hex
-        store.set(f"hello/{rank}", own)
-        while not store.check([f"welcome/{own}"]):
+        key = uuid4().hex
+        store.set(f"hello/{rank}", key)
+        while not store.check([f"welcome/{key}"]):
             time.sleep(POLL)
-        attempt = store.get(f"welcome/{own}").decode()
+        attempt = store.get(f"welcome/{key}").decode()
         store.set(f"ready/{attempt}/{rank}", "")
         return attempt
+
     attempt, waiting = uuid4().hex, set(range(1, size))
     while waiting:
         for other in [other for other in waiting if store.check([f"hello/{other}"])]:
@@ -272,7 +284,7 @@ def agree_on_attempt(store: dist.Store, rank: int, size: int) -> str:
 
 
 def _tell_torchrun(text: str) -> None:
-    """Write an error of this process to the file from which torchrun takes it for its report."""
+    """Write an error of this process to the file that torchrun reads for its report."""
     if text and (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         message = text.replace("error: ", "").strip()
         with suppress(OSError):
@@ -286,8 +298,9 @@ def _report_lost_peer(
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """Report in one line that a collective failed because another process is gone, unless that
-    process has printed an error.
+    """Report in one line that another process has ended, if a collective failed for that reason.
+
+    Nothing is printed if that process has printed an error.
     """
     if issubclass(kind, RuntimeError) and "by peer" in str(error):
         world.print_error_once("error: another process has ended; see its error")
@@ -302,9 +315,9 @@ def exchange(
 
     Args:
         x: ``[n]``, one part after the other.
-        give: elements for each rank, summing to n.
-        get: elements from each rank.
-        comm_dtype: type in which values and gradients are sent; that of ``x`` if None.
+        give: number of elements for each rank, n in total.
+        get: number of elements from each rank.
+        comm_dtype: type in which values and gradients are sent; None: the type of ``x``.
 
     Returns:
         ``[sum(get)]``, of that type.
@@ -315,7 +328,8 @@ def exchange(
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, give: list[int], get: list[int]) -> Tensor:
-        ctx.give, ctx.get = give, get
+        ctx.give = give
+        ctx.get = get
         return _all_to_all(x, give, get)
 
     @staticmethod

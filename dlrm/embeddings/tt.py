@@ -1,4 +1,4 @@
-"""Tensor-train tables: every row is a product of slices of a few small cores."""
+"""Tensor-train tables: each row is a product of slices of a few small cores."""
 
 from __future__ import annotations
 
@@ -30,41 +30,41 @@ DEFAULT_RANK = 32
 class TT(CachesHotRows, Embedding):
     """Tables in tensor-train format.
 
-    Id ``i`` is written with ``d`` digits to the bases ``p``, the first the most significant, and
-    row ``i`` is the product ``G_1[i_1] G_2[i_2] ... G_d[i_d]`` of one slice per core, where slice
-    ``i_k`` of core ``k`` is a matrix ``[r_{k-1}, q_k r_k]`` and ``r_0 = r_d = 1``. ``prod(p)`` is
-    at least the number of rows and ``prod(q)`` is the dim. All tables of a group have the same
-    ``q`` and ranks; core ``k`` of all of them is one parameter ``cores.k`` of shape
+    Id ``i`` has ``d`` digits ``i_1`` to ``i_d`` in the mixed base ``p``, the most significant one
+    first. Row ``i`` is the product ``G_1[i_1] G_2[i_2] ... G_d[i_d]`` of one slice per core; slice
+    ``i_k`` of core ``k`` is a matrix ``[r_{k-1}, q_k r_k]``, and ``r_0 = r_d = 1``. ``prod(p)`` is
+    at least the number of rows, and ``prod(q)`` is the dim. All tables of a group have the same
+    ``q`` and ranks. Core ``k`` of all tables is one parameter ``cores.k`` of shape
     ``[sum(p_k), r_{k-1} q_k r_k]``: one row per slice, table after table.
 
-    With ``keep``, the first ids of a table have exact rows, as ids are in order of falling
-    frequency, and the rows of all others are the sum of a row that they share and of a product.
-    With ``dtype`` int8 or int4 exact rows and shared ones are packed, and cores are in bf16.
+    With ``keep``, the first ids of a table, which are the most frequent ones, have exact rows. The
+    rows of the other ids are the sum of one shared row and a product. With ``dtype`` int8 or int4,
+    exact and shared rows are packed, and cores are in bf16.
 
     Args:
         rank: TT rank, the size of the dimension that two neighboring cores share. A larger rank
-            comes closer to a dense table; the number of weights grows with its square. A rank that
-            no table of the group can use is reduced.
+            comes closer to a dense table, but the number of weights grows with its square. A rank
+            that no table of the group can use is reduced.
         d: number of cores.
         q: factors of the embedding dim, such as ``2 2 4`` for 16; by default the most balanced
             ones.
-        p: factors of the number of rows in the train, the same for every table of the group, whose
-            product is at least that number; by default balanced ones for each table.
-        keep: how many ids of a table have an exact row; 0 for a train of all rows, as in the paper.
-            By default 0, and with a budget the ids that are most frequent in all tables together.
-            In code it may be a list with one number for each table.
-        cache_rows: number of rows, of all tables of the group together, that are also kept
-            uncompressed and trained as such: the most used ones. 0 for no cache. They are found
-            when the cache is populated, by cache_populate or --populate_every.
-        cache_first: how many ids of a table, the first ones without an exact row, are cached from
-            the start; the tables together have at most cache_rows. By default 0, and with a budget
-            the ids that are most frequent in all tables together. In code it may be a list.
-        cache_window: training look-ups that are remembered until the cache is populated and counts
-            them; by default 4 per cached row. Of more look-ups the last ones count.
+        p: factors of the number of rows in the train, the same for every table of the group; their
+            product is at least that number. By default balanced ones for each table.
+        keep: number of ids of a table with an exact row; 0 for a train of all rows, as in the
+            paper. By default 0, or with a budget the ids that are most frequent in all tables
+            together. In code it may be a list with one number for each table.
+        cache_rows: number of rows, in all tables of the group together, that are also kept and
+            trained uncompressed: the most used ones; 0 for no cache. They are chosen when the cache
+            is populated, by cache_populate or --populate_every.
+        cache_first: number of ids of a table, the first ones without an exact row, that are cached
+            from the start; at most cache_rows for all tables together. By default 0, or with a
+            budget the ids that are most frequent in all tables together. In code it may be a list.
+        cache_window: number of the last training look-ups that are counted when the cache is
+            populated; by default 4 per cached row.
         cache_decay: factor on older counts each time that the cache is populated.
 
     Raises:
-        ValueError: factors that do not fit, or an option outside its range.
+        ValueError: factors do not fit, or an option is outside its range.
 
     Reference: Yin, Acun, Liu, Wu, "TT-Rec: Tensor Train Compression for Deep Learning
         Recommendation Models", MLSys 2021, arXiv 2101.11714.
@@ -95,37 +95,43 @@ class TT(CachesHotRows, Embedding):
             raise ValueError(f"rank must be at least 1, got {rank}: set --tt.rank 32")
         if d < 2:
             raise ValueError(f"a tensor train has at least 2 cores, got d {d}: set --tt.d 3")
-        if d > 63:  # cores of a slice each are of no use, and ids have 63 bits
+        if d > 63:  # an id has 63 bits, and a core with one slice is useless
             raise ValueError(f"a tensor train has at most 63 cores, got d {d}: set --tt.d 3")
         if cache_rows < 0:
             raise ValueError(f"cache_rows is {cache_rows}: set --tt.cache_rows 0 for no cache")
+
+        # The rows of each table, exact and in the train, and the factors of the latter.
+        num_kept = num_kept_of(num_embeddings, keep or 0, self.kind())  # with the shared row
+        self.kept = tuple(kept - 1 for kept in num_kept)
+        self.in_train = [n - kept for n, kept in zip(self.num_embeddings, self.kept, strict=True)]
         self.q = tuple(q) if q else factorize_dim(embedding_dim, d)
-        num_kept = num_kept_of(num_embeddings, keep or 0, self.kind())  # the shared row included
-        self.kept = tuple(own - 1 for own in num_kept)
-        self.in_train = [n - own for n, own in zip(self.num_embeddings, self.kept, strict=True)]
         self.p = [tuple(p) if p else factorize_rows(rows, d) for rows in self.in_train]
         self._check_factors(d)
         self.ranks = clip_ranks(rank, self.p, self.q)
-        sizes = [sum(slices) for slices in zip(*self.p, strict=True)]
+
+        widths = slice_widths(self.q, self.ranks)
         self.cores = nn.ParameterList(
-            nn.Parameter(torch.empty(rows, width))
-            for rows, width in zip(sizes, slice_widths(self.q, self.ranks), strict=True)
+            nn.Parameter(torch.empty(sum(slices), width))
+            for slices, width in zip(zip(*self.p, strict=True), widths, strict=True)
         )
         self.register_buffer("_p", torch.tensor(self.p), persistent=False)
         self.register_buffer("_row_offsets", row_offsets(self.in_train), persistent=False)
         self.register_buffer("_kept", torch.tensor(self.kept), persistent=False)
         self._p: Tensor  # [F, d]
-        self._row_offsets: Tensor  # [F], where each table begins among the keys of the cache
-        self._kept: Tensor  # [F], exact rows, and after them the shared one
+        self._row_offsets: Tensor  # [F] first key of each table in the cache
+        self._kept: Tensor  # [F] number of exact rows, after which the shared one is stored
+
         self.exact = None
         if any(self.kept):
             common = Common(sparse=self.sparse, check_ids=False, dtype=self.dtype)
             self.exact = Drop(num_embeddings, embedding_dim, keep=[*self.kept], **common)
         self.cache = None
         if cache_rows:
-            rows, window = (sum(self.in_train), cache_rows, embedding_dim), cache_window
-            self.cache = RowCache(*rows, decay=cache_decay, window=window, sparse=self.sparse)
+            sizes = sum(self.in_train), cache_rows, embedding_dim
+            window = cache_window
+            self.cache = RowCache(*sizes, decay=cache_decay, window=window, sparse=self.sparse)
         self._cache_first = self._check_cache_first(cache_first or 0, cache_rows)
+
         self.reset_parameters()
         for module in (self.cores, self.cache) if self.dtype else ():
             if module is not None:
@@ -153,7 +159,7 @@ class TT(CachesHotRows, Embedding):
                 )
 
     def _check_cache_first(self, first: int | list[int], cache_rows: int) -> list[int]:
-        """How many ids of each table are cached from the start."""
+        """The number of ids of each table that are cached from the start."""
         each = [first] * self.num_tables if isinstance(first, int) else first
         if len(each) != self.num_tables or min(each) < 0 or sum(each) > cache_rows:
             raise ValueError(
@@ -164,59 +170,66 @@ class TT(CachesHotRows, Embedding):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the cores at random, such that the rows of a table deviate by ``1 / sqrt(3 V)``.
+        """Draw the cores, such that the rows of a table have a standard deviation of 1 / sqrt(3 V).
 
-        That is the standard deviation of U(-1/sqrt(V), 1/sqrt(V)), from which dense tables start.
-        As in the paper no entry is near zero: they are normal, given that ``|x| >= 2``. Slices are
-        scaled to equal norm, so that the rows of one leading digit deviate as all do, and the cores
-        by the mean square of the product, which :func:`mean_square` gives exactly for any rank.
-        Exact and cached rows start as dense ones do, and shared ones at zero.
+        This is the deviation of U(-1/sqrt(V), 1/sqrt(V)), the distribution of dense tables. As in
+        the paper, no entry is near zero: entries are normal, given that ``|x| >= 2``. Slices get
+        equal norms, so rows with the same first digit deviate like all rows. Then the cores are
+        scaled by the mean square of the product, which :func:`mean_square` computes exactly for any
+        rank. Exact and cached rows start like dense ones, and shared ones at zero.
         """
-        if self.cores[0].is_meta:  # which has sizes, but no values
+        if self.cores[0].is_meta:  # it has sizes, but no values
             return
+
         wide = torch.promote_types(self.cores[0].dtype, torch.float32)  # else unsupported
         for core in self.cores:
             tail = torch.rand_like(core, dtype=wide).neg_().add_(1)
             sign = torch.randint_like(tail, 2).mul_(2).sub_(1)
             drawn = torch.special.ndtri(tail.mul_(0.0227501)).mul_(sign)  # P(x < -2) is 0.02275
             core.copy_(drawn.div_(drawn.square().mean(1, keepdim=True).sqrt_()))
+
         for table, rows in enumerate(self.num_embeddings):
             slices = self._slices(table)
             scale = (1 / (3 * rows) / mean_square(slices)) ** (0.5 / len(slices))
             for core in slices:
                 core.mul_(scale)
+
         if self.exact is not None:
             self.exact.reset_parameters()
             for table, kept in enumerate(self.kept):
                 for _, shared in self.exact.rows_to_write(table, kept):
                     shared.zero_()
-        for rows, own in zip(self.num_embeddings, self._first_cached(), strict=False):
-            own.uniform_(-(rows**-0.5), rows**-0.5)
+        for rows, cached in zip(self.num_embeddings, self._first_cached(), strict=False):
+            cached.uniform_(-(rows**-0.5), rows**-0.5)
 
     @torch.no_grad()
     def match_dense_steps(self) -> None:
-        """Rescale the cores so that plain SGD moves a row as far as the row of a dense table.
+        """Rescale the cores such that plain SGD moves a row as far as the row of a dense table.
 
-        No row changes, but for rounding: see :func:`scale_last`. Call it before training,
-        and for plain SGD only: the steps of Adagrad, Adam and the like don't depend on the size of
-        a gradient, and suit cores of equal scale, which :meth:`reset_parameters` makes.
+        Rows change only by rounding: see :func:`scale_last`. Call it before training, and for plain
+        SGD only: the steps of Adagrad, Adam and similar rules do not depend on the size of a
+        gradient, and work best with the equal scales of :meth:`reset_parameters`.
         """
         if not self.cores[0].is_meta:
             for table in range(self.num_tables):
                 scale_last(self._slices(table))
 
     def _first_cached(self) -> Sequence[Tensor]:
-        """Fill the cache with the ids of the start; their rows by table, empty without a cache."""
+        """Fill the cache with the ids that it has at first.
+
+        Returns:
+            Their rows by table; nothing without a cache.
+        """
         if self.cache is None:
             return []
         starts = row_offsets(self.in_train).tolist()
         each = zip(starts, self._cache_first, strict=True)
-        keys = torch.cat([torch.arange(start, start + own) for start, own in each])
+        keys = torch.cat([torch.arange(start, start + count) for start, count in each])
         return self.cache.fill(keys).split(self._cache_first)
 
     @property
     def _shape(self) -> TTShape:
-        """What the ops need next to the cores."""
+        """The shape of the tables, for the ops."""
         return TTShape(self._p, self.q, self.ranks)
 
     def _slices(self, table: int) -> list[Tensor]:
@@ -240,7 +253,7 @@ class TT(CachesHotRows, Embedding):
     def _products(
         self, tables: Tensor, ids: Tensor, skip: Tensor | None, context: LookupContext
     ) -> Tensor:
-        """Rows of the trains, or cached ones; zeros where ``skip`` says so."""
+        """Rows of the trains, or cached ones; zeros where ``skip`` is set."""
         if self.cache is None:
             return self._compressed(tables, ids, context, skip=skip)
         slots = self.cache.find(ids + self._row_offsets[tables])
@@ -271,9 +284,9 @@ class TT(CachesHotRows, Embedding):
         *,
         skip: Tensor | None = None,
     ) -> Tensor:
-        """Rows computed from the cores, without the cache; zeros where ``skip`` says so."""
+        """Rows computed from the cores, without the cache; zeros where ``skip`` is set."""
         cores, updates = list(self.cores), context.updates
-        if skip is None or ids.is_cuda:  # static shapes: the kernel leaves out what is skipped
+        if skip is None or ids.is_cuda:  # static shapes: the kernel leaves out skipped ids
             return tt_vectors(cores, self._shape, tables, ids, skip=skip, updates=updates)
         out = self.cores[0].new_zeros(*ids.shape, self.embedding_dim)
         out[~skip] = tt_vectors(cores, self._shape, tables.expand_as(ids)[~skip], ids[~skip])
@@ -291,16 +304,16 @@ class TT(CachesHotRows, Embedding):
             self.cache.observe(rest + self._row_offsets[tables], counted)
 
     def cache_stats(self) -> dict[str, int]:
-        """Hits and look-ups in training since the cache was last populated, if there is one."""
+        """Hits and look-ups in training since the last population of the cache, if there is one."""
         return {} if self.cache is None else self.cache.stats()
 
     @torch.no_grad()
     def cache_populate(self) -> PopulateReport | None:
-        """Populate the cache, if there is one, with the rows that are used most now.
+        """Populate the cache, if there is one, with the rows that are now used most.
 
-        Rows that stay do not change. Rows that leave are written back into the cores by a least
-        squares fit; new rows start from what the cores give. Call it between two steps, and reset
-        the optimizer state of ``report.reset``.
+        Rows that remain do not change. Evicted rows are written back into the cores by a least
+        squares fit, and new rows start with the products of the cores. Call it between two steps,
+        and reset the optimizer state of ``report.reset``.
         """
         if self.cache is None:
             return None
@@ -318,15 +331,17 @@ class TT(CachesHotRows, Embedding):
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:
-        """Decompose dense tables, each ``[V, D]``, by TT-SVD; exact where the rank suffices.
+        """Decompose dense tables, each ``[V, D]``, by TT-SVD; exact if the rank suffices.
 
-        The shared row becomes the mean of the rows that are not kept, and the train the rest. The
-        cache holds what it does at the start. This takes three times the memory of a table.
+        The shared row becomes the mean of the rows that are not kept, and the train approximates
+        the differences. The cache has the same ids as at the start. This takes three times the
+        memory of a table.
         """
         self._check_dense(weights)
         cached = self._first_cached()
         if self.exact is not None:
             self.exact.load_dense(weights)
+
         for table, weight in enumerate(weights):
             wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
             if self.exact is not None:
@@ -339,11 +354,11 @@ class TT(CachesHotRows, Embedding):
                 core.copy_(new)
 
     def footprint(self) -> list[dict[str, int]]:
-        """Bytes of each table; those of the cache are divided in proportion to the rows."""
+        """Bytes of each table; the bytes of the cache are shared in proportion to the rows."""
         size = self.cores[0].element_size()
         parts = [{"weights": tt_weights(p, self.q, self.ranks) * size} for p in self.p]
-        for part, own in zip(parts, self.exact.footprint() if self.exact else (), strict=False):
-            part["exact"] = own["weights"]
+        for part, exact in zip(parts, self.exact.footprint() if self.exact else (), strict=False):
+            part["exact"] = exact["weights"]
         if self.cache is not None:
             shares = split_by_rows(self.cache.nbytes(), self.num_embeddings)
             for part, share in zip(parts, shares, strict=True):
@@ -364,8 +379,8 @@ class TT(CachesHotRows, Embedding):
         cache_window: int | None = None,
         cache_decay: float = 0.8,
     ) -> list[dict[str, Any] | None]:
-        """Exact rows for the ids that are most frequent in all tables together, and trains for the
-        others, in a fixed proportion of bytes, next to the cache if there is one.
+        """Options within a budget: exact rows for the ids that are most frequent in all tables
+        together, and trains for the others, in a fixed proportion of bytes.
         """
         left = budget.size
         if cache_rows:
@@ -373,21 +388,24 @@ class TT(CachesHotRows, Embedding):
             with torch.device("meta"):
                 cache = RowCache(*rows, decay=cache_decay, window=cache_window, sparse=True)
             left = without_cache(left, cache if budget.dtype == "fp32" else cache.bfloat16())
+
+        # The exact rows and the rank.
         qs = tuple(q) if q else factorize_dim(budget.embedding_dim, d)
         planner = Planner(budget, left, d, qs, p)
         if keep is None:
             found = planner.best()
         else:
             exact = num_kept_of(budget.num_embeddings, keep, cls.kind())
-            found = planner.fit([own - 1 for own in exact])
+            found = planner.fit([kept - 1 for kept in exact])
+
         options: list[dict[str, Any] | None] = [None] * len(budget.num_embeddings)
         for table in found.compressed:
             options[table] = {"rank": found.rank, "keep": found.keep[table]}
         if cache_rows:
             first = planner.next_frequent(found, cache_rows)
-            for own, number in zip(options, first, strict=True):
-                if own is not None:
-                    own["cache_first"] = number if cache_first is None else cache_first
+            for option, number in zip(options, first, strict=True):
+                if option is not None:
+                    option["cache_first"] = number if cache_first is None else cache_first
         return options
 
     def extra_repr(self) -> str:

@@ -31,8 +31,8 @@ from dlrm.utils.cpus import cpu_count
 from dlrm.utils.messages import did_you_mean
 
 DEMO_ROWS, DEMO_CAP, DEMO_FRACTIONS = 300_000, 20_000, (0.8, 0.1, 0.1)
-MAX_CARDINALITY = 1 << 27  # limit of the fixed-point numbers in the quantile tables
-MAX_DRIFT = 8  # the sum of the slopes of a row stays exact as float32
+MAX_CARDINALITY = 1 << 27  # the limit of the fixed-point numbers in the quantile tables
+MAX_DRIFT = 8  # up to this, the sum of the slopes of a row is exact in float32
 TSV_META_FILE = "synthetic.json"
 
 
@@ -55,26 +55,26 @@ def write(
 ) -> Meta:
     """Write a synthetic data set into ``directory``; on an error, nothing is left behind.
 
-    Parquet is as from ``prepare_criteo`` with the transform log(x + 1): ids are in order of falling
-    frequency, and "missing" has its rank among them. TSV is a single file ``train.txt``, in which
-    the splits follow one another by row number, with a ``synthetic.json`` next to it.
+    Parquet files are like those of ``prepare_criteo`` with the transform log(x + 1): ids are in
+    order of falling frequency, and "missing" has its rank among them. TSV is a single file
+    ``train.txt``, with the splits one after another, and a ``synthetic.json`` next to it.
 
     Args:
         directory: directory to create; it may exist if it is empty.
-        rows: number of rows, over all splits.
+        rows: number of rows of all splits together.
         like: profile of the distributions of the columns, ``kaggle`` or ``terabyte``.
         cardinalities: rows of each table; by default those of the profile. A smaller table keeps
             the most frequent values. TSV needs 26.
-        bag_sizes: ids of each column in a row: its own, on which the label depends, and others, see
-            :mod:`~dlrm.data.synthetic.multi_hot`. By default all columns are one-hot, as TSV is.
+        bag_sizes: number of ids of each column in a row: one on which the label depends, and
+            others, see :mod:`~dlrm.data.synthetic.multi_hot`. By default all columns are one-hot,
+            as they must be in TSV.
         fractions: shares of train, val and test; by default the reference protocol, see
             :func:`~dlrm.data.splits.split_by_days`.
         seed: seed of everything random.
         auc: expected AUC of the label model, the best that any model can reach.
         positives: expected share of label 1.
-        drift: how much the effects of ids change from the first row to the last: the standard
-            deviation of the change of each to either side of the middle, in units of that of the
-            effects themselves. 0 is without drift.
+        drift: how much the effects of ids change from the first row to the last. It is the standard
+            deviation of the change to either side of the middle, divided by that of the effects.
         format: ``parquet`` or ``tsv``.
         device: device that generates the rows, ``cpu`` or ``cuda``; by default a GPU if available.
         threads: files (chunks of TSV) written at a time; by default one per core.
@@ -86,40 +86,32 @@ def write(
     Raises:
         ValueError: an argument is out of range, or ``directory`` is not empty.
     """
-    options = {
-        "like": like,
-        "rows": rows,
-        "fractions": fractions,
-        "seed": seed,
-        "auc": auc,
-        "positives": positives,
-        "dense_transform": "log1p",
-    }
-    if drift:
-        options["drift"] = drift
-    if bag_sizes:
-        options["bag_sizes"] = list(bag_sizes)
+    threads = cpu_count() if threads is None else threads
     profile = _profile(like)
     _check(rows=rows, fractions=fractions, seed=seed, auc=auc, positives=positives, format=format)
     if not 0 <= drift <= MAX_DRIFT:
         raise ValueError(f"drift is {drift}, it must be 0 to {MAX_DRIFT}")
+    if threads < 1:
+        raise ValueError(f"threads is {threads}, it must be at least 1")
+
     categorical = _columns(profile, cardinalities, format)
     tables = tuple(Categorical(name=c.name, cardinality=c.cardinality) for c in categorical)
     if bag_sizes:
         if format == "tsv":
             raise ValueError("a Criteo TSV file has one id in a column: write bags as Parquet")
         tables = with_bag_sizes(tables, bag_sizes)
-    threads = cpu_count() if threads is None else threads
-    if threads < 1:
-        raise ValueError(f"threads is {threads}, it must be at least 1")
     if fractions is None:
         ranges = split_by_days([rows])
     else:  # the shares exactly as written in decimals
         ranges = split_by_shares(rows, *(Fraction(str(share)) for share in fractions[:2]))
-    with (
-        atomic_directory(Path(directory)) as temporary,
-        _one_thread_per_operation(),
-    ):
+
+    # The arguments, as the meta data keeps them.
+    options = {"source": "synthetic", "like": like, "rows": rows, "fractions": fractions}
+    options |= {"seed": seed, "auc": auc, "positives": positives, "dense_transform": "log1p"}
+    options |= {"drift": drift} if drift else {}
+    options |= {"bag_sizes": list(bag_sizes)} if bag_sizes else {}
+
+    with atomic_directory(Path(directory)) as temporary, _one_thread_per_operation():
         generator = Generator(
             profile.dense,
             categorical,
@@ -135,12 +127,13 @@ def write(
             splits, counts = write_parquet(*work, tables=tables, seed=seed)
         else:
             splits, counts = write_tsv(*work, seed=seed)
+
         probabilities = generator.label_model.probabilities
         meta = Meta(
             dense=tuple(column.name for column in profile.dense),
             categorical=tables,
             splits={split: splits[split] for split in SPLITS},
-            options={"source": "synthetic", **options},
+            options=options,
             planted={split: best_metrics(counts[split], probabilities) for split in SPLITS},
         )
         if format == "parquet":
@@ -193,6 +186,7 @@ def _columns(
         )
     if not cardinalities:
         raise ValueError("there are no cardinalities, at least one table is needed")
+
     columns = []
     for number, size in enumerate(cardinalities):
         if not 1 <= size <= MAX_CARDINALITY:
@@ -205,9 +199,9 @@ def _columns(
 
 def _large_enough(profile: Profile, number: int, size: int) -> Distribution:
     """The distribution of column ``number``, or of the next larger column if it is too small."""
-    own = profile.categorical[number % len(profile.categorical)]
+    column = profile.categorical[number % len(profile.categorical)]
     by_size = sorted(profile.categorical, key=lambda column: column.cardinality)
-    larger = [column for column in (own, *by_size) if column.cardinality >= size]
+    larger = [each for each in (column, *by_size) if each.cardinality >= size]
     return larger[0] if larger else by_size[-1]
 
 
@@ -235,7 +229,7 @@ def _check(
     ):
         raise ValueError(
             f"fractions is {list(fractions)}, it must be the shares of train, val and test, none "
-            "of them negative, which add up to 1, such as 0.8 0.1 0.1"
+            "of them negative, and add up to 1, such as 0.8 0.1 0.1"
         )
 
 
@@ -252,7 +246,7 @@ def _device(name: str | None) -> torch.device:
 
 @contextmanager
 def _one_thread_per_operation() -> Iterator[None]:
-    """Let torch use one thread per operation: the threads that write already use all cores."""
+    """Let PyTorch use one thread per operation, as the threads that write use all cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,10 +1,9 @@
 """Distributions of the synthetic columns, drawn with integer arithmetic.
 
 A column follows a ``Distribution``: the CDF at some knots, fitted to a real sample by
-``scripts/maintenance/calibrate_synthetic.py``. Values are drawn by inverting it with a table of
-quantiles in fixed point, from uniform numbers that are permutations of the rows. All arithmetic is
-on integers, so the values of a row depend only on the seed and the row, not on chunks, threads or
-the device.
+``scripts/maintenance/calibrate_synthetic.py``. A fixed-point table of quantiles inverts the CDF at
+uniform numbers that are permutations of the rows. All arithmetic uses integers, so the values of a
+row depend only on the seed and the row, not on chunks, threads or the device.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ class Distribution:
 
     name: str
     knots: tuple[int, ...]
-    """Rising integers from 0 to the number of values."""
+    """Ascending integers from 0 to the number of values."""
     cdf: tuple[float, ...]
     """Share of the present values below each knot, from 0 to 1; linear between two knots."""
     lowest: int = 0
-    """Dense columns: the value that the integer 0 stands for."""
+    """For dense columns, the value of the integer 0."""
     missing: float = 0.0
     """Share of rows without a value."""
     missing_group: str = ""
-    """Columns of the same group are missing in the same rows."""
+    """Columns of one group are missing in the same rows."""
 
     @property
     def values(self) -> int:
@@ -103,7 +102,7 @@ class Profile:
 
     name: str
     rows: int
-    """Rows of the full real files."""
+    """Number of rows of the complete real files."""
     dense: tuple[Distribution, ...]
     categorical: tuple[Distribution, ...]
 
@@ -128,7 +127,7 @@ def _distribution(raw: dict[str, Any]) -> Distribution:
 
 
 def mix(x: Tensor) -> Tensor:
-    """A well-mixed non-negative 63-bit integer for each integer (the finaliser of SplitMix64)."""
+    """A well-mixed non-negative 63-bit integer for each integer (the finalizer of SplitMix64)."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
     return (x ^ ((x >> 31) & 0x1FFFFFFFF)) & 0x7FFFFFFFFFFFFFFF
@@ -145,17 +144,17 @@ class PermutedUniforms:
     """Uniform numbers for each stream and row; each stream is a permutation of the rows.
 
     The rows of a stream get ``rows`` evenly spaced numbers in pseudo-random order, so a value with
-    share ``k / rows`` occurs ``k`` times. Of the 33.8 M values of Criteo Kaggle, nearly all occur
-    in 45.8 M rows, most of them once, as in the real file. Independent draws would miss a third.
+    share ``k / rows`` occurs ``k`` times. In 45.8 M rows, nearly all of the 33.8 M values of Criteo
+    Kaggle occur, most of them once, as in the real file. Independent draws would miss a third.
 
     The permutation is a Feistel network on pairs of digits to the base ``ceil(sqrt(rows))``, with
     four rounds of random tables. It is applied again to results beyond the last row until they are
     in range (cycle walking).
 
     Args:
-        rows: rows of the whole data set.
-        jitter: for each stream ``[S]``, whether to draw its numbers between two points of the even
-            grid, so that values rarer than one row do not form a regular pattern.
+        rows: number of rows of the whole data set.
+        jitter: for each stream ``[S]``, whether to shift its numbers off the even grid at random,
+            so values rarer than one row do not form a regular pattern.
         seed: seed of the tables.
         device: device of the numbers.
 

@@ -1,4 +1,4 @@
-"""Generates any range of rows of a synthetic data set, on any device."""
+"""Generate any range of rows of a synthetic data set, on any device."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class GeneratedRows:
     """``B`` consecutive rows as raw values, feature-major."""
 
     labels: Tensor  # [B] uint8
-    dense: Tensor  # [N, B] int64, arbitrary where the value is missing
+    dense: Tensor  # [N, B] int64; undefined for missing values
     missing: Tensor  # [N, B] bool
     ids: Tensor  # [F, B] int64
-    bins: Tensor  # [B] int64, index of the true probability of label 1
+    bins: Tensor  # [B] int64 index of the true probability of label 1
 
 
 class Generator:
@@ -42,7 +42,7 @@ class Generator:
     Args:
         dense: distributions of the dense columns.
         categorical: distributions of the categorical columns.
-        rows: rows of the whole data set.
+        rows: number of rows of the whole data set.
         seed: seed of everything random.
         auc: expected AUC of the label model.
         positives: expected share of label 1.
@@ -63,10 +63,15 @@ class Generator:
         drift: float = 0.0,
     ) -> None:
         self.row_count = rows
-        self.dense, self.categorical, self.device = tuple(dense), tuple(categorical), device
+        self.dense = tuple(dense)
+        self.categorical = tuple(categorical)
+        self.device = device
+
+        # A stream of uniform numbers for each column, and one for each group of columns, which
+        # decides where they are missing.
         columns = self.dense + self.categorical
         groups = sorted({column.missing_group for column in columns if column.missing})
-        streams = [  # from which it is drawn whether a value is missing
+        streams = [
             len(columns) + groups.index(column.missing_group) if column.missing else 0
             for column in columns
         ]
@@ -86,15 +91,18 @@ class Generator:
         self.has_missing = per_column(column.missing > 0 for column in categorical)
         self.lowest = per_column(column.lowest for column in dense)
         self.quantiles = torch.stack([column.quantiles() for column in columns]).to(device)
+
         self.noise_key = int(hashed(seed, 4, 1))
         largest = max(column.lowest + column.values for column in dense)
         logs = np.log(np.arange(1, largest + 1, dtype=np.float64)).astype(np.float32)
         self.logs = torch.from_numpy(logs).to(device)
         self.label_model = LabelModel(dense, categorical, seed=seed, device=device, drift=drift)
-        # Columns are permutations, so the first rows are a random sample of all rows.
+
+        # Columns are permutations, so the first rows are a random sample of all rows. Their times
+        # are spread over the whole data set.
         pilot = torch.arange(min(rows, PILOT_ROWS)).to(device)
         dense_values, missing, ids = self._columns(pilot)
-        times = self._times(pilot * (rows // len(pilot)))  # from all over the data set
+        times = self._times(pilot * (rows // len(pilot)))
         scores = self.label_model.score(_non_negative(dense_values, missing), ids, times)
         self.label_model.fit(scores, auc=auc, positives=positives)
 
@@ -110,7 +118,7 @@ class Generator:
         )
 
     def transformed(self, rows: GeneratedRows) -> Tensor:
-        """The dense columns as log(x + 1), missing and negative as 0; float32 ``[N, B]``."""
+        """The dense columns as log(x + 1), 0 for missing and negative; float32 ``[N, B]``."""
         values = _non_negative(rows.dense, rows.missing)
         return self.logs.index_select(0, values.view(-1)).view_as(values)
 
@@ -128,17 +136,18 @@ class Generator:
         return span - (1 << TIME_POINT)
 
     def _columns(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Dense values [N, B], which of them are missing [N, B], and ids [F, B]."""
+        """Dense values ``[N, B]``, a mask of the missing ones ``[N, B]``, and ids ``[F, B]``."""
         uniform = self.permuted_uniforms.draw(rows)  # [S, B]
         missing = uniform.index_select(0, self.missing_stream) < self.missing_below
         values = invert(self.quantiles, uniform[: len(self.quantiles)])
+
         count = len(self.dense)
         dense, ids = values[:count].add_(self.lowest), values[count:]
-        ids += (ids >= self.missing_rank) & self.has_missing  # "missing" has an id of its own
+        ids += (ids >= self.missing_rank) & self.has_missing  # "missing" has its own id
         ids += (self.missing_rank - ids).mul_(missing[count:])
         return dense, missing[:count], ids
 
 
 def _non_negative(dense: Tensor, missing: Tensor) -> Tensor:
-    """The values with missing and negative ones as 0, as in the preprocessing of real data."""
+    """The values, 0 for missing and negative ones, as in the preprocessing of real data."""
     return dense.clamp(min=0).mul_(~missing)

@@ -6,12 +6,12 @@ The dense effects are smooth in log(x + 1). The ids of a column belong to a few 
 each with an effect and a factor vector ``z`` of rank 4. Each frequent id adds an effect of its own;
 rare ids share theirs by a hash, at a lower scale, so that they carry some information, but little.
 
-The arithmetic is on fixed-point integers, so a row has the same label on every device. The
-probability takes one of 2^13 values, so the rows counted for each value give the exact metrics of
+The arithmetic uses fixed-point integers, so a row has the same label on every device. The
+probability has one of 2^13 values, so the number of rows with each value gives the exact metrics of
 the label model, the best that any model can reach.
 
-With a drift, each effect of an id changes linearly over the rows, by a slope of its own, as tastes
-and prices change over the days of a log. In the middle, the effects are those without drift.
+With a drift, each effect of an id changes linearly over the rows with its own slope, as tastes and
+prices change over the days of a log. In the middle row, the effects are those without drift.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class LabelModel:
     Args:
         dense, categorical: the columns.
         seed: seed of all effects.
-        device: of the rows.
-        drift: standard deviation of the slopes, in units of the effects of single ids.
+        device: device of the rows.
+        drift: standard deviation of the slopes, divided by that of the effects of single ids.
     """
 
     def __init__(
@@ -64,17 +64,21 @@ class LabelModel:
         starts = np.cumsum([0, *map(len, effects)])[:-1]
         self.dense_effects = torch.from_numpy(np.concatenate(effects)).to(device)
         self.dense_starts = torch.from_numpy(starts).to(device)[:, None]  # [N, 1]
+
         self.id_tables = torch.cat([_id_effects(random) for _ in categorical]).to(device)
         self.drift = drift
         if drift:
             slopes = np.random.Generator(np.random.PCG64([seed, 6])).normal(
                 size=(len(self.id_tables), 1), scale=drift * ID_SCALE * (1 << POINT)
             )
-            own = torch.from_numpy(np.rint(slopes).astype(np.float32)).to(device)
-            self.id_tables = torch.cat([self.id_tables, own], dim=1)
+            rounded = torch.from_numpy(np.rint(slopes).astype(np.float32)).to(device)
+            self.id_tables = torch.cat([self.id_tables, rounded], dim=1)
         self.id_starts = torch.arange(len(categorical), device=device)[:, None] * 2 * FREQUENT
         self.id_keys = hashed(seed, 3, len(categorical)).to(device)[:, None]  # [F, 1]
-        self.scale, self.bias = 1 << 16, 0
+
+        # Until :meth:`fit`, scale and bias change nothing.
+        self.scale = 1 << 16
+        self.bias = 0
         odds = (np.arange(BINS) + 0.5 - BINS / 2) / (1 << BIN_BITS)
         self.probabilities = 1 / (1 + np.exp(-odds))  # [BINS]
         self.thresholds = torch.from_numpy(np.rint(self.probabilities * 2**31).astype(np.int64))
@@ -84,9 +88,9 @@ class LabelModel:
         """Logit before scale and bias, fixed point, int64 ``[B]``.
 
         Args:
-            dense: values with missing and negative as 0, int64 ``[N, B]``.
+            dense: values, 0 for missing and negative ones, int64 ``[N, B]``.
             ids: int64 ``[F, B]``.
-            time: of each row, -1 to 1 in fixed point, int64 ``[B]``; for a drift.
+            time: time of each row, -1 to 1 in fixed point, int64 ``[B]``; needed for a drift.
         """
         shared = ((ids * -0x61C8864680B583EB).bitwise_xor_(self.id_keys) >> 40) & (FREQUENT - 1)
         rare = (FREQUENT - 1 - ids) >> 63  # all bits set for a rare id
@@ -132,6 +136,7 @@ class LabelModel:
 
 
 def _bias(logits: np.ndarray, positives: float) -> float:
+    """The bias with which the mean probability is the share of positives."""
     low, high = -40.0, 40.0
     for _ in range(40):
         bias = (low + high) / 2
@@ -156,20 +161,20 @@ def _id_effects(random: np.random.Generator) -> Tensor:
     cluster = random.integers(CLUSTERS, size=2 * FREQUENT)
     shared = random.normal(size=CLUSTERS) * CLUSTER_SCALE * weight
     factors = np.rint(random.normal(size=(CLUSTERS, RANK)) * FACTOR_SCALE * (1 << FACTOR_POINT))
-    own = random.normal(size=2 * FREQUENT) * ID_SCALE * weight
-    effect = shared[cluster] + own
+    effect = shared[cluster] + random.normal(size=2 * FREQUENT) * ID_SCALE * weight
     effect[FREQUENT:] *= RARE_SCALE
-    # Half the square of the sum over columns contains each pair once, and half of the square of
-    # each column itself, which is subtracted here.
-    own_square = np.square(factors).sum(1)[cluster] // (1 << (2 * FACTOR_POINT - POINT + 1))
+
+    # Half the square of the sum over columns contains each pair once, and half the square of each
+    # column, which is subtracted here.
+    square = np.square(factors).sum(1)[cluster] // (1 << (2 * FACTOR_POINT - POINT + 1))
     table = np.empty((2 * FREQUENT, 1 + RANK), dtype=np.float32)
-    table[:, 0] = np.rint(effect * (1 << POINT)) - own_square
+    table[:, 0] = np.rint(effect * (1 << POINT)) - square
     table[:, 1:] = factors[cluster]
     return torch.from_numpy(table)
 
 
 def expected_auc(probability: np.ndarray) -> float:
-    """Expected AUC of scores with the probabilities ``probability [B]``, in rising order."""
+    """Expected AUC of scores with the probabilities ``probability [B]``, in ascending order."""
     below = np.cumsum(1 - probability) - (1 - probability) / 2
     return float((probability * below).sum() / (probability.sum() * (1 - probability).sum()))
 
@@ -179,11 +184,11 @@ def best_metrics(counts: np.ndarray, probabilities: np.ndarray) -> Mapping[str, 
 
     Args:
         counts: number of rows by label and probability, ``[2, BINS]``.
-        probabilities: in rising order, ``[BINS]``.
+        probabilities: in ascending order, ``[BINS]``.
 
     Returns:
         ``auc``, ``log_loss``, ``normalized_entropy``, ``accuracy`` and ``positives`` (a share);
-        nothing if all rows are of one class.
+        an empty mapping if all rows have one label.
     """
     negative, positive = counts.astype(np.float64)
     rows, positives = counts.sum(), positive.sum()

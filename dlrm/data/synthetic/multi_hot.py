@@ -1,12 +1,12 @@
 """Multi-hot ids from one-hot ones, by the rule of MLPerf's DLRM-DCNv2 benchmark.
 
-Criteo's features have one id in a row. MLPerf gives each id of a feature with bags of ``L`` ids
-``L - 1`` more, which are drawn once, uniformly from the whole table; the bag of a row is its own id
-and these. So the same id always has the same bag, and frequent ids draw their companions along.
+Criteo's features have one id in a row. For bags of ``L`` ids, MLPerf draws ``L - 1`` other ids for
+each id of a feature, uniformly from the whole table. The bag of a row is its id and these, so an id
+always has the same bag, and the companions of frequent ids are frequent too.
 
-MLPerf keeps the draws of all ids in tables (23 GB for its 26 features) and makes them with NumPy's
-global generator. Here a draw is a hash of the id, its place in the bag, the feature and the seed:
-there is no table, and any row can be made on its own.
+MLPerf stores the draws of all ids in tables (23 GB for its 26 features). Here a draw is a hash of
+the id, its position in the bag, the feature and the seed: there is no table, and any row can be
+generated independently.
 
 Reference: multi_hot.py of MLPerf Training's recommendation_v2 (TorchRec DLRM).
 """
@@ -32,9 +32,9 @@ from dlrm.data.threads import map_in_order
 from dlrm.utils.atomic import atomic_directory
 from dlrm.utils.cpus import cpu_count
 
-STREAM = 6  # of the hash: the others are those of the generator and the writers
-DICTIONARY = 1 << 16  # ids of larger tables are too different for a dictionary to save anything
-GROUP_ROWS = 1 << 17  # of a row group of one-hot rows
+STREAM = 6  # of the hash; the generator and the writers have others
+DICTIONARY = 1 << 16  # for larger tables, a dictionary of the ids would save nothing
+GROUP_ROWS = 1 << 17  # rows of a row group of one-hot rows
 
 
 def draw_bags(ids: Tensor, cardinality: int, bag_size: int, *, feature: int, seed: int) -> Tensor:
@@ -44,16 +44,16 @@ def draw_bags(ids: Tensor, cardinality: int, bag_size: int, *, feature: int, see
         ids: in [0, cardinality), int64.
         cardinality: rows of the table, at most 2^31.
         bag_size: ids of a bag, at least 1.
-        feature: number of the feature; each has draws of its own.
-        seed: of the draws.
+        feature: number of the feature; features have different draws.
+        seed: seed of the draws.
     """
     key = mix(mix(mix(torch.tensor(seed)) + STREAM) + feature).to(ids.device)
     bags = torch.empty((len(ids), bag_size), dtype=torch.int32, device=ids.device)
     bags[:, 0] = ids
-    place = torch.arange(1, bag_size, device=ids.device)
-    step = max(1, (1 << 16) // bag_size)  # rows at a time, so that the ids stay in a CPU's caches
+    position = torch.arange(1, bag_size, device=ids.device)
+    step = max(1, (1 << 16) // bag_size)  # rows at a time: their ids fit into a CPU's caches
     for part, out in zip(ids.split(step), bags.split(step), strict=True):
-        number = part[:, None] * (bag_size - 1) + place
+        number = part[:, None] * (bag_size - 1) + position
         out[:, 1:] = mix(number * -0x61C8864680B583EB + key) % cardinality
     return bags
 
@@ -61,7 +61,7 @@ def draw_bags(ids: Tensor, cardinality: int, bag_size: int, *, feature: int, see
 def with_bag_sizes(
     tables: Sequence[Categorical], bag_sizes: Sequence[int]
 ) -> tuple[Categorical, ...]:
-    """One-hot columns as they are with bags; a column with bags of one id stays one-hot.
+    """Turn one-hot columns into columns with bags; with bags of one id, a column stays one-hot.
 
     Raises:
         ValueError: there is no size for a column, a size is below 1, or a column is multi-hot or
@@ -88,14 +88,14 @@ def with_bag_sizes(
 
 
 def group_rows(tables: Sequence[Categorical]) -> int:
-    """Rows of a row group: it has as many ids as one of one-hot rows."""
+    """Rows of a row group, such that it has as many ids as one of one-hot rows."""
     return max(1, GROUP_ROWS * len(tables) // sum(table.bag_size or 1 for table in tables))
 
 
 def id_field(table: Categorical) -> pa.Field:
     """The column of a file with the ids of a feature, or lists of them.
 
-    Nothing may be null: reading is then 1.4 times as fast, and of lists up to twice.
+    The types exclude nulls, which makes reading 1.4 times as fast, and up to twice for lists.
     """
     item = pa.field("element", pa.int32(), nullable=False)
     kind = pa.list_(item) if table.multi_hot else pa.int32()
@@ -113,14 +113,14 @@ def id_array(ids: Tensor, table: Categorical, *, feature: int, seed: int) -> pa.
 
 
 def open_writer(path: Path, schema: pa.Schema, tables: Sequence[Categorical]) -> pq.ParquetWriter:
-    """A writer of rows with bags, with dictionaries where they save something."""
+    """A writer of rows with bags, with dictionaries where they save space."""
     large = {table.name for table in tables if table.cardinality > DICTIONARY}
     dictionary = [
         f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name
         for field in schema
         if field.name not in large
     ]
-    # Of the encodings measured, dictionaries with LZ4 read fastest for their size.
+    # Among the encodings measured, dictionaries with LZ4 are the fastest to read for their size.
     return pq.ParquetWriter(
         path, schema, compression="lz4", write_page_checksum=True, use_dictionary=dictionary
     )
@@ -141,7 +141,7 @@ def convert(
         directory: the prepared directory.
         output: directory to create; it may exist if it is empty.
         bag_sizes: ids of a bag of each categorical column, in their order.
-        seed: of the draws.
+        seed: seed of the draws.
         threads: files written at a time; by default one per core.
         progress: called with the number of rows just written, by several threads.
 
@@ -188,8 +188,8 @@ def _write(
 ) -> None:
     """Write the rows of one file with bags."""
     source = reader.directory / file
-    own = pq.read_schema(source).remove_metadata()
-    fields = {name: own.field(name) for name in reader.columns}
+    one_hot_schema = pq.read_schema(source).remove_metadata()
+    fields = {name: one_hot_schema.field(name) for name in reader.columns}
     schema = pa.schema(list((fields | {t.name: id_field(t) for t in tables}).values()))
     with open_writer(path, schema, tables) as writer:
         for row_group in reader.open(source):

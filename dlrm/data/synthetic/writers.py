@@ -1,4 +1,4 @@
-"""Synthetic rows to files: Parquet as from ``prepare_criteo``, or raw TSV as from Criteo."""
+"""Write synthetic rows: Parquet like that of ``prepare_criteo``, or TSV like Criteo's raw files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def write_parquet(
     """Write the splits as Parquet, several files at a time; with bags where ``tables`` have them.
 
     Returns:
-        The splits by name, and for each the rows by label and true probability, ``[2, BINS]``.
+        The splits by name, and for each split the number of rows by label and true probability,
+        ``[2, BINS]``.
     """
     write = partial(_write_file, generator=generator, tables=tables, seed=seed, progress=progress)
     size = group_rows(tables) * FILE_GROUPS
@@ -53,6 +54,7 @@ def write_parquet(
         for split, rows in splits.items()
         for number, start in enumerate(range(rows.start, max(rows.stop, rows.start + 1), size))
     ]
+
     files: dict[str, list[str]] = {split: [] for split in splits}
     counts = {split: np.zeros((2, BINS), dtype=np.int64) for split in splits}
     results = map_in_order(lambda job: write(directory / job[1], rows=job[2]), jobs, threads)
@@ -94,10 +96,10 @@ def write_tsv(
 
 
 class Tokens:
-    """The raw value of each id: 32 bits as 8 hex digits, distinct for distinct ids.
+    """The raw value of each id: 32 bits as 8 hex digits, different for different ids.
 
-    The ids of all columns are numbered consecutively, and a bijection on 32-bit integers (the
-    finaliser of MurmurHash3) scatters these numbers.
+    The ids of all columns are numbered consecutively, and a bijection of 32-bit integers (the
+    finalizer of MurmurHash3) scatters these numbers.
     """
 
     def __init__(self, generator: Generator, seed: int) -> None:
@@ -145,6 +147,7 @@ def _write_file(
     )
     multi_hot = any(table.multi_hot for table in tables)
     counts, size = np.zeros((2, BINS), dtype=np.int64), group_rows(tables)
+
     with open_writer(path, schema, tables if multi_hot else ()) as writer:
         for start in range(rows.start, rows.stop, size):
             made = generator.rows(start, min(start + size, rows.stop))
@@ -154,6 +157,7 @@ def _write_file(
                 id_array(ids, table, feature=feature, seed=seed)
                 for feature, (ids, table) in enumerate(zip(made.ids, tables, strict=True))
             ]
+
             writer.write_table(pa.Table.from_arrays(arrays, schema=schema), size)
             counts += _tally(made)
             progress(len(made.labels))
