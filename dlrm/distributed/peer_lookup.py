@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from dlrm.distributed.peer_memory import SymmetricTensor
 from dlrm.distributed.world import World
 from dlrm.kernels.lookup.peer import SortedLookups, read_rows, send_rows
-from dlrm.kernels.lookup.tables import row_gradient
+from dlrm.kernels.lookup.source import row_gradient
 from dlrm.kernels.update.row_sort import RowSorter, sort_rows
 from dlrm.utils.streams import SideStream, side_stream_of
 

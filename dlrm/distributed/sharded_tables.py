@@ -26,8 +26,8 @@ from dlrm.distributed.shardings import ColumnWise, RowWise, Sharding, TableWise
 from dlrm.distributed.world import exchange
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.kernels.lookup.bags import lookup_bags
 from dlrm.kernels.lookup.peer import SortedLookups
+from dlrm.kernels.lookup.pool import lookup_bags
 from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables
 from dlrm.kernels.update.packed import packed_rows, record_bytes, storage, write_rows
 from dlrm.utils.bags import Bags

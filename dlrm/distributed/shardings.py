@@ -15,8 +15,8 @@ from dlrm.distributed.peer_lookup import PeerLookup
 from dlrm.distributed.planner import Shard
 from dlrm.distributed.world import World, exchange
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.kernels.lookup.bags import lookup_bags
 from dlrm.kernels.lookup.peer import SortedLookups
+from dlrm.kernels.lookup.pool import lookup_bags
 from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables
 
 
@@ -214,11 +214,12 @@ class Sharding(nn.Module, ABC):
         asked = bags.select(self._requested, [s.table for rank in self.by_rank for s in rank])
         served = self._serve(asked, sizes)
 
-        tables, held = TableRows(self._start[self._mine]), None
+        tables = TableRows(self._start[self._mine])
         if not self.complete:
             held = torch.stack([self._first[self._mine], self._count[self._mine]])
+            tables = tables._replace(held=held)
         if self.mine:
-            found = lookup_bags(weight, tables, served.bags(), held=held, context=context)
+            found = lookup_bags(weight, tables, served.bags(), context=context)
         else:  # no vectors, but of the type that the other ranks send
             found = lookup_tables(weight, tables, served.lengths, sorter=context.sorter)
             found = found.to(context.dtype or found.dtype)

@@ -15,8 +15,7 @@ from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.packed import PacksRows
 from dlrm.embeddings.common.row_caches import CachesHotRows
 from dlrm.kernels import require_integers
-from dlrm.kernels.lookup.bags import MODES
-from dlrm.kernels.lookup.pooling import pool_bags_torch
+from dlrm.kernels.lookup.pool import MODES, pool_bags_torch
 from dlrm.utils.bags import Bags
 
 

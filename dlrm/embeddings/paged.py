@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.kernels.lookup.paged import Pages, ReplicaParameter, lookup_pages, pages_of
+from dlrm.kernels.lookup.paged import Pages, ReplicaParameter, pages_of
+from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables
 from dlrm.kernels.offload.pinned_memory import mapped_tensor
 from dlrm.utils.local_shards import LocalShards, saved_weight
 from dlrm.utils.messages import did_you_mean
@@ -164,12 +165,11 @@ class Paged(Embedding):
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         rows = ids + self._offsets[tables]
         pages = self.pages(rows.device)
-        return lookup_pages(pages, rows, sparse=self.sparse, sorter=context.sorter)
+        return lookup(pages, rows, sparse=self.sparse, sorter=context.sorter)
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
-        rows = (ids + self._offsets[:, None]).t().contiguous()  # [B, F]
-        pages = self.pages(rows.device)
-        return lookup_pages(pages, rows, sparse=self.sparse, sorter=context.sorter)
+        pages, tables = self.pages(ids.device), TableRows(self._offsets)
+        return lookup_tables(pages, tables, ids, sparse=self.sparse, sorter=context.sorter)
 
     @torch.no_grad()
     def load_dense(self, weights: Sequence[Tensor]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dlrm.embeddings.base import Common, Embedding
 from dlrm.embeddings.common.budget import WIDE
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
-from dlrm.kernels.lookup.bags import lookup_bags
+from dlrm.kernels.lookup.pool import lookup_bags
 from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables, rows_of_torch
 from dlrm.kernels.update.packed import CHUNK, chunks_to_write, record_bytes
 from dlrm.utils.bags import Bags

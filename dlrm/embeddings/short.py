@@ -16,8 +16,7 @@ from dlrm.embeddings.common.budget import Budget, allocate
 from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.shared_rows import SharedRows, check_row_dim, num_kept_of
 from dlrm.kernels import use_triton
-from dlrm.kernels.lookup.bags import lookup_bags
-from dlrm.kernels.lookup.pooling import pool_bags
+from dlrm.kernels.lookup.pool import lookup_bags, pool_bags
 from dlrm.kernels.lookup.tables import TableRows, rows_of_torch
 from dlrm.utils.bags import Bags
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dlrm.data.batch import Batch
 from dlrm.distributed.world import World
 from dlrm.embeddings.common.context import LookupContext
-from dlrm.kernels.lookup.tables import row_gradient
+from dlrm.kernels.lookup.source import row_gradient
 from dlrm.kernels.update.packed import packed_rows
 from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.kernels.update.sparse import update_rows

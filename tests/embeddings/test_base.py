@@ -4,7 +4,7 @@ from torch import nn
 
 from dlrm.embeddings import Embedding, EmbeddingBag, available, build
 from dlrm.embeddings.common.budget import split_by_rows
-from dlrm.kernels.lookup.pooling import pool_bags_torch
+from dlrm.kernels.lookup.pool import pool_bags_torch
 from dlrm.utils.bags import Bags
 from dlrm.utils.offsets import row_offsets
 

@@ -7,7 +7,7 @@ from dlrm.embeddings import build, short
 from dlrm.embeddings.common.context import LookupContext
 from dlrm.embeddings.short import place_of
 from dlrm.kernels.lookup import bags, pooling
-from dlrm.kernels.lookup.bags import MODES
+from dlrm.kernels.lookup.pool import MODES
 from dlrm.optim import RowOptimizer, apply_in_backward
 
 

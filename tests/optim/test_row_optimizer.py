@@ -4,7 +4,7 @@ import pickle
 import pytest
 import torch
 
-from dlrm.kernels.lookup.tables import row_gradient
+from dlrm.kernels.lookup.source import row_gradient
 from dlrm.kernels.update.rounding import round_stochastic
 from dlrm.optim import RULES, RowOptimizer, Schedule, gradient_norm
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dlrm.kernels.lookup.bags import BagContext
 from dlrm.kernels.lookup.peer import SortedLookups
+from dlrm.kernels.lookup.pool import BagContext
 
 
 @dataclass(frozen=True, kw_only=True)

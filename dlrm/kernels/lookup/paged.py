@@ -1,4 +1,4 @@
-"""Look up rows of a table that is cut into pages, wherever the pages lie: one kernel, by address.
+"""A table that is cut into pages, wherever the pages are: one kernel reads them, by address.
 
 A page table has the address of each page: in this GPU's memory, in that of a peer GPU of the host,
 or in pinned host memory (:mod:`dlrm.kernels.offload.pinned_memory`). The kernel follows it, so a
@@ -13,218 +13,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import gcd, lcm
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from dlrm.kernels import tl, triton, use_triton
-from dlrm.kernels.lookup.tables import row_gradient
+from dlrm.kernels import use_triton
+from dlrm.kernels.lookup.source import KernelSource, RowSource, SourceKind, row_gradient
 from dlrm.kernels.update.row_sort import RowSorter
-
-TILE = 4096  # elements of a program's tile
-
-
-class _PageTable(NamedTuple):
-    """Fields of :class:`Pages`, for the kernel."""
-
-    addresses: Tensor  # [REPLICAS, pages]
-    group: Tensor
-    first: Tensor
-    pages: int
-
-
-@triton.jit
-def _gather(
-    rows, table, out, flat, n,
-    PAGE: tl.constexpr, REPLICAS: tl.constexpr, GROUPS: tl.constexpr,
-    D: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Fetch the row of each look-up; ``flat [GROUPS, n]`` receives its row in its own group, and -1
-    in the others.
-    """
-    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = k < n
-    row = tl.load(rows + k, mask=inside, other=0).to(tl.int64)
-    page = row // PAGE
-    within = row - page * PAGE
-    replica = (k % REPLICAS).to(tl.int64)
-    begin = tl.load(table.addresses + replica * table.pages + page, mask=inside, other=0)
-    size: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
-    at = tl.multiple_of((begin + within * (D * size)).to(out.dtype), ALIGN)
-    column = tl.arange(0, BLOCK_D)[None, :]
-    mask = inside[:, None] & (column < D)
-    value = tl.load(at[:, None] + column, mask=mask, other=0.0)
-    tl.store(out + k.to(tl.int64)[:, None] * D + column, value, mask=mask)
-    if flat is not None:
-        local = tl.load(table.first + page, mask=inside, other=0) + within
-        own = tl.load(table.group + page, mask=inside, other=-1)
-        for index in tl.static_range(GROUPS):
-            to = flat + tl.full((), index, tl.int64) * n + k
-            tl.store(to, tl.where(own == index, local, -1), mask=inside)
-
-
-def _launch_gather(pages: Pages, rows: Tensor, out: Tensor, flat: Tensor | None) -> None:
-    assert pages.addresses is not None
-    n, block_d = rows.numel(), triton.next_power_of_2(pages.dim)
-    block = max(4, min(256, TILE // block_d))
-    if n:
-        _wait_for_peers(pages, rows.device)
-        table = _PageTable(pages.addresses, pages.group, pages.first, len(pages.group))
-        _gather[triton.cdiv(n, block),](
-            rows, table, out, flat, n, PAGE=pages.page_size, REPLICAS=len(pages.addresses),
-            GROUPS=len(pages.groups), D=pages.dim, ALIGN=pages.alignment,
-            BLOCK=block, BLOCK_D=block_d,
-        )  # fmt: skip
-
-
-def _wait_for_peers(pages: Pages, reader: torch.device) -> None:
-    """Make the reader's stream wait for what peers do to their pages."""
-    for peer in {block.device for block in pages.blocks if block.is_cuda} - {reader}:
-        torch.cuda.current_stream(reader).wait_stream(torch.cuda.current_stream(peer))
-
-
-def _by_address(pages: Pages, rows: Tensor, impl: str | None) -> bool:
-    """Whether the kernel runs; by default where all pages have an address."""
-    if impl is None and pages.addresses is None:
-        return False
-    if use_triton(rows, impl):
-        if pages.addresses is None:
-            raise ValueError("impl is 'triton', but not all pages have an address on this device")
-        return True
-    return False
-
-
-def _partition(pages: Pages, rows: Tensor) -> list[tuple[Tensor | slice, Tensor]]:
-    """For each group the look-ups of ``rows [n]`` that it holds, ascending, and their rows there.
-
-    One sort and one synchronization: the host reads how many look-ups each group has.
-    """
-    page = rows // pages.page_size
-    group = pages.group[page]
-    local = pages.first[page] + rows % pages.page_size
-    if len(pages.groups) == 1:
-        return [(slice(None), local)]
-    order = group.argsort(stable=True)
-    counts = torch.bincount(group, minlength=len(pages.groups)).tolist()
-    return list(zip(order.split(counts), local[order].split(counts), strict=True))
-
-
-@torch.no_grad()
-def _gather_by_group(pages: Pages, rows: Tensor) -> Tensor:
-    """The rows by the portable path; replicas share the look-ups of their group evenly."""
-    out = torch.empty(len(rows), pages.dim, dtype=pages.dtype, device=rows.device)
-    for blocks, (entries, local) in zip(pages.groups, _partition(pages, rows), strict=True):
-        shares = zip(blocks, local.chunk(len(blocks)), strict=False)
-        found = [block.index_select(0, row.to(block.device)) for block, row in shares]
-        out[entries] = torch.cat([rows.to(out.device) for rows in found])
-    return out
-
-
-class _LookupPages(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        pages: Pages,
-        rows: Tensor,
-        sparse: bool,
-        sorter: RowSorter | None,
-        impl: str | None,
-        *blocks: Tensor,
-    ) -> Tensor:
-        ctx.pages, ctx.sparse = pages, sparse
-        ctx.save_for_backward(rows)
-        ctx.flat = None
-        if not _by_address(pages, rows, impl):
-            return _gather_by_group(pages, rows)
-        out = torch.empty(len(rows), pages.dim, dtype=pages.dtype, device=rows.device)
-        one, learns = len(pages.groups) == 1, any(ctx.needs_input_grad)
-        if learns and sparse and (one or _capturing(rows)):
-            ctx.flat = rows.new_empty(len(pages.groups), len(rows), dtype=torch.int64)
-        _launch_gather(pages, rows, out, ctx.flat)
-        if ctx.flat is not None and sorter is not None:
-            for flat, (block, *_) in zip(ctx.flat, pages.groups, strict=True):
-                sorter.submit(flat, len(block))
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        pages, (rows,) = ctx.pages, ctx.saved_tensors
-        if ctx.flat is None:
-            parts = [(row, grad[entries]) for entries, row in _partition(pages, rows)]
-        elif len(pages.groups) == 1:
-            parts = [(ctx.flat[0], grad)]
-        else:
-            parts = [(flat, grad.where(flat[:, None] >= 0, 0.0)) for flat in ctx.flat]
-        grads = [
-            row_gradient(block, row.to(block.device), _own(values, block.device, copy), ctx.sparse)
-            for blocks, (row, values) in zip(pages.groups, parts, strict=True)
-            for copy, block in enumerate(blocks)
-        ]
-        return *[None] * 5, *grads
-
-
-def _own(values: Tensor, device: torch.device, copy: int) -> Tensor:
-    """Values for one replica of its own: gradients are scaled in place."""
-    return values.to(device, copy=copy > 0)
-
-
-def _capturing(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def lookup_pages(
-    pages: Pages,
-    rows: Tensor,
-    *,
-    sparse: bool = True,
-    sorter: RowSorter | None = None,
-    impl: str | None = None,
-) -> Tensor:
-    """Fetch rows, with a gradient for every block.
-
-    The gradient of a block has one entry for each look-up of its pages, in order. Each replica has
-    all entries of its group, so that replicas stay equal. While a CUDA graph is captured, whose
-    shapes can't depend on the ids, it has an entry for every look-up instead, with row -1 for those
-    of other groups, which :func:`dlrm.kernels.update.sparse.update_rows` skips.
-
-    Args:
-        pages: the table; its blocks may be parameters.
-        rows: any shape, int32 or int64, each a row of the table (not checked), on the device that
-            the pages were made for.
-        sparse: whether the gradients of the blocks are COO tensors or dense ones.
-        sorter: sorts the rows that will have a gradient ahead of their update.
-        impl: see :mod:`dlrm.kernels`; None runs Triton on a GPU if all pages have an address.
-
-    Returns:
-        ``[*rows.shape, D]``, on the device of ``rows``.
-
-    Raises:
-        ValueError: ``impl`` is "triton" and a page has no address.
-    """
-    flat = rows.reshape(-1).contiguous()
-    out = _LookupPages.apply(pages, flat, sparse, sorter, impl, *pages.blocks)
-    return out.view(*rows.shape, pages.dim)
-
-
-class ReplicaParameter(nn.Parameter):
-    """A block that is a replica of another one: its gradient is that one's, and counts once."""
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return type(self), (self.data, self.requires_grad)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pages:
+class Pages(RowSource):
     """Where the pages of a table are: row r is row r % page_size of page r // page_size.
 
     Pages are in blocks of memory, each a contiguous ``[rows, D]``. Blocks of one group are replicas
     of each other: a page is in every block of its group, at the same row, and look-ups are split
     between them. Created by :func:`pages_of`.
+
+    In a look-up every block gets a gradient, with one entry for each look-up of its pages, in
+    order. Each replica has all entries of its group, so that replicas stay equal. While a CUDA
+    graph is captured, whose shapes can't depend on the ids, it has an entry for every look-up
+    instead, with row -1 for those of other groups, which
+    :func:`dlrm.kernels.update.sparse.update_rows` skips.
     """
+
+    renumbers: ClassVar[bool] = True
 
     groups: tuple[tuple[Tensor, ...], ...]
     """The blocks, by group."""
@@ -241,19 +57,105 @@ class Pages:
     """Alignment of every row in bytes, up to 16."""
 
     @property
-    def dim(self) -> int:
-        """Length D of a row."""
-        return self.groups[0][0].shape[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the rows."""
-        return self.groups[0][0].dtype
-
-    @property
-    def blocks(self) -> tuple[Tensor, ...]:
+    def weights(self) -> tuple[Tensor, ...]:
         """All blocks, group after group."""
         return tuple(block for group in self.groups for block in group)
+
+    @cached_property
+    def like(self) -> Tensor:
+        return self.weights[0].new_empty(1, device=self.group.device)
+
+    def for_kernel(self) -> tuple[KernelSource, SourceKind]:
+        assert self.addresses is not None
+        # The stream that reads waits for what peers do to their pages.
+        reader = self.group.device
+        for peer in {block.device for block in self.weights if block.is_cuda} - {reader}:
+            torch.cuda.current_stream(reader).wait_stream(torch.cuda.current_stream(peer))
+
+        source = KernelSource(
+            data=self.like,
+            addresses=self.addresses,
+            pages=len(self.group),
+            group=self.group,
+            first=self.first,
+        )
+        kind = SourceKind(
+            name="paged",
+            page_size=self.page_size,
+            replicas=len(self.addresses),
+            groups=len(self.groups),
+            alignment=self.alignment,
+        )
+        return source, kind
+
+    def runs_triton(self, ids: Tensor, impl: str | None) -> bool:
+        """Whether the kernel runs; by default where all pages have an address."""
+        if impl is None and self.addresses is None:
+            return False
+        if use_triton(ids, impl) and self.addresses is None:
+            raise ValueError("impl is 'triton', but not all pages have an address on this device")
+        return use_triton(ids, impl)
+
+    @torch.no_grad()
+    def read(self, rows: Tensor) -> Tensor:
+        """The rows by the portable path; replicas share the look-ups of their group evenly."""
+        out = rows.new_empty(len(rows), self.weights[0].shape[1], dtype=self.weights[0].dtype)
+        for blocks, (entries, local) in zip(self.groups, self._partition(rows), strict=True):
+            shares = zip(blocks, local.chunk(len(blocks)), strict=False)
+            found = [block.index_select(0, row.to(block.device)) for block, row in shares]
+            out[entries] = torch.cat([rows.to(out.device) for rows in found])
+        return out
+
+    def _partition(self, rows: Tensor) -> list[tuple[Tensor | slice, Tensor]]:
+        """For each group the look-ups of ``rows [n]`` that it holds, ascending, and their rows.
+
+        One sort and one synchronization: the host reads how many look-ups each group has.
+        """
+        page = rows // self.page_size
+        group = self.group[page]
+        local = self.first[page] + rows % self.page_size
+        if len(self.groups) == 1:
+            return [(slice(None), local)]
+        order = group.argsort(stable=True)
+        counts = torch.bincount(group, minlength=len(self.groups)).tolist()
+        return list(zip(order.split(counts), local[order].split(counts), strict=True))
+
+    def new_flat(self, shape: tuple[int, int], sparse: bool) -> Tensor | None:
+        count, groups = shape[0] * shape[1], len(self.groups)
+        if sparse and (groups == 1 or _capturing(self.group)):
+            return self.group.new_empty(groups, count, dtype=torch.int64)
+        return None
+
+    def submit(self, sorter: RowSorter, flat: Tensor) -> None:
+        for rows, (block, *_) in zip(flat, self.groups, strict=True):
+            sorter.submit(rows, len(block))
+
+    def gradients(self, rows: Tensor, grad: Tensor, *, sparse: bool, flat: bool) -> list[Tensor]:
+        if not flat:
+            parts = [(local, grad[entries]) for entries, local in self._partition(rows)]
+        elif len(rows) == 1:
+            parts = [(rows[0], grad)]
+        else:
+            parts = [(own, grad.where(own[:, None] >= 0, 0.0)) for own in rows]
+
+        grads = []
+        for blocks, (own, values) in zip(self.groups, parts, strict=True):
+            for replica, block in enumerate(blocks):
+                # Each replica has values of its own, as gradients are scaled in place.
+                values_here = values.to(block.device, copy=replica > 0)
+                grads.append(row_gradient(block, own.to(block.device), values_here, sparse))
+        return grads
+
+
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class ReplicaParameter(nn.Parameter):
+    """A block that is a replica of another one: its gradient is that one's, and counts once."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return type(self), (self.data, self.requires_grad)
 
 
 def pages_of(

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dlrm.kernels import require_contiguous, require_integers, tl, triton, use_triton
-from dlrm.kernels.lookup.tables import TableRows, lookup_tables, row_gradient, row_of
-from dlrm.kernels.update.packed import load_rows, storage
+from dlrm.kernels.lookup.source import Weight, load_rows, row_gradient
+from dlrm.kernels.lookup.tables import TableRows, lookup_tables, row_of
+from dlrm.kernels.update.packed import storage
 from dlrm.kernels.update.row_sort import RowSorter
 
 BLOCK = 64  # samples of a tile
@@ -39,24 +40,21 @@ def _load_matrix(
 
 @triton.jit
 def _forward(
-    ids, index, weight, wide, projection, out, flat, batch,
+    ids, tables, source, projection, out, flat, batch,
     F: tl.constexpr, E: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Project a tile of samples of one table; ``flat`` receives their rows, table by table.
-
-    ``index`` has the arguments ``starts`` and, from ``last`` on, of :func:`row_of`.
-    """
+    """Project a tile of samples of one table; ``flat`` receives their rows, table by table."""
     table = tl.program_id(1).to(tl.int64)
     sample = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = sample < batch
     k = table * batch + sample
     id = tl.load(ids + k, mask=inside, other=0)
-    row = row_of(id, table, index[0], None, index[1], index[2], index[3])
+    row = row_of(id, table, tables)
     if flat is not None:
         tl.store(flat + k, row, mask=inside)
     at_e, at_d = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_D)[None, :]
-    short = load_rows(weight, row, wide, inside, at_e, E, FORMAT).to(tl.float32)
+    short = load_rows(source, row, k, inside, at_e, E, KIND).to(tl.float32)
     matrix = _load_matrix(projection, table, E, D, BLOCK_E, BLOCK_D)
     projected = tl.dot(short, matrix, input_precision=PRECISION)
     at = (sample.to(tl.int64) * F + table)[:, None] * D + at_d
@@ -65,9 +63,9 @@ def _forward(
 
 @triton.jit
 def _backward(
-    grad, flat, weight, wide, projection, values, partials, batch, strides, parts,
+    grad, flat, source, projection, values, partials, batch, strides, parts,
     F: tl.constexpr, E: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the rows of ``parts`` tiles of one table, and their sum for the matrix."""
     table = tl.program_id(1).to(tl.int64)
@@ -79,7 +77,7 @@ def _backward(
         inside = sample < batch
         k = table * batch + sample
         row = tl.load(flat + k, mask=inside, other=0)
-        short = load_rows(weight, row, wide, inside, at_e, E, FORMAT).to(tl.float32)
+        short = load_rows(source, row, k, inside, at_e, E, KIND).to(tl.float32)
         at = (sample.to(tl.int64) * strides[0] + table * strides[1])[:, None] + at_d
         arrived = tl.load(grad + at, mask=inside[:, None] & (at_d < D), other=0.0)
         arrived = arrived.to(tl.float32)
@@ -104,7 +102,7 @@ def _sizes(weight: Tensor, projection: Tensor) -> dict[str, Any]:
         "BLOCK_E": max(16, triton.next_power_of_2(short)),
         "BLOCK_D": max(16, triton.next_power_of_2(dim)),
         "PRECISION": "tf32x3" if exact else "tf32",
-        "FORMAT": storage(weight)[2],
+        "KIND": Weight(weight).for_kernel()[1],
     }
 
 
@@ -125,9 +123,8 @@ class _LookupProjected(torch.autograd.Function):
         if any(ctx.needs_input_grad[:2]):
             flat = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
         if batch:
-            index = (tables.starts, tables.last, tables.num_wide, tables.narrow_starts)
             _forward[triton.cdiv(batch, BLOCK), num_tables](
-                ids, index, *storage(weight)[:2], projection, out, flat, batch,
+                ids, tables, Weight(weight).for_kernel()[0], projection, out, flat, batch,
                 **_sizes(weight, projection),
             )  # fmt: skip
         if flat is not None and ctx.needs_input_grad[0] and sorter is not None:
@@ -149,7 +146,7 @@ class _LookupProjected(torch.autograd.Function):
         partials = torch.empty(tiles, *projection.shape, device=grad.device)
         if batch:
             _backward[tiles, tables](
-                grad, flat, *storage(weight)[:2], projection, values, partials, batch,
+                grad, flat, Weight(weight).for_kernel()[0], projection, values, partials, batch,
                 grad.stride()[:2], parts, **_sizes(weight, projection),
             )  # fmt: skip
         grad_weight = row_gradient(weight, flat, values, ctx.sparse)

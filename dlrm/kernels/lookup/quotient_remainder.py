@@ -18,8 +18,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dlrm.kernels import require_contiguous, require_integers, tl, triton, use_triton
-from dlrm.kernels.lookup.tables import lookup, row_gradient, tiling
-from dlrm.kernels.update.packed import load_rows, storage
+from dlrm.kernels.lookup.source import (
+    KernelSource,
+    SourceKind,
+    Weight,
+    load_rows,
+    row_gradient,
+)
+from dlrm.kernels.lookup.tables import lookup, tiling
+from dlrm.kernels.update.packed import storage
 from dlrm.kernels.update.row_sort import RowSorter
 
 TILE = 4096  # elements of a tile
@@ -27,13 +34,13 @@ TILE = 4096  # elements of a tile
 
 @triton.jit
 def _compose(
-    ids, starts, weights, out, flat, n, batch, collisions,
+    ids, starts, sources, out, flat, n, batch, collisions,
     F: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    SPLIT: tl.constexpr, MULTIPLY: tl.constexpr, FORMAT_Q: tl.constexpr, FORMAT_R: tl.constexpr,
+    SPLIT: tl.constexpr, MULTIPLY: tl.constexpr, KIND_Q: tl.constexpr, KIND_R: tl.constexpr,
 ):  # fmt: skip
     """Compose one row per table and sample; the first SPLIT columns are of the quotient row.
 
-    ``starts``, ``weights`` and ``flat`` are pairs, one for each table.
+    ``starts``, ``sources`` and ``flat`` are pairs, one for each table.
     """
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = k < n
@@ -49,9 +56,9 @@ def _compose(
     of_r = column
     if SPLIT < D:
         of_r = tl.where(column < SPLIT, D, column - SPLIT)  # zeros where the quotient row is
-    q = load_rows(weights[0], row_q.to(tl.int64), 0, inside, column, SPLIT, FORMAT_Q)
+    q = load_rows(sources[0], row_q.to(tl.int64), k, inside, column, SPLIT, KIND_Q)
     DIM: tl.constexpr = D - SPLIT if SPLIT < D else D
-    r = load_rows(weights[1], row_r.to(tl.int64), 0, inside, of_r, DIM, FORMAT_R)
+    r = load_rows(sources[1], row_r.to(tl.int64), k, inside, of_r, DIM, KIND_R)
     q, r = q.to(tl.float32), r.to(tl.float32)
     value = (q * r if MULTIPLY else q + r).to(out.dtype.element_ty)
     tl.store(out + k.to(tl.int64)[:, None] * D + column, value, mask=mask)
@@ -61,7 +68,7 @@ def _compose(
 def _product_backward(
     grad, quotient, remainder, flat_q, flat_r, values_q, values_r, n,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    FORMAT_Q: tl.constexpr, FORMAT_R: tl.constexpr,
+    KIND_Q: tl.constexpr, KIND_R: tl.constexpr,
 ):  # fmt: skip
     """The gradient of each factor: the incoming one, times the other factor."""
     k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -72,14 +79,17 @@ def _product_backward(
     mask = inside[:, None] & (column < D)
     at = k.to(tl.int64)[:, None] * D + column
     arrived = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
-    q = load_rows(quotient, row_q, 0, inside, column, D, FORMAT_Q).to(tl.float32)
-    r = load_rows(remainder, row_r, 0, inside, column, D, FORMAT_R).to(tl.float32)
+    q = load_rows(quotient, row_q, k, inside, column, D, KIND_Q).to(tl.float32)
+    r = load_rows(remainder, row_r, k, inside, column, D, KIND_R).to(tl.float32)
     tl.store(values_q + at, (arrived * r).to(values_q.dtype.element_ty), mask=mask)
     tl.store(values_r + at, (arrived * q).to(values_r.dtype.element_ty), mask=mask)
 
 
-def _formats(quotient: Tensor, remainder: Tensor) -> dict[str, int]:
-    return {"FORMAT_Q": storage(quotient)[2], "FORMAT_R": storage(remainder)[2]}
+def _sources(
+    quotient: Tensor, remainder: Tensor
+) -> tuple[tuple[KernelSource, KernelSource], dict[str, SourceKind]]:
+    (q, kind_q), (r, kind_r) = Weight(quotient).for_kernel(), Weight(remainder).for_kernel()
+    return (q, r), {"KIND_Q": kind_q, "KIND_R": kind_r}
 
 
 class _LookupQuotient(torch.autograd.Function):
@@ -102,11 +112,12 @@ class _LookupQuotient(torch.autograd.Function):
         if any(ctx.needs_input_grad[:2]):
             flat = tuple(torch.empty(2, ids.numel(), dtype=torch.int64, device=ids.device))
         grid, sizes = tiling(ids.numel(), dim, TILE)
+        sources, kinds = _sources(quotient, remainder)
         if ids.numel():
             _compose[grid](
-                ids, starts, (storage(quotient)[0], storage(remainder)[0]), out, flat,
-                ids.numel(), batch, collisions, F=tables, SPLIT=quotient.shape[1],
-                MULTIPLY=operation == "multiply", **_formats(quotient, remainder), **sizes,
+                ids, starts, sources, out, flat, ids.numel(), batch, collisions,
+                F=tables, SPLIT=quotient.shape[1], MULTIPLY=operation == "multiply",
+                **kinds, **sizes,
             )  # fmt: skip
         for rows, weight in zip(flat, (quotient, remainder), strict=True):
             if rows is not None and weight.requires_grad and sorter is not None:
@@ -127,10 +138,10 @@ class _LookupQuotient(torch.autograd.Function):
         else:
             values = [torch.empty_like(grad), torch.empty_like(grad)]
             grid, sizes = tiling(len(grad), grad.shape[1], TILE)
+            sources, kinds = _sources(quotient, remainder)
             if len(grad):
                 _product_backward[grid](
-                    grad, storage(quotient)[0], storage(remainder)[0], *flat, *values, len(grad),
-                    **_formats(quotient, remainder), **sizes,
+                    grad, *sources, *flat, *values, len(grad), **kinds, **sizes,
                 )  # fmt: skip
         grads = [
             row_gradient(weight, rows, value, ctx.sparse) if needed else None

@@ -10,40 +10,18 @@ memory, so results do not depend on the size of the cache. Rows are moved by
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from dlrm.kernels import tl, triton, use_triton
-from dlrm.kernels.lookup.tables import row_gradient, tiling
-from dlrm.kernels.offload.admission import CacheIndex, flat_rows, load_rows, move_rows
+from dlrm.kernels.lookup.source import KernelSource, RowSource, SourceKind
+from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables
+from dlrm.kernels.offload.admission import CacheIndex, move_rows
 from dlrm.kernels.offload.pinned_memory import empty_on_host, in_host_memory, zeros_in_same_memory
 from dlrm.kernels.offload.prefetch import AsyncRowTransfer
 from dlrm.kernels.update.cached_slots import CachedSlots
 from dlrm.kernels.update.row_sort import RowSorter
-
-TILE = 2048  # elements of a tile: few other rows wait for one in host memory
-
-
-@triton.jit
-def _gather(
-    ids, starts, slots, weight, gap, out, flat, n, batch,
-    F: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Read rows from the cache or the host, sample after sample; ``flat`` gets their numbers."""
-    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = k < n
-    row = load_rows(ids, starts, (k % F) * batch + k // F, inside, batch)
-    slot = tl.load(slots + row, mask=inside, other=-1)
-    tl.store(flat + k, row, mask=inside)
-    column = tl.arange(0, BLOCK_D)[None, :]
-    mask = inside[:, None] & (column < D)
-    at = tl.where(slot >= 0, slot.to(tl.int64) * D + gap, row * D)
-    value = tl.load(weight + at[:, None] + column, mask=mask, other=0.0)
-    tl.store(out + k.to(tl.int64)[:, None] * D + column, value, mask=mask)
-
 
 Window = tuple[Tensor, Tensor | None]
 """The ids ``[F, B]`` of a prefetch window, and where their tables begin."""
@@ -100,7 +78,7 @@ def cached_rows(parameter: Tensor) -> CachedRows | None:
     return parameter.cached if isinstance(parameter, CachedParameter) else None
 
 
-class CachedRows:
+class CachedRows(RowSource):
     """The rows of a table in host memory, and a cache of some of them on the GPU.
 
     It is inactive until an optimizer that supports it, such as ``RowOptimizer``, calls
@@ -114,6 +92,8 @@ class CachedRows:
         half_life: windows in which the LFU score of an unused row halves.
         impl: see :mod:`dlrm.kernels`.
     """
+
+    tile: ClassVar[int] = 2048  # few other rows wait for one in host memory
 
     def __init__(
         self, weight: Tensor, capacity: int, *, half_life: float = 1000.0, impl: str | None = None
@@ -158,6 +138,19 @@ class CachedRows:
     def cached_slots(self) -> CachedSlots:
         """The cache as :func:`dlrm.kernels.update.sparse.update_rows` reads it."""
         return CachedSlots(slots=self.slots, caches=[cache for _, cache in self.tensors])
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """The rows in host memory, to which a look-up has a gradient."""
+        return (self.tensors[0][0],)
+
+    def for_kernel(self) -> tuple[KernelSource, SourceKind]:
+        to_cache, *_ = self.cached_slots.offsets([host for host, _ in self.tensors])
+        source = KernelSource(self.weights[0], slots=self.slots, to_cache=to_cache)
+        return source, SourceKind("cached")
+
+    def read(self, rows: Tensor) -> Tensor:
+        return self.cached_slots.read(self.weights[0], 0, rows)
 
     def nbytes(self) -> tuple[int, int]:
         """Bytes of the cached rows with their states, and of the index."""
@@ -214,7 +207,7 @@ class CachedRows:
 
         Args:
             ids: ``[F, B]`` int32 or int64, one per table and sample.
-            starts: first row of each table, ``[F]`` int64; None for zeros.
+            starts: first row of each table, ``[F]`` int64; None if ids are rows.
             sparse: see :func:`dlrm.kernels.lookup.tables.lookup_tables`.
             training: an update of these rows will follow.
             fetched: the rows are of the current window, so :meth:`begin_window` fetched them.
@@ -230,7 +223,10 @@ class CachedRows:
             self.ready = False  # rows of the next window may have lost their slots
         elif not training:
             self._transfer.wait_all()
-        return _Lookup.apply(self.tensors[0][0], ids, starts, self, sparse, sorter)
+        options: dict[str, Any] = {"sparse": sparse, "sorter": sorter, "impl": self.impl}
+        if starts is None:
+            return lookup(self, ids, **options).transpose(0, 1)
+        return lookup_tables(self, TableRows(starts), ids, **options)
 
     # The table as a whole ---------------------------------------------------------------------
 
@@ -267,49 +263,3 @@ class CachedRows:
         self.tensors = [(self.tensors[0][0],) * 2]
         del self.index, self._transfer  # with four bytes on the GPU for each row of the table
         self.active = False
-
-
-class _Lookup(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        weight: Tensor,
-        ids: Tensor,
-        starts: Tensor | None,
-        cached: CachedRows,
-        sparse: bool,
-        sorter: RowSorter | None,
-    ) -> Tensor:
-        tables, batch = ids.shape
-        ctx.weight, ctx.sparse = weight, sparse  # not saved: moving rows changes the weight
-        if use_triton(ids, cached.impl):
-            out, flat = _launch_gather(ids, starts, cached)
-        else:
-            flat = flat_rows(ids, starts).view(-1)
-            out = cached.cached_slots.read(weight, 0, flat)
-        if ctx.needs_input_grad[0] and sorter is not None:
-            sorter.submit(flat, len(weight))
-        ctx.save_for_backward(flat)
-        return out.view(batch, tables, weight.shape[1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (flat,) = ctx.saved_tensors
-        values = grad.reshape(len(flat), ctx.weight.shape[1])
-        return row_gradient(ctx.weight, flat, values, ctx.sparse), *[None] * 5
-
-
-def _launch_gather(ids: Tensor, starts: Tensor | None, cached: CachedRows) -> tuple[Tensor, Tensor]:
-    """The rows of ids, ``[B * F, D]``, and their numbers ``[B * F]``."""
-    weight, _ = cached.tensors[0]
-    gap, *_ = cached.cached_slots.offsets([host for host, _ in cached.tensors])
-    (tables, batch), dim, n = ids.shape, weight.shape[1], ids.numel()
-    out, flat = weight.new_empty(n, dim), torch.empty(n, dtype=torch.int64, device=ids.device)
-    grid, sizes = tiling(n, dim, TILE)
-    if n:
-        _gather[grid](
-            ids, starts, cached.slots, weight, gap, out, flat, n, batch,
-            F=tables, **sizes,
-        )  # fmt: skip
-    return out, flat

@@ -324,18 +324,6 @@ def load_packed(data, row, wide, live, column, D: tl.constexpr, FORMAT: tl.const
 
 
 @triton.jit
-def load_rows(weight, row, wide, live, column, D: tl.constexpr, FORMAT: tl.constexpr):
-    """Rows ``[K]`` of a table of any format, ``[K, B]``; fp32 if packed."""
-    if FORMAT == 0:
-        mask = live[:, None] & (column < D)
-        value = tl.load(weight + row[:, None] * D + column, mask=mask, other=0.0)
-    else:
-        value, scale = load_packed(weight, row, wide, live, column, D, FORMAT)
-        value = value * scale[:, None]
-    return value
-
-
-@triton.jit
 def store_packed(
     data, row, wide, live, steps, scale, value, seed, D: tl.constexpr, FORMAT: tl.constexpr,
     ROUND: tl.constexpr,

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dlrm.data.schema import KAGGLE_CARDINALITIES
+from dlrm.kernels.lookup.source import Weight
 from dlrm.kernels.lookup.tables import TableRows, gather_rows, lookup_tables
 from dlrm.kernels.update.row_sort import SortedRows, sort_rows
 from dlrm.kernels.update.rules import RULES, Rule, make_rule
@@ -166,7 +167,7 @@ class Setup:
         """Milliseconds of what all rules share."""
         weight, flat = self.weight.detach(), torch.empty_like(self.flat[0])
         out = torch.empty_like(self.grads[0])
-        gather = partial(gather_rows, weight, TableRows(self.starts))
+        gather = partial(gather_rows, Weight(weight), TableRows(self.starts))
         return {
             "forward": harness.captured_milliseconds(
                 [partial(gather, ids, out, flat) for ids in self.ids]

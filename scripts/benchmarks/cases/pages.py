@@ -21,7 +21,8 @@ from torch import Tensor
 
 from dlrm.data.schema import KAGGLE_CARDINALITIES
 from dlrm.embeddings import Embedding, build
-from dlrm.kernels.lookup.paged import Pages, lookup_pages, pages_of
+from dlrm.kernels.lookup.paged import Pages, pages_of
+from dlrm.kernels.lookup.tables import lookup
 from dlrm.kernels.offload.pinned_memory import mapped_tensor
 from dlrm.optim import RowOptimizer
 from dlrm.utils.program import Parser, count_arg
@@ -112,7 +113,7 @@ def host_lookups(size: int, order: str) -> dict[str, Any]:
     if order == "ascending":
         ids = [rows.sort()[0] for rows in ids]
     harness.require(
-        torch.equal(lookup_pages(pages, ids[0]).cpu(), host[ids[0].cpu()]),
+        torch.equal(lookup(pages, ids[0]).cpu(), host[ids[0].cpu()]),
         "the look-up differs from indexing",
     )
     staging = torch.empty(ROWS, DIM, pin_memory=True)
@@ -125,7 +126,7 @@ def host_lookups(size: int, order: str) -> dict[str, Any]:
     return {
         "table_rows": size,
         "order": order,
-        "gather": gpu_rate(lambda i: lookup_pages(pages, ids[i % INPUTS])),
+        "gather": gpu_rate(lambda i: lookup(pages, ids[i % INPUTS])),
         "index_select_and_copy": wall_rate(select),
     }
 
@@ -150,26 +151,24 @@ def peer_lookups(size: int = 2**21) -> dict[str, Any]:
     home = concatenated([torch.cat([b.to(devices[0]) for b in blocks])])
     ids = [torch.randint(size, (ROWS,), device="cuda") for _ in range(INPUTS)]
     inner = [rows % half for rows in ids]
-    expected = home.blocks[0][ids[0]]
+    expected = home.weights[0][ids[0]]
     for impl in ("triton", "torch"):
         harness.require(
-            torch.equal(lookup_pages(both, ids[0], impl=impl), expected),
+            torch.equal(lookup(both, ids[0], impl=impl), expected),
             f"impl {impl} differs from indexing",
         )
     buffers = [torch.empty(ROWS, DIM, device=device) for device in devices]
 
     def by_address(pages: Pages, rows: Sequence[Tensor]) -> float:
-        return gpu_rate(lambda i: lookup_pages(pages, rows[i % INPUTS]))
+        return gpu_rate(lambda i: lookup(pages, rows[i % INPUTS]))
 
     return {
         "copy_from_peer": gpu_rate(lambda _: buffers[0].copy_(buffers[1], non_blocking=True)),
         "all_local": by_address(home, ids),
         "half_on_peer": by_address(both, ids),
         "all_on_peer": by_address(away, inner),
-        "half_on_peer_portable": wall_rate(
-            lambda i: lookup_pages(both, ids[i % INPUTS], impl="torch")
-        ),
-        "half_on_peer_by_wall_clock": wall_rate(lambda i: lookup_pages(both, ids[i % INPUTS])),
+        "half_on_peer_portable": wall_rate(lambda i: lookup(both, ids[i % INPUTS], impl="torch")),
+        "half_on_peer_by_wall_clock": wall_rate(lambda i: lookup(both, ids[i % INPUTS])),
     }
 
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from dlrm.kernels.lookup import paged as kernel
-from dlrm.kernels.lookup.paged import lookup_pages, pages_of
+from dlrm.kernels.lookup import paged, tables
+from dlrm.kernels.lookup.paged import pages_of
+from dlrm.kernels.lookup.tables import lookup
 from dlrm.kernels.offload.pinned_memory import mapped_tensor
 from dlrm.kernels.update.sparse import update_rows
 
@@ -15,7 +16,7 @@ IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch):
     if not GPU:
-        monkeypatch.setattr(kernel, "TILE", 64)
+        monkeypatch.setattr(tables, "TILE", 64)
 
 
 def memory(rows, dim, dtype, device, host=False):
@@ -67,7 +68,7 @@ def test_a_lookup_follows_the_pages(device, impl, index, dim, dtype):
     table, pages = scattered(53, 4, dim, device, dtype)
     rows = torch.randint(53, (7, 11), device=device, dtype=index)
     rows[0, :2] = torch.tensor([0, 52])
-    out = lookup_pages(pages, rows, impl=impl)
+    out = lookup(pages, rows, impl=impl)
     assert out.shape == (7, 11, dim)
     assert torch.equal(out, table[rows.long()])
 
@@ -77,7 +78,7 @@ def test_a_lookup_follows_the_pages(device, impl, index, dim, dtype):
 def test_pages_of_any_size(device, impl, page_size):
     table, pages = scattered(53, page_size, 4, device, groups=(1,) if page_size > 50 else (1, 1))
     rows = torch.arange(53, device=device)
-    assert torch.equal(lookup_pages(pages, rows, impl=impl), table)
+    assert torch.equal(lookup(pages, rows, impl=impl), table)
 
 
 @IMPLS
@@ -85,14 +86,14 @@ def test_pages_of_any_size(device, impl, page_size):
 def test_rows_of_any_shape(device, impl, shape):
     table, pages = scattered(20, 4, 6, device)
     rows = torch.randint(20, shape, device=device)
-    assert torch.equal(lookup_pages(pages, rows, impl=impl), table[rows])
+    assert torch.equal(lookup(pages, rows, impl=impl), table[rows])
 
 
 @IMPLS
 def test_rows_may_be_a_view(device, impl):
     table, pages = scattered(20, 4, 6, device)
     rows = torch.arange(20, device=device)
-    assert torch.equal(lookup_pages(pages, rows[::3], impl=impl), table[::3])
+    assert torch.equal(lookup(pages, rows[::3], impl=impl), table[::3])
 
 
 @IMPLS
@@ -100,7 +101,7 @@ def test_rows_may_be_a_view(device, impl):
 def test_the_gradient_reaches_every_block_and_replica(device, impl, sparse):
     table, pages = scattered(53, 4, 6, device)
     rows = torch.randint(53, (90,), device=device)
-    out = lookup_pages(pages, rows, sparse=sparse, impl=impl)
+    out = lookup(pages, rows, sparse=sparse, impl=impl)
     grad = torch.randn_like(out)
     out.backward(grad)
     whole = torch.zeros_like(table).index_add_(0, rows, grad)
@@ -122,7 +123,7 @@ def test_the_gradient_reaches_every_block_and_replica(device, impl, sparse):
 def test_a_single_block_has_one_entry_per_lookup(device, impl):
     _, pages = scattered(21, 4, 8, device, groups=(1,))
     rows = torch.randint(21, (3, 5), device=device)
-    out = lookup_pages(pages, rows, impl=impl)
+    out = lookup(pages, rows, impl=impl)
     out.backward(torch.randn_like(out))
     ((block,),) = pages.groups
     assert block.grad._indices()[0].tolist() == rows.flatten().tolist()
@@ -131,9 +132,9 @@ def test_a_single_block_has_one_entry_per_lookup(device, impl):
 def test_a_captured_gradient_has_every_lookup_in_every_group(device, monkeypatch):
     """Those of other groups as row -1 with zeros, so that a norm does not count them twice."""
     table, pages = scattered(53, 4, 6, device)
-    monkeypatch.setattr(kernel, "_capturing", lambda tensor: True)
+    monkeypatch.setattr(paged, "_capturing", lambda tensor: True)
     rows = torch.randint(53, (90,), device=device)
-    out = lookup_pages(pages, rows, impl="triton")
+    out = lookup(pages, rows, impl="triton")
     assert torch.equal(out, table[rows])
     grad = torch.randn_like(out)
     out.backward(grad)
@@ -159,7 +160,7 @@ def test_replicas_share_the_lookups(device):
         for value, block in enumerate(pages.groups[0]):
             block.fill_(value)
     for impl in ("triton", "torch"):
-        out = lookup_pages(pages, torch.full((10,), 3, device=device), impl=impl)
+        out = lookup(pages, torch.full((10,), 3, device=device), impl=impl)
         assert sorted(out[:, 0].tolist()) == [0.0] * 5 + [1.0] * 5
 
 
@@ -170,7 +171,7 @@ def test_blocks_need_not_begin_on_16_bytes(device):
     block.copy_(table)
     rows = torch.randint(41, (33,), device=device)
     pages = in_order(block, 10, device)
-    assert torch.equal(lookup_pages(pages, rows, impl="triton"), table[rows])
+    assert torch.equal(lookup(pages, rows, impl="triton"), table[rows])
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adam"])
@@ -205,9 +206,9 @@ def test_pages_out_of_reach_take_the_portable_path():
     pages = in_order(block, 4, "cpu")
     object.__setattr__(pages, "addresses", None)
     rows = torch.tensor([5, 0])
-    assert torch.equal(lookup_pages(pages, rows), block[rows])
+    assert torch.equal(lookup(pages, rows), block[rows])
     with pytest.raises(ValueError, match="not all pages have an address on this device"):
-        lookup_pages(pages, rows, impl="triton")
+        lookup(pages, rows, impl="triton")
 
 
 @pytest.mark.gpu
@@ -219,8 +220,8 @@ def test_captured_steps_equal_eager_ones(device):
     lr = torch.tensor(0.1, device=device)
 
     def step():
-        lookup_pages(pages, static).backward(grad)
-        for block in pages.blocks:
+        lookup(pages, static).backward(grad)
+        for block in pages.weights:
             entries, values = block.grad._indices()[0], block.grad._values()
             update_rows("sgd", block.data, entries, values, lr=lr)
             block.grad = None
@@ -236,7 +237,7 @@ def test_captured_steps_equal_eager_ones(device):
         graph.replay()
     for some in rows:
         table.index_add_(0, some, grad, alpha=-0.1)
-    found = lookup_pages(pages, torch.arange(400, device=device)).detach()
+    found = lookup(pages, torch.arange(400, device=device)).detach()
     torch.testing.assert_close(found, table)
 
 

@@ -5,8 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from dlrm.kernels.lookup.bags import MODES
-from dlrm.kernels.lookup.pooling import pool_bags
+from dlrm.kernels.lookup.pool import MODES, pool_bags
 from dlrm.utils.bags import Bags
 
 TABLES, BATCH = 3, 5

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from dlrm.kernels.lookup import bags
+from dlrm.kernels.lookup import pool as bags
 from dlrm.kernels.lookup import tables as kernel
-from dlrm.kernels.lookup.bags import MODES, BagContext, lookup_bags
+from dlrm.kernels.lookup.pool import MODES, BagContext, lookup_bags
 from dlrm.kernels.lookup.projected import lookup_projected
 from dlrm.kernels.lookup.quotient_remainder import lookup_quotient
-from dlrm.kernels.lookup.tables import TableRows, gather_rows, lookup, lookup_tables
+from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables
 from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
 from dlrm.kernels.update.rules import make_rule
 from dlrm.kernels.update.sparse import update_rows_torch
@@ -121,16 +121,6 @@ def test_gradient_of_a_slice_of_a_larger_buffer(device, assert_close):
     assert_close(weight.grad, exact, "weight")
 
 
-def test_writes_into_a_part_of_a_larger_buffer(device):
-    weight, starts = tables(12, device)
-    ids = ids_of(7, device)
-    buffer = torch.zeros(7, len(SIZES) + 3, 14, device=device)
-    gather_rows(weight, TableRows(starts), ids, buffer[:, 2:-1, :12])
-    assert torch.equal(buffer[:, 2:-1, :12], weight[(ids + starts[:, None]).t()])
-    buffer[:, 2:-1, :12] = 0
-    assert not buffer.any()
-
-
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize("shape", [(7,), (2, 3, 2), (0,)])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
@@ -235,7 +225,7 @@ def test_ids_whose_rows_are_elsewhere_add_nothing(device, impl):
     assert here.any()
     assert not here.all()
     held = torch.stack([first, count])
-    found = lookup_bags(weight, TableRows(starts), Bags(ids, offsets), held=held, impl=impl)
+    found = lookup_bags(weight, TableRows(starts, held=held), Bags(ids, offsets), impl=impl)
     exact = weight.detach().double().requires_grad_()
     expected = exact_bags(exact, starts, local.where(here, 0), offsets, here.double(), "sum")
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)

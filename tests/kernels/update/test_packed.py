@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm.kernels.lookup.bags import MODES, lookup_bags
+from dlrm.kernels.lookup.pool import MODES, lookup_bags
 from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables, rows_of_torch
 from dlrm.kernels.update import sparse as kernel
 from dlrm.kernels.update.packed import (

@@ -1,0 +1,334 @@
+"""Pool bags of rows of tables, or of vectors that are there already, all in one launch.
+
+In a training step the backward pass updates the rows itself: it sums the gradients of bags by row,
+and none is copied once per look-up. Where gradients are wanted, as for their norm, that of the
+weight is an uncoalesced sparse COO tensor with one entry per look-up, whose values repeat the
+gradient of its bag: see :mod:`dlrm.kernels.lookup.tables`.
+
+Bytes that must be moved: a row and an id read per look-up, a row written per bag.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from dlrm.kernels import require_contiguous, require_integers, triton, use_triton
+from dlrm.kernels.lookup._pool import pool, pool_backward, pool_max
+from dlrm.kernels.lookup.source import Weight, row_gradient
+from dlrm.kernels.lookup.tables import NO_TABLES, TableRows, tiling
+from dlrm.kernels.update.in_backward import FusedUpdate, FusedUpdates
+from dlrm.kernels.update.packed import packed_rows, storage
+from dlrm.kernels.update.row_sort import RowSorter, sort_rows
+from dlrm.kernels.update.sparse import update_rows
+from dlrm.utils.bags import Bags
+from dlrm.utils.messages import did_you_mean
+from dlrm.utils.offsets import offsets_of
+
+MODES = ("sum", "mean", "max")
+TILE = 1024  # elements of a tile
+BAGS = 256  # elements of the bags that a warp sums at a time; 512 took 1.15 times as long
+CHUNK = 4  # rows of a bag that are in flight together
+
+
+@dataclass(frozen=True, kw_only=True)
+class BagContext:
+    """Preparations of a training step for a look-up of bags."""
+
+    sorter: RowSorter | None = None
+    """Sorts the rows that will have a gradient while forward and backward run."""
+    updates: FusedUpdates | None = None
+    """Updates that the backward pass may apply itself, such as that of rows that are summed
+    unweighted."""
+    padded: bool = False
+    """There are more ids than the last offset says, so that one shape serves several batches; what
+    lies beyond it is no look-up."""
+    dtype: torch.dtype | None = None
+    """Type in which pooled vectors may be returned, which are summed in fp32; None: that of the
+    rows."""
+
+
+NO_BAG_CONTEXT = BagContext()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """A look-up of bags: all but the tensors that get gradients."""
+
+    ids: Tensor | None  # None: look-up k is of row k
+    offsets: Tensor
+    num_tables: int
+    tables: TableRows = NO_TABLES
+    mode: str
+    sparse: bool = True
+    context: BagContext = NO_BAG_CONTEXT
+    update: FusedUpdate | None = None
+
+    @property
+    def bags(self) -> int:
+        """Number of bags."""
+        return self.offsets.numel() - 1
+
+    @property
+    def batch(self) -> int:
+        """Number of samples."""
+        return self.bags // self.num_tables
+
+
+class _Pool(torch.autograd.Function):
+    """Bags of rows of a weight; or, without ids, of vectors."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, scale: Tensor | None, request: _Request) -> Tensor:
+        ids, context, dim = request.ids, request.context, weight.shape[1]
+        shape = request.batch, request.num_tables, dim
+        out = weight.new_empty(shape, dtype=context.dtype or weight.dtype)
+
+        # For the backward pass: the row of each look-up, its bag, and the look-ups of maxima.
+        flat = owners = chosen = None
+        learns = any(ctx.needs_input_grad[:2])
+        if learns and ids is not None:
+            flat = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
+            if context.padded:
+                flat.fill_(-1)  # beyond the last bag: left out of the update
+            if request.update is not None:
+                owners = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
+        if learns and request.mode == "max":
+            chosen = torch.empty(shape, dtype=torch.int64, device=weight.device)
+
+        _launch(request, weight, scale, out, flat, owners, chosen)
+        if flat is not None and ctx.needs_input_grad[0] and context.sorter is not None:
+            context.sorter.submit(flat, len(weight), owners)
+        ctx.save_for_backward(weight, scale, flat, owners, chosen)
+        ctx.request = request
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, scale, flat, owners, chosen = ctx.saved_tensors
+        request, dim = ctx.request, weight.shape[1]
+        if request.update is not None and request.update.due:
+            _apply(request, weight, flat, owners, grad.reshape(-1, dim))
+            return None, None, None
+
+        if flat is None:  # what lies beyond the last bag has no gradient
+            values = torch.zeros_like(weight)
+            grad_scale = torch.zeros_like(scale) if ctx.needs_input_grad[1] else None
+        else:
+            values = weight.new_empty(flat.numel(), dim)
+            grad_scale = torch.empty_like(scale) if ctx.needs_input_grad[1] else None
+        grid, sizes = tiling(request.bags, dim, TILE)
+        if request.bags:
+            source, kind = Weight(weight).for_kernel()
+            pool_backward[grid](
+                grad.contiguous(), request.offsets, flat, source, scale, chosen, values, grad_scale,
+                request.bags, request.batch, F=request.num_tables, MODE=request.mode, KIND=kind,
+                **sizes,
+            )  # fmt: skip
+
+        grad_weight = values if flat is None else None
+        if flat is not None and ctx.needs_input_grad[0]:
+            if owners is not None:  # they were sorted for an update of whole bags
+                flat = flat.clone()
+            grad_weight = row_gradient(weight, flat, values, request.sparse)
+        return grad_weight, grad_scale, None
+
+
+def _launch(
+    request: _Request,
+    weight: Tensor,
+    scale: Tensor | None,
+    out: Tensor,
+    flat: Tensor | None,
+    owners: Tensor | None,
+    chosen: Tensor | None,
+) -> None:
+    bags, dim = request.bags, weight.shape[1]
+    source, kind = Weight(weight).for_kernel()
+    shared = (request.ids, request.offsets, request.tables, source)
+    options = {"F": request.num_tables, "KIND": kind}
+    if bags and request.mode == "max":
+        grid, sizes = tiling(bags, dim, TILE)
+        pool_max[grid](*shared, out, flat, chosen, bags, request.batch, **options, **sizes)
+    elif bags:
+        block_d = triton.next_power_of_2(dim)
+        block = max(1, BAGS // block_d)
+        pool[triton.cdiv(bags, block),](
+            *shared, scale, out, (flat, owners), bags, request.batch, D=dim, BLOCK=block,
+            BLOCK_D=block_d, CHUNK=CHUNK, MEAN=request.mode == "mean", num_warps=1, **options,
+        )  # fmt: skip
+
+
+def _apply(request: _Request, weight: Tensor, flat: Tensor, owners: Tensor, grads: Tensor) -> None:
+    """Update the rows of bags from the gradient of each bag, which is not repeated in memory."""
+    update, sorter = request.update, request.context.sorter
+    assert update is not None
+    found = None if sorter is None else sorter.result(flat)
+    found = found or sort_rows(flat, len(weight)).of_owners(owners)
+    table = weight if packed_rows(weight) is not None else weight.detach()
+    update_rows(
+        update.rule, table, flat, grads, update.states,
+        lr=update.lr, sorted_rows=found, seed=update.seed, impl="triton",
+    )  # fmt: skip
+    update.done(weight)
+
+
+def lookup_bags(
+    weight: Tensor,
+    tables: TableRows,
+    bags: Bags,
+    *,
+    mode: str = "sum",
+    sparse: bool = True,
+    context: BagContext = NO_BAG_CONTEXT,
+    impl: str | None = None,
+) -> Tensor:
+    """Pool a bag of rows per table and sample.
+
+    Args:
+        weight: the concatenated tables, ``[sum(V), D]``, contiguous; fp32 or bf16; or a
+            :class:`~dlrm.kernels.update.packed.PackedParameter`, for kernels only.
+        tables: the rows of each table; with ``held``, mode sum only, and no weights.
+        bags: ids, int32 or int64, and offsets (neither is checked). Weights need mode sum and get
+            a gradient.
+        mode: sum, mean or max; an empty bag gives zeros.
+        sparse: whether the gradient of the weight is an uncoalesced COO tensor, its entries in the
+            order of the ids, or a dense one.
+        context: what a training step prepared.
+        impl: see :mod:`dlrm.kernels`.
+
+    Returns:
+        ``[B, F, D]``, contiguous.
+
+    Raises:
+        ValueError: unknown mode, weights in another mode than sum or not one per id, offsets of a
+            wrong length, ids or offsets that are not integers or on another device, padded ids with
+            a dense gradient, or a tensor that a kernel reads is not contiguous.
+    """
+    check_bags(weight, len(tables.starts), bags, mode)
+    if context.padded and not sparse:
+        raise ValueError("padded ids have no dense gradient: give sparse=True, or no padding")
+    if not use_triton(weight, impl):
+        bags = bags.filled() if context.padded else bags
+        out = lookup_bags_torch(weight, tables, bags, mode, sparse)
+        return out.to(context.dtype or out.dtype)
+
+    require_contiguous(weight=storage(weight)[0], **tables._asdict())
+    bags = bags.contiguous()
+    alike = mode == "sum" and bags.weights is None and sparse
+    request = _Request(
+        ids=bags.ids,
+        offsets=bags.offsets,
+        num_tables=len(tables.starts),
+        tables=tables,
+        mode=mode,
+        sparse=sparse,
+        context=context,
+        update=context.updates.take(weight) if alike and context.updates is not None else None,
+    )
+    return _Pool.apply(weight, bags.weights, request)
+
+
+def pool_bags(
+    vectors: Tensor,
+    bags: Bags,
+    num_tables: int,
+    *,
+    mode: str = "sum",
+    dtype: torch.dtype | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """Pool a bag of vectors per table and sample, such as rows that were widened.
+
+    Args:
+        vectors: those of all bags, table by table, ``[nnz, D]``; what lies beyond the last bag is
+            left out.
+        bags: offsets and weights of the vectors, one for each id (not checked). Weights need mode
+            sum and get a gradient.
+        num_tables: number of tables.
+        mode: sum, mean or max; an empty bag gives zeros. The gradient of max goes to the first of
+            equal entries.
+        dtype: of the result, whose sums are taken in fp32; None: that of the vectors.
+        impl: see :mod:`dlrm.kernels`.
+
+    Returns:
+        ``[B, F, D]``.
+
+    Raises:
+        ValueError: as :func:`lookup_bags`.
+    """
+    check_bags(vectors, num_tables, bags, mode)
+    if not use_triton(vectors, impl):
+        out = pool_bags_torch(vectors, bags, num_tables, mode)
+        return out.to(dtype or out.dtype)
+
+    bags = bags.contiguous()
+    request = _Request(
+        ids=None,
+        offsets=bags.offsets,
+        num_tables=num_tables,
+        mode=mode,
+        context=BagContext(dtype=dtype),
+    )
+    return _Pool.apply(vectors.contiguous(), bags.weights, request)
+
+
+def check_bags(weight: Tensor, num_tables: int, bags: Bags, mode: str) -> None:
+    """Raise what :func:`lookup_bags` says about its arguments."""
+    require_integers(weight, ids=bags.ids, offsets=bags.offsets)
+    if mode not in MODES:
+        raise ValueError(f"unknown mode {mode!r}{did_you_mean(mode, MODES)}")
+    if bags.weights is not None and mode != "sum":
+        raise ValueError(f"per_sample_weights need mode sum, the mode is {mode}")
+    if bags.weights is not None and bags.weights.shape != bags.ids.shape:
+        raise ValueError(
+            f"per_sample_weights have shape {tuple(bags.weights.shape)}, they must have the shape "
+            f"of ids, {tuple(bags.ids.shape)}"
+        )
+    if bags.count < 0 or bags.count % num_tables:
+        raise ValueError(
+            f"{bags.count + 1} offsets for {num_tables} tables: there must be one more than "
+            "tables times samples"
+        )
+
+
+def lookup_bags_torch(
+    weight: Tensor, tables: TableRows, bags: Bags, mode: str, sparse: bool
+) -> Tensor:
+    """:func:`lookup_bags` in PyTorch, of rows that are not packed."""
+    num_tables, ids, offsets = len(tables.starts), bags.ids, bags.offsets
+    batch = bags.count // num_tables
+    lengths = offsets.diff().view(num_tables, batch).sum(1)
+
+    def of_each(value: Tensor) -> Tensor:
+        return value.repeat_interleave(lengths, output_size=ids.numel())
+
+    if tables.held is not None:
+        ids = ids - of_each(tables.held[0])
+        here = (ids >= 0) & (ids < of_each(tables.held[1]))
+        offsets = offsets_of(here)[offsets]
+        lengths, ids = offsets.diff().view(num_tables, batch).sum(1), ids[here]
+    ids = ids if tables.modulo is None else ids % of_each(tables.modulo)
+    ids = ids if tables.last is None else ids.minimum(of_each(tables.last))
+    pooled = functional.embedding_bag(
+        ids + of_each(tables.starts), weight, offsets, mode=mode, sparse=sparse and mode != "max",
+        per_sample_weights=bags.weights, include_last_offset=True,
+    )  # fmt: skip
+    return pooled.view(num_tables, batch, weight.shape[1]).transpose(0, 1)
+
+
+def pool_bags_torch(vectors: Tensor, bags: Bags, num_tables: int, mode: str = "sum") -> Tensor:
+    """:func:`pool_bags` in PyTorch."""
+    batch = bags.count // num_tables
+    index = torch.arange(len(vectors), device=vectors.device)
+    pooled = functional.embedding_bag(
+        index, vectors, bags.offsets, mode=mode, per_sample_weights=bags.weights,
+        include_last_offset=True,
+    )  # fmt: skip
+    return pooled.view(num_tables, batch, vectors.shape[1]).transpose(0, 1)

@@ -1,0 +1,186 @@
+"""Where the rows of a look-up are, and the device function that loads them.
+
+Rows may be one tensor, packed (:mod:`dlrm.kernels.update.packed`), in pages
+(:mod:`dlrm.kernels.lookup.paged`), or in host memory with a cache on the GPU
+(:mod:`dlrm.kernels.offload.row_cache`). A kernel is compiled for the :class:`SourceKind`, and so
+contains the code of that kind alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dlrm.kernels import tl, triton, use_triton
+from dlrm.kernels.update.packed import load_packed, read_rows, storage
+from dlrm.kernels.update.row_sort import RowSorter
+
+
+class KernelSource(NamedTuple):
+    """The arguments of a kernel that say where rows are; those of other kinds are None."""
+
+    data: Tensor
+    """The rows; of packed ones the records; of paged ones any tensor of their type."""
+    num_wide: int | None = None
+    """Packed: how many rows have 8 bits, if both widths occur."""
+    slots: Tensor | None = None
+    """Cached: the slot of each row in the cache, ``[V]``; negative for a row without one."""
+    to_cache: int | None = None
+    """Cached: elements from the start of ``data`` to the start of the cache."""
+    addresses: Tensor | None = None
+    """Paged: the address of each page, ``[replicas, pages]`` int64."""
+    pages: int | None = None
+    """Paged: how many pages there are."""
+    group: Tensor | None = None
+    """Paged: the group of blocks that holds each page, ``[pages]``."""
+    first: Tensor | None = None
+    """Paged: the row of these blocks at which each page begins, ``[pages]``."""
+
+
+class SourceKind(NamedTuple):
+    """How rows are stored: kernels are compiled for it."""
+
+    name: Literal["plain", "packed", "cached", "paged"]
+    bits: int = 0
+    """Packed: bits of a weight, 8 or 4, or 12 if there are both."""
+    page_size: int = 0
+    replicas: int = 0
+    groups: int = 0
+    alignment: int = 0
+    """Paged: alignment of every row in bytes."""
+
+
+@triton.jit
+def load_rows(source, row, lookup, live, column, D: tl.constexpr, KIND: tl.constexpr):
+    """Load rows ``[K]`` where ``live [K]``, as ``[K, B]``; packed ones in fp32.
+
+    ``lookup [K]`` numbers the look-ups, which replicas of a page share.
+    """
+    mask = live[:, None] & (column < D)
+    if KIND.name == "packed":
+        steps, scale = load_packed(source.data, row, source.num_wide, live, column, D, KIND.bits)
+        value = steps * scale[:, None]
+    elif KIND.name == "cached":
+        slot = tl.load(source.slots + row, mask=live, other=-1)
+        at = tl.where(slot >= 0, slot.to(tl.int64) * D + source.to_cache, row * D)
+        value = tl.load(source.data + at[:, None] + column, mask=mask, other=0.0)
+    elif KIND.name == "paged":
+        page = row // KIND.page_size
+        line = source.addresses + (lookup % KIND.replicas).to(tl.int64) * source.pages
+        begin = tl.load(line + page, mask=live, other=0)
+        size: tl.constexpr = source.data.dtype.element_ty.primitive_bitwidth // 8
+        within = (row - page * KIND.page_size) * (D * size)
+        ALIGN: tl.constexpr = KIND.alignment
+        at = tl.multiple_of((begin + within).to(source.data.dtype), ALIGN)
+        value = tl.load(at[:, None] + column, mask=mask, other=0.0)
+    else:
+        value = tl.load(source.data + row[:, None] * D + column, mask=mask, other=0.0)
+    return value
+
+
+@triton.jit
+def store_flat(flat, source, row, lookup, inside, n, KIND: tl.constexpr):
+    """Store the row of each look-up in its weight: ``flat [n]``.
+
+    Pages may be in several weights. ``flat [groups, n]`` then gets the row in that of its own
+    group, and -1 in the others.
+    """
+    if KIND.name == "paged":
+        page = row // KIND.page_size
+        local = tl.load(source.first + page, mask=inside, other=0) + row - page * KIND.page_size
+        own = tl.load(source.group + page, mask=inside, other=-1)
+        GROUPS: tl.constexpr = KIND.groups
+        for index in tl.static_range(GROUPS):
+            to = flat + tl.full((), index, tl.int64) * n + lookup
+            tl.store(to, tl.where(own == index, local, -1), mask=inside)
+    else:
+        tl.store(flat + lookup, row, mask=inside)
+
+
+class RowSource(ABC):
+    """Where the rows of a look-up are, with a gradient for each of its weights."""
+
+    tile: ClassVar[int | None] = None
+    """Elements of a tile of a look-up; None for the usual number."""
+    renumbers: ClassVar[bool] = False
+    """Whether a row has another number in its weight than in the table."""
+
+    @property
+    @abstractmethod
+    def weights(self) -> tuple[Tensor, ...]:
+        """The tensors that get gradients, ``[rows, D]`` each."""
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the rows' type on the device that reads them."""
+        return self.weights[0]
+
+    @abstractmethod
+    def for_kernel(self) -> tuple[KernelSource, SourceKind]:
+        """The arguments of a kernel, and what it is compiled for."""
+
+    @abstractmethod
+    def read(self, rows: Tensor) -> Tensor:
+        """Rows ``[n]`` in PyTorch, ``[n, D]``, without a gradient."""
+
+    def runs_triton(self, ids: Tensor, impl: str | None) -> bool:
+        """Whether a look-up of ``ids`` runs as a kernel."""
+        return use_triton(ids, impl)
+
+    def new_flat(self, shape: tuple[int, int], sparse: bool) -> Tensor | None:
+        """Memory for the row of each look-up ``[B, F]`` in its weight, see :func:`store_flat`; None
+        if :meth:`gradients` computes these rows.
+        """
+        return torch.empty(shape, dtype=torch.int64, device=self.like.device)
+
+    def submit(self, sorter: RowSorter, flat: Tensor) -> None:
+        """Have the rows that will have a gradient sorted ahead of their update."""
+        sorter.submit(flat, len(self.weights[0]))
+
+    def gradients(self, rows: Tensor, grad: Tensor, *, sparse: bool, flat: bool) -> list[Tensor]:
+        """The gradient of each weight.
+
+        Args:
+            rows: of the look-ups, ``[n]``; or, if ``flat``, what :meth:`new_flat` received.
+            grad: that of the look-ups, ``[n, D]``.
+            sparse: whether gradients are uncoalesced COO tensors or dense ones.
+            flat: see ``rows``.
+        """
+        return [row_gradient(self.weights[0], rows.view(-1), grad, sparse)]
+
+
+class Weight(RowSource):
+    """The rows of one tensor ``[V, D]``, packed or not."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        return (self.weight,)
+
+    def for_kernel(self) -> tuple[KernelSource, SourceKind]:
+        data, num_wide, bits = storage(self.weight)
+        if not bits:
+            return KernelSource(data), SourceKind("plain")
+        return KernelSource(data, num_wide=num_wide), SourceKind("packed", bits)
+
+    def read(self, rows: Tensor) -> Tensor:
+        return read_rows(self.weight, rows)
+
+
+def row_gradient(weight: Tensor, flat: Tensor, values: Tensor, sparse: bool) -> Tensor:
+    """The gradient of ``weight [V, D]`` from rows ``flat [n]`` and their ``values [n, D]``."""
+    if not sparse:
+        return torch.zeros_like(weight).index_add_(0, flat, values)
+    if not len(flat):  # accumulation writes to the memory of an empty gradient: give it its own
+        flat, values = torch.empty_like(flat), torch.empty_like(values)
+    with torch.sparse.check_sparse_tensor_invariants(False):  # they hold, and it would synchronize
+        # Autograd would copy what is not contiguous, and with it the rows that were sorted ahead.
+        # A single row cut from a longer one counts as contiguous, but keeps its stride, which
+        # PyTorch takes for the row length where it sums rows, past the end of their memory.
+        values = values.contiguous().as_strided(values.shape, (values.shape[1], 1))
+        return torch.sparse_coo_tensor(flat[None], values, weight.shape)
