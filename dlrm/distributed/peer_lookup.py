@@ -167,7 +167,7 @@ class _PeerLookup(torch.autograd.Function):
             buffer.keys.barrier()  # all have sent the numbers of the rows that they look up
             rows = buffer.take()
             if sorter is not None:
-                sorter.submit(rows, len(weight))
+                sorter.submit(weight, rows)
 
         ctx.save_for_backward(weight)
         ctx.peers = peers

@@ -130,7 +130,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 parameter.grad._values(),
                 states,
                 lr=rate_of(group).to(device),
-                sorted_rows=sorter.result(rows) if sorter else None,
+                sorted_rows=sorter.result(parameter, rows) if sorter else None,
                 cached=None if cached is None else cached.cached_slots,
                 seed=self._seed(group, [parameter]),
             )

@@ -164,7 +164,7 @@ class GradientReducer:
         wide = torch.promote_types(values.dtype, torch.float32)
         table = torch.zeros(parameter.shape, dtype=wide, device=values.device)
         minus_one = torch.full((), -1.0, device=values.device)
-        found = sorter.result(rows) if sorter else None
+        found = sorter.result(parameter, rows) if sorter else None
         update_rows("sgd", table, rows, values, lr=minus_one, sorted_rows=found)
         if self._skips_zero_gradients:
             return [table]

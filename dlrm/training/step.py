@@ -225,5 +225,5 @@ class TrainStep:
     def _scale_gradients(self, factor: Tensor) -> None:
         for parameter in self.model.parameters():
             grad = parameter.grad
-            if grad is not None:  # in place: the sorter finds sparse ones by the address of rows
+            if grad is not None:  # in place: the sorter knows sparse ones by their rows
                 (grad._values() if grad.is_sparse else grad).mul_(factor.to(grad.device))

@@ -6,7 +6,7 @@ import torch
 from dlrm.embeddings import build, short
 from dlrm.embeddings.common.context import LookupContext
 from dlrm.embeddings.short import place_of
-from dlrm.kernels.lookup import bags, pooling
+from dlrm.kernels.lookup import pool
 from dlrm.kernels.lookup.pool import MODES
 from dlrm.optim import RowOptimizer, apply_in_backward
 
@@ -91,7 +91,7 @@ def test_kernels_pool_bags_as_pytorch_does(monkeypatch, device, dtype, lengths, 
         with monkeypatch.context() as patched:
             if kernels:
                 group, given = group.to(device), [each.to(device) for each in given]
-                for module in (short, bags, pooling):
+                for module in (short, pool):
                     patched.setattr(module, "use_triton", lambda *_: True)
             out = group(*given, context=LookupContext(padded=room > 0))
             arrived = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)
@@ -119,7 +119,7 @@ def test_the_backward_pass_of_bags_updates_the_stored_rows(monkeypatch, device, 
         ids, offsets, _ = (each.to(device) for each in bags_of(RAGGED, 5 * fused))
         with monkeypatch.context() as patched:
             if fused:
-                for module in (short, bags, pooling):
+                for module in (short, pool):
                     patched.setattr(module, "use_triton", lambda *_: True)
                 with apply_in_backward([optimizer]) as updates:
                     context = LookupContext(updates=updates, padded=True)

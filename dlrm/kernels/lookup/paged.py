@@ -128,7 +128,7 @@ class Pages(RowSource):
 
     def submit(self, sorter: RowSorter, flat: Tensor) -> None:
         for rows, (block, *_) in zip(flat, self.groups, strict=True):
-            sorter.submit(rows, len(block))
+            sorter.submit(block, rows)
 
     def gradients(self, rows: Tensor, grad: Tensor, *, sparse: bool, flat: bool) -> list[Tensor]:
         if not flat:

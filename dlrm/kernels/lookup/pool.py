@@ -103,7 +103,7 @@ class _Pool(torch.autograd.Function):
 
         _launch(request, weight, scale, out, flat, owners, chosen)
         if flat is not None and ctx.needs_input_grad[0] and context.sorter is not None:
-            context.sorter.submit(flat, len(weight), owners)
+            context.sorter.submit(weight, flat, owners)
         ctx.save_for_backward(weight, scale, flat, owners, chosen)
         ctx.request = request
         return out
@@ -169,7 +169,7 @@ def _apply(request: _Request, weight: Tensor, flat: Tensor, owners: Tensor, grad
     """Update the rows of bags from the gradient of each bag, which is not repeated in memory."""
     update, sorter = request.update, request.context.sorter
     assert update is not None
-    found = None if sorter is None else sorter.result(flat)
+    found = None if sorter is None else sorter.result(weight, flat)
     found = found or sort_rows(flat, len(weight)).of_owners(owners)
     table = weight if packed_rows(weight) is not None else weight.detach()
     update_rows(

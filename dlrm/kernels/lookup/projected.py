@@ -128,7 +128,7 @@ class _LookupProjected(torch.autograd.Function):
                 **_sizes(weight, projection),
             )  # fmt: skip
         if flat is not None and ctx.needs_input_grad[0] and sorter is not None:
-            sorter.submit(flat.view(num_tables, batch).t(), len(weight))
+            sorter.submit(weight, flat.view(num_tables, batch).t())
         ctx.save_for_backward(weight, projection, flat)
         ctx.sparse = sparse
         return out

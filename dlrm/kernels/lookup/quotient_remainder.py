@@ -121,7 +121,7 @@ class _LookupQuotient(torch.autograd.Function):
             )  # fmt: skip
         for rows, weight in zip(flat, (quotient, remainder), strict=True):
             if rows is not None and weight.requires_grad and sorter is not None:
-                sorter.submit(rows.view(batch, tables), len(weight))
+                sorter.submit(weight, rows.view(batch, tables))
         ctx.save_for_backward(quotient, remainder, *flat)
         ctx.operation, ctx.sparse = operation, sparse
         return out

@@ -138,7 +138,7 @@ class RowSource(ABC):
 
     def submit(self, sorter: RowSorter, flat: Tensor) -> None:
         """Have the rows that will have a gradient sorted ahead of their update."""
-        sorter.submit(flat, len(self.weights[0]))
+        sorter.submit(self.weights[0], flat)
 
     def gradients(self, rows: Tensor, grad: Tensor, *, sparse: bool, flat: bool) -> list[Tensor]:
         """The gradient of each weight.

@@ -56,7 +56,7 @@ class FusedUpdates:
     """
 
     def __init__(self, updates: Iterable[tuple[Tensor, FusedUpdate]]) -> None:
-        self._updates = {id(parameter): update for parameter, update in updates}
+        self._updates = dict(updates)  # parameters are equal only to themselves
         self._open = False
 
     def __enter__(self) -> Self:
@@ -74,7 +74,7 @@ class FusedUpdates:
         Raises:
             ValueError: it was already applied.
         """
-        update = self._updates.get(id(parameter)) if self._open else None
+        update = self._updates.get(parameter) if self._open else None
         if update is None or not parameter.requires_grad:
             return None
         if update.applied:

@@ -147,6 +147,16 @@ def merge_rows_torch(rows: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
     return rows[skipped:], sums[skipped:]
 
 
+@dataclass
+class _Submission:
+    """Rows of a look-up of ``weight``, and the same rows sorted."""
+
+    weight: Tensor
+    rows: Tensor
+    owners: Tensor | None
+    sorted_rows: SortedRows | None = None
+
+
 class RowSorter:
     """Sorts the rows of look-ups on a stream of its own, while forward and backward run.
 
@@ -156,7 +166,7 @@ class RowSorter:
         with RowSorter(device) as sorter:
             lookup(weight, ids, sorter=sorter).square().sum().backward()
             rows, values = weight.grad._indices()[0], weight.grad._values()
-            found = sorter.result(rows)
+            found = sorter.result(weight, rows)
             update_rows("sgd", weight, rows, values, lr=lr, sorted_rows=found)
 
     Rows submitted before :meth:`sort` are sorted together. The stream is joined at the end of the
@@ -169,51 +179,55 @@ class RowSorter:
     def __init__(self, device: torch.device | str = "cuda") -> None:
         device = torch.device(device)
         self._stream = stream_of(device, "sorts") if device.type == "cuda" else None
-        self._submitted: list[tuple[Tensor, int]] = []
-        self._owners: dict[int, Tensor] = {}  # by the address of the rows
-        self._sorted: dict[int, tuple[Tensor, SortedRows]] = {}  # by the address of the rows
+        self._submissions: list[_Submission] = []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         # Without rows the stream must not be joined: it takes no part in a capture.
-        if self._stream is not None and (self._submitted or self._sorted):
+        if self._stream is not None and self._submissions:
             torch.cuda.current_stream().wait_stream(self._stream)
-        self._submitted.clear()
-        self._owners.clear()
-        self._sorted.clear()
+        self._submissions.clear()
 
-    def submit(self, rows: Tensor, num_rows: int, owners: Tensor | None = None) -> None:
+    def submit(self, weight: Tensor, rows: Tensor, owners: Tensor | None = None) -> None:
         """Have the rows of a gradient sorted; they must not change until the block ends.
 
         Args:
-            rows, num_rows: see :func:`sort_rows_together`.
+            weight: the table that will have the gradient.
+            rows: see :func:`sort_rows_together`.
             owners: the gradient of each row, ``[n]``, where several rows share one, as in a bag; by
                 default each has its own.
         """
         if self._stream is not None and rows.is_cuda and rows.numel():
             self._stream.wait_stream(torch.cuda.current_stream())
-            self._submitted.append((rows, num_rows))
-            if owners is not None:
-                self._owners[rows.data_ptr()] = owners
+            self._submissions.append(_Submission(weight, rows, owners))
 
     def sort(self) -> None:
         """Begin to sort what was submitted so far; call it after the last look-up."""
-        submitted, self._submitted = self._submitted, []
-        if submitted:
-            # Memory of this stream, freed at the end of the block and reused in the next one.
-            with torch.cuda.stream(self._stream):
-                for (rows, _), found in zip(submitted, sort_rows_together(submitted), strict=True):
-                    owners = self._owners.get(rows.data_ptr())
-                    each = found if owners is None else found.of_owners(owners)
-                    self._sorted[rows.data_ptr()] = rows, each
+        new = [each for each in self._submissions if each.sorted_rows is None]
+        if not new:
+            return
 
-    def result(self, rows: Tensor) -> SortedRows | None:
-        """The sorted rows of a look-up; None if they were not submitted."""
-        self.sort()
-        found = self._sorted.get(rows.data_ptr())
-        if found is None or self._stream is None or found[0].numel() != rows.numel():
+        # Memory of this stream, freed at the end of the block and reused in the next one.
+        with torch.cuda.stream(self._stream):
+            found = sort_rows_together([(each.rows, len(each.weight)) for each in new])
+            for each, rows in zip(new, found, strict=True):
+                each.sorted_rows = rows if each.owners is None else rows.of_owners(each.owners)
+
+    def result(self, weight: Tensor, rows: Tensor) -> SortedRows | None:
+        """The sorted rows of a gradient; None if they are not those of one look-up that submitted
+        them, as where several look-ups of a table have added up their gradients.
+
+        Args:
+            weight: the table.
+            rows: the row of each entry of its gradient, ``[n]``.
+        """
+        if self._stream is None:
             return None
-        torch.cuda.current_stream().wait_stream(self._stream)
-        return found[1]
+        self.sort()
+        for each in self._submissions:
+            if each.weight is weight and _entries(each.rows).is_set_to(rows):
+                torch.cuda.current_stream().wait_stream(self._stream)
+                return each.sorted_rows
+        return None

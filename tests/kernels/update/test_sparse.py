@@ -352,10 +352,10 @@ def test_short_lists_are_sorted_table_by_table(device, batch, dtype, transposed)
 
 
 def test_a_sorter_without_a_gpu_sorts_nothing():
-    rows = torch.arange(3)
+    weight, rows = torch.zeros(3, 2), torch.arange(3)
     with RowSorter("cpu") as sorter:
-        sorter.submit(rows, 3)
-        assert sorter.result(rows) is None
+        sorter.submit(weight, rows)
+        assert sorter.result(weight, rows) is None
 
 
 def test_messages():
@@ -404,10 +404,11 @@ def test_a_sorter_inside_a_graph(batch, assert_close):
         with sorter:
             lookup_tables(weight, TableRows(starts), ids, sorter=sorter).square().sum().backward()
             rows, values = weight.grad._indices()[0], weight.grad._values()
-            plan = sorter.result(rows)
+            plan = sorter.result(weight, rows)
             assert plan is not None
             update_rows("sgd", weight.data, rows, values, lr=lr, sorted_rows=plan)
-            assert sorter.result(rows.clone()) is None
+            assert sorter.result(weight, rows.clone()) is None
+            assert sorter.result(weight.detach(), rows) is None
             weight.grad = None
 
     stream = torch.cuda.Stream()
