@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import cast
@@ -24,6 +25,8 @@ Interact = Callable[[Tensor, list[Tensor], Tensor], Tensor]
 features."""
 
 INTERACTIONS = ("dot", "dcn")
+# A layer on no dense features has no weights to initialize.
+warnings.filterwarnings("ignore", "Initializing zero-element tensors is a no-op", UserWarning)
 
 
 class MLP(nn.Sequential):

@@ -108,6 +108,44 @@ def run(script, capsys, monkeypatch):
     return run
 
 
+class Reruns:
+    """Records steps on a CPU: a replay runs the step again on the tensors of the capture.
+
+    If ``fails``, recording a step ends in its backward pass, with gradients of some parameters.
+    """
+
+    def __init__(self, model, *, fails=False):
+        self._model, self._fails = model, fails
+        self.attempts = 0
+
+    def warm_up(self, run):
+        return run()
+
+    def record(self, run):
+        self.attempts += 1
+        if self._fails:
+            for parameter in self._model.top_mlp.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            raise RuntimeError("operation not permitted when stream is capturing")
+        out = {}
+        return lambda: out.update(run()), out
+
+
+@pytest.fixture
+def recorded_on_a_cpu():
+    """Has a step on a CPU run as if it were captured; returns what records it."""
+    from dlrm.training.cuda_graph import StepGraphs
+
+    def recorded(step, **options):
+        reruns = Reruns(step.model, **options)
+        by_group = step.model.sparse_arch.feature_order.by_group
+        step.mode = "graph"
+        step.graphs = StepGraphs(step.device, by_group, step.graphs.undo, lambda _: reruns)
+        return reruns
+
+    return recorded
+
+
 @pytest.fixture(scope="session")
 def _launcher(tmp_path_factory):
     """Sends a request to launcher.py; returns the answer."""

@@ -236,7 +236,9 @@ class DeviceShuffleBuffer:
 
         def split(values: Tensor, apart: int) -> Tensor:
             """``[..., rows]`` as one contiguous matrix for each batch, ``[batches, ..., size]``."""
-            return values.unfold(-1, size, max(apart, 1)).movedim(-2, 0).contiguous()
+            parts = values.unfold(-1, size, max(apart, 1)).movedim(-2, 0).contiguous()
+            # A dimension of size 0 or 1 keeps its stride, which compiled steps depend on.
+            return parts.view(-1).view(parts.shape)
 
         def gathered(values: Tensor) -> Sequence[Tensor]:
             if self._order is None:

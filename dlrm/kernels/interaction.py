@@ -23,6 +23,7 @@ from torch.nn import functional
 from dlrm.kernels import tl, triton, use_triton
 
 CHUNK = 64  # columns, and in the backward pass also vectors, that are multiplied at a time
+MOST_TABLES = 127  # of a sample's products that the registers of one program hold
 
 
 @triton.jit
@@ -233,7 +234,8 @@ def dot_interaction(
     """
     parts = [embedded] if isinstance(embedded, Tensor) else list(embedded)
     check_vectors(bottom, parts, order)
-    if not use_triton(bottom, impl):
+    vectors = sum(part.shape[1] for part in parts)
+    if not use_triton(bottom, impl) or vectors > MOST_TABLES:
         return dot_interaction_torch(bottom, parts, order=order, multiple=multiple)
     bottom, *parts = (x if x.stride(-1) == 1 else x.contiguous() for x in (bottom, *parts))
     order = None if order is None else order.contiguous()
@@ -252,6 +254,7 @@ def dot_interaction_torch(
     x = x if order is None else x.index_select(1, order)
     x = torch.cat([bottom[:, None], x.to(bottom.dtype)], dim=1)  # [B, F + 1, D]
     row, column = torch.tril_indices(x.shape[1], x.shape[1], -1, device=x.device)
-    products = torch.bmm(x, x.transpose(1, 2))[:, row, column]
+    pairs = row * x.shape[1] + column
+    products = torch.bmm(x, x.transpose(1, 2)).flatten(1).index_select(1, pairs)
     out = torch.cat([bottom, products], dim=1)
     return functional.pad(out, (0, -out.shape[1] % multiple))

@@ -6,11 +6,12 @@ A captured step is a single launch; otherwise launches take most of the time of 
 from __future__ import annotations
 
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,10 +22,13 @@ from dlrm.kernels.multi_copy import copy_together
 from dlrm.training.prefetch import PreparedBatch
 from dlrm.utils.streams import stream_of
 
-WARM_UP = 3  # steps of a batch size before one is captured
+WARM_UP = 3  # steps of a batch size; it is captured after the last of them
 
 Step = Callable[[PreparedBatch, bool], dict[str, Tensor]]
 """Trains on a prepared batch, with or without gradient norms."""
+
+Run = Callable[[], dict[str, Tensor]]
+"""A step on tensors that stay the same."""
 
 
 class Key(NamedTuple):
@@ -51,11 +55,76 @@ def room_for(count: int) -> int:
     return -(-count // unit) * unit
 
 
+class Recorder(Protocol):
+    """Warms steps up and records them."""
+
+    def warm_up(self, run: Run) -> dict[str, Tensor]:
+        """Run a step as it will be recorded."""
+
+    def record(self, run: Run) -> tuple[Callable[[], object], dict[str, Tensor]]:
+        """Record a step, which computes nothing; returns its replay and the tensors it writes."""
+
+
+class GraphRecorder:
+    """Records steps as CUDA graphs in one memory pool: their replays never overlap.
+
+    Args:
+        device: of the steps.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = stream_of(device, "steps")
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, run: Run) -> dict[str, Tensor]:
+        """Run a step on the stream of the captures."""
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            out = run()
+        current.wait_stream(self._stream)
+        return out
+
+    def record(self, run: Run) -> tuple[Callable[[], object], dict[str, Tensor]]:
+        """Capture a step.
+
+        Raises:
+            Exception: of the step, or else of the capture. The step can run without it afterwards.
+        """
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        cause: Exception | None = None
+        try:
+            # Another thread may fetch rows meanwhile, with streams and memory of its own.
+            with torch.cuda.graph(
+                graph, self._pool, self._stream, capture_error_mode="thread_local"
+            ):
+                try:
+                    out = run()
+                except Exception as error:
+                    cause = error
+                    raise
+        except Exception as error:
+            torch.cuda.set_stream(current)
+            self._abandon()
+            raise (cause or error) from None
+        return graph.replay, out
+
+    def _abandon(self) -> None:
+        """Undo what PyTorch leaves after a capture that failed to end."""
+        index = self._stream.device_index
+        with suppress(RuntimeError):  # from 2.12 on, the allocator knows that it is over
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+        # The generator still counts for the graph, and would refuse to draw outside of it.
+        generator = torch.cuda.default_generators[index]
+        generator.graphsafe_set_state(generator.clone_state())
+
+
 @dataclass(frozen=True)
 class Captured:
-    """A step of one batch size as a CUDA graph, its inputs and its outputs."""
+    """A recorded step of one batch size, its inputs and its outputs."""
 
-    graph: torch.cuda.CUDAGraph
+    replay: Callable[[], object]
     static: PreparedBatch
     out: dict[str, Tensor]
 
@@ -63,23 +132,43 @@ class Captured:
 class StepGraphs:
     """CUDA graphs of a step, one for each batch size that comes up often.
 
-    The first steps of a size run without a graph: capture needs a warm-up. Of multi-hot batches,
-    those of equal ``bag_sizes`` share a graph; ragged ones share those with room for their ids.
+    The first steps of a size run without a graph, as a warm-up. They train on copies of their
+    batches, which have the layout of the tensors that are captured, so that the compiler has seen
+    those: a dimension of size 0 or 1 may have any stride. Of multi-hot batches, those of equal
+    ``bag_sizes`` share a graph; ragged ones share those with room for their ids.
+
+    If a capture fails, all later steps that have no graph yet run without one, as a warm-up does.
 
     Args:
         device: of the step.
         by_group: the features in the order in which a captured step reads their ids, ``[F]``; its
             context says ``grouped``.
+        undo: drops what a step leaves that was interrupted while it was recorded.
+        make_recorder: makes what records the steps.
 
     Attributes:
         preparing_seconds: time spent in steps that were compiled, captured or ran as a warm-up.
     """
 
-    def __init__(self, device: torch.device, by_group: Tensor) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        by_group: Tensor,
+        undo: Callable[[], None],
+        make_recorder: Callable[[torch.device], Recorder] = GraphRecorder,
+    ) -> None:
         self._device, self._by_group = device, by_group
+        self.undo, self._make_recorder = undo, make_recorder
+        self._recorder: Recorder | None = None
+        self._captures = True
         self._seen: Counter[Key] = Counter()
         self._captured: dict[Key, Captured] = {}
         self.preparing_seconds = 0.0
+
+    @property
+    def count(self) -> int:
+        """Number of graphs."""
+        return len(self._captured)
 
     def __call__(self, step: Step, prepared: PreparedBatch, norms: bool) -> dict[str, Tensor]:
         """Run the step or replay it.
@@ -99,12 +188,13 @@ class StepGraphs:
             self.preparing_seconds += time.perf_counter() - began
             return out
         self._copy_inputs(captured.static, prepared)
-        captured.graph.replay()
+        captured.replay()
         return captured.out
 
     def close(self) -> None:
         """Drop the graphs; the next step of a batch size is captured again."""
         self._captured.clear()
+        self._recorder = None  # its memory went with the graphs
 
     def _key(self, prepared: PreparedBatch, norms: bool) -> Key:
         batch, context = prepared.batch, prepared.context
@@ -120,45 +210,52 @@ class StepGraphs:
     def _prepare(
         self, key: Key, step: Step, prepared: PreparedBatch, norms: bool
     ) -> dict[str, Tensor]:
-        """Run a step of a batch size without a graph; capture it after the warm-up."""
+        """Run a step of a batch size without a graph, and capture it after the warm-up."""
+        recorder = self._recorder = self._recorder or self._make_recorder(self._device)
         kind = key._replace(bags=0) if isinstance(key.bags, int) else key  # whatever the room
         self._seen[kind] += 1
-        if self._seen[kind] > WARM_UP:
-            captured = self._captured[key] = self._capture(key, step, prepared)
-            captured.graph.replay()
-            return captured.out
+
         # The short last batch of an epoch is not worth the seconds of compiling for its size.
         compiled = not self._captured or any(key.size == other.size for other in self._captured)
-        compiles = compiled or self._seen[kind] == WARM_UP
-        with nullcontext() if compiles else set_stance("force_eager"):
-            return self._warm_up(step, prepared, norms)
+        if not compiled and self._seen[kind] < WARM_UP:
+            with set_stance("force_eager"):
+                return recorder.warm_up(lambda: step(prepared, norms))
 
-    def _warm_up(self, step: Step, prepared: PreparedBatch, norms: bool) -> dict[str, Tensor]:
-        """Run a step on a side stream, as capture will."""
-        current, side = torch.cuda.current_stream(), stream_of(self._device, "steps")
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            out = step(prepared, norms)
-        current.wait_stream(side)
+        static = self._static(key, prepared)
+        out = recorder.warm_up(lambda: step(static, norms))
+        if self._captures and self._seen[kind] >= WARM_UP:
+            self._capture(key, recorder, lambda: step(static, norms), static)
         return out
 
-    def _capture(self, key: Key, step: Step, prepared: PreparedBatch) -> Captured:
-        """Record a step on a copy of the batch; nothing is computed yet."""
-        lookups = [each.like() for each in prepared.context.lookups]
+    def _capture(self, key: Key, recorder: Recorder, run: Run, static: PreparedBatch) -> None:
+        """Record a step that has just run on the same tensors, without computing anything."""
+        try:
+            with set_stance("fail_on_recompile"):  # a compiler would break the capture
+                replay, out = recorder.record(run)
+        except Exception as error:
+            self._captures = False
+            self.undo()
+            reason = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+            warnings.warn(
+                f"a step for {key.size} samples can't be captured as a CUDA graph ({reason}); "
+                "training continues with compiled steps, which are slower for small batches; "
+                "--step compile does so from the start",
+                stacklevel=2,
+            )
+        else:
+            self._captured[key] = Captured(replay, static, out)
+
+    def _static(self, key: Key, prepared: PreparedBatch) -> PreparedBatch:
+        """A copy of a batch that a captured step can read, of the same layout every time."""
+        batch, context = prepared.batch, prepared.context
+        lookups = [each.like() for each in context.lookups]
         ragged = isinstance(key.bags, int)
-        context = replace(prepared.context, grouped=True, lookups=lookups, padded=ragged)
-        batch = prepared.batch
         copy = padded(batch, key.bags) if isinstance(key.bags, int) else batch.clone()
-        static = PreparedBatch(batch=copy, context=context)
+        static = PreparedBatch(
+            batch=copy, context=replace(context, grouped=True, lookups=lookups, padded=ragged)
+        )
         self._copy_inputs(static, prepared)
-        graph = torch.cuda.CUDAGraph()
-        if not self._captured:  # replays never overlap, so all graphs share one memory pool
-            self._pool = torch.cuda.graph_pool_handle()
-        # Another thread may fetch rows meanwhile, with streams and memory of its own.
-        stream = stream_of(self._device, "steps")
-        with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
-            out = step(static, key.norms)
-        return Captured(graph, static, out)
+        return static
 
     def _copy_inputs(self, to: PreparedBatch, prepared: PreparedBatch) -> None:
         """Copy a batch to the tensors that a captured step reads."""

@@ -60,8 +60,8 @@ class GradientReducer:
                 "replicate or --tables.dtype fp32"
             )
         self._skips_zero_gradients = all(map(_skips_zero_gradients_in, optimizer.param_groups))
-        self._missing = len(self._early)
         self._sent: tuple[Tensor, dist.Work] | None = None
+        self.drop_gradients()
         this = ref(self)  # so that a parameter does not keep the reducer alive
 
         def on_gradient(_: Tensor) -> None:
@@ -86,6 +86,10 @@ class GradientReducer:
         equal = fixed and self.is_even(batch)
         gather_ids = partial(self.world.gather_ids, equal=equal)
         return replace(context, equal_sizes=equal, bag_sizes=batch.bag_sizes, gather_ids=gather_ids)
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of a step that was interrupted."""
+        self._missing, self._sent = len(self._early), None
 
     def _on_early_gradient(self) -> None:
         self._missing -= 1

@@ -108,7 +108,8 @@ class TrainStep:
         self.last_loss: Tensor | None = None
         self._side = side_stream_of(self.device)
         self._sorter = RowSorter(self.device)
-        self.graphs = StepGraphs(self.device, model.sparse_arch.feature_order.by_group)
+        by_group = model.sparse_arch.feature_order.by_group
+        self.graphs = StepGraphs(self.device, by_group, self._undo)
         self.prefetcher = make_prefetcher(model.sparse_arch, self.device, alone=reducer is None)
         if reducer is not None:  # captured graphs that exchange values must be gone by then
             reducer.world.before_leaving(self.graphs.close)
@@ -220,6 +221,12 @@ class TrainStep:
         self._side.join()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
+
+    def _undo(self) -> None:
+        """Drop what a step left that was interrupted."""
+        self.model.zero_grad()
+        if self.reducer is not None:
+            self.reducer.drop_gradients()
 
     @torch.no_grad()
     def _scale_gradients(self, factor: Tensor) -> None:

@@ -644,6 +644,15 @@ def test_gathered_batches_of_ranks_and_of_a_resumed_epoch(tmp_path):
         assert same(list(gathered), batches[1:])
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_gathered_ids_of_one_table_have_the_stride_of_any_other_matrix(tmp_path, shuffle):
+    """Else a compiled step would be compiled again."""
+    table = Categorical(name="C1", cardinality=40)
+    write(tmp_path, {**columns(40), "C1": np.arange(40)}, categorical=[table])
+    batches = list(gathering(tmp_path, "train", batch_size=7, shuffle=shuffle))
+    assert [batch.ids.stride() for batch in batches] == [(7, 1)] * 5 + [(5, 1)]
+
+
 def test_small_batches_are_gathered_together(data, monkeypatch):
     """As many as have ``ROWS_AT_ONCE`` rows, and never beyond a buffer."""
     monkeypatch.setattr(loader_module, "ROWS_AT_ONCE", 30)

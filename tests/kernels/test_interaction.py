@@ -45,7 +45,14 @@ def check(assert_matches):
 @pytest.mark.parametrize("dtypes", ["fp32 fp32", "bf16 bf16", "bf16 fp32", "fp32 bf16"])
 @pytest.mark.parametrize(
     ("batch", "tables", "dim", "multiple"),
-    [(7, 26, 16, 8), (1, 1, 4, 1), (5, 3, 20, 1), (3, 40, 100, 16), (2, 64, 256, 8)],
+    [
+        (7, 26, 16, 8),
+        (1, 1, 4, 1),
+        (5, 3, 20, 1),
+        (3, 40, 100, 16),
+        (2, 64, 256, 8),
+        (2, 300, 4, 8),
+    ],
 )
 def test_matches_float64(device, check, impl, dtypes, batch, tables, dim, multiple):
     dtypes = [{"fp32": torch.float32, "bf16": torch.bfloat16}[name] for name in dtypes.split()]

@@ -1,4 +1,5 @@
 import copy
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -229,6 +230,73 @@ def test_captured_losses_of_weighted_samples_equal_eager():
         torch.manual_seed(1)
         losses = [step(batch)["loss"].item() for batch in weighted(12, 256, "cuda")]
         results[mode] = losses
-        assert mode != "graph" or step.graphs._captured
+        assert mode != "graph" or step.graphs.count
     assert results["compile"] == pytest.approx(results["eager"], abs=1e-4)
     assert results["graph"] == pytest.approx(results["eager"], abs=1e-4)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("plan", ["mixed", "tt"])
+def test_steps_on_the_tensors_of_a_graph_equal_others(plan, fails, recorded_on_a_cpu):
+    """Equal bits; also if every capture fails, which is tried once and warned of once."""
+    losses = []
+    for graph in (False, True):
+        _, step = make(plan)
+        reruns = recorded_on_a_cpu(step, fails=fails) if graph else None
+        torch.manual_seed(1)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            found = []
+            for index in range(9):
+                size = 20 if index == 5 else 64
+                (batch,) = batches(1, size, "cpu")
+                found.append(step(batch, norms=index == 7)["loss"].item())
+        losses.append((found, float(step.losses.take())))
+    assert losses[0] == losses[1]
+    assert reruns.attempts == 1
+    assert step.graphs.count == (0 if fails else 1)
+    assert len(warned) == fails
+    told = "a step for 64 samples can't be captured as a CUDA graph (RuntimeError: operation not"
+    assert all(str(warning.message).startswith(told) for warning in warned)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reason", ["backward", "forked", "capturing", "recompile"])
+def test_a_failed_capture_costs_nothing_but_speed(reason):
+    """Whatever ends it: no loss changes, no memory is kept, and random numbers can be drawn."""
+
+    def interrupt(*_):
+        if torch.cuda.is_current_stream_capturing():
+            if reason == "recompile":
+                torch._dynamo.reset()
+            elif reason == "capturing":
+                torch.ones(1, device="cuda").item()
+            else:
+                raise ArithmeticError(reason)
+
+    losses = []
+    for mode in ("compile", "graph"):
+        model, step = make("mixed", device="cuda", mode=mode)
+        if reason in ("backward", "capturing"):
+            model.top_mlp[0].weight.register_hook(interrupt)
+        else:
+            model.sparse_arch.register_forward_pre_hook(interrupt)
+        torch.manual_seed(1)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            losses.append([step(batch)["loss"].item() for batch in batches(12, 256, "cuda")])
+    messages = [str(warning.message) for warning in warned]
+    (told,) = [message for message in messages if "captured as a CUDA graph" in message]
+    assert reason in told
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    torch.rand(3, device="cuda")
+    other, before = torch.cuda.Stream(), torch.cuda.memory_allocated()
+    for _ in range(20):  # while a capture is under way, memory of two streams is not freed
+        torch.empty(1 << 24, device="cuda").record_stream(other)
+        torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() < before + 3 * (1 << 26)
+    _, step = make("mixed", device="cuda", mode="graph")
+    assert all(step(batch)["loss"].isfinite() for batch in batches(6, 256, "cuda"))
+    assert step.graphs.count == 1  # others are captured as ever

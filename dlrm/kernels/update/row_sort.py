@@ -184,11 +184,12 @@ class RowSorter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        # Without rows the stream must not be joined: it takes no part in a capture.
-        if self._stream is not None and self._submissions:
-            torch.cuda.current_stream().wait_stream(self._stream)
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        # Without rows the stream takes no part in a capture, and after an error there is none.
+        joins = bool(self._submissions) and kind is None
         self._submissions.clear()
+        if self._stream is not None and joins:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
     def submit(self, weight: Tensor, rows: Tensor, owners: Tensor | None = None) -> None:
         """Have the rows of a gradient sorted; they must not change until the block ends.
