@@ -38,14 +38,8 @@ def run(path, monkeypatch, data=None):
     return [output for cell in cells for output in cell.outputs]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=[] if path.stem == "data" else pytest.mark.slow)
-        for path in NOTEBOOKS
-    ],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_from_top_to_bottom_on_small_data(path, monkeypatch):
     outputs = run(path, monkeypatch)
     assert any("image/png" in output.get("data", {}) for output in outputs)

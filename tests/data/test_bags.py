@@ -12,6 +12,7 @@ import torch
 from dlrm.data.batch import Batch, concatenate, fixed_bags, fixed_offsets
 from dlrm.data.loader import BatchLoader
 from dlrm.data.schema import Categorical, Meta, Split
+from tests.kit import combinations
 
 ROWS = 700
 SIZES = (3, 1, 5)  # of the bags of H1, C1, H2
@@ -110,10 +111,13 @@ def same(left, right):
         assert (a.bounds, a.bag_sizes, a.ids.dtype) == (b.bounds, b.bag_sizes, b.ids.dtype)
 
 
-@MAKERS
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("window", [None, 3, 1])
-@pytest.mark.parametrize("batch_size", [1, 50, 333, ROWS])
+@combinations(
+    slow=pytest.mark.slow,
+    batch_size=[50, 333, ROWS, 1],
+    window=[None, 3, 1],
+    make=[BatchLoader, gathering],
+    shuffle=[False, True],
+)
 def test_every_row_has_its_bags(tmp_path, make, shuffle, window, batch_size):
     for data, bag_sizes in ((fixed, SIZES), (ragged, None)):
         directory = tmp_path / data.__name__

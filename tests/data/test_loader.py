@@ -19,6 +19,7 @@ from dlrm.data.device_shuffle import DeviceShuffleBuffer
 from dlrm.data.loader import BatchLoader
 from dlrm.data.schema import Categorical, Meta, Split
 from dlrm.training.prefetch import NoPrefetcher
+from tests.kit import combinations
 
 DENSE = ("I1", "I2")
 TABLES = (50, 3000, 7)
@@ -614,10 +615,14 @@ def gathering(*arguments, **options):
     return loader
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("batch_size", [1, 7, 64, 300, 1000])
-@pytest.mark.parametrize(("readers", "window"), [(1, 3), (5, 2), (2, 20)])
-def test_gathered_batches_are_the_assembled_ones(data, batch_size, shuffle, readers, window):
+@combinations(
+    slow=pytest.mark.slow,
+    batch_size=[1, 7, 64, 300, 1000],
+    memory=[(1, 3), (5, 2), (2, 20)],
+    shuffle=[False, True],
+)
+def test_gathered_batches_are_the_assembled_ones(data, batch_size, memory, shuffle):
+    readers, window = memory
     options = {"shuffle": shuffle, "window": window, "readers": readers}
     assembled = BatchLoader(data, "train", batch_size=batch_size, **options)
     gathered = gathering(data, "train", batch_size=batch_size, **options)

@@ -14,6 +14,7 @@ from dlrm.data import synthetic
 from dlrm.data.loader import BatchLoader
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.schema import Categorical, Meta, Split
+from tests.kit import combinations
 
 ROWS, GROUPS = 20_000, 40
 
@@ -157,9 +158,12 @@ def test_keeps_to_the_memory(tmp_path, make, share):
     assert peak < memory + 2_000_000, "and the row groups that are being decoded"
 
 
-@pytest.mark.parametrize("make", [BatchLoader, gathering])
-@pytest.mark.parametrize("memory", [None, 200_000])
-@pytest.mark.parametrize("done", [0, 1, 133, 300, 400])
+@combinations(
+    slow=pytest.mark.slow,
+    done=[0, 1, 133, 300, 400],
+    memory=[None, 200_000],
+    make=[BatchLoader, gathering],
+)
 def test_resumes_exactly_on_a_machine_with_other_memory(data, memory, done, make):
     options = {"batch_size": 50, "shuffle": True}
     first = make(data, "train", memory=memory, **options)

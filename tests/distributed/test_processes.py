@@ -74,7 +74,7 @@ def test_every_kind_and_way_equals_one_process(torchrun, processes):
     ("processes", "impl"),
     [
         (2, []),
-        (2, ["triton", "short"]),
+        pytest.param(2, ["triton", "short"], marks=pytest.mark.slow),
         pytest.param(2, ["triton"], marks=pytest.mark.slow),
         pytest.param(4, [], marks=pytest.mark.slow),
     ],
@@ -163,6 +163,7 @@ def child_at_step(step, process, run):
     return int(children[-1])
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted(torchrun, data, tmp_path):
     """A killed process ends all; the run goes on from its last checkpoint."""
     common = [*OPTIONS, "--data", data, "--output", tmp_path, "--epochs", "30"]

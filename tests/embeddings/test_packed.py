@@ -12,6 +12,7 @@ from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.arch import SparseArch
 from dlrm.sparse_arch.table_plan import make_table_plan
+from tests.kit import combinations, first
 
 SIZES = [1, 3, 40, 131]
 CASES = {
@@ -102,7 +103,7 @@ def losses(kind, dtype, device):
     return found[0], sum(found[-20:]) / 20
 
 
-@every_kind
+@first("kind", ["dense", "block", "drop", "hash", "short", "robe", "cafe"], slow=pytest.mark.slow)
 def test_training_moves_rows_as_in_fp32(kind, device):
     _, exact = losses(kind, None, device)
     for dtype, bound in (("int8", 0.02), ("int4", 0.1)):
@@ -158,7 +159,7 @@ def test_dense_gradients_and_unknown_types_are_refused():
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "sgd", "adam"])
 @pytest.mark.parametrize(("dtype", "ratio"), [("int8", 3.0), ("int4", 5.0)])
 def test_bytes_in_training(dtype, ratio, optimizer):
-    rows = [100_000, 3000]
+    rows = [10_000, 300]
     groups = [build("dense", rows, 16, dtype=own) for own in (None, dtype)]
     sizes = [
         sum(sum(f.values()) for f in group.footprint())
@@ -170,9 +171,12 @@ def test_bytes_in_training(dtype, ratio, optimizer):
     assert sizes[0] > sizes[1]
 
 
-@every_dtype
-@pytest.mark.parametrize("kind", ["drop", "hash", "block", "robe", "cafe", "qr"])
-@pytest.mark.parametrize("ratio", [3, 8, 40])
+@combinations(
+    slow=pytest.mark.slow,
+    kind=["drop", "hash", "block", "robe", "cafe", "qr"],
+    ratio=[3, 8, 40],
+    dtype=["int8", "int4"],
+)
 def test_budgets_count_scales(kind, dtype, ratio):
     sizes, dense = [50, 4000, 7, 900], 64 * 4957
     if kind == "block" and ratio == 40:

@@ -554,6 +554,7 @@ def test_what_is_no_result_is_named(script, tmp_path, capsys, content):
         runner.train([(tmp_path.name, [])], "data")
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_is_told_in_one_line(script, data, tmp_path, capfd):
     def kill():
         until = time.monotonic() + 60

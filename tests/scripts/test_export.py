@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from dlrm.training.checkpoint import Checkpoint
 from dlrm.training.run_directory import PREPARATION
+from tests.kit import first
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "export.md").read_text()
@@ -79,7 +80,7 @@ def export(run, tmp_path):
     return export
 
 
-@pytest.fixture(params=["criteo", "table"])
+@pytest.fixture(params=[pytest.param("criteo", marks=pytest.mark.slow), "table"])
 def trained(request):
     """A run, and a file of raw rows."""
     directory, _ = request.getfixturevalue(request.param)
@@ -99,6 +100,7 @@ def test_an_export_scores_like_predict_without_this_package(trained, export, exp
     assert len(set(found)) > 1000
 
 
+@pytest.mark.slow
 def test_the_example_of_the_document(table, export, tmp_path):
     directory, rows = table
     made = export(directory / "run", name="EXPORT")
@@ -141,10 +143,8 @@ def test_the_manifest(table, export):
     assert manifest["bytes_of_tables"] == size
 
 
-SLOW = [pytest.param(tables, marks=pytest.mark.slow) for tables in ("bf16", "int8")]
-
-
-@pytest.mark.parametrize("tables", [*SLOW, "int4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("tables", ["bf16", "int8", "int4"])
 def test_smaller_tables_score_nearly_the_same(tables, criteo, export, expected, tmp_path):
     directory, _ = criteo
     made = export(directory / "run", "--tables", tables)
@@ -214,8 +214,9 @@ def test_what_can_not_be_exported(criteo, export, run, tmp_path, monkeypatch):
     assert not (made / "dlrm_reader").exists()
 
 
-@pytest.mark.parametrize(("room", "file"), [(5000, "weights.safetensors"), (None, "model.pt2")])
-def test_nothing_is_left_of_an_export_that_has_no_room(room, file, table, export, start, tmp_path):
+@first("limit", [(None, "model.pt2"), (5000, "weights.safetensors")], slow=pytest.mark.slow)
+def test_nothing_is_left_of_an_export_that_has_no_room(limit, table, export, start, tmp_path):
+    room, file = limit
     run = table[0] / "run"
     if file == "model.pt2":  # more than the weights take, and less than the program
         made = export(run)

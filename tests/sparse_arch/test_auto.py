@@ -11,6 +11,7 @@ from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.arch import SparseArch
 from dlrm.sparse_arch.auto import RARE, SPECIFIC, RowFormat, Table, choose_tables, kept_share
 from dlrm.sparse_arch.table_plan import make_table_plan
+from tests.kit import combinations
 
 CAPPED = [min(rows, 100_000) for rows in KAGGLE_CARDINALITIES]
 
@@ -36,8 +37,11 @@ def footprint(sizes, dim, plan):
     return sum(sum(parts.values()) for parts in arch.footprint()), len(arch.groups)
 
 
-@pytest.mark.parametrize("dtypes", [DTYPES, ("fp32",), ("bf16",), ("int4",)])
-@pytest.mark.parametrize("ratio", [2, 10, 100, 1000, 10_000])
+@combinations(
+    slow=pytest.mark.slow,
+    ratio=[2, 10, 100, 1000, 10_000],
+    dtypes=[DTYPES, ("fp32",), ("bf16",), ("int4",)],
+)
 def test_a_budget_is_kept_and_used(ratio, dtypes):
     budget = sum(CAPPED) * 64 // ratio
     counts = [zipf(rows) for rows in CAPPED]

@@ -66,6 +66,7 @@ def test_a_run_stops_early_and_its_best_state_is_the_result(
     assert os.readlink(link) == f"step_{best}"
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_after_its_last_evaluation_stops_early_too(
     start, run, command, result, tmp_path
 ):

@@ -72,11 +72,14 @@ def test_labels_that_are_all_equal_are_pointed_out(label, train, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        [*ADAM, "--optim.lr", "0.05", "--epochs", "40", "--patience", "0"],
+        pytest.param(
+            [*ADAM, "--optim.lr", "0.05", "--epochs", "40", "--patience", "0"],
+            id="overfitted",
+            marks=pytest.mark.slow,
+        ),
         ["--emb", "hash", "--hash.rows", "2", "--tables.threshold", "0", "--eval_every", "1"],
         ["--batch_size", "1", "--max_steps", "30", "--eval_every", "1"],
     ],
-    ids=["overfitted", "compressed", "one row at a time"],
 )
 def test_poor_runs_on_random_labels_have_not_diverged(options, train, lines, tmp_path):
     """Memorized labels raise the log loss of validation as far as divergence does."""

@@ -22,6 +22,7 @@ def run_elsewhere(*programs):
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
+@pytest.mark.slow
 def test_from_raw_rows_to_a_comparison(command, tmp_path):
     raw, data, runs = (tmp_path / name for name in ("raw", "data", "runs"))
     table = tmp_path / "table.csv"

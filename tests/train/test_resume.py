@@ -19,6 +19,7 @@ from dlrm.data import synthetic
 from dlrm.training.checkpoint import Checkpoint, load_model
 from dlrm.training.checkpoint.writer import point
 from dlrm.training.run_directory import RunLock, resume_hint
+from tests.kit import first
 
 
 @pytest.mark.parametrize("kind", [pytest.param("dense", marks=pytest.mark.slow), "tt"])
@@ -339,9 +340,10 @@ def test_two_processes_never_write_one_run(run, start, train, command, tmp_path)
 PLANT = b"cposix\nsystem\n(S'touch %s'\ntR."
 
 
-@pytest.mark.parametrize(
+@first(
     "name",
-    ["manifest.json", "rank_00000.safetensors", ".metadata", "about.pt", "__0_0.distcp", "all"],
+    ["all", "manifest.json", "rank_00000.safetensors", ".metadata", "about.pt", "__0_0.distcp"],
+    slow=pytest.mark.slow,
 )
 def test_a_checkpoint_runs_no_code(name, run, train, command, two_steps, data, tmp_path):
     """Pickles that call a program, wherever a checkpoint may have a file."""

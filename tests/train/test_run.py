@@ -18,6 +18,7 @@ from dlrm.training import checkpoint, run_directory
 from dlrm.training.dashboards import tag
 from dlrm.training.profiling import PARTS
 from dlrm.utils.messages import format_bytes
+from tests.kit import combinations
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "criteo_kaggle_137k.tsv.gz"
 
@@ -34,6 +35,7 @@ def test_real_rows_from_raw_logs_to_a_trained_model(run, result, tmp_path):
         assert result(tmp_path / kind)["test/auc"] > floor
 
 
+@pytest.mark.slow  # some train in int8 below, dense tables everywhere
 @pytest.mark.parametrize("kind", sorted(available()))
 def test_every_kind_trains_better_than_chance(kind, train, options, data, result, tmp_path):
     given = [*options(kind), "--optim.lr", "0.02", "--tables.threshold", "1000"]
@@ -73,8 +75,11 @@ def test_tables_in_bf16_take_half_and_train(train, result, tmp_path):
     assert values["test/auc"] > 0.6
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
-@pytest.mark.parametrize("kind", ["dense", "drop", "hash", "block", "robe", "cafe"])
+@combinations(
+    slow=pytest.mark.slow,
+    kind=["dense", "drop", "hash", "block", "robe", "cafe"],
+    dtype=["int8", "int4"],
+)
 def test_tables_in_int8_and_int4_train(kind, dtype, train, options, result, tmp_path):
     rule = ["--optim.embeddings", "rowwise_adagrad", "--optim.lr", "0.02"]
     train("run", *options(kind), "--tables.dtype", dtype, *rule)

@@ -74,7 +74,7 @@ def resumes_to_the_same_bits(run, train, losses, lines, result, tmp_path):
     ("number", "kind"),
     [
         (signal.SIGINT, "dense"),
-        (signal.SIGTERM, "tt"),
+        pytest.param(signal.SIGTERM, "tt", marks=pytest.mark.slow),
         pytest.param(signal.SIGHUP, "offload", marks=pytest.mark.slow),
     ],
 )

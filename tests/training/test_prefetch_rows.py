@@ -9,6 +9,7 @@ from dlrm.kernels.offload.row_cache import CachedRows
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
 from dlrm.training.step import TrainStep
+from tests.kit import combinations
 
 SIZES = [50, 900, 40]
 
@@ -49,8 +50,9 @@ def prepared(way, step, batches):
         yield from step.prefetcher(batches)
 
 
-@pytest.mark.parametrize("way", ["all", "next", "none", "three", "now and then", "interrupted"])
-@pytest.mark.parametrize("cache_rows", [20, 600])
+@combinations(
+    way=["all", "next", "none", "three", "now and then", "interrupted"], cache_rows=[20, 600]
+)
 def test_losses_equal_those_of_dense_tables(way, cache_rows, device):
     offload = ("offload", {"cache_rows": cache_rows})
     plans = [[("dense", {})] * 3, [offload] * 3, [offload, ("dense", {}), offload]]

@@ -15,6 +15,7 @@ from dlrm.kernels.lookup.codebook import (
     selected_sum,
     unpack,
 )
+from tests.kit import combinations
 
 GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.usefixtures("nan_in_new_memory")
@@ -81,18 +82,17 @@ def test_gradients_of_centroids_that_many_entries_share(device, assert_matches, 
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("tokens", "entries", "parts", "clusters"),
-    [
-        *[(1, 1, 1, 1), (5, 20, 3, 9), (17, 35, 9, 3), (3, 40, 4, 5)],
-        *([(67, 130, 8, 20), (64, 64, 2, 40), (3, 201, 4, 5)] if GPU else []),
-    ],
+SIZES = [(1, 1, 1, 1), (5, 20, 3, 9), (17, 35, 9, 3), (3, 40, 4, 5)]
+"""Tokens, entries, parts and clusters."""
+
+
+@combinations(
+    sizes=SIZES + ([(67, 130, 8, 20), (64, 64, 2, 40), (3, 201, 4, 5)] if GPU else []),
+    dtype=[torch.float32, torch.bfloat16],
+    with_bias=[False, True],
 )
-@pytest.mark.parametrize("with_bias", [True, False])
-def test_sums_and_gradients_agree_with_pytorch(
-    tokens, entries, parts, clusters, dtype, with_bias, device, assert_matches
-):
+def test_sums_and_gradients_agree_with_pytorch(sizes, dtype, with_bias, device, assert_matches):
+    tokens, entries, parts, clusters = sizes
     bits = code_bits(clusters)
     packed = pack(torch.randint(clusters, (entries, parts), device=device), bits)
     index = members(packed, parts, bits, clusters)

@@ -6,6 +6,7 @@ import torch
 from dlrm.kernels.lookup import peer as kernel
 from dlrm.kernels.lookup.peer import PeerTensor, read_rows, run_length, send_rows
 from dlrm.kernels.update.row_sort import sort_rows
+from tests.kit import combinations
 
 GPU = torch.cuda.is_available()
 IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
@@ -36,14 +37,15 @@ def draw(peers, looked_up, device):
     return rows, (holder - rank) % peers * HEIGHT + rows % HEIGHT
 
 
-@IMPLS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("peers", "looked_up", "dim"), [(1, 7, 4), (2, 61, 5), (3, 130, 16) if GPU else (3, 30, 9)]
+@combinations(
+    sizes=[(1, 7, 4), (2, 61, 5), (3, 130, 16) if GPU else (3, 30, 9)],
+    impl=["torch", "triton"],
+    dtype=[torch.float32, torch.bfloat16],
 )
 def test_rows_come_from_their_holders_and_gradients_go_there(
-    device, assert_close, impl, dtype, peers, looked_up, dim
+    device, assert_close, sizes, impl, dtype
 ):
+    peers, looked_up, dim = sizes
     tables = torch.randn(peers, HEIGHT, dim, device=device).to(dtype)
     rows, keys = draw(peers, looked_up, device)
     keys_received = [

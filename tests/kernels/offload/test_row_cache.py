@@ -14,6 +14,7 @@ from dlrm.kernels.offload.row_cache import CachedParameter, CachedRows, cached_r
 from dlrm.kernels.update import sparse
 from dlrm.kernels.update.rules import RULES, make_rule
 from dlrm.kernels.update.sparse import update_rows
+from tests.kit import combinations
 
 ROWS, DIM = 60, 3
 
@@ -51,9 +52,8 @@ def make(device, capacity, rule, dtype=torch.float32):
 @pytest.mark.parametrize(
     ("rule", "capacity"),
     [
-        *(("sgd", 7), ("adagrad", 7), ("rowwise_adagrad", 7), ("adam", 7)),
-        *(("adam", 0), ("adam", ROWS)),
-        *(pytest.param(rule, 7, marks=pytest.mark.slow) for rule in RULES[4:]),
+        *(("adagrad", 7), ("adam", 0), ("adam", ROWS)),
+        *(pytest.param(rule, 7, marks=pytest.mark.slow) for rule in RULES if rule != "adagrad"),
     ],
 )
 def test_updates_equal_those_without_a_cache(device, rule, capacity):
@@ -85,16 +85,9 @@ def delay(monkeypatch, name, seconds=0.003):
     monkeypatch.setattr(prefetch, name, late)
 
 
-FAST = [("adam", 20, "_gather"), ("adam", 20, "_store"), ("adagrad", 60, None)]
-MOVES = [
-    pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
-    for case in itertools.product(
-        ("adagrad", "rowwise_adagrad", "adam"), (20, 60), (None, "_gather", "_store")
-    )
-]
-
-
-@pytest.mark.parametrize(("rule", "capacity", "late"), MOVES)
+@combinations(
+    rule=["adagrad", "rowwise_adagrad", "adam"], capacity=[20, 60], late=[None, "_gather", "_store"]
+)
 def test_moves_during_the_step_change_nothing(device, monkeypatch, rule, capacity, late):
     dtype = torch.bfloat16 if rule == "adam" else torch.float32
     if late:
@@ -129,8 +122,7 @@ def test_moves_during_the_step_change_nothing(device, monkeypatch, rule, capacit
         assert torch.equal(mine, other)
 
 
-@pytest.mark.parametrize("then", ["flush", "release", "stop", "look up", "train"])
-@pytest.mark.parametrize("late", ["_gather", "_store"])
+@combinations(then=["flush", "release", "stop", "look up", "train"], late=["_gather", "_store"])
 def test_whoever_wants_the_table_waits_for_rows_on_their_way(device, monkeypatch, then, late):
     delay(monkeypatch, late, 0.1)
     rule, value, _, cached, _ = make(device, 20, "sgd")

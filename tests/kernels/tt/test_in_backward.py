@@ -16,13 +16,14 @@ from dlrm.optim import RowOptimizer, apply_in_backward
 from dlrm.training.data_parallel import GradientReducer
 from dlrm.training.step import TrainStep
 from dlrm.utils.bags import Bags
+from tests.kit import combinations, first
 
 GPU = torch.cuda.is_available()
 TOLERANCE = 1e-4 if GPU else 1e-6  # relative RMS of changes; on a GPU sums have no fixed order
 RULES = {
     "sgd": {},
-    "adagrad": {"eps": 0.1},  # else what is almost zero changes by the rate, up or down
-    "rowwise_adagrad": {"eps": 0.1},
+    "rowwise_adagrad": {"eps": 0.1},  # else what is almost zero changes by the rate, up or down
+    "adagrad": {"eps": 0.1},
 }
 # p of each table, q, ranks
 SHAPES = {
@@ -90,16 +91,7 @@ def train_by_gradients(cores: Cores, optimizer: RowOptimizer, steps: int = 1) ->
         optimizer.zero_grad()
 
 
-CASES = [
-    pytest.param(name, rule, strategy, marks=() if GPU or fast else pytest.mark.slow)
-    for name in SHAPES
-    for rule in RULES
-    for strategy in ("direct", "unique", "ordered")
-    for fast in [strategy == "direct" or (name, rule) == ("d4", "adagrad")]
-]
-
-
-@pytest.mark.parametrize(("name", "rule", "strategy"), CASES)
+@combinations(name=[*SHAPES], rule=[*RULES], strategy=["direct", "unique", "ordered"])
 def test_cores_are_updated_as_by_their_gradients(name, rule, strategy, device, monkeypatch):
     monkeypatch.setattr(op, "_strategy", lambda *_: strategy)
     ours, theirs = Cores(name, device), Cores(name, device)
@@ -159,11 +151,9 @@ def test_a_look_up_without_gradient_does_not_count(device):
     assert cores.cores[1].grad is None
 
 
-@pytest.mark.parametrize(
-    ("rule", "options"),
-    [("sgd", {"momentum": 0.9}), ("adagrad", {"weight_decay": 0.1}), ("adam", {})],
-)
-def test_rules_that_change_all_of_a_core_get_its_gradient(rule, options, device):
+@first("given", [("sgd", {"momentum": 0.9}), ("adagrad", {"weight_decay": 0.1}), ("adam", {})])
+def test_rules_that_change_all_of_a_core_get_its_gradient(given, device):
+    rule, options = given
     ours, theirs = Cores("d3", device), Cores("d3", device)
     train_by_gradients(theirs, optimizer_of(theirs, rule, **options))
     optimizer = optimizer_of(ours, rule, **options)
@@ -248,7 +238,7 @@ def group_of_one():
 
 
 @pytest.mark.usefixtures("group_of_one")
-@pytest.mark.parametrize("wanted", ["norms", "clip_norm", "reducer"])
+@first("wanted", ["reducer", "norms", "clip_norm"])
 def test_a_training_step_updates_them_unless_gradients_are_wanted(wanted, device, monkeypatch):
     monkeypatch.setattr(op, "use_triton", lambda *_: True)
     sizes, runs = [50, 60], []

@@ -22,6 +22,7 @@ from dlrm.kernels.tt import (
 from dlrm.kernels.tt.layout import FactorLayout, factor_layout
 from dlrm.kernels.update.dense import update_dense
 from dlrm.utils.bags import Bags
+from tests.kit import combinations, first
 
 GPU = torch.cuda.is_available()
 STRATEGIES = ("direct", "unique", "ordered")
@@ -174,8 +175,7 @@ def test_the_reference_shares_large_slices(device, assert_matches):
     assert_matches(reference, by_einsum, group.cores)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ALL)
+@combinations(name=[*ALL], strategy=STRATEGIES)
 def test_rows_and_the_gradient_of_every_core(name, strategy, device, matches):
     group = Group(name, device)
     matches(group, group.ids(20_000 if name in LARGE and GPU else 24), strategy)
@@ -191,7 +191,7 @@ def test_a_program_takes_several_tiles_of_a_slice(strategy, device, matches, mon
     matches(group, ids, strategy)
 
 
-@pytest.mark.parametrize("name", ["d2-tall", "d3-broad"])
+@first("name", ["d3-broad", "d2-tall"])
 def test_the_ids_of_a_right_factor_may_be_several_segments(name, device, matches, monkeypatch):
     monkeypatch.setattr(layout, "_SEGMENT", 1)
     group = Group(name, device)
@@ -200,7 +200,7 @@ def test_the_ids_of_a_right_factor_may_be_several_segments(name, device, matches
     matches(group, torch.where(ids % 3 > 0, ids % 7, ids), "unique")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@first("strategy", STRATEGIES[::-1])
 def test_a_second_backward_pass_gives_the_same(strategy, device, use, assert_close):
     group = Group("d4", device)
     rows = group.look_up(group.ids(20), precision="ieee", **use(strategy))
@@ -211,8 +211,7 @@ def test_a_second_backward_pass_gives_the_same(strategy, device, use, assert_clo
         assert_close(after, before, name)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", ["equal", "skewed", "ends"])
+@combinations(kind=["equal", "skewed", "ends"], strategy=STRATEGIES)
 def test_ids_that_repeat_and_ids_at_both_ends(kind, strategy, device, matches):
     group = Group("kaggle" if GPU else "d3-kaggle", device)
     # Adding 70,000 equal numbers one after another in fp32 rounds the same way each time. The bound
@@ -222,8 +221,7 @@ def test_ids_that_repeat_and_ids_at_both_ends(kind, strategy, device, matches):
     matches(group, ids, strategy, factor=factor, grad=lambda rows: 2 * rows.detach())
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("shape", [(), (1,), (6,), (2, 3, 4), (0,), (2, 0)])
+@combinations(shape=[(), (1,), (6,), (2, 3, 4), (0,), (2, 0)], strategy=STRATEGIES)
 def test_ids_of_any_shape(shape, strategy, device, use, assert_close):
     group = Group("d3", device)
     ids = torch.randint(30, shape, device=device, dtype=torch.int32)
@@ -256,7 +254,7 @@ def test_the_factors_of_the_rows_need_not_be_contiguous(device, assert_close):
     assert_close(got, want)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@first("strategy", STRATEGIES)
 def test_skipped_ids_have_neither_rows_nor_gradients(strategy, device, matches):
     group = Group("d3-kaggle", device)
     ids = group.ids(40)
@@ -286,15 +284,11 @@ def bags(group: Group, batch: int, nnz: int) -> tuple[Tensor, Tensor]:
     return torch.cat([ids, ids[:3]]), offsets
 
 
-BAGS = [
-    pytest.param(name, pooling, marks=() if (name == "d4") is (pooling == "mean") else SLOW)
-    for name in (["readme", "kaggle"] if GPU else ["d3", "d4"])
-    for pooling in ("sum", "mean", "weighted")
-]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("name", "pooling"), BAGS)
+@combinations(
+    pooling=["sum", "mean", "weighted"],
+    name=["readme", "kaggle"] if GPU else ["d3", "d4"],
+    strategy=STRATEGIES,
+)
 def test_bags(name, pooling, strategy, device, use, assert_matches):
     group = Group(name, device)
     ids, offsets = bags(group, *((2000, 20_000) if GPU else (12, 40)))

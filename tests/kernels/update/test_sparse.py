@@ -7,6 +7,7 @@ from dlrm.kernels.update import sparse as kernel
 from dlrm.kernels.update.row_sort import RowSorter, sort_rows, sort_rows_together
 from dlrm.kernels.update.rules import RULES, make_rule
 from dlrm.kernels.update.sparse import update_rows, update_rows_torch
+from tests.kit import SLOW, combinations, first
 
 GPU = torch.cuda.is_available()
 VARIANTS = {rule: make_rule(rule) for rule in RULES} | {
@@ -15,7 +16,6 @@ VARIANTS = {rule: make_rule(rule) for rule in RULES} | {
     "adam_decay": make_rule("adam", weight_decay=0.1),
     "adamw_decay": make_rule("adamw", weight_decay=0.3),
 }
-every_rule = pytest.mark.parametrize("rule", VARIANTS.values(), ids=VARIANTS)
 
 
 def states_of(rule, rows, dim, device):
@@ -124,11 +124,15 @@ def runs(monkeypatch):
 
 
 @pytest.mark.usefixtures("nan_in_new_memory", "runs")
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("pattern", ["skewed", "one row", "left out"])
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [  # how entries are merged does not depend on the rule
+        *(("sgd", pattern) for pattern in ("skewed", "one row", "left out")),
+        *(("adam", pattern) for pattern in ("one row", "left out")),
+        *(pytest.param(name, "skewed", marks=SLOW) for name in VARIANTS if name != "sgd"),
+    ],
+)
 def test_runs_match_float64(device, assert_close, name, pattern):
-    if not GPU and pattern != "skewed" and name not in ("sgd", "adam"):
-        pytest.skip("how entries are merged does not depend on the rule")
     rule, rows, entries, dim = VARIANTS[name], 40, 97, 12
     weight = torch.randn(rows, dim, device=device)
     value, states = weight.clone(), states_of(rule, rows, dim, device)
@@ -191,8 +195,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("impl", ["triton", "torch"])
+@combinations(name=[*OPTIMIZERS], impl=["triton", "torch"])
 def test_agrees_with_torch_optimizers(device, name, impl):
     weight, rule = torch.randn(7, 4, device=device), VARIANTS[name]
     parameter = torch.nn.Parameter(weight.clone())
@@ -219,8 +222,9 @@ def test_entries_below_zero_are_left_out_whatever_their_gradient(device):
 
 
 @pytest.mark.parametrize("dim", [6, 300] if GPU else [3])  # several warps share a wide row
-@every_rule
-def test_other_rows_keep_every_bit_and_runs_are_equal(device, scale, rule, dim):
+@first("name", ["adam", *(name for name in VARIANTS if name != "adam")])
+def test_other_rows_keep_every_bit_and_runs_are_equal(device, scale, name, dim):
+    rule = VARIANTS[name]
     rows, entries = 40 * scale, 45 * scale
     weight = torch.randn(rows, dim, device=device)
     ids = draw("skewed", rows // 2, entries, device)
@@ -328,9 +332,7 @@ def test_tables_whose_rows_are_sorted_together(device, rows):
         assert weight.any()
 
 
-@pytest.mark.parametrize("batch", [1, 20, 32])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("transposed", [False, True])
+@combinations(batch=[1, 20, 32], dtype=[torch.int32, torch.int64], transposed=[False, True])
 def test_short_lists_are_sorted_table_by_table(device, batch, dtype, transposed):
     """As the whole list by itself: the tables stand behind one another."""
     tables, height = 3, 2**30 if dtype == torch.int64 else 9
