@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import io
 import logging
+import shlex
+import subprocess
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +26,7 @@ from torch.export.passes import move_to_device_pass
 from dlrm.export.inference import InferenceModel
 
 DEVICES = ("cpu", "cuda")
-CUDA_VERSION = "2.12"  # of PyTorch, at least; with 2.11 one H200 could not load a program
+CPP_LIBRARY = "libstdc++.so.6"
 ONNX_PACKAGES = ("onnx", "onnxscript")
 
 
@@ -123,22 +125,18 @@ def compile_program(program: ExportedProgram, path: Path, device: str) -> None:
     The code is for processors, or GPUs, like those of this machine.
 
     Raises:
-        ValueError: there is no C++ compiler, or no such device, or PyTorch is too old for it.
+        ValueError: there is no C++ compiler, or no such device.
     """
     if not has_compiler():
         raise ValueError(
             "compiling needs a C++ compiler, and there is none: install g++, or give --compile "
             "without a name"
         )
-    if device == "cuda" and torch.__version__ < CUDA_VERSION:
-        raise ValueError(
-            f"--compile cuda needs PyTorch {CUDA_VERSION}, as what {torch.__version__} compiles "
-            "crashes when it is loaded: update it, or leave cuda out"
-        )
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--compile cuda needs a GPU, and there is none: leave it out")
 
     configs = {
+        "aot_inductor.custom_op_libs": _cpp_library(),
         "aot_inductor.package_constants_in_so": False,
         "always_keep_tensor_constants": True,
         # Precompiled headers save 3 core-seconds each time, but take 15 the first time.
@@ -149,6 +147,17 @@ def compile_program(program: ExportedProgram, path: Path, device: str) -> None:
         configs["triton.autotune_at_compile_time"] = False
     with _quiet(), _moved(program, device):
         aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
+
+
+def _cpp_library() -> list[str]:
+    """The C++ library for the linker, so that a program shares the one that PyTorch has loaded.
+
+    Some compilers would link a static one. With two of them in a process, a program crashes when it
+    is loaded.
+    """
+    command = [*shlex.split(get_cpp_compiler()), f"-print-file-name={CPP_LIBRARY}"]
+    found = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return [f":{CPP_LIBRARY}"] if Path(found).is_file() else []
 
 
 @contextmanager

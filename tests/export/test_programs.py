@@ -6,13 +6,11 @@ import importlib.util
 import pytest
 import torch
 from torch import nn
-from torch.torch_version import TorchVersion
 
 from dlrm.embeddings import available
 from dlrm.embeddings.tt import TT
 from dlrm.export.inference import InferenceModel
 from dlrm.export.programs import (
-    CUDA_VERSION,
     compile_program,
     has_compiler,
     save_onnx,
@@ -155,20 +153,22 @@ def test_a_program_without_its_weights_scores_nothing(tmp_path):
 
 @pytest.mark.parametrize("case", ["block", "cafe", "tt with a cache"])
 @pytest.mark.parametrize(
-    ("where", "lists"),
+    ("where", "lists", "static"),
     [
-        pytest.param("cpu", False, marks=pytest.mark.slow),
-        pytest.param("cpu", True, marks=pytest.mark.slow),
-        pytest.param("cuda", False, marks=pytest.mark.gpu),
-        pytest.param("cuda", True, marks=pytest.mark.gpu),
+        pytest.param("cpu", False, False, marks=pytest.mark.slow),
+        pytest.param("cpu", True, True, marks=pytest.mark.slow),
+        pytest.param("cuda", True, False, marks=pytest.mark.gpu),
     ],
 )
-def test_compiled_programs(case, where, lists, tmp_path):
-    if where == "cuda" and torch.__version__ < CUDA_VERSION:
-        pytest.skip("what PyTorch 2.11 compiles for CUDA crashes when it is loaded")
+def test_compiled_programs(case, where, lists, static, tmp_path):
+    """Also with a compiler that links its library statically, where it has a static one."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\nexec g++ -static-libstdc++ "$@"\n')
+    compiler.chmod(0o755)
     model = model_of(case)
     program = trace(InferenceModel(copy.deepcopy(model), LISTS if lists else [False] * 5), 3)
-    compile_program(program, tmp_path / "compiled.pt2", where)
+    with torch._inductor.config.patch({"cpp.cxx": (str(compiler),)} if static else {}):
+        compile_program(program, tmp_path / "compiled.pt2", where)
     compiled = torch._inductor.aoti_load_package(str(tmp_path / "compiled.pt2"))
     names = compiled.get_constant_fqns()
     weights = {name: program.state_dict[name].to(where) for name in names}
@@ -182,12 +182,6 @@ def test_compiled_programs(case, where, lists, tmp_path):
         torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
     scored = program.module()(*given)  # it is on the CPU as before
     torch.testing.assert_close(scored, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_an_old_pytorch_compiles_nothing_for_cuda(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
-    with pytest.raises(ValueError, match=r"--compile cuda needs PyTorch 2\.12, as what 2\.11\.0"):
-        compile_program(trace(InferenceModel(model_of("dense"), [False] * 5), 3), tmp_path, "cuda")
 
 
 ONNX = [(case, "fp32", False) for case in sorted(CASES)]
