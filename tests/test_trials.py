@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import embedding_bag
 
 from dlrm.data.batch import Batch, fixed_bags
+from dlrm.embeddings.bag import EmbeddingBag
 from dlrm.embeddings.registry import available
 from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
@@ -196,6 +198,29 @@ def test_a_random_model_trains_alike_in_every_mode(seed, recorded_on_a_cpu):
         wanted = score_in_fp64(case, model, batch)
     noise = 1e-4 if case["dtype"] == "fp32" else 2e-2
     torch.testing.assert_close(found.double(), wanted, rtol=noise, atol=noise, msg=str(case))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_weighted_bags_are_those_of_dense_rows(seed, device):
+    case = draw(seed)
+    (kind, options), rows, dim = case["plan"][0], case["sizes"][0], case["dim"]
+    dtype = {"fp32": None, "bf16": torch.bfloat16}.get(case["dtype"], case["dtype"])
+    common = {"mode": "sum", "sparse": True, "include_last_offset": True, "dtype": dtype}
+    layer = EmbeddingBag(rows, dim, kind=kind, device=device, **common, **options)
+    lengths = torch.randint(0, 4, (case["batches"][0],))
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    ids = torch.randint(rows, (int(offsets[-1]),), dtype=case["ids"])
+    with torch.no_grad():
+        given = ids.to(device), offsets.to(device)
+        weights = torch.rand(len(ids)).to(next(layer.embedding.parameters()))
+        found = layer(*given, weights).cpu().double()
+        dense = layer.embedding.to_dense(0).cpu().double()
+    wanted = embedding_bag(
+        ids.long(), dense, offsets, mode="sum", per_sample_weights=weights.cpu().double(),
+        include_last_offset=True,
+    )  # fmt: skip
+    noise = 1e-5 if case["dtype"] == "fp32" else 2e-2
+    torch.testing.assert_close(found, wanted, rtol=noise, atol=noise, msg=str(case))
 
 
 def test_the_models_differ():
