@@ -212,7 +212,7 @@ def test_random_weighted_bags_are_those_of_dense_rows(seed, device):
     ids = torch.randint(rows, (int(offsets[-1]),), dtype=case["ids"])
     with torch.no_grad():
         given = ids.to(device), offsets.to(device)
-        weights = torch.rand(len(ids)).to(next(layer.embedding.parameters()))
+        weights = torch.rand(len(ids)).to(layer(*given))  # of the type of the rows
         found = layer(*given, weights).cpu().double()
         dense = layer.embedding.to_dense(0).cpu().double()
     wanted = embedding_bag(

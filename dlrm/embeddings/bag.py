@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any, Self
 
 import torch
@@ -126,8 +127,10 @@ class EmbeddingBag(nn.Module):
                 f"they must have the shape of input, {tuple(input.shape)}"
             )
         if per_sample_weights is not None:
-            # A replica made by nn.DataParallel has plain tensors in place of parameters.
-            dtype = next(self.embedding.parameters(), per_sample_weights).dtype
+            # A replica made by nn.DataParallel has plain tensors in place of parameters. Cores of
+            # tensor trains are in bf16 next to packed rows, and the sum of both is in fp32.
+            dtypes = [parameter.dtype for parameter in self.embedding.parameters()]
+            dtype = reduce(torch.promote_types, dtypes or [per_sample_weights.dtype])
             if per_sample_weights.dtype != dtype:
                 raise ValueError(
                     f"per_sample_weights are {per_sample_weights.dtype}, they must be {dtype} like "

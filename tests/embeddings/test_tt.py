@@ -227,6 +227,15 @@ def test_drop_in_from_pretrained():
     torch.testing.assert_close(bag(ids, offsets), reference(ids, offsets), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_bags_of_packed_exact_rows_are_weighted_in_fp32(dtype):
+    """Next to cores in bf16."""
+    bag = EmbeddingBag(40, 8, mode="sum", kind="tt", rank=2, keep=7, sparse=True, dtype=dtype)
+    ids = torch.arange(12).view(3, 4)
+    found = bag(ids, per_sample_weights=torch.full((3, 4), 0.5))
+    torch.testing.assert_close(found, bag(ids) / 2)
+
+
 def test_autocast_leaves_the_look_up_in_full_precision():
     group = build("tt", [1000], 16, rank=8)
     ids = torch.arange(64)[None]
