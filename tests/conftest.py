@@ -45,7 +45,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 def program_path(name):
     """The file of a program: ``train``, or the name of one in ``scripts/``."""
-    (path,) = [*ROOT.glob(f"{name}.py"), *(ROOT / "scripts").rglob(f"{name}.py")]
+    found = [*ROOT.glob(f"{name}.py"), *(ROOT / "scripts").rglob(f"{name}.py")]
+    (path,) = [path for path in found if path.parent.name != "cases"]  # which are no programs
     return path
 
 

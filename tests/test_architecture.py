@@ -9,6 +9,8 @@ from pkgutil import resolve_name
 
 import pytest
 
+from dlrm.export.reader import CARRIED
+
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "dlrm").rglob("*.py"))
 
@@ -48,6 +50,11 @@ def imports(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level:  # relative to the package
+            package = module_name(path).split(".")
+            package = package if path.stem == "__init__" else package[:-1]
+            parents = package[: len(package) - node.level + 1]
+            yield ".".join([*parents, *filter(None, [node.module])])
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
 
@@ -133,6 +140,16 @@ def test_docstrings_refer_to_what_there_is(path):
             if not found:
                 missing.append(name or dotted)
     assert not missing
+
+
+def test_the_rows_of_an_export_are_prepared_without_the_rest():
+    """What an export carries is copied as it is: it imports by relative names, and no PyTorch."""
+    carried = {path for pattern in CARRIED for path in (ROOT / "dlrm").glob(pattern)}
+    for path in sorted(carried):
+        source = path.read_text()
+        assert not re.search(r"^\s*(from dlrm\b|import (dlrm|torch)\b|from torch\b)", source, re.M)
+        inside = {name for name in imports(path) if name.startswith("dlrm")}
+        assert inside <= {module_name(file) for file in carried}
 
 
 def test_the_program_is_short_enough_to_be_read_in_one_go():

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dlrm.data.schema import META_FILE, Categorical
+from .schema import META_FILE, Categorical
 
 
 def read_labels(array: pa.Array, where: str) -> np.ndarray:

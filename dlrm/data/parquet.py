@@ -19,9 +19,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dlrm.data.column_values import read_bags, read_dense, read_ids, read_labels, read_weights
-from dlrm.data.schema import META_FILE, Meta
-from dlrm.utils.messages import did_you_mean, listing, printable
+from ..utils.messages import did_you_mean, listing, printable
+from .column_values import read_bags, read_dense, read_ids, read_labels, read_weights
+from .schema import META_FILE, Meta
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dlrm.utils.atomic import atomic_write
-from dlrm.utils.documents import read_json, shown
-from dlrm.utils.messages import printable, require_local
+from ..utils.atomic import atomic_write
+from ..utils.documents import read_json, shown
+from ..utils.messages import printable, require_local
 
 SCHEMA_VERSION = 1
 META_FILE = "meta.json"

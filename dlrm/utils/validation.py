@@ -34,8 +34,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from dlrm.utils.documents import MAX_SHOWN, shown
-from dlrm.utils.messages import did_you_mean
+from .documents import MAX_SHOWN, shown
+from .messages import did_you_mean
 
 MAX_MISTAKES = 3
 """Number of mistakes that an error lists."""

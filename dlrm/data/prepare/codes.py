@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dlrm.data.prepare.bad_rows import BadValue, shown
-from dlrm.data.prepare.column_options import ALL_OTHERS
-from dlrm.data.prepare.values import as_texts, decoded
+from .bad_rows import BadValue, shown
+from .column_options import ALL_OTHERS
+from .values import as_texts, decoded
 
 LABELS = {
     "0": 0, "1": 1, "false": 0, "true": 1, "False": 0, "True": 1, "FALSE": 0, "TRUE": 1

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, MinLen
 from pydantic import BeforeValidator
 
-from dlrm.data.prepare.number_texts import Marks
-from dlrm.utils.documents import read_yaml
-from dlrm.utils.validation import Closed, Flag, Text, Texts, Whole, as_list, validate
+from ...utils.documents import read_yaml
+from ...utils.validation import Closed, Flag, Text, Texts, Whole, as_list, validate
+from .number_texts import Marks
 
 Kind = Literal["number", "category", "list", "time", "label", "weight", "split", "pass", "drop"]
 Transform = Literal["auto", "none", "log", "log3", "standard", "robust", "quantile"]

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from dlrm.data.prepare.column_options import ColumnOptions, TableOptions
-from dlrm.utils.validation import validate
+from ...utils.validation import validate
+from .column_options import ColumnOptions, TableOptions
 
 SPLIT = "(split)"
 """Name of what the split of a row depends on, where rows are converted but not yet prepared."""

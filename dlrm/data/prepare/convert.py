@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from dlrm.data.prepare import values
-from dlrm.data.prepare.bad_rows import BadValue
-from dlrm.data.prepare.codes import labels, split_codes
-from dlrm.data.prepare.columns import SPLIT, ColumnPlan, Feature
+from . import values
+from .bad_rows import BadValue
+from .codes import labels, split_codes
+from .columns import SPLIT, ColumnPlan, Feature
 
 
 def convert_rows(plan: ColumnPlan, raw: pa.RecordBatch, *, required: bool = True) -> pa.RecordBatch:

@@ -19,13 +19,13 @@ import pyarrow as pa
 import pyarrow.csv
 from numpy.typing import NDArray
 
-from dlrm.data.prepare.bad_rows import BAD_ROWS_KEPT, BadLine, BadRows, Converted
-from dlrm.data.prepare.column_options import ColumnOptions, TableOptions
-from dlrm.data.prepare.columns import Column, ColumnPlan
-from dlrm.data.prepare.hex_keys import hex_keys, modulo
-from dlrm.data.prepare.numbers import shifted_log
-from dlrm.data.prepare.text_blocks import BlockReader, TextBlock
-from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
+from ..schema import CRITEO_CATEGORICAL, CRITEO_DENSE
+from .bad_rows import BAD_ROWS_KEPT, BadLine, BadRows, Converted
+from .column_options import ColumnOptions, TableOptions
+from .columns import Column, ColumnPlan
+from .hex_keys import hex_keys, modulo
+from .numbers import shifted_log
+from .text_blocks import BlockReader, TextBlock
 
 COLUMNS = ("label", *CRITEO_DENSE, *CRITEO_CATEGORICAL)
 

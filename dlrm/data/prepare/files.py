@@ -7,6 +7,7 @@ import csv
 import glob
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,12 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from dlrm.data.parquet import read_footer
-from dlrm.data.prepare.bad_rows import BadRow
-from dlrm.data.prepare.column_options import TableOptions
-from dlrm.data.prepare.text_blocks import BLOCK_BYTES, BlockReader
-from dlrm.data.prepare.text_formats import CsvPart, JsonPart, csv_row_end
-from dlrm.utils.messages import did_you_mean
+from ...utils.messages import did_you_mean
+from ..parquet import read_footer
+from .bad_rows import BadRow
+from .column_options import TableOptions
+from .text_blocks import BLOCK_BYTES, BlockReader
+from .text_formats import CsvPart, JsonPart, csv_row_end
 
 PARQUET_ROWS = 1 << 16  # of a part
 SUFFIXES = {
@@ -98,11 +99,9 @@ class RawFile:
             found = cls(path=path, format=kind, names=())
         else:
             found = _open_csv(path, options)
-        for name in found.names:
-            if found.names.count(name) > 1:
-                raise ValueError(
-                    f"{path} has {found.names.count(name)} columns named {name!r}; rename them"
-                )
+        for name, count in Counter(found.names).items():
+            if count > 1:
+                raise ValueError(f"{path} has {count} columns named {name!r}; rename them")
         return found
 
     def parts(self, block_bytes: int = BLOCK_BYTES) -> Iterator[FilePart]:
@@ -203,28 +202,29 @@ def open_files(paths: Sequence[Path], options: TableOptions) -> list[RawFile]:
                 f"{first.path} is {first.format}, {other.path} is {other.format}; prepare files of "
                 "one format"
             )
-        require_columns(other.names, first.names, f"{other.path}", f"{first.path}")
+        _require_columns(other, first)
     return files
 
 
-def require_columns(names: Sequence[str], wanted: Sequence[str], where: str, first: str) -> None:
+def _require_columns(other: RawFile, first: RawFile) -> None:
     """Check that a file has the columns of the first one, in any order.
 
     Raises:
         ValueError: one is missing, or there is another.
     """
-    for name in wanted:
-        if name not in names:
-            raise ValueError(
-                f"{where} has no column {name!r}, but {first} has one{did_you_mean(name, names)}; "
-                "give all files the same columns"
-            )
-    for name in names:
-        if name not in wanted:
-            raise ValueError(
-                f"{where} has a column {name!r}, but {first} has none; give all files the same "
-                "columns"
-            )
+    names, wanted = dict.fromkeys(other.names), dict.fromkeys(first.names)
+    same = "give all files the same columns"
+    missing = next((name for name in wanted if name not in names), None)
+    if missing is not None:
+        raise ValueError(
+            f"{other.path} has no column {missing!r}, but {first.path} has one"
+            f"{did_you_mean(missing, names)}; {same}"
+        )
+    further = next((name for name in names if name not in wanted), None)
+    if further is not None:
+        raise ValueError(
+            f"{other.path} has a column {further!r}, but {first.path} has none; {same}"
+        )
 
 
 def _suffix(path: Path) -> str:

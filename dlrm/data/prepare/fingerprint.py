@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from dlrm.data.prepare.vocabulary import open_vocabulary, read_vocabulary
-from dlrm.data.schema import Meta
+from ..schema import Meta
+from .vocabulary import open_vocabulary, read_vocabulary
 
 
 def fingerprint(directory: str | os.PathLike[str], tables: Iterable[str], rules: Any) -> str:

@@ -8,12 +8,13 @@ from dataclasses import replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dlrm.data.prepare.bad_rows import BadRow
-from dlrm.data.prepare.codes import find_negative
-from dlrm.data.prepare.column_options import ALL_OTHERS, ColumnOptions, TableOptions, TimePart
-from dlrm.data.prepare.columns import Column, ColumnPlan
-from dlrm.data.prepare.files import ParquetPart, RawFile, no_header_hint
-from dlrm.data.prepare.kinds import (
+from ...utils.messages import did_you_mean, printable
+from .bad_rows import BadRow
+from .codes import find_negative
+from .column_options import ALL_OTHERS, ColumnOptions, TableOptions, TimePart
+from .columns import Column, ColumnPlan
+from .files import ParquetPart, RawFile, no_header_hint
+from .kinds import (
     InferredKind,
     NoFeatureError,
     find_kind,
@@ -21,9 +22,8 @@ from dlrm.data.prepare.kinds import (
     find_written_number,
     whole_days,
 )
-from dlrm.data.prepare.text_formats import CsvPart
-from dlrm.data.prepare.values import decoded, is_text
-from dlrm.utils.messages import did_you_mean, printable
+from .text_formats import CsvPart
+from .values import decoded, is_text
 
 SAMPLE_BYTES = 4 << 20
 PARTS: tuple[TimePart, ...] = ("hour", "weekday", "age")
@@ -42,15 +42,15 @@ def plan_columns(
     Raises:
         ValueError: the options name a column that does not exist, or nothing can be made of one.
     """
-    samples = [_sample(file, skip_bad) for file in _ends(files)]
-    sample = samples[0]
-    if not any(rows.num_rows for rows in samples):
+    batches = [_sample(file, skip_bad) for file in _ends(files)]
+    if not any(rows.num_rows for rows in batches):
         raise ValueError(f"{files[0].path} has no rows; give a table that has some")
-    names = sample.schema.names
+    samples = [dict(zip(rows.schema.names, rows.columns, strict=True)) for rows in batches]
+    names = batches[0].schema.names
     given = _named(options, names, files[0])
     columns, useless = [], dict[str, str]()
     for name in names:
-        parts = [decoded(rows[name]) for rows in samples if name in rows.schema.names]
+        parts = [decoded(rows[name]) for rows in samples if name in rows]
         own = given.get(name, ColumnOptions())
         if own.kind is None:
             untyped = files[0].format == "csv"
@@ -76,7 +76,7 @@ def plan_columns(
         )
     if useless:
         raise NoFeatureError(useless)
-    options = _with_negative(options, columns, files, samples, skip_bad)
+    options = _with_negative(options, columns, files, batches, skip_bad)
     plan = ColumnPlan(options=options, columns=tuple(columns))
     if not plan.categorical:
         raise ValueError(

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from dlrm.data.prepare.hex_keys import look_up, sum_counts
+from .hex_keys import look_up, sum_counts
 
 CHUNK_ENTRIES = 1 << 22  # of dictionaries whose ids are looked up at a time
 
@@ -114,4 +114,3 @@ class TextKeys:
         for start in range(0, len(entries), CHUNK_ENTRIES):
             part = entries[start : start + CHUNK_ENTRIES]
             part[:] = of_position[part]
-        entries.flush()

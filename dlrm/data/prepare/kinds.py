@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from dlrm.data.prepare.bad_rows import BadValue, shown
-from dlrm.data.prepare.number_texts import PLAIN, Marks, find_marks
-from dlrm.data.prepare.values import (
+from .bad_rows import BadValue, shown
+from .number_texts import PLAIN, Marks, find_marks
+from .values import (
     DAY,
     MISSING_TIME,
     NUMBER_MISSING,

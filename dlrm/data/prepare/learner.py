@@ -13,9 +13,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from dlrm.data.prepare.columns import Feature
-from dlrm.data.prepare.keys import HexKeys, Keys, TextKeys
-from dlrm.data.prepare.numbers import (
+from ...utils.atomic import atomic_write
+from ...utils.documents import read_json
+from ..schema import Categorical, Meta
+from ..threads import map_in_order
+from .columns import Feature
+from .keys import HexKeys, Keys, TextKeys
+from .numbers import (
     Scaling,
     Summary,
     bucket_edges,
@@ -24,15 +28,11 @@ from dlrm.data.prepare.numbers import (
     fit_scaling,
     summarise,
 )
-from dlrm.data.prepare.spill import SpilledBlock, entries_of, progress_bar
-from dlrm.data.prepare.splitting import Selection, Splitter, count_selected
-from dlrm.data.prepare.transform import Transform
-from dlrm.data.prepare.vocabulary import Vocabulary, make_vocabulary, texts_of
-from dlrm.data.prepare.workspace import Workspace
-from dlrm.data.schema import Categorical, Meta
-from dlrm.data.threads import map_in_order
-from dlrm.utils.atomic import atomic_write
-from dlrm.utils.documents import read_json
+from .spill import SpilledBlock, entries_of, progress_bar
+from .splitting import Selection, Splitter, count_selected
+from .transform import Transform
+from .vocabulary import Vocabulary, make_vocabulary, texts_of
+from .workspace import Workspace
 
 CHUNK_BYTES = 1 << 28  # of the values of blocks that are merged at a time
 

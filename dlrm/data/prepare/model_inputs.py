@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from dlrm.data.prepare.raw_rows import in_batches, prepare
-from dlrm.data.prepare.transform import Transform
-from dlrm.data.schema import Meta
+from ..schema import Meta
+from .raw_rows import in_batches, prepare
+from .transform import Transform
 
 PREPARATION = "preparation"
 """Where an export has what its raw rows are prepared with."""

@@ -23,18 +23,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dlrm.data.prepare.fingerprint import fingerprint
-from dlrm.data.prepare.learner import EarlierIds, Learner
-from dlrm.data.prepare.row_source import RowSource
-from dlrm.data.prepare.spill import Spilled, spill_rows
-from dlrm.data.prepare.split_writer import write_splits
-from dlrm.data.prepare.splitting import Splitter, count_selected
-from dlrm.data.prepare.text_blocks import BLOCK_BYTES
-from dlrm.data.prepare.transform import TRANSFORM_FILE, Transform
-from dlrm.data.prepare.workspace import BAD_ROWS_FILE, Workspace
-from dlrm.data.schema import META_FILE, Meta
-from dlrm.utils.atomic import atomic_write
-from dlrm.utils.cpus import cpu_count
+from ...utils.atomic import atomic_write
+from ...utils.cpus import cpu_count
+from ..schema import META_FILE, Meta
+from .fingerprint import fingerprint
+from .learner import EarlierIds, Learner
+from .row_source import RowSource
+from .spill import Spilled, spill_rows
+from .split_writer import write_splits
+from .splitting import Splitter, count_selected
+from .text_blocks import BLOCK_BYTES
+from .transform import TRANSFORM_FILE, Transform
+from .workspace import BAD_ROWS_FILE, Workspace
 
 FORMAT = 2  # of the spilled blocks; increment it when a restart cannot reuse older ones
 

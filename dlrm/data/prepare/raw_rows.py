@@ -11,11 +11,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from dlrm.data.prepare.bad_rows import BadRow
-from dlrm.data.prepare.transform import Transform, transform_files
-from dlrm.data.schema import META_FILE, Meta
-from dlrm.utils.atomic import atomic_directory
-from dlrm.utils.messages import did_you_mean, print_error
+from ...utils.atomic import atomic_directory
+from ...utils.messages import did_you_mean, print_error
+from ..schema import META_FILE, Meta
+from .bad_rows import BadRow
+from .transform import Transform, transform_files
 
 
 def keep_transform(directory: str | os.PathLike[str], target: Path) -> None:

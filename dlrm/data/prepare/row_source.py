@@ -9,8 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 import pyarrow as pa
 
-from dlrm.data.prepare.bad_rows import BadRow, Converted
-from dlrm.data.threads import map_in_order
+from ..threads import map_in_order
+from .bad_rows import BadRow, Converted
 
 Result = TypeVar("Result")
 

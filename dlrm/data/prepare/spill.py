@@ -6,17 +6,19 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import pyarrow as pa
 from tqdm import tqdm
 
-from dlrm.data.prepare.bad_rows import BadRows
-from dlrm.data.prepare.columns import Feature
-from dlrm.data.prepare.row_source import Part, RowSource, map_parts
-from dlrm.data.prepare.workspace import Workspace
-from dlrm.utils.atomic import atomic_write
+from ...utils.atomic import atomic_write
+from .bad_rows import BadRows
+from .columns import Feature
+from .row_source import Part, RowSource, map_parts
+from .workspace import Workspace
 
+WIDE = 200  # with more columns, a block stays open, as opening it takes time for each of them
 _SUMMARY = b"summary"
 
 
@@ -71,8 +73,14 @@ class SpilledBlock:
         """All columns, memory-mapped."""
         return pa.ipc.open_file(pa.memory_map(str(self.path))).get_batch(0)
 
+    @cached_property
+    def _open(self) -> pa.RecordBatch:
+        return self.read()
+
     def column(self, name: str) -> pa.Array:
         """A single column, memory-mapped."""
+        if len(self.names) > WIDE:
+            return self._open[name]
         options = pa.ipc.IpcReadOptions(included_fields=[self.names.index(name)])
         file = pa.ipc.open_file(pa.memory_map(str(self.path)), options=options)
         return file.get_batch(0).column(0)

@@ -12,14 +12,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from dlrm.data.prepare.spill import SpilledBlock, progress_bar
-from dlrm.data.prepare.splitting import Selection, Splitter
-from dlrm.data.prepare.transform import Transform
-from dlrm.data.prepare.vocabulary import ZSTD
-from dlrm.data.prepare.workspace import Workspace
-from dlrm.data.schema import SPLITS, Categorical, Split
-from dlrm.data.threads import map_in_order
-from dlrm.utils.atomic import atomic_write
+from ...utils.atomic import atomic_write
+from ..schema import SPLITS, Categorical, Split
+from ..threads import map_in_order
+from .spill import SpilledBlock, progress_bar
+from .splitting import Selection, Splitter
+from .transform import Transform
+from .vocabulary import ZSTD
+from .workspace import Workspace
 
 ROW_GROUP_ROWS = 1 << 17
 LARGEST_DICTIONARY = 1 << 16  # with more ids than this, few repeat within a row group

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm.data.prepare.column_options import SplitOptions
-from dlrm.data.prepare.columns import SPLIT
-from dlrm.data.prepare.numbers import summarise
-from dlrm.data.prepare.spill import SpilledBlock
-from dlrm.data.schema import SPLITS
-from dlrm.data.splits import split_by_shares
+from ..schema import SPLITS
+from ..splits import split_by_shares
+from .column_options import SplitOptions
+from .columns import SPLIT
+from .numbers import summarise
+from .spill import SpilledBlock
 
 Selection = slice | NDArray[np.bool_]
 """Some rows of a block."""

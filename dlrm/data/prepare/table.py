@@ -11,22 +11,22 @@ from typing import Any
 import pyarrow as pa
 import yaml
 
-from dlrm.data.prepare.column_options import ColumnOptions, SplitOptions, TableOptions
-from dlrm.data.prepare.columns import Column, ColumnPlan
-from dlrm.data.prepare.extend_ids import NOTHING_TO_EVICT
-from dlrm.data.prepare.files import RawFile, find_files, open_files
-from dlrm.data.prepare.infer import plan_columns, read_types
-from dlrm.data.prepare.learner import EarlierIds
-from dlrm.data.prepare.pipeline import Preparation, require_fingerprint
-from dlrm.data.prepare.spill import Spilled
-from dlrm.data.prepare.splitting import Splitter, make_splitter
-from dlrm.data.prepare.table_rows import TableRows
-from dlrm.data.prepare.text_blocks import BLOCK_BYTES
-from dlrm.data.prepare.transform import TRANSFORM_FILE, Transform
-from dlrm.data.prepare.values import numbers, times
-from dlrm.data.schema import Meta
-from dlrm.utils.atomic import atomic_write
-from dlrm.utils.messages import did_you_mean
+from ...utils.atomic import atomic_write
+from ...utils.messages import did_you_mean
+from ..schema import Meta
+from .column_options import ColumnOptions, SplitOptions, TableOptions
+from .columns import Column, ColumnPlan
+from .extend_ids import NOTHING_TO_EVICT
+from .files import RawFile, find_files, open_files
+from .infer import plan_columns, read_types
+from .learner import EarlierIds
+from .pipeline import Preparation, require_fingerprint
+from .spill import Spilled
+from .splitting import Splitter, make_splitter
+from .table_rows import TableRows
+from .text_blocks import BLOCK_BYTES
+from .transform import TRANSFORM_FILE, Transform
+from .values import numbers, times
 
 OPTIONS_FILE = "table.yaml"
 MADE_BY = "scripts/prepare_table.py"

@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dlrm.data.prepare.bad_rows import BadRow, BadRows, Converted
-from dlrm.data.prepare.columns import ColumnPlan
-from dlrm.data.prepare.convert import convert_rows
-from dlrm.data.prepare.files import FilePart, RawFile
+from .bad_rows import BadRow, BadRows, Converted
+from .columns import ColumnPlan
+from .convert import convert_rows
+from .files import FilePart, RawFile
 
 CHUNK = 256  # rows that are searched at a time once a part has a bad row
 Result = TypeVar("Result")

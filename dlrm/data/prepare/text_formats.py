@@ -14,12 +14,12 @@ import pyarrow.csv
 import pyarrow.json
 from numpy.typing import NDArray
 
-from dlrm.data.prepare.bad_rows import BadRow, BadValue, shown
-from dlrm.data.prepare.text_blocks import TextBlock
-from dlrm.data.prepare.values import NUMBER_MISSING, numbers
+from .bad_rows import BadRow, BadValue, shown
+from .text_blocks import TextBlock
+from .values import NUMBER_MISSING, numbers
 
 if TYPE_CHECKING:
-    from dlrm.data.prepare.files import RawFile
+    from .files import RawFile
 
 QUOTE = ord('"')
 

@@ -22,22 +22,22 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from dlrm.data.prepare.bad_rows import Converted
-from dlrm.data.prepare.columns import ColumnPlan, Feature
-from dlrm.data.prepare.convert import convert_rows
-from dlrm.data.prepare.criteo_rows import CriteoRows, criteo_plan
-from dlrm.data.prepare.files import RawFile, find_files, no_header_hint, open_files
-from dlrm.data.prepare.infer import json_types, read_types
-from dlrm.data.prepare.numbers import Scaling, bucket_names, bucket_numbers
-from dlrm.data.prepare.row_source import Part, RowSource, map_parts
-from dlrm.data.prepare.table_rows import TableRows
-from dlrm.data.prepare.text_blocks import BLOCK_BYTES
-from dlrm.data.prepare.vocabulary import Vocabulary
-from dlrm.data.schema import CRITEO_CATEGORICAL, META_FILE, Meta
-from dlrm.utils.atomic import atomic_write
-from dlrm.utils.cpus import cpu_count
-from dlrm.utils.documents import read_json
-from dlrm.utils.messages import did_you_mean
+from ...utils.atomic import atomic_write
+from ...utils.cpus import cpu_count
+from ...utils.documents import read_json
+from ...utils.messages import did_you_mean
+from ..schema import CRITEO_CATEGORICAL, META_FILE, Meta
+from .bad_rows import Converted
+from .columns import ColumnPlan, Feature
+from .convert import convert_rows
+from .criteo_rows import CriteoRows, criteo_plan
+from .files import RawFile, find_files, no_header_hint, open_files
+from .infer import json_types, read_types
+from .numbers import Scaling, bucket_names, bucket_numbers
+from .row_source import Part, RowSource, map_parts
+from .table_rows import TableRows
+from .text_blocks import BLOCK_BYTES
+from .vocabulary import Vocabulary
 
 TRANSFORM_FILE = "transform.json"
 VERSION = 1

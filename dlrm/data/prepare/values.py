@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from dlrm.data.prepare.bad_rows import BadValue, shown
-from dlrm.data.prepare.hex_keys import hex_keys, modulo
-from dlrm.data.prepare.number_texts import Marks, find_marks
-from dlrm.data.prepare.text_hashes import hash_values
+from .bad_rows import BadValue, shown
+from .hex_keys import hex_keys, modulo
+from .number_texts import Marks, find_marks
+from .text_hashes import hash_values
 
 NUMBER_MISSING = (
     "", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "-nan", "NULL", "null", "None", "none", "\\N",

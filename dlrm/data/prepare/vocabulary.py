@@ -20,11 +20,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from dlrm.data.parquet import reason, whole_table
-from dlrm.data.prepare.extend_ids import extend_ids
-from dlrm.data.prepare.hex_keys import MISSING, hex_keys, hex_strings, sort_keys
-from dlrm.data.prepare.text_hashes import hash_texts
-from dlrm.utils.atomic import atomic_write
+from ...utils.atomic import atomic_write
+from ..parquet import reason, whole_table
+from .extend_ids import extend_ids
+from .hex_keys import MISSING, hex_keys, hex_strings, sort_keys
+from .text_hashes import hash_texts
 
 # zstd with dictionaries: 43 bytes a row, 9 M rows/s read by a core; lz4: 54 bytes, 14 M rows/s.
 # Both are far faster than a loader needs, so take the smaller one.

@@ -11,9 +11,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from dlrm.data.schema import META_FILE, SPLITS
-from dlrm.utils.atomic import atomic_write
-from dlrm.utils.documents import read_json
+from ...utils.atomic import atomic_write
+from ...utils.documents import read_json
+from ..schema import META_FILE, SPLITS
 
 DIRECTORY = ".prepare"
 KEY_FILE = "key.json"
