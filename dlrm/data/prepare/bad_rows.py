@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
@@ -21,6 +21,8 @@ class BadRow(ValueError):
     Args:
         row: its number in the batch, from 0; None: no row in particular.
         problem: what is wrong, the rule and the remedy.
+        find_all: finds all rows of the batch with such a problem, if that is faster than to convert
+            the batch again for each.
     """
 
     unit = "row"
@@ -29,10 +31,19 @@ class BadRow(ValueError):
     """In a count of bad rows."""
     remedy = "or skip such rows with --bad-rows skip"
 
-    def __init__(self, row: int | None, problem: str) -> None:
+    def __init__(
+        self, row: int | None, problem: str, find_all: Callable[[], Sequence[int]] | None = None
+    ) -> None:
         super().__init__(problem)
         self.row = row
         self.problem = problem
+        self._find_all = find_all
+
+    def rows(self) -> Sequence[int]:
+        """All rows that are known to have such a problem."""
+        if self._find_all is not None:
+            return self._find_all()
+        return [] if self.row is None else [self.row]
 
     def located(self, path: Path, first_row: int = 0) -> ValueError:
         """The error with its file and the number of its row, from 1 and without a header.
@@ -54,12 +65,18 @@ class BadValue(BadRow):
 
     Args:
         column: name of the column.
-        row: see :class:`BadRow`.
+        row, find_all: see :class:`BadRow`.
         problem: the value, the rule and the remedy.
     """
 
-    def __init__(self, column: str, row: int | None, problem: str) -> None:
-        super().__init__(row, problem)
+    def __init__(
+        self,
+        column: str,
+        row: int | None,
+        problem: str,
+        find_all: Callable[[], Sequence[int]] | None = None,
+    ) -> None:
+        super().__init__(row, problem, find_all)
         self.where = f", column {column!r}"
         self.kind = f"column {column!r}"
 

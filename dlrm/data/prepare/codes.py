@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -117,9 +118,10 @@ def _mapped(
     if result.null_count:
         row = pc.index(result.is_null(), True).as_py()
         value = array[row].as_py()
+        problem = f"the value is {shown(value)}; {rule}: {hint}"
         if value is None or value == "":
-            raise BadValue(name, row, f"the value is missing; {rule}: leave out rows without it")
-        raise BadValue(name, row, f"the value is {shown(value)}; {rule}: {hint}")
+            problem = f"the value is missing; {rule}: leave out rows without it"
+        raise BadValue(name, row, problem, lambda: np.flatnonzero(result.is_null()).tolist())
     return result
 
 

@@ -81,8 +81,7 @@ def _split_column(plan: ColumnPlan, raw: pa.RecordBatch) -> pa.Array:
         moments = values.times(array, name, plan.options.missing, own.format, own.unit)
         found = np.where(moments == values.MISSING_TIME, np.nan, moments)
     if np.isnan(found).any():
-        row = int(np.flatnonzero(np.isnan(found))[0])
-        raise BadValue(
-            name, row, "the value is missing, and the split depends on it; leave out such rows"
-        )
+        rows = np.flatnonzero(np.isnan(found)).tolist()
+        problem = "the value is missing, and the split depends on it; leave out such rows"
+        raise BadValue(name, rows[0], problem, lambda: rows)
     return pa.array(found)

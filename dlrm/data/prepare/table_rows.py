@@ -11,12 +11,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from .bad_rows import BadRow, BadRows, Converted
+from .bad_rows import BAD_ROWS_KEPT, BadRow, BadRows, Converted
 from .columns import ColumnPlan
 from .convert import convert_rows
 from .files import FilePart, RawFile
 
-CHUNK = 256  # rows that are searched at a time once a part has a bad row
+CHUNK = 256  # rows that are searched at a time for the first good one, if there is a bad one
 Result = TypeVar("Result")
 
 
@@ -77,8 +77,8 @@ def convert_good_rows(
 ) -> Converted[Result]:
     """Convert the rows of a part that fit, and find those that do not.
 
-    A part without bad rows takes no more time than otherwise, another one a few milliseconds for
-    each of them.
+    A part without bad rows takes no more time than otherwise. Another one is converted again for
+    each sort of fault, not for each bad row.
 
     Args:
         part: the rows.
@@ -98,24 +98,37 @@ def convert_good_rows(
 
     rows = part.rows(types)
     bad = dict(rows.bad)
-    left = np.setdiff1d(np.arange(rows.count), list(bad))
 
-    def good_of(positions: Sequence[int] | NDArray[np.int64]) -> tuple[list[int], Result]:
+    def good_of(positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], Result]:
         """Those of some rows that can be converted together, from the first one on."""
-        kept = [int(position) for position in positions]
         while True:
             try:
-                return kept, convert(rows.take(np.array(kept, np.int64)))
+                return positions, convert(rows.take(positions))
             except BadRow as error:
                 if error.row is None:
                     raise
-                bad[kept.pop(error.row)] = error
+                wrong = error.rows()
+                bad.update(dict.fromkeys(positions[wrong].tolist(), error))
+                positions = np.delete(positions, wrong)
 
-    good: list[int] = []
-    for start in range(0, len(left), CHUNK):
-        # With the first good row, since the form of a time is that of the rows before.
-        first = good[:1]
-        kept, _ = good_of([*first, *left[start : start + CHUNK]])
-        good += kept[len(first) :]
-    good, result = good_of(good)
-    return Converted(result, np.array(good, np.int64), BadRows.of(bad))
+    # The form of a time is that of the rows before, so a good row is needed before any other one
+    # can be called bad: it is searched some rows at a time.
+    left = np.setdiff1d(np.arange(rows.count), list(bad))
+    good, result = good_of(left[:0])
+    while len(left):
+        size = len(left) if len(good) else CHUNK
+        good, result = good_of(np.append(good, left[:size]))
+        left = left[size:]
+
+    def own_error(position: int) -> BadRow:
+        """The error of a row alone, after a good one; rows with the same fault share an error."""
+        try:
+            convert(rows.take(np.append(good[:1], position)))
+        except BadRow as error:
+            return error
+        return bad[position]
+
+    for position in sorted(bad)[:BAD_ROWS_KEPT]:
+        if position not in rows.bad:
+            bad[position] = own_error(position)
+    return Converted(result, good, BadRows.of(bad))

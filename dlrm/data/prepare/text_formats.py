@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from .bad_rows import BadRow, BadValue, shown
 from .text_blocks import TextBlock
-from .values import NUMBER_MISSING, numbers
+from .values import NUMBER_MISSING, failing, numbers
 
 if TYPE_CHECKING:
     from .files import RawFile
@@ -278,7 +278,13 @@ def _parse_json(data: bytes, types: Mapping[str, pa.DataType]) -> pa.RecordBatch
         return _read_json(data, types)
     except pa.ArrowInvalid as error:
         row, error = _first_bad_line(data, types, error)
-        raise BadRow(row, f"{_plain(error)}; correct the row, or the kind of the column") from None
+        lines = _lines(data)
+
+        def read(start: int, stop: int) -> pa.RecordBatch:
+            return _read_json(b"".join(lines[start:stop]), types)
+
+        problem = f"{_plain(error)}; correct the row, or the kind of the column"
+        raise BadRow(row, problem, lambda: list(failing(len(lines), read))) from None
 
 
 def _lines(data: bytes) -> list[bytes]:

@@ -7,7 +7,7 @@ fit. A missing number is NaN, a missing category is the text "".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -52,8 +52,9 @@ def numbers(array: pa.Array, name: str, marks: Marks | None = None) -> NDArray[n
         raise BadValue(name, None, f"it holds {kind}, not numbers; make it another kind")
     found = array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
     if np.isinf(found).any():
-        row = int(np.flatnonzero(np.isinf(found))[0])
-        raise BadValue(name, row, f"{found[row]} is not a finite number; correct or remove it")
+        rows = np.flatnonzero(np.isinf(found)).tolist()
+        problem = f"{found[rows[0]]} is not a finite number; correct or remove it"
+        raise BadValue(name, rows[0], problem, lambda: rows)
     return found
 
 
@@ -178,9 +179,9 @@ def times(
         seconds = numbers(array, name)
         if np.nanmax(np.abs(seconds), initial=0) / SECONDS[unit] > 2**40:
             row = int(np.nanargmax(np.abs(seconds)))
-            raise BadValue(
-                name, row, f"{seconds[row]:.0f} {unit} since 1970 is no time; set unit: s, ms or us"
-            )
+            far = np.flatnonzero(np.abs(seconds) / SECONDS[unit] > 2**40).tolist()
+            problem = f"{seconds[row]:.0f} {unit} since 1970 is no time; set unit: s, ms or us"
+            raise BadValue(name, row, problem, lambda: far)
         array = pa.array(seconds * (1_000_000 // SECONDS[unit]), from_pandas=True)
         array = array.cast(pa.int64(), safe=False).cast(pa.timestamp("us"))
     elif pa.types.is_timestamp(kind) and kind.tz is not None:
@@ -220,11 +221,10 @@ def weights(array: pa.Array, name: str, marks: Marks | None = None) -> NDArray[n
         narrow = found.astype(np.float32)
     good = (narrow >= 0) & np.isfinite(narrow)
     if not good.all():
-        row = int(np.flatnonzero(~good)[0])
-        value = "missing" if np.isnan(found[row]) else f"{found[row]:g}"
-        raise BadValue(
-            name, row, f"the weight is {value}; it must be a number of 0 or more: correct it"
-        )
+        rows = np.flatnonzero(~good).tolist()
+        value = "missing" if np.isnan(found[rows[0]]) else f"{found[rows[0]]:g}"
+        problem = f"the weight is {value}; it must be a number of 0 or more: correct it"
+        raise BadValue(name, rows[0], problem, lambda: rows)
     return narrow
 
 
@@ -266,7 +266,8 @@ def as_texts(values: pa.Array, name: str) -> pa.Array:
     try:
         return values.cast(pa.string() if kind != pa.large_string() else kind)
     except pa.ArrowException as error:
-        row = _first_failing(values, lambda part: part.cast(pa.string()))
+        wrong = failing(len(values), lambda start, stop: values[start:stop].cast(pa.string()))
+        row = next(wrong, None)
         value = None if row is None else shown(values[row].as_py())
         raise BadValue(
             name, None, f"the value {value} can't be made a text ({error}); write it as UTF-8"
@@ -278,15 +279,22 @@ def _parsed_numbers(array: pa.Array, name: str, marks: Marks | None) -> pa.Array
     absent = pc.is_in(array, pa.array(NUMBER_MISSING, array.type))
     array = pc.if_else(absent, pa.scalar(None, array.type), array)
     if marks is not None:
-        wrong = pc.index(pc.match_substring_regex(array, marks.pattern), False).as_py()
-        if wrong >= 0:
-            raise BadValue(name, wrong, _no_number(array[wrong].as_py(), name, marks))
+        fitting = pc.match_substring_regex(array, marks.pattern).fill_null(True)
+        wrong = np.flatnonzero(~fitting.to_numpy(zero_copy_only=False)).tolist()
+        if wrong:
+            problem = _no_number(array[wrong[0]].as_py(), name, marks)
+            raise BadValue(name, wrong[0], problem, lambda: wrong)
         array = marks.plain(array)
+
+    def parse(part: pa.Array) -> pa.Array:
+        return part.cast(pa.float64())
+
     try:
-        return array.cast(pa.float64())
+        return parse(array)
     except pa.ArrowInvalid:
-        row = _first_failing(array, lambda part: part.cast(pa.float64()))
-        raise BadValue(name, row, _no_number(array[row].as_py(), name, marks)) from None
+        row = next(failing(len(array), lambda start, stop: parse(array[start:stop])))
+        problem = _no_number(array[row].as_py(), name, marks)
+        raise BadValue(name, row, problem, lambda: _all_failing(array, parse)) from None
 
 
 def _no_number(text: str, name: str, marks: Marks | None) -> str:
@@ -322,24 +330,38 @@ def _parsed_times(array: pa.Array, name: str, missing: Sequence[str], form: str 
     try:
         return parse(array).cast(pa.timestamp("us"))
     except pa.ArrowInvalid:
-        row = _first_failing(array, parse)
+        row = next(failing(len(array), lambda start, stop: parse(array[start:stop])))
         rule = "of the format " + repr(form) if form else "ISO 8601, as all rows before are"
-        raise BadValue(
-            name,
-            row,
+        problem = (
             f"{shown(array[row].as_py())} is not a time {rule}; correct it, set format: "
-            f"(as in strptime), or set columns: {{{name}: category}}",
-        ) from None
+            f"(as in strptime), or set columns: {{{name}: category}}"
+        )
+        raise BadValue(name, row, problem, lambda: _all_failing(array, parse)) from None
 
 
-def _first_failing(array: pa.Array, convert: object) -> int | None:
-    """Position of the first value that ``convert`` refuses."""
-    low, high = 0, len(array)
-    while high - low > 1:
-        middle = (low + high) // 2
+def failing(count: int, convert: Callable[[int, int], object]) -> Iterator[int]:
+    """The positions of values that cannot be converted, from the first one on.
+
+    Args:
+        count: of the values.
+        convert: converts those from one position to another; it raises if any of them cannot be.
+    """
+    waiting = [(0, count)]
+    while waiting:
+        start, stop = waiting.pop()
         try:
-            convert(array[low:middle])  # type: ignore[operator]
-            low = middle
+            convert(start, stop)
         except pa.ArrowException:
-            high = middle
-    return low if low < high else None
+            if stop - start == 1:
+                yield start
+            else:
+                middle = (start + stop) // 2
+                waiting += [(middle, stop), (start, middle)]
+
+
+def _all_failing(array: pa.Array, convert: Callable[[pa.Array], object]) -> list[int]:
+    """The positions of all values that ``convert`` refuses, of which many may be equal."""
+    encoded = array.dictionary_encode()
+    values = encoded.dictionary
+    wrong = list(failing(len(values), lambda start, stop: convert(values[start:stop])))
+    return np.flatnonzero(np.isin(encoded.indices.fill_null(-1).to_numpy(), wrong)).tolist()

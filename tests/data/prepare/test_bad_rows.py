@@ -91,6 +91,22 @@ def test_the_rest_is_as_if_bad_rows_were_not_there(tmp_path, share, monkeypatch)
     assert {row["file"] for row in report["first"]} == {str(tmp_path / "bad.csv")}
 
 
+@pytest.mark.parametrize("wrong", ["9,1.5,a,2024-01-01,k", "1,dear,a,2024-01-01,k", "1,1,a,noon,k"])
+def test_many_bad_rows_take_few_conversions(tmp_path, monkeypatch, wrong):
+    converted = []
+    convert = table_rows.convert_rows
+    monkeypatch.setattr(
+        table_rows, "convert_rows", lambda *a, **k: converted.append(1) or convert(*a, **k)
+    )
+    lines = [good_row(i) for i in range(100)]
+    path = write(tmp_path / "rows.csv", [*lines, *[wrong] * 3000, *lines])
+    prepare(path, tmp_path / "out", block_bytes=1 << 20)
+    report = json.loads((tmp_path / "out" / "bad_rows.json").read_text())
+    assert report["skipped"] == 3000
+    assert [row["row"] for row in report["first"]] == list(range(101, 121))
+    assert len(converted) < 60  # 20 of them for the messages
+
+
 def test_without_bad_rows_the_report_is_empty(tmp_path):
     path = write(tmp_path / "rows.csv", [good_row(i) for i in range(300)])
     for way in (True, False):
