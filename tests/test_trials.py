@@ -58,6 +58,8 @@ def draw(seed: int) -> dict[str, Any]:
     sizes = [chance.choice([1, 2, 3, 40, 1000, large]) for _ in range(tables)]
     dim = chance.choice([1, 4, 10, 16, 48])
     dtype = chance.choice(DTYPES)
+
+    # One to three kinds, each with options of its own.
     kinds = [
         kind
         for kind, group in available().items()
@@ -69,6 +71,8 @@ def draw(seed: int) -> dict[str, Any]:
         options = options_of(kind, dim, chance)
         own[kind] = {name: value for name, value in options.items() if value is not None}
     plan = [(kind, own[kind]) for kind in chance.choices(list(own), k=tables)]
+
+    # Batches of one size, one of another size, and more of the first.
     many, few = chance.choice([1, 2, 16, 200, 200, 2500]), chance.choice([1, 33])
     return {
         "dense": chance.choice([0, 1, 2, 13, 200]),
@@ -91,6 +95,7 @@ def draw(seed: int) -> dict[str, Any]:
 def make_batches(case: dict[str, Any]) -> list[Batch]:
     """The batches of a case, in host memory."""
     tables, batches = len(case["sizes"]), []
+
     fixed = torch.randint(0, 4, (tables,)).tolist()
     for size in case["batches"]:
         offsets, bounds, sizes = None, None, None
@@ -104,10 +109,12 @@ def make_batches(case: dict[str, Any]) -> list[Batch]:
             bounds = tuple(offsets[::size].tolist())
         if offsets is not None:
             counts = offsets[::size].diff().tolist()
+
         ids = []
         for rows, count in zip(case["sizes"], counts, strict=True):
             spread = torch.rand(count, dtype=torch.float64) ** case["skew"]
             ids.append((spread * rows).to(case["ids"]).clamp(max=rows - 1))
+
         batches.append(
             Batch(
                 dense=torch.randn(case["dense"], size),

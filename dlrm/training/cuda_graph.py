@@ -32,7 +32,7 @@ Run = Callable[[], dict[str, Tensor]]
 
 
 class Key(NamedTuple):
-    """What a captured step is for."""
+    """Batches that share a captured step."""
 
     size: int
     norms: bool
@@ -73,7 +73,6 @@ class GraphRecorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._stream = stream_of(device, "steps")
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -108,6 +107,8 @@ class GraphRecorder:
             torch.cuda.set_stream(current)
             self._abandon()
             raise (cause or error) from None
+        finally:
+            cause = None  # its frames hold the memory of the step, and one of them holds it
         return graph.replay, out
 
     def _abandon(self) -> None:
@@ -260,6 +261,8 @@ class StepGraphs:
     def _copy_inputs(self, to: PreparedBatch, prepared: PreparedBatch) -> None:
         """Copy a batch to the tensors that a captured step reads."""
         own, batch = to.batch, prepared.batch
+
+        # Matrices of one width are copied in one launch.
         targets, sources = [own.dense, own.labels], [batch.dense, batch.labels]
         orders: list[Tensor | None] = [None, None]
         if own.offsets is None:
@@ -274,6 +277,7 @@ class StepGraphs:
             assert batch.offsets is not None
             own.offsets.copy_(batch.offsets)
         copy_together(targets, sources, orders)
+
         own_weights, weights = own.weights, batch.weights
         assert (own_weights is None) == (weights is None)
         if own_weights is not None and weights is not None:

@@ -106,7 +106,7 @@ CPU_RUNS: dict[str, dict[str, Any]] = {
     "resumed_by_one": {"resume": "processes_paged", "max_steps": 16},
 }  # those named processes_ run as two
 MUST_EQUAL = {"resumed": "unstopped"}  # the losses of these
-# One graph is captured for steps that are logged, and one for others, each in its fourth step.
+# One graph is captured for steps that are logged, and one for others, each after its third step.
 BOTH_GRAPHS = {"log_every": 2, "max_steps": 16, "batch_size": 256, "precision": "bf16"}
 FP32 = {"precision": "fp32"}
 GPU_RUNS: dict[str, dict[str, Any]] = {
