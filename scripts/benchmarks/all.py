@@ -68,6 +68,7 @@ ON_GPU = {
     "loader_multi_hot": Entry("loader --multi-hot --rows 300000"),
     "synthetic": Entry("synthetic --devices cpu cuda"),
     "whole_run": Entry("whole_run", 600),
+    "predict": Entry("predict", 600),
 }
 ON_CPU = {
     "step": Entry("step --precisions fp32 bf16 --batches 2048 --kinds dense tt qr block"),
@@ -79,6 +80,7 @@ ON_CPU = {
     "prepare": Entry("prepare --rows 1000000 5000000", 600),
     "prepare_csv": Entry("prepare --csv --rows 1000000", 600),
     "synthetic": Entry("synthetic", 900),
+    "predict": Entry("predict", 600),
 }
 
 
