@@ -6,12 +6,14 @@ from dlrm.utils import startup
 
 if __name__ == "__main__":
     startup.begin()  # before the imports, which take seconds
+    startup.without_pandas()
 
 import sys
 import time
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +25,7 @@ from dlrm.data.prepare.raw_rows import in_batches
 from dlrm.data.prepare.table import MADE_BY
 from dlrm.data.schema import META_FILE
 from dlrm.distributed.world import World
+from dlrm.kernels import hash_triton
 from dlrm.training.evaluation import TrainedModel
 from dlrm.training.predictor import (
     BATCH_SIZE,
@@ -146,6 +149,8 @@ def _raw_scores(options: Namespace) -> Iterator[pa.RecordBatch]:
 
 def _device_and_batch_size(options: Namespace) -> tuple[torch.device, int]:
     device = pick_device(options.device)
+    if device.type == "cuda":
+        Thread(target=hash_triton).start()  # while the model is loaded
     default = BATCH_SIZE if device.type == "cpu" else GPU_BATCH_SIZE
     return device, options.batch_size or default
 

@@ -25,6 +25,15 @@ except ImportError:  # kernels can be defined, but not run
 INTEGERS = (torch.int32, torch.int64)  # arithmetic on narrower ones would overflow
 
 
+def hash_triton() -> None:
+    """Compute the digest of Triton, with which the keys of all cached kernels begin.
+
+    That takes 0.4 s in each process, which a thread spends while the program does other things.
+    """
+    if not isinstance(triton, SimpleNamespace):
+        triton.runtime.cache.triton_key()
+
+
 def use_triton(tensor: Tensor, impl: str | None) -> bool:
     """Whether an op on ``tensor`` runs as a Triton kernel.
 

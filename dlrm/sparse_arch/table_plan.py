@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from torch import Tensor
 
 from dlrm.embeddings.common.budget import DTYPES, Budget, row_bytes
 from dlrm.embeddings.registry import available
 from dlrm.sparse_arch.auto import choose_tables
-from dlrm.utils.messages import did_you_mean, format_bytes, printable
+from dlrm.utils.messages import align_right, did_you_mean, format_bytes, printable
 
 TablePlan = list[tuple[str, dict[str, Any]]]
 """Kind and options of each table."""
@@ -134,16 +133,14 @@ def format_table_plan(
     """
     kinds, options = zip(*plan, strict=True)
     texts = [", ".join(f"{name} {value}" for name, value in own.items()) for own in options]
-    tables = pd.DataFrame(
-        {
-            "table": [*map(printable, names)],
-            "rows": num_embeddings,
-            **({"bytes": [*map(format_bytes, sizes)]} if sizes else {}),
-            "kind": kinds,
-            "options": [*map(printable, texts)],
-        }
-    )
-    return tables.to_string(index=False, formatters={"rows": "{:,}".format})
+    columns = [
+        ["table", *map(printable, names)],
+        ["rows", *(f"{rows:,}" for rows in num_embeddings)],
+        *([["bytes", *map(format_bytes, sizes)]] if sizes else []),
+        ["kind", *kinds],
+        ["options", *map(printable, texts)],
+    ]
+    return align_right(list(zip(*columns, strict=True)))
 
 
 def table_plan_by_name(

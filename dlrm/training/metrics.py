@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -199,7 +201,7 @@ def predict(
     try:
         for batch in batches:
             device = batch.labels.device.type
-            with torch.autocast(device, torch.bfloat16, bf16), set_stance("force_eager"):
+            with torch.autocast(device, torch.bfloat16, bf16), _eager():
                 logits.append(model(batch.dense, batch.ids, batch.offsets).float())
             labels.append(batch.labels)
             if batch.weights is not None:
@@ -209,6 +211,12 @@ def predict(
     if not logits:
         return torch.zeros(0), torch.zeros(0)
     return tuple(torch.cat(parts) for parts in (logits, labels, weights) if parts)
+
+
+def _eager() -> AbstractContextManager[object]:
+    """Run compiled modules eagerly. Without PyTorch's compiler, whose import takes a second, there
+    are none."""
+    return set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float | None]:

@@ -9,6 +9,7 @@ from threading import Thread
 
 import torch
 
+from dlrm.kernels import hash_triton
 from dlrm.model import DLRM
 from dlrm.utils.messages import did_you_mean
 
@@ -52,9 +53,16 @@ def import_compiler(device: torch.device, mode: str) -> Thread:
         device: of the steps.
         mode: one of :data:`MODES`.
     """
-    needed = mode == "compile" or (device.type == "cuda" and mode != "eager")
-    names = ("torch._dynamo", "torch._inductor.compile_fx") if needed else ()
-    thread = Thread(target=lambda: [import_module(name) for name in names])
+    on_gpu = device.type == "cuda"
+
+    def work() -> None:
+        if mode == "compile" or (on_gpu and mode != "eager"):
+            import_module("torch._dynamo")
+            import_module("torch._inductor.compile_fx")
+        if on_gpu:
+            hash_triton()
+
+    thread = Thread(target=work)
     thread.start()
     return thread
 

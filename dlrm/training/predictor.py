@@ -184,7 +184,7 @@ def copy_to_host(logits: torch.Tensor, *others: torch.Tensor) -> HostCopy:
         ``ValueError`` if a logit is not finite.
     """
     found = metrics.sigmoid(logits).float().masked_fill(~logits.isfinite(), torch.nan)
-    host = [values.to("cpu", non_blocking=True) for values in (found, *others)]
+    host = [_copied(values) for values in (found, *others)]
     copied = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
 
     def wait() -> tuple[NDArray[np.float32], ...]:
@@ -194,6 +194,14 @@ def copy_to_host(logits: torch.Tensor, *others: torch.Tensor) -> HostCopy:
         return tuple(own.numpy() for own in host)
 
     return wait
+
+
+def _copied(values: torch.Tensor) -> torch.Tensor:
+    """Values in host memory; those of a GPU arrive later, in pinned memory: others would wait."""
+    if not values.is_cuda:
+        return values.to("cpu", non_blocking=True)
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)
 
 
 def one_behind(copies: Iterable[HostCopy]) -> Iterator[tuple[NDArray[np.float32], ...]]:

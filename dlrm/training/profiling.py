@@ -8,9 +8,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import torch
 from torch.profiler import profile, schedule
 from tqdm import tqdm
@@ -19,6 +18,9 @@ from dlrm.data.schema import Meta
 from dlrm.distributed.peer_memory import bytes_held
 from dlrm.utils.atomic import atomic_write
 from dlrm.utils.device import is_out_of_memory, peak_process_memory
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 PARTS = ("start", "compile", "train", "data_wait", "validate", "checkpoint", "test", "end")
 """Where the time of a run goes: imports and building; steps that compile or are captured; the other
@@ -140,6 +142,8 @@ def read_trace(path: Path) -> pd.DataFrame:
         (``cpu_op``, ``kernel``, ``gpu_memcpy``, ``gpu_memset``), ``lane`` (the thread or stream),
         ``start`` and ``ms``, both in milliseconds; the first start is 0.
     """
+    import pandas as pd  # which takes a third of a second
+
     kinds = ("cpu_op", "kernel", "gpu_memcpy", "gpu_memset")
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("cat") in kinds]
     trace = pd.DataFrame(events, columns=["name", "cat", "tid", "ts", "dur"])

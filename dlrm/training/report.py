@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from dlrm.data.schema import Meta, Split
 from dlrm.model import DLRM
 from dlrm.optim.schedule import OTHERS
 from dlrm.sparse_arch.table_plan import TablePlan, table_plan_by_name
 from dlrm.training.profiling import PARTS
-from dlrm.utils.messages import format_bytes, printable
+from dlrm.utils.messages import align_right, format_bytes, printable
 
 COLUMNS = {
     "test/": "test",
@@ -130,21 +128,32 @@ def print_summary(metrics: Mapping[str, float], directory: Path, *, silent: bool
         print(summary(metrics, directory))
 
 
+def _quality(metrics: Mapping[str, float]) -> str:
+    """The metrics of quality that are known, with a column for each of :data:`COLUMNS`."""
+
+    def known(key: str) -> bool:
+        return not math.isnan(metrics.get(key, math.nan))
+
+    prefixes = [p for p in COLUMNS if any(known(p + name) for name in QUALITY)]
+    names = [name for name in QUALITY if any(known(p + name) for p in prefixes)]
+    if not names:
+        return ""
+    width = max(len(words(name)) for name in names)
+    rows = [["", *(f" {COLUMNS[prefix]}" for prefix in prefixes)]]
+    for name in names:
+        texts = [f"{metrics[p + name]:.4f}" if known(p + name) else "" for p in prefixes]
+        rows.append([words(name).ljust(width), *texts])
+    return align_right(rows)
+
+
 def summary(metrics: Mapping[str, float], directory: Path) -> str:
     """The final metrics of a run as a table, and where to look at them.
 
     Their words are those of their names, in ``metrics.jsonl`` and in TensorBoard.
     """
-    quality = pd.DataFrame(
-        {
-            title: {words(name): metrics.get(prefix + name) for name in QUALITY}
-            for prefix, title in COLUMNS.items()
-        }
-    ).astype(float)
-    quality = quality.dropna(axis=0, how="all").dropna(axis=1, how="all")
     lines = []
-    if not quality.empty:
-        lines.append(quality.to_string(float_format="{:.4f}".format, na_rep=""))
+    if quality := _quality(metrics):
+        lines.append(quality)
     if "best_step" in metrics:
         kept = "the result" if "last/auc" in metrics else "not kept without --checkpoint"
         lines.append(f"best validation    at step {metrics['best_step']:,.0f}, {kept}")

@@ -31,6 +31,15 @@ def format_bytes(count: float) -> str:
     return f"{count:,.3g} TB"
 
 
+def align_right(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of texts as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        " ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows
+    )
+    return "\n".join(lines)
+
+
 def require_local(path: object) -> None:
     """Refuse an address such as ``s3://bucket/data`` where a path is wanted.
 
