@@ -172,12 +172,19 @@ class Checkpoint:
 
 
 class _Undrawn(TorchFunctionMode):
-    """Leave new rows as they are, as those of a checkpoint replace them: drawing takes seconds."""
+    """Leave new weights as they are, as those of a checkpoint replace them: drawing takes seconds,
+    and without memory it imports PyTorch's compiler.
+    """
+
+    _DRAWS = ("uniform_", "normal_", "kaiming_uniform_", "xavier_normal_")
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return None if func is nn.init.uniform_ else func(*args, **(kwargs or {}))
+        given = kwargs or {}
+        if getattr(func, "__name__", "") in self._DRAWS:
+            return given.get("tensor", args[0] if args else None)
+        return func(*args, **given)
 
 
 def load_model(
