@@ -48,6 +48,7 @@ def begin() -> float:
     open_closed_streams()
     bound_spinning()
     share_kernel_cache()
+    compile_alone()
     keep_bytecode()
     return began
 
@@ -70,6 +71,15 @@ def share_kernel_cache() -> None:
     """
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(home, ".triton", "cache"))
+
+
+def compile_alone() -> None:
+    """Let Inductor compile in this process, not in as many others as there are cores.
+
+    Those take seconds to start, in which the few kernels of a model are compiled here anyway, and a
+    run that ends before they have started waits for them.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def keep_bytecode() -> None:

@@ -75,13 +75,19 @@ def test_the_count_of_spins_is_for_cpus_that_pause(machine, bounded, monkeypatch
     assert ("GOMP_SPINCOUNT" in os.environ) == bounded
 
 
-def test_kernels_are_cached_in_one_directory(monkeypatch):
-    monkeypatch.setattr(os, "environ", {"TRITON_HOME": "home"})
-    startup.share_kernel_cache()
-    assert os.environ["TRITON_CACHE_DIR"] == str(Path("home", ".triton", "cache"))
-    os.environ["TRITON_CACHE_DIR"] = "mine"
-    startup.share_kernel_cache()
-    assert os.environ["TRITON_CACHE_DIR"] == "mine"
+@pytest.mark.parametrize(
+    ("name", "default"),
+    [
+        ("TRITON_CACHE_DIR", str(Path("home", ".triton", "cache"))),
+        ("TORCHINDUCTOR_COMPILE_THREADS", "1"),
+    ],
+)
+def test_kernels_have_one_cache_and_one_process_unless_the_user_says(name, default, monkeypatch):
+    for given, found in (({}, default), ({name: "7"}, "7")):
+        monkeypatch.setattr(os, "environ", {"TRITON_HOME": "home", **given})
+        startup.share_kernel_cache()
+        startup.compile_alone()
+        assert os.environ[name] == found
 
 
 @pytest.mark.parametrize(

@@ -141,8 +141,9 @@ class Checkpoint:
             require_stored(self.state.model, self._manifest.tensors)
             spec = {**self.state.model, "plan": plan_for_this_machine(self.state.model["plan"])}
             self._require_size(spec)
-            with _Undrawn():
-                model = DLRM(**spec).to(device)
+            with torch.device(device), _Undrawn():  # a copy of tables would take a second
+                model = DLRM(**spec)
+            model.to(device)
         except Exception as error:  # whatever an option of a wrong type leads to
             text = " ".join(str(error).split())
             raise ValueError(f"{self.path}: its model can't be built: {text:.300}") from None
