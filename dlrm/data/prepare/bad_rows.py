@@ -141,7 +141,7 @@ class BadRows:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """What :meth:`as_json` made."""
+        """The report that :meth:`as_json` returned."""
         return cls(Counter(content["kinds"]), list(content["first"]))
 
 

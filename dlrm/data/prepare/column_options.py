@@ -26,7 +26,7 @@ SHARES = {"train": "0.8", "val": "0.1", "test": "0.1"}
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnOptions(Closed):
-    """What one column is, and how its values become features. None: the default, or as found."""
+    """The kind of a column, and how its values become features. None: inferred, or the default."""
 
     kind: Kind | None = None
     """``number``: a dense feature. ``category``: a categorical one. ``list``: a multi-hot one.

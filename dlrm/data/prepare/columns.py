@@ -49,7 +49,7 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """What one column, or one part of it, becomes in the result."""
+    """A feature: one column, or one part of it, in the result."""
 
     name: str
     column: Column

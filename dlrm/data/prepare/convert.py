@@ -30,7 +30,10 @@ def convert_rows(plan: ColumnPlan, raw: pa.RecordBatch, *, required: bool = True
     """
     options = plan.options
     columns: dict[str, pa.Array] = {}
-    there = [c for c in plan.columns if required or c.name in raw.schema.names]
+    names = set(raw.schema.names)
+    there = [column for column in plan.columns if required or column.name in names]
+
+    # What is no feature: the label, the weight and the split.
     for column in there:
         if column.kind == "label":
             known = options.positive, options.negative
@@ -41,6 +44,8 @@ def convert_rows(plan: ColumnPlan, raw: pa.RecordBatch, *, required: bool = True
             )
     if required and options.split.column is not None:
         columns[SPLIT] = _split_column(plan, raw)
+
+    # The parts of a time share what was parsed.
     moments: dict[str, np.ndarray] = {}
     for feature in plan.features:
         name, own = feature.column.name, feature.column.options
@@ -51,6 +56,7 @@ def convert_rows(plan: ColumnPlan, raw: pa.RecordBatch, *, required: bool = True
             columns[feature.name] = values.time_part(moments[name], feature.part)
         else:
             columns[feature.name] = _feature_column(plan, feature, raw[name])
+
     columns |= {column.name: raw[column.name] for column in there if column.kind == "pass"}
     return pa.RecordBatch.from_pydict(columns)
 
@@ -67,12 +73,13 @@ def _feature_column(plan: ColumnPlan, feature: Feature, raw: pa.Array) -> pa.Arr
 
 
 def _split_column(plan: ColumnPlan, raw: pa.RecordBatch) -> pa.Array:
-    """What the split of each row depends on: the position of the split, or a time as float64."""
+    """The values that the splits depend on: positions of splits, or times as float64."""
     split = plan.options.split
     assert split.column is not None
     name, array = split.column, raw[split.column]
     if split.by == "column":
         return split_codes(array, name)
+
     column = next(column for column in plan.columns if column.name == name)
     own = column.options
     if column.numeric:

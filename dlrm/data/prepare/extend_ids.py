@@ -12,7 +12,7 @@ NOTHING_TO_EVICT = "--forget needs --append-new: ids become free only for new va
 
 @dataclass(frozen=True, kw_only=True)
 class Extended:
-    """What later rows make of the ids of a column."""
+    """The ids of a column after later rows."""
 
     new: NDArray[np.int64]
     """``[m]`` which of the values get an id, in order of falling count."""
@@ -39,11 +39,11 @@ def extend_ids(
 ) -> Extended:
     """Give ids to the values of later rows that have none.
 
-    A value is evicted only when a new one needs its id. Of the values that were unseen for long
-    enough, the longest unseen go first, and of equals those with the largest id, which are the
-    rarest. When none is left, new values get the ids after the last one. So no id is without a
-    value, a value that is kept keeps its id, and tables never shrink. The counts of evicted values,
-    and of all without an id, are added to those of ``oov_id``.
+    A value is evicted only when a new one needs its id. The values that were unseen the longest go
+    first, and among equals those with the largest id, which are the rarest. When none is left, new
+    values get the ids after the last one. So no id is without a value, a value that is kept keeps
+    its id, and tables never shrink. The counts of evicted values, and of all without an id, are
+    added to those of ``oov_id``.
 
     Args:
         known: ``[U]`` how often each id occurred so far.

@@ -161,31 +161,29 @@ def find_files(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """
     found: list[Path] = []
     for given in inputs:
-        path = Path(given)
-        if path.is_dir():
-            files = [p for p in sorted(path.rglob("*")) if p.is_file() and _suffix(p) in SUFFIXES]
-            parts = [p.relative_to(path).parts for p in files]
-            pairs = zip(files, parts, strict=True)
-            matches = [p for p, names in pairs if not any(n[0] in "._" for n in names)]
-        elif path.is_file():
-            matches = [path]
-        else:
-            matches = [
-                p
-                for p in map(Path, sorted(glob.glob(os.fspath(given), recursive=True)))
-                if p.is_file()
-            ]
+        matches = _matches(Path(given))
         if not matches:
             raise FileNotFoundError(
                 f"{given}: no such file, directory with files, or pattern; files end in "
                 f"{', '.join(SUFFIXES)}, or these with .gz or .zst"
             )
         found += matches
-    resolved = [path.resolve() for path in found]
-    for path, own in zip(found, resolved, strict=True):
-        if resolved.count(own) > 1:
+
+    counts = Counter(path.resolve() for path in found)
+    for path in found:
+        if counts[path.resolve()] > 1:
             raise ValueError(f"{path} is given more than once; give each input once")
     return found
+
+
+def _matches(path: Path) -> list[Path]:
+    """The files of a directory or a pattern, or the file itself."""
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        return [p for p in map(Path, sorted(glob.glob(str(path), recursive=True))) if p.is_file()]
+    files = [p for p in sorted(path.rglob("*")) if p.is_file() and _suffix(p) in SUFFIXES]
+    return [p for p in files if not any(n[0] in "._" for n in p.relative_to(path).parts)]
 
 
 def open_files(paths: Sequence[Path], options: TableOptions) -> list[RawFile]:
@@ -247,7 +245,41 @@ def _format(path: Path) -> str:
 
 
 def _open_csv(path: Path, options: TableOptions) -> RawFile:
-    """The delimiter and the names of a CSV."""
+    """Find the delimiter and the names of a CSV."""
+    line = _first_line(path, options.quotes)
+    delimiter = options.delimiter or max(DELIMITERS, key=line.count)
+    fields = line.split(delimiter)
+    if options.quotes:
+        fields = next(csv.reader([line], delimiter=delimiter))
+
+    names = options.names
+    if names is None:
+        names = tuple(name if name.strip() else f"column_{i}" for i, name in enumerate(fields, 1))
+        if all(_is_number(field) for field in fields if field):
+            raise ValueError(
+                f"{path}: the first line holds numbers ({line[:40]}), not the names of columns; "
+                "list them with names: in the YAML"
+            )
+    elif len(names) != len(fields):
+        raise ValueError(
+            f"{path} has {len(fields)} columns in its first line, but names: lists {len(names)}"
+        )
+    return RawFile(
+        path=path,
+        format="csv",
+        names=names,
+        delimiter=delimiter,
+        header=options.names is None,
+        quotes=options.quotes,
+    )
+
+
+def _first_line(path: Path, quotes: bool) -> str:
+    """The first row of a CSV.
+
+    Raises:
+        ValueError: the file is empty, or no text in UTF-8.
+    """
     start = BlockReader(path).start(1 << 16)
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ValueError(
@@ -260,39 +292,15 @@ def _open_csv(path: Path, options: TableOptions) -> RawFile:
     start = start.removeprefix(codecs.BOM_UTF8)
     if not start.strip():
         raise ValueError(f"{path} is empty; a table has a line with the names of its columns")
-    end = _header_end(start, options.quotes)
+
     try:
-        line = start[:end].decode().rstrip("\r\n")
+        return start[: _header_end(start, quotes)].decode().rstrip("\r\n")
     except UnicodeDecodeError as error:
         byte = start[error.start]
         raise ValueError(
             f"{path}, first line: byte {error.start + 1} ({byte:#04x}) is not UTF-8; convert the "
             "file, for example with iconv"
         ) from None
-    delimiter = options.delimiter or max(DELIMITERS, key=line.count)
-    fields = line.split(delimiter)
-    if options.quotes:
-        fields = next(csv.reader([line], delimiter=delimiter))
-    names = options.names
-    if names is not None and len(names) != len(fields):
-        raise ValueError(
-            f"{path} has {len(fields)} columns in its first line, but names: lists {len(names)}"
-        )
-    if names is None:
-        names = tuple(name if name.strip() else f"column_{i}" for i, name in enumerate(fields, 1))
-        if all(_is_number(field) for field in fields if field):
-            raise ValueError(
-                f"{path}: the first line holds numbers ({line[:40]}), not the names of columns; "
-                "list them with names: in the YAML"
-            )
-    return RawFile(
-        path=path,
-        format="csv",
-        names=names,
-        delimiter=delimiter,
-        header=options.names is None,
-        quotes=options.quotes,
-    )
 
 
 def _require_lines(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What tells whether two prepared directories gave their values the same ids and numbers."""
+"""Whether two prepared directories gave their values the same ids and numbers."""
 
 from __future__ import annotations
 

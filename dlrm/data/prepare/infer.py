@@ -1,4 +1,4 @@
-"""What each column of a table is: found in the first rows, unless the options say it."""
+"""The kind of each column of a table: inferred from the first rows, unless it is given."""
 
 from __future__ import annotations
 
@@ -48,34 +48,18 @@ def plan_columns(
     samples = [dict(zip(rows.schema.names, rows.columns, strict=True)) for rows in batches]
     names = batches[0].schema.names
     given = _named(options, names, files[0])
+
     columns, useless = [], dict[str, str]()
     for name in names:
         parts = [decoded(rows[name]) for rows in samples if name in rows]
         own = given.get(name, ColumnOptions())
-        if own.kind is None:
-            untyped = files[0].format == "csv"
-            try:
-                candidates = [find_kind(name, part, untyped) for part in parts]
-            except NoFeatureError as error:
-                useless |= error.reasons
-                continue
-            found = min(candidates, key=lambda found: found.kind != "category")
-        else:
-            found = InferredKind(kind=own.kind, why="given")
-            if own.kind in ("number", "weight") and own.marks is None:
-                found = _written(parts, found)
-        if found.marks is not None:
-            own = replace(own, decimal=found.marks.decimal, thousands=found.marks.thousands)  # type: ignore[arg-type]
-        columns.append(
-            Column(
-                name=name,
-                found=_type_name(parts[0].type),
-                why=found.why,
-                options=_filled(replace(own, kind=found.kind), parts[0], options),  # type: ignore[arg-type]
-            )
-        )
+        try:
+            columns.append(_column(name, parts, own, options, untyped=files[0].format == "csv"))
+        except NoFeatureError as error:
+            useless |= error.reasons
     if useless:
         raise NoFeatureError(useless)
+
     options = _with_negative(options, columns, files, batches, skip_bad)
     plan = ColumnPlan(options=options, columns=tuple(columns))
     if not plan.categorical:
@@ -84,6 +68,31 @@ def plan_columns(
             "columns: {NAME: category}"
         )
     return plan
+
+
+def _column(
+    name: str,
+    parts: Sequence[pa.Array],
+    own: ColumnOptions,
+    options: TableOptions,
+    *,
+    untyped: bool,
+) -> Column:
+    """One column, with its kind as given or as inferred from its first values."""
+    if own.kind is None:
+        candidates = [find_kind(name, part, untyped) for part in parts]
+        inferred = min(candidates, key=lambda candidate: candidate.kind != "category")
+    else:
+        inferred = InferredKind(kind=own.kind, why="given")
+        if own.kind in ("number", "weight") and own.marks is None:
+            inferred = _written(parts, inferred)
+
+    own = replace(own, kind=inferred.kind)  # type: ignore[arg-type]
+    if (marks := inferred.marks) is not None:
+        own = replace(own, decimal=marks.decimal, thousands=marks.thousands)  # type: ignore[arg-type]
+    found = _type_name(parts[0].type)
+    filled = _filled(own, parts[0], options)
+    return Column(name=name, found=found, why=inferred.why, options=filled)
 
 
 def _written(parts: Sequence[pa.Array], given: InferredKind) -> InferredKind:
@@ -188,12 +197,14 @@ def _named(options: TableOptions, names: Sequence[str], file: RawFile) -> dict[s
     for kind, name in {"label": label, "weight": options.weight, "split": split}.items():
         if name is not None:
             given[name] = replace(given.get(name, ColumnOptions()), kind=kind)  # type: ignore[arg-type]
+
     for name in [*given, *filter(None, [options.split.column])]:
         if name not in names:
             what = "label" if name == label else "column"
             hint = "; name it with --label" if name == "label" and options.label is None else ""
             hint += no_header_hint(file)
             raise ValueError(f"{file.path} has no {what} {name!r}{did_you_mean(name, names)}{hint}")
+
     for kind in ("label", "weight", "split"):
         several = [name for name, own in given.items() if own.kind == kind]
         if len(several) > 1:

@@ -37,7 +37,7 @@ ID_NAME = re.compile(r"(^|_|[a-z](?=I))(id|ids|uuid|guid|code|zip|hash)$", re.IG
 
 @dataclass(frozen=True, kw_only=True)
 class InferredKind:
-    """What the first rows tell of a column."""
+    """The kind of a column as its first rows suggest it."""
 
     kind: str
     why: str
@@ -76,6 +76,8 @@ def find_kind(name: str, sample: pa.Array, untyped: bool) -> InferredKind:
         NoFeatureError: nothing can be made of it.
     """
     kind = sample.type
+
+    # Types that say it.
     if is_list(kind):
         entries = kind.value_type
         if is_text(entries) or pa.types.is_integer(entries):
@@ -87,6 +89,8 @@ def find_kind(name: str, sample: pa.Array, untyped: bool) -> InferredKind:
         return InferredKind(kind="time", why="times")
     if pa.types.is_boolean(kind):
         return InferredKind(kind="category", why="false or true")
+
+    # Numbers and texts, which may be anything.
     if pa.types.is_integer(kind):
         return _find_integer(name, sample)
     if untyped and pa.types.is_floating(kind) and _beyond_integers(sample):
@@ -97,22 +101,35 @@ def find_kind(name: str, sample: pa.Array, untyped: bool) -> InferredKind:
         return InferredKind(kind="number", why="numbers")
     if kind == pa.null():
         return InferredKind(kind="category", why="no value in the first rows")
-    if is_text(kind) or pa.types.is_binary(kind):
-        if is_text(kind) and _moments(sample) is not None:
-            return InferredKind(kind="time", why="texts that are times")
-        if untyped and is_text(kind) and (found := find_written_number(name, sample)):
-            return found
-        if untyped and is_text(kind) and (odd := _odd_number(name, sample)):
-            return InferredKind(kind="number", why=f"numbers, but for {odd}")
-        if is_text(kind) and (separator := find_separator(sample)):
-            return InferredKind(kind="list", why=f"texts with {separator!r} between entries")
-        distinct = pc.count_distinct(sample).as_py()
-        often = f"{distinct:,} value{'s' * (distinct != 1)} in {len(sample):,} rows"
-        often += _repeats(sample)
-        if is_text(kind) and pc.all(pc.match_substring_regex(sample, LIKE_DATES)).as_py():
-            often += "; if these are times, set kind: time and format:, as in strptime"
-        return InferredKind(kind="category", why=f"texts, {often}")
+    if is_text(kind):
+        return _find_text(name, sample, untyped)
+    if pa.types.is_binary(kind):
+        return InferredKind(kind="category", why=f"texts, {_often(sample)}")
     raise NoFeatureError({name: str(kind)})
+
+
+def _find_text(name: str, sample: pa.Array, untyped: bool) -> InferredKind:
+    """Texts may be times, numbers or lists; otherwise they are categories."""
+    if _moments(sample) is not None:
+        return InferredKind(kind="time", why="texts that are times")
+    if untyped and (found := find_written_number(name, sample)):
+        return found
+    if untyped and (odd := _odd_number(name, sample)):
+        return InferredKind(kind="number", why=f"numbers, except {odd}")
+    if separator := find_separator(sample):
+        return InferredKind(kind="list", why=f"texts with {separator!r} between entries")
+
+    why = f"texts, {_often(sample)}"
+    if pc.all(pc.match_substring_regex(sample, LIKE_DATES)).as_py():
+        why += "; if these are times, set kind: time and format:, as in strptime"
+    return InferredKind(kind="category", why=why)
+
+
+def _often(sample: pa.Array) -> str:
+    """How many different values there are."""
+    distinct = pc.count_distinct(sample).as_py()
+    plural = "s" * (distinct != 1)
+    return f"{distinct:,} value{plural} in {len(sample):,} rows{_repeats(sample)}"
 
 
 def _find_integer(name: str, sample: pa.Array) -> InferredKind:
@@ -148,16 +165,16 @@ def _beyond_integers(sample: pa.Array) -> bool:
 
 
 def _repeats(sample: pa.Array) -> str:
-    """What is to be said if all values are the same, or if none repeats."""
+    """A note if all values are the same, or if none repeats."""
     distinct = pc.count_distinct(sample).as_py()
     if len(sample) >= ENOUGH_ROWS and distinct in (1, len(sample)):
         # What is learned of one value says nothing of another row, or nothing at all.
-        return ", so of no use: drop it, or pass it"
+        return ", carries no information: drop it or pass it through"
     return ""
 
 
 def _like_times(present: pa.Array) -> str:
-    """What is to be said if integers may be times: of all units, one makes them of our days."""
+    """A note if integers may be times: of all units, one makes them of our days."""
     values = present.to_numpy(zero_copy_only=False).astype(np.float64)
     for unit, second in SECONDS.items():
         years = values / second / (365.25 * 86400)
@@ -182,7 +199,7 @@ def find_written_number(name: str, texts: pa.Array) -> InferredKind | None:
         why = f"texts such as {shown(found.example)}; if these are numbers, set {{kind: number, "
         return InferredKind(kind="category", why=why + 'decimal: ","}, or thousands: ","')
     why = f"numbers such as {shown(found.example)}: {found.marks}"
-    why += f", but for {shown(found.odd)}" if found.odd is not None else ""
+    why += f", except {shown(found.odd)}" if found.odd is not None else ""
     return InferredKind(kind="number", why=why, marks=found.marks)
 
 
@@ -205,7 +222,7 @@ def _odd_number(name: str, texts: pa.Array) -> str | None:
 
 
 def find_separator(texts: pa.Array) -> str | None:
-    """What parts the entries of lists that are written as text."""
+    """The separator between the entries of lists that are written as text."""
     texts = texts.drop_null()
     if not len(texts):
         return None

@@ -56,7 +56,7 @@ class Learner:
     splitter: Splitter
     work: Workspace
     transform: Transform
-    """Gets what is learned, but for the vocabularies of values."""
+    """Gets everything that is learned, except the vocabularies of values."""
     earlier: EarlierIds | None = None
     """Whose ids are used; then numbers are known already."""
 
@@ -110,6 +110,7 @@ class Learner:
         if feature.dense:
             known = feature.name in self.transform.scalings
             return {} if known else self._learn_number(feature)
+
         vocabulary = self.work / Meta.vocabulary_file(feature.name)
         learned: dict[str, object] = {}
         if not feature.bucketed:
@@ -121,6 +122,7 @@ class Learner:
             source = self.earlier.directory / Meta.vocabulary_file(feature.name)
             shutil.copyfile(source, vocabulary)
             made = Vocabulary.read(vocabulary)
+
         described = Categorical(
             name=feature.name,
             cardinality=len(made),
@@ -197,6 +199,7 @@ class Learner:
             hexadecimal=self.transform.plan.hexadecimal,
             data=earlier.directory,
         )
+
         if earlier.grow:
             made, ids = made.extended(
                 values,
@@ -213,6 +216,7 @@ class Learner:
             ids = made.find(values)
             if made.oov_id is not None:
                 ids = np.where(ids < 0, np.int32(made.oov_id), ids)
+
         if (ids < 0).any():
             missing = values.take(pa.array(np.flatnonzero(ids < 0)))
             raise ValueError(

@@ -40,7 +40,7 @@ class InputReader:
 
     @classmethod
     def load(cls, export: str | os.PathLike[str]) -> Self:
-        """Load what lies in an export.
+        """Load the preparation in an export.
 
         Raises:
             FileNotFoundError, ValueError: it is missing or damaged.

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 PLAIN = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 MARKED = r"^[+-]?[\d.,][\d.,' \x{a0}\x{202f}]*([eE][+-]?\d+)?$"
-"""What all of the others look like, and more."""
+"""All other forms match this, and more."""
 SPACES = " \u00a0\u202f"
 
 
@@ -30,7 +30,7 @@ class Marks:
 
     @property
     def pattern(self) -> str:
-        """What such a number matches, and nothing else: ``1,5`` is none with thousands ``,``."""
+        """The pattern of exactly these numbers: ``1,5`` is none with thousands ``,``."""
         point, whole = re.escape(self.decimal), r"\d+"
         if self.thousands:
             whole = rf"(\d+|[1-9]\d{{0,2}}({self._between}\d{{3}})+)"
@@ -53,7 +53,7 @@ KNOWN = tuple(
         (",", None), (",", "."), (".", ","), (",", " "), (".", " "), (".", "'"), (",", "'"),
     )
 )  # fmt: skip
-"""What can be found in a column, the simplest first."""
+"""The forms that can be found in a column, the simplest first."""
 POINT_OR_COMMA = (KNOWN[0], KNOWN[2])
 
 

@@ -6,7 +6,7 @@ log       log(max(x, 0) + 1), as in the reference DLRM
 log3      log(max(x, -2) + 3), as in TorchRec
 standard  (x - mean) / standard deviation
 robust    asinh((x - median) / interquartile range): about linear in the middle and logarithmic in
-          the tails, so that neither the unit of a price nor a few huge ones matter
+          the tails, whatever the unit of a price and however huge a few are
 auto      none if the numbers are of the size that a network expects, else robust
 quantile  the number of the bucket, of which all have about equally many rows: an id
 ========= ======================================================================================
@@ -76,6 +76,7 @@ def summarise(blocks: Iterable[Floats], rows: int) -> Summary:
     every = max(1, -(-rows // QUANTILE_VALUES))
     done, present, mean, squares = 0, 0, 0.0, 0.0
     samples = []
+
     for block in blocks:
         samples.append(block[-done % every :: every])
         done += len(block)
@@ -87,6 +88,7 @@ def summarise(blocks: Iterable[Floats], rows: int) -> Summary:
             squares += delta**2 * present * count / (present + count)
             mean += delta * count / (present + count)
             present += count
+
     sample = np.concatenate([*samples, np.empty(0)])
     return Summary(
         rows=done,

@@ -114,6 +114,7 @@ class Preparation:
         splitter = self.split(spilled)
         self._require_training(spilled, splitter)
 
+        # What was learned, and the rows prepared by it.
         transform, blocks = self.transform, spilled.blocks
         learner = Learner(
             blocks=blocks,
@@ -127,10 +128,12 @@ class Preparation:
             blocks, transform, categorical, splitter, work, workers=workers, progress=progress
         )
 
+        # All other results; meta.json is the last one.
         with atomic_write(work / BAD_ROWS_FILE) as temporary:
             temporary.write_text(json.dumps(spilled.bad.as_json(), indent=2) + "\n")
         if self.save is not None:
             self.save(work.directory)
+
         plan = transform.plan
         label, weight = plan.only("label"), plan.only("weight")
         assert label is not None
@@ -190,6 +193,6 @@ def require_fingerprint(ids_of: Path) -> None:
 
 
 def _state_of(prepared: Path) -> list[Any]:
-    """What tells whether a prepared directory has changed: its files were written again."""
+    """The path of a prepared directory, and when its files were written."""
     paths = [prepared / name for name in (TRANSFORM_FILE, META_FILE)]
     return [str(prepared.resolve()), [p.stat().st_mtime_ns for p in paths if p.exists()]]

@@ -34,15 +34,18 @@ def keep_transform(directory: str | os.PathLike[str], target: Path) -> None:
         files, meta = transform_files(source), Meta.read(source)
     except ValueError:
         return
+
     if (target / META_FILE).is_file():
         if Meta.read(target).fingerprint == meta.fingerprint:
             return
         shutil.rmtree(target)
-    if missing := next((file for file in files if not (source / file).is_file()), None):
+    missing = next((file for file in files if not (source / file).is_file()), None)
+    if missing is not None:
         if meta.fingerprint:  # other data may look like it, such as synthetic rows of Criteo
             where = source / missing
             print_error(f"note: {where} does not exist: the run can score prepared rows only")
         return
+
     with atomic_directory(target) as temporary:
         for file in files:
             (temporary / file).parent.mkdir(parents=True, exist_ok=True)

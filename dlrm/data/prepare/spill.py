@@ -48,6 +48,7 @@ class SpilledBlock:
             for name, column in columns.items()
             if pa.types.is_dictionary(column.type)
         }
+
         summary = {
             "rows": rows.num_rows,
             "names": names,
@@ -55,6 +56,7 @@ class SpilledBlock:
             "sizes": {name: values.nbytes for name, values in dictionaries.items()},
             "bad": bad.as_json(),
         }
+
         rows = rows.replace_schema_metadata({_SUMMARY: json.dumps(summary)})
         with (
             atomic_write(path) as temporary,
@@ -64,7 +66,7 @@ class SpilledBlock:
 
     @classmethod
     def open(cls, path: Path) -> SpilledBlock:
-        """What :meth:`write` wrote."""
+        """Open a block that :meth:`write` wrote."""
         with pa.memory_map(str(path)) as file:
             summary = json.loads(pa.ipc.open_file(file).schema.metadata[_SUMMARY])
         return cls(path=path, **summary | {"bad": BadRows.from_json(summary["bad"])})
@@ -129,6 +131,7 @@ def spill_rows(
         if not done:
             converted = source.convert(part, skip_bad=skip_bad)
             SpilledBlock.write(path, converted.result[0], converted.bad)
+
         block = SpilledBlock.open(path)
         return block, block.rows + block.bad.count
 
@@ -143,6 +146,7 @@ def spill_rows(
             if block.rows:
                 spilled.blocks.append(replace(block, first=spilled.rows, bad=BadRows()))
             spilled.rows += block.rows
+
             consumed[part.path] = part.consumed
             bar.update(sum(consumed.values()) - bar.n)
     return spilled

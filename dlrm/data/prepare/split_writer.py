@@ -39,6 +39,8 @@ def write_splits(
     plan = transform.plan
     label = plan.only("label")
     assert label is not None
+
+    # The ids of pass 2, one block after another.
     looked_up = {}
     for index, feature in enumerate(plan.features):
         if not feature.dense and not feature.bucketed:
@@ -53,6 +55,7 @@ def write_splits(
         rows = transform.encode(block.read(), ids)
         return [_select(rows, selection) for selection in splitter.selections(block)]
 
+    # Dictionaries pay off where values repeat within a row group.
     large = {column.name for column in categorical if column.cardinality > LARGEST_DICTIONARY}
     rows = dict.fromkeys(SPLITS, 0)
     positives = dict.fromkeys(SPLITS, 0)

@@ -161,7 +161,7 @@ def prepare_table(
 def _plan_of_later_rows(
     earlier: ColumnPlan, files: Sequence[RawFile], split: SplitOptions
 ) -> tuple[ColumnPlan, list[str]]:
-    """What the columns of a table are, if they are to become the features of an earlier one.
+    """The plan of columns that are to become the features of an earlier preparation.
 
     Args:
         earlier: the plan of the earlier preparation.
@@ -180,6 +180,7 @@ def _plan_of_later_rows(
         unused = column.kind == "split" and (split.by, split.column) != ("column", column.name)
         own = replace(column.options, kind="drop") if unused else column.options
         columns.append(replace(column, options=own))
+
     names = [column.name for column in columns]
     if split.column is not None and split.column not in names:
         if split.by == "time":
@@ -189,6 +190,7 @@ def _plan_of_later_rows(
             )
         own = ColumnOptions(kind="split")
         columns.append(Column(name=split.column, found="text", why="given", options=own))
+
     plan = ColumnPlan(options=replace(earlier.options, split=split), columns=tuple(columns))
     for file in files:
         there = set(file.names)

@@ -174,6 +174,8 @@ def _whole_lines(
                     "text in rows: unpack archives first (or is a quote never closed?)"
                 )
             yield _take(buffer, end)
+
+    # The last line need not have an end.
     data = bytes(buffer)
     buffer += b"" if data.endswith(b"\n") else b"\n"
     end = row_end(buffer, len(buffer))
@@ -215,6 +217,7 @@ def _gunzip(path: Path, first: bytes, pieces: Iterator[bytes]) -> Iterator[bytes
         for piece in itertools.chain((first,), pieces)
         for start in range(0, len(piece), _STEP)
     )
+
     try:
         for piece in steps:
             done += len(piece)
@@ -227,6 +230,7 @@ def _gunzip(path: Path, first: bytes, pieces: Iterator[bytes]) -> Iterator[bytes
                     number, start = number + 1, done - len(piece)
                 yield member.decompress(piece)
                 piece = member.unused_data
+
         if not member.eof:
             raise EOFError("the file ends before the member does")
     except (EOFError, zlib.error) as error:

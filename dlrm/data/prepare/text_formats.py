@@ -89,6 +89,7 @@ class CsvPart(TextPart):
         if not self.data.strip():
             schema = pa.schema([(name, pa.string()) for name in types or self.file.names])
             return pa.RecordBatch.from_pylist([], schema)
+
         convert = {"column_types": types, "include_columns": list(types)} if types else {}
         table = pyarrow.csv.read_csv(
             pa.BufferReader(self.data),
@@ -119,6 +120,7 @@ class CsvPart(TextPart):
             invalid.append(row)
             return "skip"
 
+        # As bytes, any row of the right number of fields can be read.
         try:
             rows = self._read(dict.fromkeys(self.file.names, pa.binary()), collect)
         except pa.ArrowInvalid as error:
@@ -132,6 +134,7 @@ class CsvPart(TextPart):
                 f"{row.actual_columns} fields, a row has {row.expected_columns}: "
                 f"{shown(row.text)}; correct it (is the delimiter {self.file.delimiter!r}?)",
             )
+
         count = rows.num_rows + len(bad)
         positions = np.setdiff1d(np.arange(count), list(bad))
         texts = np.ones(len(positions), bool)

@@ -1,9 +1,9 @@
-"""What a preparation learned of the training rows, to apply it to other rows.
+"""A transform of raw rows, as a preparation learned it from the training rows.
 
 A :class:`Transform` is stored with a prepared directory, in ``transform.json`` and ``vocabulary/``.
 With a copy of these, raw rows become what a model takes: in the preparation itself, and in programs
-that score new rows, which need no label. Of rows of Criteo, all but the vocabularies is known from
-the options in ``meta.json``.
+that score new rows, which need no label. For rows of Criteo, only the vocabularies are learned; the
+rest follows from the options in ``meta.json``.
 """
 
 from __future__ import annotations
@@ -125,6 +125,7 @@ class Transform:
             elif column.kind == "weight" and column.name in rows.schema.names:
                 weights = rows[column.name].to_numpy() / np.float32(self.mean_weight)
                 columns[column.name] = pa.array(weights)
+
         for feature in self.plan.dense:
             numbers = rows[feature.name]
             if numbers.type != pa.float32():
@@ -133,6 +134,7 @@ class Transform:
             columns[feature.name] = numbers
         for feature in self.plan.categorical:
             columns[feature.name] = self._ids(feature, rows, ids)
+
         for column in self.plan.columns:
             if column.kind == "pass" and column.name in rows.schema.names:
                 columns[column.name] = rows[column.name]
@@ -253,7 +255,7 @@ class Transform:
             raise
 
     def _learned(self) -> dict[str, Any]:
-        """What was learned besides the vocabularies, as plain values."""
+        """Everything learned besides the vocabularies, as plain values."""
         # In the order of the features: they were learned by threads, in any order.
         names = [feature.name for feature in self.plan.features]
         return {

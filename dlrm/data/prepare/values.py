@@ -139,11 +139,14 @@ def lists(
         array = pc.split_pattern(array, separator)
     elif not is_list(array.type):
         raise BadValue(name, None, f"it holds {array.type}, not lists; make it another kind")
+
     lengths = pc.list_value_length(array).fill_null(0).to_numpy().astype(np.int64)
     entries = array.flatten()
     if is_text(entries.type):
         entries = pc.utf8_trim_whitespace(entries)
     entries = categories(entries, name, missing, buckets)
+
+    # Missing entries are left out.
     empty = pc.equal(entries.dictionary, "")
     if pc.any(empty).as_py():
         kept = ~empty.take(entries.indices).to_numpy(zero_copy_only=False)
@@ -172,6 +175,7 @@ def times(
     array = decoded(array)
     if form is not None and is_number(array.type):  # such as 14102123 for %y%m%d%H
         array = as_texts(array, name)
+
     kind = array.type
     if is_text(kind):
         array = _parsed_times(array, name, missing, form)
@@ -188,6 +192,7 @@ def times(
         array = pc.local_timestamp(array)
     elif not (pa.types.is_temporal(kind) and not pa.types.is_time(kind)) and kind != pa.null():
         raise BadValue(name, None, f"it holds {kind}, not times; make it another kind")
+
     found = array.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
     return found.fill_null(MISSING_TIME).to_numpy()
 

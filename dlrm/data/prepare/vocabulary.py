@@ -163,6 +163,7 @@ class Vocabulary:
             evict_after=evict_after,
             most=most,
         )
+
         new = texts_of(values.take(pa.array(made.new))).cast(self.values.type)
         source = np.arange(len(made.counts))
         source[made.given] = len(self) + np.arange(len(made.new))

@@ -61,6 +61,7 @@ class Workspace:
             self.directory.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise ValueError(f"{self.output} is not a directory; give another --output") from None
+
         self._lock = FileLock(self / LOCK_FILE, timeout=0)  # released when the process ends
         try:
             self._lock.acquire()
@@ -68,6 +69,7 @@ class Workspace:
             raise ValueError(
                 f"another process is preparing {self.output}; wait for it or give another --output"
             ) from None
+
         try:
             self._clear_other_work()
         except BaseException:
@@ -104,11 +106,13 @@ class Workspace:
             found = [[record["name"], record["bytes"]] for record in inputs]
         except (ValueError, KeyError, TypeError):
             return  # damaged: no program can read it
+
         wanted = json.loads(json.dumps(self._options))
         wanted.pop("bad_rows", None)  # decides whether there are results, not which
         differing = [name for name in wanted if options.get(name) != wanted[name]]
         if found != [[input.name, input.stat().st_size] for input in self._inputs]:
             differing.append("inputs")
+
         if differing:
             raise ValueError(
                 f"{self.output} was prepared before, with other {' and '.join(differing)}: its ids "

@@ -292,6 +292,6 @@ def test_texts_that_never_repeat_are_told(tmp_path):
     path.write_text("label,key,b\n" + "".join(f"{i % 2},r{i},x{i % 9}\n" for i in range(300)))
     plan = open_and_plan([path], build_options({}))[1]
     assert [column.why for column in plan.columns[1:]] == [
-        "texts, 300 values in 300 rows, so of no use: drop it, or pass it",
+        "texts, 300 values in 300 rows, carries no information: drop it or pass it through",
         "texts, 9 values in 300 rows",
     ]
