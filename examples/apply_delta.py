@@ -1,8 +1,8 @@
 """Apply a delta of an export: ``python examples/apply_delta.py EXPORT DELTA OUTPUT``.
 
-EXPORT is the export that the delta was made from (``scripts/export.py --delta-from``), OUTPUT a new
-directory, which is what a full export of the newer model would be. Another export is refused, and
-so is a damaged file. It needs PyTorch and safetensors, and no other package.
+EXPORT is the export that the delta was made from (``scripts/export.py --delta-from``). OUTPUT is a
+new directory, the same as a full export of the newer model. Another export and damaged files are
+refused. The program needs PyTorch and safetensors only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ JSON_BYTES = 64 << 20  # of a manifest or the description of a delta
 
 
 def apply_delta(base: Path, delta: Path, output: Path) -> None:
-    """Make the newer export. The directory is there completely or not at all.
+    """Make the newer export. The directory appears when it is complete.
 
     Args:
         base: the export that the delta was made from; it is not changed.
@@ -35,14 +35,14 @@ def apply_delta(base: Path, delta: Path, output: Path) -> None:
         output: directory to make.
 
     Raises:
-        ValueError: ``base`` is another export, or a file is damaged, or ``output`` exists.
+        ValueError: ``base`` is another export, a file is damaged, or ``output`` exists.
         OSError: a file can't be read or written.
     """
     if output.exists():
         raise ValueError(f"{output} exists: name another directory, or remove it")
     described = _read(delta / DELTA)
     if (described.get("format"), described.get("version")) != ("dlrm export delta", 1):
-        raise ValueError(f"{delta / DELTA} is no delta that this program reads")
+        raise ValueError(f"{delta / DELTA} is not a delta that this program can read")
     if digest_of(base / MANIFEST) != described["base"]:
         raise ValueError(
             f"{delta} was made from another export than {base}: name that one, or export in full"
@@ -51,6 +51,7 @@ def apply_delta(base: Path, delta: Path, output: Path) -> None:
     for name in after:
         if ".." in Path(name).parts or Path(name).is_absolute():
             raise ValueError(f"{delta / DELTA} names {name!r}, which is in another directory")
+
     temporary = output.with_name(output.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -59,13 +60,16 @@ def apply_delta(base: Path, delta: Path, output: Path) -> None:
                 taken = name in described["taken"]
                 (temporary / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile((delta / FILES if taken else base) / name, temporary / name)
+
         _require(base / WEIGHTS, before[WEIGHTS])
         _require(delta / ROWS, described["rows"])
         weights = new_weights(
             load_file(base / WEIGHTS), load_file(delta / ROWS), described["tensors"]
         )
         save_file(weights, temporary / WEIGHTS, {"format": "pt"})
-        shutil.copymode(base / MANIFEST, temporary / WEIGHTS)  # else readable by its owner alone
+        shutil.copymode(base / MANIFEST, temporary / WEIGHTS)  # safetensors makes it private
+
+        # The result must be the export that the delta describes.
         for name, digest in after.items():
             _require(temporary / name, digest)
         text = json.dumps(described["result"], indent=2) + "\n"
@@ -85,21 +89,21 @@ def new_weights(
     """The weights of the newer export.
 
     Args:
-        old: those of the earlier one.
+        old: the weights of the earlier one.
         given: ``row_numbers:NAME [n]`` and ``row_values:NAME [n, ...]``, or ``whole:NAME``.
-        described: for each tensor that changed, its ``shape`` and what to ``copy`` of the old one,
-            as ``[from, to, rows]``; none for a tensor that is given whole.
+        described: for each tensor that changed, its ``shape`` and the rows to ``copy`` from the old
+            one, as ``[from, to, rows]``; None for a tensor that is stored whole.
     """
     weights = dict(old)
     for name, entry in described.items():
         if entry["copy"] is None:
             weights[name] = given[f"whole:{name}"]
             continue
-        made = torch.empty(entry["shape"], dtype=old[name].dtype)
+        new = torch.empty(entry["shape"], dtype=old[name].dtype)
         for begin, to, rows in entry["copy"]:
-            made[to : to + rows] = old[name][begin : begin + rows]
-        made[given[f"row_numbers:{name}"]] = given[f"row_values:{name}"]
-        weights[name] = made
+            new[to : to + rows] = old[name][begin : begin + rows]
+        new[given[f"row_numbers:{name}"]] = given[f"row_values:{name}"]
+        weights[name] = new
     return weights
 
 
@@ -134,7 +138,8 @@ def _read(path: Path) -> dict[str, Any]:
 def main() -> int:
     """Run the program; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("export", metavar="EXPORT", type=Path, help="that the delta was made from")
+    base = "export that the delta was made from"
+    parser.add_argument("export", metavar="EXPORT", type=Path, help=base)
     parser.add_argument("delta", metavar="DELTA", type=Path, help="the delta")
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="directory to make")
     options = parser.parse_args()

@@ -62,16 +62,18 @@ class Service:
     """
 
     def __init__(self, scorer: Scorer, options: argparse.Namespace) -> None:
-        self._scorer, self._options = scorer, options
+        self._scorer = scorer
+        self._options = options
         self._pool = ThreadPoolExecutor(options.workers)
         self._waiting = 0
         self.draining = False
-        self._registry = prometheus.CollectorRegistry()
-        own: dict[str, Any] = {"registry": self._registry}
-        prometheus.ProcessCollector(registry=self._registry)
-        self._requests = prometheus.Counter("requests", "Answers by status", ["status"], **own)
-        self._rows = prometheus.Counter("rows", "Rows that were scored", **own)
-        self._seconds = prometheus.Histogram("seconds", "Time of a request to score", **own)
+
+        self._registry = registry = prometheus.CollectorRegistry()
+        prometheus.ProcessCollector(registry=registry)
+        counter, histogram = prometheus.Counter, prometheus.Histogram
+        self._requests = counter("requests", "Answers by status", ["status"], registry=registry)
+        self._rows = counter("rows", "Rows that were scored", registry=registry)
+        self._seconds = histogram("seconds", "Time of a request to score", registry=registry)
 
     async def score(self, request: Request) -> Response:
         """Answer POST /score."""
@@ -132,7 +134,7 @@ class Service:
         return sink.getvalue().to_pybytes(), len(found)
 
     async def health(self, _: Request) -> Response:
-        """Answer GET /health: 503 once the server is about to end, so that no more is sent here."""
+        """Answer GET /health: 503 if the server is about to end, so no more requests are sent."""
         manifest = self._scorer.manifest
         status = {"status": "ends" if self.draining else "ok"}
         about = {name: manifest[name] for name in ("run", "step", "tables")}
@@ -168,13 +170,14 @@ class Service:
 
 
 class Connection(H11Protocol):
-    """A connection that is closed when the head of a request, or a body that nobody waits for any
-    more, takes too long, and at once when there are too many: else such connections would use up
-    what the system allows.
+    """A connection that is closed if there are too many, or if its next request takes too long.
+
+    The same holds for the rest of a body after its answer. Otherwise such connections could use up
+    the open files of the process.
 
     Args:
-        seconds: to wait.
-        most: connections at a time.
+        seconds: time for the next request.
+        most: number of connections at a time.
     """
 
     def __init__(self, *arguments: Any, seconds: float, most: int, **options: Any) -> None:
@@ -183,14 +186,14 @@ class Connection(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for the first request."""
+        """Start to wait for the first request."""
         super().connection_made(transport)
         self._wait()
         if len(self.connections) > self._most:
             transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Wait no longer if a request has come, and else from the first byte on."""
+        """Stop waiting if a request has come; otherwise wait from the first byte on."""
         super().data_received(data)
         if self.cycle is None or self.cycle.response_complete:
             self._wait()
@@ -198,7 +201,7 @@ class Connection(H11Protocol):
             self._stop()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no longer."""
+        """Stop waiting."""
         self._stop()
         super().connection_lost(exc)
 
@@ -276,16 +279,20 @@ def arguments() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
+
+    # The model and the address.
     add("export", type=Path, help="directory that scripts/export.py made")
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     add("--port", type=int, default=8000, help="0 takes any free port (default: 8000)")
+
+    # Limits.
     add("--max-rows", type=int, default=10_000, help="rows of a request (default: 10000)")
     add("--max-bytes", type=int, default=16 << 20, help="bytes of a request (default: 16 MiB)")
     add(
         "--timeout",
         type=float,
         default=10,
-        help="seconds to read headers, then to answer (default: 10)",
+        help="seconds to read the headers, and then to answer (default: 10)",
     )
     add("--queue", type=int, default=64, help="requests at a time; more get a 503 (default: 64)")
     add("--connections", type=int, default=500, help="at a time; more are closed (default: 500)")
@@ -298,25 +305,28 @@ def arguments() -> argparse.ArgumentParser:
 def main() -> int:
     """Serve until a signal ends it; returns the exit status."""
     options = arguments().parse_args()
+
     try:
         scorer = Scorer(options.export, options.threads)
         listening = socket.create_server(
             (options.host, options.port),
             family=socket.AF_INET6 if ":" in options.host else socket.AF_INET,
         )
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or answers wait 40 ms
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # saves 40 ms per answer
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
     if options.host not in LOOPBACK:
         say("note: other machines can reach this, and there is no authentication")
     host = f"[{options.host}]" if ":" in options.host else options.host
+
     service = Service(scorer, options)
     connection = partial(Connection, seconds=options.timeout, most=options.connections)
     config = uvicorn.Config(
         service.app(f"http://{host}:{listening.getsockname()[1]}"),
         http=connection,  # type: ignore[arg-type]
-        backlog=64,  # this number may be accepted before those above --connections are closed
+        backlog=64,  # so many may be accepted before those above --connections are closed
         log_level="warning",
         timeout_keep_alive=30,
         timeout_graceful_shutdown=int(options.timeout) + 5,

@@ -1,4 +1,4 @@
-"""Rows in the bodies of requests to serve.py, which anybody may have made."""
+"""Read rows from the bodies of requests to serve.py, which may come from anybody."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUMBERS = (TYPES.is_primitive, TYPES.is_null, TYPES.is_decimal)
 
 
 class Refused(Exception):
-    """A request that is answered with an error."""
+    """The answer to a request is an error."""
 
     def __init__(self, status: int, error: str) -> None:
         super().__init__(error)
@@ -31,45 +31,27 @@ def rows_of(
     """The rows of a request.
 
     Args:
-        body: of the request.
+        body: body of the request.
         kind: its content type.
-        columns: names of those that are read; others are left out.
-        most: rows.
-        most_bytes: of a column, without a dictionary.
+        columns: names of the columns to read; others are left out.
+        most: number of rows.
+        most_bytes: bytes of a column, without a dictionary.
 
     Raises:
-        Refused: they are no rows, or too many.
+        Refused: they are not rows, or too many.
     """
     if kind == ARROW:
         try:
-            if any(is_compressed(message) for message in pa.ipc.MessageReader.open_stream(body)):
-                raise ValueError("it is compressed; send it without")
-            with pa.ipc.open_stream(body) as stream:
-                batches, count = [], 0
-                for batch in stream:
-                    count += batch.num_rows
-                    if count > most:
-                        break
-                    batch.validate(full=True)  # whoever sent it may have made it by hand
-                    batches.append(batch)
-                table = pa.Table.from_batches(batches, stream.schema)
-            table = table.select([name for name in table.column_names if name in columns])
-            for name in table.column_names:
-                require_small(name, table[name], most_bytes)
+            table, count = arrow_rows(body, columns, most, most_bytes)
         except (*MISFITS, pa.ArrowException, OSError, struct.error) as error:
             raise Refused(400, f"the body is no Arrow stream to score: {one_line(error)}") from None
     else:
         try:
-            rows = json.loads(body, parse_constant=_no_constant)["rows"]
-            if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-                raise TypeError("rows must be a list of objects")
-            count, rows = len(rows), rows[:most]
-            # Not all names: if every row had one of its own, columns would take rows x rows values.
-            names = [name for name in columns if any(name in row for row in rows)]
-            table = pa.table({name: [row.get(name) for row in rows] for name in names})
+            table, count = json_rows(body, columns, most)
         except (*MISFITS, pa.ArrowException) as error:
             form = 'it must be {"rows": [{"column": value, ...}, ...]}'
             raise Refused(400, f"the body does not fit: {one_line(error)}; {form}") from None
+
     if count > most:
         raise Refused(413, f"more than {most} rows; send them in several requests")
     if count and not table.column_names:  # such a table has no rows
@@ -77,14 +59,48 @@ def rows_of(
     return table
 
 
+def arrow_rows(
+    body: bytes, columns: Collection[str], most: int, most_bytes: int
+) -> tuple[pa.Table, int]:
+    """The rows of an Arrow stream, and their number, of which ``most`` are read."""
+    if any(is_compressed(message) for message in pa.ipc.MessageReader.open_stream(body)):
+        raise ValueError("it is compressed; send it without")
+
+    batches, count = [], 0
+    with pa.ipc.open_stream(body) as stream:
+        for batch in stream:
+            count += batch.num_rows
+            if count > most:
+                break
+            batch.validate(full=True)  # it may have been made to do damage
+            batches.append(batch)
+        table = pa.Table.from_batches(batches, stream.schema)
+
+    table = table.select([name for name in table.column_names if name in columns])
+    for name in table.column_names:
+        require_small(name, table[name], most_bytes)
+    return table, count
+
+
+def json_rows(body: bytes, columns: Collection[str], most: int) -> tuple[pa.Table, int]:
+    """The rows of a JSON text, and their number, of which ``most`` are read."""
+    rows = json.loads(body, parse_constant=_no_constant)["rows"]
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise TypeError("rows must be a list of objects")
+
+    # Not the names of all rows: n rows with different names would take n x n values.
+    used = rows[:most]
+    names = [name for name in columns if any(name in row for row in used)]
+    return pa.table({name: [row.get(name) for row in used] for name in names}), len(rows)
+
+
 def require_small(name: str, column: pa.ChunkedArray, most: int) -> None:
     """Check that a column takes little memory when it is read.
 
-    Rows with the number of a text in a dictionary, or with a view of it, may share a large one, and
-    lists of nulls take no bytes at all.
+    Many rows may share a large text, in a dictionary or by views, and lists of nulls take no bytes.
 
     Raises:
-        ValueError: it takes too much, or nothing is known of its type.
+        ValueError: it takes too much, or its type is unknown.
     """
     for array in column.chunks:
         while any(is_kind(array.type) for is_kind in LISTS):
@@ -102,9 +118,9 @@ def require_small(name: str, column: pa.ChunkedArray, most: int) -> None:
 
 
 def is_compressed(message: pa.ipc.Message) -> bool:
-    """Whether the buffers of a message are compressed: a small body may then take much memory.
+    """True if the buffers of a message are compressed: a small body may then take much memory.
 
-    pyarrow does not say so; it is a field in the flatbuffer of a record batch (Message.fbs).
+    pyarrow does not report it; it is a field in the flatbuffer of a record batch (Message.fbs).
     """
     data = message.metadata
 
@@ -112,7 +128,7 @@ def is_compressed(message: pa.ipc.Message) -> bool:
         return int(struct.unpack_from(form, data, at)[0])
 
     def field(table: int, index: int) -> int:
-        """Where a field of a table is; 0 if it is not there."""
+        """The position of a field of a table; 0 without it."""
         layout = table - number("<i", table)
         at = 4 + 2 * index
         offset = number("<H", layout + at) if at < number("<H", layout) else 0

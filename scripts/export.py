@@ -1,4 +1,4 @@
-"""Export a trained model to a directory that needs nothing of this package."""
+"""Export a trained model to a directory that does not need this package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dlrm.utils.program import Parser, exit_status, path_arg
 
 EPILOG = """\
 OUTPUT gets the weights as safetensors, the model as a program for torch.export.load, compiled
-programs for C++ and Python, a reader of raw rows, and manifest.json. docs/export.md tells how to
+programs for C++ and Python, a reader of raw rows, and manifest.json. docs/export.md shows how to
 load it.
 
 Examples:
@@ -37,6 +37,8 @@ def arguments() -> Parser:
     named = "run directory, whose best checkpoint is taken, or one of its checkpoints/"
     add("checkpoint", metavar="RUN", type=path_arg, help=named)
     add("output", metavar="OUTPUT", type=path_arg, help="directory to make")
+
+    # How the tables are stored.
     add(
         "--tables",
         choices=PRECISIONS,
@@ -44,11 +46,13 @@ def arguments() -> Parser:
     )
     add("--emb", metavar="KIND", help="compress the trained tables by this kind, or by auto")
     add("--budget", help="memory for all tables, with --emb: 20MB, or 100x")
+
+    # The programs, or a delta.
     add(
         "--compile",
         nargs="*",
         choices=DEVICES,
-        help="compile ahead of time for machines like this one; without a name, don't (default: "
+        help="compile ahead of time for machines like this one; without a name, for none (default: "
         "cpu, if there is a C++ compiler)",
     )
     add("--onnx", action="store_true", help="also write ONNX (default: no)")
@@ -56,16 +60,18 @@ def arguments() -> Parser:
         "--delta-from",
         metavar="EXPORT",
         type=path_arg,
-        help="export what changed since EXPORT alone, for examples/apply_delta.py; number format "
-        "and compiled programs are as there",
+        help="export only what changed since EXPORT, for examples/apply_delta.py; number format "
+        "and compiled programs are those of EXPORT",
     )
+
+    # The source.
     last = "take the latest checkpoint of the run, not the best (default: no)"
     add("--last", action="store_true", help=last)
     add(
         "--data",
         type=path_arg,
-        help="prepared data of the run, if the run has not kept how raw rows are prepared "
-        "(default: that of its configuration)",
+        help="prepared data of the run, if the run has no copy of its preparation (default: the "
+        "data of its configuration)",
     )
     return parser
 
@@ -74,13 +80,15 @@ def export(options: Namespace) -> None:
     """Export the model."""
     if options.delta_from is not None and options.compile is not None:
         raise ValueError(
-            "--compile: with --delta-from, what was compiled is compiled: leave it out"
+            "--compile: with --delta-from, the same programs are compiled as before: leave it out"
         )
+
     compiled = options.compile
     if compiled is None:
         compiled = ["cpu"] if has_compiler() else []
         if not compiled and options.delta_from is None:
             print("note: nothing is compiled ahead of time, which needs a C++ compiler such as g++")
+
     chosen = ExportOptions(
         tables=options.tables,
         emb=options.emb,
@@ -90,6 +98,7 @@ def export(options: Namespace) -> None:
         last=options.last,
         data=options.data,
     )
+
     if options.delta_from is not None:
         export_delta(options.checkpoint, options.output, options.delta_from, chosen)
     else:

@@ -195,7 +195,7 @@ def test_another_export_and_damaged_files_are_refused(
     (tmp_path / "copy" / "delta.json").write_text(text[:-9])
     refused("delta.json is damaged", delta=tmp_path / "copy")
     (tmp_path / "copy" / "delta.json").write_text(text.replace('"version": 1', '"version": 2', 1))
-    refused("is no delta that this program reads", delta=tmp_path / "copy")
+    refused("is not a delta that this program can read", delta=tmp_path / "copy")
     for damaged in ("[" * 100_000, "[]"):
         (tmp_path / "copy" / "delta.json").write_text(damaged)
         refused("delta.json is damaged: it ", delta=tmp_path / "copy")
