@@ -111,9 +111,13 @@ def make_sharding_plan(
     loads = [float(count.sum()) for count in counts()] if counts else [1.0] * len(names)
     narrow = torch.bfloat16 if comm_dtype == "bf16" else None
     peers = exchange == "peers" or (exchange == "auto" and peers_accessible(world))
+    # Up to a third of each GPU's memory, with optimizer state, whole tables are faster than
+    # balanced memory.
+    gpus = range(torch.cuda.device_count()) if peers else []
+    room = min((torch.cuda.get_device_properties(i).total_memory // 12 for i in gpus), default=0)
     shards = plan_shards(
         num_embeddings, dim, world.size, sharding_types=types, loads=loads,
-        page=page, room=_room() if peers else 0, column_wise=not (whole_rows or packed),
+        page=page, room=room, column_wise=not (whole_rows or packed),
     )  # fmt: skip
 
     text = describe_shards(shards, dict(enumerate(names)), loads, world.size)
@@ -159,15 +163,6 @@ def _check_devices(world: World, plan: Sequence[tuple[str, Mapping[str, Any]]]) 
             "--paged.devices places the pages of one process; under torchrun every process holds "
             "its shards on its own device: remove --paged.devices, or run python train.py alone"
         )
-
-
-def _room() -> int:
-    """Number of weights that fit into a third of each GPU's memory, with optimizer state.
-
-    Up to this size, table-wise sharding is faster than balanced memory.
-    """
-    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return min((gpu.total_memory // 12 for gpu in gpus), default=0)
 
 
 def _check_exchange(world: World, exchange: str) -> None:

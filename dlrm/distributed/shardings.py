@@ -139,14 +139,10 @@ class Sharding(nn.Module, ABC):
         self, weight: Tensor, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT
     ) -> Tensor:
         """Rows of ``ids`` of ``tables``, ``[..., width]``; zeros for rows of other ranks."""
-        rows, inside = self._local_rows(tables, ids)
-        return lookup(weight, rows, sparse=True, sorter=context.sorter) * inside[..., None]
-
-    def _local_rows(self, tables: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The local rows of ids, and whether they are local; other ids get the last row."""
         rows = ids - self._first[tables]
         inside = (rows >= 0) & (rows < self._count[tables])
-        return torch.where(inside, rows + self._start[tables], self.height), inside
+        rows = torch.where(inside, rows + self._start[tables], self.height)  # or the last row
+        return lookup(weight, rows, sparse=True, sorter=context.sorter) * inside[..., None]
 
     def new_weight(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Zeros for the local rows, and for one more row, which ids of other ranks get."""

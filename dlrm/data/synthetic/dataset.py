@@ -88,12 +88,7 @@ def write(
     """
     threads = cpu_count() if threads is None else threads
     profile = _profile(like)
-    _check(rows=rows, fractions=fractions, seed=seed, auc=auc, positives=positives, format=format)
-    if not 0 <= drift <= MAX_DRIFT:
-        raise ValueError(f"drift is {drift}, it must be 0 to {MAX_DRIFT}")
-    if threads < 1:
-        raise ValueError(f"threads is {threads}, it must be at least 1")
-
+    _check(rows, fractions, seed, auc, positives, drift, format, device, threads)
     categorical = _columns(profile, cardinalities, format)
     tables = tuple(Categorical(name=c.name, cardinality=c.cardinality) for c in categorical)
     if bag_sizes:
@@ -119,7 +114,7 @@ def write(
             seed=seed,
             auc=auc,
             positives=positives,
-            device=_device(device),
+            device=torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
             drift=drift,
         )
         work = (temporary, generator, ranges, threads, progress)
@@ -206,42 +201,33 @@ def _large_enough(profile: Profile, number: int, size: int) -> Distribution:
 
 
 def _check(
-    *,
-    rows: int,
-    fractions: Sequence[float] | None,
-    seed: int,
-    auc: float,
-    positives: float,
-    format: str,
-) -> None:
-    if rows < 1:
-        raise ValueError(f"rows is {rows}, it must be at least 1")
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"seed is {seed}, it must be at least 0 and below 2**63")
-    if format not in ("parquet", "tsv"):
-        raise ValueError(f"format is {format!r}, it must be parquet or tsv")
-    if not 0.5 <= auc < 1:
-        raise ValueError(f"auc is {auc}, it must be at least 0.5 and below 1")
-    if not 0 < positives < 1:
-        raise ValueError(f"positives is {positives}, it must be between 0 and 1")
-    if fractions is not None and (
-        len(fractions) != 3 or min(fractions) < 0 or not abs(sum(fractions) - 1) <= 1e-6
-    ):
-        raise ValueError(
-            f"fractions is {list(fractions)}, it must be the shares of train, val and test, none "
-            "of them negative, and add up to 1, such as 0.8 0.1 0.1"
-        )
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kind = name.partition(":")[0]
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"device is {name!r}, it must be cpu or cuda")
+    rows: int, fractions: Sequence[float] | None, seed: int, auc: float, positives: float,
+    drift: float, format: str, device: str | None, threads: int,
+) -> None:  # fmt: skip
+    """Raise unless all arguments are in their ranges."""
+    kind = (device or "cpu").partition(":")[0]
+    shares = list(DEMO_FRACTIONS if fractions is None else fractions)
+    sums_up = len(shares) == 3 and min(shares) >= 0 and abs(sum(shares) - 1) <= 1e-6
+    rules = {
+        "rows": (rows, rows >= 1, "at least 1"),
+        "seed": (seed, 0 <= seed < 2**63, "at least 0 and below 2**63"),
+        "format": (format, format in ("parquet", "tsv"), "parquet or tsv"),
+        "auc": (auc, 0.5 <= auc < 1, "at least 0.5 and below 1"),
+        "positives": (positives, 0 < positives < 1, "between 0 and 1"),
+        "drift": (drift, 0 <= drift <= MAX_DRIFT, f"0 to {MAX_DRIFT}"),
+        "threads": (threads, threads >= 1, "at least 1"),
+        "device": (device, kind in ("cpu", "cuda"), "cpu or cuda"),
+        "fractions": (
+            shares, sums_up,
+            "the shares of train, val and test, none of them negative, and add up to 1, such as "
+            "0.8 0.1 0.1",
+        ),
+    }  # fmt: skip
+    for name, (value, valid, rule) in rules.items():
+        if not valid:
+            raise ValueError(f"{name} is {value!r}, it must be {rule}")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {name!r}, but there is no CUDA GPU; use cpu")
-    return torch.device(name)
+        raise ValueError(f"device is {device!r}, but there is no CUDA GPU; use cpu")
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from torch import Tensor
 from dlrm.kernels import use_triton
 from dlrm.kernels.offload.admission import CacheIndex, list_moves, move_rows_torch
 from dlrm.kernels.offload.pinned_memory import on_host
-from dlrm.kernels.offload.transfer import RowMoves, put_rows, take_rows
+from dlrm.kernels.offload.transfer import RowMoves, copy_rows
 from dlrm.utils.streams import SideStream, side_stream_of
 
 Tensors = Sequence[tuple[Tensor, Tensor]]  # in host memory, in the cache
@@ -89,7 +89,9 @@ class AsyncRowTransfer:
             moves = list_moves(index, ids, starts, ahead=True)
             lists = [_to_host(each) for each in (moves.missing, moves.leaving, moves.counters)]
             listed = self._side_stream.record_event()
-            evicted = take_rows([cache for _, cache in tensors], moves)
+            caches = [cache for _, cache in tensors]
+            evicted = [cache.new_empty(len(moves.targets), cache.shape[1]) for cache in caches]
+            copy_rows(caches, evicted, moves, out=True)
 
         transfer = _Transfer(self._side_stream, ids, tensors, moves, lists, listed, evicted)
         gathered = self._thread.submit(_gather, transfer, self._stored)
@@ -108,7 +110,8 @@ class AsyncRowTransfer:
         transfer, gathered = self._coming
         fetched = gathered.result().fetched
         with self._side_stream.fork(wait=False):
-            put_rows([cache for _, cache in transfer.tensors], fetched, transfer.moves)
+            caches = [cache for _, cache in transfer.tensors]
+            copy_rows(caches, fetched, transfer.moves, out=False)
         self._side_stream.join()
         self._coming = None
 

@@ -96,29 +96,17 @@ def exchange_rows(tensors: Sequence[tuple[Tensor, Tensor]], moves: RowMoves) -> 
         _exchange[programs,](host, cache, moves, **sizes)
 
 
-def take_rows(caches: Sequence[Tensor], moves: RowMoves) -> list[Tensor]:
-    """Copy the rows of the reassigned slots to buffers.
+def copy_rows(
+    caches: Sequence[Tensor], buffers: Sequence[Tensor], moves: RowMoves, *, out: bool
+) -> None:
+    """Copy the rows of the reassigned slots to contiguous buffers, or back.
 
     Args:
         caches: the cache of each tensor, ``[C, columns]``.
+        buffers: the buffer of each tensor, ``[most, columns]``, or with fewer rows to copy back.
         moves: has the slots.
-
-    Returns:
-        One contiguous buffer per tensor, ``[most, columns]``.
+        out: copy to the buffers; otherwise from them.
     """
-    buffers = [cache.new_empty(len(moves.targets), cache.shape[1]) for cache in caches]
-    _stage_all(caches, buffers, moves, out=True)
-    return buffers
-
-
-def put_rows(caches: Sequence[Tensor], rows: Sequence[Tensor], moves: RowMoves) -> None:
-    """Copy ``rows``, in the layout that :func:`take_rows` returns, into the reassigned slots."""
-    _stage_all(caches, rows, moves, out=False)
-
-
-def _stage_all(
-    caches: Sequence[Tensor], buffers: Sequence[Tensor], moves: RowMoves, *, out: bool
-) -> None:
     for cache, buffer in zip(caches, buffers, strict=True):
         programs, sizes = _blocks(cache.shape[1], len(moves.targets), STAGERS)
         _stage[programs,](cache, buffer, moves, OUT=out, **sizes)

@@ -176,11 +176,6 @@ class FactorLayout:
         return sum(count * words for count, words in self.right_factors)
 
     @cached_property
-    def num_segments(self) -> int:
-        """Number of segments; does not build :attr:`segments`."""
-        return sum(count * triton.cdiv(words, _SEGMENT) for count, words in self.right_factors)
-
-    @cached_property
     def segments(self) -> Segments:
         """Built on first use: small batches of large tables do not need it."""
         starts: list[Tensor] = []

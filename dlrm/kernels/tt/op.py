@@ -226,7 +226,7 @@ def _strategy(layout: FactorLayout, n: int, deterministic: bool | None) -> Strat
     """The strategy for ``n`` look-ups; see :mod:`dlrm.kernels.tt.lookup`."""
     if torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic:
         return "ordered"
-    if n >= _UNIQUE_FROM and layout.words <= _UNIQUE_UP_TO and layout.num_segments <= n:
+    if n >= _UNIQUE_FROM and layout.words <= _UNIQUE_UP_TO and len(layout.segments.right) <= n:
         return "unique"
     return "direct"
 

@@ -195,7 +195,7 @@ def test_a_program_takes_several_tiles_of_a_slice(strategy, device, matches, mon
 def test_the_ids_of_a_right_factor_may_be_several_segments(name, device, matches, monkeypatch):
     monkeypatch.setattr(layout, "_SEGMENT", 1)
     group = Group(name, device)
-    assert factor_layout(group.shape).num_segments > sum(group.shape.p[:, -1])
+    assert len(factor_layout(group.shape).segments.right) > sum(group.shape.p[:, -1])
     ids = group.ids(30)
     matches(group, torch.where(ids % 3 > 0, ids % 7, ids), "unique")
 
