@@ -100,8 +100,8 @@ class PairLayout:
 
 def _slices(counts: Tensor) -> tuple[Tensor, Tensor]:
     """The table of every slice of a core, and its number there, from the slices of each table."""
-    table = torch.arange(len(counts)).repeat_interleave(counts)
-    return table, torch.arange(len(table)) - (counts.cumsum(0) - counts)[table]
+    table = torch.repeat_interleave(counts)
+    return table, torch.arange(len(table), device="cpu") - (counts.cumsum(0) - counts)[table]
 
 
 @dataclass(frozen=True, kw_only=True)
