@@ -93,12 +93,14 @@ def read(runs: list[Path]) -> pd.DataFrame:
     runs = [run for path in runs for run in _runs_in(path)]
     rows = []
     seen: set[tuple[str, object]] = set()
+
     finished = [run for run in runs if (run / RESULT).is_file()]
     if others := [str(run) for run in runs if run not in finished]:
         reason = f"no {RESULT} in {', '.join(others)}: not a run directory, or not finished"
         if not finished:
             raise FileNotFoundError(reason)
         print_error(f"left out: {reason}")
+
     results = [read_result(run) for run in finished]
     data = _name_data([_identity(result) for result in results])
     for run, result, name in zip(finished, results, data, strict=True):
@@ -112,11 +114,14 @@ def read(runs: list[Path]) -> pd.DataFrame:
         if (group, seed) in seen:
             print_error(f"left out: {run} repeats the seed of an earlier run")
             continue
+
         seen.add((group, seed))
+
         names = {"run": run.name, "data": name, "emb": _kind(result["options"], options)}
         names |= {"budget": options.get("budget") or "", "group": group}
         values = {label: result["metrics"].get(name) for name, label in METRICS.items()}
         rows.append({**names, **values})
+
     table = pd.DataFrame(rows).astype(dict.fromkeys(METRICS.values(), float))
     table["MB"] /= 1e6
     return table
@@ -131,7 +136,7 @@ def _runs_in(path: Path) -> list[Path]:
 
 
 def _identity(result: dict[str, Any]) -> tuple[str, str, str]:
-    """What identifies the data of a run: its name, rows and preparation.
+    """The identity of the data of a run: its name, rows and preparation.
 
     Copies of a prepared directory are the same data. Where the preparation is unknown, as in runs
     of earlier versions, the path counts instead.
@@ -252,6 +257,7 @@ def _draw_data(axes: Axes, summary: pd.DataFrame, metric: str, others: Sequence[
     shown = summary.dropna(subset=metric).sort_values("MB")
     for kind, points in shown.groupby("emb"):
         dense = kind == "dense"
+
         place = 0 if dense else others.index(kind)
         second = place >= 10  # there are ten colors
         axes.errorbar(
@@ -265,9 +271,11 @@ def _draw_data(axes: Axes, summary: pd.DataFrame, metric: str, others: Sequence[
             capsize=3,
             label=kind,
         )
+
         if dense:
             best = points[metric].min() if metric in LOSSES else points[metric].max()
             axes.axhline(best, color="gray", linestyle="--", linewidth=0.8)
+
     log_x_axis(axes, "embedding memory (MB)")
     axes.set_ylabel(f"test {metric}" if metric in QUALITY else metric)
     if metric not in QUALITY:

@@ -65,7 +65,7 @@ OPTIONS: dict[str, Any] = {
         **dict.fromkeys(CATEGORIES, "category"),
     },
 }
-"""What each column is, as in the YAML of ``prepare_table.py``."""
+"""The kind of each column, as in the YAML of ``prepare_table.py``."""
 SHARE = b"share of the products"  # in the metadata of the joined file
 
 
@@ -121,14 +121,17 @@ class Retail:
         """Promotions with what is known of their product, and the label."""
         index, known = _find(self._products, promotions["product_id"].to_numpy())
         chosen = promotions["week"].to_numpy() >= FIRST_WEEK
+
         # The golden ratio spreads any share of the products evenly over the sorted ids.
         if self.share < 1:
             chosen &= known & (index * 0.6180339887498949 % 1 < self.share)
         promotions = promotions.filter(pa.array(chosen))
+
         names = ("product_id", "store_id", "week")
         product, store, week = (promotions[name].to_numpy() for name in names)
         take = pa.array(index[chosen], mask=~known[chosen])
         texts = {name: values.take(take) for name, values in self._texts.items()}
+
         season = 2 * np.pi * week / WEEKS_PER_YEAR
         columns = {
             "sold": pa.array(_find(self._sold, _key(product, store, week))[1]),
@@ -142,12 +145,14 @@ class Retail:
             "mailer": promotions["mailer_location"],
             **texts,
         }
+
         at = promotions["store_id"].cast(pa.string())
         for name in ("category", "type"):
             pair = pc.binary_join_element_wise(
                 texts[name], at, " in ", null_handling="replace", null_replacement=""
             )
             columns[f"{name}_store"] = pair
+
         return pa.RecordBatch.from_pydict(columns)
 
 

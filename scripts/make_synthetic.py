@@ -76,6 +76,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "10 M rows with these tables and the 214 ids of MLPerf's DLRM-DCNv2 in each, 3 GB "
         "(default: %(default)s)",
     )
+
+    # Sizes
     add("--rows", type=int, help="number of rows, over all splits (default: that of --like)")
     add(
         "--cardinalities",
@@ -104,6 +106,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="shares of the splits (default: the reference protocol: six of seven days for "
         "training, the first half of the last day for test and the second for validation)",
     )
+
+    # Labels
     add("--seed", type=int, default=0, help="seed of everything random (default: %(default)s)")
     add("--auc", type=float, default=0.80, help="best possible AUC (default: %(default)s)")
     add("--positives", type=float, default=0.256, help="share of label 1 (default: %(default)s)")
@@ -114,6 +118,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="how much the effects of ids change over the rows, in units of these effects "
         "(default: %(default)s)",
     )
+
+    # Files
     add(
         "--format",
         choices=("parquet", "tsv"),

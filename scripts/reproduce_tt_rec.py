@@ -9,7 +9,7 @@ a cache of the most used rows. These models are compared with a dense model, ove
 Each run is a run of ``train.py``. With ``--fine-tune STEPS``, the first dense run is also
 compressed, and trained for that number of steps. The time of a step is measured separately, after
 all runs. Finished runs are not repeated, and the JSON file is written whenever one has finished:
-after a kill the same command goes on.
+after a kill the same command continues.
 
 Reference: Yin, Acun, Liu, Wu, "TT-Rec: Tensor Train Compression for Deep Learning Recommendation
 Models", MLSys 2021, arXiv 2101.11714.
@@ -56,32 +56,29 @@ Runs = dict[str, list[RunSpec]]
 def arguments() -> Parser:
     """The command line."""
     parser = Parser(__doc__)
-    parser.add_argument("--data", help="prepared directory")
-    parser.add_argument(
-        "--ratios-only", action="store_true", help="only print the compression ratios of the paper"
-    )
+    add = parser.add_argument
+    add("--data", help="prepared directory")
+    add("--ratios-only", action="store_true", help="only print the compression ratios of the paper")
     config = "configs/criteo_kaggle_large_batch.yaml"
-    parser.add_argument(
-        "--config", default=config, help="configuration of the runs: a YAML file for train.py"
-    )
-    parser.add_argument(
+    add("--config", default=config, help="configuration of the runs: a YAML file for train.py")
+
+    # The models
+    add(
         "--tables",
         nargs="+",
         type=count_arg,
         default=[3, 5, 7],
         help="how many tables, the largest ones, to store in tensor-train format",
     )
-    parser.add_argument(
-        "--ranks", nargs="+", type=count_arg, default=[8, 16, 32, 64], help="TT ranks"
-    )
-    parser.add_argument(
+    add("--ranks", nargs="+", type=count_arg, default=[8, 16, 32, 64], help="TT ranks")
+    add(
         "--caches",
         nargs="*",
         type=share,
         default=[1e-4, 1e-3, 1e-2],
         help="cache sizes, as shares of the rows of these tables",
     )
-    parser.add_argument(
+    add(
         "--cache-at",
         nargs=2,
         type=count_arg,
@@ -89,22 +86,22 @@ def arguments() -> Parser:
         metavar=("TABLES", "RANK"),
         help="number of tables and rank of the models with a cache",
     )
-    parser.add_argument(
+
+    # Their training
+    add(
         "--tt-lr",
         type=positive_arg,
         help="learning rate of the TT embeddings (default: that of the configuration)",
     )
-    parser.add_argument(
+    add(
         "--fine-tune",
         type=count_arg,
         default=0,
         metavar="STEPS",
         help="also compress the first dense model, and train it for this number of steps",
     )
-    parser.add_argument(
-        "--fine-tune-lr", type=positive_arg, default=5e-4, help="learning rate of these steps"
-    )
-    parser.add_argument(
+    add("--fine-tune-lr", type=positive_arg, default=5e-4, help="learning rate of these steps")
+    add(
         "--together",
         type=count_arg,
         default=1,
@@ -197,9 +194,11 @@ def reproduce(options: argparse.Namespace) -> None:
         raise ValueError("--data is needed, or --ratios-only")
     meta = Meta.read(options.data)
     require_rows(options.data, meta, "test")
+
     common = [f"--config={options.config}", "--checkpoint=false", "--eval_every=2000000000"]
     common += [f"--{option}" for option in options.options]
     runner = Runner(options.runs, options.jobs, common, options.together)
+
     report = {
         "data": Path(options.data).name,
         "config": options.config,
@@ -215,10 +214,12 @@ def reproduce(options: argparse.Namespace) -> None:
 
     runs, report["impossible"] = train_all(options, runner, meta, save)
     print(*report["impossible"], sep="\n")
+
     summary = summary_of(runs, runner)
     if summary is None:
         raise ValueError("the dense model could not be trained, for the reason above")
     publish(summary, options, report)
+
     if not options.no_timing:
         for line, cell in enumerate(summary["cell"]):
             if not cell.startswith("fitted"):

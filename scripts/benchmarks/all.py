@@ -5,7 +5,7 @@
 
 Each benchmark runs in a process of its own and ends after its own limit; what it has measured by
 then is kept. If the file is there and has the same commit and machine, only what is missing in it
-is measured, so that a run that was stopped, or that ran out of ``--budget-seconds``, goes on. The
+is measured: a run that was stopped, or that ran out of ``--budget-seconds``, is continued. The
 figures of a benchmark are those that ``scripts/benchmarks/run.py`` writes for it.
 """
 
@@ -160,6 +160,7 @@ def run(
             process.terminate()
             process.wait()
         result = json.loads(output.read_text()) if output.is_file() else {}
+
     result.pop("environment", None)
     result |= {"command": entry.command, "seconds": round(time.monotonic() - start, 1)}
     return result | ({"error": error} if error else {}), error

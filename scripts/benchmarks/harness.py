@@ -1,4 +1,4 @@
-"""What every benchmark uses: timers, the environment of a measurement, and its record as JSON."""
+"""Timers, the environment of a measurement, and its record as JSON, for every benchmark."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def captured_milliseconds(works: Sequence[Callable[[], object]]) -> float:
 def kernel_milliseconds(
     run: Callable[[int], object], steps: int = 8, ready: Callable[[], object] | None = None
 ) -> dict[str, Any]:
-    """What the kernels of a step on the GPU take: ``kernel_ms``, ``launches``, and ``kernels``, the
+    """Time of the kernels of a step on the GPU: ``kernel_ms``, ``launches``, and ``kernels``, the
     milliseconds by name, the costliest first.
 
     Args:

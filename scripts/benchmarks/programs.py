@@ -14,7 +14,7 @@ from scripts.benchmarks.harness import ROOT
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramRun:
-    """What a program took."""
+    """Time and memory of a program."""
 
     seconds: float
     core_seconds: float
@@ -22,7 +22,7 @@ class ProgramRun:
     peak_bytes: int
     """The process's own memory, on Linux. (That of a process counts what its parent held.)"""
     output: str
-    """What it printed."""
+    """Text that it printed."""
 
 
 def run_program(

@@ -79,9 +79,10 @@ def features(
 def arguments() -> Parser:
     """The command line."""
     parser = Parser(__doc__)
-    parser.add_argument("--data", type=path_arg, required=True, help="prepared directory")
-    parser.add_argument("--seeds", type=count_arg, default=3, help="number of seeds")
-    parser.add_argument("--json", type=path_arg, help="also write the results to this JSON file")
+    add = parser.add_argument
+    add("--data", type=path_arg, required=True, help="prepared directory")
+    add("--seeds", type=count_arg, default=3, help="number of seeds")
+    add("--json", type=path_arg, help="also write the results to this JSON file")
     return parser
 
 
@@ -92,11 +93,13 @@ def boost(options: Namespace) -> None:
         require_rows(options.data, meta, split)
     if meta.multi_hot:
         raise ValueError(f"{options.data} has lists of ids; trees take one id per row and column")
+
     train, test = (read(options.data, meta, split) for split in ("train", "test"))
     if {*train[meta.label]} != {0, 1}:
         raise ValueError(
             f"{options.data}: the labels of the train rows must be 0 and 1, and both must occur"
         )
+
     results = []
     for seed in range(options.seeds):
         inputs, test_inputs = features(meta, train, test, seed)
@@ -107,6 +110,7 @@ def boost(options: Namespace) -> None:
         logits = model.decision_function(test_inputs)
         labels = test[meta.label].to_numpy(np.float64, copy=True)
         results.append({"seed": seed, **classification(logits, labels)})
+
     table = pd.DataFrame(results).set_index("seed")
     print(pd.concat([table, table.agg(["mean", "std"])]).to_string())
     if options.json:

@@ -35,23 +35,20 @@ from scripts.benchmarks import harness
 def arguments() -> Parser:
     """The command line."""
     parser = Parser(__doc__)
-    parser.add_argument("runs", nargs="+", help="run directories or checkpoints of trained models")
-    parser.add_argument("data", help="prepared directory with meta.json")
-    parser.add_argument(
-        "--kinds", nargs="+", help="embedding kinds, or auto (default: all that take a budget)"
-    )
+    add = parser.add_argument
+    add("runs", nargs="+", help="run directories or checkpoints of trained models")
+    add("data", help="prepared directory with meta.json")
+    add("--kinds", nargs="+", help="embedding kinds, or auto (default: all that take a budget)")
     ratios = [4, 10, 20, 40, 100]
-    parser.add_argument(
-        "--ratios", nargs="+", type=positive_arg, default=ratios, help="compression ratios"
-    )
-    parser.add_argument(
+    add("--ratios", nargs="+", type=positive_arg, default=ratios, help="compression ratios")
+    add(
         "--dtype", choices=DTYPES, help="type of the tables (default: as train.py has for the kind)"
     )
-    parser.add_argument("--split", default="test", help="split to evaluate on")
-    parser.add_argument("--batch-size", type=count_arg, default=16384, help="samples per batch")
-    parser.add_argument("--seed", type=int, default=0, help="seed of random fits (default: 0)")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    parser.add_argument("--json", type=path_arg, help="also write the results to this JSON file")
+    add("--split", default="test", help="split to evaluate on")
+    add("--batch-size", type=count_arg, default=16384, help="samples per batch")
+    add("--seed", type=int, default=0, help="seed of random fits (default: 0)")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    add("--json", type=path_arg, help="also write the results to this JSON file")
     return parser
 
 
@@ -106,13 +103,16 @@ def compress_all(options: Namespace) -> None:
     kinds = options.kinds or [
         name for name, kind in available().items() if "for_budget" in vars(kind)
     ]
+
     torch.manual_seed(options.seed)
     if options.json:  # if it can't be written, fail now and not at the end
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+
     valid = ["auto", *available()]
     for kind in kinds:
         if kind not in valid:
             raise ValueError(f"unknown embedding kind {kind!r}{did_you_mean(kind, valid)}")
+
     models = [Compressor(run, options) for run in options.runs]
     rows = [_mean("trained", None, [model.evaluate() for model in models])]
     for kind in kinds:
@@ -123,6 +123,7 @@ def compress_all(options: Namespace) -> None:
                 print(f"{kind} at {format_ratio(ratio)}: {error}")
                 continue
             rows.append(_mean(kind, ratio, results, rows[0]["auc"]))
+
     if options.json:
         report = {"data": Path(options.data).name, "split": options.split, "results": rows}
         harness.write(options.json, report)

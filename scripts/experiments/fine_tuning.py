@@ -10,7 +10,7 @@
     done
     python scripts/experiments/fine_tuning.py runs/* --output benchmarks/fine_tuning_sample.json
 
-Runs are told apart by their options. A kind counts if it has both runs of a seed.
+Runs are distinguished by their options. A kind counts if it has both runs of a seed.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def compare(directories: list[Path]) -> list[dict[str, Any]]:
             own |= {"fine_tuned": metrics["test/auc"], "fitted": metrics["fitted/auc"]}
         else:
             own["scratch"] = metrics["test/auc"]
+
     rows = []
     for (emb, budget), seeds in found.items():
         whole = {seed: own for seed, own in sorted(seeds.items()) if len(own) == 3}
@@ -52,10 +53,12 @@ def compare(directories: list[Path]) -> list[dict[str, Any]]:
             gained = [
                 own["fine_tuned"] - max(own["fitted"], own["scratch"]) for own in whole.values()
             ]
+
             row: dict[str, Any] = {"emb": emb, "budget": budget or None, "seeds": list(whole)}
             for name in ("scratch", "fitted", "fine_tuned"):
                 row[name] = [round(own[name], ROUNDED) for own in whole.values()]
             rows.append(row | {"gained": round(statistics.fmean(gained), ROUNDED)})
+
     if not rows:
         raise ValueError("no kind has a run from scratch and a fine-tuned one of the same seed")
     return rows

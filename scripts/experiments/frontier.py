@@ -57,24 +57,23 @@ KINDS = ("auto", "tt", CACHED, "qr", "block", "hash", "drop", "robe", "cafe")
 def arguments() -> Parser:
     """The command line."""
     parser = Parser(__doc__)
-    parser.add_argument("--data", required=True, help="prepared directory")
-    parser.add_argument("--config", help="configuration of the runs: a YAML file for train.py")
-    parser.add_argument("--kinds", nargs="+", default=KINDS, help="kinds to compare with dense")
+    add = parser.add_argument
+    add("--data", required=True, help="prepared directory")
+    add("--config", help="configuration of the runs: a YAML file for train.py")
+    add("--kinds", nargs="+", default=KINDS, help="kinds to compare with dense")
     ratios = [2, 10, 30, 100, 300, 1000]
-    parser.add_argument(
-        "--ratios", nargs="+", type=positive_arg, default=ratios, help="compression ratios"
-    )
-    parser.add_argument(
-        "--rates", nargs="+", type=positive_arg, help="learning rates to choose from"
-    )
-    parser.add_argument(
+    add("--ratios", nargs="+", type=positive_arg, default=ratios, help="compression ratios")
+
+    add("--rates", nargs="+", type=positive_arg, help="learning rates to choose from")
+    add(
         "--rates-at",
         type=positive_arg,
         default=10,
         help="compression ratio at which the learning rates are chosen",
     )
-    parser.add_argument("--validation", help="prepared directory with a validation split")
-    parser.add_argument(
+    add("--validation", help="prepared directory with a validation split")
+
+    add(
         "--lr",
         nargs="+",
         default=[],
@@ -159,8 +158,10 @@ def _try_rates(
         runs = [point(kind, options.rates_at, seed, rate, rows) for seed in range(2)]
         named = [RunSpec(f"rate-{rate:g}-{run.name}", run.options) for run in runs]
         candidates[kind, rate] = named
+
     todo = [run for runs in candidates.values() for run in runs]
     impossible = runner.train(todo, options.validation)
+
     found = {}
     for chosen, runs in candidates.items():
         names = [run.name for run in runs if runner.finished(run.name)]
@@ -217,18 +218,22 @@ def compare_kinds(options: argparse.Namespace) -> None:
     if options.config:
         common.insert(0, f"--config={Path(options.config).resolve()}")
     runner = Runner(options.runs, options.jobs, common)
+
     rates, impossible = choose_rates(options, runner) if options.rates else ({}, [])
     rates |= dict(options.lr)
     rows = sum(meta.cardinalities)
+
     runs = [point("dense", 1, seed, rate_of("dense", rates), rows) for seed in range(options.seeds)]
     for seed, ratio, kind in product(range(options.seeds), options.ratios, options.kinds):
         runs.append(point(kind, ratio, seed, rate_of(kind, rates), rows))
+
     impossible += runner.train(runs, options.data)
     print(*impossible, sep="\n")
     options_of = dict(runs)
     finished = [options.runs / name for name in options_of if runner.finished(name)]
     if not finished:
         raise ValueError("none of the runs is possible, for the reasons above")
+
     summary = compare.summarize(compare.read(finished))
     report = {
         "data": Path(options.data).name,
@@ -238,6 +243,7 @@ def compare_kinds(options: argparse.Namespace) -> None:
         "best_possible": meta.planted.get("test"),
         "impossible": impossible,
     }
+
     publish(summary, options, report)
     if not options.no_timing:
         for line, name in summary["run"].items():

@@ -65,6 +65,7 @@ def arguments() -> Parser:
         default=2,
         help="preparations of values to forget (prepare_criteo.py --forget)",
     )
+
     add("--work", type=path_arg, default=Path("runs/replay"), help="directory for days and runs")
     add("--jobs", type=count_arg, default=1, help="number of runs at a time")
     config = Path(__file__).parents[2] / "configs" / "criteo_sample.yaml"
@@ -124,8 +125,11 @@ class Replay:
         return f"{name}_seed_{seed}_day_{day + 1}" if day and way != STILL else f"first_seed_{seed}"
 
     def train(self, day: int) -> dict[str, int]:
-        """Train all models on a day; those that stand still, on the first alone. Returns the rows
-        of the tables of each."""
+        """Train all models on a day; those that are not trained further, on the first day alone.
+
+        Returns:
+            The rows of the tables of each.
+        """
         seeds, ways = range(self.options.seeds), [w for w in self.options.ways if w != STILL]
         first = self._prepared(STILL, 0)
         sizes = {STILL: sum(Meta.read(first).cardinalities)}
@@ -153,6 +157,7 @@ class Replay:
         """Export the model that has seen the days before a day, in full and as a delta to what was
         served so far, and score the day with both."""
         run = self.work / "runs" / self.run(way, 0, day - 1)
+
         full, delta, served = (self.work / f"{n}_{way}_{day}" for n in ("full", "delta", "served"))
         for old in (full, delta, served):
             shutil.rmtree(old, ignore_errors=True)
@@ -162,10 +167,12 @@ class Replay:
         if day == 1:
             shutil.copytree(full, served)
             return found
+
         before = self.work / f"served_{way}_{day - 1}"
         made = export_delta(run, delta, before, options, note=lambda _: None)
         example = Path(__file__).parents[2] / "examples" / "apply_delta.py"
         subprocess.run([sys.executable, str(example), before, delta, served], check=True)
+
         scores = [exported_scores(own, self.days[day]) for own in (full, served)]
         labels = torch.tensor([int(line[0]) for line in self.days[day].read_text().splitlines()])
         return found | {
@@ -202,13 +209,16 @@ def replay(options: Namespace) -> None:
     if options.days < 2:
         raise ValueError(f"--days is {options.days}; a replay needs at least 2")
     options.work.mkdir(parents=True, exist_ok=True)
+
     parts = Replay(options)
     found: dict[str, list[list[float]]] = {way: [] for way in options.ways}  # by day and seed
     rows: dict[str, list[int]] = {way: [] for way in options.ways}
+
     exports = []
     exported = [way for way in EXPORTED if way in options.ways and options.exports]
     if options.exports and not exported:
         raise ValueError("--exports needs the model unseen or forget: add one to --ways")
+
     for day in range(options.days):
         if day:
             for way in options.ways:
@@ -222,9 +232,11 @@ def replay(options: Namespace) -> None:
         if day < options.days - 1:
             for way, size in parts.train(day).items():
                 rows[way].append(size)
+
     for way, days in found.items():
         means = np.mean(days, axis=0)  # of the days, by seed
         print(f"{way:>7}: mean AUC {means.mean():.4f}, by seed {np.round(means, 4).tolist()}")
+
     if options.json:
         chosen = {name: getattr(options, name) for name in ("min_count", "forget", "options")}
         defaults = {"config": options.config.name, "emb": RunConfig.emb}

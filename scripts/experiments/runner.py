@@ -105,6 +105,7 @@ class Runner:
             ValueError: a finished run had other options, or other rows.
         """
         common = [f"--data={Path(data).resolve()}", f"--output={self.directory.resolve()}"]
+
         tasks = []
         for name, options in dict(runs).items():  # the same run may be listed twice
             arguments = [*common, f"--name={name}", *self.common, *options]
@@ -112,6 +113,7 @@ class Runner:
                 self._require_same(name, arguments, data)
             else:
                 tasks.append((self.directory / name, arguments))
+
         with _thread_limit(max(1, cpu_count() // self.jobs)):
             spawn = multiprocessing.get_context("spawn")  # a forked process can't use the GPU
             with ProcessPoolExecutor(self.jobs, spawn, initializer=_end_with_parent) as workers:
@@ -143,6 +145,7 @@ class Runner:
         except SystemExit:
             print(messages.getvalue(), end="", file=sys.stderr)
             raise
+
         result = read_result(self.directory / name)
         options, old = (without(each, HOUSEKEEPING) for each in (resolved, result["options"]))
         changed = [o for o in options.keys() & old.keys() if options[o] != old[o]]
@@ -151,6 +154,7 @@ class Runner:
                 f"{self.directory / name} has finished with another {', '.join(sorted(changed))}: "
                 "choose another --runs, or remove it"
             )
+
         if "rows" in result and result["rows"] != Meta.read(data, allow_outside=True).counts:
             raise ValueError(
                 f"{self.directory / name} has finished on other rows than {data} has now: choose "
@@ -190,6 +194,7 @@ def train_one(directory: Path, arguments: list[str]) -> str | None:
     from train import main
 
     shutil.rmtree(directory, ignore_errors=True)
+
     log = directory.with_name(f"{directory.name}.log")
     with log.open("w") as output, redirect_stdout(output), redirect_stderr(output):
         try:
@@ -199,11 +204,13 @@ def train_one(directory: Path, arguments: list[str]) -> str | None:
         except Exception:
             traceback.print_exc()
             status = 1
+
     if status > 128:  # a signal: this process must not begin another run
         os._exit(status)
     harness.release()
     if not status:
         return None
+
     errors = [line for line in log.read_text().splitlines() if line.startswith("error")]
     if not errors:
         raise ChildProcessError(f"run {directory.name} failed; see {log}")

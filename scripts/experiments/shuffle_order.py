@@ -1,4 +1,4 @@
-"""What the order of the training rows costs: the test AUC by the row groups that are mixed.
+"""The cost of the order of the training rows: test AUC by the row groups that are mixed.
 
     python scripts/experiments/shuffle_order.py --data data/log --windows 8 all
 
@@ -46,9 +46,11 @@ def compare(options: Namespace) -> None:
         require_rows(options.data, meta, split)
     files = [options.data / name for name in meta.splits["train"].files]
     groups = sum(pq.read_metadata(file).num_row_groups for file in files)
+
     common = ["--checkpoint=false", *(f"--{option}" for option in options.options)]
     runner = Runner(options.runs, options.jobs, common)
     names = {w: [f"window_{w}_seed_{s}" for s in range(options.seeds)] for w in options.windows}
+
     runs = []
     for seed in range(options.seeds):
         for window in options.windows:
@@ -56,6 +58,7 @@ def compare(options: Namespace) -> None:
             runs.append(RunSpec(names[window][seed], [f"--seed={seed}", *own]))
     if impossible := runner.train(runs, options.data):
         raise ValueError(impossible[0])
+
     print(f"{meta.splits['train'].rows:,} training rows in {groups} row groups")
     results = []
     for window in options.windows:
@@ -63,6 +66,7 @@ def compare(options: Namespace) -> None:
         spread = float(np.std(auc, ddof=1)) if len(auc) > 1 else 0.0
         results.append({"window": window, "auc": auc, "mean": float(np.mean(auc)), "std": spread})
         print(f"window {window:>5}: AUC {np.mean(auc):.5f} +- {spread:.5f}")
+
     if options.json:
         rows = meta.splits["train"].rows
         report = {"data": options.data.name, "training_rows": rows, "row_groups": groups}

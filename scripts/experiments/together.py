@@ -60,7 +60,7 @@ def train_together(tasks: Sequence[tuple[Path, list[str]]]) -> dict[str, float]:
 
 
 def _rows(run: Run) -> tuple[object, ...]:
-    """What decides which rows a run reads, and in which order."""
+    """Everything that decides which rows a run reads, and in which order."""
     config = run.config
     return config.data, config.seed, config.batch_size, run.validations.last_step, config.loader
 
@@ -72,9 +72,11 @@ def _steps(runs: Sequence[Run]) -> dict[str, float]:
     for number in range(len(runs)):
         with streams_of_model(number):
             lanes.append(stream_of(device, "steps") if device.type == "cuda" else None)
+
     began, before = time.perf_counter(), 0
     for run in runs:
         run.model.train()
+
     for chunk in _chunks(runs[0], max(1, ROWS_AT_ONCE // batch_size)):
         _wait(lanes, for_lanes=False)
         for prepared in chunk:
@@ -89,6 +91,7 @@ def _steps(runs: Sequence[Run]) -> dict[str, float]:
         if not before:  # everything is compiled and captured
             print(f"{len(runs)} models compiled in {time.perf_counter() - began:.0f} s", flush=True)
             began, before = time.perf_counter(), runs[0].steps
+
     if device.type == "cuda":
         torch.cuda.synchronize()
     seconds, steps = time.perf_counter() - began, runs[0].steps
@@ -114,7 +117,7 @@ def _wait(lanes: Sequence[torch.cuda.Stream | None], *, for_lanes: bool) -> None
 
 @contextmanager
 def _logged(directory: Path) -> Iterator[None]:
-    """What a run prints goes to a file next to its directory."""
+    """Write everything that a run prints to a file next to its directory."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with (
         directory.with_name(f"{directory.name}.log").open("a") as out,

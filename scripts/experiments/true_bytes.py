@@ -46,7 +46,7 @@ Parts = dict[str, list[Tensor]]
 
 
 def cce(rows: int, ratio: float) -> tuple[Parts, Parts]:
-    """What CCE keeps for a table in serving, and in training in addition."""
+    """Numbers that CCE keeps for a table in serving, and in training in addition."""
     kept = max(1, int(rows / ratio / 2))
     chunk = torch.empty(kept, CHUNKS, DIM // CHUNKS)
     pointers = torch.empty(rows, CHUNKS, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What each part of tensor-train tables is worth at equal bytes.
+"""The worth of each part of tensor-train tables at equal bytes.
 
     python scripts/experiments/tt_changes.py --lr 0.03 --data data/sample \\
         --config configs/criteo_sample.yaml
@@ -75,6 +75,7 @@ def measure(options: Namespace) -> None:
     common = [f"--config={Path(options.config).resolve()}", "--checkpoint=false"]
     common += [f"--optim.embeddings_lr={options.lr}", *(f"--{each}" for each in options.options)]
     runner = Runner(options.runs, options.jobs, common)
+
     points: dict[tuple[str, float], list[RunSpec]] = {}
     for ratio in options.ratios:
         for variant in (TRAINS, EXACT, BF16, INT8, INT4, CACHE, AUTO):
@@ -83,6 +84,7 @@ def measure(options: Namespace) -> None:
             points[variant, ratio] = [
                 RunSpec(f"{name}-{seed}", [*own, f"--seed={seed}"]) for seed in range(options.seeds)
             ]
+
     impossible = runner.train([run for runs in points.values() for run in runs], options.data)
     print(*impossible, sep="\n")
     results: list[dict[str, Any]] = []
@@ -91,13 +93,16 @@ def measure(options: Namespace) -> None:
         if not found:
             continue
         aucs = [metrics["test/auc"] for metrics in found]
+
         std = statistics.stdev(aucs) if len(aucs) > 1 else None
         compression = found[0]["embeddings/compression"]
         row = {"variant": variant, "budget": ratio, "seeds": len(aucs)}
         row |= {"auc": statistics.fmean(aucs), "auc_std": std, "compression": compression}
         results.append(row)
+
         spread = "" if std is None else f" +- {std:.4f}"
         print(f"{variant:10} {compression:7.1f}x  test AUC {row['auc']:.4f}{spread}")
+
     if options.json:
         report = {"data": Path(options.data).name, "config": Path(options.config).name}
         harness.write(options.json, {**report, "lr": options.lr, "results": results})

@@ -37,6 +37,7 @@ def summarize(names: dict[str, list[str]], runner: Runner) -> pd.DataFrame:
     baseline = {
         _seed(name, "dense"): runner.metrics(name)["test/accuracy"] for name in names["dense"]
     }
+
     rows = []
     for cell, runs in names.items():
         metrics = [runner.metrics(name) for name in runs]
@@ -44,6 +45,7 @@ def summarize(names: dict[str, list[str]], runner: Runner) -> pd.DataFrame:
         for name, label in METRICS.items():
             values = pd.Series([found[name] for found in metrics])
             row |= {label: values.mean(), f"{label} std": values.std()}
+
         losses = [  # against the dense run of the same seed, which may have failed
             100 * (baseline[seed] - found["test/accuracy"])
             for name, found in zip(runs, metrics, strict=True)
@@ -51,6 +53,7 @@ def summarize(names: dict[str, list[str]], runner: Runner) -> pd.DataFrame:
         ]
         lost = pd.Series(losses, dtype=float)
         row |= {"loss, %": lost.mean(), "loss, % std": lost.std()}
+
         row |= {"MB": metrics[0]["embeddings/bytes"] / 1e6}
         row |= {"ratio": metrics[0]["embeddings/compression"]}
         if "fitted/accuracy" in metrics[0]:
@@ -100,10 +103,12 @@ def _draw_points(axes: Axes, summary: pd.DataFrame, label: str) -> None:
     """
     axes.axhline(summary[label][0], color="gray", linestyle="--", label="dense")
     parts = summary["cell"].str.extract(r"^(fitted-)?tt(\d+)-r(\d+)(-c)?([\d.e-]+)?$").fillna("")
+
     colors = {tables: f"C{color}" for color, tables in enumerate(sorted(set(parts[1])))}
     for (fitted, tables, cached), points in summary.groupby([parts[0], parts[1], parts[3]]):
         if not tables or points[label].isna().all():
             continue
+
         stds = points.get(f"{label} std")
         axes.errorbar(
             points["ratio"],
@@ -115,9 +120,11 @@ def _draw_points(axes: Axes, summary: pd.DataFrame, label: str) -> None:
             capsize=3,
             label="_" if fitted else f"{tables} tables" + (" with a cache" if cached else ""),
         )
+
         if not fitted:
             texts = points[["ratio", label]].join(parts[[2, 4]])
             _annotate(axes, texts, cached=bool(cached))
+
     if parts[0].any():
         axes.plot([], [], "kx", label="dense, compressed and fine-tuned")
 

@@ -116,12 +116,15 @@ def fit_ranks(
     rows = int(counts.sum())
     head = int((counts >= WELL_COUNTED).sum()) if len(counts) < values else values
     covered = np.concatenate([[0], np.cumsum(counts[:head])]) / rows
+
     if head < values:  # leave at least one row for each value that the sample lacks
         covered *= min(1, (1 - (values - head) / full_rows) / covered[-1])
+
     knots = np.concatenate([[0], knots_between(1, head, HEAD_STEP)])
     coverage = covered[knots]
     if head == values:
         return knots, coverage, float(values)
+
     tail = knots_between(head, values, TAIL_STEP)
     width = np.diff(tail)
     t = np.log((tail[:-1] + tail[1:]) / 2 / head)
@@ -179,6 +182,7 @@ def profile_of(sample: pd.DataFrame, full_rows: int, cardinalities: tuple[int, .
             | ({"lowest": lowest} if lowest else {})
             | missing(name, column.isna().to_numpy())
         )
+
     for name, cardinality in zip(CRITEO_CATEGORICAL, cardinalities, strict=True):
         mask = (sample[name] == "").to_numpy()
         counts = sample.loc[~mask, name].value_counts().to_numpy()
@@ -214,8 +218,10 @@ def plot(path: str | Path, sample: pd.DataFrame, profile: Profile) -> None:
         positives=0.256,
         device=torch.device("cpu"),
     )
+
     rows = generator.rows(0, len(sample))  # a random subset of the full synthetic data
     figure, axes = plt.subplots(8, 5, figsize=(15, 20), layout="constrained")
+
     panels = iter(axes.flat)
     rates: list[tuple[float, float]] = []
     for column, ids in zip(profile.categorical, rows.ids, strict=True):
@@ -229,6 +235,7 @@ def plot(path: str | Path, sample: pd.DataFrame, profile: Profile) -> None:
         if column.missing:
             synthetic = float((ids == column.missing_rank).double().mean())
             rates.append((float((sample[column.name] == "").mean()), synthetic))
+
     for column, values, missing in zip(profile.dense, rows.dense, rows.missing, strict=True):
         axis, wanted = next(panels), sample[column.name]
         for numbers, style in ((wanted.dropna(), "-"), (values[~missing].numpy(), "--")):
@@ -237,10 +244,12 @@ def plot(path: str | Path, sample: pd.DataFrame, profile: Profile) -> None:
         axis.set_title(f"{column.name}, log scale", fontsize=9)
         if column.missing:
             rates.append((float(wanted.isna().mean()), float(missing.double().mean())))
+
     axis = next(panels)
     axis.plot([0, 1], [0, 1], color="lightgray")
     axis.plot(*zip(*rates, strict=True), "o")
     axis.set_title("missing rates: real, synthetic", fontsize=9)
+
     figure.suptitle(
         f"{len(sample):,} rows, real (solid) and synthetic (dashed): share of the rows covered by "
         "the most frequent values (C, by rank) or by the values up to x (I)"

@@ -50,7 +50,7 @@ class Fault:
     replace: str
     """What is planted in its place."""
     why: str
-    """What goes wrong, in one line."""
+    """The consequence, in one line."""
     tests: list[str]
     """The test files most likely to catch it."""
 
@@ -116,6 +116,7 @@ def run_pytest(
     """
     # Without bytecode: that of a file changed to the same size within a second would count as new.
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+
     with subprocess.Popen(
         [*PYTEST, *arguments],
         cwd=tree,
@@ -132,6 +133,7 @@ def run_pytest(
             if isinstance(error, subprocess.TimeoutExpired):
                 raise TimeoutError from None
             raise
+
     if process.returncode not in (PASSED, FAILED, INTERRUPTED, NO_TESTS):
         raise RuntimeError(f"pytest ended with status {process.returncode}:\n{output}")
     return process.returncode, re.findall(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", output, re.M)
@@ -205,6 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("action", choices=("check", "run"))
+
     add("--out", type=Path, help="JSON file for results; faults that have one there are left out")
     add("--only", nargs="+", metavar="NAME", help="examine these faults, again if need be")
     add(
@@ -217,9 +220,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--whole", action="store_true", help="run all tests if the likely ones pass")
     add("--timeout", type=float, default=3600, help="seconds for a fault (default: %(default)s)")
     add("--tree", type=Path, default=ROOT, help="the checkout to examine (default: this one)")
+
     options = parser.parse_args(argv)
     if options.action == "run" and options.out is None:
         parser.error("run needs --out, where to write the results")
+
     try:
         if options.action == "run":
             run(options)

@@ -155,7 +155,7 @@ class Recorder:
         return found
 
     def _train(self, name: str) -> dict[str, Any]:
-        """What a run logs, step by step, and the kinds of its tables."""
+        """The log of a run, step by step, and the kinds of its tables."""
         options: dict[str, Any] = dict(self.runs[name])
         for option in {"resume", "init_from"} & options.keys():
             self.values(options[option])
@@ -164,18 +164,21 @@ class Recorder:
         if "resume" not in options:
             options = runs.COMMON | options | {"name": name, "device": self.device}
             self._make(options["data"])
+
         argv = [f"--{spelled(option)}={value}" for option, value in options.items()]
         torch.use_deterministic_algorithms(False)  # which an earlier run may have switched on
         if name.startswith("processes_"):
             two_processes(argv)
         else:
             program("train", *argv)
+
         found: dict[str, Any] = {}
         for line in (run / "metrics.jsonl").read_text().splitlines():
             entry = json.loads(line)
             step = entry.pop("step")
             kept = {key: value for key, value in entry.items() if not key.startswith(self.ignored)}
             found |= flat(kept, f"step {step}")
+
         if other := runs.MUST_EQUAL.get(name):
             expected = self.values(other)
             wrong = [k for k in expected if "train/loss" in k and expected[k] != found.get(k)]
@@ -195,7 +198,7 @@ class Recorder:
 
 
 def setting(device: str) -> dict[str, Any]:
-    """What results may depend on besides the code."""
+    """Everything but the code that results may depend on."""
     cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return {
         "device": device,
@@ -213,15 +216,19 @@ def record(device: str, only: Sequence[str] | None) -> dict[str, Any]:
         raise SystemExit(f"no entry {', '.join(unknown)}: there are {', '.join(recorder.names)}")
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for --deterministic; read only once
     sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
     package = importlib.import_module("dlrm").__file__
     if not Path(package or "").is_relative_to(ROOT):
         raise SystemExit(f"{package} is not in {ROOT}: start this in the directory of train.py")
+
     git = "git describe --always --dirty --abbrev=40"  # through a shell: git may not be there
     said = subprocess.run(git, shell=True, cwd=ROOT, capture_output=True, text=True).stdout
+
     entries = {}
     with tempfile.TemporaryDirectory() as directory, chdir(directory):
         for name in only or recorder.names:
             start = time.perf_counter()
+
             try:
                 values = recorder.values(name)
             except Exception as error:
@@ -280,13 +287,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         failed = sum("failed" in entry["values"] for entry in now["entries"].values())
         print(f"{options.file}: {len(now['entries'])} entries of {now['commit']}, {failed} failed")
         return int(failed > 0)
+
     before = json.loads(options.file.read_text())
     there, here = before["setting"], setting(before["setting"]["device"])
     if there != here and not options.anyway:
         raise SystemExit(f"recorded with {there}\nbut here are {here}\n--anyway compares them")
+
     names = options.only or list(before["entries"])
     if unknown := [name for name in names if name not in before["entries"]]:
         raise SystemExit(f"{options.file} has no entry {', '.join(unknown)}")
+
     now = record(there["device"], names)
     differing = compare(before["entries"], now["entries"])
     print(f"before: {before['commit']}\nnow:    {now['commit']}")

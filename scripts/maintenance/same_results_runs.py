@@ -1,4 +1,4 @@
-"""What same_results.py records: data, and runs with their options as train.py spells them."""
+"""Data and runs that same_results.py records, with their options as train.py spells them."""
 
 from __future__ import annotations
 

@@ -280,13 +280,13 @@ def speeds(result: Result) -> Rows:
 
 
 def boosted_trees(*_: Result) -> str:
-    """What another sort of model reaches."""
+    """The AUC of another sort of model."""
     auc = fmean(result["auc"] for result in read("trees_sample")["results"])
     return f"Boosted trees on the same rows reach {auc:.4f}."
 
 
 def best_possible(result: Result) -> str:
-    """What no model can exceed."""
+    """The bound of every model."""
     return f"The best possible model reaches {result['best_possible']['auc']:.4f}."
 
 
@@ -329,7 +329,7 @@ def compressed(*results: Result) -> Rows:
 
 
 def bytes_kept(result: Result) -> Iterator[Mapping[str, Any]]:
-    """What compressed tables keep in training and in serving."""
+    """Bytes that compressed tables keep in training and in serving."""
     for r in result["results"]:
         yield {
             "": f"`{r['method']}`" if " " in r["method"] else r["method"],
@@ -368,7 +368,7 @@ def tt_sgd(*results: Result) -> Rows:
 
 
 def tt_changes(result: Result) -> Rows:
-    """What each part of tensor-train tables is worth at equal bytes."""
+    """The worth of each part of tensor-train tables at equal bytes."""
     names = {
         "trains": "trains alone, fp32",
         "exact rows": "and exact rows for the frequent ids",
@@ -388,7 +388,7 @@ def tt_changes(result: Result) -> Rows:
 
 
 def fine_tuned(result: Result) -> Iterator[Mapping[str, Any]]:
-    """What another epoch of a trained model reaches that was compressed; means of seeds."""
+    """Quality of compressed models after another epoch; means of seeds."""
     for r in result["results"]:
         means = {name: fmean(r[name]) for name in ("scratch", "fitted", "fine_tuned")}
         yield {**r, **means, "budget": r["budget"] or ""}

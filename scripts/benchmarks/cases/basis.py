@@ -77,6 +77,7 @@ def compare(ours: BasisLinear, tokens: int) -> dict[str, Any]:
     ]
     up = torch.randn(tokens, entries, device=device, dtype=dtype)
     result: dict[str, Any] = {"hidden": hidden, "vocabulary": entries, "tokens": tokens}
+
     result["errors"] = check(ours, inputs[0], up)
     linear = nn.Linear(hidden, entries, device=device, dtype=dtype)
     result["basis_MB"] = sum(ours.footprint().values()) / 1e6
@@ -89,6 +90,7 @@ def compare(ours: BasisLinear, tokens: int) -> dict[str, Any]:
         }
         result |= {f"{kind}_{name}": time for kind, time in both.items()}
         result[f"{name}_times_faster"] = both["linear"] / both["basis"]
+
     skew(ours)
     again = works(ours, inputs, up, backward=True)
     result["basis_forward_backward_skewed"] = harness.captured_milliseconds(again)
@@ -105,6 +107,7 @@ def compare_on_cpu(ours: BasisLinear, tokens: int, backward: bool, repeats: int)
     with torch.no_grad():
         logits = functional.linear(inputs[0], ours.eval().to_dense(), ours.bias)
         error = (ours(inputs[0]) - logits).abs().max().item()
+
     harness.require(error < 1e-4, f"logits differ by {error:.1e}")
 
     ours.train(backward)
@@ -115,6 +118,7 @@ def compare_on_cpu(ours: BasisLinear, tokens: int, backward: bool, repeats: int)
         start = time.perf_counter()
         work()
         times[name] = min(times[name], 1e3 * (time.perf_counter() - start))
+
     row = {"hidden": hidden, "vocabulary": entries, "tokens": tokens, "backward": backward}
     return {**row, **times, "times_faster": times["linear"] / times["basis"]}
 
@@ -129,6 +133,7 @@ def check(layer: BasisLinear, tokens: Tensor, up: Tensor) -> dict[str, float]:
     bias = layer.bias.detach().float() if layer.bias is not None else None
     exact_input = tokens.detach().float().requires_grad_()
     exact = functional.linear(exact_input, dense, bias)
+
     input_grad, weight_grad = torch.autograd.grad(exact, [exact_input, dense], up.float())
     out = layer(tokens)
     grads = torch.autograd.grad(out, [tokens, layer.weight], up)
@@ -142,6 +147,7 @@ def check(layer: BasisLinear, tokens: Tensor, up: Tensor) -> dict[str, float]:
             for own, names, piece in zip(layer.weight, codes, pieces, strict=True)
         ]
     )
+
     errors = {
         "logits": harness.relative_error(out, exact),
         "gradient of the input": harness.relative_error(grads[0], input_grad),

@@ -154,6 +154,7 @@ class Benchmark:
                 alone[key] = self.measure_alone(case, batch)
             if (*key, case.rows_from) in whole:  # another wire or exchange of nothing
                 continue
+
             result = self.measure_case(case, batch, self.world)
             if result["exchange"] == "-":
                 whole.add((*key, case.rows_from))
@@ -199,6 +200,7 @@ class Benchmark:
         """A model on the device, its step, and the text of its plan."""
         recipe, bags = case.recipe(cap), case.shape.bag_sizes
         lengths = None if bags is None else lambda: [torch.tensor([size]) for size in bags]
+
         sharding = make_sharding_plan(
             world,
             NAMES,
@@ -211,6 +213,7 @@ class Benchmark:
         torch.manual_seed(0)
         with self.device:
             model = DLRM(**recipe, sharding=sharding)
+
         optimizers = [
             RowOptimizer(model.dense_parameters(), "sgd", lr=0.01),
             RowOptimizer(model.sparse_arch.parameters(), "sgd", lr=0.01),
@@ -231,6 +234,7 @@ class Benchmark:
             cap = min(cap, 1_000_000)
         batches = case.batches(cap, checked * world.size, 1, self.device)
         shares = [share(batch, world.rank, checked) for batch in batches]
+
         one, step, _ = self.make_step(case, World(), cap, "fp32")
         start = {name: value.clone() for name, value in one.state_dict().items()}
         expected = [float(step(batches[i % 4])["loss"]) for i in range(8)]
@@ -242,6 +246,7 @@ class Benchmark:
         del start
         prepared = step.prefetcher(cycle(shares))
         found = [float(step(next(prepared))["loss"]) for _ in range(8)]
+
         worst = worst_difference(expected, found)
         what = f"{case}: losses differ by {worst}: {expected} and {found}"
         harness.require(worst <= TOLERANCE[case.wire], what)
@@ -260,6 +265,7 @@ class Benchmark:
         """The step's time on the slowest process, and what it consists of."""
         cap, precision = self.options.cap, self.options.precision
         _, step, text = self.make_step(case, world, cap, precision)
+
         total = batch * world.size
         drawn = case.batches(cap, batch, 10 + world.rank, self.device)
         prepared = step.prefetcher(cycle([replace(each, total=total) for each in drawn]))
@@ -268,12 +274,15 @@ class Benchmark:
             return step(next(prepared))
 
         counts = {"warm_up": 12, "steps": 40} if self.on_gpu else {"warm_up": 2, "steps": 3}
+
+        # The slowest process counts.
         times = [harness.milliseconds(train, self.device, **counts)]
         if world.size > 1:
             everyone: list[Any] = [None] * world.size
             dist.all_gather_object(everyone, times[0])
             times = everyone
         extra = self.profiled(train, world, statistics.median(times)) if self.on_gpu else {}
+
         return {
             "model": case.model,
             "kind": case.kind,
@@ -292,8 +301,8 @@ class Benchmark:
         }
 
     def profiled(self, train: Any, world: World, ms: float) -> dict[str, Any]:
-        """What kernels take of a step, how much of it is communication (or waiting for others), and
-        the memory in use.
+        """Time of the kernels of a step, the part that communicates (or waits for others), and the
+        memory in use.
         """
         found = harness.kernel_milliseconds(train, ready=world.wait)
         kernels = found["kernels"]

@@ -88,6 +88,7 @@ def measure(options: argparse.Namespace, record: harness.Record) -> None:
                 print(f"{name}: {found}", flush=True)
         for name, peer in peers(rows):
             scores[name], results[name] = peer, {}
+
         for size in BATCHES:
             for name, found in latencies(scores, rows, size, options.rounds).items():
                 results[name][f"batch_{size}"] = found
@@ -117,14 +118,17 @@ def export(name: str, rows: Sequence[int], directory: Path) -> dict[str, Any]:
     model = DLRM(DENSE, rows, DIM, plan_of(name, rows)).eval()
     compression = model.sparse_arch.sizes()["compression"]
     precision = name.partition(" ")[2] if name.startswith("dense") else None
+
     program = trace(InferenceModel(model, [False] * len(rows), precision=precision), DENSE)
     del model
     save_program(program, directory / PROGRAM)
     compile_program(program, directory / compiled_file("cpu"), "cpu")
+
     weights = program.state_dict
     tables = sum(value.nbytes for own, value in weights.items() if own.startswith("tables."))
     save_file({own: value.contiguous() for own, value in weights.items()}, directory / WEIGHTS)
     disk = sum(path.stat().st_size for path in directory.iterdir())
+
     command = [sys.executable, "-c", LOAD, str(directory)]
     seconds = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return {

@@ -76,11 +76,13 @@ def measure_rows(directory: Path, options: argparse.Namespace, record: harness.R
     meta = Meta.read(directory)
     rows, repeats = meta.splits["train"].rows, options.repeats
     bytes_per_row = 4 * (1 + len(meta.dense) + len(meta.categorical))
+
     bounds = {
         "pyarrow_read": partial(read_alone, directory, options.readers),
         "plain_copy": partial(copy_alone, rows, bytes_per_row, options.readers),
     }
     record.note(floors={name: rates(rows, run, repeats) for name, run in bounds.items()})
+
     for size, shuffle in product(options.batch_sizes, (True, False)):
         loader = open_loader(directory, size, options, shuffle=shuffle)
         rate = rates(rows, partial(consume, loader), repeats)
@@ -88,6 +90,7 @@ def measure_rows(directory: Path, options: argparse.Namespace, record: harness.R
         record.add(row, to="loader")
 
     first = pq.read_metadata(directory / meta.splits["train"].files[0]).row_group(0)
+
     about = {
         "rows": rows,
         "columns": [len(meta.dense), len(meta.categorical)],
@@ -104,6 +107,7 @@ def measure_lists(made: Path, options: argparse.Namespace, record: harness.Recor
     forms = make_forms(made, options.rows)
     ids = options.rows * sum(MLPERF_BAG_SIZES)
     record.note(rows=options.rows, ids_per_row=sum(MLPERF_BAG_SIZES))
+
     for form, directory in forms.items():
         read = rates(ids, partial(read_alone, directory, options.readers), options.repeats)
         size = _size(directory, Meta.read(directory)) / ids

@@ -77,12 +77,14 @@ def measure_tables(options: argparse.Namespace, record: harness.Record, bandwidt
         for batch, skew in product(options.batches, ("uniform", "skewed")):
             draw = partial(draw_ids, rows, batch, options.device, skewed=skew == "skewed")
             setup.use([draw() for _ in range(INPUTS)])
+
             shared: dict[str, Any] = {"dim": dim, "dtype": dtype, "batch": batch, "ids": skew}
             shared |= {} if options.no_peers else peers(setup)
             for name in options.rules or ["sgd", "rowwise_adagrad"]:
                 rule = make_rule(name)
                 row = shared | {"rule": name, "error": check(setup, rule)}
                 row["distinct"] = setup.distinct / setup.lookups
+
                 floors = setup.floors(rule, bandwidth)
                 row |= {f"{part}_floor": floors[part] for part in ("forward", "update")}
                 row |= setup.parts() | {"update": setup.update_milliseconds(rule)}
@@ -90,6 +92,7 @@ def measure_tables(options: argparse.Namespace, record: harness.Record, bandwidt
                 row |= {"all": harness.captured_milliseconds(steps), "all_eager": eager(steps)}
                 if (dim, batch) in FBGEMM_MS:
                     row["fbgemm"] = FBGEMM_MS[dim, batch]
+
                 record.add(row)
         del setup
 
@@ -102,7 +105,9 @@ def measure_one_table(
     record.note(rows=rows, lookups=options.lookups, exponent=EXPONENT)
     for dim in options.dims or [16, 32, 64, 128, 256]:
         setup = Setup([rows], dim, torch.float32, options.device)
+
         drawn = [power_law(rows, options.lookups, options.device)[None] for _ in range(INPUTS)]
+
         updates: dict[str, float] = {}
         for kind in TYPES:
             setup.use([ids.to(TYPES[kind]) for ids in drawn])
@@ -110,8 +115,10 @@ def measure_one_table(
             for name in options.rules or list(RULES):
                 rule = make_rule(name)
                 updates[name] = update = updates.get(name) or setup.update_milliseconds(rule)
+
                 floors = setup.floors(rule, bandwidth)
                 whole = harness.captured_milliseconds(setup.steps(rule))
+
                 row = {"dim": dim, "rule": name, "ids": kind}
                 row |= {"distinct": setup.distinct / setup.lookups, **shared}
                 row |= {"update_ms": update, "all_ms": whole}

@@ -69,11 +69,13 @@ def measure(options: argparse.Namespace, record: harness.Record) -> None:
         row = {"batch": size, "bags": bags, "ms": ms, "ms_range": [min(times), max(times)]}
         row |= {"Msamples/s": size / ms / 1e3, "TFLOP/s": GFLOP * size / ms}
         record.add(row | {"loss_error": errors[bags]})
+
         if options.profile:
             found = harness.kernel_milliseconds(partial(train, step, batches), steps=5)
             print(f"{found['kernel_ms']:9.4f} ms a step in {found['launches']} launches")
             for name, spent in list(found["kernels"].items())[:KERNELS]:
                 print(f"{spent:9.4f} ms {name[:110]}", flush=True)
+
         del batches
         step.graphs.close()
         harness.release()

@@ -95,6 +95,7 @@ def measure(options: argparse.Namespace, record: harness.Record) -> None:
             result, losses = measure_one(variant, options, rows, rule, size)
             harness.release()
             first = first or (variant, losses, result["ms"])
+
             name, expected, ms = first
             if worst := worst_difference(expected, losses):
                 result["losses_differ_by"] = worst
@@ -122,6 +123,7 @@ def measure_one(
     losses = [
         loss.item() for loss in train(step, batches(options.checked + options.warm_up), ahead)
     ]
+
     timed = batches(options.spans * options.span)
     train(step, timed[:2], ahead)
     model.sparse_arch.cache_stats()  # rates from here on
@@ -203,6 +205,7 @@ def measure_table(
         [power_law(rows, lookups, device).int()[None] for _ in range(size)]
         for _ in range(options.table_warm_up + 2 + WINDOWS + 1)
     ]
+
     grad = torch.randn(lookups, 1, dim, device=device).to(dtype)
 
     def train_window(index: int) -> None:

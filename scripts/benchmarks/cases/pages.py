@@ -59,6 +59,7 @@ def measure(options: argparse.Namespace, record: harness.Record) -> None:
     torch.manual_seed(0)
     buffer = torch.empty(ROWS, DIM, device="cuda")
     record.note(unit="GB/s, ms", rows=ROWS, dim=DIM, link=link(buffer))
+
     for size in options.table_rows:
         for order in ("random", "ascending"):
             record.add(host_lookups(size, order), to="host")
@@ -145,10 +146,12 @@ def peer_lookups(size: int = 2**21) -> dict[str, Any]:
     devices = [torch.device("cuda:0"), torch.device("cuda:1")]
     half = size // 2
     blocks = [torch.randn(half, DIM, device=device) for device in devices]
+
     both = concatenated(blocks)
     harness.require(both.addresses is not None, "GPUs without access to each other")
     away = concatenated(blocks[1:])
     home = concatenated([torch.cat([b.to(devices[0]) for b in blocks])])
+
     ids = [torch.randint(size, (ROWS,), device="cuda") for _ in range(INPUTS)]
     inner = [rows % half for rows in ids]
     expected = home.weights[0][ids[0]]
@@ -157,6 +160,7 @@ def peer_lookups(size: int = 2**21) -> dict[str, Any]:
             torch.equal(lookup(both, ids[0], impl=impl), expected),
             f"impl {impl} differs from indexing",
         )
+
     buffers = [torch.empty(ROWS, DIM, device=device) for device in devices]
 
     def by_address(pages: Pages, rows: Sequence[Tensor]) -> float:
@@ -195,9 +199,11 @@ def steps(options: dict[str, dict[str, Any]], batch: int, cap: int | None) -> di
     rows = [min(rows, cap or rows) for rows in KAGGLE_CARDINALITIES]
     tables = [torch.randn(size, 16, device="cuda") for size in rows]
     ids = torch.stack([draw_ids(rows, batch, "cuda") for _ in range(INPUTS)])
+
     grads = torch.randn(INPUTS, batch, len(rows), 16, device="cuda")
     probe = ids[0]
     before = torch.stack([table[probe[i]] for i, table in enumerate(tables)], 1)
+
     expected, results = torch.empty(0), {}
     for name, given in {"dense": {}, **options}.items():
         step = Step(tables, "paged" if given else "dense", given)
@@ -205,6 +211,7 @@ def steps(options: dict[str, dict[str, Any]], batch: int, cap: int | None) -> di
         moved = step.group(probe).detach() - before
         if name == "dense":
             expected = moved
+
         error = harness.relative_error(moved, expected)
         harness.require(error < TOLERANCE, f"{name} differs from dense tables by {error:.1e}")
 

@@ -93,6 +93,7 @@ def measure_one(raw: Path, rows: int, work: Path, csv: bool) -> dict[str, Any]:
     suffix, delimiter = (".csv", ",") if csv else (".tsv", "\t")
     head = _head(raw, rows + csv, work / f"{rows}{suffix}")  # a CSV has a header
     plain_head = _head(raw, min(rows, PLAIN_ROWS), work / f"plain{suffix}")
+
     output = work / "prepared"
     plain = [_plain_parse(plain_head, delimiter)]
     program = "scripts/prepare_table.py" if csv else "scripts/prepare_criteo.py"
@@ -113,6 +114,7 @@ def measure_one(raw: Path, rows: int, work: Path, csv: bool) -> dict[str, Any]:
         "bare_parse_rows_per_second": round(sum(plain) / len(plain)),
         "parquet_bytes_per_row": written / rows,
     }
+
     head.unlink()
     shutil.rmtree(output)
     return result

@@ -136,17 +136,20 @@ class Setup:
         self.options: dict[str, Any] = {"deterministic": "deterministic" in variant}
         if precision != "bf16":
             self.options["precision"] = precision
+
         d, tables = len(case.q), len(case.rows)
         ranks = (1, *[case.rank] * (d - 1), 1)
         p = torch.tensor([factorize_rows(rows, d) for rows in case.rows], device=device)
         self.shape = TTShape(p, case.q, ranks)
         self.tables = torch.arange(tables, device=device)[:, None]
+
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self.cores = []
         for k, q in enumerate(case.q):
             shape = int(p[:, k].sum()), ranks[k] * q * ranks[k + 1]
             core = torch.randn(shape, device=device) / ranks[k + 1] ** 0.5
             self.cores.append(core.to(dtype).requires_grad_())
+
         self.optimizer = RowOptimizer(self.cores, "sgd", lr=RATE)
         self.lr = self.optimizer.param_groups[0]["lr"]
         self.dim = prod(case.q)
@@ -154,6 +157,7 @@ class Setup:
         self.ids = [
             draw_ids(case.rows, case.lookups, device, skewed=skewed).long() for _ in range(INPUTS)
         ]
+
         self.offsets = torch.arange(0, tables * case.lookups + 1, case.bag, device=device)
         batch = case.lookups // case.bag
         self.grads = [
@@ -219,6 +223,7 @@ class Setup:
         case = self.case
         left = case.q[0] * case.rank * case.q[1] * case.rank
         right = case.q[0] * case.q[1] * case.rank * prod(case.q[2:])
+
         distinct = pairs = 0
         last = self.shape.p[:, 2:].prod(1)
         for ids in self.ids:
@@ -226,13 +231,16 @@ class Setup:
                 distinct += row.unique().numel() / INPUTS
                 pairs += (row // last[table]).unique().numel() / INPUTS
         once = 2 * (pairs * left + distinct * right) / TENSOR_CORES[self.precision]
+
         lookups, size = self.ids[0].numel(), self.cores[0].element_size()
         weights = sum(core.numel() for core in self.cores)
         moved = 8 * lookups + size * (self.grads[0].numel() + weights)
+
         waiting = self.cores if self.precision == "bf16" else (self.cores[0], self.cores[-1])
         gradients = 4 * sum(core.numel() for core in waiting)
         backward = moved + gradients
         update = gradients + 2 * size * weights
+
         return {
             "distinct": distinct / lookups,
             "floor_forward_arithmetic_us": once * 1e6,
