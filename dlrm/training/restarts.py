@@ -1,7 +1,7 @@
 """The run that a job of torchrun goes on with after a restart.
 
-A directory of a run names its job in the file ``job``. An attempt that finds its own job there
-resumes that run, or starts it again if it has no checkpoint yet.
+The index of a run names its job. An attempt that finds its own job there resumes that run, or
+starts it again if it has no checkpoint yet.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from dlrm.distributed.world import World
-from dlrm.training.run_directory import HOLDER, LOCK, has_checkpoint, run_directory
-
-JOB = "job"
+from dlrm.training.checkpoint.index import INDEX, old_index, read_index
+from dlrm.training.run_directory import CHECKPOINTS, HOLDER, LOCK, has_checkpoint, run_directory
 
 
 def choose_run(new: Path, resume: str | None, job: str | None) -> tuple[Path, str | None]:
@@ -46,24 +44,20 @@ def is_own(directory: Path, job: str | None) -> bool:
     return job is not None and _job_of(directory) == job
 
 
-def begin(directory: Path, world: World, *, resumed: bool) -> None:
-    """Name the job in the directory of a run, which this process holds, and remove what an attempt
-    without a checkpoint left there.
-
-    The first process does this, and only for a job of torchrun.
+def clear(directory: Path) -> None:
+    """Remove what an attempt without a checkpoint left in the directory of a run, which this
+    process holds.
     """
-    if world.job is None or not world.first:
-        return
-    if not resumed and is_own(directory, world.job):
-        for path in directory.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name not in (JOB, LOCK, HOLDER):
-                path.unlink()
-    (directory / JOB).write_text(world.job)
+    for path in [*directory.iterdir(), *(directory / CHECKPOINTS).glob("*")]:
+        if path.name in (LOCK, HOLDER, CHECKPOINTS, INDEX):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _job_of(directory: Path) -> str | None:
     with suppress(OSError, ValueError):
-        return (directory / JOB).read_text()
+        return (read_index(directory) or old_index(directory)).job
     return None

@@ -19,13 +19,15 @@ from filelock import FileLock, Timeout
 
 from dlrm.utils.atomic import atomic_write
 from dlrm.utils.documents import refuse_pipe
+from dlrm.utils.links import refuse_links_out
 from dlrm.utils.messages import require_local
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"  # of a checkpoint
 PREPARATION = "preparation"  # what raw rows are prepared with
-LATEST, BEST = "latest", "best"  # links to checkpoints, or text files with their names
+LATEST, BEST = "latest", "best"  # name checkpoints of the index; once links to them
+JOB = "job"  # of earlier versions; now in the index
 LOCK, HOLDER = ".lock", ".lock.json"
 OLD_ABOUT = "about.pt"  # of earlier versions, which pickled
 
@@ -48,53 +50,38 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted(found, key=lambda path: step_of(path) or (0, 0), reverse=True)
 
 
-def is_copy(link: Path) -> bool:
-    """Whether a directory lies in place of a link, as in a copy that has followed links."""
-    return link.is_dir() and not link.is_symlink()
-
-
-def link_target(link: Path) -> Path | None:
-    """The checkpoint that a link names; None if it names none in its own directory.
-
-    A link is a symbolic one, or a text file with a name; see
-    :func:`dlrm.training.checkpoint.writer.point`.
-    """
-    if not link.is_symlink():
-        if link.is_file():  # a pipe would be waited for
-            with suppress(OSError, ValueError), link.open() as file:
-                named = link.with_name(file.read(100).strip())
-                return named if step_of(named) and named.is_dir() else None
-        return None
-    target = Path(os.path.realpath(link))  # unlike resolve(), takes links to themselves
-    inside = target.parent == Path(os.path.realpath(link.parent))
-    return link.parent / target.name if inside and target.is_dir() else None
-
-
 def is_run(path: Path) -> bool:
     """Whether a path is the directory of a run, even of one without checkpoints."""
     return (path / CHECKPOINTS).is_dir() or (path / CONFIG).is_file()
 
 
-def named_run(path: str | Path) -> Path | None:
-    """The run whose newest checkpoint a path stands for; None if it names one checkpoint.
+def named(path: str | Path) -> tuple[Path | None, str]:
+    """The run that a path belongs to, and which of its checkpoints the path names.
+
+    Returns:
+        The run; None for a checkpoint that lies elsewhere. And ``latest``, also for a run; ``best``;
+        or the name of the checkpoint.
 
     Raises:
         FileNotFoundError: there is neither.
+        ValueError: the run has a link that leads out of it.
     """
     require_local(path)
     path = Path(path)
-    if path.name == LATEST and not is_run(path):
-        return _run_of(path)
-    if (path / MANIFEST).exists() or (path / OLD_ABOUT).exists():
-        return None
-    if is_run(path):
-        return path
-    inside, named = path.absolute().parent, step_of(path) or path.name == BEST
-    if inside.name == CHECKPOINTS and named and os.path.lexists(path):
-        return None  # a damaged one
-    raise FileNotFoundError(
-        f"{path} is not a checkpoint: name a run directory or one in its checkpoints/"
-    )
+    inside = path.absolute().parent.name == CHECKPOINTS
+    run, which = _run_around(path) if inside else None, path.name
+    is_one = (path / MANIFEST).exists() or (path / OLD_ABOUT).exists()
+    if not is_one and is_run(path):
+        run, which = path, LATEST
+    elif not is_one:  # a damaged one, or a name from the index
+        known = which in (LATEST, BEST) or (step_of(path) and os.path.lexists(path))
+        if not inside or not known:
+            raise FileNotFoundError(
+                f"{path} is not a checkpoint: name a run directory or one in its checkpoints/"
+            )
+    if run is not None:
+        refuse_links_out(run)
+    return run, which
 
 
 def run_directory(path: str | Path) -> Path:
@@ -102,18 +89,21 @@ def run_directory(path: str | Path) -> Path:
 
     Raises:
         FileNotFoundError: there is no checkpoint, or it does not belong to a run.
+        ValueError: as :func:`named`.
     """
-    return named_run(path) or _run_of(Path(path))
-
-
-def _run_of(checkpoint: Path) -> Path:
-    # A relative path may not name its parent.
-    directory = checkpoint.parent if len(checkpoint.parts) > 1 else Path.cwd()
-    if directory.absolute().name != CHECKPOINTS:
+    run, _ = named(path)
+    if run is None:
         raise FileNotFoundError(
-            f"{checkpoint} is not in a run: name one in the checkpoints/ of a run"
+            f"{path} is not in a run: name one in the checkpoints/ of a run"
         )
-    return directory.parent if len(directory.parts) > 1 else directory.absolute().parent
+    return run
+
+
+def _run_around(checkpoint: Path) -> Path:
+    # A relative path may not name its parents.
+    if len(checkpoint.parts) > 2:
+        return checkpoint.parent.parent
+    return checkpoint.absolute().parent.parent
 
 
 def _entries(directory: Path) -> list[Path]:
@@ -189,7 +179,8 @@ def write_to(directory: Path, work: Callable[[], object]) -> None:
 
 def nothing_to_resume(run: Path) -> str:
     """What a run without a checkpoint holds, and what to do."""
-    found = [path.name for path in _entries(run / CHECKPOINTS) if not path.name.endswith(".tmp")]
+    names = [path.name for path in _entries(run / CHECKPOINTS)]
+    found = [name for name in names if not name.endswith((".tmp", ".json"))]
     if found:
         return f"{run} has no checkpoint, only {', '.join(found)} in {CHECKPOINTS}/"
     return f"{run} has no checkpoint yet: remove it and start again"
@@ -207,11 +198,12 @@ class RunLock:
         patience: seconds to wait for another process that holds the run and may be ending.
 
     Raises:
-        ValueError: the directory exists, or another process holds it.
+        ValueError: the directory exists, another process holds it, or a link leads out of it.
     """
 
     def __init__(self, directory: Path, *, new: bool = False, patience: float = 0) -> None:
         self._directory = directory
+        refuse_links_out(directory)
         if new:
             found = self._others()
             if directory.exists() and (found or not (directory / LOCK).exists()):
@@ -240,7 +232,8 @@ class RunLock:
             self.release()
             raise ValueError(f"{directory} exists: choose another --name{self._rest(found)}")
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
-        (directory / HOLDER).write_text(json.dumps(holder))
+        with atomic_write(directory / HOLDER) as temporary:
+            temporary.write_text(json.dumps(holder))
 
     def _others(self) -> set[str]:
         """What the directory holds besides the lock, which a killed process may have left."""
@@ -253,7 +246,7 @@ class RunLock:
             return f", or --resume {self._directory}"
         kept = _entries(self._directory / CHECKPOINTS)
         unknown = found and not found & {CONFIG, "metrics.jsonl"}
-        lost = unknown or any(not path.name.endswith(".tmp") for path in kept)
+        lost = unknown or any(not path.name.endswith((".tmp", ".json")) for path in kept)
         return "" if lost else ", or remove it"
 
     def _holder(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
     temporary = path.with_name(path.name + ".tmp")
     try:
         with disk_full_names(path):
+            if temporary.is_symlink():  # what is written would be another file
+                temporary.unlink()
             yield temporary
             temporary.replace(path)
     except BaseException:
@@ -66,6 +69,18 @@ def atomic_directory(directory: Path) -> Iterator[Path]:
             with suppress(OSError):  # the first error is the one to report
                 shutil.rmtree(temporary)
             raise
+
+
+def sync_directory(directory: Path) -> None:
+    """Let the names in a directory be on disk."""
+    try:
+        file = os.open(directory, os.O_RDONLY)
+    except PermissionError:  # Windows opens no directories
+        return
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def _require_empty(directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tensors that are sharded over processes, as distributed checkpoints read and write them."""
+"""Tensors that are sharded over processes, as checkpoints read and write them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from torch import Tensor
 
 class LocalShards:
     """The local shards of a tensor. Other processes hold other shards, or copies of these.
-
-    The methods with underscores are the interface of ``torch.distributed.checkpoint`` for objects
-    that it writes and reads by shards.
 
     Args:
         size: of the whole tensor.
@@ -49,38 +46,6 @@ class LocalShards:
         """Copy the values to a tensor with the same shards."""
         for offset, values in self.parts.items():
             other.parts[offset].copy_(values)
-
-    def __create_chunk_list__(self) -> list[object]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        return [
-            ChunkStorageMetadata(offsets=offset, sizes=values.shape)
-            for offset, values in self.parts.items()
-        ]
-
-    def __create_write_items__(self, name: str, _: object) -> list[object]:
-        from torch.distributed.checkpoint import planner
-        from torch.distributed.checkpoint.metadata import (
-            ChunkStorageMetadata,
-            MetadataIndex,
-            TensorProperties,
-        )
-
-        return [
-            planner.WriteItem(
-                index=MetadataIndex(name, offset),
-                type=planner.WriteItemType.SHARD,
-                tensor_data=planner.TensorWriteData(
-                    chunk=ChunkStorageMetadata(offsets=offset, sizes=values.shape),
-                    properties=TensorProperties(dtype=self.dtype),
-                    size=self._size,
-                ),
-            )
-            for offset, values in self.parts.items()
-        ]
-
-    def __get_tensor_shard__(self, index: object) -> Tensor:
-        return self.parts[index.offset]  # type: ignore[attr-defined]
 
 
 def saved_weight(

@@ -67,6 +67,7 @@ PURPOSES = {
     "loads": 0,  # batches are copied to the GPU
     "steps": 0,  # steps warm up and are captured
     "sorts": 0,  # rows are sorted for the update
+    "saves": 0,  # checkpoints are copied to the host
     "lookups": 0,  # look-ups of the next batch are sorted; no step waits for it
     # Many small kernels, which go first where both streams have one ready:
     "parallel": -1,  # look-ups and their update, next to the MLPs

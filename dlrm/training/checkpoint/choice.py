@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from dlrm.training import run_directory
-from dlrm.training.checkpoint.manifest import Manifest, RunState
-from dlrm.training.checkpoint.manifest_json import LIMITS, manifest_from_json
-from dlrm.training.checkpoint.tensor_files import open_regular
-from dlrm.training.run_directory import BEST, LATEST, MANIFEST, OLD_ABOUT
+from dlrm.training.checkpoint.index import (
+    INDEX,
+    Entry,
+    Index,
+    best_known_to,
+    old_index,
+    read_index,
+    read_manifest,
+)
+from dlrm.training.checkpoint.manifest import Manifest
+from dlrm.training.run_directory import BEST, CHECKPOINTS, LATEST
 
 ATTEMPTS = 20  # to read a checkpoint of a run that removes old ones meanwhile
 
@@ -27,28 +33,22 @@ def choose(path: Path, best: bool, refused: dict[str, str]) -> tuple[Path, Manif
     """The checkpoint that a path stands for, and its manifest; or the error to raise.
 
     Args:
-        path: as the user gave it; links are followed now.
+        path: as the user gave it.
         best: of a run, prefer the best checkpoint to the latest.
-        refused: damaged checkpoints and why, which get more here; those that are gone are dropped.
+        refused: damaged checkpoints and why, which get more here.
     """
-    for name in [name for name in refused if not Path(name).exists()]:
-        del refused[name]
     try:
+        run, which = run_directory.named(path)
+        if run is None or which not in (LATEST, BEST):
+            return _only(path, run, refused)
         for _ in range(ATTEMPTS):
-            run, gone = run_directory.named_run(path), False
-            for candidate in _candidates(path, run, best, refused):
-                if str(candidate) in refused:
-                    continue
-                try:
-                    return candidate, _read_manifest(candidate)
-                except (ValueError, OSError) as error:
-                    if candidate.exists() and not run_directory.link_target(candidate):
-                        refused[str(candidate)] = reason(error)
-                    else:  # removed by its run, or a link that has been switched since
-                        gone = True
-            if not gone:
-                return _nothing_intact(path, run, refused)
-    except OSError as error:
+            tried = dict(refused)
+            index = _index_of(run, tried)
+            found = _first(run, index, which, best, tried)
+            if tried == refused or _index_of(run, tried) == index:  # else its run has gone on
+                refused.update(tried)
+                return found or _nothing_intact(path, run, refused)
+    except (OSError, ValueError) as error:
         return error
     return changing(path)
 
@@ -58,73 +58,77 @@ def changing(path: Path) -> ValueError:
     return ValueError(f"{path} changes all the time: wait until its run has ended")
 
 
-def best_known(checkpoint: Path, state: RunState) -> Path | None:
-    """The best checkpoint that a run had when it wrote another one; None if it is not there.
-
-    Args:
-        checkpoint: the other one, which may be the best itself.
-        state: what it holds.
-    """
-    name = state.best_name or (checkpoint.name if state.best_step == state.steps else "")
-    if Path(name).name != name or not run_directory.step_of(Path(name)):
-        return None
-    best = checkpoint.with_name(name)
-    return best if best.is_dir() else None
-
-
-def _candidates(path: Path, run: Path | None, best: bool, refused: dict[str, str]) -> list[Path]:
-    """What may be opened, in this order. A link that is wrong is refused."""
-    if run is None:
-        return [run_directory.link_target(path) or path]
-    linked = [_target(run / run_directory.CHECKPOINTS / LATEST)]
-    if best and path == run:
-        linked.insert(0, _best_of(run, refused))
-    return list(dict.fromkeys([*filter(None, linked), *run_directory.checkpoints(run)]))
-
-
-def _target(link: Path) -> Path | None:
-    """What a link names, or the directory that a copy of the run has in its place."""
-    return link if run_directory.is_copy(link) else run_directory.link_target(link)
-
-
-def _best_of(run: Path, refused: dict[str, str]) -> Path | None:
-    """The best checkpoint: the one that the newest knows, else what the link names.
-
-    The link may be missing in a copy, and lead elsewhere by mistake.
-    """
-    link, known = run / run_directory.CHECKPOINTS / BEST, None
-    linked = _target(link)
-    for newest in run_directory.checkpoints(run)[:1]:
-        with suppress(ValueError, OSError):
-            known = best_known(newest, _read_manifest(newest).state)
-    if known and known != linked and os.path.lexists(link) and not run_directory.is_copy(link):
-        named = linked.name if linked else "no checkpoint"
-        refused[str(link)] = f"it names {named}, and the best one is {known.name}"
-    return known or linked
-
-
-def _read_manifest(directory: Path) -> Manifest:
-    if not (directory / MANIFEST).exists() and (directory / OLD_ABOUT).exists():
-        raise ValueError("it was written by an earlier version of this program: train again")
-    with open_regular(directory / MANIFEST) as file:
-        text = file.read(LIMITS.size + 1)
+def _index_of(run: Path, refused: dict[str, str]) -> Index:
+    """The index of a run, or what its checkpoints say if it has none that can be read."""
     try:
-        return manifest_from_json(text)
-    except ValueError as error:
-        raise ValueError(f"{MANIFEST}: {error}") from None
+        return read_index(run) or old_index(run)
+    except (ValueError, OSError) as error:
+        refused[str(run / CHECKPOINTS / INDEX)] = reason(error)
+        return old_index(run)
 
 
-def _nothing_intact(path: Path, run: Path | None, refused: Mapping[str, str]) -> Exception:
-    if not refused:
-        return FileNotFoundError(run_directory.nothing_to_resume(run or path))
-    reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
-    if run is not None:
-        return ValueError(f"{run} has no intact checkpoint: {reasons}")
-    why, others = refused.get(str(path)) or next(iter(refused.values())), []
-    with_run = path.absolute().parent
-    if with_run.name == run_directory.CHECKPOINTS:
-        others = [p for p in run_directory.checkpoints(with_run.parent) if str(p) not in refused]
-    names = ", ".join(other.name for other in others if other.name != path.name)
+def _only(path: Path, run: Path | None, refused: dict[str, str]) -> tuple[Path, Manifest] | Exception:
+    """The one checkpoint that a path names."""
+    if str(path) not in refused:
+        try:
+            return path, read_manifest(path)
+        except (ValueError, OSError) as error:
+            refused[str(path)] = reason(error)
+    others = run_directory.checkpoints(run) if run else []
+    names = [each.name for each in others if each.name != path.name and str(each) not in refused]
     return ValueError(
-        f"{path} can't be read as a checkpoint: {why}" + (f"; there are {names}" if names else "")
+        f"{path} can't be read as a checkpoint: {refused[str(path)]}"
+        + (f"; there are {', '.join(names)}" if names else "")
     )
+
+
+def _first(
+    run: Path, index: Index, which: str, best: bool, refused: dict[str, str]
+) -> tuple[Path, Manifest] | None:
+    """The first of the checkpoints that may stand for a run that can be read."""
+    directory = run / CHECKPOINTS
+    for entry in _entries(run, index, which, best):
+        candidate = directory / entry.name
+        if str(candidate) in refused:
+            continue
+        try:
+            manifest = read_manifest(candidate)
+            entry.require(manifest)
+            return candidate, manifest
+        except (ValueError, OSError) as error:
+            named = entry in (index.latest, index.best)
+            if named or candidate.exists():  # else it was removed by its run
+                refused[str(candidate)] = reason(error)
+    return None
+
+
+def _entries(run: Path, index: Index, which: str, best: bool) -> Iterator[Entry]:
+    """What may stand for a run, in this order."""
+    if best or which == BEST:
+        if entry := best_of(run, index):
+            yield entry
+        if which == BEST:
+            return
+    if index.latest:
+        yield index.latest
+    known = index.latest.run if index.latest else None
+    for path in run_directory.checkpoints(run):
+        yield Entry(name=path.name, run=known, step=(run_directory.step_of(path) or (0,))[0])
+
+
+def best_of(run: Path, index: Index) -> Entry | None:
+    """The best checkpoint of a run: as the latest one says, or if that can't be read, its index."""
+    if index.latest:
+        with suppress(ValueError, OSError):
+            manifest = read_manifest(run / CHECKPOINTS / index.latest.name)
+            index.latest.require(manifest)
+            if index.best is None or index.best.step != manifest.state.best_step:
+                return best_known_to(index.latest, manifest)
+    return index.best
+
+
+def _nothing_intact(path: Path, run: Path, refused: Mapping[str, str]) -> Exception:
+    if not refused:
+        return FileNotFoundError(run_directory.nothing_to_resume(run))
+    reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
+    return ValueError(f"{path} has no intact checkpoint: {reasons}")

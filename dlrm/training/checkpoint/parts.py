@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
 
+from dlrm.distributed.world import World
 from dlrm.kernels.update.rules import make_rule
 from dlrm.training.checkpoint.manifest import Group
+from dlrm.training.checkpoint.tensor_files import Piece
 from dlrm.utils.local_shards import LocalShards
 
 Values = dict[str, Tensor | LocalShards]
@@ -51,6 +48,35 @@ class Parts:
                     self.tensors[f"optimizer.{path}.weight.{name}"] = whole_state
             for path, tensor in tensors.items():
                 self.tensors[f"optimizer.{path}.{name}"] = tensor
+
+    def pieces(self) -> list[Piece]:
+        """The shards of the tensors that are here."""
+        found = []
+        for name, value in self.tensors.items():
+            whole = {(0,) * len(value.size()): value} if isinstance(value, Tensor) else value.parts
+            found += [Piece(name, tuple(offset), values) for offset, values in whole.items()]
+        return found
+
+    def own_pieces(self, world: World) -> list[Piece]:
+        """The pieces that this process writes: each is written once, and all write about as much.
+
+        Every process must call this method.
+        """
+        pieces = self.pieces()
+        here = {(piece.name, piece.offset): piece.values.nbytes for piece in pieces}
+        everywhere = world.from_all(here)
+        sizes = {key: size for known in everywhere for key, size in known.items()}
+
+        load, writers = [0] * world.size, {}
+        for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
+            holders = [rank for rank, known in enumerate(everywhere) if key in known]
+            writers[key] = min(holders, key=lambda rank: (load[rank], rank))
+            load[writers[key]] += sizes[key]
+        return [each for each in pieces if writers[each.name, each.offset] == world.rank]
+
+    def sizes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Type and shape of each whole tensor."""
+        return {name: (value.dtype, tuple(value.size())) for name, value in self.tensors.items()}
 
     def groups(self) -> tuple[tuple[Group, ...], ...]:
         """What is saved of the parameter groups of each optimizer."""
@@ -102,29 +128,3 @@ class Parts:
                 if old.seed is not None:
                     group["seed"] = torch.tensor(old.seed)
             optimizer.load_state_dict(state)
-
-
-class SavePlanner(DefaultSavePlanner):
-    """Plans the shards of :class:`Parts`."""
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        value = self.state_dict[index.fqn]
-        return value if isinstance(value, Tensor) else value.__get_tensor_shard__(index)
-
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        return object
-
-
-class LoadPlanner(DefaultLoadPlanner):
-    """Plans the shards of :class:`Parts`."""
-
-    def set_up_planner(
-        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """As in the base class, but without copying or flattening values."""
-        self.state_dict = self.original_state_dict = state_dict
-        self.metadata, self.is_coordinator = metadata, is_coordinator
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        value = self.state_dict[index.fqn]
-        return value if isinstance(value, Tensor) else value.__get_tensor_shard__(index)

@@ -10,19 +10,16 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.overrides import TorchFunctionMode
 
 from dlrm.distributed.world import World
 from dlrm.model import DLRM
 from dlrm.sparse_arch.table_plan import plan_for_this_machine
 from dlrm.training.checkpoint.choice import ATTEMPTS, changing, choose, reason
-from dlrm.training.checkpoint.errors import one_line, quiet
 from dlrm.training.checkpoint.manifest import Manifest, RunState
 from dlrm.training.checkpoint.model_sizes import require_stored
-from dlrm.training.checkpoint.parts import LoadPlanner, Parts
-from dlrm.training.checkpoint.tensor_files import TensorFileReader, TensorFiles
+from dlrm.training.checkpoint.parts import Parts
+from dlrm.training.checkpoint.tensor_files import TensorFiles
 
 
 class Checkpoint:
@@ -41,11 +38,12 @@ class Checkpoint:
     def open(cls, path: str | Path, *, best: bool = False, world: World | None = None) -> Self:
         """Open a checkpoint and verify it. Every process must call this function.
 
-        If ``path`` is a run, or its link ``latest``, and that checkpoint is damaged, the newest
-        intact one is opened, and a warning names both.
+        If ``path`` is a run, or names its latest checkpoint, and that is damaged, the newest intact
+        one is opened, and a warning names both.
 
         Args:
-            path: directory of a run, or one of its ``checkpoints/``.
+            path: directory of a run, or one of its ``checkpoints/``; ``checkpoints/latest`` and
+                ``checkpoints/best`` stand for those that the index names.
             best: of a run, open the best checkpoint, if there is one, and not the latest.
             world: the processes, each of which verifies its share; None for one process.
 
@@ -76,7 +74,8 @@ class Checkpoint:
                 return found
             if found:
                 found.close()
-            refused[str(directory)] = whys[0]
+            if directory.exists():  # else its run has removed it meanwhile
+                refused[str(directory)] = whys[0]
         raise changing(Path(path))
 
     def load(
@@ -105,16 +104,14 @@ class Checkpoint:
 
     def load_parts(self, parts: Parts, *, world: World | None = None) -> None:
         """Load the tensors of ``parts`` in place; see :meth:`load`."""
+        why = None
         try:
-            with quiet():
-                dcp.load(
-                    parts.tensors,
-                    storage_reader=TensorFileReader(self._manifest, self._files),
-                    planner=LoadPlanner(flatten_state_dict=False),
-                    no_dist=world is None or world.size == 1,
-                )
-        except (Exception, CheckpointException) as error:  # the latter is a BaseException
-            raise one_line(error, f"{self.path} can't be loaded", ValueError) from None
+            self._files.read_into(parts.pieces())
+        except (ValueError, OSError) as error:
+            why = reason(error)
+        whys = [each for each in (world or World()).from_all(why) if each]
+        if whys:
+            raise ValueError(f"{self.path} can't be loaded: {whys[0]}")
 
     def require_spec(self, spec: Mapping[str, Any]) -> None:
         """Check that the model is the one that a specification describes.

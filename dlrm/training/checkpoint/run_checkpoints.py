@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import base64
+import math
 import secrets
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,20 @@ from torch import nn
 from dlrm.data.loader import BatchLoader
 from dlrm.distributed.world import World
 from dlrm.training import restarts, run_directory
-from dlrm.training.checkpoint.choice import best_known
+from dlrm.training.checkpoint.choice import best_of, reason
+from dlrm.training.checkpoint.index import (
+    Entry,
+    Index,
+    old_index,
+    read_index,
+    read_manifest,
+    write_index,
+)
 from dlrm.training.checkpoint.manifest import LoaderState, Progress, RunState
 from dlrm.training.checkpoint.parts import Parts
 from dlrm.training.checkpoint.reader import Checkpoint
-from dlrm.training.checkpoint.writer import point, save
-from dlrm.training.run_directory import BEST, CHECKPOINTS, LATEST, MANIFEST, RunLock
+from dlrm.training.checkpoint.writer import CheckpointWriter
+from dlrm.training.run_directory import BEST, CHECKPOINTS, JOB, LATEST, RunLock
 from dlrm.utils.messages import print_error
 
 PATIENCE = 30  # seconds to wait for the end of an earlier attempt of the same job
@@ -46,6 +55,8 @@ class RunCheckpoints:
     def __init__(self, new: Path, resume: str | None, world: World, *, keep: int = 2) -> None:
         self._world, self._keep = world, keep
         self._lock: RunLock | None = None
+        self._writer: CheckpointWriter | None = None
+        self._index = Index()
         self.saved = -1  # step of the last checkpoint
         world.before_leaving(self.release)
 
@@ -61,11 +72,26 @@ class RunCheckpoints:
         self._run = self.resumed.run if self.resumed else secrets.token_hex(16)
 
     def begin(self) -> None:
-        """Name the job of torchrun in the directory."""
-        restarts.begin(self.directory, self._world, resumed=self.resumed is not None)
+        """Get ready to write checkpoints, and name the job of torchrun in the index."""
+        self._writer = CheckpointWriter(
+            self.directory, self._run, self._world, self._keep, self._index
+        )
+        if not self._world.first:
+            return
+        job = self._world.job
+        if job is not None and not self.resumed and restarts.is_own(self.directory, job):
+            restarts.clear(self.directory)
+        if job is not None or self.resumed:
+            self._writer.index = replace(self._index, job=job)
+            write_index(self.directory, self._writer.index)
+            for old in (f"{CHECKPOINTS}/{LATEST}", f"{CHECKPOINTS}/{BEST}", JOB):  # of earlier versions
+                if (path := self.directory / old).is_symlink() or path.is_file():
+                    path.unlink()
 
     def release(self) -> None:
-        """Let other processes write to the run."""
+        """Let other processes write to the run, when what is being written is on disk."""
+        if self._writer:
+            self._writer.close()
         if self._lock:
             self._lock.release()
 
@@ -89,7 +115,7 @@ class RunCheckpoints:
         self.spec, self.config = dict(spec), dict(config)
 
     def save(self, progress: Progress, *, unused: int) -> None:
-        """Write a checkpoint.
+        """Begin to write a checkpoint; see :class:`~dlrm.training.checkpoint.writer.CheckpointWriter`.
 
         Args:
             progress: of the run; this method adds the states of the loader and of the random number
@@ -97,7 +123,7 @@ class RunCheckpoints:
             unused: samples of the loader that were not used; see its ``state_dict``.
 
         Raises:
-            OSError: it can't be written. Earlier checkpoints are unchanged.
+            OSError: one can't be written. Earlier checkpoints are unchanged.
         """
         parts = Parts(self._model, self._optimizers)
         loader = self._loader.state_dict(unused=unused)
@@ -114,10 +140,28 @@ class RunCheckpoints:
             groups=parts.groups(),
             fingerprint=self._loader.meta.fingerprint,
         )
-        target, keep = self.directory / CHECKPOINTS, self._keep
-        better = progress.best_step == progress.steps
-        save(target, parts, state, run=self._run, best=better, keep=keep, world=self._world)
+        self._writer.save(parts, state, best=progress.best_step == progress.steps)
         self.saved = state.steps
+
+    def check(self) -> None:
+        """Raise the error of a checkpoint that could not be written in the background.
+
+        Raises:
+            OSError: there is one.
+        """
+        self._writer.check()
+
+    def wait(self) -> None:
+        """Wait until every checkpoint is on disk.
+
+        Raises:
+            OSError: one can't be written.
+        """
+        self._writer.wait()
+
+    def costs(self) -> dict[str, float]:
+        """Bytes of the largest copy of a state from which a checkpoint was written."""
+        return {"memory/checkpoint_copy": float(self._writer.copied)} if self._writer.copied else {}
 
     def restore(self, batch_size: int) -> Progress:
         """Go on from the checkpoint that was opened; returns the progress of the run.
@@ -154,9 +198,15 @@ class RunCheckpoints:
             raise ValueError(f"{path} has a damaged random state: {error}") from None
         self.resumed.close()
         self.saved = state.steps
-        if self._world.first:
-            _go_back(path, state)
-        return state.progress
+
+        progress = state.progress
+        self._index = self._world.from_first(lambda: _go_back(path, state, self._run))
+        best = self._index.best
+        if best is None:
+            progress.best_step, progress.best = -1, -math.inf
+        elif best.step != progress.best_step:  # which is lost
+            progress.best_step, progress.best = best.step, best.metric or 0.0
+        return progress
 
     def _compare_files(self, footers: str) -> None:
         """Warn if the training files were written again since the checkpoint was."""
@@ -167,48 +217,57 @@ class RunCheckpoints:
                 "them, or start a new run"
             )
 
-    def load_best(self, model: nn.Module) -> dict[str, float]:
+    def load_best(self, model: nn.Module, step: int) -> dict[str, float] | None:
         """Load the weights of the best checkpoint into the model of the run.
 
+        Args:
+            model: of the run.
+            step: of the best checkpoint.
+
         Returns:
-            Its validation metrics.
+            Its validation metrics; None, after a warning, if it is not there any more.
         """
-        with Checkpoint.open(self.directory, best=True, world=self._world) as best:
-            best.load(model, world=self._world)
-            return best.state.validated[1]
+        self.wait()
+        entry = self._world.from_first(lambda: self._writer.index.best)
+        path = self.directory / CHECKPOINTS / (entry.name if entry else f"step_{step}")
+        try:
+            with Checkpoint.open(path, world=self._world) as best:
+                if (best.run, best.state.steps) != (self._run, step):
+                    raise ValueError(f"{path} is not the checkpoint of step {step:,} of this run")
+                best.load(model, world=self._world)
+                return best.state.validated[1]
+        except (ValueError, OSError) as error:
+            if self._world.first:
+                print_error(f"warning: the best state is lost, the last one is the result: {error}")
+        return None
 
 
-def _go_back(path: Path, state: RunState) -> None:
-    """Make a checkpoint the latest one of its run, and set aside those of later steps."""
-    directory, run = path.parent, path.parent.parent
-    if path.name in (LATEST, BEST):  # of a copy that has followed links
-        own = directory / f"step_{state.steps}"
-        if own.exists():
-            run_directory.set_aside(own)
-        path = path.rename(own)
-    later = [p for p in run_directory.checkpoints(run) if _steps(p) > state.steps]
-    if run_directory.link_target(directory / LATEST) != path:
-        point(directory / LATEST, path.name)
-    best = run_directory.link_target(directory / BEST)
-    copied = run_directory.is_copy(directory / BEST) and (directory / BEST / MANIFEST).is_file()
-    missing = state.best_step >= 0 and not copied
-    known = best_known(path, state)
-    if missing and (best is None or best in later):
-        point(directory / BEST, (known or path).name)
-    elif missing and known and best and best != known:
-        print(
-            f"warning: {directory / BEST} is damaged: it named {best.name}, and names the best "
-            f"one, {known.name}, again",
-            file=sys.stderr,
-        )
-        point(directory / BEST, known.name)
-    for old in later:
-        aside = run_directory.set_aside(old)
-        print(
-            f"note: the run goes on from {path.name}; {old.name} is set aside as {aside.name}",
-            file=sys.stderr,
-        )
+def _go_back(path: Path, state: RunState, run_id: str) -> Index:
+    """The index of a run that goes on from a checkpoint; those of later steps are set aside.
 
+    Its best checkpoint is the one that this checkpoint knows. If that is lost, this one is the best
+    if it was validated.
+    """
+    run, auc = path.parent.parent, state.validated[1].get("auc", -math.inf)
+    latest = Entry(name=path.name, run=run_id, step=state.steps)
+    best, index = None, Index()
+    with suppress(ValueError, OSError):
+        index = read_index(run) or old_index(run)
+    if state.best_step >= 0 and (best := best_of(run, replace(index, latest=latest))):
+        try:
+            best.require(read_manifest(path.with_name(best.name)))
+        except (ValueError, OSError) as error:
+            print_error(
+                f"warning: the best checkpoint, {path.with_name(best.name)}, is lost: "
+                f"{reason(error)}; the run goes on without it"
+            )
+            validated = state.validated[0] == state.steps and auc > -math.inf
+            best = replace(latest, metric=auc) if validated else None
 
-def _steps(path: Path) -> int:
-    return (run_directory.step_of(path) or (0, 0))[0]
+    for old in run_directory.checkpoints(run):
+        if (run_directory.step_of(old) or (0, 0))[0] > state.steps:
+            aside = run_directory.set_aside(old)
+            print_error(
+                f"note: the run goes on from {path.name}; {old.name} is set aside as {aside.name}"
+            )
+    return Index(latest=latest, best=best)

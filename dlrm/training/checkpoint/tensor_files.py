@@ -1,8 +1,7 @@
-"""Tensors in safetensors files, written and read through PyTorch's distributed checkpoints.
+"""Tensors in safetensors files: a header, then the bytes of every shard.
 
-PyTorch plans which process writes and reads which shards. Each process writes one file: a header,
-then the bytes of its shards, a slice at a time, so that no second copy of a table is in memory. The
-digests are computed on the way.
+Threads write and read several shards at once, a slice at a time, so that no second copy of a table
+is in memory. The digests are computed on the way.
 """
 
 from __future__ import annotations
@@ -12,33 +11,17 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
-from threading import Lock
+from threading import Lock, local
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-)
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from dlrm.training.checkpoint.manifest import (
     DTYPE_NAMES,
@@ -47,128 +30,83 @@ from dlrm.training.checkpoint.manifest import (
     StoredFile,
     StoredShard,
     StoredTensor,
-    file_name,
 )
 from dlrm.utils.cpus import cpu_count
+from dlrm.utils.streams import stream_of
 
-SLICE = 64 << 20  # bytes that are copied from a GPU at a time
-_PIECE = 4 << 20  # bytes that are hashed at a time
-_THREADS = 4
+SLICE = 16 << 20
+"""Bytes that are copied from a GPU at a time; each thread has two buffers of that size."""
+THREADS = 4
+_PIECE = 4 << 20  # bytes that are read at a time
 _REGULAR = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
 """Flags for opening a file; Windows lacks the first two, and others the last."""
 
 
-class TensorFileWriter(dcp.StorageWriter):
-    """Writes one file per process into a directory, and a last one when all have written.
+@dataclass(frozen=True)
+class Piece:
+    """A shard of a tensor: its values, and where they lie in the whole one."""
+
+    name: str
+    offset: tuple[int, ...]
+    values: Tensor
+
+
+def write_file(
+    path: Path, pieces: Iterable[Piece], about: Mapping[str, str]
+) -> tuple[StoredFile, list[tuple[str, StoredShard]]]:
+    """Write pieces to a file, and wait until they are on disk.
 
     Args:
-        directory: where to write; it exists.
-        about: what the headers of the files say besides the tensors.
-        finish: called by the first process with the tensors and files that were written.
+        path: of the file.
+        pieces: what to write.
+        about: what the header says besides the tensors.
+
+    Returns:
+        What a manifest says of the file, and of each piece by the name of its tensor.
+
+    Raises:
+        OSError: it can't be written.
     """
+    pieces = sorted(pieces, key=lambda piece: -piece.values.itemsize)  # keeps them aligned
+    header = _header(pieces, about)
+    sizes = [piece.values.nbytes for piece in pieces]
+    starts = list(accumulate(sizes, initial=len(header)))
 
-    def __init__(
-        self,
-        directory: Path,
-        about: Mapping[str, str],
-        finish: Callable[[dict[str, StoredTensor], dict[str, StoredFile]], None],
-    ) -> None:
-        self._directory, self._about, self._finish = directory, dict(about), finish
+    with path.open("wb") as file, ThreadPoolExecutor(min(THREADS, cpu_count())) as threads:
+        file.write(header)
+        file.flush()
+        written = [
+            threads.submit(_write_piece, file, piece, start)
+            for piece, start in zip(pieces, starts, strict=False)
+        ]
+        digests = [each.result() for each in written]
+        os.fsync(file.fileno())
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: a writer is for one checkpoint."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        """Do nothing: all processes write alike."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Keep the plan."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Name the file of each process."""
-        return [replace(plan, storage_data=file_name(rank)) for rank, plan in enumerate(plans)]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the file of this process."""
-        name = plan.storage_data
-        items = sorted(plan.items, key=lambda item: -_dtype(item).itemsize)  # keeps them aligned
-        header = _header(items, self._about)
-        results = []
-        with ThreadPoolExecutor(1) as hasher, (self._directory / name).open("wb") as file:
-            file.write(header)
-            for item in items:
-                start, digest = file.tell(), hashlib.sha256()
-                tensor = planner.resolve_data(item)
-                assert isinstance(tensor, Tensor)
-                for piece in _bytes_of(tensor.detach()):
-                    hashed = hasher.submit(digest.update, piece)  # while it is written
-                    file.write(piece)
-                    hashed.result()
-                shard = StoredShard(
-                    offset=tuple(_chunk(item).offsets),
-                    shape=tuple(_chunk(item).sizes),
-                    file=name,
-                    start=start,
-                    sha256=digest.hexdigest(),
-                )
-                results.append(WriteResult(item.index, file.tell() - start, shard))
-            file.flush()
-            os.fsync(file.fileno())
-            sha256 = hashlib.sha256(header).hexdigest()
-            stored = StoredFile(bytes=file.tell(), header=len(header), sha256=sha256)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([*results, WriteResult(MetadataIndex(name), 0, stored)])
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Collect what was written."""
-        files: dict[str, StoredFile] = {}
-        shards: dict[str, list[StoredShard]] = {name: [] for name in metadata.state_dict_metadata}
-        for result in (result for of_rank in results for result in of_rank):
-            if isinstance(result.storage_data, StoredFile):
-                files[result.index.fqn] = result.storage_data
-            else:
-                shards[result.index.fqn].append(result.storage_data)
-        tensors = {
-            name: StoredTensor(
-                dtype=DTYPE_NAMES[stored.properties.dtype],
-                shape=tuple(stored.size),
-                shards=tuple(shards[name]),
-            )
-            for name, stored in metadata.state_dict_metadata.items()
-            if isinstance(stored, TensorStorageMetadata)
-        }
-        self._finish(tensors, files)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Refuse to be chosen by a path."""
-        return False
+    shards = [
+        StoredShard(
+            offset=tuple(piece.offset),
+            shape=tuple(piece.values.shape),
+            file=path.name,
+            start=start,
+            sha256=digest,
+        )
+        for piece, start, digest in zip(pieces, starts, digests, strict=False)
+    ]
+    sha256 = hashlib.sha256(header).hexdigest()
+    stored = StoredFile(bytes=starts[-1], header=len(header), sha256=sha256)
+    return stored, [(piece.name, shard) for piece, shard in zip(pieces, shards, strict=True)]
 
 
-def _chunk(item: WriteItem) -> ChunkStorageMetadata:
-    assert item.tensor_data is not None
-    return item.tensor_data.chunk
-
-
-def _dtype(item: WriteItem) -> torch.dtype:
-    assert item.tensor_data is not None
-    return item.tensor_data.properties.dtype
-
-
-def _header(items: list[WriteItem], about: Mapping[str, str]) -> bytes:
+def _header(pieces: Sequence[Piece], about: Mapping[str, str]) -> bytes:
     """The header of a safetensors file: its length, then JSON, padded to align what follows."""
     content: dict[str, Any] = {"__metadata__": dict(about)}
     stop = 0
-    for item in items:
-        start, shape = stop, list(_chunk(item).sizes)
-        stop += torch.Size(shape).numel() * _dtype(item).itemsize
-        at = ",".join(map(str, _chunk(item).offsets))
-        name = f"{item.index.fqn}@{at}" if any(_chunk(item).offsets) else item.index.fqn
-        content[name] = {
-            "dtype": DTYPE_NAMES[_dtype(item)],
-            "shape": shape,
+    for piece in pieces:
+        start, stop = stop, stop + piece.values.nbytes
+        at = ",".join(map(str, piece.offset))
+        content[f"{piece.name}@{at}" if any(piece.offset) else piece.name] = {
+            "dtype": DTYPE_NAMES[piece.values.dtype],
+            "shape": list(piece.values.shape),
             "data_offsets": [start, stop],
         }
     text = json.dumps(content, separators=(",", ":")).encode()
@@ -176,15 +114,66 @@ def _header(items: list[WriteItem], about: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor on any device, in order, a slice at a time."""
+def _write_piece(file: BinaryIO, piece: Piece, at: int) -> str:
+    """Write a piece to a position of a file; returns its digest."""
+    digest = hashlib.sha256()
+    for content in slices(piece.values):
+        part = content.numpy().data
+        digest.update(part)
+        while part:
+            count = _write_some(file, part, at)
+            part, at = part[count:], at + count
+    return digest.hexdigest()
+
+
+_position = Lock()  # of files on Windows, which has neither pread nor pwrite
+
+
+def _write_some(file: BinaryIO, content: memoryview, at: int) -> int:
+    """Write to a position, next to other threads; returns the number of bytes."""
+    if hasattr(os, "pwrite"):
+        return os.pwrite(file.fileno(), content, at)
+    with _position:  # Windows
+        file.seek(at)
+        return file.write(content)
+
+
+_staging = local()  # two pinned buffers in each thread that copies from a GPU
+
+
+def slices(tensor: Tensor) -> Iterator[Tensor]:
+    """The bytes of a tensor on any device, in order: a slice at a time, valid until the next one.
+
+    A slice of a GPU's tensor is copied while the one before it is used, on a stream that must wait
+    for the values: see :func:`dlrm.training.checkpoint.snapshot.take`.
+    """
     if not tensor.numel():
         return
-    rows = tensor if tensor.dim() else tensor.view(1)
-    for part in rows.split(max(1, SLICE * len(rows) // tensor.nbytes)):
-        content = part.contiguous().cpu().reshape(-1).view(torch.uint8)
-        for piece in content.split(_PIECE):
-            yield piece.numpy().data
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if not tensor.is_cuda:
+        yield from flat.split(SLICE)
+        return
+
+    if not hasattr(_staging, "buffers"):
+        _staging.buffers = [torch.empty(SLICE, dtype=torch.uint8, pin_memory=True) for _ in "12"]
+    buffers = _staging.buffers
+    copied: list[tuple[Tensor, torch.cuda.Event]] = []
+    with torch.cuda.device(tensor.device):
+        stream = stream_of(tensor.device, "saves")
+        for number, part in enumerate(flat.split(SLICE)):
+            arrived = torch.cuda.Event(blocking=True)  # no core is kept busy by waiting
+            with torch.cuda.stream(stream):
+                buffer = buffers[number % 2][: len(part)].copy_(part, non_blocking=True)
+                arrived.record()
+            copied.append((buffer, arrived))
+            if number:
+                yield _arrived(*copied[number - 1])
+        yield _arrived(*copied[-1])
+
+
+def _arrived(buffer: Tensor, event: torch.cuda.Event) -> Tensor:
+    event.synchronize()
+    return buffer
 
 
 class TensorFiles:
@@ -200,9 +189,8 @@ class TensorFiles:
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
-        self._directory, self._manifest = directory, manifest
+        self._manifest = manifest
         self._files: dict[str, BinaryIO] = {}
-        self._position = Lock()
         for path in directory.iterdir():
             if path.name not in manifest.files and path.suffix == ".safetensors":
                 raise ValueError(f"{path.name} is not in its manifest")
@@ -210,6 +198,10 @@ class TensorFiles:
             self._files[name] = file = open_regular(directory / name)
             if (size := os.fstat(file.fileno()).st_size) != stored.bytes:
                 raise ValueError(f"{name} has {size:,} bytes, not {stored.bytes:,}")
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(min(THREADS, cpu_count()))
 
     def verify(self, rank: int = 0, size: int = 1) -> None:
         """Compare the digests of all shards, or of a process's share.
@@ -224,9 +216,10 @@ class TensorFiles:
         ]
         for name, shard, length in self._manifest.shards_by_place:
             parts.append((f"tensor {name}", shard.file, shard.start, length, shard.sha256))
+
         largest_first = sorted(parts, key=lambda part: -part[3])
-        with ThreadPoolExecutor(min(_THREADS, cpu_count())) as threads:
-            damaged = [d for d in threads.map(self._damage, largest_first[rank::size]) if d]
+        found = self._threads.map(self._damage, largest_first[rank::size])
+        damaged = [what for what in found if what]
         damaged.sort(key=lambda text: not text.startswith("the header"))  # of a file mixed in
         if damaged:
             more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
@@ -242,44 +235,71 @@ class TensorFiles:
             digest.update(piece)
         return None if digest.hexdigest() == sha256 else f"{what} in {name}"
 
-    def read_into(self, tensor: Tensor, dtype: str, shard: StoredShard, item: ReadItem) -> None:
-        """Copy a block of a shard to a tensor of its shape, on any device."""
-        if tensor.dim() == 0:  # as a row of one element
-            tensor = tensor.view(1)
-        first = item.storage_offsets[0] if item.storage_offsets else 0
+    def read_into(self, pieces: Iterable[Piece]) -> None:
+        """Copy blocks of tensors to pieces on any device, whichever shards they are stored in.
+
+        Raises:
+            OSError: a file can't be read.
+            ValueError: a tensor is missing or of another type.
+        """
+        reads = []
+        for piece in pieces:
+            if (stored := self._manifest.tensors.get(piece.name)) is None:
+                raise ValueError(f"it has no tensor {piece.name}")
+            if piece.values.dtype != DTYPES[stored.dtype]:
+                here = DTYPE_NAMES.get(piece.values.dtype, piece.values.dtype)
+                raise ValueError(f"{piece.name} is {stored.dtype} there and {here} here")
+            reads += [self._threads.submit(self._read_shard, piece, s) for s in stored.shards]
+        for read in reads:
+            read.result()
+
+    def _read_shard(self, piece: Piece, shard: StoredShard) -> None:
+        """Copy what a piece and a shard have in common."""
+        ours = [slice(at, at + n) for at, n in zip(piece.offset, piece.values.shape, strict=True)]
+        theirs = [slice(at, at + n) for at, n in zip(shard.offset, shard.shape, strict=True)]
+        both = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(ours, theirs, strict=True)]
+        if any(common.start >= common.stop for common in both):
+            return
+        target = piece.values.detach()
+        to = tuple(slice(c.start - a.start, c.stop - a.start) for c, a in zip(both, ours, strict=True))
+        block = tuple(slice(c.start - b.start, c.stop - b.start) for c, b in zip(both, theirs, strict=True))
+        self._read_block(target[to] if to else target.view(1), shard, block or (slice(0, 1),))
+
+    def _read_block(self, target: Tensor, shard: StoredShard, block: tuple[slice, ...]) -> None:
+        """Copy a block of a shard to a tensor of its shape."""
         inner = shard.shape[1:]
-        row = math.prod(inner) * tensor.element_size()
-        at = shard.start + first * row
-        for part in tensor.split(max(1, _PIECE // row)):
+        row = math.prod(inner) * target.element_size()
+        at = shard.start + block[0].start * row
+        for part in target.split(max(1, _PIECE // row)):
             buffer = torch.empty(len(part) * row, dtype=torch.uint8)
             self._read(shard.file, at, buffer.numpy().data)
-            block = buffer.view(DTYPES[dtype]).view(len(part), *inner)
-            for dim in range(1, part.dim()):
-                block = block.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
-            part.copy_(block)
+            rows = buffer.view(target.dtype).view(len(part), *inner)
+            part.copy_(rows[(slice(None), *block[1:])])
             at += len(buffer)
 
     def _read(self, name: str, start: int, into: memoryview) -> None:
         """Fill ``into`` from a position of a file."""
         done = 0
         while done < len(into):
-            count = self._read_some(self._files[name], start + done, into[done:])
+            count = _read_some(self._files[name], start + done, into[done:])
             if not count:
                 raise ValueError(f"{name} has become shorter")
             done += count
 
-    def _read_some(self, file: BinaryIO, start: int, into: memoryview) -> int:
-        """Read from a position, next to other threads; returns the number of bytes."""
-        if hasattr(os, "preadv"):
-            return os.preadv(file.fileno(), [into], start)
-        with self._position:  # Windows
-            file.seek(start)
-            return file.readinto(into)  # type: ignore[attr-defined]
-
     def close(self) -> None:
         """Close the files."""
+        self._threads.shutdown()
         for file in self._files.values():
             file.close()
+
+
+def _read_some(file: BinaryIO, start: int, into: memoryview) -> int:
+    """Read from a position, next to other threads; returns the number of bytes."""
+    if hasattr(os, "preadv"):
+        return os.preadv(file.fileno(), [into], start)
+    with _position:  # Windows
+        file.seek(start)
+        return file.readinto(into)  # type: ignore[attr-defined]
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -298,67 +318,20 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(opened, "rb", buffering=0)
 
 
-class TensorFileReader(dcp.StorageReader):
-    """Reads the tensors of a checkpoint whose files are open and verified."""
+def stored_tensors(
+    sizes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    shards: Iterable[tuple[str, StoredShard]],
+) -> dict[str, StoredTensor]:
+    """What a manifest says of tensors.
 
-    def __init__(self, manifest: Manifest, files: TensorFiles) -> None:
-        self._manifest, self._files = manifest, files
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: a reader is for one checkpoint."""
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """The tensors of the manifest."""
-        return Metadata(
-            {
-                name: TensorStorageMetadata(
-                    properties=TensorProperties(dtype=DTYPES[tensor.dtype]),
-                    size=torch.Size(tensor.shape),
-                    chunks=[
-                        ChunkStorageMetadata(torch.Size(shard.offset), torch.Size(shard.shape))
-                        for shard in tensor.shards
-                    ],
-                )
-                for name, tensor in self._manifest.tensors.items()
-            }
-        )
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
-    ) -> None:
-        """Do nothing: the files are open."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Keep the plan."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Keep the plans."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan of this process asks for."""
-        shards = {
-            (name, shard.offset): (tensor.dtype, shard)
-            for name, tensor in self._manifest.tensors.items()
-            for shard in tensor.shards
-            if 0 not in shard.shape
-        }
-        for item in plan.items:
-            if 0 in item.lengths:
-                continue
-            name = item.storage_index.fqn
-            dtype, shard = shards[name, tuple(item.storage_index.offset or ())]
-            tensor = planner.resolve_tensor(item).detach()
-            if tensor.dtype != DTYPES[dtype]:
-                raise ValueError(f"{name} is {dtype} there and {tensor.dtype} here")
-            self._files.read_into(tensor, dtype, shard, item)
-            planner.commit_tensor(item, tensor)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Refuse to be chosen by a path."""
-        return False
+    Args:
+        sizes: type and shape of each tensor by name.
+        shards: all shards, by the name of their tensor.
+    """
+    found: dict[str, list[StoredShard]] = {name: [] for name in sizes}
+    for name, shard in shards:
+        found[name].append(shard)
+    return {
+        name: StoredTensor(dtype=DTYPE_NAMES[dtype], shape=shape, shards=tuple(found[name]))
+        for name, (dtype, shape) in sizes.items()
+    }

@@ -1,24 +1,297 @@
-"""Writing a checkpoint: completely or not at all, by any number of processes."""
+"""Writing checkpoints: completely or not at all, by any number of processes, in the background.
+
+Every process writes a file into a temporary directory. The first one waits for the others, adds the
+manifest, gives the directory its name, and then names it in the index.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
-from dataclasses import replace
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
+import torch
 
 from dlrm.distributed.world import World
 from dlrm.training import run_directory
-from dlrm.training.checkpoint.errors import one_line, quiet
-from dlrm.training.checkpoint.manifest import Manifest, RunState, StoredFile, StoredTensor
+from dlrm.training.checkpoint import snapshot
+from dlrm.training.checkpoint.index import Entry, Index, old_index, read_index, write_index
+from dlrm.training.checkpoint.manifest import (
+    Manifest,
+    RunState,
+    StoredFile,
+    StoredShard,
+    file_name,
+)
 from dlrm.training.checkpoint.manifest_json import manifest_to_json
-from dlrm.training.checkpoint.parts import Parts, SavePlanner
-from dlrm.training.checkpoint.tensor_files import TensorFileWriter
-from dlrm.training.run_directory import BEST, LATEST, MANIFEST
-from dlrm.utils.atomic import atomic_write
+from dlrm.training.checkpoint.parts import Parts
+from dlrm.training.checkpoint.tensor_files import Piece, stored_tensors, write_file
+from dlrm.training.run_directory import CHECKPOINTS, MANIFEST
+from dlrm.utils.atomic import sync_directory
+
+KEPT = 2  # if more checkpoints are to be kept, none is left out
+POLL = 0.02  # seconds between two looks for what another process has written
+LOST = 20.0  # seconds that a process which is leaving waits for the others
+
+Written = tuple[StoredFile, list[tuple[str, StoredShard]]]
+"""What a process has written: its file, and the shards in it by the name of their tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A checkpoint that is to be written."""
+
+    path: Path
+    """The directory that it will have."""
+    run: str
+    """The id of the run."""
+    state: RunState
+    best: bool
+    """Whether it is the best one so far."""
+    pieces: Sequence[Piece]
+    """What this process writes."""
+    sizes: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    """Type and shape of all tensors."""
+
+    @property
+    def temporary(self) -> Path:
+        """Its directory until it is complete."""
+        return self.path.with_name(f"{self.path.name}.tmp")
+
+    def note(self, rank: int) -> Path:
+        """Where a process tells the first one what it has written, or why it has not."""
+        return self.temporary / f"rank_{rank:05}.json"
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run in a thread, from copies, while training continues.
+
+    One is written at a time. With a single process, another one may wait. A newer one replaces it,
+    unless it is the best so far and the newer one is not, or more than two are to be kept. Where
+    memory has no room for copies, training waits until a checkpoint is written.
+
+    Every process must make one, and call its methods.
+
+    Args:
+        directory: of the run.
+        run: the id of the run.
+        world: the processes of the run.
+        keep: number of checkpoints to keep next to the best one.
+        index: of the run so far.
+
+    Attributes:
+        index: as it is on disk; of the first process.
+        stalled: seconds for which training has waited.
+        copied: bytes of the largest copy of a state.
+    """
+
+    def __init__(self, directory: Path, run: str, world: World, keep: int, index: Index) -> None:
+        self.index, self.stalled, self.copied = index, 0.0, 0
+        self._directory, self._run, self._world, self._keep = directory, run, world, keep
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writes: list[tuple[Draft, Future[None]]] = []  # at most two, in their order
+        self._leaving = threading.Event()
+        for old in (directory / CHECKPOINTS).glob("step_*.tmp") if world.first else ():
+            if old.is_dir() and run_directory.step_of(old.with_suffix("")):
+                shutil.rmtree(old, ignore_errors=True)  # of a process that was killed
+
+    def save(self, parts: Parts, state: RunState, *, best: bool, copy: bool = True) -> None:
+        """Copy the state of a run, and begin to write it.
+
+        Args:
+            parts: the tensors.
+            state: everything else; the first process writes its own.
+            best: whether this is the best state so far.
+            copy: copy the tensors if there is room; else wait until they are written.
+
+        Raises:
+            OSError: this checkpoint or the one before can't be written. Earlier ones are unchanged.
+        """
+        began = time.perf_counter()
+        path = self._world.from_first(lambda: self._new_path(state.steps))
+        with _in_one_line(path):
+            draft = Draft(
+                path=path,
+                run=self._run,
+                state=state,
+                best=best,
+                pieces=parts.own_pieces(self._world),
+                sizes=parts.sizes(),
+            )
+            self._make_room_for(draft)
+            copies = snapshot.take(draft.pieces) if copy else None
+            if copies is None:
+                snapshot.order_streams(draft.pieces)
+            else:
+                draft = replace(draft, pieces=copies)
+                self.copied = max(self.copied, sum(piece.values.nbytes for piece in copies))
+
+        self._writes.append((draft, self._thread.submit(self._write, draft)))
+        if copies is None:
+            self._drain()
+        self.stalled += time.perf_counter() - began
+
+    def check(self) -> None:
+        """Raise the error of a checkpoint that could not be written.
+
+        Raises:
+            OSError: there is one.
+        """
+        while self._writes and self._writes[0][1].done():
+            _, write = self._writes.pop(0)
+            write.result()
+
+    def wait(self) -> None:
+        """Wait until every checkpoint is on disk, in all processes.
+
+        Raises:
+            OSError: one can't be written.
+        """
+        began = time.perf_counter()
+        self._drain()
+        self._world.wait()
+        self.stalled += time.perf_counter() - began
+
+    def close(self) -> None:
+        """Wait for what can still be written, and end the thread."""
+        self._leaving.set()
+        with suppress(Exception):  # it has been raised, or another error has
+            self._drain()
+        self._thread.shutdown()
+
+    def _drain(self) -> None:
+        while self._writes:
+            self._writes[0][1].exception()  # waits; the next line raises it
+            self.check()
+
+    def _new_path(self, steps: int) -> Path:
+        path = self._directory / CHECKPOINTS / f"step_{steps}"
+        path.parent.mkdir(exist_ok=True)
+        while path.exists():  # from before the run was resumed
+            path = path.with_name(f"{path.name}+")
+        return path
+
+    def _make_room_for(self, draft: Draft) -> None:
+        """Wait, or leave out a checkpoint, so that at most one is still to be written."""
+        self.check()
+        if self._world.size > 1 or self._keep > KEPT:
+            self._drain()
+        elif len(self._writes) == 2:
+            waiting, write = self._writes[1]
+            if (draft.best or not waiting.best) and write.cancel():
+                self._writes.pop()
+            else:
+                self._writes[0][1].exception()
+                self.check()
+
+    def _write(self, draft: Draft) -> None:
+        """Write the part of this process, and complete the checkpoint in the first one."""
+        first, rank = self._world.first, self._world.rank
+        try:
+            with _in_one_line(draft.path):
+                draft.temporary.mkdir(exist_ok=True)
+                about = {"format": "pt", "run": draft.run, "step": str(draft.state.steps)}
+                written = write_file(draft.temporary / file_name(rank), draft.pieces, about)
+                if first:
+                    self._complete(draft, written)
+                else:
+                    _tell(draft.note(rank), [asdict(written[0]), written[1]])
+        except BaseException as error:
+            if first:
+                shutil.rmtree(draft.temporary, ignore_errors=True)
+            else:
+                _tell(draft.note(rank), str(error))
+            raise
+
+    def _complete(self, draft: Draft, written: Written) -> None:
+        """Add the manifest, rename the directory, name it in the index, and remove old ones."""
+        notes = [draft.note(rank) for rank in range(1, self._world.size)]
+        parts = [written, *map(self._told, notes)]
+        files = {file_name(rank): file for rank, (file, _) in enumerate(parts)}
+        tensors = stored_tensors(draft.sizes, [each for _, shards in parts for each in shards])
+        for note in notes:
+            note.unlink()
+
+        state, auc = draft.state, draft.state.validated[1].get("auc", math.nan)
+        known = state.validated[0] == state.steps and math.isfinite(auc)
+        latest = Entry(
+            name=draft.path.name,
+            run=draft.run,
+            step=state.steps,
+            metric=auc if known else None,
+        )
+        best = latest if draft.best else self.index.best
+        state = replace(state, best_name=None if best is latest or best is None else best.name)
+        manifest = Manifest(run=draft.run, files=files, tensors=tensors, state=state)
+        with (draft.temporary / MANIFEST).open("wb") as file:
+            file.write(manifest_to_json(manifest))
+            file.flush()
+            os.fsync(file.fileno())
+        sync_directory(draft.temporary)
+        draft.temporary.replace(draft.path)
+        sync_directory(draft.path.parent)
+
+        index = replace(self.index, latest=latest, best=best)
+        write_index(self._directory, index)
+        self.index = index
+        self._remove_old()
+
+    def _told(self, note: Path) -> Written:
+        """What another process has written."""
+        until = math.inf
+        while not note.exists():
+            if self._leaving.wait(POLL):
+                until = min(until, time.monotonic() + LOST)
+                time.sleep(POLL)
+            if time.monotonic() > until:
+                raise OSError(f"{note.stem} has not been written")
+        told = json.loads(note.read_text())
+        if isinstance(told, str):
+            raise OSError(told)
+        return StoredFile(**told[0]), [(name, StoredShard(*shard)) for name, shard in told[1]]
+
+    def _remove_old(self) -> None:
+        """Remove all checkpoints but the last ones and those that the index names."""
+        found = run_directory.checkpoints(self._directory)
+        newest = {(run_directory.step_of(path) or (0,))[0]: path for path in reversed(found)}
+        kept = {newest[step].name for step in sorted(newest, reverse=True)[: self._keep]}
+        kept |= {entry.name for entry in (self.index.latest, self.index.best) if entry}
+        for old in found:
+            if old.name not in kept:
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def _tell(note: Path, what: object) -> None:
+    """Write a note, which is there completely or not at all."""
+    temporary = note.with_suffix(".part")
+    temporary.write_text(json.dumps(what))
+    temporary.replace(note)
+
+
+@contextmanager
+def _in_one_line(path: Path) -> Iterator[None]:
+    """Turn errors into one line that names a checkpoint.
+
+    Raises:
+        OSError: there was an error; a ``FileNotFoundError`` stays one.
+    """
+    try:
+        yield
+    except Exception as error:
+        text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        if text.startswith(f"{path} "):  # of another process
+            raise
+        lines = [line for line in text.splitlines() if line.strip()]
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
+        raise kind(f"{path} can't be written: {lines[-1] if lines else repr(error)}") from error
 
 
 def save(
@@ -28,13 +301,12 @@ def save(
     *,
     run: str,
     best: bool = False,
-    keep: int = 2,
+    keep: int = KEPT,
     world: World | None = None,
 ) -> None:
-    """Write a checkpoint under a temporary name, rename it, and point links to it.
+    """Write a checkpoint, and wait until it is on disk. Every process must call this function.
 
-    Afterwards, older checkpoints are removed; other files in the directory are left alone. Every
-    process must call this function.
+    Afterwards, older checkpoints are removed; other files in the directory are left alone.
 
     Args:
         directory: the ``checkpoints/`` of a run, which gets a checkpoint ``step_N``.
@@ -48,86 +320,11 @@ def save(
     Raises:
         OSError: it can't be written. Earlier checkpoints are unchanged.
     """
-    world = world or World()
-    name = f"step_{state.steps}"
-    temporary = directory / f"{name}.tmp"
-    if world.first:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        while (directory / name).exists():  # from before the run was resumed
-            name += "+"
-    world.wait()
-
-    def finish(tensors: dict[str, StoredTensor], files: dict[str, StoredFile]) -> None:
-        with (temporary / MANIFEST).open("wb") as file:
-            last = None if best else run_directory.link_target(directory / BEST)
-            own = replace(state, best_name=last.name if last else None)
-            written = Manifest(run=run, files=files, tensors=tensors, state=own)
-            file.write(manifest_to_json(written))
-            file.flush()
-            os.fsync(file.fileno())
-
-    about = {"format": "pt", "run": run, "step": str(state.steps)}
+    directory.mkdir(parents=True, exist_ok=True)
+    index = read_index(directory.parent) or old_index(directory.parent)
+    writer = CheckpointWriter(directory.parent, run, world or World(), keep, index)
     try:
-        with quiet():
-            dcp.save(
-                parts.tensors,
-                storage_writer=TensorFileWriter(temporary, about, finish),
-                planner=SavePlanner(),
-                no_dist=world.size == 1,
-            )
-    except (Exception, CheckpointException) as error:  # the latter is a BaseException
-        if world.first:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise one_line(error, f"{directory / name} can't be written", OSError) from None
-    if world.first:
-        _sync(temporary)
-        temporary.replace(directory / name)
-        for link in [BEST] * best + [LATEST]:  # best first: what is latest has its best
-            point(directory / link, name)
-        _sync(directory)
-        _remove_old(directory, keep)
-    world.wait()
-
-
-def point(link: Path, name: str) -> None:
-    """Make ``link`` name a checkpoint next to it.
-
-    It is a symbolic link, or where these can't be made, as on Windows without a privilege, a text
-    file with the name.
-    """
-    if run_directory.is_copy(link):
-        run_directory.set_aside(link)
-    with atomic_write(link) as new:
-        new.unlink(missing_ok=True)
-        try:
-            new.symlink_to(name)
-        except (OSError, NotImplementedError):
-            new.write_text(name)
-
-
-def _remove_old(directory: Path, keep: int) -> None:
-    """Remove all but the last checkpoints, those that links name, and what is not the run's."""
-    links = (run_directory.link_target(directory / link) for link in (LATEST, BEST))
-    kept = {path.name for path in links if path}
-    found = run_directory.checkpoints(directory.parent)
-    newest = {(run_directory.step_of(path) or (0,))[0]: path for path in reversed(found)}
-    kept |= {newest[step].name for step in sorted(newest, reverse=True)[:keep]}
-    for old in found:
-        if old.name not in kept:
-            shutil.rmtree(old, ignore_errors=True)
-    for old in directory.glob("step_*.tmp"):
-        if old.is_dir() and run_directory.step_of(old.with_suffix("")):
-            shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(directory: Path) -> None:
-    """Let the names in a directory be on disk."""
-    try:
-        file = os.open(directory, os.O_RDONLY)
-    except PermissionError:  # Windows opens no directories
-        return
-    try:
-        os.fsync(file)
+        writer.save(parts, state, best=best, copy=False)
+        writer.wait()
     finally:
-        os.close(file)
+        writer.close()
