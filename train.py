@@ -165,6 +165,7 @@ class Run:
                 logging = (self.steps + 1) % config.log_every == 0
                 out = self.step(batch, norms=logging, run=train_on_batch)
 
+                self.checkpoints.check()
                 self.progress.steps += 1
                 self.clock.samples += batch.batch.total_size
                 bar.update(batch.batch.total_size)
@@ -251,14 +252,21 @@ class Run:
             raise ValueError(self.held_out.diverged)
         final = {"best_step": float(best_step)} if 0 <= best_step < self.steps else {}
         if final and self.config.checkpoint:  # the weights of that step are the result
-            final |= tracking.named("last", test)
-            val, test = self.checkpoints.load_best(self.model), self._evaluate("test")
+            with self.clock.part("checkpoint"):
+                best = self.checkpoints.load_best(self.model, best_step)
+            if best is None:  # it is lost
+                final = {}
+            else:
+                final |= tracking.named("last", test)
+                val, test = best, self._evaluate("test")
         final |= tracking.named("test", test)
 
         planted = self.train_data.meta.planted.get("test", {})
         final |= {f"test/best_possible_{name}": value for name, value in planted.items()}
+        with self.clock.part("checkpoint"):
+            self.checkpoints.wait()
         final |= self.progress.fitted | self._sizes() | self.clock.total()
-        final |= profiling.peak_memory(self.step.device)
+        final |= profiling.peak_memory(self.step.device) | self.checkpoints.costs()
         self.tracker.log(self.steps, final)
         final |= tracking.named("val", val)  # logged when it was evaluated
         about = report.about(self.steps, self.train_data.meta, self.checkpoints.spec["plan"])
@@ -305,6 +313,7 @@ class Run:
         saved = self.checkpoints.saved == self.steps
         if self.config.checkpoint and not saved and not self.held_out.diverged:
             self._save()
+        self.checkpoints.wait()
         self.tracker.close()
 
 

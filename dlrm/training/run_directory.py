@@ -59,8 +59,8 @@ def named(path: str | Path) -> tuple[Path | None, str]:
     """The run that a path belongs to, and which of its checkpoints the path names.
 
     Returns:
-        The run; None for a checkpoint that lies elsewhere. And ``latest``, also for a run; ``best``;
-        or the name of the checkpoint.
+        The run; None for a checkpoint that lies elsewhere. And ``latest``, also for a run;
+        ``best``; or the name of the checkpoint.
 
     Raises:
         FileNotFoundError: there is neither.
@@ -93,9 +93,7 @@ def run_directory(path: str | Path) -> Path:
     """
     run, _ = named(path)
     if run is None:
-        raise FileNotFoundError(
-            f"{path} is not in a run: name one in the checkpoints/ of a run"
-        )
+        raise FileNotFoundError(f"{path} is not in a run: name one in the checkpoints/ of a run")
     return run
 
 

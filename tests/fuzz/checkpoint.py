@@ -37,7 +37,7 @@ from trees import NASTY, as_json, mutate_text, mutate_values
 
 import train
 from dlrm.data import synthetic
-from dlrm.training.checkpoint import load_model
+from dlrm.training.checkpoint import load_model, read_index
 from dlrm.training.run_directory import MANIFEST
 from scripts import evaluate, predict
 
@@ -64,8 +64,8 @@ def originals() -> Path:
             given = f"--data {place / 'data'} --output {place} --name {name} --seed {seed}"
             refused = refusal(train.main, *given.split(), *SMALL.split(), "--max_steps", 6)
             assert refused is None, refused
-        best = place / "one" / "checkpoints" / "best"
-        assert best.resolve().name == "step_6", "what is evaluated is not what is changed"
+        best = read_index(place / "one").best
+        assert best.name == "step_6", "what is evaluated is not what is changed"
         return Outcome.EQUAL
 
     in_fork(make)
@@ -138,9 +138,7 @@ def used(use: str, given: Path, place: Path) -> tuple[str | None, str, str]:
     return refused, text, hashlib.sha256(found.encode()).hexdigest()
 
 
-def judged(
-    rng: random.Random, what: str, place: Path, *, trusted: str = "", elsewhere: Path | None = None
-) -> Case:
+def judged(rng: random.Random, what: str, place: Path, *, trusted: str = "") -> Case:
     """The case of using the changed run in ``place``.
 
     Args:
@@ -149,13 +147,11 @@ def judged(
         place: directory of the case.
         trusted: which results may be others: ``all``, those of ``earlier`` without a warning, or
             those of a run that is ``resumed``.
-        elsewhere: a link to a checkpoint of another run; whoever names it gets that one.
     """
     use = rng.choice(USES)
     given = place / "run"
     if rng.random() < 0.3:
         given = given / "checkpoints" / rng.choice(("latest", "step_6"))
-    trusted = "all" if given == elsewhere else trusted
     size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
 
     latest, earlier = expected(use)
@@ -307,7 +303,8 @@ def links(rng: random.Random, place: Path) -> Case:
     """Links, pipes and devices in place of files and directories."""
     step = copied(place)
     other = originals() / "two" / "checkpoints" / "step_6"
-    name = rng.choice(("latest", "best", "step_6", TENSORS, MANIFEST, "checkpoints", "config.yaml"))
+    names = ("index.json", "step_6", TENSORS, MANIFEST, "checkpoints", "config.yaml")
+    name = rng.choice(names)
     inside = name in (TENSORS, MANIFEST)
     top = name in ("checkpoints", "config.yaml")
     path = place / "run" / name if top else (step / name if inside else step.parent / name)
@@ -333,9 +330,8 @@ def links(rng: random.Random, place: Path) -> Case:
         path.mkdir()
     else:
         path.symlink_to(targets[what] or "")
-    trusted = "earlier" if what == "step_3" or name in ("step_6", "latest") else ""
-    elsewhere = path if what == "another run's" else None
-    return judged(rng, f"{name}: {what}", place, trusted=trusted, elsewhere=elsewhere)
+    trusted = "earlier" if what == "step_3" or name == "step_6" else ""
+    return judged(rng, f"{name}: {what}", place, trusted=trusted)
 
 
 def planted(rng: random.Random, place: Path) -> Case:
@@ -362,7 +358,8 @@ def others(rng: random.Random, place: Path) -> Case:
     """The files of a run besides its checkpoints, and files that do not belong there."""
     step = copied(place)
     run = place / "run"
-    name = rng.choice(("config.yaml", "metrics.jsonl", "result.json", ".lock.json", "job", "new"))
+    names = ("config.yaml", "metrics.jsonl", "result.json", ".lock.json", "job", "new")
+    name = rng.choice((*names, "checkpoints/index.json"))
     if name == "new":
         names = ("step_9", "step_9999999999999999999", "step_7.tmp", "step_-1", "a\nb", "\x1b[31m")
         path = step.with_name(rng.choice(names))
@@ -375,7 +372,8 @@ def others(rng: random.Random, place: Path) -> Case:
         path = run / name
         text = path.read_text() if path.exists() else str(rng.choice(NASTY))
         path.write_bytes(mutate_text(rng, text)[1])
-    return judged(rng, name, place, trusted="resumed" if name == "config.yaml" else "")
+    trusted = {"config.yaml": "resumed", "checkpoints/index.json": "earlier"}.get(name, "")
+    return judged(rng, name, place, trusted=trusted)
 
 
 KINDS: dict[str, MakeCase] = {

@@ -17,6 +17,7 @@ import dlrm
 from dlrm.data.prepare.fingerprint import fingerprint
 from dlrm.data.prepare.raw_rows import in_batches, keep_transform
 from dlrm.data.schema import Meta
+from dlrm.training.checkpoint import read_index
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--batch_size", "128", "--model.bottom_mlp", "[16]", "--model.top_mlp", "[16]"]
@@ -82,8 +83,8 @@ def test_raw_rows_of_criteo_get_the_scores_of_prepared_ones(criteo, predict, tmp
     assert labelled.equals(prepared)
     last = predict(directory / "run", test, "--last")
     assert last.equals(predict(directory / "run", directory / "data", "--last"))
-    best, latest = (directory / "run" / "checkpoints" / name for name in ("best", "latest"))
-    assert last.equals(labelled) == (best.resolve() == latest.resolve())
+    index = read_index(directory / "run")
+    assert last.equals(labelled) == (index.best == index.latest)
     bare = tmp_path / "bare.gz"
     bare.write_bytes(gzip.compress("".join(line[2:] for line in lines[TEST:]).encode()))
     found = predict(directory / "run", bare, suffix=".csv")

@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import re
+import shutil
 import signal
 import time
 
@@ -13,7 +15,7 @@ from dlrm.config.schema import RunConfig
 from dlrm.distributed.world import World
 from dlrm.model import DLRM
 from dlrm.training.best_model import Validations, note_validation
-from dlrm.training.checkpoint import Checkpoint
+from dlrm.training.checkpoint import Checkpoint, read_index
 from dlrm.training.checkpoint import timer as checkpoint_timer
 from dlrm.training.checkpoint.manifest import Progress
 from dlrm.training.checkpoint.timer import CheckpointTimer
@@ -46,24 +48,52 @@ def test_a_run_stops_early_and_its_best_state_is_the_result(
         assert again["log_loss"] == values[f"{group}/log_loss"]
     run("train", "--resume", tmp_path / "run")
     assert result(tmp_path / "run") == values
-    link = tmp_path / "run" / "checkpoints" / "best"
-    link.unlink()
-    link.symlink_to(f"step_{last}")  # intact and of the same run, but not the best
-    (tmp_path / "run" / "result.json").unlink()
-    done = run("train", "--resume", tmp_path / "run")
-    assert f"{link} is damaged: it named step_{last}, and names the best one, step_" in done.stderr
-    again = result(tmp_path / "run")
-    quality = [name for name in values if name.startswith(("test/", "val/", "last/"))]
-    assert {name: again[name] for name in quality} == {name: values[name] for name in quality}
-    assert os.readlink(link) == f"step_{best}"
-    link.unlink()
-    link.mkdir()  # no checkpoint lies in it
-    (tmp_path / "run" / "result.json").unlink()
-    run("train", "--resume", tmp_path / "run")
-    assert {name: result(tmp_path / "run")[name] for name in quality} == {
-        name: values[name] for name in quality
-    }
-    assert os.readlink(link) == f"step_{best}"
+
+
+def test_a_lost_best_state_is_told_and_not_claimed(run, train, result, data, tmp_path):
+    """``best_step`` is that of the metrics that are reported, or is not reported."""
+    whole = tmp_path / "run"
+    train("run", *OVERFIT, "--max_steps", "60", "--patience", "0")
+    best = whole / "checkpoints" / read_index(whole).best.name
+    other = tmp_path / "other"
+    train("other", *OVERFIT, "--max_steps", "20", "--seed", "7", "--eval_every", "10")
+    theirs = next((other / "checkpoints").glob("step_*"))
+    values = result(whole)
+    assert values["best_step"] < 60
+    for way, why in (("removed", "No such file"), ("another run's", "of another run")):
+        copy = shutil.copytree(whole, tmp_path / way)
+        lost = copy / "checkpoints" / best.name
+        shutil.rmtree(lost)
+        if way == "another run's":
+            shutil.copytree(theirs, lost)
+        done = run("evaluate", copy, data, "--device", "cpu")
+        assert re.search(f"warning: {lost} is damaged: .*{why}", done.stderr)
+        assert json.loads(done.stdout)["auc"] == values["last/auc"]
+        (copy / "result.json").unlink()
+        done = run("train", "--resume", copy)
+        assert re.search(f"warning: the best checkpoint, {lost}, is lost: .*{why}", done.stderr)
+        again = result(copy)
+        assert "best_step" not in again
+        assert again["test/auc"] == values["last/auc"]
+
+
+def test_a_best_state_that_is_lost_during_the_run_is_not_the_result(
+    script, train, result, monkeypatch, tmp_path
+):
+    program = script("train")
+    load_best = program.RunCheckpoints.load_best
+
+    def remove_first(self, model, step):
+        self.wait()
+        shutil.rmtree(self.directory / "checkpoints" / f"step_{step}")
+        return load_best(self, model, step)
+
+    monkeypatch.setattr(program.RunCheckpoints, "load_best", remove_first)
+    done = train("run", *OVERFIT, "--max_steps", "60", "--patience", "0")
+    assert "warning: the best state is lost, the last one is the result: " in done.stderr
+    values = result(tmp_path / "run")
+    assert not {"best_step", "last/auc"} & values.keys()
+    assert 0 < values["test/auc"] < 1
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 from pyarrow import parquet
 
 from dlrm.data import synthetic
+from dlrm.training.checkpoint import read_index
 from dlrm.training.held_out import DIVERGED
 
 TEXT = "training diverged, this state is not saved:"
@@ -16,7 +17,7 @@ ADAM = ["--optim.dense", "adam", "--optim.embeddings", "adam"]
 
 
 def latest(run):
-    return (run / "checkpoints" / "latest").resolve().name
+    return read_index(run).latest.name
 
 
 def test_a_diverged_state_replaces_no_checkpoint_and_fails_the_run(run, train, result, tmp_path):

@@ -1,6 +1,5 @@
 """Runs of train.py that stop and go on."""
 
-import errno
 import io
 import json
 import os
@@ -8,7 +7,6 @@ import shutil
 import signal
 import time
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +14,7 @@ import yaml
 from pyarrow import parquet
 
 from dlrm.data import synthetic
-from dlrm.training.checkpoint import Checkpoint, load_model
-from dlrm.training.checkpoint.writer import point
+from dlrm.training.checkpoint import load_model, read_index
 from dlrm.training.run_directory import RunLock, resume_hint
 from tests.kit import first
 
@@ -109,34 +106,75 @@ def test_of_two_runs_to_resume_the_last_goes_on_with_its_own_options(
     assert resolved["optim"]["lr"] == 0.02
 
 
-def unprivileged(*_):
-    raise OSError(errno.EINVAL, "A required privilege is not held by the client")
+@pytest.mark.parametrize("way", ["links", "texts", "directories", "absent"])
+def test_a_run_of_an_earlier_version_goes_on(way, run, two_steps, result, tmp_path):
+    """It has links, text files or copies of directories in place of the index, or nothing."""
+    whole, old = tmp_path / "whole", tmp_path / "old"
+    for copy in (whole, old):
+        shutil.copytree(two_steps, copy)
+    index, directory = read_index(old), old / "checkpoints"
+    (directory / "index.json").unlink()
+    (old / "job").write_text("a job")
+    for link, entry in (("latest", index.latest), ("best", index.best)):
+        if way == "links":
+            (directory / link).symlink_to(entry.name)
+        elif way == "texts":
+            (directory / link).write_text(entry.name)
+        elif way == "directories":
+            shutil.copytree(directory / entry.name, directory / link)
+    assert load_model(old)[1].steps == load_model(whole)[1].steps  # the best one
+    for copy in (whole, old):
+        run("train", "--resume", copy, "--max_steps", "4")
+    assert result(old)["test/auc"] == result(whole)["test/auc"]
+    assert read_index(old) == read_index(whole)
+    assert (directory / "latest").exists() == (way == "directories")
 
 
-@pytest.mark.parametrize("links", ["directories", "absent", "text"])
-def test_a_copy_of_a_run_goes_on_without_symbolic_links(
-    links, run, train, two_steps, result, monkeypatch, tmp_path
+NAMES = [".lock", ".lock.json", ".lock.json.tmp", "config.yaml", "config.yaml.tmp", "metrics.jsonl"]
+NAMES += ["metrics.jsonl.tmp", "result.json", "result.json.tmp", "events.out.tfevents.1", "job"]
+NAMES += ["preparation", "preparation.tmp", "preparation.lock", "profile", "profile/trace.json"]
+NAMES += ["profile/operations.txt.tmp", "checkpoints", "checkpoints/index.json", "checkpoints/best"]
+NAMES += ["checkpoints/index.json.tmp", "checkpoints/step_2", "checkpoints/step_3.tmp"]
+NAMES += ["checkpoints/step_2/manifest.json", "checkpoints/step_2/rank_00000.safetensors"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_name_of_a_run_is_written_or_read_through_a_link_out_of_it(
+    name, run, two_steps, data, tmp_path
 ):
-    """Some programs copy what a link leads to or leave it out, and Windows may have none."""
-    copy, whole = tmp_path / "copy", tmp_path / "whole"
-    shutil.copytree(two_steps, whole, symlinks=True)
-    shutil.copytree(two_steps, copy, symlinks=links != "directories")
-    for name in ("latest", "best") if links != "directories" else ():
-        link = copy / "checkpoints" / name
-        target = os.readlink(link)
-        link.unlink()
-        if links == "text":
-            monkeypatch.setattr(Path, "symlink_to", unprivileged)
-            point(link, target)
-            assert link.read_text() == target
-    assert load_model(copy)[1].steps == load_model(whole)[1].steps  # the best one
-    for directory in (whole, copy):
-        run("train", "--resume", directory, "--max_steps", "4")
-    assert result(copy)["test/auc"] == result(whole)["test/auc"]
-    assert Checkpoint.open(copy).state.steps == Checkpoint.open(whole).state.steps == 4
-    for name in ("latest", "best"):
-        opened = [Checkpoint.open(run / "checkpoints" / name) for run in (whole, copy)]
-        assert opened[0].state.steps == opened[1].state.steps, name
+    """A run may come from a stranger, and the file that the link leads to is the user's."""
+    stranger, victim = shutil.copytree(two_steps, tmp_path / "run"), tmp_path / "victim"
+    place, own = stranger / name, two_steps / name
+    if own.exists():
+        shutil.copytree(own, victim) if own.is_dir() else shutil.copy(own, victim)
+        shutil.rmtree(place) if own.is_dir() else place.unlink()
+    else:
+        victim.write_text("mine")
+    place.parent.mkdir(exist_ok=True)
+    place.symlink_to(victim)
+    before = contents(victim)
+    for program, *given in (
+        ("train", "--resume", stranger, "--max_steps", "4"),
+        ("evaluate", stranger, data, "--device", "cpu"),
+    ):
+        error = run(program, *given, status=2).stderr
+        assert f"error: {place} is a link out of {stranger}: put what it leads to" in error
+        assert contents(victim) == before
+
+
+def contents(path):
+    """Every file at or below a path, and what it holds."""
+    return {p: p.read_bytes() for p in [path, *path.rglob("*")] if p.is_file()}
+
+
+def test_a_new_run_does_not_write_through_links(train, tmp_path):
+    """Where only the files of a lock are left, a run may begin."""
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").touch()
+    (tmp_path / "run" / ".lock.json").symlink_to(tmp_path / "victim")
+    assert "is a link out of" in train("run", "--max_steps", "1", status=2).stderr
+    assert (tmp_path / "victim").read_text() == "mine"
 
 
 def test_other_training_rows_than_before_are_pointed_out(run, two_steps, data, tmp_path):
@@ -278,7 +316,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_goes_on(
     assert losses(ten_steps) == expected
     assert [line["step"] for line in lines(ten_steps) if "val/auc" in line] == [2, 4, 6, 8, 10]
     assert (checkpoints / "step_10.aside" / "manifest.json").exists()
-    assert (checkpoints / "latest").resolve().name == "step_10"
+    assert read_index(ten_steps).latest.name == "step_10"
     assert run("train", "--resume", ten_steps).stderr.count("warning") == 0
 
 
@@ -290,10 +328,10 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_named(run, ten_steps, losses,
     assert losses(ten_steps) == {step: expected[step] for step in range(1, 7)}
     names = {path.name for path in checkpoints.iterdir()}
     aside = {f"step_{n}.aside" for n in (6, 8, 10)}
-    assert names == {"latest", "best", "step_2", "step_4", "step_6", *aside}
-    links = [(checkpoints / link).resolve().name for link in ("latest", "best")]
-    assert links[0] == "step_6"
-    assert links[1] in names - aside
+    assert names == {"index.json", "step_2", "step_4", "step_6", *aside}
+    index = read_index(ten_steps)
+    assert index.latest.name == "step_6"
+    assert index.best.name in names - aside
     run("train", "--resume", ten_steps, "--max_steps", "10")
     assert losses(ten_steps) == expected
     assert result(ten_steps)["test/auc"] == before["test/auc"]
@@ -349,7 +387,7 @@ def test_a_checkpoint_runs_no_code(name, run, train, command, two_steps, data, t
     """Pickles that call a program, wherever a checkpoint may have a file."""
     pickled, proof = tmp_path / "pickled", tmp_path / "proof"
     shutil.copytree(two_steps, pickled, symlinks=True)
-    step = (pickled / "checkpoints" / "latest").resolve()
+    step = pickled / "checkpoints" / "step_2"
     planted = PLANT % str(proof).encode()
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:  # as torch.load takes it

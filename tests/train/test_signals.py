@@ -7,6 +7,8 @@ from functools import partial
 
 import pytest
 
+from dlrm.training.checkpoint import read_index
+
 EVERY = ["--patience", "0", "--log_every", "1", "--eval_every", "10", "--epochs", "3"]
 LINE = "interrupted; resume with --resume {}"
 
@@ -33,7 +35,7 @@ def validated(lines):
 
 def best(run):
     """The name of the best checkpoint."""
-    return (run / "checkpoints" / "best").resolve().name
+    return read_index(run).best.name
 
 
 @pytest.fixture
@@ -85,7 +87,7 @@ def test_an_interrupted_run_is_resumed_to_the_same_bits(
     process = interrupt(number, "run", log, '"step": 33,', *options(kind))
     assert process.stderr.splitlines()[-1] == LINE.format(tmp_path / "run")
     last = max(losses(tmp_path / "run"))
-    assert (tmp_path / "run/checkpoints/latest").resolve().name == f"step_{last}"
+    assert read_index(tmp_path / "run").latest.step == last
     resumes_to_the_same_bits("run", *options(kind))
 
 
@@ -125,7 +127,7 @@ def test_an_evaluation_that_is_interrupted_is_repeated(
     monkeypatch.undo()
     assert scored == [100, 100]
     assert done.stderr.splitlines()[-1] == LINE.format(tmp_path / "run")
-    assert (tmp_path / "run/checkpoints/latest").resolve().name == f"step_{step}"
+    assert read_index(tmp_path / "run").latest.step == step
     resumes_to_the_same_bits("run", "--eval_batch_size", "100")
 
 

@@ -3,6 +3,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import threading
@@ -27,6 +28,7 @@ SIZES = [300, 20, 150]
 KINDS = {"dense": {}, "paged": {"page_size": 64, "devices": ["cpu", "cpu+cpu"]}}
 RUN = "0" * 32
 FILE = "rank_00000.safetensors"
+BEST = {}  # the step of the best checkpoint of each run
 
 
 def make(kind, rule="adam", seed=0, options=None):
@@ -52,12 +54,15 @@ def train(model, optimizers, seed):
             optimizer.zero_grad()
 
 
-def save(run, steps, made, **options):
+def save(run, steps, made, by=RUN, **options):
     """Write a checkpoint of a run; returns its directory."""
     spec, model, optimizers = made
     parts = Parts(model, optimizers)
     state = RunState(model=spec, config={"seed": 0}, groups=parts.groups(), steps=steps)
-    checkpoint.save(run / "checkpoints", parts, state, run=RUN, **options)
+    if options.get("best"):
+        state.best_step = BEST[run] = steps
+    state.best_step = BEST.get(run, -1)
+    checkpoint.save(run / "checkpoints", parts, state, run=by, **options)
     return run / "checkpoints" / f"step_{steps}"
 
 
@@ -173,36 +178,39 @@ def test_every_type_and_shape_is_restored_and_other_programs_read_it(tmp_path):
         assert file.metadata()["run"] == RUN
 
 
-def test_links_point_to_whole_checkpoints_and_old_ones_are_removed(run):
-    assert names(run) == ["best", "latest", "step_1", "step_2", "step_3"]
+def indexed(run):
+    """The names of the latest and of the best checkpoint, by the index of a run."""
+    index = json.loads((run / "checkpoints" / "index.json").read_text())
+    return [(index[which] or {}).get("name") for which in ("latest", "best")]
+
+
+def test_the_index_names_whole_checkpoints_and_old_ones_are_removed(run):
+    assert names(run) == ["index.json", "step_1", "step_2", "step_3"]
     directory = run / "checkpoints"
     assert Checkpoint.open(run).path == directory / "step_3"
-    assert Checkpoint.open(directory / "best").path == directory / "step_1"
-    (directory / "step_5.tmp").mkdir()  # of a process that was killed
+    for which, step in (("latest", "step_3"), ("best", "step_1")):
+        assert Checkpoint.open(directory / which).path == directory / step
     made = make("dense")
     save(run, 4, made)
-    assert names(run) == ["best", "latest", "step_1", "step_3", "step_4"]
+    assert names(run) == ["index.json", "step_1", "step_3", "step_4"]
     save(run, 4, made, best=True)  # again, resumed since
-    assert names(run) == ["best", "latest", "step_3", "step_4+"]
+    assert names(run) == ["index.json", "step_3", "step_4+"]
+    assert indexed(run) == ["step_4+", "step_4+"]
     assert Checkpoint.open(run).path.name == "step_4+"
     save(run, 10, made, keep=1)
     save(run, 20, made, keep=1)
-    assert names(run) == ["best", "latest", "step_20", "step_4+"]
+    assert names(run) == ["index.json", "step_20", "step_4+"]
 
 
-def test_the_best_is_linked_before_the_latest(run, monkeypatch):
-    """A process that is killed between them leaves both right."""
-    real = writer.point
-
-    def killed(link, name):
-        real(link, name)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(writer, "point", killed)
+@pytest.mark.parametrize("moment", ["sync_directory", "write_index"])
+def test_what_is_not_complete_is_not_named(moment, run, monkeypatch):
+    """Of a process that is killed before its checkpoint has its name, or before the index has."""
+    monkeypatch.setattr(writer, moment, failing(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         save(run, 4, make("dense"), best=True)
-    links = [(run / "checkpoints" / link).resolve().name for link in ("latest", "best")]
-    assert links == ["step_3", "step_4"]
+    assert indexed(run) == ["step_3", "step_1"]
+    assert Checkpoint.open(run).path.name == "step_3"
+    assert Checkpoint.open(run, best=True).path.name == "step_1"
 
 
 def test_what_the_user_keeps_beside_checkpoints_stays(run):
@@ -211,7 +219,7 @@ def test_what_the_user_keeps_beside_checkpoints_stays(run):
     for name in own:
         shutil.copytree(directory / "step_1", directory / name)
     save(run, 4, make("dense"), keep=1, best=True)
-    assert set(names(run)) == {"latest", "best", "step_4", *own}
+    assert set(names(run)) == {"index.json", "step_4", *own}
     assert Checkpoint.open(directory / "before_the_change").state.steps == 1
 
 
@@ -289,7 +297,7 @@ def test_others_are_refused(run, tmp_path, caplog):
     _, model, others = make("dense", rule="sgd")
     with pytest.raises(ValueError, match="the saved optimizer is adam, this one is sgd"):
         found.load(model, others, groups=True)
-    with pytest.raises(ValueError, match="step_3 can't be loaded: Missing key"):
+    with pytest.raises(ValueError, match=r"step_3 can't be loaded: it has no tensor model\.0"):
         found.load(make("dense", rule="adam")[1].bottom_mlp)
     with pytest.raises(FileNotFoundError, match="is not a checkpoint: name a run directory"):
         Checkpoint.open(run / "checkpoints")
@@ -390,8 +398,7 @@ def test_a_damaged_latest_is_replaced_by_the_newest_intact_one(run, capsys):
             assert f"warning: {directory / other} is read instead" in error
     with pytest.raises(ValueError, match=r"step_3 can't be read as .*there are step_2"):
         Checkpoint.open(directory / "step_3")
-    (directory / "latest").unlink()
-    (directory / "latest").symlink_to("step_77")
+    edit_index(run, "latest", name="step_77", step=77)
     assert Checkpoint.open(run).path == directory / "step_1"
     corrupt(directory / "step_1" / FILE)
     with pytest.raises(ValueError, match=r"run has no intact checkpoint: .*step_3: ten") as error:
@@ -400,42 +407,58 @@ def test_a_damaged_latest_is_replaced_by_the_newest_intact_one(run, capsys):
     assert "\n" not in str(error.value)
 
 
-def test_a_link_out_of_the_run_is_not_followed(run, tmp_path):
-    shutil.copytree(run / "checkpoints" / "step_1", tmp_path / "outside")
-    latest = run / "checkpoints" / "latest"
-    latest.unlink()
-    latest.symlink_to("../../outside")
+def forget_index(run):
+    (run / "checkpoints" / "index.json").unlink()
+
+
+def edit_index(run, which, **changes):
+    path = run / "checkpoints" / "index.json"
+    index = json.loads(path.read_text())
+    index[which] |= changes
+    path.write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("index", ["lost", "{", '{"latest": {"name": "../../x", "step": 1}}', "[]"])
+def test_without_an_index_the_newest_checkpoint_knows_the_best(index, run, capsys):
+    """As in runs of an earlier version, which had links that a copy may have left out."""
+    forget_index(run)
+    if index != "lost":
+        (run / "checkpoints" / "index.json").write_text(index)
     assert Checkpoint.open(run).path.name == "step_3"
-
-
-@pytest.mark.parametrize("named", ["step_2", "nothing", None])
-def test_another_checkpoint_is_not_taken_for_the_best(named, run, capsys):
-    link = run / "checkpoints" / "best"
-    link.unlink()
-    if named:
-        link.symlink_to(named)
     assert Checkpoint.open(run, best=True).path.name == "step_1"
-    told = capsys.readouterr().err
-    if named == "step_2":
-        assert f"{link} is damaged: it names step_2, and the best one is step_1" in told
-        assert "step_1 is read instead" in told
-    assert bool(told) == bool(named)  # a copy may leave out links
-    shutil.rmtree(run / "checkpoints" / "step_1")  # what no one can know, the link may
-    if named == "step_2":
-        assert Checkpoint.open(run, best=True).path.name == "step_2"
+    assert ("index.json is damaged" in capsys.readouterr().err) == (index != "lost")
+    (run / "checkpoints" / "latest").symlink_to("step_2")
+    (run / "checkpoints" / "best").write_text("step_2")
+    assert Checkpoint.open(run / "checkpoints" / "best").path.name == "step_1"
+
+
+def test_another_checkpoint_is_not_taken_for_the_best(run, capsys):
+    """Not one that the index names by mistake, nor one of another run or step in its place."""
+    best = run / "checkpoints" / "step_1"
+    edit_index(run, "best", name="step_2", step=2)
+    assert Checkpoint.open(run, best=True).path == best
     assert not capsys.readouterr().err
+    other = save(run.parent / "other", 1, make("dense", seed=7), by="1" * 32)
+    for source, why in ((other, "of another run"), (best.with_name("step_2"), "of step 2, not 1")):
+        shutil.rmtree(best)
+        shutil.copytree(source, best)
+        assert Checkpoint.open(run, best=True).path.name == "step_3"
+        told = capsys.readouterr().err
+        assert re.search(f"warning: {best} is damaged: it is .*{why}\n", told)
+    shutil.rmtree(best)
+    assert Checkpoint.open(run, best=True).path.name == "step_3"
+    told = capsys.readouterr().err
+    assert f"warning: {best} is damaged: {MANIFEST}: No such file" in told
+    assert f"warning: {best.with_name('step_3')} is read instead" in told
+    with pytest.raises(ValueError, match=r"best has no intact checkpoint: .*step_1: manifest"):
+        Checkpoint.open(run / "checkpoints" / "best")
 
 
-@pytest.mark.parametrize("name", ["latest", "best", "checkpoints"])
-def test_a_link_to_itself_leads_nowhere(name, run):
-    path = run / name if name == "checkpoints" else run / "checkpoints" / name
-    shutil.rmtree(path) if name == "checkpoints" else path.unlink()
-    path.symlink_to(name)
-    if name == "checkpoints":
-        with pytest.raises(FileNotFoundError, match="run"):
-            Checkpoint.open(run)
-    else:
-        assert Checkpoint.open(run).path.name == "step_3"
+def test_a_link_to_itself_leads_nowhere(run):
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").symlink_to("checkpoints")
+    with pytest.raises(FileNotFoundError, match="run"):
+        Checkpoint.open(run)
 
 
 @pytest.mark.parametrize("name", [MANIFEST, "rank_00000.safetensors"])
@@ -464,7 +487,7 @@ def test_what_is_read_while_a_run_writes_belongs_together(tmp_path):
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        while not (tmp_path / "checkpoints" / "best").exists():
+        while "step_3" not in str([*tmp_path.glob("checkpoints/*")]):
             pass
         seen = set()
         for path in [tmp_path, tmp_path / "checkpoints" / "best"] * 20:

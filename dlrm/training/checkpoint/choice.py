@@ -45,7 +45,8 @@ def choose(path: Path, best: bool, refused: dict[str, str]) -> tuple[Path, Manif
             tried = dict(refused)
             index = _index_of(run, tried)
             found = _first(run, index, which, best, tried)
-            if tried == refused or _index_of(run, tried) == index:  # else its run has gone on
+            settled = found and tried == refused
+            if settled or _index_of(run, tried) == index:  # else its run has gone on
                 refused.update(tried)
                 return found or _nothing_intact(path, run, refused)
     except (OSError, ValueError) as error:
@@ -67,7 +68,9 @@ def _index_of(run: Path, refused: dict[str, str]) -> Index:
         return old_index(run)
 
 
-def _only(path: Path, run: Path | None, refused: dict[str, str]) -> tuple[Path, Manifest] | Exception:
+def _only(
+    path: Path, run: Path | None, refused: dict[str, str]
+) -> tuple[Path, Manifest] | Exception:
     """The one checkpoint that a path names."""
     if str(path) not in refused:
         try:
@@ -86,9 +89,8 @@ def _first(
     run: Path, index: Index, which: str, best: bool, refused: dict[str, str]
 ) -> tuple[Path, Manifest] | None:
     """The first of the checkpoints that may stand for a run that can be read."""
-    directory = run / CHECKPOINTS
-    for entry in _entries(run, index, which, best):
-        candidate = directory / entry.name
+    for entry, is_known in _entries(run, index, which, best):
+        candidate = run / CHECKPOINTS / entry.name
         if str(candidate) in refused:
             continue
         try:
@@ -96,24 +98,24 @@ def _first(
             entry.require(manifest)
             return candidate, manifest
         except (ValueError, OSError) as error:
-            named = entry in (index.latest, index.best)
-            if named or candidate.exists():  # else it was removed by its run
+            if is_known or candidate.exists():  # else its run has removed it
                 refused[str(candidate)] = reason(error)
     return None
 
 
-def _entries(run: Path, index: Index, which: str, best: bool) -> Iterator[Entry]:
-    """What may stand for a run, in this order."""
+def _entries(run: Path, index: Index, which: str, best: bool) -> Iterator[tuple[Entry, bool]]:
+    """What may stand for a run, in this order, and whether it must be there."""
     if best or which == BEST:
         if entry := best_of(run, index):
-            yield entry
+            yield entry, True
         if which == BEST:
             return
     if index.latest:
-        yield index.latest
+        yield index.latest, True
     known = index.latest.run if index.latest else None
     for path in run_directory.checkpoints(run):
-        yield Entry(name=path.name, run=known, step=(run_directory.step_of(path) or (0,))[0])
+        step, _ = run_directory.step_of(path) or (0, 0)
+        yield Entry(name=path.name, run=known, step=step), False
 
 
 def best_of(run: Path, index: Index) -> Entry | None:

@@ -83,11 +83,10 @@ def write_index(run: Path, index: Index) -> None:
     """
     directory = run / CHECKPOINTS
     directory.mkdir(exist_ok=True)
-    with atomic_write(directory / INDEX) as temporary:
-        with temporary.open("w") as file:
-            file.write(json.dumps(asdict(index), indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+    with atomic_write(directory / INDEX) as temporary, temporary.open("w") as file:
+        file.write(json.dumps(asdict(index), indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     sync_directory(directory)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import secrets
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -53,10 +54,8 @@ class RunCheckpoints:
     """
 
     def __init__(self, new: Path, resume: str | None, world: World, *, keep: int = 2) -> None:
-        self._world, self._keep = world, keep
+        self._world = world
         self._lock: RunLock | None = None
-        self._writer: CheckpointWriter | None = None
-        self._index = Index()
         self.saved = -1  # step of the last checkpoint
         world.before_leaving(self.release)
 
@@ -70,27 +69,30 @@ class RunCheckpoints:
         self.directory, found = world.from_first(hold)
         self.resumed = Checkpoint.open(found, world=world) if found else None
         self._run = self.resumed.run if self.resumed else secrets.token_hex(16)
+        self._writer = CheckpointWriter(self.directory, self._run, world, keep, Index())
 
     def begin(self) -> None:
-        """Get ready to write checkpoints, and name the job of torchrun in the index."""
-        self._writer = CheckpointWriter(
-            self.directory, self._run, self._world, self._keep, self._index
-        )
+        """Get ready to write: remove what a killed process left half written, and name the job of
+        torchrun in the index.
+        """
         if not self._world.first:
             return
-        job = self._world.job
+        job, directory = self._world.job, self.directory / CHECKPOINTS
         if job is not None and not self.resumed and restarts.is_own(self.directory, job):
             restarts.clear(self.directory)
+        for old in directory.glob("step_*.tmp"):
+            if old.is_dir() and run_directory.step_of(old.with_suffix("")):
+                shutil.rmtree(old, ignore_errors=True)
         if job is not None or self.resumed:
-            self._writer.index = replace(self._index, job=job)
+            self._writer.index = replace(self._writer.index, job=job)
             write_index(self.directory, self._writer.index)
-            for old in (f"{CHECKPOINTS}/{LATEST}", f"{CHECKPOINTS}/{BEST}", JOB):  # of earlier versions
-                if (path := self.directory / old).is_symlink() or path.is_file():
-                    path.unlink()
+            for old in (directory / LATEST, directory / BEST, self.directory / JOB):
+                if old.is_symlink() or old.is_file():  # of an earlier version
+                    old.unlink()
 
     def release(self) -> None:
         """Let other processes write to the run, when what is being written is on disk."""
-        if self._writer:
+        if hasattr(self, "_writer"):
             self._writer.close()
         if self._lock:
             self._lock.release()
@@ -115,7 +117,7 @@ class RunCheckpoints:
         self.spec, self.config = dict(spec), dict(config)
 
     def save(self, progress: Progress, *, unused: int) -> None:
-        """Begin to write a checkpoint; see :class:`~dlrm.training.checkpoint.writer.CheckpointWriter`.
+        """Begin to write a checkpoint.
 
         Args:
             progress: of the run; this method adds the states of the loader and of the random number
@@ -200,8 +202,8 @@ class RunCheckpoints:
         self.saved = state.steps
 
         progress = state.progress
-        self._index = self._world.from_first(lambda: _go_back(path, state, self._run))
-        best = self._index.best
+        index = self._world.from_first(lambda: _go_back(path, state, self._run))
+        self._writer.index, best = index, index.best
         if best is None:
             progress.best_step, progress.best = -1, -math.inf
         elif best.step != progress.best_step:  # which is lost

@@ -23,8 +23,8 @@ MARGIN = 10  # a tenth of the memory of a device stays free
 def take(pieces: Sequence[Piece]) -> list[Piece] | None:
     """Copy pieces where there is room: on their own device, else in host memory.
 
-    On a GPU this takes milliseconds: the copies are made on the current stream, so that what follows
-    may change the tensors.
+    On a GPU this takes milliseconds: the copies are made on the current stream, so that what
+    follows may change the tensors.
 
     Returns:
         The copies; None if there is no room for them.

@@ -99,9 +99,6 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writes: list[tuple[Draft, Future[None]]] = []  # at most two, in their order
         self._leaving = threading.Event()
-        for old in (directory / CHECKPOINTS).glob("step_*.tmp") if world.first else ():
-            if old.is_dir() and run_directory.step_of(old.with_suffix("")):
-                shutil.rmtree(old, ignore_errors=True)  # of a process that was killed
 
     def save(self, parts: Parts, state: RunState, *, best: bool, copy: bool = True) -> None:
         """Copy the state of a run, and begin to write it.
