@@ -241,7 +241,7 @@ def test_a_full_disk_of_one_process_is_told(torchrun, data, tmp_path):
     done = torchrun(2, program, *OPTIONS, "--data", data, "--output", tmp_path, "--name", "run")
     assert done.returncode == 1
     assert "step_10 can't be written: File too large\n" in done.stderr, done.stderr
-    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["index.json"]
 
 
 def test_another_batch_is_refused_by_any_number_of_processes(run, torchrun, data, tmp_path):

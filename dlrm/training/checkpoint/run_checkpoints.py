@@ -68,7 +68,8 @@ class RunCheckpoints:
 
         self.directory, found = world.from_first(hold)
         self.resumed = Checkpoint.open(found, world=world) if found else None
-        self._run = self.resumed.run if self.resumed else secrets.token_hex(16)
+        new_id = world.from_first(lambda: secrets.token_hex(16))
+        self._run = self.resumed.run if self.resumed else new_id
         self._writer = CheckpointWriter(self.directory, self._run, world, keep, Index())
 
     def begin(self) -> None:
