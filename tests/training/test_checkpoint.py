@@ -15,11 +15,13 @@ import torch
 from safetensors import safe_open
 
 from dlrm.config.schema import RunConfig
+from dlrm.distributed.world import World
 from dlrm.embeddings import available
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
 from dlrm.training import checkpoint, run_directory
-from dlrm.training.checkpoint import Checkpoint, Parts, load_model, tensor_files, writer
+from dlrm.training.checkpoint import Checkpoint, Parts, load_model, snapshot, tensor_files, writer
+from dlrm.training.checkpoint.index import Index
 from dlrm.training.checkpoint.manifest import RunState
 from dlrm.training.run_directory import MANIFEST
 from dlrm.utils.local_shards import LocalShards
@@ -655,3 +657,137 @@ def test_state_is_restored_to_the_type(tmp_path):
     checkpoint.save(tmp_path / "checkpoints", parts, state, run=RUN)
     found = Checkpoint.open(tmp_path).state
     assert repr(found) == repr(replace(state, groups=()))
+
+
+@pytest.fixture
+def saving(tmp_path, monkeypatch):
+    """Saves checkpoints in the background, each of which is written when the gate opens."""
+    gate, made = threading.Event(), make("dense")
+    real = writer.write_file
+
+    def write_file(*given):
+        assert gate.wait(60)
+        return real(*given)
+
+    monkeypatch.setattr(writer, "write_file", write_file)
+    (tmp_path / "checkpoints").mkdir()
+    writers = []
+
+    def saving(keep=2):
+        own = writer.CheckpointWriter(tmp_path, RUN, World(), keep, Index())
+        writers.append(own)
+
+        def step(steps, *, best=False, best_step=-1):
+            parts = Parts(*made[1:])
+            for parameter in made[1].parameters():
+                parameter.data.fill_(steps)
+            state = RunState(model=made[0], config={}, groups=parts.groups(), steps=steps)
+            state.best_step = steps if best else best_step
+            own.save(parts, state, best=best)
+
+        return own, step, gate
+
+    yield saving
+    gate.set()
+    for own in writers:
+        own.close()
+
+
+def test_training_continues_while_a_checkpoint_is_written(saving, tmp_path):
+    own, step, gate = saving()
+    step(1, best=True)
+    assert own.copied > 0
+    step(2, best_step=1)  # waits
+    step(3, best_step=1)  # in its place
+    assert names(tmp_path) in (["step_1.tmp"], [])
+    gate.set()
+    own.wait()
+    assert names(tmp_path) == ["index.json", "step_1", "step_3"]
+    assert indexed(tmp_path) == ["step_3", "step_1"]
+    for name, steps in (("step_1", 1), ("step_3", 3)):
+        found, tensors = values(tmp_path / "checkpoints" / name)
+        assert found == steps
+        assert all(bool((tensor == steps).all()) for tensor in tensors.values())
+
+
+@pytest.mark.parametrize(("keep", "best"), [(2, True), (3, False)])
+def test_a_checkpoint_that_is_wanted_is_waited_for(keep, best, saving, tmp_path):
+    """The best one so far, and every one if more than two are to be kept."""
+    own, step, gate = saving(keep)
+    threading.Timer(0.3, gate.set).start()
+    step(1)
+    step(2, best=best)
+    step(3, best_step=2 if best else -1)
+    assert own.stalled > 0.2
+    own.wait()
+    assert names(tmp_path)[-2:] == ["step_2", "step_3"]
+
+
+def test_without_room_for_copies_training_waits(saving, monkeypatch, tmp_path):
+    own, step, gate = saving()
+    monkeypatch.setattr(snapshot, "free_memory", lambda device: 0)
+    gate.set()
+    step(1)
+    assert names(tmp_path) == ["index.json", "step_1"]
+    assert own.copied == 0
+
+
+def test_an_error_in_the_background_is_raised_at_the_next_step(saving, monkeypatch, tmp_path):
+    own, step, _ = saving()
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(writer, "write_file", failing(full))
+    step(1)
+
+    def steps():
+        for _ in range(1000):
+            own.check()
+            time.sleep(0.01)
+
+    with pytest.raises(OSError, match="step_1 can't be written: No space left on device"):
+        steps()
+    assert names(tmp_path) == []
+
+
+@pytest.mark.gpu
+def test_a_checkpoint_of_a_gpu_hardly_stops_training(tmp_path):
+    """6.6 GB of state: training stops for the copy, and goes on while 13 s of work are done.
+
+    Run it with ``-s`` for the figures.
+    """
+    tables = torch.nn.ParameterList(
+        torch.nn.Parameter(torch.randn(1_050_000, 16, device="cuda")) for _ in range(98)
+    )
+    parts, state = Parts(tables), RunState(model={}, config={}, steps=1)
+    (tmp_path / "checkpoints").mkdir()
+    own = writer.CheckpointWriter(tmp_path, RUN, World(), 2, Index())
+    a = torch.randn(4096, 4096, device="cuda")
+
+    def steps(seconds):
+        """How many products, next to nothing else or to a writer, a second."""
+        began, count = time.perf_counter(), 0
+        while time.perf_counter() - began < seconds:
+            (a @ a).sum().item()
+            count += 1
+        return count / (time.perf_counter() - began)
+
+    steps(1)
+    alone = steps(2)
+    torch.cuda.synchronize()
+    own.save(parts, state, best=False)
+    torch.cuda.synchronize()
+    began, stalled = time.perf_counter(), own.stalled
+    beside = steps(2)
+    own.wait()
+    seconds = time.perf_counter() - began
+    own.close()
+    print(
+        f"{own.copied / 1e9:.2f} GB: stalled {stalled:.3f} s, written in {seconds:.1f} s, "
+        f"meanwhile {beside / alone:.1%} of the speed"
+    )
+    assert own.copied == 98 * 1_050_000 * 64
+    assert stalled < 0.3
+    found = Parts(torch.nn.ParameterList(torch.empty_like(table) for table in tables))
+    with Checkpoint.open(tmp_path) as checkpoint_read:
+        checkpoint_read.load_parts(found)
+    for name, value in found.tensors.items():
+        assert torch.equal(value, parts.tensors[name]), name
