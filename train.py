@@ -35,7 +35,6 @@ from dlrm.training import metrics, profiling, report, run_directory, tracking
 from dlrm.training.best_model import Validations, note_validation
 from dlrm.training.checkpoint.manifest import Progress
 from dlrm.training.checkpoint.run_checkpoints import RunCheckpoints
-from dlrm.training.checkpoint.timer import CheckpointTimer
 from dlrm.training.data_parallel import GradientReducer, state_bytes
 from dlrm.training.fine_tuning import NewRows, Trained, auc_lost, fit, go_on
 from dlrm.training.held_out import HeldOut
@@ -68,7 +67,8 @@ class Run:
         device = world.join(pick_device(config.device))
         compiler = import_compiler(device, config.step)
         new = Path(config.output) / (config.name or run_directory.new_name(config.emb))
-        self.checkpoints = RunCheckpoints(new, config.resume, world, keep=config.keep_checkpoints)
+        keep, period = config.keep_checkpoints, config.checkpoint_every
+        self.checkpoints = RunCheckpoints(new, config.resume, world, keep=keep, every=period)
         resumed = self.checkpoints.resumed
 
         if config.data == RunConfig.data and world.first:
@@ -125,9 +125,7 @@ class Run:
         self.finished = world.from_first(lambda: tracking.finished(place, step, resolved))
         active = world.first and not self.finished
         self.tracker = tracking.Tracker(place, step=step, active=active)
-        sizes = self._sizes()
-        if world.first:
-            self._print_plan(resolved, spec, sharding.text if sharding else "", sizes, counts)
+        self._print_plan(resolved, spec, counts, sharding.text if sharding else "")
 
     @property
     def directory(self) -> Path:
@@ -155,7 +153,6 @@ class Run:
         traced = config.profile and self.world.first
         profiler = profiling.Profiler(self.directory, self.step.device, active=traced)
         self.model.train()
-        timer = CheckpointTimer(config.checkpoint_every, self.world, self.steps)
         done, last = data.samples(self.steps), data.samples(self.validations.last_step)
         shown: dict[str, str] = {}
         with profiling.progress_bar(last, done, self.step.mode, silent=silent) as bar:
@@ -180,7 +177,7 @@ class Run:
                     values = self._validate()
                     shown |= {"val AUC": f"{values['auc']:.4f}"} if values else {}
                     self.validations.stop_early(self.progress, silent=silent)
-                elif config.checkpoint and timer.due(self.steps):
+                elif config.checkpoint and self.checkpoints.due(self.steps):
                     self._save()
                 if logging or validating:
                     bar.set_postfix(dict(sorted(shown.items())), refresh=False)
@@ -280,15 +277,10 @@ class Run:
         optimizer = state_bytes(self.model, self.step.optimizers[1], self.world)
         return report.embedding_sizes(self.model, optimizer)
 
-    def _print_plan(
-        self,
-        resolved: str,
-        spec: ModelSpec,
-        sharding: str,
-        sizes: dict[str, float],
-        counts: Counts,
-    ) -> None:
-        config, meta = self.config, self.train_data.meta
+    def _print_plan(self, resolved: str, spec: ModelSpec, counts: Counts, sharding: str) -> None:
+        config, meta, sizes = self.config, self.train_data.meta, self._sizes()
+        if not self.world.first:
+            return
         run_directory.write_config(self.directory, resolved)
         keep_transform(config.data, self.directory / run_directory.PREPARATION)
         tables = format_table_plan(meta.tables, meta.cardinalities, spec["plan"])

@@ -30,6 +30,7 @@ from dlrm.training.checkpoint.index import (
 from dlrm.training.checkpoint.manifest import LoaderState, Progress, RunState
 from dlrm.training.checkpoint.parts import Parts
 from dlrm.training.checkpoint.reader import Checkpoint
+from dlrm.training.checkpoint.timer import CheckpointTimer
 from dlrm.training.checkpoint.writer import CheckpointWriter
 from dlrm.training.run_directory import BEST, CHECKPOINTS, JOB, LATEST, RunLock
 from dlrm.utils.messages import print_error
@@ -47,13 +48,16 @@ class RunCheckpoints:
         resume: a run, or one of its checkpoints, to go on from; None for a new run.
         world: the processes of the run.
         keep: number of checkpoints to keep next to the best one.
+        every: steps or time between checkpoints; see :class:`CheckpointTimer`.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
         ValueError: the new run exists, another process holds the run, or it is damaged.
     """
 
-    def __init__(self, new: Path, resume: str | None, world: World, *, keep: int = 2) -> None:
+    def __init__(
+        self, new: Path, resume: str | None, world: World, *, keep: int, every: str | None
+    ) -> None:
         self._world = world
         self._lock: RunLock | None = None
         self.saved = -1  # step of the last checkpoint
@@ -70,6 +74,7 @@ class RunCheckpoints:
         self.resumed = Checkpoint.open(found, world=world) if found else None
         new_id = world.from_first(lambda: secrets.token_hex(16))
         self._run = self.resumed.run if self.resumed else new_id
+        self._timer = CheckpointTimer(every, world, self.resumed.state.steps if self.resumed else 0)
         self._writer = CheckpointWriter(self.directory, self._run, world, keep, Index())
 
     def begin(self) -> None:
@@ -145,6 +150,10 @@ class RunCheckpoints:
         )
         self._writer.save(parts, state, best=progress.best_step == progress.steps)
         self.saved = state.steps
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is due after a step; see :class:`CheckpointTimer`."""
+        return self._timer.due(step)
 
     def check(self) -> None:
         """Raise the error of a checkpoint that could not be written in the background.
