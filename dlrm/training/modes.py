@@ -56,11 +56,12 @@ def import_compiler(device: torch.device, mode: str) -> Thread:
     on_gpu = device.type == "cuda"
 
     def work() -> None:
+        hashing = Thread(target=hash_triton if on_gpu else None)
+        hashing.start()
         if mode == "compile" or (on_gpu and mode != "eager"):
             import_module("torch._dynamo")
             import_module("torch._inductor.compile_fx")
-        if on_gpu:
-            hash_triton()
+        hashing.join()
 
     thread = Thread(target=work)
     thread.start()

@@ -8,6 +8,7 @@ import torch
 from dlrm.data.batch import Batch
 from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
+from dlrm.training import modes
 from dlrm.training.step import TrainStep
 
 SIZES = [50, 3000, 400]
@@ -83,6 +84,25 @@ def test_unknown_modes_name_the_nearest():
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="needs a GPU"):
             make("dense", mode="graph")
+
+
+@pytest.mark.parametrize(
+    ("device", "mode", "compiles"),
+    [
+        ("cpu", "auto", False),
+        ("cpu", "compile", True),
+        ("cuda", "auto", True),
+        ("cuda", "graph", True),
+        ("cuda", "eager", False),
+    ],
+)
+def test_the_compiler_is_imported_ahead_if_steps_need_it(device, mode, compiles, monkeypatch):
+    done = []
+    monkeypatch.setattr(modes, "import_module", done.append)
+    monkeypatch.setattr(modes, "hash_triton", lambda: done.append("triton"))
+    modes.import_compiler(torch.device(device), mode).join()
+    assert ("torch._inductor.compile_fx" in done) == compiles
+    assert ("triton" in done) == (device == "cuda")
 
 
 @pytest.mark.gpu
