@@ -1,10 +1,16 @@
 """The kernels of :mod:`dlrm.kernels.update.sparse`: sum sorted gradients by row, and update rows.
 
-The sorted gradients are split into tiles of equal length, so that 10,000 gradients of one row cost
-no more than one gradient of 10,000 rows. A tile sums equal rows by a segmented scan, one part after
-another, and updates the rows that are entirely inside it. The partial sums of a row that crosses a
-tile boundary (at most two per tile) go to a buffer, and a second, small kernel adds them up in
-order.
+The gradients are sorted by row, and split into tiles of equal length, one for each program. So
+10,000 gradients of one row cost no more than one gradient of each of 10,000 rows.
+
+:func:`merge` sums equal rows of a tile and updates the rows that are entirely inside it. A row that
+crosses a tile boundary is only summed: its *spilled* sums, at most two per tile, go to ``partials
+[tiles, 2, D]``, the first for a row that began in an earlier tile, the second for one that
+continues in the next. :func:`finish` then adds them up in order and updates these rows.
+:func:`merge_runs` does the same as :func:`merge`, faster where there are many wide rows.
+
+Words: an *entry* is one gradient with its row; a *run* is the entries of one row; entries of row -1
+are skipped, and are sorted to the front.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from dlrm.kernels.update.rules import (
     store_after_all_read,
 )
 
-MANY = tl.constexpr(4)  # chunks of a run from which it is summed on its own
+LONG = tl.constexpr(4)  # chunks of a run beyond which it is summed on its own
 
 
 class Entries(NamedTuple):
@@ -38,14 +44,16 @@ class Entries(NamedTuple):
 
 
 class Table(NamedTuple):
-    """What is updated: the weight, then its states; ``slots`` and ``offsets`` as of
-    :class:`~dlrm.kernels.update.cached_slots.CachedSlots`.
-    """
+    """The tensors to update, and the cache of their rows, if there is one."""
 
     tensors: tuple[Tensor, ...]
+    """The weight, then its states."""
     slots: Tensor | None
+    """Slot of each row in the cache, negative for none; None without a cache."""
     offsets: tuple[int, ...]
-    wide: int = 0  # of packed rows, see :func:`~dlrm.kernels.update.packed.storage`
+    """Elements from the start of each tensor to the start of its cache."""
+    wide: int = 0
+    """Number of packed rows with 8 bits, see :func:`~dlrm.kernels.update.packed.storage`."""
 
 
 class Step(NamedTuple):
@@ -91,9 +99,11 @@ def _read(
     row, slot, live, table, D: tl.constexpr, BLOCK_D: tl.constexpr, RULE: tl.constexpr,
     FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """The weights of ``row [K]`` where ``live [K]`` (of packed ones the integers, and the scale),
-    and the states: two of weights, that of the row, the momentum. For what there is not there is
-    something else.
+    """Read rows ``[K]`` where ``live [K]``, with their states.
+
+    Returns:
+        The weights, of packed rows the integers; the scale of packed rows; the first and second
+        state of each weight; the state of the row; the momentum. Unused ones are placeholders.
     """
     row = row.to(tl.int64)
     column = tl.arange(0, BLOCK_D)[None, :]
@@ -104,6 +114,7 @@ def _read(
         value = tl.load(at, mask=mask, other=0.0)
     else:
         value, scale = load_packed(table.tensors[0], row, table.wide, live, column, D, FORMAT)
+
     first, second, momentum, row_state = value, value, value, row
     if RULE.weight_states > 0:
         at = _pointer(row, slot, table, 1, D)[:, None] + column
@@ -111,6 +122,7 @@ def _read(
     if RULE.weight_states > 1:
         at = _pointer(row, slot, table, 2, D)[:, None] + column
         second = tl.load(at, mask=mask, other=0.0)
+
     if RULE.row_state is not None:
         at_row = _pointer(row, slot, table, RULE.weight_states + 1, 1)
         row_state = tl.load(at_row, mask=live, other=0)
@@ -125,18 +137,24 @@ def _update(
     row, slot, old, grad, live, table, step, D: tl.constexpr, RULE: tl.constexpr,
     ROUND: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Apply the rule to ``row [K]`` where ``live [K]``, given what :func:`_read` found and the
-    summed ``grad [K, BLOCK_D]``.
+    """Apply the rule to rows ``[K]`` where ``live [K]``.
+
+    Args:
+        old: the result of :func:`_read`.
+        grad: the summed gradients, ``[K, BLOCK_D]``.
     """
     steps, scale, first, second, row_state, momentum = old
     value = steps.to(tl.float32)
     if FORMAT > 0:
         value = steps * scale[:, None]
+
     row = row.to(tl.int64)
     column = tl.arange(0, grad.shape[1])[None, :]
     mask = live[:, None] & (column < D)
     lr = tl.load(step.lr)
     value, grad = decay_step(value, grad, lr, step.hyper, RULE)
+
+    # The states, rounded where they are bf16.
     if RULE.row_state is not None:
         NARROW: tl.constexpr = row_state.dtype == tl.bfloat16
         if NARROW:
@@ -144,9 +162,10 @@ def _update(
         row_state = row_step(row_state, tl.sum(grad * grad, 1) / D, RULE)
         kept = row_state
         if NARROW and ROUND:
-            kept = round_to_bf16(row_state, ~row, step.seed)  # no number of a weight
+            kept = round_to_bf16(row_state, ~row, step.seed)  # weights have numbers from 0 on
         at_row = _pointer(row, slot, table, RULE.weight_states + 1, 1)
         store_after_all_read(at_row, kept.to(at_row.dtype.element_ty), live)
+
     first, second, move = rule_step(first, second, row_state, grad, step.hyper, RULE)
     if RULE.weight_states > 1:
         tl.store(_pointer(row, slot, table, 2, D)[:, None] + column, second, mask=mask)
@@ -156,6 +175,7 @@ def _update(
         move += step.hyper.momentum * momentum
         at = _pointer(row, slot, table, len(table.tensors) - 1, D)[:, None] + column
         tl.store(at, move, mask=mask)
+
     if FORMAT == 0:
         element = row[:, None] * D + column
         weight = _pointer(row, slot, table, 0, D)[:, None] + column
@@ -182,11 +202,13 @@ def merge(
     begin = tile * BLOCK * PARTS
     before = _row_at(entries, begin - 1, tile > 0)
     column = tl.arange(0, BLOCK_D)[None, :]
-    last_row = before
+    last_row = before  # of the part before, and its sum so far
     last_sum = tl.zeros((1, BLOCK_D), tl.float32)
-    # Skipped entries are sorted to the front. A tile of nothing else has no more to do.
+
+    # A tile of nothing but skipped entries, which are sorted to the front, has nothing to do.
     last = tl.minimum(begin + BLOCK * PARTS, entries.n) - 1
     highest = tl.load(entries.rows + last) - entries.base
+
     at = tl.arange(0, BLOCK)
     for part in range(tl.where(highest < 0, PARTS, 0), PARTS):
         k = begin + part * BLOCK + at
@@ -194,18 +216,23 @@ def merge(
         row = _row_at(entries, k, inside)
         following = _row_at(entries, k + 1, k + 1 < entries.n)
         entry = tl.load(entries.order + k, mask=inside, other=0).to(tl.int64) - entries.first
+
         ends = inside & (row != following)
         late = row == before  # it began in an earlier tile
         live = ends & ~late
         slot = _slot_of(row, table, row >= 0)  # in flight while the sums are computed
+
+        # Sum the entries of each row up to every entry: its last one has the whole sum.
         mask = (row >= 0)[:, None] & (column < D)  # the gradient of a skipped entry is not read
         grad = tl.load(grads + entry[:, None] * D + column, mask=mask, other=0.0).to(tl.float32)
         keys = tl.broadcast_to(row[:, None], (BLOCK, BLOCK_D))
         total, _ = tl.associative_scan((grad, keys), 0, add_equal)
         total += tl.where((row == last_row)[:, None], last_sum, 0.0)
-        if tl.max(live.to(tl.int32), 0) > 0:  # of Kaggle's parts half are inside one row's entries
+        if tl.max(live.to(tl.int32), 0) > 0:  # half of Kaggle's parts are inside a single run
             old = _read(row, slot, live, table, D, BLOCK_D, RULE, FORMAT)
             _update(row, slot, old, total, live, table, step, D, RULE, ROUND, FORMAT)
+
+        # Spill the sums of rows that cross a boundary of the tile, and pass on that of the part.
         end_of_part = at == BLOCK - 1
         crosses = end_of_part & inside & ~ends & (part == PARTS - 1)  # into the next tile
         spill = ((ends & late) | crosses)[:, None] & (column < D)
@@ -221,35 +248,39 @@ def merge_runs(
     D: tl.constexpr, LENGTH: tl.constexpr, RUNS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_D: tl.constexpr, RULE: tl.constexpr, ROUND: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """:func:`merge` for many wide rows: lists the runs of equal rows of a tile, and sums each.
+    """:func:`merge` for many wide rows: list the runs of a tile, then sum each.
 
-    That takes half the registers, and the rule is applied once a row, not once an entry; but loads
-    wait for the list. ``begins`` is room for an index per entry.
+    This takes half the registers, and applies the rule once per row, not once per entry. But loads
+    wait for the list. ``begins`` has room for an index per entry.
     """
+    # List the entry at which each run begins.
     tile = tl.program_id(0)
     first = tile * LENGTH
     last = tl.minimum(first + LENGTH, entries.n)
     k = first + tl.arange(0, LENGTH)
     row = _row_at(entries, k, k < last)
     previous = _row_at(entries, k - 1, (k > first) & (k < last))
-    begin = (row >= 0) & (row != previous)  # skipped entries are sorted to the front
+    begin = (row >= 0) & (row != previous)
     count = tl.sum(begin.to(tl.int32), 0)
     tl.store(begins + first + tl.cumsum(begin.to(tl.int32), 0) - 1, k, mask=begin)
     tl.debug_barrier()  # other threads read them
-    # The first run may have begun in an earlier tile, the last one may go on in the next.
+
+    # The first run may have begun in an earlier tile; the last one may continue in the next.
     edge = _row_at(entries, first + tl.arange(0, 1), True)
     late = _row_at(entries, first - 1 + tl.arange(0, 1), tile > 0) == edge
     edge = _row_at(entries, last - 1 + tl.arange(0, 1), True)
     crosses = _row_at(entries, last + tl.arange(0, 1), last < entries.n) == edge
+
+    # Sum several short runs together. Long ones go one by one, with as many gradients in flight.
     for group in range(0, count, RUNS):
         run = group + tl.arange(0, RUNS)
         start, end = _bounds(run, begins, first, last, count)
-        if tl.max(end - start, 0) <= MANY * CHUNK:
+        if tl.max(end - start, 0) <= LONG * CHUNK:
             _update_runs(
                 tile, first, last, late, crosses, start, end, entries, grads, partials, table, step,
                 D, RUNS, CHUNK, BLOCK_D, RULE, ROUND, FORMAT,
             )  # fmt: skip
-        else:  # one by one, as many gradients of each in flight as of all otherwise
+        else:
             for one in range(group, tl.minimum(group + RUNS, count)):
                 own_start, own_end = _bounds(one + tl.arange(0, 1), begins, first, last, count)
                 _update_runs(
@@ -261,7 +292,7 @@ def merge_runs(
 
 @triton.jit
 def _bounds(run, begins, first, last, count):
-    """The first entry of each run of a tile, and that after it; of no run, an empty one."""
+    """The entries ``[start, end)`` of each run of a tile; empty beyond the last run."""
     start = tl.load(begins + first + run, mask=run < count, other=0)
     end = tl.load(begins + first + run + 1, mask=run + 1 < count, other=0)
     return tl.where(run < count, start, last), tl.where(run + 1 < count, end, last)
@@ -279,6 +310,7 @@ def _update_runs(
     late, crosses = late & there & (start == first), crosses & there & (end == last)
     live = there & ~late & ~crosses
     slot = _slot_of(row, table, live)  # in flight while the sums are computed
+
     column = tl.arange(0, BLOCK_D)
     same = tl.max_contiguous(tl.arange(0, BLOCK_D), 4)
     total = tl.zeros((RUNS, BLOCK_D), tl.float32)
@@ -289,6 +321,7 @@ def _update_runs(
         mask = inside[:, :, None] & (column < D)[None, None, :]
         at = entry[:, :, None] * D + same[None, None, :]
         total += tl.sum(tl.load(grads + at, mask=mask, other=0.0).to(tl.float32), 1)
+
     old = _read(row, slot, live, table, D, BLOCK_D, RULE, FORMAT)
     _update(row, slot, old, total, live, table, step, D, RULE, ROUND, FORMAT)
     to = tile.to(tl.int64) * 2 + tl.where(late, 0, 1)
@@ -307,11 +340,14 @@ def finish(
     end = (tile + 1) * BLOCK
     row = tl.load(entries.rows + end - 1) - entries.base
     before = _row_at(entries, tile * BLOCK - 1, tile > 0)
+
     if (tl.load(entries.rows + end) - entries.base == row) & (before != row):
         column = tl.arange(0, BLOCK_D)
         inside = column < D
         own = partials + (tile.to(tl.int64) * 2 + 1) * D
         total = tl.load(own + column, mask=inside, other=0.0)[None, :]
+
+        # Add the first sums of the following tiles, as many as are of this row.
         more = True
         while more:
             part = tile + 1 + tl.arange(0, WIDTH)
@@ -321,6 +357,7 @@ def finish(
             total += tl.sum(tl.load(partials + at, mask=mask, other=0.0), 0)[None, :]
             more = tl.sum(same.to(tl.int32), 0) == WIDTH
             tile += WIDTH
+
         rows = row + tl.zeros((1,), row.dtype)
         live = rows >= 0
         slot = _slot_of(rows, table, live)

@@ -71,6 +71,7 @@ def _update(
     start = _select(starts, starts, pid, COUNT, 0)
     length = _select(lengths, starts, pid, COUNT, 0)
     size = _select(sizes, starts, pid, COUNT, 0)
+
     chunk = (pid - start).to(tl.int64)
     begin = chunk * length
     end = tl.minimum(begin + length, size)
@@ -81,6 +82,8 @@ def _update(
         second_state = _select(states, starts, pid, COUNT, COUNT)
     if RULE.momentum:
         buffer = _select(states, starts, pid, COUNT, len(states) - COUNT)
+
+    # The state of the row needs all of its gradient first.
     row = tl.zeros((1,), tl.float32)
     if RULE.row_state is not None:
         row_state = _select(states, starts, pid, COUNT, WEIGHTS * COUNT) + chunk
@@ -90,18 +93,21 @@ def _update(
         new = row_step(tl.load(row_state), mean_square, RULE)
         store_after_all_read(row_state, new, None)
         row += new
+
     for offset in range(0, length, BLOCK):
         at = (begin + offset + tl.arange(0, BLOCK))[None, :]
         mask = at < end
         g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
         value = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
         value, g = decay_step(value, g, rate, hyper, RULE)
+
         first, second = g, g
         if WEIGHTS > 0:
             first = tl.load(first_state + at, mask=mask, other=0.0)
         if WEIGHTS > 1:
             second = tl.load(second_state + at, mask=mask, other=0.0)
         first, second, step = rule_step(first, second, row, g, hyper, RULE)
+
         if WEIGHTS > 0:
             tl.store(first_state + at, first, mask=mask)
         if WEIGHTS > 1:
@@ -145,7 +151,8 @@ def update_dense(
     _check(rule, parameters, grads, states)
     if not parameters:
         return
-    # The kernel computes in fp32, and walks over memory.
+
+    # The kernel computes in fp32, and takes the elements in the order of memory.
     fits = all(p.dtype != torch.float64 and p.is_contiguous() for p in parameters)
     if not (fits and use_triton(parameters[0], impl)):
         if impl is None and _has_fused(rule, parameters, grads, states):
@@ -153,6 +160,8 @@ def update_dense(
         else:
             update_dense_torch(rule, parameters, grads, states, lr=lr, stochastic=seed is not None)
         return
+
+    # A launch takes up to TENSORS parameters of one type.
     alike: dict[tuple[torch.dtype, ...], list[int]] = {}
     for index, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
         if parameter.numel():

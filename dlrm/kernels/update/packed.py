@@ -4,11 +4,11 @@ A packed row is one record: the integers, then the scale in bf16. A look-up read
 an update writes both back; no copy of the rows in floating point exists anywhere. A table may keep
 its first rows, those of the most frequent ids, in 8 bits and the others in 4.
 
-An update adds its step in fp32 and rounds the sum stochastically, so that steps far below the scale
-count on average. Each rounding adds noise that grows with the scale. A row that is updated ten
-thousand times collects ten thousand roundings, a rare one only a few: that is why the frequent rows
-need more bits. A row keeps its scale until its largest weight no longer fits, or needs less than a
-third of it: with a new scale all weights of the row would be rounded, those without a step too.
+An update adds its step in fp32 and rounds the sum stochastically: steps far below the scale count
+on average. Each rounding adds noise that grows with the scale. A row that is updated ten thousand
+times collects ten thousand roundings, a rare one only a few, so frequent rows need more bits. A new
+scale rounds all weights of a row, even those without a step. So a row keeps its scale until its
+largest weight no longer fits, or needs less than a third of it.
 
 Reference: Li et al., "Adaptive Low-Precision Training for Embeddings in Click-Through Rate
 Prediction", AAAI 2023, arXiv 2212.05735.
@@ -64,12 +64,15 @@ class PackedRows:
 
     @property
     def format(self) -> int:
-        """What kernels are compiled for: 8 or 4 bits, or 12 if there are both."""
+        """Bits of a weight, 8 or 4, or 12 if there are both: kernels are compiled for it."""
         return {self.num_rows: 8, 0: 4}.get(self.wide, 12)
 
     def _parts(self, rows: Tensor) -> Iterator[tuple[int, Tensor, tuple[Any, Tensor]]]:
-        """Bits and records ``[N, bytes]`` of each part that there is, and which of ``rows`` are in
-        it: their places in the list, and their numbers in the part.
+        """Divide ``rows`` into those of 8 bits and those of 4.
+
+        Yields:
+            Of each width that occurs: its bits; its records ``[N, bytes]``; and the rows that have
+            it, as their positions in ``rows`` and their numbers among the records.
         """
         if self.format != 12:
             yield self.format, self.data.view(self.num_rows, -1), (slice(None), rows)
@@ -211,8 +214,8 @@ def packed_rows(weight: Tensor) -> PackedRows | None:
 
 
 def storage(weight: Tensor) -> tuple[Tensor, int, int]:
-    """What a kernel gets of a table: its memory, the number of wide rows, and the format, 0 if its
-    rows are not packed.
+    """The memory of a table, its number of rows with 8 bits, and its :attr:`PackedRows.format`; the
+    weight itself, 0 and 0 if its rows are not packed.
     """
     packed = packed_rows(weight)
     return (weight, 0, 0) if packed is None else (packed.data, packed.wide, packed.format)
@@ -220,8 +223,11 @@ def storage(weight: Tensor) -> tuple[Tensor, int, int]:
 
 @torch.no_grad()
 def chunks_to_write(weight: Tensor, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-    """Rows of a table to be written, one chunk at a time: the number of its first row, and memory
-    ``[n, D]`` to fill. Rows that are not packed are one chunk, in place.
+    """Write rows of a table, one chunk at a time.
+
+    Yields:
+        The number of the first row of a chunk, and memory ``[n, D]`` to fill, which is stored
+        before the next chunk. Rows that are not packed are one chunk, filled in place.
     """
     packed = packed_rows(weight)
     if packed is None:
@@ -285,7 +291,7 @@ def update_packed_torch(
 
 @triton.jit
 def _record(row, wide, D: tl.constexpr, FORMAT: tl.constexpr):
-    """Where the records of rows begin, and where in them the scale is."""
+    """The bytes at which the records of rows begin, and those of their scales."""
     VALUES8: tl.constexpr = (D + 1) // 2 * 2
     VALUES4: tl.constexpr = (D + 3) // 4 * 2
     if FORMAT == 8:
@@ -328,8 +334,12 @@ def store_packed(
     data, row, wide, live, steps, scale, value, seed, D: tl.constexpr, FORMAT: tl.constexpr,
     ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Store rows ``[K, B]``, B even, that were ``steps`` of ``scale [K]`` and are updated to
-    ``value``; as :meth:`PackedRows.update`.
+    """Store updated rows ``[K, B]``, B even, as :meth:`PackedRows.update` does.
+
+    Args:
+        steps: the integers of the rows before the update.
+        scale: their scales, ``[K]``.
+        value: the weights after it.
     """
     K: tl.constexpr = value.shape[0]
     B: tl.constexpr = value.shape[1]
@@ -345,16 +355,21 @@ def store_packed(
     else:
         highest = tl.full((K,), 7.0, tl.float32)
         inverse = 1 / 7
-    # The largest weight by its bits: above them are those of infinity, and then those of NaN.
+
+    # The largest weight. Bits compare as integers: infinity is above all numbers, and NaN above it.
     bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     bits = tl.max(tl.where(column < D, bits, 0), 1)
     broken = bits >= 0x7F800000
     largest = bits.to(tl.float32, bitcast=True)
+
+    # The scale it needs, rounded up to bf16. A row keeps its own while that fits.
     need = largest * inverse
     bits = (need.to(tl.int32, bitcast=True) + 0xFFFF) & -65536
     fitted = tl.where(need > 1e-30, bits.to(tl.float32, bitcast=True), 0.0)
     reach = scale * highest  # exact, which a quotient is not
     kept = (reach >= largest) & (reach <= 3.0 * largest)
+
+    # The change in steps of the scale; with a new scale all of the value is a change.
     keep = tl.where(kept, 1.0, 0.0)[:, None]
     change = value - steps * tl.where(kept, scale, 0.0)[:, None]
     scale = tl.where(kept, scale, fitted)
@@ -362,12 +377,14 @@ def store_packed(
     if ROUND:
         random = random_bits(row[:, None] * D + column, seed)
         change += random.to(tl.float32) * 2.0**-32  # from -0.5 to 0.5
-    # From 2^23 to 2^24 fp32 has the integers alone: adding rounds, and the low bits are the sum.
+
+    # From 2^23 to 2^24, fp32 has only integers: adding rounds, and the low bits are the sum.
     zero = 12582912.0 + (highest + 1)[:, None]
     steps = steps * keep + (change + zero)
     steps = tl.minimum(tl.maximum(steps, zero - highest[:, None]), zero + highest[:, None])
     steps = steps.to(tl.int32, bitcast=True)
     scale = tl.where(broken, float("nan"), scale)
+
     begin, scale_at = _record(row, wide, D, FORMAT)
     tl.debug_barrier()  # other warps may still read the record: see store_after_all_read
     if FORMAT != 4:

@@ -54,7 +54,7 @@ class Rule:
 
     @property
     def kind(self) -> RuleKind:
-        """What the kernels are compiled for."""
+        """The properties that kernels are compiled for."""
         definition = _DEFINITIONS[self.name]
         return RuleKind(
             name=self.name,
@@ -98,7 +98,7 @@ It updates the states, ``[V, ...]`` or per row ``[V, 1, ...]``, in place."""
 
 @dataclass(frozen=True, kw_only=True)
 class _Definition:
-    """What does not depend on the values of a rule's options."""
+    """A rule without the values of its options."""
 
     options: dict[str, Any]
     """Defaults by name; the names are those of ``torch.optim``."""
@@ -261,7 +261,7 @@ def foreach_update(
 
 
 class RuleKind(NamedTuple):
-    """What a kernel is compiled for: its argument ``RULE``."""
+    """The properties of a rule that kernels are compiled for: their argument ``RULE``."""
 
     name: str
     weight_states: int
@@ -321,8 +321,8 @@ def rule_step(first, second, row, grad, hyper, RULE: tl.constexpr):
     """One step of a rule, before the learning rate.
 
     Args:
-        first, second: the states of the weights ``[K, B]``; anything where the rule has none.
-        row: the state of the rows after :func:`row_step`, ``[K]``; likewise.
+        first, second: the states of the weights ``[K, B]``; placeholders where the rule has none.
+        row: the state of the rows after :func:`row_step`, ``[K]``, or a placeholder.
         grad: gradient, ``[K, B]``.
 
     Returns:

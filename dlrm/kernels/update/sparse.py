@@ -78,15 +78,18 @@ def update_rows(
     """
     rule = make_rule(rule) if isinstance(rule, str) else rule
     _check(rule, weight, grads, states)
+
     if sorted_rows is None:
         require_integers(weight, rows=rows)
         if rows.shape != grads.shape[:1]:
             raise ValueError(
                 f"rows have shape {tuple(rows.shape)}, they must be [{len(grads)}]: one a gradient"
             )
+
     if not use_triton(weight, impl):
         update_rows_torch(rule, weight, rows, grads, states, lr=lr, cached=cached, seed=seed)
         return
+
     sorted_rows = sorted_rows or sort_rows(rows, len(weight))
     if len(sorted_rows.rows):
         data, wide, packing = storage(weight)
@@ -114,6 +117,7 @@ def _launch(
         and (packing > 0 or table.tensors[0].dtype == torch.bfloat16),
         "FORMAT": packing,
     }
+
     if block_d >= RUNS_COLUMNS and n >= RUNS_ENTRIES and not packing:
         length = min(RUNS_LONGEST, triton.next_power_of_2(max(1, n // RUNS_TILES)))
         tiles = triton.cdiv(n, length)
@@ -136,6 +140,7 @@ def _launch(
             entries, grads, partials, table, step,
             BLOCK=block, PARTS=parts, num_warps=warps, **options,
         )  # fmt: skip
+
     if tiles > 1:
         finish[tiles - 1,](
             entries, partials, table, step,
@@ -186,10 +191,12 @@ def update_rows_torch(
         return
     rule = make_rule(rule) if isinstance(rule, str) else rule
     rows, grad = merge_rows_torch(rows.long(), grads)
+
     packed = packed_rows(weight)
     if packed is not None:
         update_packed_torch(rule, packed, rows, grad, states, lr, seed)
         return
+
     tensors = [tensor.view(len(weight), -1) for tensor in (weight, *states)]
     if cached is None:
         value, *state = [tensor.index_select(0, rows) for tensor in tensors]
@@ -199,6 +206,7 @@ def update_rows_torch(
     foreach_update(rule, [value], [grad], [state], lr)
     if seed is not None and weight.dtype == torch.bfloat16:
         value = round_stochastic(value)
+
     for index, (tensor, new) in enumerate(zip(tensors, (value, *state), strict=True)):
         if cached is None:
             tensor.index_copy_(0, rows, new.to(tensor.dtype))
