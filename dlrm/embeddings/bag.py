@@ -61,10 +61,12 @@ class EmbeddingBag(nn.Module):
             if not -num_embeddings <= padding_idx < num_embeddings:
                 raise ValueError(f"padding_idx {padding_idx} is outside {num_embeddings} rows")
             padding_idx %= num_embeddings
+
         packed = str(dtype).removeprefix("torch.") in BITS  # not every PyTorch has torch.int4
         common: dict[str, Any] = {"mode": mode, "sparse": sparse, "padding_idx": padding_idx}
         common["dtype"] = str(dtype).removeprefix("torch.") if packed else None
         self.embedding = build(kind, [num_embeddings], embedding_dim, **common, **options)
+
         if _weight is not None:
             self.embedding.to(_weight).load_dense([_weight])
         elif padding_idx is not None and isinstance(self.embedding, Dense):  # others share rows
@@ -73,6 +75,7 @@ class EmbeddingBag(nn.Module):
                     row.zero_()
         floating = dtype if isinstance(dtype, torch.dtype) and not packed else None
         self.embedding.to(device=device, dtype=floating)
+
         self.max_norm = max_norm
         self.norm_type = norm_type
         self.scale_grad_by_freq = scale_grad_by_freq
@@ -136,6 +139,7 @@ class EmbeddingBag(nn.Module):
                     f"per_sample_weights are {per_sample_weights.dtype}, they must be {dtype} like "
                     "the rows"
                 )
+
         if input.dim() == 2:
             if offsets is not None:
                 raise ValueError("offsets must be None for 2-D input: its rows are the bags")
@@ -147,6 +151,7 @@ class EmbeddingBag(nn.Module):
             offsets = self._with_last(input, offsets)
         else:
             raise ValueError(f"input has {input.dim()} dimensions, it must have 1 or 2")
+
         return self.embedding(input, offsets, per_sample_weights, context=context)[:, 0]
 
     def _with_last(self, input: Tensor, offsets: Tensor | None) -> Tensor:

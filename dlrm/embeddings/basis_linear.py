@@ -61,8 +61,12 @@ class BasisLinear(nn.Module):
         super().__init__()
         clusters = min(clusters, out_features)
         check_codebook(parts, clusters, in_features, "in_features")
-        self.in_features, self.out_features = in_features, out_features
-        self.parts, self.clusters, self.bits = parts, clusters, code_bits(clusters)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.parts = parts
+        self.clusters = clusters
+        self.bits = code_bits(clusters)
+
         shape = (parts, clusters, in_features // parts)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = (
@@ -73,6 +77,8 @@ class BasisLinear(nn.Module):
         )
         self.register_buffer("codes", codes)
         self.codes: Tensor  # [V, bytes]
+
+        # Computed from the codes, or from codes and weight, when first needed.
         self._members: Members | None = None
         self._rows: Tensor | None = None
         self._derived_from: tuple[Tensor, int] | None = None  # the codes and their version

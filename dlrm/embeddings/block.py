@@ -117,24 +117,19 @@ class Block(SharedRows):
         own_type = replace(context, dtype=None)  # which is that of the matrices
         return project(super().lookup_bags(bags, own_type), self.projection)
 
-    @torch.no_grad()
-    def load_dense(self, weights: Sequence[Tensor]) -> None:
-        """Fit each table ``[V, D]`` by its truncated singular value decomposition.
+    def fitted_rows(self, table: int, weight: Tensor) -> Tensor:
+        """The truncated singular value decomposition of the dense table, whose matrix is set too.
 
         Rows that are not kept are replaced by their mean.
         """
-        self._check_dense(weights)
-        for table, (kept, weight) in enumerate(zip(self.num_kept, weights, strict=True)):
-            head, tail = weight.split([kept - 1, len(weight) - kept + 1])
-            mean = tail.mean(0, keepdim=True)
-            basis = None if self.projection is None else self._basis(head, mean, len(tail))
-            for at, part in self.rows_to_write(table, 0, kept - 1):
-                full = head[at : at + len(part)]
-                part.copy_(full if basis is None else full @ basis)
-            for _, part in self.rows_to_write(table, kept - 1):
-                part.copy_(mean if basis is None else mean @ basis)
-            if self.projection is not None and basis is not None:
-                self.projection[table] = basis.T
+        own = self.num_kept[table] - 1
+        head, tail = weight[:own], weight[own:]
+        mean = tail.mean(0, keepdim=True)
+        if self.projection is None:
+            return torch.cat([head, mean])
+        basis = self._basis(head, mean, len(tail))
+        self.projection[table] = basis.T
+        return torch.cat([head @ basis, mean @ basis])
 
     def _basis(self, head: Tensor, mean: Tensor, shared: int) -> Tensor:
         """The ``dim`` main directions of rows, ``[D, dim]``; ``mean`` counts as many."""

@@ -74,6 +74,7 @@ class Cafe(CachesHotRows, Embedding):
         **common: Unpack[Common],
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, **common)
+
         if rows < 1:
             raise ValueError(f"cafe rows is {rows}; set --cafe.rows to 1 or more")
         if not 0 <= hot <= 1:
@@ -86,7 +87,9 @@ class Cafe(CachesHotRows, Embedding):
                 f"cafe pieces is {pieces}; set --cafe.pieces to a divisor of the embedding "
                 f"dim, {embedding_dim}"
             )
-        self.decay, self.pieces = decay, pieces
+        self.decay = decay
+        self.pieces = pieces
+
         buckets, shared = _sizes(rows, hot, embedding_dim)
         self.buckets = buckets * self.num_tables
         kept = [min(table, shared) for table in self.num_embeddings]
@@ -95,6 +98,7 @@ class Cafe(CachesHotRows, Embedding):
         # The rows of hot ids come first: of int4 they have 8 bits.
         wide = self.hot_rows * pieces
         self.weight = self._new_rows(num_pieces, embedding_dim // pieces, wide)
+
         keys = torch.int32 if sum(self.num_embeddings) < 2**31 else torch.int64
         self.empty = torch.iinfo(keys).max  # the key of a slot without owner
         self.register_buffer("_keys", torch.full((self.buckets, SLOTS), self.empty, dtype=keys))
@@ -155,6 +159,7 @@ class Cafe(CachesHotRows, Embedding):
         scores = self._scores.view(-1)
         counted = known & (scores[place] < MAX_SCORE)
         scores.index_add_(0, place, counted.int())
+
         self._admit(keys, bucket, known)
         self._traffic[0] += match[:, :HOT].sum()
         self._traffic[1] += len(keys)
@@ -162,12 +167,15 @@ class Cafe(CachesHotRows, Embedding):
     def _admit(self, keys: Tensor, bucket: Tensor, known: Tensor) -> None:
         """Let one unknown id of each bucket try to replace the weakest rival."""
         turn = hash32(self._traffic[1])  # the only source of randomness
+
+        # The challenger: the unknown id of the bucket that comes last in a shifted order.
         unknown = torch.zeros_like(self._scores[:, 0]).index_add_(0, bucket, (~known).int())
         shift = turn % len(keys)
         order = (torch.arange(len(keys), device=keys.device) + shift) % len(keys)
         last = torch.full_like(unknown, -1, dtype=torch.int64)
         last.scatter_reduce_(0, bucket, torch.where(known, -1, order), "amax")
         challenger = keys[(last - shift) % len(keys)].to(self._keys.dtype)
+
         score, weakest = self._scores[:, HOT:].min(1, keepdim=True)
         weakest += HOT
         draw = hash32(torch.arange(self.buckets, device=keys.device) ^ turn) / 2**32
@@ -194,12 +202,15 @@ class Cafe(CachesHotRows, Embedding):
         score[:, :HOT] += self._keys[:, :HOT] != self.empty
         best = score.sort(dim=1, descending=True, stable=True).indices[:, :HOT]
         chosen = torch.zeros_like(self._keys, dtype=torch.bool).scatter_(1, best, True)
+
         # As many enter a bucket as leave it, so the two lists match.
         bucket, leaving = (~chosen[:, :HOT]).nonzero(as_tuple=True)
         entering = HOT + chosen[:, HOT:].nonzero(as_tuple=True)[1]
         for slots in (self._keys, self._scores):
             out, into = slots[bucket, leaving], slots[bucket, entering]
             slots[bucket, leaving], slots[bucket, entering] = into, out
+
+        # New owners start from the pieces that they shared.
         entered = self._keys[bucket, leaving] != self.empty
         rows = (bucket * HOT + leaving)[entered]
         keys = self._keys[bucket, leaving][entered].long()
@@ -208,6 +219,7 @@ class Cafe(CachesHotRows, Embedding):
         shared = self._shared(tables, keys - self._starts[tables]).view(-1)
         write_rows(self.weight, own, read_rows(self.weight, shared))
         self.weight.grad = None  # it may be that of former owners
+
         evicted = self._keys[bucket, entering] != self.empty
         self._scores.copy_((self._scores * self.decay).clamp(max=MAX_SCORE))
         self._traffic.zero_()

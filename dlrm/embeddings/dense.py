@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Unpack
 
-import torch
 from torch import Tensor
 
 from dlrm.embeddings.base import Common
@@ -30,10 +29,5 @@ class Dense(SharedRows):
         super().__init__(num_embeddings, embedding_dim, num_embeddings, **common)
         self.reset_parameters()
 
-    @torch.no_grad()
-    def load_dense(self, weights: Sequence[Tensor]) -> None:
-        """Copy the rows of dense tables, each ``[V, D]``."""
-        self._check_dense(weights)
-        for table, weight in enumerate(weights):
-            for at, part in self.rows_to_write(table):
-                part.copy_(weight[at : at + len(part)])
+    def fitted_rows(self, table: int, weight: Tensor) -> Tensor:
+        return weight

@@ -40,15 +40,10 @@ class Drop(SharedRows):
         super().__init__(num_embeddings, embedding_dim, num_kept, shared="overflow", **common)
         self.reset_parameters()
 
-    @torch.no_grad()
-    def load_dense(self, weights: Sequence[Tensor]) -> None:
-        """Copy the rows of ``weights``, each ``[V, D]``, that are kept, and average the others."""
-        self._check_dense(weights)
-        for table, (kept, weight) in enumerate(zip(self.num_kept, weights, strict=True)):
-            for at, part in self.rows_to_write(table, 0, kept - 1):
-                part.copy_(weight[at : at + len(part)])
-            for _, part in self.rows_to_write(table, kept - 1):
-                part.copy_(weight[kept - 1 :].mean(0))
+    def fitted_rows(self, table: int, weight: Tensor) -> Tensor:
+        """The rows that are kept, and the mean of the others."""
+        own = self.num_kept[table] - 1
+        return torch.cat([weight[:own], weight[own:].mean(0, keepdim=True)])
 
     @classmethod
     def for_budget(cls, budget: Budget) -> list[dict[str, Any] | None]:

@@ -43,20 +43,16 @@ class Hash(SharedRows):
         super().__init__(num_embeddings, embedding_dim, num_kept, shared="modulo", **common)
         self.reset_parameters()
 
-    @torch.no_grad()
-    def load_dense(self, weights: Sequence[Tensor]) -> None:
-        """Set each row to the mean of the rows of ``weights``, each ``[V, D]``, that share it."""
-        self._check_dense(weights)
-        for table, (kept, weight) in enumerate(zip(self.num_kept, weights, strict=True)):
-            times, rest = divmod(len(weight), kept)
-            dtype = torch.promote_types(weight.dtype, torch.float32)  # fp16 ends at 65,504
-            full = weight[: times * kept].unflatten(0, (times, kept))
-            total = full.sum(0, dtype=dtype)
-            total[:rest] += weight[times * kept :]
-            count = total.new_full((kept, 1), times)
-            count[:rest] += 1
-            for at, part in self.rows_to_write(table):
-                part.copy_((total / count)[at : at + len(part)])
+    def fitted_rows(self, table: int, weight: Tensor) -> Tensor:
+        """For each row, the mean of the rows of the dense table that share it."""
+        kept = self.num_kept[table]
+        times, rest = divmod(len(weight), kept)
+        dtype = torch.promote_types(weight.dtype, torch.float32)  # fp16 ends at 65,504
+        total = weight[: times * kept].unflatten(0, (times, kept)).sum(0, dtype=dtype)
+        total[:rest] += weight[times * kept :]
+        count = total.new_full((kept, 1), times)
+        count[:rest] += 1
+        return total / count
 
     @classmethod
     def for_budget(cls, budget: Budget) -> list[dict[str, Any] | None]:

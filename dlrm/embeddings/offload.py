@@ -56,6 +56,7 @@ class Offload(PrefetchesRows, Embedding):
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, **common)
         rows = sum(self.num_embeddings)
+
         if cache_rows is not None and cache_rows < 0:
             raise ValueError(f"cache_rows is {cache_rows}, it must not be negative")
         if not 0 <= cache_share <= 1:
@@ -67,6 +68,7 @@ class Offload(PrefetchesRows, Embedding):
                 f"the tables have {rows:,} rows together, offload takes up to 2^31 - 1: give some "
                 "of them other options, so that they form another group"
             )
+
         capacity = round(cache_share * rows) if cache_rows is None else min(cache_rows, rows)
         self.weight = CachedParameter(
             empty_on_host(torch.empty(0), (rows, embedding_dim)),
@@ -74,6 +76,7 @@ class Offload(PrefetchesRows, Embedding):
             half_life=half_life,
         )
         self.cached = self.weight.cached
+
         self.register_buffer("_offsets", row_offsets(self.num_embeddings), persistent=False)
         self._offsets: Tensor  # [F]
         self.reset_parameters()

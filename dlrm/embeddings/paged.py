@@ -68,7 +68,8 @@ class Paged(Embedding):
             raise ValueError(
                 f"unknown placement {placement!r}{did_you_mean(placement, PLACEMENTS)}"
             )
-        # At most the longest table, so that every row number fits 64 bits.
+
+        # At most the longest table: every row number fits 64 bits.
         self.page_size = page_size = min(page_size, max(self.num_embeddings))
         self.follows_model = not devices
         """Whether ``.to`` moves the pages; pages with devices of their own stay there."""
@@ -83,12 +84,14 @@ class Paged(Embedding):
             for rows, count in zip(self.num_embeddings, self._page_counts, strict=True)
             for page in range(count)
         ]
+
         groups, entries = parse_devices(devices or ["cpu"])
         if placement == "cyclic":
             group_of_page = cyclic(len(self._lengths), entries)
         else:
             loads = _loads(self.num_embeddings, page_size)
             group_of_page = balanced(self._lengths, loads, groups, entries)
+
         used = sorted(set(group_of_page))
         self.device_groups = tuple(groups[group] for group in used)
         self._make_blocks([used.index(group) for group in group_of_page])
@@ -111,6 +114,7 @@ class Paged(Embedding):
         for group, length in zip(group_of_page, self._lengths, strict=True):
             firsts.append(sizes[group])
             sizes[group] += length
+
         self._names = []
         for group, (devices, size) in enumerate(zip(self.device_groups, sizes, strict=True)):
             names = [f"weight_{group}_{replica}" for replica in range(len(devices))]
@@ -120,6 +124,7 @@ class Paged(Embedding):
                 kind = ReplicaParameter if replica else nn.Parameter
                 self.register_parameter(name, kind(block))
             self._names.append(names)
+
         self._spans = list(zip(group_of_page, firsts, self._lengths, strict=True))
         """The device group of each page, its first row in the blocks there, and its length."""
         self.register_buffer("_group", torch.tensor(group_of_page), persistent=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Literal, Unpack
@@ -51,16 +52,18 @@ class SharedRows(Embedding):
         self.weight = self._new_rows(
             sum(self.num_kept), row_dim or embedding_dim, sum(self.num_wide or ())
         )
+
         rows = torch.tensor(self.num_kept)
         modulo = rows if shared == "modulo" else None
         overflow_row = rows - 1 if shared == "overflow" else None
         index: dict[str, Tensor | None] = {"_modulo": modulo, "_overflow_row": overflow_row}
         index |= {"_offsets": row_offsets(self.num_kept), "_num_wide": None, "_narrow": None}
-        if self.num_wide is not None:
+        if self.num_wide is not None:  # the wide rows of all tables come first
             narrow = [n - wide for n, wide in zip(self.num_kept, self.num_wide, strict=True)]
             index["_offsets"] = row_offsets(self.num_wide)
             index["_num_wide"] = torch.tensor(self.num_wide)
             index["_narrow"] = sum(self.num_wide) + row_offsets(narrow)
+
         for name, tensor in index.items():
             self.register_buffer(name, tensor, persistent=False)
         self._offsets: Tensor  # [F], the first row of each table
@@ -143,6 +146,19 @@ class SharedRows(Embedding):
                 ):
                     part.copy_(lookup(self.weight, at))
         return out
+
+    @torch.no_grad()
+    def load_dense(self, weights: Sequence[Tensor]) -> None:
+        """Fit the rows to dense tables, each ``[V, D]``, by :meth:`fitted_rows`."""
+        self._check_dense(weights)
+        for table, weight in enumerate(weights):
+            rows = self.fitted_rows(table, weight)
+            for at, part in self.rows_to_write(table):
+                part.copy_(rows[at : at + len(part)])
+
+    @abstractmethod
+    def fitted_rows(self, table: int, weight: Tensor) -> Tensor:
+        """Fit the rows that a table keeps, ``[num_kept, row_dim]``, to a dense one ``[V, D]``."""
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         rows = rows_of_torch(ids, tables, self._table_rows)

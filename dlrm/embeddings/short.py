@@ -96,19 +96,16 @@ class Short(SharedRows):
         pooled = pool_bags(short, bags, self.num_tables, mode=self.mode, dtype=context.dtype)
         return functional.pad(pooled, (0, self.embedding_dim - self.dim))
 
-    @torch.no_grad()
-    def load_dense(self, weights: Sequence[Tensor]) -> None:
-        """Copy the first ``dim`` weights of the rows ``[V, D]`` that are kept, and average those of
-        the others. What follows them is lost: ``block`` fits trained tables better.
+    def fitted_rows(self, table: int, weight: Tensor) -> Tensor:
+        """The first ``dim`` weights of the rows that are kept, and the mean of the others.
+
+        The other weights are lost: ``block`` fits trained tables better.
         """
-        self._check_dense(weights)
-        for table, (count, weight) in enumerate(zip(self.num_short, weights, strict=True)):
-            head, tail = weight[:, : self.dim].split([count - 1, len(weight) - count + 1])
-            short = torch.cat([tail.mean(0, keepdim=True), head])
-            short = functional.pad(short, (0, 0, 0, self.num_kept[table] * self.per_row - count))
-            stored = short.view(self.num_kept[table], -1)
-            for at, part in self.rows_to_write(table):
-                part.copy_(stored[at : at + len(part)])
+        own, kept = self.num_short[table] - 1, self.num_kept[table]
+        weight = weight[:, : self.dim]
+        short = torch.cat([weight[own:].mean(0, keepdim=True), weight[:own]])
+        short = functional.pad(short, (0, 0, 0, kept * self.per_row - len(short)))
+        return short.view(kept, -1)
 
     @classmethod
     def for_budget(cls, budget: Budget) -> list[dict[str, Any] | None]:

@@ -37,7 +37,7 @@ class RowOptimizer(torch.optim.Optimizer):
     The state of bf16 parameters is in fp32 (in bf16, 256 + 1 is 256). They are updated with
     stochastic rounding, so that steps too small for bf16 count on average. So are packed rows of
     8 or 4 bits, :class:`~dlrm.kernels.update.packed.PackedParameter`; where some have 4, the
-    accumulators of row-wise Adagrad are bf16 and rounded likewise.
+    accumulators of row-wise Adagrad are bf16 and rounded the same way.
 
     Args:
         params: parameters or parameter groups.
@@ -205,12 +205,14 @@ class RowOptimizer(torch.optim.Optimizer):
         saved = state_dict["param_groups"]
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in self.param_groups]:
             raise ValueError("the saved optimizer has other parameters than this one")
+
         for group, old in zip(self.param_groups, saved, strict=True):
             if (rule := old.get("rule", "one of torch.optim")) != group["rule"]:
                 raise ValueError(f"the saved optimizer is {rule}, this is {group['rule']}")
             rate_of(group).fill_(float(old["lr"]))
             if "seed" in group and "seed" in old:
                 group["seed"].copy_(old["seed"])
+
             for parameter, index in zip(group["params"], old["params"], strict=True):
                 kept, given = self.state[parameter], state_dict["state"].get(index, {})
                 if given.keys() != kept.keys():
@@ -224,10 +226,12 @@ class RowOptimizer(torch.optim.Optimizer):
                             f"the saved {name} has shape {tuple(given[name].shape)}, this "
                             f"optimizer's has {tuple(tensor.shape)}: it has other parameters"
                         )
+
                 if (cached := cached_rows(parameter)) is not None:
                     cached.release()
                 for name, tensor in kept.items():
                     tensor.copy_(given[name])
+
             in_place = {"params", "lr", "seed"}
             group.update({name: deepcopy(old[name]) for name in old.keys() - in_place})
 

@@ -60,6 +60,7 @@ class SparseArch(nn.Module):
             raise ValueError(f"unknown tables_dtype {dtype!r}{did_you_mean(dtype, DTYPES)}")
         self.num_embeddings = tuple(num_embeddings)
         self.embedding_dim = embedding_dim
+
         groups = group_tables(plan)
         self.groups = nn.ModuleList()
         returned: list[list[int]] = []
@@ -76,6 +77,7 @@ class SparseArch(nn.Module):
                 group = ShardedTables(rows, embedding_dim, own, check_ids=False, dtype=packed)
                 returned.append([slots[table] for table in group.order])
             self.groups.append(group.bfloat16() if own_dtype == "bf16" else group)
+
         self.feature_order = FeatureOrder([slots for slots, _, _ in groups], returned)
         # Dense tables last: they take one launch, the others a chain of several.
         self._launch_order = sorted(range(len(groups)), key=lambda i: groups[i][1] == "dense")

@@ -1,1 +1,1 @@
-"""What embedding methods share: bags, budgets, caches of rows, factorizations, fits."""
+"""Shared by the embedding methods: budgets, caches of rows, factorizations, fits."""

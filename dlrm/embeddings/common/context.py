@@ -1,4 +1,4 @@
-"""What a training step prepared for the look-ups of its batch."""
+"""Preparations of a training step for the look-ups of its batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dlrm.kernels.lookup.pool import BagContext
 
 @dataclass(frozen=True, kw_only=True)
 class LookupContext(BagContext):
-    """What a training step prepared for the look-ups of its batch, passed down to the ops.
+    """Preparations of a training step for the look-ups of its batch, passed down to the ops.
 
     Without it, look-ups return the same vectors and gradients.
     """

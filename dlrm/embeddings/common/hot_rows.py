@@ -14,7 +14,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True, kw_only=True)
 class PopulateReport:
-    """What one call of ``cache_populate`` did."""
+    """The changes by one call of ``cache_populate``."""
 
     hits: int
     """Training look-ups since the last call that the cache answered."""
@@ -82,8 +82,10 @@ class RowCache(nn.Module):
         self.capacity = capacity = min(capacity, num_rows)
         self.decay = decay
         self.sparse = sparse
+
         # The last row belongs to no key: it is the slot of look-ups that miss.
         self.rows = nn.Parameter(torch.zeros(capacity + 1, dim))
+
         keys = torch.int32 if num_rows < 2**31 else torch.int64
         self.empty = torch.iinfo(keys).max  # the key of an empty slot
         self.register_buffer("_keys", torch.full((capacity,), self.empty, dtype=keys))
@@ -122,6 +124,7 @@ class RowCache(nn.Module):
         hits = self.find(keys) < self.capacity
         self._traffic[0] += (hits if counted is None else hits & counted).sum()
         self._traffic[1] += keys.numel() if counted is None else counted.sum()
+
         keys = keys.reshape(-1).to(self._ring.dtype)
         n, window = len(keys), len(self._ring)
         if counted is None:
@@ -130,6 +133,7 @@ class RowCache(nn.Module):
             self._ring.index_copy_(0, place, keys[index * _even_stride(n) % max(n, 1)])
             self._position.add_(len(index))
             return
+
         index = torch.arange(n, device=keys.device) * _even_stride(n) % max(n, 1)
         keys, counted = keys[index], counted.reshape(-1)[index]
         rank = counted.cumsum(0)
@@ -168,14 +172,18 @@ class RowCache(nn.Module):
         chosen = self._most_used(cached)
         stays = torch.isin(cached, chosen)
         evicted = (~stays & (cached != self.empty)).nonzero()[:, 0]
+
         residual = 0.0
         if len(evicted):
             residual = write(cached[evicted].long(), self.rows[evicted])
+
         admitted = chosen[~torch.isin(chosen, cached)]
         slots = (~stays).nonzero()[: len(admitted), 0]
         if len(admitted):
             self.rows[slots] = read(admitted.long())
         self.rows.grad = None
+
+        # Slots keep their rows; the keys are sorted again.
         cached[~stays] = self.empty
         cached[slots] = admitted
         keys, order = cached.sort()

@@ -77,7 +77,7 @@ class Planner:
         self._order = FrequencyOrder([count[:-1] for count in counts])
 
     def plan(self, keep: Sequence[int], rank: int) -> Plan:
-        """What some exact rows and a rank come to."""
+        """The plan of some exact rows and a rank."""
         row, weight = self._budget.row_bytes, self._weight
         dense = [rows * row for rows in self._budget.num_embeddings]
         tails = [
@@ -85,9 +85,11 @@ class Planner:
             for rows, own in zip(self._budget.num_embeddings, keep, strict=True)
         ]
         exact = [row * (own + 1) if any(keep) else 0 for own in keep]
+
+        # Tables that a train does not make smaller are left out; then ranks may be shorter.
         tables = [t for t, own in enumerate(keep) if own + 1 < self._budget.num_embeddings[t]]
         sizes = list(dense)
-        while tables:  # without those that a train does not make smaller, ranks may be shorter
+        while tables:
             ranks = clip_ranks(rank, [tails[t] for t in tables], self._q)
             for t in tables:
                 sizes[t] = exact[t] + weight * tt_weights(tails[t], self._q, ranks)

@@ -148,6 +148,7 @@ def pool_backward(
             looked = load_rows(source, row, at, live, column, D, KIND)
             dot = tl.sum(looked.to(tl.float32) * arrived, 1)
             tl.store(grad_scale + at, dot.to(grad_scale.dtype.element_ty), mask=live)
+
         if scale is not None:
             value = value * tl.load(scale + at, mask=live, other=0.0).to(tl.float32)[:, None]
         to = at[:, None] * D + column

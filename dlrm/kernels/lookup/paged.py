@@ -183,6 +183,8 @@ def pages_of(
     kinds = {(block.dtype, block.shape[1]) for block in blocks}
     if len(kinds) > 1 or not all(block.is_contiguous() for block in blocks):
         raise ValueError("the blocks of pages must be contiguous, of one type and of one dim")
+
+    # The address of each page, one line of them for each replica.
     device = torch.device(device)
     addresses = None
     row = blocks[0].shape[1] * blocks[0].element_size()
@@ -191,6 +193,7 @@ def pages_of(
         starts = [[r[line % len(r)].data_ptr() for r in kept] for line in range(lines)]
         addresses = torch.tensor(starts)[:, group.cpu()] + first.cpu() * row
         addresses = addresses.to(device)
+
     return Pages(
         groups=kept,
         page_size=page_size,

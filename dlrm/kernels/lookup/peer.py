@@ -24,7 +24,7 @@ from dlrm.kernels.update.row_sort import SortedRows
 
 TILE = 4096  # elements of a tile
 READERS = 528  # programs, four per multiprocessor of an H100: enough to fill links and memory
-SENDERS = 528  # likewise; of 128 columns an H100 runs up to 660 at a time, and 924 readers
+SENDERS = 528  # the same; of 128 columns an H100 runs up to 660 at a time, and 924 readers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,7 @@ NO_BAG_CONTEXT = BagContext()
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """A look-up of bags: all but the tensors that get gradients."""
+    """A look-up of bags, without the tensors that get gradients."""
 
     ids: Tensor | None  # None: look-up k is of row k
     offsets: Tensor
@@ -123,6 +123,7 @@ class _Pool(torch.autograd.Function):
         else:
             values = weight.new_empty(flat.numel(), dim)
             grad_scale = torch.empty_like(scale) if ctx.needs_input_grad[1] else None
+
         grid, sizes = tiling(request.bags, dim, TILE)
         if request.bags:
             source, kind = Weight(weight).for_kernel()

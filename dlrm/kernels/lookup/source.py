@@ -60,14 +60,17 @@ def load_rows(source, row, lookup, live, column, D: tl.constexpr, KIND: tl.const
     ``lookup [K]`` numbers the look-ups, which replicas of a page share.
     """
     mask = live[:, None] & (column < D)
+
     if KIND.name == "packed":
         steps, scale = load_packed(source.data, row, source.num_wide, live, column, D, KIND.bits)
         value = steps * scale[:, None]
-    elif KIND.name == "cached":
+
+    elif KIND.name == "cached":  # the current values are in the cache
         slot = tl.load(source.slots + row, mask=live, other=-1)
         at = tl.where(slot >= 0, slot.to(tl.int64) * D + source.to_cache, row * D)
         value = tl.load(source.data + at[:, None] + column, mask=mask, other=0.0)
-    elif KIND.name == "paged":
+
+    elif KIND.name == "paged":  # by the address of the page
         page = row // KIND.page_size
         line = source.addresses + (lookup % KIND.replicas).to(tl.int64) * source.pages
         begin = tl.load(line + page, mask=live, other=0)
@@ -76,6 +79,7 @@ def load_rows(source, row, lookup, live, column, D: tl.constexpr, KIND: tl.const
         ALIGN: tl.constexpr = KIND.alignment
         at = tl.multiple_of((begin + within).to(source.data.dtype), ALIGN)
         value = tl.load(at[:, None] + column, mask=mask, other=0.0)
+
     else:
         value = tl.load(source.data + row[:, None] * D + column, mask=mask, other=0.0)
     return value

@@ -68,7 +68,7 @@ class PackedRows:
         return {self.num_rows: 8, 0: 4}.get(self.wide, 12)
 
     def _parts(self, rows: Tensor) -> Iterator[tuple[int, Tensor, tuple[Any, Tensor]]]:
-        """Divide ``rows`` into those of 8 bits and those of 4.
+        """Divide ``rows`` by their width, 8 or 4 bits.
 
         Yields:
             Of each width that occurs: its bits; its records ``[N, bytes]``; and the rows that have
