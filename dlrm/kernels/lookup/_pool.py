@@ -138,6 +138,7 @@ def pool_backward(
     for step in range(tl.max(length, 0)):
         live = step < length
         at = begin + step
+        mask = live[:, None] & (column < D)
         value = arrived
         if MODE == "max":
             value = tl.where(first == at[:, None], arrived, 0.0)
@@ -152,5 +153,4 @@ def pool_backward(
         if scale is not None:
             value = value * tl.load(scale + at, mask=live, other=0.0).to(tl.float32)[:, None]
         to = at[:, None] * D + column
-        mask = live[:, None] & (column < D)
         tl.store(values + to, value.to(values.dtype.element_ty), mask=mask)
