@@ -66,9 +66,11 @@ def _prepare(
             f"note: {unchecked} has no checksums, so damage may not be noticed; zstd --check "
             "writes them"
         )
+
     ids_of = given["ids_of"] and str(given["ids_of"])
     options = Options(**given | {"split": tuple(given["split"]), "ids_of": ids_of})
     meta = prepare(inputs, output, options, overwrite=overwrite, workers=workers)
+
     seconds = time.perf_counter() - start
     rows = sum(split.rows for split in meta.splits.values())
     for name, split in meta.splits.items():
@@ -76,6 +78,7 @@ def _prepare(
         print(f"{name:5} {split.rows:>13,} rows{share}")
     _note_constant(output, meta)
     print(f"ids   {sum(meta.cardinalities):>13,} in {len(meta.categorical)} columns")
+
     bad = read_json(output / BAD_ROWS_FILE)
     if bad["skipped"]:
         kinds = ", ".join(f"{kind}: {count:,}" for kind, count in bad["kinds"].items())

@@ -10,6 +10,7 @@ if __name__ == "__main__":
 
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from dlrm.data.prepare.table import (
 )
 from dlrm.data.prepare.transform import TRANSFORM_FILE
 from dlrm.data.prepare.workspace import BAD_ROWS_FILE
+from dlrm.data.schema import Meta
 from dlrm.utils.documents import read_json
 from dlrm.utils.messages import printable
 from dlrm.utils.program import Parser, count_arg, exit_status, path_arg
@@ -72,71 +74,70 @@ Examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; returns the exit status, which is 2 for bad input."""
-    arguments = vars(_parser().parse_args(argv))
-    return exit_status(
-        lambda: _prepare(**arguments), "interrupted; run the same command to continue"
-    )
+    options = _parser().parse_args(argv)
+    return exit_status(lambda: _prepare(options), "interrupted; run the same command to continue")
 
 
-def _prepare(
-    inputs: list[str],
-    output: Path,
-    config: Path | None,
-    label: str | None,
-    weight: str | None,
-    split: list[str] | None,
-    split_by: str | None,
-    ids_of: Path | None,
-    append_new: bool,
-    forget: int | None,
-    bad_rows: str,
-    dry_run: bool,
-    overwrite: bool,
-    workers: int | None,
-) -> None:
+def _prepare(options: Namespace) -> None:
     """Print what each column is, prepare, and print a summary."""
     start = time.perf_counter()
-    content: dict[str, Any] = {} if config is None else read_options(config)
-    content |= {k: v for k, v in {"label": label, "weight": weight}.items() if v is not None}
-    if split is not None:
-        if len(split) != 3:
-            raise ValueError(f"--split has {len(split)} values; give train, val and test")
-        shares = dict(zip(("train", "val", "test"), split, strict=True))
-        content["split"] = {**(content.get("split") or {}), **shares}
-    if split_by is not None:
-        way, _, column = split_by.partition(":")
-        own = {"by": way} | ({"column": column} if column else {})
-        content["split"] = {**(content.get("split") or {}), **own}
-    if ids_of is None:
-        options = build_options(content, f"{config}: " if config else "")
-        files, plan = open_and_plan(inputs, options, skip_bad=bad_rows == "skip")
+    content, skip_bad = _content(options), options.bad_rows == "skip"
+    if options.ids_of is None:
+        table = build_options(content, f"{options.config}: " if options.config else "")
+        files, plan = open_and_plan(options.inputs, table, skip_bad=skip_bad)
     else:
-        files, plan = _later_rows(inputs, ids_of, content, config)
+        files, plan = _later_rows(options.inputs, options.ids_of, content, options.config)
     print(format_plan(plan), flush=True)
-    if dry_run:
+    if options.dry_run:
         print(f"\n{options_as_yaml(plan)}\nnothing was prepared (--dry-run)")
         return
+
     meta = prepare_table(
         files,
         plan,
-        output,
-        ids_of=ids_of,
-        grow=append_new,
-        evict_after=forget,
-        skip_bad=bad_rows == "skip",
-        overwrite=overwrite,
-        workers=workers,
+        options.output,
+        ids_of=options.ids_of,
+        grow=options.append_new,
+        evict_after=options.forget,
+        skip_bad=skip_bad,
+        overwrite=options.overwrite,
+        workers=options.workers,
     )
-    seconds = time.perf_counter() - start
+    _print_summary(options.output, meta, time.perf_counter() - start)
+
+
+def _content(options: Namespace) -> dict[str, Any]:
+    """The options of the table, from the file and the command line."""
+    content = {} if options.config is None else read_options(options.config)
+    for name in ("label", "weight"):
+        if (value := getattr(options, name)) is not None:
+            content[name] = value
+
+    split: dict[str, str] = {}
+    if options.split is not None:
+        if len(options.split) != 3:
+            raise ValueError(f"--split has {len(options.split)} values; give train, val and test")
+        split |= dict(zip(("train", "val", "test"), options.split, strict=True))
+    if options.split_by is not None:
+        split["by"], _, column = options.split_by.partition(":")
+        split |= {"column": column} if column else {}
+    if split:
+        content["split"] = {**(content.get("split") or {}), **split}
+    return content
+
+
+def _print_summary(output: Path, meta: Meta, seconds: float) -> None:
     rows = sum(part.rows for part in meta.splits.values())
     for name, part in meta.splits.items():
         share = f", {part.positives / part.rows:.2%} positive" if part.rows else ""
         print(f"{name:5} {part.rows:>13,} rows{share}")
+
     scalings = read_json(output / TRANSFORM_FILE)["scalings"]
-    for way in sorted({scaling["transform"] for scaling in scalings.values()}):
-        names = [name for name, scaling in scalings.items() if scaling["transform"] == way]
-        print(f"{way:8} {len(names):>10,} numbers: {printable(', '.join(names))}")
+    for transform in sorted({scaling["transform"] for scaling in scalings.values()}):
+        names = [name for name, scaling in scalings.items() if scaling["transform"] == transform]
+        print(f"{transform:8} {len(names):>10,} numbers: {printable(', '.join(names))}")
     print(f"ids   {sum(meta.cardinalities):>13,} in {len(meta.categorical)} columns")
+
     bad = read_json(output / BAD_ROWS_FILE)
     if bad["skipped"]:
         kinds = printable(", ".join(f"{kind}: {count:,}" for kind, count in bad["kinds"].items()))

@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from dlrm.data.prepare.column_options import SplitOptions
 from dlrm.data.prepare.criteo_rows import CriteoRows, criteo_plan
 from dlrm.data.prepare.extend_ids import NOTHING_TO_EVICT
 from dlrm.data.prepare.learner import EarlierIds
@@ -100,6 +101,7 @@ def prepare(
     if workers is not None and workers < 1:
         raise ValueError(f"--workers is {workers}; it must be at least 1")
     paths = _files(inputs)
+
     earlier = None
     if options.ids_of is not None:
         options = inherit_options(options)
@@ -143,6 +145,8 @@ def inherit_options(options: Options) -> Options:
     assert options.ids_of is not None
     directory = Path(options.ids_of)
     meta = Meta.read(directory)
+
+    # Options that are given must be those of the earlier data.
     inherited: dict[str, Any] = {}
     for name in ("vocabulary", "min_count", "cap", "dense_transform"):
         flag = f"--{name.replace('_', '-')}"
@@ -155,6 +159,8 @@ def inherit_options(options: Options) -> Options:
                 f"{flag} is {given}, but {directory} was prepared {how}: leave the option out, it "
                 "is taken from the data of --ids-of"
             )
+
+    # The earlier data must have what new ids need.
     if options.append_new:
         require_fingerprint(directory)
     if options.forget is not None and any(c.oov_id is None for c in meta.categorical):
@@ -199,12 +205,10 @@ def _exact_shares(split: tuple[str, ...]) -> tuple[Fraction, ...]:
         ValueError: these are not three shares that add up to 1.
     """
     try:
-        shares = tuple(Fraction(share) for share in split)
-    except (ValueError, ZeroDivisionError):
-        shares = ()
-    if len(shares) != 3 or min(shares) < 0 or sum(shares) != 1:
+        train, val, test = split
+        return SplitOptions(train=train, val=val, test=test).shares()
+    except ValueError:
         raise ValueError(
             f"--split is {' '.join(split)}; it must be days, or the shares of train, val and test, "
             "which add up to 1, as in --split 0.85 0 0.15"
-        )
-    return shares
+        ) from None

@@ -25,6 +25,7 @@ from .column_options import ColumnOptions, TableOptions
 from .columns import Column, ColumnPlan
 from .hex_keys import hex_keys, modulo
 from .numbers import shifted_log
+from .row_source import RowSource
 from .text_blocks import BlockReader, TextBlock
 
 COLUMNS = ("label", *CRITEO_DENSE, *CRITEO_CATEGORICAL)
@@ -42,8 +43,8 @@ _LINE = re.compile(
 
 
 @dataclass(kw_only=True)
-class CriteoRows:
-    """The rows of logs, as a source of rows for the preparation.
+class CriteoRows(RowSource):
+    """The rows of Criteo's logs.
 
     Args:
         paths: files, in the order of time.
@@ -58,15 +59,14 @@ class CriteoRows:
     cap: int | None = None
     limit: int | None = None
     scored: bool = False
-    records: list[dict[str, Any]] = field(default_factory=list)
-    """Name, size in bytes and SHA-256 of each file that has been read."""
+    _records: list[dict[str, Any]] = field(default_factory=list)
+
+    def records(self) -> Sequence[dict[str, Any]]:
+        """See :class:`RowSource`."""
+        return self._records
 
     def parts(self, block_bytes: int) -> Iterator[TextBlock]:
-        """The lines of all files, in blocks.
-
-        Raises:
-            ValueError: a file is damaged or, if rows are to be scored, empty.
-        """
+        """See :class:`RowSource`."""
         left = self.limit
         for path in self.paths:
             if left == 0:
@@ -82,16 +82,12 @@ class CriteoRows:
                 if left is not None:
                     left -= block.lines
             size = path.stat().st_size
-            self.records.append({"name": path.name, "bytes": size, "sha256": file.sha256()})
+            self._records.append({"name": path.name, "bytes": size, "sha256": file.sha256()})
 
     def convert(
         self, part: TextBlock, *, skip_bad: bool
     ) -> Converted[tuple[pa.RecordBatch, pa.RecordBatch]]:
-        """The rows of a block, without further columns.
-
-        Raises:
-            BadLine: a line is no row, and it is not to be skipped.
-        """
+        """See :class:`RowSource`; there are no further columns."""
         block = part if part.labelled else _with_label(part)
         rows, good, bad = parse_block(block, self.transform, self.cap)
         if block.empty:

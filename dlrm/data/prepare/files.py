@@ -13,18 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from ...utils.messages import did_you_mean
 from ..parquet import read_footer
-from .bad_rows import BadRow
 from .column_options import TableOptions
 from .text_blocks import BLOCK_BYTES, BlockReader
-from .text_formats import CsvPart, JsonPart, csv_row_end
+from .text_formats import CsvPart, JsonPart, PartRows, csv_row_end
 
 PARQUET_ROWS = 1 << 16  # of a part
 SUFFIXES = {
@@ -47,22 +44,10 @@ class ParquetPart:
         """The columns with the names of ``types``, as the file has them."""
         return self.batch.select(list(types))
 
-    def rows(self, types: Mapping[str, pa.DataType]) -> ParquetRows:
+    def rows(self, types: Mapping[str, pa.DataType]) -> PartRows:
         """The same, row by row."""
-        return ParquetRows(self.batch.num_rows, {}, self.parse(types))
-
-
-@dataclass(frozen=True)
-class ParquetRows:
-    """Some rows, which may be selected."""
-
-    count: int
-    bad: Mapping[int, BadRow]
-    batch: pa.RecordBatch
-
-    def take(self, positions: NDArray[np.int64]) -> pa.RecordBatch:
-        """The columns of some rows."""
-        return self.batch.take(pa.array(positions))
+        rows = self.parse(types)
+        return PartRows(rows.num_rows, {}, lambda positions: rows.take(pa.array(positions)))
 
 
 FilePart = CsvPart | JsonPart | ParquetPart

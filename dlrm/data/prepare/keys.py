@@ -7,9 +7,9 @@ no more in memory than the distinct values and the dictionaries of one chunk of 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -21,26 +21,8 @@ from .hex_keys import look_up, sum_counts
 CHUNK_ENTRIES = 1 << 22  # of dictionaries whose ids are looked up at a time
 
 
-class Keys(Protocol):
-    """Distinct values, their counts, and the id of each entry of all dictionaries."""
-
-    def add(self, entries: Sequence[pa.Array], counts: Sequence[NDArray[np.int64]]) -> None:
-        """Add the dictionaries of the next blocks, and how often each of their entries occurs."""
-
-    def ordered(self) -> tuple[pa.Array, NDArray[np.int64]]:
-        """The distinct values ``[n]`` in rising order, and the count ``[n]`` of each."""
-
-    def write_ids(self, ids: NDArray[np.int32], chunks: Iterable[Sequence[pa.Array]]) -> None:
-        """Write the id of each entry of all dictionaries to the file of the keys.
-
-        Args:
-            ids: ``[n]`` of the values that :meth:`ordered` returned.
-            chunks: the dictionaries that were added.
-        """
-
-
-class HexKeys:
-    """Integer keys of hex digits.
+class Keys(ABC):
+    """Distinct values, their counts, and the id of each entry of all dictionaries.
 
     Args:
         path: the file that gets the ids of all entries, int32.
@@ -48,8 +30,32 @@ class HexKeys:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._keys = np.empty(0, np.int64)
         self._counts = np.empty(0, np.int64)
+
+    @abstractmethod
+    def add(self, entries: Sequence[pa.Array], counts: Sequence[NDArray[np.int64]]) -> None:
+        """Add the dictionaries of the next blocks, and how often each of their entries occurs."""
+
+    @abstractmethod
+    def ordered(self) -> tuple[pa.Array, NDArray[np.int64]]:
+        """The distinct values ``[n]`` in rising order, and the count ``[n]`` of each."""
+
+    @abstractmethod
+    def write_ids(self, ids: NDArray[np.int32], chunks: Iterable[Sequence[pa.Array]]) -> None:
+        """Write the id of each entry of all dictionaries.
+
+        Args:
+            ids: ``[n]`` of the values that :meth:`ordered` returned.
+            chunks: the dictionaries that were added.
+        """
+
+
+class HexKeys(Keys):
+    """Integer keys of hex digits."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._keys = np.empty(0, np.int64)
 
     def add(self, entries: Sequence[pa.Array], counts: Sequence[NDArray[np.int64]]) -> None:
         """See :class:`Keys`."""
@@ -69,19 +75,16 @@ class HexKeys:
                 file.write(look_up(self._keys, ids, entries).data)
 
 
-class TextKeys:
+class TextKeys(Keys):
     """Texts, in the order in which they first occur.
 
-    Args:
-        path: see :class:`HexKeys`. Until the ids are known, it has the position of each entry among
-            the distinct values.
+    Until the ids are known, the file has the position of each entry among the distinct values.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        super().__init__(path)
         self._path.write_bytes(b"")  # a killed run may have left it
         self._values = pa.array([], pa.large_string())
-        self._counts = np.empty(0, np.int64)
 
     def add(self, entries: Sequence[pa.Array], counts: Sequence[NDArray[np.int64]]) -> None:
         """See :class:`Keys`."""

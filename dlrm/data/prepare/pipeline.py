@@ -148,7 +148,7 @@ class Preparation:
             categorical=categorical,
             splits=splits,
             options=self.options,
-            inputs=tuple(self.source.records),
+            inputs=tuple(self.source.records()),
             fingerprint=own,
             extends=extends,
         ).write(work.directory)

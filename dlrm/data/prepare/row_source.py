@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,24 +28,25 @@ class Part(Protocol):
         """Bytes of the file up to here, for progress."""
 
 
-class RowSource(Protocol):
+class RowSource(ABC):
     """The raw rows of files."""
 
-    @property
-    def paths(self) -> Sequence[Path]:
-        """The files, in the order of their rows."""
+    paths: Sequence[Path]
+    """The files, in the order of their rows."""
 
-    @property
+    @abstractmethod
     def records(self) -> Sequence[dict[str, Any]]:
         """Name, size in bytes and SHA-256 of each file that has been read."""
 
+    @abstractmethod
     def parts(self, block_bytes: int) -> Iterator[Any]:
-        """All rows, in parts that depend on the content of the files only.
+        """Yield all rows, in parts that depend on the content of the files only.
 
         Raises:
             ValueError: a file is empty, cut off or damaged.
         """
 
+    @abstractmethod
     def convert(
         self, part: Any, *, skip_bad: bool
     ) -> Converted[tuple[pa.RecordBatch, pa.RecordBatch]]:

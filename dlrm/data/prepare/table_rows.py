@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,14 +14,15 @@ from .bad_rows import BAD_ROWS_KEPT, BadRow, BadRows, Converted
 from .columns import ColumnPlan
 from .convert import convert_rows
 from .files import FilePart, RawFile
+from .row_source import RowSource
 
 CHUNK = 256  # rows that are searched at a time for the first good one, if there is a bad one
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TableRows:
-    """The rows of files, as a source of rows for the preparation."""
+@dataclass(kw_only=True)
+class TableRows(RowSource):
+    """The rows of CSV, JSON lines or Parquet."""
 
     files: Sequence[RawFile]
     plan: ColumnPlan
@@ -33,33 +33,22 @@ class TableRows:
     required: bool = True
     """See :func:`dlrm.data.prepare.convert.convert_rows`."""
 
-    @property
-    def paths(self) -> Sequence[Path]:
-        """The files, in the order of their rows."""
-        return [file.path for file in self.files]
+    def __post_init__(self) -> None:
+        self.paths = [file.path for file in self.files]
 
-    @property
     def records(self) -> Sequence[dict[str, Any]]:
-        """Name, size in bytes and SHA-256 of each file."""
+        """See :class:`RowSource`."""
         return [file.record() for file in self.files]
 
     def parts(self, block_bytes: int) -> Iterator[FilePart]:
-        """All rows, in parts.
-
-        Raises:
-            ValueError: a file is empty, cut off or damaged.
-        """
+        """See :class:`RowSource`."""
         for file in self.files:
             yield from file.parts(block_bytes)
 
     def convert(
         self, part: FilePart, *, skip_bad: bool
     ) -> Converted[tuple[pa.RecordBatch, pa.RecordBatch]]:
-        """The rows of a part, and the columns to keep.
-
-        Raises:
-            BadRow: a row does not fit, and it is not to be skipped.
-        """
+        """See :class:`RowSource`."""
         if skip_bad:
             return convert_good_rows(part, self.types, self._converted)
         raw = part.parse(self.types)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +22,18 @@ if TYPE_CHECKING:
     from .files import RawFile
 
 QUOTE = ord('"')
+
+
+@dataclass(frozen=True)
+class PartRows:
+    """The rows of a part, to be converted in other selections than all of them."""
+
+    count: int
+    """All of them, with bad ones."""
+    bad: Mapping[int, BadRow]
+    """Those that are no rows of the table, by their position."""
+    take: Callable[[NDArray[np.int64]], pa.RecordBatch]
+    """The columns of rows at some positions. It raises :class:`BadRow` if one cannot be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +78,8 @@ class CsvPart(TextPart):
                 raise rows.bad[position] from None
             return rows.take(np.arange(rows.count))
 
-    def rows(self, types: Mapping[str, pa.DataType]) -> CsvRows:
-        """The same, row by row; what is no row is known."""
+    def rows(self, types: Mapping[str, pa.DataType]) -> PartRows:
+        """The same, row by row."""
         return self._rows(types, None)
 
     def infer(
@@ -108,7 +120,7 @@ class CsvPart(TextPart):
         )
         return _only_batch(table)
 
-    def _rows(self, types: Mapping[str, pa.DataType], problem: pa.ArrowInvalid | None) -> CsvRows:
+    def _rows(self, types: Mapping[str, pa.DataType], problem: pa.ArrowInvalid | None) -> PartRows:
         """All rows as texts, and those that have another number of fields or are not UTF-8.
 
         Raises:
@@ -137,43 +149,24 @@ class CsvPart(TextPart):
 
         count = rows.num_rows + len(bad)
         positions = np.setdiff1d(np.arange(count), list(bad))
-        texts = np.ones(len(positions), bool)
+        valid = np.ones(len(positions), bool)
         for name, index, wrong in _not_utf8(rows):
-            texts[index] = False
+            valid[index] = False
             where = int(positions[index])
             bad.setdefault(where, _not_utf8_error(name, where, wrong))
-        rows = rows.filter(pa.array(texts)).cast(
-            pa.schema([(name, pa.string()) for name in rows.schema.names])
-        )
-        return CsvRows(count, bad, rows.select(list(types)), positions[texts], types)
+        schema = pa.schema([(name, pa.string()) for name in rows.schema.names])
+        texts = rows.filter(pa.array(valid)).cast(schema).select(list(types))
+        positions = positions[valid]
 
+        def take(wanted: NDArray[np.int64]) -> pa.RecordBatch:
+            """Numbers are parsed, so that the row of another text is named."""
+            found = texts.take(pa.array(np.searchsorted(positions, wanted)))
+            columns = dict(zip(types, found.columns, strict=True))
+            for name in (name for name, kind in types.items() if kind == pa.float64()):
+                columns[name] = pa.array(numbers(columns[name], name), from_pandas=True)
+            return pa.RecordBatch.from_pydict(columns)
 
-@dataclass(frozen=True)
-class CsvRows:
-    """The rows of a part as texts."""
-
-    count: int
-    bad: Mapping[int, BadRow]
-    texts: pa.RecordBatch
-    """Those that are not bad."""
-    positions: NDArray[np.int64]
-    """Of each text, rising."""
-    types: Mapping[str, pa.DataType]
-
-    def take(self, positions: NDArray[np.int64]) -> pa.RecordBatch:
-        """The columns of some rows; numbers are parsed, so that the row of another text is named.
-
-        Raises:
-            BadValue: a text is not a number.
-        """
-        rows = self.texts.take(pa.array(np.searchsorted(self.positions, positions)))
-        columns = {
-            name: pa.array(numbers(rows[name], name), from_pandas=True)
-            if kind == pa.float64()
-            else rows[name]
-            for name, kind in self.types.items()
-        }
-        return pa.RecordBatch.from_pydict(columns)
+        return PartRows(count, bad, take)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,10 +181,14 @@ class JsonPart(TextPart):
         """
         return _parse_json(self.block.data, types)
 
-    def rows(self, types: Mapping[str, pa.DataType]) -> JsonRows:
+    def rows(self, types: Mapping[str, pa.DataType]) -> PartRows:
         """The same, row by row."""
         lines = _lines(self.block.data)
-        return JsonRows(len(lines), {}, lines, types)
+
+        def take(positions: NDArray[np.int64]) -> pa.RecordBatch:
+            return _parse_json(b"".join(lines[position] for position in positions), types)
+
+        return PartRows(len(lines), {}, take)
 
     def infer(self, *, skip_bad: bool = False) -> pa.RecordBatch:
         """All columns, with the types that pyarrow finds; bad rows can be left out."""
@@ -205,24 +202,6 @@ class JsonPart(TextPart):
                     raise BadRow(row, f"{_plain(error)}; correct the row") from None
             lines = _lines(data)
             data = b"".join(lines[:row] + lines[row + 1 :])
-
-
-@dataclass(frozen=True)
-class JsonRows:
-    """The lines of a part."""
-
-    count: int
-    bad: Mapping[int, BadRow]
-    lines: Sequence[bytes]
-    types: Mapping[str, pa.DataType]
-
-    def take(self, positions: NDArray[np.int64]) -> pa.RecordBatch:
-        """The columns of some rows.
-
-        Raises:
-            BadRow: a line is not JSON, has another name, or a value of another type.
-        """
-        return _parse_json(b"".join(self.lines[position] for position in positions), self.types)
 
 
 def csv_row_end(delimiter: str) -> Callable[[bytearray, int], int]:
