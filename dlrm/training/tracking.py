@@ -17,6 +17,7 @@ from dlrm.training.dashboards import hparams_row, layout, tag
 from dlrm.training.metrics import finite
 from dlrm.utils.atomic import atomic_write, disk_full_names
 from dlrm.utils.documents import read_json, read_json_lines, shown
+from dlrm.utils.links import refuse_links_out
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -164,6 +165,7 @@ def read_result(directory: Path) -> dict[str, Any]:
         ValueError: the file is damaged, or was written by another program.
     """
     path = directory / RESULT
+    refuse_links_out(directory)
     try:
         result = read_json(path)
         _require_types(result["options"], result["metrics"], result.get("rows", {}))

@@ -18,7 +18,7 @@ import psutil
 ABSENT = {"triton", "resource", "fcntl"}
 ABSENT_NAMES = {
     os: ("fork", "forkpty", "getloadavg", "sched_getaffinity", "sysconf", "pread", "preadv",
-         "O_NOFOLLOW", "O_NONBLOCK", "O_DIRECTORY"),
+         "pwrite",         "O_NOFOLLOW", "O_NONBLOCK", "O_DIRECTORY"),
     signal: ("SIGHUP", "SIGUSR1", "SIGALRM"),
 }  # fmt: skip
 

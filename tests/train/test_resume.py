@@ -156,9 +156,10 @@ def test_no_name_of_a_run_is_written_or_read_through_a_link_out_of_it(
     for program, *given in (
         ("train", "--resume", stranger, "--max_steps", "4"),
         ("evaluate", stranger, data, "--device", "cpu"),
+        ("compare", stranger),
     ):
         error = run(program, *given, status=2).stderr
-        assert f"error: {place} is a link out of {stranger}: put what it leads to" in error
+        assert f"{place} is a link out of {stranger}: put what it leads to" in error
         assert contents(victim) == before
 
 

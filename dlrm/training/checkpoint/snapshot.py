@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dlrm.kernels.offload.pinned_memory import in_host_memory, on_host
 from dlrm.training.checkpoint.tensor_files import Piece, slices
+from dlrm.utils.device import is_out_of_memory
 from dlrm.utils.memory import free_memory
 from dlrm.utils.streams import stream_of
 
@@ -39,13 +40,15 @@ def take(pieces: Sequence[Piece]) -> list[Piece] | None:
         return None
 
     order_streams(pieces)
-    copies = [
-        replace(
-            piece,
-            values=_on_host(piece.values) if piece.values.device in staged else _copy(piece.values),
-        )
-        for piece in pieces
-    ]
+    copies = []
+    try:
+        for piece in pieces:
+            copy = _on_host if piece.values.device in staged else _copy
+            copies.append(replace(piece, values=copy(piece.values)))
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None  # what is free may be in too small parts
     order_streams(copies)
     return copies
 

@@ -80,6 +80,7 @@ def write_file(
             for piece, start in zip(pieces, starts, strict=False)
         ]
         digests = [each.result() for each in written]
+        file.flush()
         os.fsync(file.fileno())
 
     shards = [
@@ -149,9 +150,8 @@ def slices(tensor: Tensor) -> Iterator[Tensor]:
     """
     if not tensor.numel():
         return
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if not tensor.is_cuda:
-        yield from flat.split(SLICE)
+        yield from _flat(tensor).split(SLICE)
         return
 
     if not hasattr(_staging, "buffers"):
@@ -160,7 +160,9 @@ def slices(tensor: Tensor) -> Iterator[Tensor]:
     copied: list[tuple[Tensor, torch.cuda.Event]] = []
     with torch.cuda.device(tensor.device):
         stream = stream_of(tensor.device, "saves")
-        for number, part in enumerate(flat.split(SLICE)):
+        with torch.cuda.stream(stream):
+            parts = _flat(tensor).split(SLICE)
+        for number, part in enumerate(parts):
             arrived = torch.cuda.Event(blocking=True)  # no core is kept busy by waiting
             with torch.cuda.stream(stream):
                 buffer = buffers[number % 2][: len(part)].copy_(part, non_blocking=True)
@@ -169,6 +171,11 @@ def slices(tensor: Tensor) -> Iterator[Tensor]:
             if number:
                 yield _arrived(*copied[number - 1])
         yield _arrived(*copied[-1])
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor; a copy if they do not follow each other."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _arrived(buffer: Tensor, event: torch.cuda.Event) -> Tensor:

@@ -205,7 +205,8 @@ class CheckpointWriter:
             if first:
                 shutil.rmtree(draft.temporary, ignore_errors=True)
             else:
-                _tell(draft.note(rank), str(error))
+                with suppress(OSError):  # else torchrun ends the first process
+                    _tell(draft.note(rank), str(error))
             raise
 
     def _complete(self, draft: Draft, written: Written) -> None:
