@@ -9,6 +9,7 @@ from dlrm.embeddings.short import place_of
 from dlrm.kernels.lookup import pool
 from dlrm.kernels.lookup.pool import MODES
 from dlrm.optim import RowOptimizer, apply_in_backward
+from tests.kit import combinations
 
 
 def test_zeros_follow_the_weights():
@@ -73,9 +74,11 @@ FIXED = torch.tensor([3] * 4 + [2] * 4)
 RAGGED = torch.tensor([0, 5, 1, 2, 4, 0, 1, 0])
 
 
-@pytest.mark.parametrize("dtype", [None, "bf16", "int8", "int4"])
-@pytest.mark.parametrize("lengths", [FIXED, RAGGED, RAGGED * 0])
-@pytest.mark.parametrize("mode", [*MODES, "weighted"])
+@combinations(
+    dtype=[None, "bf16", "int8", "int4"],
+    lengths=[FIXED, RAGGED, RAGGED * 0],
+    mode=["weighted", *MODES],
+)
 def test_kernels_pool_bags_as_pytorch_does(monkeypatch, device, dtype, lengths, mode):
     """Vectors and gradients; in a captured step there may be more ids than the offsets say."""
     results = []

@@ -13,6 +13,7 @@ from dlrm.embeddings import EmbeddingBag, build
 from dlrm.embeddings.common.budget import Budget
 from dlrm.embeddings.tt import TT, clip_ranks, tt_weights
 from dlrm.optim import RowOptimizer
+from tests import kit
 
 # Rows of the 26 tables of Criteo Terabyte with ids modulo 10,000,000.
 TERABYTE_10M = (
@@ -498,7 +499,7 @@ def losses(dtype, device):
     return found[0], sum(found[-20:]) / 20
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@kit.first("dtype", ["int4", "int8"], slow=pytest.mark.slow)
 def test_packed_rows_and_their_train_learn_as_in_fp32(dtype, device):
     first, last = losses(dtype, device)
     _, exact = losses(None, device)

@@ -19,6 +19,7 @@ from dlrm.export.programs import (
 )
 from dlrm.kernels.update.packed import PackedParameter
 from dlrm.model import DLRM
+from tests.kit import first
 
 ROWS = [100, 5, 300, 1000, 7]
 LISTS = [False, False, True, True, False]
@@ -111,7 +112,7 @@ def test_tables_trained_in_int8_and_int4(case, dtype):
 
 
 @traced_cases
-@pytest.mark.parametrize("lists", [False, True])
+@first("lists", [True, False], slow=pytest.mark.slow)
 def test_so_does_the_program_with_any_batch(case, lists, tmp_path):
     model = model_of(case)
     program = trace(InferenceModel(copy.deepcopy(model), LISTS if lists else [False] * 5), 3)

@@ -13,6 +13,7 @@ from dlrm.data.prepare.criteo_rows import parse_block
 from dlrm.data.prepare.hex_keys import MISSING
 from dlrm.data.prepare.text_blocks import BlockReader, TextBlock
 from dlrm.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
+from tests.kit import first
 
 LETTERS = st.characters(codec="utf-8", exclude_characters="\n")
 ANY = st.text(LETTERS, max_size=12).map(str.encode) | st.binary(max_size=6)
@@ -66,7 +67,7 @@ def agree(found, data):
     assert not found[0] or same(found[0], expected[0])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(files())
 @example(b"0" + b"\t" * 39 + b"\r")
 @example(b"0" + b"\t " * 13 + b"\t" * 26 + b"\n")
@@ -77,7 +78,7 @@ def test_a_block_is_parsed_as_by_a_plain_reader(data):
     agree(parsed([block] if data else []), data)
 
 
-@pytest.mark.parametrize("compression", [None, "gzip", "zstd"])
+@first("compression", ["gzip", "zstd", None], slow=pytest.mark.slow)
 @settings(max_examples=20, deadline=None)
 @given(data=files(), size=st.integers(600, 2000), cut=st.floats(0, 1))
 def test_blocks_end_anywhere(tmp_path_factory, compression, data, size, cut):

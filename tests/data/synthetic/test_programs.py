@@ -106,6 +106,7 @@ def test_calibration_names_a_bad_sample(tmp_path, capsys, script):
     assert not output.exists()
 
 
+@pytest.mark.slow
 def test_interrupted_it_leaves_nothing(tmp_path):
     program = str(ROOT / "scripts/make_synthetic.py")
     command = [sys.executable, program, "--output", str(tmp_path / "data"), "--rows", "99999999"]
