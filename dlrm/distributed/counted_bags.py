@@ -1,4 +1,4 @@
-"""Bags whose ids are counted on the host, so that they can be sent to other processes."""
+"""Bags with counts of their ids on the host, as needed to send them to other processes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which process holds which shard of which table.
+"""Plan the shards of tables: which process holds which part.
 
-A table is sharded table-wise (one process holds all of it), row-wise or column-wise, or, if it is
-small, replicated.
+A table is sharded table-wise (one process holds all of it), row-wise or column-wise. Small tables
+are replicated.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def imbalance(shards: Sequence[Shard], loads: Sequence[float], ranks: int, room:
     table is looked up by each of its ranks, for every id.
 
     Args:
-        shards: of all tables.
-        loads: look-ups of each table, in any unit.
+        shards: the shards of all tables.
+        loads: number of look-ups of each table, in any unit.
         ranks: number of ranks.
         room: number of weights that a rank may hold without counting as too full.
     """

@@ -135,11 +135,11 @@ def _read_base(base: Path, options: ExportOptions) -> dict[str, Any]:
     before = read_manifest(base)
     wrong = None
     if options.tables is not None or options.emb is not None:
-        wrong = "the tables are stored as they are there: leave out --tables and --emb"
+        wrong = "a delta has the kinds and number format of its base: leave out --tables and --emb"
     elif before.get("tables") == "auto":
         wrong = "its tables were compressed after training, which changes every row: export in full"
     elif "onnx" in before or options.onnx:
-        wrong = "ONNX has weights of its own, for which there is no delta: export without --onnx"
+        wrong = "ONNX has its own weights, for which there is no delta: export without --onnx"
     elif digest_of(base / WEIGHTS) != before["files"][WEIGHTS]:
         wrong = f"{WEIGHTS} is not that of {MANIFEST}; restore it, or export in full"
     if wrong:
@@ -229,5 +229,5 @@ def _bytes_of(numbers: Tensor, values: Tensor) -> int:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Values as integers, so that NaN equals itself and -0 is not 0."""
+    """Values as integers: NaN equals itself, and -0 does not equal 0."""
     return values.contiguous().view(INTEGERS[values.element_size()])

@@ -1,4 +1,4 @@
-"""The directory of an export, which needs nothing of this package: see docs/export.md."""
+"""The directory of an export, which does not need this package; see docs/export.md."""
 
 from __future__ import annotations
 

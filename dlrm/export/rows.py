@@ -97,7 +97,7 @@ def store_rows(weight: Tensor, precision: str) -> nn.Module:
     Args:
         weight: ``[n, D]``, fp32 or bf16.
         precision: one of :data:`PRECISIONS`. ``fp32`` keeps the rows as they are; rows of fewer
-            than :data:`SHORTEST` weights become bf16 in place of int8 and int4.
+            than :data:`SHORTEST` weights become bf16 instead of int8 and int4.
 
     Raises:
         ValueError: an unknown precision.

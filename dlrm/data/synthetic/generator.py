@@ -20,7 +20,7 @@ from dlrm.data.synthetic.distributions import (
 from dlrm.data.synthetic.label_model import TIME_POINT, LabelModel
 
 PILOT_ROWS = 1 << 16
-CPU_ROWS = 1 << 14  # rows generated at a time on a CPU, so that [S, B] stays in its caches
+CPU_ROWS = 1 << 14  # rows generated at a time on a CPU: [S, B] fits into its caches
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
     logit = bias + scale * (dense effects + id effects + sum of <z_c, z_d> over pairs of columns)
 
 The dense effects are smooth in log(x + 1). The ids of a column belong to a few hidden clusters,
-each with an effect and a factor vector ``z`` of rank 4. Each frequent id adds an effect of its own;
-rare ids share theirs by a hash, at a lower scale, so that they carry some information, but little.
+each with an effect and a factor vector ``z`` of rank 4. Each frequent id adds an individual effect.
+Rare ids share effects by a hash, at a lower scale, so they carry only little information.
 
 The arithmetic uses fixed-point integers, so a row has the same label on every device. The
 probability has one of 2^13 values, so the number of rows with each value gives the exact metrics of
@@ -40,8 +40,8 @@ DENSE_SCALE, CLUSTER_SCALE, ID_SCALE, FACTOR_SCALE = 0.5, 0.45, 0.3, 0.16
 class LabelModel:
     """Label model over the columns ``dense`` and ``categorical``.
 
-    :meth:`fit` fits scale and bias to pilot rows, so that the expected AUC and the share of
-    positives have the given values for any columns.
+    :meth:`fit` fits scale and bias to pilot rows, to get a given expected AUC and share of
+    positives for any columns.
 
     Args:
         dense, categorical: the columns.
@@ -115,7 +115,7 @@ class LabelModel:
         return ((noise >> 32) < self.thresholds.index_select(0, bins)).to(torch.uint8)
 
     def fit(self, scores: Tensor, *, auc: float, positives: float) -> None:
-        """Set scale and bias so that pilot rows have the given AUC and share of positives.
+        """Set scale and bias such that pilot rows have the given AUC and share of positives.
 
         Args:
             scores: ``score`` of the pilot rows, int64 ``[B]``.
