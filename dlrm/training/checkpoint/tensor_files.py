@@ -37,6 +37,7 @@ from dlrm.utils.streams import stream_of
 SLICE = 16 << 20
 """Bytes that are copied from a GPU at a time; each thread has two buffers of that size."""
 THREADS = 4
+READERS = 16  # threads
 _PIECE = 4 << 20  # bytes that are read at a time
 _REGULAR = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
 """Flags for opening a file; Windows lacks the first two, and others the last."""
@@ -208,7 +209,7 @@ class TensorFiles:
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(min(THREADS, cpu_count()))
+        return ThreadPoolExecutor(min(READERS, cpu_count()))
 
     def verify(self, rank: int = 0, size: int = 1) -> None:
         """Compare the digests of all shards, or of a process's share.
