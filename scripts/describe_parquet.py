@@ -40,7 +40,7 @@ from dlrm.data.parquet import (
     is_list_of_ids,
     read_footer,
 )
-from dlrm.data.schema import DESCRIBED, META_FILE, SPLITS, Categorical, Meta, Split
+from dlrm.data.schema import DESCRIBED, META_FILE, SPLITS, Categorical, Meta, Split, Unseen
 from dlrm.utils.messages import listing, print_error, printable
 from dlrm.utils.program import Parser, exit_status, path_arg
 
@@ -91,7 +91,7 @@ def describe_files(
     label: str,
     dense: Sequence[str] | None = None,
     categorical: Sequence[str] | None = None,
-    unseen: str = "row",
+    unseen: Unseen = "row",
     like: Meta | None = None,
 ) -> Meta:
     """Read all files once and describe them.
@@ -148,7 +148,7 @@ def describe_files(
     return replace(meta, categorical=tuple(tables), splits=described, options=made_by)
 
 
-def _with_table(column: Categorical, ids: IdRange, unseen: str) -> Categorical:
+def _with_table(column: Categorical, ids: IdRange, unseen: Unseen) -> Categorical:
     """A column with the table that its ids need."""
     reserved = unseen == "row" or ids.nulls > 0
     return replace(

@@ -14,11 +14,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import Interval, MaxLen
 
 from ..utils.atomic import atomic_write
 from ..utils.documents import read_json, shown
 from ..utils.messages import printable, require_local
+from ..utils.validation import Closed, Flag, Number, Whole, validate
 
 SCHEMA_VERSION = 1
 META_FILE = "meta.json"
@@ -48,56 +51,85 @@ MLPERF_BAG_SIZES = (
 DESCRIBED = "scripts/describe_parquet.py"  # options["made_by"] of Parquet from other programs
 
 
+Count = Annotated[Whole, Interval(ge=0, lt=2**63)]
+Size = Annotated[Whole, Interval(ge=1, lt=2**63)]
+Name = Annotated[str, MaxLen(MAX_NAME)]
+Unseen = Literal["error", "row"]
+
+
 @dataclass(frozen=True, kw_only=True)
-class Categorical:
+class Categorical(Closed):
     """A categorical column; its ids are looked up in a table of ``cardinality`` rows."""
 
-    name: str
-    cardinality: int
+    name: Name
+    cardinality: Size
     """Rows of the table; every id is in ``[0, cardinality)``."""
-    multi_hot: bool = False
+    multi_hot: Flag = False
     """Each value is a list of ids (a bag) rather than one id."""
-    bag_size: int | None = None
+    bag_size: Size | None = None
     """Multi-hot: ids of every bag, where all have as many; None: bags differ in length."""
-    oov_id: int | None = None
+    oov_id: Count | None = None
     """The id shared by all values that are not in the vocabulary, if there is one."""
-    unseen: str = "error"
+    unseen: Unseen = "error"
     """What becomes of an id outside the table: ``error``, or ``row``, that of ``oov_id``."""
 
+    def __post_init__(self) -> None:
+        """Check what depends on several fields."""
+        column = f"column {shown(self.name)} has"
+        if self.oov_id is not None and self.oov_id >= self.cardinality:
+            raise ValueError(f"{column} oov_id {self.oov_id} and cardinality {self.cardinality}")
+        if self.bag_size is not None and not self.multi_hot:
+            raise ValueError(f"{column} bag_size {self.bag_size}, and is not multi_hot")
+        if self.unseen == "row" and self.oov_id is None:
+            raise ValueError(f"{column} unseen 'row', and no oov_id")
+
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class Split(Closed):
     """The Parquet files of one split, in reading order, relative to the directory."""
 
-    files: tuple[str, ...]
-    rows: int
-    positives: int
+    files: tuple[Name, ...]
+    rows: Count
+    positives: Count
+
+    def __post_init__(self) -> None:
+        if self.positives > self.rows:
+            raise ValueError(f"it has {self.positives:,} positives in {self.rows:,} rows")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meta:
+class EarlierData(Closed):
+    """Data that was prepared before, whose ids later data extends."""
+
+    fingerprint: str
+    cardinalities: tuple[Size, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meta(Closed):
     """What ``meta.json`` says about a prepared directory.
 
     Raises:
-        ValueError: a column is named more than once, or its name is not text.
+        ValueError: a column is named more than once, or its name is too long; or the ids do not
+            begin with those of the data that they extend.
     """
 
-    dense: tuple[str, ...]
+    dense: tuple[Name, ...]
     categorical: tuple[Categorical, ...]
     splits: Mapping[str, Split]
-    label: str = "label"
-    weight: str | None = None
+    label: Name = "label"
+    weight: Name | None = None
     """The column of sample weights, if there is one."""
     schema_version: int = SCHEMA_VERSION
     options: Mapping[str, Any] = field(default_factory=dict)
     """The options with which the data was made."""
     inputs: tuple[Mapping[str, Any], ...] = ()
     """Name, size in bytes and SHA-256 of each raw input file."""
-    planted: Mapping[str, Any] = field(default_factory=dict)
+    planted: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
     """For synthetic data: the best possible metrics of each split, those of the label model."""
     fingerprint: str | None = None
     """Of data made from raw rows; see :func:`dlrm.data.prepare.fingerprint.fingerprint`."""
-    extends: tuple[Mapping[str, Any], ...] = ()
+    extends: tuple[EarlierData, ...] = ()
     """Fingerprint and cardinalities of the earlier data whose ids these begin with, oldest first.
     Later ids were appended, and some may have been given to new values, so that the ids are not in
     order of falling frequency."""
@@ -106,61 +138,23 @@ class Meta:
         names = [self.label, *self.dense, *self.tables]
         names += [] if self.weight is None else [self.weight]
         for name in names:
-            if not isinstance(name, str) or len(name) > MAX_NAME:
-                at_most = f"{MAX_NAME} characters at most"
-                raise ValueError(f"column {shown(name)} has a name that is not text of {at_most}")
+            if len(name) > MAX_NAME:
+                raise ValueError(
+                    f"column {shown(name)} has a name of more than {MAX_NAME} characters"
+                )
         for name, count in Counter(names).items():
             if count > 1:
                 raise ValueError(
                     f"column {shown(name)} is named {count} times; a column is the label, dense or "
                     "categorical, once"
                 )
-
-    def _require_types(self) -> None:
-        """Check the types and ranges of the values, which may have been written by hand."""
-        if not self.categorical:
-            raise ValueError("there is no categorical column, a model needs at least one")
-        for column in self.categorical:
-            name, rows, oov = shown(column.name), column.cardinality, column.oov_id
-            if type(rows) is not int or not 1 <= rows < 2**63:
-                raise ValueError(f"column {name} has cardinality {shown(rows)}")
-            if oov is not None and (type(oov) is not int or not 0 <= oov < rows):
-                raise ValueError(f"column {name} has oov_id {shown(oov)}")
-            if type(column.multi_hot) is not bool:
-                raise ValueError(f"column {name} has multi_hot {shown(column.multi_hot)}")
-            size = column.bag_size
-            if size is not None and (type(size) is not int or size < 1 or not column.multi_hot):
-                raise ValueError(
-                    f"column {name} has multi_hot {column.multi_hot} and bag_size {shown(size)}"
-                )
-            if column.unseen not in ("error", "row") or (column.unseen == "row" and oov is None):
-                raise ValueError(
-                    f"column {name} has unseen {shown(column.unseen)} and oov_id {oov}"
-                )
-        for name, split in self.splits.items():
-            if type(split.rows) is not int or split.rows < 0:
-                raise ValueError(f"split {shown(name)} has rows {shown(split.rows)}")
-            if type(split.positives) is not int or not 0 <= split.positives <= split.rows:
-                raise ValueError(f"split {shown(name)} has positives {shown(split.positives)}")
-            if not all(isinstance(file, str) and len(file) <= MAX_NAME for file in split.files):
-                raise ValueError(f"split {shown(name)} has files {shown(split.files)}")
-        if not isinstance(self.fingerprint, str | None):
-            raise ValueError(f"fingerprint is {shown(self.fingerprint)}")
         for earlier in self.extends:
-            rows = earlier["cardinalities"]
-            fit = len(rows) == len(self.categorical) and all(
-                type(n) is int and 1 <= n <= c
-                for n, c in zip(rows, self.cardinalities, strict=True)
+            rows = earlier.cardinalities
+            shorter = len(rows) == len(self.categorical) and all(
+                own <= now for own, now in zip(rows, self.cardinalities, strict=True)
             )
-            if not isinstance(earlier["fingerprint"], str) or not fit:
-                raise ValueError(f"extends has {shown(earlier)}, which is no beginning of the ids")
-        for name, value in {"options": self.options, "planted": self.planted}.items():
-            if not isinstance(value, Mapping):
-                raise ValueError(f"{name} is {shown(value)}")
-        for name, best in self.planted.items():
-            numbers = isinstance(best, Mapping) and {*map(type, best.values())} <= {int, float}
-            if not numbers:
-                raise ValueError(f"split {shown(name)} has planted {shown(best)}")
+            if not shorter:
+                raise ValueError(f"extends has {shown(rows)}, which is no beginning of the ids")
 
     @property
     def tables(self) -> tuple[str, ...]:
@@ -191,15 +185,16 @@ class Meta:
     def rows_at(self, fingerprint: str | None) -> tuple[int, ...] | None:
         """The rows that each table had in earlier data which this extends; None if it was none."""
         for earlier in self.extends:
-            if earlier["fingerprint"] == fingerprint != self.fingerprint:
-                return tuple(earlier["cardinalities"])
+            if earlier.fingerprint == fingerprint != self.fingerprint:
+                return earlier.cardinalities
         return None
 
-    def extended_by(self, fingerprint: str) -> tuple[Mapping[str, Any], ...]:
+    def extended_by(self, fingerprint: str) -> tuple[EarlierData, ...]:
         """What data with a fingerprint extends, whose ids begin with these."""
         if fingerprint == self.fingerprint:
             return self.extends
-        earlier = {"fingerprint": self.fingerprint, "cardinalities": list(self.cardinalities)}
+        assert self.fingerprint is not None
+        earlier = EarlierData(fingerprint=self.fingerprint, cardinalities=self.cardinalities)
         return (*self.extends, earlier)
 
     @property
@@ -284,24 +279,10 @@ class Meta:
                 "prepare the data again"
             )
         try:
-            if isinstance(raw["dense"], str):
-                raise ValueError(f"dense is {shown(raw['dense'])}, it must be a list of names")
-            raw["dense"] = tuple(raw["dense"])
-            raw["categorical"] = tuple(Categorical(**column) for column in raw["categorical"])
-            for name, split in raw["splits"].items():
-                if isinstance(split["files"], str):
-                    raise ValueError(
-                        f"split {shown(name)} has files {shown(split['files'])}, not a list"
-                    )
-            raw["splits"] = {
-                name: Split(**{**split, "files": tuple(split["files"])})
-                for name, split in raw["splits"].items()
-            }
-            raw["inputs"] = tuple(raw.get("inputs", ()))
-            raw["extends"] = tuple(raw.get("extends", ()))
-            meta = cls(**raw)
-            meta._require_types()
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            meta = validate(cls, raw)
+            if not meta.categorical:
+                raise ValueError("there is no categorical column, a model needs at least one")
+        except ValueError as error:
             raise ValueError(
                 f"{path} is not a meta file: {printable(str(error))}; prepare the data again"
             ) from None

@@ -7,23 +7,45 @@ import math
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import yaml
+from annotated_types import MinLen
 from torch.utils.tensorboard import SummaryWriter
 
 from dlrm.training.dashboards import hparams_row, layout, tag
 from dlrm.training.metrics import finite
 from dlrm.utils.atomic import atomic_write, disk_full_names
-from dlrm.utils.documents import read_json, read_json_lines, shown
+from dlrm.utils.documents import read_json, read_json_lines
 from dlrm.utils.links import refuse_links_out
+from dlrm.utils.validation import Number, Whole, validate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 RESULT = "result.json"  # written by a finished run
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    """The options of a result that programs use."""
+
+    emb: str
+    data: str = ""
+    seed: Whole = 0
+    tt: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Result:
+    """What programs use of a result; it holds more."""
+
+    options: _Options
+    metrics: dict[str, Number | None]
+    rows: dict[str, Annotated[list[Whole], MinLen(1)]] = field(default_factory=dict)
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
@@ -168,10 +190,10 @@ def read_result(directory: Path) -> dict[str, Any]:
     refuse_links_out(directory)
     try:
         result = read_json(path)
-        _require_types(result["options"], result["metrics"], result.get("rows", {}))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a result of train.py: {shown(error)}; remove it") from None
-    return result
+        validate(_Result, result)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a result of train.py: {error}; remove it") from None
+    return dict(result)
 
 
 def finished(directory: Path, step: int | None, options: str) -> dict[str, float]:
@@ -187,19 +209,6 @@ def finished(directory: Path, step: int | None, options: str) -> dict[str, float
     result = read_result(directory)
     same = result.get("steps") == step and result["options"] == yaml.safe_load(options)
     return {k: math.nan if v is None else v for k, v in result["metrics"].items()} if same else {}
-
-
-def _require_types(options: dict[str, Any], metrics: dict[str, Any], rows: dict[str, Any]) -> None:
-    """Check what programs use of a result."""
-    for split, counts in rows.items():
-        if not (isinstance(counts, list) and counts and all(type(n) is int for n in counts)):
-            raise ValueError(f"rows of {shown(split)} are {shown(counts)}")
-    wanted = {"emb": str, "data": str, "seed": int, "tt": dict}
-    found = {name: options[name] for name in wanted if name in options or name == "emb"}
-    wrong = [name for name, value in found.items() if not isinstance(value, wanted[name])]
-    wrong += [n for n, v in metrics.items() if v is not None and type(v) not in (int, float)]
-    if wrong:
-        raise ValueError(f"{wrong[0]} is {shown((options | metrics)[wrong[0]])}")
 
 
 def log_figures(directory: Path, figures: Mapping[str, Figure]) -> None:

@@ -46,7 +46,7 @@ _RULES = {
     "int_type": "it must be a whole number",
     "float_type": "it must be a number",
     "bool_type": "it must be true or false",
-    "string_type": "it must be text: put it in quotes",
+    "string_type": "it must be text, in quotes",
     "tuple_type": "it must be a list",
     "list_type": "it must be a list",
     "dict_type": "it must hold names and values, as name: value",

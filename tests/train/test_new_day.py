@@ -108,7 +108,7 @@ def test_old_values_keep_their_ids_and_new_ones_follow(days):
             assert sum(counts) == sum(before) + len(train)
             appended += len(new)
     assert appended > 500
-    assert [e["fingerprint"] for e in metas[2].extends] == [m.fingerprint for m in metas[:2]]
+    assert [e.fingerprint for e in metas[2].extends] == [m.fingerprint for m in metas[:2]]
     assert metas[2].rows_at(metas[0].fingerprint) == metas[0].cardinalities
     assert metas[2].rows_at(metas[2].fingerprint) is None
 

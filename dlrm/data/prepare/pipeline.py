@@ -25,7 +25,7 @@ from typing import Any
 
 from ...utils.atomic import atomic_write
 from ...utils.cpus import cpu_count
-from ..schema import META_FILE, Meta
+from ..schema import META_FILE, EarlierData, Meta
 from .fingerprint import fingerprint
 from .learner import EarlierIds, Learner
 from .row_source import RowSource
@@ -138,7 +138,7 @@ class Preparation:
         label, weight = plan.only("label"), plan.only("weight")
         assert label is not None
         own = fingerprint(work.directory, [column.name for column in categorical], self.rules())
-        extends: tuple[Mapping[str, Any], ...] = ()
+        extends: tuple[EarlierData, ...] = ()
         if self.earlier is not None and (self.earlier.directory / META_FILE).is_file():
             extends = Meta.read(self.earlier.directory).extended_by(own)
         Meta(
