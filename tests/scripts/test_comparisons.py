@@ -521,6 +521,7 @@ def test_interrupted_it_ends_at_once_and_says_how_to_resume(data, tmp_path, name
     assert {path.name for path in tmp_path.iterdir()} == {"dense-0", "dense-0.log"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_this_process")
 def test_no_run_at_all_is_an_error(script, data, tmp_path, capsys):
     given = ["--data", str(data), "--seeds", "1", "--runs", str(tmp_path), "--options", "epoch=1"]

@@ -196,6 +196,7 @@ def test_limits(served, exported):
     assert served.ask("POST", "/score", as_json(rows[:3]))[0] == 200
 
 
+@pytest.mark.slow
 def test_too_many_requests_at_a_time(exported):
     made, _, rows = exported
     server = Served(made, "--queue", "1", "--timeout", "30", "--drain", "0")
@@ -240,6 +241,7 @@ def test_the_files_may_change_while_they_are_served(exported, table, compiled, t
     assert server.stop() == ""
 
 
+@pytest.mark.slow
 def test_a_server_continues_if_nobody_takes_its_output(exported):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
@@ -352,6 +354,7 @@ def test_connections_that_send_no_request_are_closed(served, exported):
     assert served.ask("POST", "/score", as_json(rows[:3]))[0] == 200
 
 
+@pytest.mark.slow
 def test_too_many_connections_are_closed(exported):
     """Those that are there go on."""
     made, _, rows = exported

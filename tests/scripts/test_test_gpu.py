@@ -7,6 +7,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "test_gpu.py"))
 
 
+@pytest.mark.slow
 def test_a_failing_test_is_reported_in_full(tmp_path, capfd, monkeypatch):
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     (tmp_path / "test_one.py").write_text(
