@@ -89,6 +89,7 @@ def write(
     threads = cpu_count() if threads is None else threads
     profile = _profile(like)
     _check(rows, fractions, seed, auc, positives, drift, format, device, threads)
+
     categorical = _columns(profile, cardinalities, format)
     tables = tuple(Categorical(name=c.name, cardinality=c.cardinality) for c in categorical)
     if bag_sizes:
@@ -208,6 +209,7 @@ def _check(
     kind = (device or "cpu").partition(":")[0]
     shares = list(DEMO_FRACTIONS if fractions is None else fractions)
     sums_up = len(shares) == 3 and min(shares) >= 0 and abs(sum(shares) - 1) <= 1e-6
+
     rules = {
         "rows": (rows, rows >= 1, "at least 1"),
         "seed": (seed, 0 <= seed < 2**63, "at least 0 and below 2**63"),
@@ -219,10 +221,11 @@ def _check(
         "device": (device, kind in ("cpu", "cuda"), "cpu or cuda"),
         "fractions": (
             shares, sums_up,
-            "the shares of train, val and test, none of them negative, and add up to 1, such as "
+            "the shares of train, val and test, which are not negative and add up to 1, such as "
             "0.8 0.1 0.1",
         ),
     }  # fmt: skip
+
     for name, (value, valid, rule) in rules.items():
         if not valid:
             raise ValueError(f"{name} is {value!r}, it must be {rule}")

@@ -199,7 +199,7 @@ def test_tsv_holds_the_same_rows_as_parquet(tmp_path, script):
         ({"seed": -1}, "seed is -1, it must be at least 0"),
         ({"fractions": (0.5, 0.6)}, "fractions is .* add up to 1"),
         ({"fractions": (0.5, 0.6, 0.2)}, "fractions is .* add up to 1"),
-        ({"fractions": (1.5, -0.5, 0)}, "none of them negative"),
+        ({"fractions": (1.5, -0.5, 0)}, "which are not negative and add up"),
         ({"cardinalities": []}, "there are no cardinalities"),
         ({"cardinalities": [5, 0]}, "the cardinality of C2 is 0, it must be 1 to"),
         ({"cardinalities": [1 << 28]}, "the cardinality of C1 is 268435456"),
