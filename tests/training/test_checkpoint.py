@@ -8,6 +8,7 @@ import resource
 import shutil
 import threading
 import time
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -698,7 +699,11 @@ def test_training_continues_while_a_checkpoint_is_written(saving, tmp_path):
     step(1, best=True)
     assert own.copied > 0
     step(2, best_step=1)  # waits
+    (replaced,) = own._writes[-1][0]
+    copy = weakref.ref(replaced.pieces[0].values)
+    del replaced
     step(3, best_step=1)  # in its place
+    assert copy() is None, "copies are large"
     assert names(tmp_path) in (["step_1.tmp"], [])
     gate.set()
     own.wait()

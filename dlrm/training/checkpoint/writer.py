@@ -42,7 +42,7 @@ POLL = 0.02  # seconds between two looks for what another process has written
 LOST = 20.0  # seconds that a process which is leaving waits for the others
 
 Written = tuple[StoredFile, list[tuple[str, StoredShard]]]
-"""What a process has written: its file, and the shards in it by the name of their tensor."""
+"""The file of a process, and the shards in it by the name of their tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Draft:
     best: bool
     """Whether it is the best one so far."""
     pieces: Sequence[Piece]
-    """What this process writes."""
+    """The part that this process writes."""
     sizes: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     """Type and shape of all tensors."""
 
@@ -97,7 +97,7 @@ class CheckpointWriter:
         self.index, self.stalled, self.copied = index, 0.0, 0
         self._directory, self._run, self._world, self._keep = directory, run, world, keep
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._writes: list[tuple[Draft, Future[None]]] = []  # at most two, in their order
+        self._writes: list[tuple[list[Draft], Future[None]]] = []  # at most two, in their order
         self._leaving = threading.Event()
 
     def save(self, parts: Parts, state: RunState, *, best: bool, copy: bool = True) -> None:
@@ -115,23 +115,21 @@ class CheckpointWriter:
         began = time.perf_counter()
         path = self._world.from_first(lambda: self._new_path(state.steps))
         with _in_one_line(path):
-            draft = Draft(
-                path=path,
-                run=self._run,
-                state=state,
-                best=best,
-                pieces=parts.own_pieces(self._world),
-                sizes=parts.sizes(),
-            )
-            self._make_room_for(draft)
-            copies = snapshot.take(draft.pieces) if copy else None
+            self._make_room(best)
+            pieces = parts.own_pieces(self._world)
+            copies = snapshot.take(pieces) if copy else None
+
+            # The thread reads from a GPU on a stream of its own.
             if copies is None:
-                snapshot.order_streams(draft.pieces)
+                snapshot.order_streams(pieces)
             else:
-                draft = replace(draft, pieces=copies)
+                pieces = copies
                 self.copied = max(self.copied, sum(piece.values.nbytes for piece in copies))
 
-        self._writes.append((draft, self._thread.submit(self._write, draft)))
+        sizes = parts.sizes()
+        draft = Draft(path=path, run=self._run, state=state, best=best, pieces=pieces, sizes=sizes)
+        waiting = [draft]  # from which the thread takes it, or which is emptied: it is large
+        self._writes.append((waiting, self._thread.submit(self._write, waiting)))
         if copies is None:
             self._drain()
         self.stalled += time.perf_counter() - began
@@ -176,22 +174,26 @@ class CheckpointWriter:
             path = path.with_name(f"{path.name}+")
         return path
 
-    def _make_room_for(self, draft: Draft) -> None:
+    def _make_room(self, best: bool) -> None:
         """Wait, or leave out a checkpoint, so that at most one is still to be written."""
         self.check()
         if self._world.size > 1 or self._keep > KEPT:
             self._drain()
         elif len(self._writes) == 2:
             waiting, write = self._writes[1]
-            if (draft.best or not waiting.best) and write.cancel():
+            wanted = any(each.best for each in waiting) and not best
+            if not wanted and write.cancel():
+                waiting.clear()
                 self._writes.pop()
             else:
                 self._writes[0][1].exception()
                 self.check()
 
-    def _write(self, draft: Draft) -> None:
+    def _write(self, waiting: list[Draft]) -> None:
         """Write the part of this process, and complete the checkpoint in the first one."""
+        draft = waiting.pop()
         first, rank = self._world.first, self._world.rank
+
         try:
             with _in_one_line(draft.path):
                 draft.temporary.mkdir(exist_ok=True)
@@ -213,26 +215,14 @@ class CheckpointWriter:
         """Add the manifest, rename the directory, name it in the index, and remove old ones."""
         notes = [draft.note(rank) for rank in range(1, self._world.size)]
         parts = [written, *map(self._told, notes)]
-        files = {file_name(rank): file for rank, (file, _) in enumerate(parts)}
-        tensors = stored_tensors(draft.sizes, [each for _, shards in parts for each in shards])
         for note in notes:
             note.unlink()
 
-        state, auc = draft.state, draft.state.validated[1].get("auc", math.nan)
-        known = state.validated[0] == state.steps and math.isfinite(auc)
-        latest = Entry(
-            name=draft.path.name,
-            run=draft.run,
-            step=state.steps,
-            metric=auc if known else None,
-        )
-        best = latest if draft.best else self.index.best
-        state = replace(state, best_name=None if best is latest or best is None else best.name)
-        manifest = Manifest(run=draft.run, files=files, tensors=tensors, state=state)
-        with (draft.temporary / MANIFEST).open("wb") as file:
-            file.write(manifest_to_json(manifest))
-            file.flush()
-            os.fsync(file.fileno())
+        latest = Entry(name=draft.path.name, run=draft.run, step=draft.state.steps)
+        best = self.index.best
+        if draft.best:
+            latest = best = replace(latest, metric=draft.state.best)
+        self._write_manifest(draft, parts, None if best is latest or best is None else best.name)
         sync_directory(draft.temporary)
         draft.temporary.replace(draft.path)
         sync_directory(draft.path.parent)
@@ -242,8 +232,21 @@ class CheckpointWriter:
         self.index = index
         self._remove_old()
 
+    def _write_manifest(self, draft: Draft, parts: Sequence[Written], best: str | None) -> None:
+        shards = [each for _, of_rank in parts for each in of_rank]
+        manifest = Manifest(
+            run=draft.run,
+            files={file_name(rank): file for rank, (file, _) in enumerate(parts)},
+            tensors=stored_tensors(draft.sizes, shards),
+            state=replace(draft.state, best_name=best),
+        )
+        with (draft.temporary / MANIFEST).open("wb") as file:
+            file.write(manifest_to_json(manifest))
+            file.flush()
+            os.fsync(file.fileno())
+
     def _told(self, note: Path) -> Written:
-        """What another process has written."""
+        """The part that another process has written."""
         until = math.inf
         while not note.exists():
             if self._leaving.wait(POLL):
