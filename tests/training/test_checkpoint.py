@@ -430,9 +430,17 @@ def test_without_an_index_the_newest_checkpoint_knows_the_best(index, run, capsy
     assert Checkpoint.open(run).path.name == "step_3"
     assert Checkpoint.open(run, best=True).path.name == "step_1"
     assert ("index.json is damaged" in capsys.readouterr().err) == (index != "lost")
+    assert load_model(run)[1].steps == 1
     (run / "checkpoints" / "latest").symlink_to("step_2")
     (run / "checkpoints" / "best").write_text("step_2")
     assert Checkpoint.open(run / "checkpoints" / "best").path.name == "step_1"
+
+
+def test_a_run_without_a_best_checkpoint_says_so(tmp_path):
+    save(tmp_path, 1, make("dense"))
+    assert Checkpoint.open(tmp_path, best=True).path.name == "step_1"
+    with pytest.raises(FileNotFoundError, match="has no best checkpoint: it was not validated"):
+        Checkpoint.open(tmp_path / "checkpoints" / "best")
 
 
 def test_another_checkpoint_is_not_taken_for_the_best(run, capsys):
@@ -490,7 +498,7 @@ def test_what_is_read_while_a_run_writes_belongs_together(tmp_path):
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        while "step_3" not in str([*tmp_path.glob("checkpoints/*")]):
+        while "step_4" not in str([*tmp_path.glob("checkpoints/*")]):
             pass
         seen = set()
         for path in [tmp_path, tmp_path / "checkpoints" / "best"] * 20:

@@ -130,6 +130,8 @@ def best_of(run: Path, index: Index) -> Entry | None:
 
 
 def _nothing_intact(path: Path, run: Path, refused: Mapping[str, str]) -> Exception:
+    if not refused and path.name == BEST and run_directory.has_checkpoint(run):
+        return FileNotFoundError(f"{run} has no best checkpoint: it was not validated yet")
     if not refused:
         return FileNotFoundError(run_directory.nothing_to_resume(run))
     reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
