@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dlrm.data.bags import DeviceBags, RaggedDeviceBags, StagedBags, by_feature
 from dlrm.data.batch import Batch, RowBuffer, concatenate
+from dlrm.data.multi_hot import DeviceBags, RaggedDeviceBags, StagedBags, by_feature
 from dlrm.data.parquet import RowGroup, RowGroupReader
 from dlrm.data.shuffle import Interleave, ShuffleGroup, assemble, interleave, row_buffer
 
@@ -200,7 +200,7 @@ class DeviceShuffleBuffer:
     def batch(self, first: int, last: int) -> Batch:
         """Gather rows ``first`` to ``last - 1`` of the epoch, as far as they are in this group.
 
-        Bags of fixed lengths are still row by row, see :func:`~dlrm.data.bags.by_feature`.
+        Bags of fixed lengths are still row by row, see :func:`~dlrm.data.multi_hot.by_feature`.
         """
         part = self.group.between(first, last)
         (batch,) = self._gather(part, part.stop - part.start, 0)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dlrm.data.bags import RaggedIds, with_bags
 from dlrm.data.batch import Batch, RowBuffer
+from dlrm.data.multi_hot import RaggedIds, with_bags
 from dlrm.data.parquet import RowGroup, RowGroupReader, Rows
 
 RUN = 64

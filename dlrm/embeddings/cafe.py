@@ -242,6 +242,7 @@ class Cafe(CachesHotRows, Embedding):
         """
         self._check_dense(weights)
         self._clear()
+
         length = torch.cat([weight.float().norm(dim=1) for weight in weights])
         order = length.sort(descending=True, stable=True).indices
         bucket = hash32(order) % self.buckets

@@ -47,6 +47,7 @@ class SharedRows(Embedding):
         **common: Unpack[Common],
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, **common)
+
         self.num_kept = tuple(num_kept)
         self.num_wide = self._wide_rows()
         self.weight = self._new_rows(

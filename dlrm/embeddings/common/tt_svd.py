@@ -16,7 +16,7 @@ from dlrm.kernels.tt import TTShape, tt_vectors
 
 MAX_EXACT_SIDE = 4096  # matrices longer than this on both sides get a randomized SVD
 FIT_CHUNK = 8192  # rows that are looked up at a time: each may need its own copy of a slice
-FIT_STEPS = 12  # of conjugate gradients: more change neither residual nor drift
+FIT_STEPS = 12  # of conjugate gradients; with more, residual and drift are the same
 # Weight of the mean squared change of all rows of a table relative to the error of the fitted
 # rows. Of 0.1, 1, 4 and no write-back, 4 gave the best test loss on Criteo, with a sixth of the
 # cache leaving.

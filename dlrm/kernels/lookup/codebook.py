@@ -115,6 +115,7 @@ def _sum_forward(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = v < entries
     mask = inside[:, None] & (n < tokens)[None, :]
+
     total = tl.zeros((BLOCK_V, BLOCK_N), tl.float32)
     for first in range(0, PARTS, 8):  # eight codes are whole bytes: their shifts repeat
         for k in tl.static_range(8 if PARTS > 8 else PARTS):
@@ -126,6 +127,7 @@ def _sum_forward(
             if k * BITS % 8 + BITS > 16:
                 word |= tl.load(at + 2, mask=there, other=0).to(tl.int32) << 16
             code = (word >> (k * BITS % 8)) & ((1 << BITS) - 1)
+
             row = ((first + k) * clusters + code).to(tl.int64)
             value = tl.load(
                 products + row[:, None] * tokens + n[None, :],
@@ -133,6 +135,7 @@ def _sum_forward(
                 other=0.0,
             )
             total += value.to(tl.float32)
+
     if bias is not None:
         total += tl.load(bias + v, mask=inside, other=0.0).to(tl.float32)[:, None]
     to = n.to(tl.int64)[None, :] * entries + v[:, None]
@@ -224,6 +227,7 @@ class _CodebookSum(torch.autograd.Function):
         entries = grad.shape[1]
         out = grad.new_zeros(ctx.shape)
         bias = grad.new_zeros(entries) if ctx.has_bias else None
+
         if grad.numel():
             transposed = grad.new_empty(entries, tokens)
             _transpose[triton.cdiv(entries, BLOCK_V),](
@@ -235,6 +239,8 @@ class _CodebookSum(torch.autograd.Function):
                 BLOCK_V=BLOCK_V,
                 BLOCK_N=BLOCK_N,
             )
+
+            # The entries of a centroid are summed by segments, and these then in order.
             sums = grad.new_empty(len(index.segments), tokens, dtype=torch.float32)
             columns = triton.cdiv(tokens, SUM_N)
             _sum_segments[len(sums), columns](

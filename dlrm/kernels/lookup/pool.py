@@ -220,6 +220,7 @@ def lookup_bags(
         out = lookup_bags_torch(weight, tables, bags, mode, sparse)
         return out.to(context.dtype or out.dtype)
 
+    # The backward pass may update rows itself where all rows of a bag have its gradient.
     require_contiguous(weight=storage(weight)[0], **tables._asdict())
     bags = bags.contiguous()
     alike = mode == "sum" and bags.weights is None and sparse

@@ -71,6 +71,7 @@ def _backward(
     table = tl.program_id(1).to(tl.int64)
     at_e, at_d = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_D)[None, :]
     matrix = tl.trans(_load_matrix(projection, table, E, D, BLOCK_E, BLOCK_D))
+
     total = tl.zeros((BLOCK_E, BLOCK_D), tl.float32)
     for part in range(parts):
         sample = (tl.program_id(0) * parts + part) * BLOCK + tl.arange(0, BLOCK)
@@ -78,6 +79,7 @@ def _backward(
         k = table * batch + sample
         row = tl.load(flat + k, mask=inside, other=0)
         short = load_rows(source, row, k, inside, at_e, E, KIND).to(tl.float32)
+
         at = (sample.to(tl.int64) * strides[0] + table * strides[1])[:, None] + at_d
         arrived = tl.load(grad + at, mask=inside[:, None] & (at_d < D), other=0.0)
         arrived = arrived.to(tl.float32)
@@ -85,6 +87,7 @@ def _backward(
         mask = inside[:, None] & (at_e < E)
         tl.store(values + k[:, None] * E + at_e, value.to(values.dtype.element_ty), mask=mask)
         total = tl.dot(tl.trans(short), arrived, total, input_precision=PRECISION)
+
     slot = (tl.program_id(0) * F + table) * E * D
     at_e = tl.arange(0, BLOCK_E)[:, None]
     tl.store(partials + slot + at_e * D + at_d, total, mask=(at_e < E) & (at_d < D))

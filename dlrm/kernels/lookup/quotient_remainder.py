@@ -51,6 +51,7 @@ def _compose(
     if flat[0] is not None:
         tl.store(flat[0] + k, row_q, mask=inside)
         tl.store(flat[1] + k, row_r, mask=inside)
+
     column = tl.arange(0, BLOCK_D)[None, :]
     mask = inside[:, None] & (column < D)
     of_r = column
@@ -60,6 +61,7 @@ def _compose(
     DIM: tl.constexpr = D - SPLIT if SPLIT < D else D
     r = load_rows(sources[1], row_r.to(tl.int64), k, inside, of_r, DIM, KIND_R)
     q, r = q.to(tl.float32), r.to(tl.float32)
+
     value = (q * r if MULTIPLY else q + r).to(out.dtype.element_ty)
     tl.store(out + k.to(tl.int64)[:, None] * D + column, value, mask=mask)
 
@@ -111,6 +113,7 @@ class _LookupQuotient(torch.autograd.Function):
         flat: tuple[Tensor | None, Tensor | None] = None, None
         if any(ctx.needs_input_grad[:2]):
             flat = tuple(torch.empty(2, ids.numel(), dtype=torch.int64, device=ids.device))
+
         grid, sizes = tiling(ids.numel(), dim, TILE)
         sources, kinds = _sources(quotient, remainder)
         if ids.numel():
@@ -119,6 +122,7 @@ class _LookupQuotient(torch.autograd.Function):
                 F=tables, SPLIT=quotient.shape[1], MULTIPLY=operation == "multiply",
                 **kinds, **sizes,
             )  # fmt: skip
+
         for rows, weight in zip(flat, (quotient, remainder), strict=True):
             if rows is not None and weight.requires_grad and sorter is not None:
                 sorter.submit(weight, rows.view(batch, tables))
@@ -131,6 +135,7 @@ class _LookupQuotient(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         quotient, remainder, *flat = ctx.saved_tensors
         grad = grad.reshape(-1, grad.shape[2]).contiguous()
+
         if ctx.operation == "concat":
             values = list(grad.split([quotient.shape[1], remainder.shape[1]], dim=1))
         elif ctx.operation == "add":
@@ -143,6 +148,7 @@ class _LookupQuotient(torch.autograd.Function):
                 _product_backward[grid](
                     grad, *sources, *flat, *values, len(grad), **kinds, **sizes,
                 )  # fmt: skip
+
         grads = [
             row_gradient(weight, rows, value, ctx.sparse) if needed else None
             for weight, rows, value, needed in zip(

@@ -115,7 +115,7 @@ def _read(
     else:
         value, scale = load_packed(table.tensors[0], row, table.wide, live, column, D, FORMAT)
 
-    first, second, momentum, row_state = value, value, value, row
+    first, second, momentum, row_state = value, value, value, row  # placeholders
     if RULE.weight_states > 0:
         at = _pointer(row, slot, table, 1, D)[:, None] + column
         first = tl.load(at, mask=mask, other=0.0)

@@ -253,6 +253,7 @@ def _update_fused(
     values, grads = list(parameters), [grad.contiguous() for grad in grads]
     own = [list(state) for state in zip(*states, strict=True)]  # by name, as in rule.states
     rate, decay = float(lr), rule.weight_decay
+
     if rule.name == "sgd":
         torch._fused_sgd_(
             values, grads, own[0] if rule.momentum else [], lr=rate, momentum=rule.momentum,
@@ -266,7 +267,7 @@ def _update_fused(
             weight_decay=decay,
         )  # fmt: skip
     else:
-        torch._foreach_add_(own[2], 1)
+        torch._foreach_add_(own[2], 1)  # the steps so far, the same for all rows
         steps = [count.flatten()[0] for count in own[2]]
         step = torch._fused_adam_ if rule.name == "adam" else torch._fused_adamw_
         step(

@@ -108,6 +108,7 @@ def _launch(
     n, dim = len(sorted_rows.rows), grads.shape[1]
     block_d = max(2 if packing else 1, triton.next_power_of_2(dim))
     states = rule.kind.weight_states + rule.kind.momentum
+
     entries = Entries(sorted_rows.rows, sorted_rows.order, sorted_rows.base, sorted_rows.first, n)
     options = {
         "D": dim,
