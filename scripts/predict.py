@@ -43,7 +43,7 @@ EPILOG = """\
 ROWS is one of these:
   raw rows of the kind that the model's data was prepared from, with or without a label: rows of
     Criteo as text, or a table as CSV, JSON lines or Parquet; plain, gzip or zstd; a file, a
-    directory of a table, or a pattern in quotes. All that they need lies with the run.
+    directory of a table, or a pattern in quotes. The run holds all that they need.
   a prepared directory with meta.json, of which --split is scored. It must have been prepared with
     the ids of the model's data.
 
@@ -157,6 +157,7 @@ def _device_and_batch_size(options: Namespace) -> tuple[torch.device, int]:
 
 def _prepared_scores(options: Namespace) -> Iterator[pa.RecordBatch]:
     """Scores of a split of a prepared directory, in batches."""
+    # Load the model, and open the rows.
     split = options.split or "test"
     device, size = _device_and_batch_size(options)
     trained = TrainedModel.load(
@@ -168,6 +169,8 @@ def _prepared_scores(options: Namespace) -> Iterator[pa.RecordBatch]:
         allow_outside=options.allow_outside,
         last=options.last,
     )
+
+    # Find the columns to copy.
     meta = trained.loader.meta
     files = [options.rows / name for name in meta.splits[split].files]
     columns = meta.options.get("columns", {})

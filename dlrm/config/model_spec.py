@@ -38,6 +38,7 @@ def model_spec(config: RunConfig, meta: Meta, counts: Counts) -> ModelSpec:
     tables = asdict(config.tables)
     tables.pop("dtype")
     dtype = config.tables_dtype
+
     spec = {
         "num_dense": len(meta.dense),
         "num_embeddings": list(meta.cardinalities),
@@ -61,7 +62,7 @@ def model_spec(config: RunConfig, meta: Meta, counts: Counts) -> ModelSpec:
 
 
 def auto_plan(config: RunConfig, spec: ModelSpec, tables: str, counts: Counts) -> str:
-    """What ``--emb auto`` prints: the text of its plan, and the loss that it expects; empty for
+    """The text that ``--emb auto`` prints: its plan, and the loss that it expects; empty for
     other kinds.
 
     Args:

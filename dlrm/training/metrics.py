@@ -48,9 +48,11 @@ def classification(
     if not ((labels >= 0) & (labels <= 1)).all():
         raise ValueError("labels must be in [0, 1]: write -1 and 1 as 0 and 1")
     require_finite_logits(logits)
+
     # log(1 + exp(-|x|)) + max(x, 0) - x y: exact where the probability rounds to 0 or 1
     zero = logits.new_zeros(())
     losses = torch.logaddexp(zero, logits) - logits * labels
+
     mean = _mean_of(weights, logits)
     loss, base = mean(losses), mean(labels)
     entropy = float("nan")

@@ -81,7 +81,7 @@ def set_precision(precision: str, *, deterministic: bool) -> None:
     if precision not in PRECISIONS:
         raise ValueError(f"unknown precision {precision!r}{did_you_mean(precision, PRECISIONS)}")
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
-    # The compiler recommends TF32 to who has chosen fp32.
+    # The compiler recommends TF32 although the user has chosen fp32.
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a workspace per stream

@@ -1,4 +1,4 @@
-"""A trained model that scores raw rows: all that it needs lies in the directory of its run."""
+"""A trained model that scores raw rows: the directory of its run holds all that it needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run prints: one line at the beginning, and a table of its final metrics."""
+"""The opening line of a run, and the summary of its final metrics."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def embedding_sizes(model: DLRM, optimizer_bytes: int) -> dict[str, float]:
 
 
 def about(steps: int, meta: Meta, plan: TablePlan) -> dict[str, Any]:
-    """What ``result.json`` says about a run next to its options and metrics.
+    """The contents of ``result.json`` besides the options and metrics of a run.
 
     Args:
         steps: number of steps of the run.
@@ -111,10 +111,10 @@ def print_fine_tuning(lost: float, factor: float, anew: bool, *, silent: bool = 
     Args:
         lost: validation AUC that fitting its tables cost; NaN if it is unknown.
         factor: on the learning rates.
-        anew: tables of a kind that learns more from the beginning were drawn anew.
+        anew: tables of a kind that learns more from scratch were drawn again.
     """
     cost = "" if math.isnan(lost) else f", which costs {lost:.4f} of validation AUC"
-    kept = "; an epoch of new tables learns more, so they begin anew" if anew else ""
+    kept = "; an epoch of new tables learns more, so they start from scratch" if anew else ""
     if not silent:
         print(
             f"tables fitted to those of the trained model{cost}{kept}: learning rates "

@@ -1,4 +1,4 @@
-"""What a program does before it imports PyTorch, which takes seconds and reads the environment."""
+"""The start of a program, before it imports PyTorch, which takes seconds and reads variables."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def begin() -> float:
 
 
 def imported() -> None:
-    """Go on to collect garbage, but for what was imported: none of that is ever freed.
+    """Collect garbage again, except in what was imported: that is never freed.
 
-    Else collections take a fifth of the time of the imports.
+    Without this pause, collections take a fifth of the time of the imports.
     """
     if not gc.isenabled():
         gc.freeze()
@@ -175,13 +175,13 @@ def bound_spinning() -> None:
         return
     if platform.machine() in ("x86_64", "AMD64"):  # other CPUs spin faster, and end sooner
         os.environ["GOMP_SPINCOUNT"] = "0" if _others_run() else "20000"
-    os.environ["KMP_BLOCKTIME"] = "0"  # milliseconds; for LLVM's there is no less but none
+    os.environ["KMP_BLOCKTIME"] = "0"  # LLVM's unit is milliseconds; 0 is the only smaller value
 
 
 def _others_run() -> bool:
-    """Whether threads of other processes are running now, or it is unknown, as but on Linux.
+    """Whether threads of other processes are running now. True if unknown (not on Linux).
 
-    They must run at each of some looks, as what has started this program may not sleep yet.
+    They must run at each of several looks: the program that started this one may not sleep yet.
     """
     try:
         for _ in range(4):
