@@ -119,6 +119,8 @@ def describe_files(
         split: [row_group for name in names for row_group in reader.open(directory / name)]
         for split, names in files.items()
     }
+
+    # Every row group is read once.
     seen = {column.name: IdRange() for column in columns}
     positives, missing = dict.fromkeys(files, 0), set(meta.dense)
     rows = {split: sum(row_group.rows for row_group in row_groups[split]) for split in files}
@@ -136,6 +138,7 @@ def describe_files(
                     seen[column.name].update(column.name, row_group, ids)
                 missing = {name for name in missing if _is_missing(table[name])}
                 progress.update(row_group.rows)
+
     described = {
         split: Split(files=names, rows=rows[split], positives=positives[split])
         for split, names in files.items()
@@ -297,38 +300,58 @@ def describe(options: Namespace) -> None:
     directory: Path = options.directory
     if (directory / META_FILE).exists() and not options.overwrite:
         raise ValueError(f"{directory / META_FILE} exists; use --overwrite to replace it")
-    files = {split: _matching_files(directory, getattr(options, split)) for split in SPLITS}
-    like = None
-    if options.tables_of is not None:
-        like = Meta.read(options.tables_of)
-        if like.options.get("made_by") != DESCRIBED:
-            raise ValueError(
-                f"--tables-of {options.tables_of} was not made by this program: give the data that "
-                "the ids of these files come from"
-            )
-    elif not files["train"]:
-        raise ValueError("no training files; name them with --train FILE ...")
-    names = [name for split in files.values() for name in split]
-    if not names:
-        raise ValueError("no files; name them with --test FILE ...")
-    for path, count in Counter((directory / name).resolve() for name in names).items():
-        if count > 1:
-            raise ValueError(f"{path} is named {count} times; name each file once, for one split")
+    like = None if options.tables_of is None else _described(options.tables_of)
+    files = _files(options, needs_training=like is None)
     meta = describe_files(
         directory,
-        {split: names for split, names in files.items() if names},
+        files,
         label=options.label,
         dense=options.dense,
         categorical=options.categorical,
         unseen=options.unseen,
         like=like,
     )
+    _print_summary(meta)
+    if outside := meta.files_outside(directory):
+        print(f"{len(outside)} files are not in {directory}: train with --loader.allow_outside")
+    print(f"wrote {printable(meta.write(directory))}")
+
+
+def _described(directory: Path) -> Meta:
+    """The description of the data on which a model was trained."""
+    meta = Meta.read(directory)
+    if meta.options.get("made_by") != DESCRIBED:
+        raise ValueError(
+            f"--tables-of {directory} was not made by this program: give the data that the ids of "
+            "these files come from"
+        )
+    return meta
+
+
+def _files(options: Namespace, *, needs_training: bool) -> dict[str, tuple[str, ...]]:
+    """The files of each split that has some."""
+    directory: Path = options.directory
+    files = {split: _matching_files(directory, getattr(options, split)) for split in SPLITS}
+    if needs_training and not files["train"]:
+        raise ValueError("no training files; name them with --train FILE ...")
+    names = [name for split in files.values() for name in split]
+    if not names:
+        raise ValueError("no files; name them with --test FILE ...")
+
+    for path, count in Counter((directory / name).resolve() for name in names).items():
+        if count > 1:
+            raise ValueError(f"{path} is named {count} times; name each file once, for one split")
+    return {split: names for split, names in files.items() if names}
+
+
+def _print_summary(meta: Meta) -> None:
     for column in meta.categorical:
         notes = "multi-hot" * column.multi_hot, "unseen" * (column.oov_id is not None)
         text = (
             f"{printable(column.name):24} {column.cardinality:>13,} rows  {' '.join(notes).strip()}"
         )
         print(text.rstrip())
+
     rows = sum(split.rows for split in meta.splits.values())
     for column in meta.categorical:
         if not column.multi_hot and column.cardinality > max(HASHED * rows, 10**6):
@@ -336,13 +359,11 @@ def describe(options: Namespace) -> None:
                 f"warning: {column.name} needs a table of {column.cardinality:,} rows for {rows:,} "
                 "values: its ids look hashed; renumber them from 0, the most frequent first"
             )
+
     for name, split in meta.splits.items():
         share = split.positives / max(1, split.rows)
         print(f"{name:24} {split.rows:>13,} rows in {len(split.files)} files, {share:.2%} positive")
     print(f"{len(meta.dense)} dense columns: {printable(', '.join(meta.dense)) or 'none'}")
-    if outside := meta.files_outside(directory):
-        print(f"{len(outside)} files are not in {directory}: train with --loader.allow_outside")
-    print(f"wrote {printable(meta.write(directory))}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

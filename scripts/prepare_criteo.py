@@ -137,29 +137,6 @@ def _parser() -> Parser:
         "values share an out-of-vocabulary id. all: all rows, as in the reference. Default: train",
     )
     add(
-        "--ids-of",
-        metavar="DIR",
-        type=path_arg,
-        help="prepared data whose vocabularies are reused, with its --vocabulary, --cap, "
-        "--min-count and --dense-transform. A model trained on it can then score the new rows, or "
-        "train on them. Values that it does not list get its out-of-vocabulary id",
-    )
-    add(
-        "--append-new",
-        action="store_true",
-        help="with --ids-of: values of the rows of the vocabulary that DIR does not list get ids "
-        "after its own, so that a model trained on it can be trained on (train.py --init_from) "
-        "with rows for them. Default: no",
-    )
-    add(
-        "--forget",
-        type=int,
-        metavar="K",
-        help="with --append-new: new values first get the ids of values that the training rows of "
-        "the last K preparations, this one included, did not have; these then count as unseen. "
-        "Default: none is forgotten",
-    )
-    add(
         "--min-count",
         type=int,
         default=default.min_count,
@@ -202,7 +179,36 @@ def _parser() -> Parser:
         "changes the ids under the runs that were trained on it. Default: no",
     )
     add("--workers", type=int, metavar="N", help="threads. Default: one per core")
+    _add_ids_of(parser)
     return parser
+
+
+def _add_ids_of(parser: Parser) -> None:
+    """Add the options of rows that get the ids of earlier ones."""
+    add = parser.add_argument
+    add(
+        "--ids-of",
+        metavar="DIR",
+        type=path_arg,
+        help="prepared data whose vocabularies are reused, with its --vocabulary, --cap, "
+        "--min-count and --dense-transform. A model trained on it can then score the new rows, or "
+        "train on them. Values that it does not list get its out-of-vocabulary id",
+    )
+    add(
+        "--append-new",
+        action="store_true",
+        help="with --ids-of: values of the rows of the vocabulary that DIR does not list get ids "
+        "after its own, so that a model trained on it can be trained on (train.py --init_from) "
+        "with rows for them. Default: no",
+    )
+    add(
+        "--forget",
+        type=int,
+        metavar="K",
+        help="with --append-new: new values first get the ids of values that the training rows of "
+        "the last K preparations, this one included, did not have; these then count as unseen. "
+        "Default: none is forgotten",
+    )
 
 
 if __name__ == "__main__":
