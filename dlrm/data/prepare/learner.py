@@ -114,21 +114,15 @@ class Learner:
         vocabulary = self.work / Meta.vocabulary_file(feature.name)
         learned: dict[str, object] = {}
         if not feature.bucketed:
-            made = self._learn_values(index, feature, vocabulary)
+            described = self._learn_values(index, feature, vocabulary)
         elif self.earlier is None:
             made, learned["edges"] = self._learn_buckets(feature)
             made.write(vocabulary)
+            described = _describe(feature, made)
         else:
             source = self.earlier.directory / Meta.vocabulary_file(feature.name)
             shutil.copyfile(source, vocabulary)
-            made = Vocabulary.read(vocabulary)
-
-        described = Categorical(
-            name=feature.name,
-            cardinality=len(made),
-            multi_hot=feature.multi_hot,
-            oov_id=made.oov_id,
-        )
+            described = _describe(feature, Vocabulary.read(vocabulary))
         return learned | {"categorical": asdict(described)}
 
     def _learn_number(self, feature: Feature) -> dict[str, object]:
@@ -167,7 +161,7 @@ class Learner:
                 values = np.maximum(self.transform.newest[feature.name] - values, 0)
             yield values[self.splitter.training(block)]
 
-    def _learn_values(self, index: int, feature: Feature, vocabulary: Path) -> Vocabulary:
+    def _learn_values(self, index: int, feature: Feature, vocabulary: Path) -> Categorical:
         """Give ids to the values of a category or list."""
         plan, own = self.transform.plan, feature.column.options
         min_count, most = own.min_count or 1, own.cap
@@ -176,6 +170,7 @@ class Learner:
             for blocks in self._chunks(feature):
                 occurrences = [self._occurrences(feature, block) for block in blocks]
                 keys.add([block.dictionary(feature) for block in blocks], occurrences)
+
             values, counts = keys.ordered()
             if self.earlier is None:
                 if not plan.hexadecimal and not _has_value(values, counts):
@@ -185,8 +180,11 @@ class Learner:
             else:
                 made, ids = self._earlier_ids(feature, values, counts)
             made.write(vocabulary)
+            described = _describe(feature, made)
+            del made, values, counts  # up to hundreds of millions of values in Terabyte
+
             keys.write_ids(ids, self._dictionaries(feature))
-        return made
+        return described
 
     def _earlier_ids(
         self, feature: Feature, values: pa.Array, counts: NDArray[np.int64]
@@ -277,6 +275,15 @@ class Learner:
             message = f"column {name!r}: all training rows have weight 0; correct the weights"
             raise ValueError(message)
         return total / rows
+
+
+def _describe(feature: Feature, vocabulary: Vocabulary) -> Categorical:
+    return Categorical(
+        name=feature.name,
+        cardinality=len(vocabulary),
+        multi_hot=feature.multi_hot,
+        oov_id=vocabulary.oov_id,
+    )
 
 
 def _has_value(values: pa.Array, counts: NDArray[np.int64]) -> bool:
