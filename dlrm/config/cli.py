@@ -5,8 +5,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from typing import Any, get_type_hints
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -15,7 +14,7 @@ from dlrm.config.build import optimizer_specs
 from dlrm.config.dry_run import describe
 from dlrm.config.model_spec import ModelSpec
 from dlrm.config.options import Option, help_text, option_schema, type_name, typed_value
-from dlrm.config.schema import RENAMED, RunConfig
+from dlrm.config.schema import RENAMED, OptimConfig, RunConfig
 from dlrm.embeddings.common.budget import row_bytes
 from dlrm.sparse_arch.table_plan import AUTO, options_of_table, parse_bytes
 from dlrm.utils.device import is_out_of_memory, pick_device
@@ -52,6 +51,7 @@ def parse(argv: Sequence[str], kinds: Mapping[str, type]) -> tuple[RunConfig, st
     if {"-h", "--help"} & set(argv):
         print(help_text(schema), end="")
         raise SystemExit(0)
+
     given: dict[str, Any] = {}
     problems: list[str] = []
     for name, value, source in _given(argv, schema, problems):
@@ -67,13 +67,9 @@ def parse(argv: Sequence[str], kinds: Mapping[str, type]) -> tuple[RunConfig, st
             problems.append(f"{source} is {shown(value)}, it must be {wanted}")
     config = _build(schema, given, kinds, problems)
     if config is None or problems:
-        problems = list(dict.fromkeys(problems))  # each once, however many tables have it
-        for problem in problems[:MAX_PROBLEMS]:
-            print_error(f"error: {problem}")
-        if (more := len(problems) - MAX_PROBLEMS) > 0:
-            print(f"error: {more:,} more mistakes", file=sys.stderr)
-        print("See --help for every option; nothing was started.", file=sys.stderr)
+        _print_problems(problems)
         raise SystemExit(2)
+
     if not config.resume:  # else the kinds are those of the run's own file
         _note_idle(argv, config, kinds)
     resolved = _resolved(schema, given)
@@ -84,6 +80,15 @@ def parse(argv: Sequence[str], kinds: Mapping[str, type]) -> tuple[RunConfig, st
         print(describe(config))
         raise SystemExit(0)
     return config, resolved
+
+
+def _print_problems(problems: list[str]) -> None:
+    problems = list(dict.fromkeys(problems))  # each once, however many tables have it
+    for problem in problems[:MAX_PROBLEMS]:
+        print_error(f"error: {problem}")
+    if (more := len(problems) - MAX_PROBLEMS) > 0:
+        print(f"error: {more:,} more mistakes", file=sys.stderr)
+    print("See --help for every option; nothing was started.", file=sys.stderr)
 
 
 def resumed_path(argv: Sequence[str]) -> str | None:
@@ -130,6 +135,8 @@ def _given(
             yield from _from_file(" ".join(values), schema, problems)
         elif name == "config":
             problems.append("--config needs a value: a YAML file")
+
+    # The command line comes last, so that it overrides the file.
     for name, values in options:
         if name == PRINT and values:
             problems.append(f"--{PRINT} takes no value, got {' '.join(values)}")
@@ -150,18 +157,21 @@ def _given(
 def _from_file(
     path: str, schema: Mapping[str, Option], problems: list[str]
 ) -> Iterator[tuple[str, Any, str]]:
+    """Name, value and source of each option in a YAML file."""
     try:
         require_local(path)
         content = read_yaml(path)
     except OSError as error:
         problems.append(f"--config {path} can't be read: {error}")
         return
-    except ValueError as error:  # which says so itself
+    except ValueError as error:  # its message says so
         problems.append(f"--config {error}")
         return
     if not isinstance(content, dict):
         problems.append(f"--config {path} must hold options as name: value")
         return
+
+    # Groups are replaced by the options in them, under their full names.
     entries = [(str(name), value) for name, value in content.items()]
     while entries:
         name, value = entries.pop(0)
@@ -194,26 +204,12 @@ def _build(
     kinds: Mapping[str, type],
     problems: list[str],
 ) -> RunConfig | None:
-    """The dataclasses, each checking itself; None if any found a mistake."""
+    """The configuration, in which every mistake is looked for; None if it can't be made."""
     values = {name: given.get(name, option.default) for name, option in schema.items()}
-    hints = get_type_hints(RunConfig)
-    parts: dict[str, Any] = {}
-    for field in fields(RunConfig):
-        group = hints[field.name]
-        if is_dataclass(group):
-            own = {f.name: values[f"{field.name}.{f.name}"] for f in fields(group)}
-            try:
-                parts[field.name] = group(**own)  # type: ignore[operator]
-            except ValidationError as error:
-                problems += [f"--{field.name}.{mistake}" for mistake in mistakes(error, group)]
-        elif field.name != "methods":
-            parts[field.name] = values[field.name]
-    if "optim" in parts:
-        try:
-            optimizer_specs(parts["optim"])
-        except ValueError as error:
-            problems.append(f"--optim: {error}")
-    parts["methods"] = _methods(given, kinds, values["model.embedding_dim"], problems)
+    options = _nested({n: v for n, v in values.items() if n.partition(".")[0] not in kinds})
+    methods = _methods(given, kinds, values["model.embedding_dim"], problems)
+
+    # Names of kinds, which depend on what is installed.
     named = {"--emb": values["emb"]}
     named |= {f"--tables.kinds {t}": kind for t, kind in values["tables.kinds"].items()}
     for source, kind in named.items():
@@ -222,16 +218,34 @@ def _build(
             problems.append(f"{source} is {kind!r}{did_you_mean(kind.lower(), valid)}")
     if values["emb"] == AUTO and values["budget"] is None:
         problems.append("--emb auto needs a budget: set --budget 20MB or --budget 100x")
+
     for name, check in (("budget", _check_budget), ("device", pick_device)):
         try:
             check(values[name])
         except ValueError as error:
             problems.append(str(error))
+
+    # Types, ranges and what excludes each other. The rules of the optimizers check their options.
     try:
-        return RunConfig(**parts)
+        optimizer_specs(OptimConfig(**options["optim"]))
+    except ValidationError:
+        pass  # reported below
+    except ValueError as error:
+        problems.append(f"--optim: {error}")
+    try:
+        return RunConfig(**options, methods=methods)
     except ValidationError as error:
         problems += [f"--{mistake}" for mistake in mistakes(error, RunConfig)]
         return None
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by full name as a mapping for each group."""
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        group, _, leaf = name.rpartition(".")
+        (nested.setdefault(group, {}) if group else nested)[leaf] = value
+    return nested
 
 
 def _check_budget(text: str | None) -> None:
@@ -315,12 +329,8 @@ def _refusal(kind: type, dim: int, options: Mapping[str, Any]) -> str:
 
 def _resolved(schema: Mapping[str, Option], given: Mapping[str, Any]) -> str:
     """All options with their values as nested YAML."""
-    nested: dict[str, Any] = {}
-    for name, option in schema.items():
-        if name in ("resume", "dry_run"):  # not part of the configuration
-            continue
-        value = given.get(name, option.default)
-        value = list(value) if isinstance(value, tuple) else value
-        group, dot, leaf = name.partition(".")
-        (nested.setdefault(group, {}) if dot else nested)[leaf or group] = value
-    return yaml.safe_dump(nested, sort_keys=False)
+    values = {name: given.get(name, option.default) for name, option in schema.items()}
+    for name in ("resume", "dry_run"):  # not part of the configuration
+        del values[name]
+    lists = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
+    return yaml.safe_dump(_nested(lists), sort_keys=False)

@@ -1,4 +1,4 @@
-"""What a run would be, from its configuration and ``meta.json`` alone: sizes, memory and steps."""
+"""A dry run: sizes, memory and steps from the configuration and ``meta.json`` alone."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ def describe(config: RunConfig) -> str:
     meta, device = Meta.read(config.data), pick_device(config.device)
     if not meta.has_rows("train"):
         raise ValueError(f"{config.data} has no training rows")
+
+    # The model has shapes, but no memory.
     counts = cache(lambda: read_frequencies(config.data, meta))
     spec = model_spec(config, meta, counts)
     with torch.device("meta"):
@@ -42,8 +44,10 @@ def describe(config: RunConfig) -> str:
         dense, sparse = build_optimizers(config.optim, model)
     sizes = [sum(table.values()) for table in model.sparse_arch.footprint()]
     compression = model.sparse_arch.sizes()["compression"]
+
     memory = _weights(model, dense, sparse) + _batch(config.batch_size, model, spec)
     memory += _shuffle_buffers(config, meta, device)
+
     tables = format_table_plan(meta.tables, meta.cardinalities, spec["plan"], sizes)
     lines = [
         auto_plan(config, spec, tables, counts) or tables,
@@ -95,7 +99,7 @@ def _weights(model: DLRM, dense: RowOptimizer, sparse: RowOptimizer) -> Memory:
 
 
 def _batch(batch_size: int, model: DLRM, spec: ModelSpec) -> Memory:
-    """What a step needs, roughly: without the work space of its operations."""
+    """The memory of a step, roughly: without the work space of its operations."""
     dense = sum(parameter.nbytes for parameter in model.dense_parameters())
     vectors = (len(spec["num_embeddings"]) + 1) * spec["embedding_dim"]
     layers = spec["cross_layers"] if spec["interaction"] == "dcn" else 1

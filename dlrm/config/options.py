@@ -108,7 +108,7 @@ def changed_options(options: Mapping[str, Any], kinds: Mapping[str, type]) -> di
 
 
 def help_text(schema: Mapping[str, Option]) -> str:
-    """What ``--help`` prints."""
+    """The text of ``--help``."""
     parser = argparse.ArgumentParser(
         prog="train.py",
         usage="%(prog)s [--config FILE] [--emb KIND] [--OPTION VALUE ...]",
@@ -125,6 +125,8 @@ def help_text(schema: Mapping[str, Option]) -> str:
         action="store_true",
         help="Print all options as YAML, which --config reads, and stop. (default: false)",
     )
+
+    # Each group of options, such as --optim.*, has its own heading.
     groups: dict[str, Any] = {"": parser}
     for name, option in schema.items():
         group, _, leaf = name.rpartition(".")

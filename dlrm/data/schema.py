@@ -71,7 +71,7 @@ class Categorical(Closed):
     oov_id: Count | None = None
     """The id shared by all values that are not in the vocabulary, if there is one."""
     unseen: Unseen = "error"
-    """What becomes of an id outside the table: ``error``, or ``row``, that of ``oov_id``."""
+    """How an id outside the table is treated: ``error``, or ``row``, that of ``oov_id``."""
 
     def __post_init__(self) -> None:
         """Check what depends on several fields."""
@@ -107,7 +107,7 @@ class EarlierData(Closed):
 
 @dataclass(frozen=True, kw_only=True)
 class Meta(Closed):
-    """What ``meta.json`` says about a prepared directory.
+    """The content of ``meta.json``, which describes a prepared directory.
 
     Raises:
         ValueError: a column is named more than once, or its name is too long; or the ids do not
@@ -137,6 +137,8 @@ class Meta(Closed):
     def __post_init__(self) -> None:
         names = [self.label, *self.dense, *self.tables]
         names += [] if self.weight is None else [self.weight]
+
+        # Names are short, and each is used once.
         for name in names:
             if len(name) > MAX_NAME:
                 raise ValueError(
@@ -148,6 +150,8 @@ class Meta(Closed):
                     f"column {shown(name)} is named {count} times; a column is the label, dense or "
                     "categorical, once"
                 )
+
+        # Every table has at least the rows that it had in earlier data.
         for earlier in self.extends:
             rows = earlier.cardinalities
             shorter = len(rows) == len(self.categorical) and all(
@@ -190,7 +194,7 @@ class Meta(Closed):
         return None
 
     def extended_by(self, fingerprint: str) -> tuple[EarlierData, ...]:
-        """What data with a fingerprint extends, whose ids begin with these."""
+        """``extends`` of later data with a fingerprint, whose ids begin with these."""
         if fingerprint == self.fingerprint:
             return self.extends
         assert self.fingerprint is not None
@@ -211,9 +215,9 @@ class Meta(Closed):
 
     @property
     def preparation(self) -> str:
-        """What tells this data from other data: a digest of its columns, rows, options and inputs.
+        """Identifies this data: a digest of its columns, rows, options and inputs.
 
-        It does not depend on where the data lies, nor on how it is divided into files.
+        It does not depend on where the data is stored, or how it is divided into files.
         """
         columns = [[column.name, column.cardinality] for column in self.categorical]
         content = [self.label, self.dense, columns, self.counts, self.options, self.inputs]
@@ -271,6 +275,7 @@ class Meta(Closed):
             raw = read_json(path)
         except ValueError as error:
             raise ValueError(f"{error}; prepare the data again") from None
+
         version = raw.get("schema_version") if isinstance(raw, dict) else None
         if version != SCHEMA_VERSION:
             raise ValueError(
@@ -286,6 +291,8 @@ class Meta(Closed):
             raise ValueError(
                 f"{path} is not a meta file: {printable(str(error))}; prepare the data again"
             ) from None
+
+        # A link could lead anywhere.
         if not allow_outside and (outside := meta.files_outside(directory)):
             raise ValueError(
                 f"{path} lists {shown(outside[0])}, which is not in {directory}: move the file "

@@ -1,4 +1,4 @@
-"""What a run reports: TensorBoard events, JSON lines and a result file."""
+"""The reports of a run: TensorBoard events, JSON lines and a result file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Options:
 
 @dataclass(frozen=True, kw_only=True)
 class _Result:
-    """What programs use of a result; it holds more."""
+    """The part of a result that programs use; it holds more."""
 
     options: _Options
     metrics: dict[str, Number | None]
@@ -181,7 +181,7 @@ def quiet_tensorboard_thread(failure: threading.ExceptHookArgs) -> None:
 
 
 def read_result(directory: Path) -> dict[str, Any]:
-    """What :meth:`Tracker.finish` wrote: ``options``, ``metrics`` and more.
+    """The result that :meth:`Tracker.finish` wrote: ``options``, ``metrics`` and more.
 
     Raises:
         ValueError: the file is damaged, or was written by another program.

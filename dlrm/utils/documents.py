@@ -29,12 +29,12 @@ MAX_SHOWN = 200  # characters of a value in an error message
 _LONG = 50  # characters of a text that count as one more value
 _NUMBER = re.compile(r"[-+]?[.0-9][-+.0-9a-fA-FxX_:]*")
 _MISFITS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
-"""What constructors of PyYAML raise if a text does not fit its tag: ``!!int ""``, 2024-02-30."""
+"""Errors of PyYAML for a text that does not fit its tag: ``!!int ""``, 2024-02-30."""
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster than in Python
 
 
 class JsonLimits(NamedTuple):
-    """What a JSON text may have."""
+    """The limits of a JSON text."""
 
     size: int = MAX_JSON_BYTES
     """Bytes of a file, characters of a text."""
@@ -84,7 +84,7 @@ def read_json_lines(path: str | Path) -> Iterator[Any]:
 
 
 def refuse_pipe(path: str | Path) -> None:
-    """Refuse a pipe or a device where a file belongs: who opens one may wait for ever.
+    """Refuse a pipe or a device where a file belongs: opening one may block forever.
 
     Raises:
         ValueError: it is one.

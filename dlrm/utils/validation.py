@@ -143,6 +143,8 @@ def _mistake(error: Any, kind: Any) -> str:
     *outer, last = error["loc"] or ("",)
     name, value, context = _dotted(error["loc"]), error["input"], error.get("ctx", {})
     inside = f"{_dotted(outer)}: " if outer else ""
+
+    # Mistakes that are more than a wrong value.
     match error["type"]:
         case "value_error":
             return f"{name}: {context['error']}" if name else str(context["error"])
@@ -156,6 +158,7 @@ def _mistake(error: Any, kind: Any) -> str:
         case "literal_error":
             valid = re.findall(r"'([^']*)'|\"([^\"]*)\"", context["expected"])
             return f"{name} is {shown(value)}{did_you_mean(str(value), map(''.join, valid))}"
+
     rule = _RULES.get(error["type"]) or "it must" + error["msg"].partition(" should")[2]
     for long, short in _SHORTER.items():
         rule = rule.replace(long, short)

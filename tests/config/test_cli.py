@@ -103,7 +103,7 @@ def test_option_without_value(capsys):
         ("--optim.lr", ".nan", "--optim.lr is nan, it must be a finite number"),
         ("--optim.eps", ".inf", "eps is inf, it must be finite"),
         ("--optim.decay_start", "-5", "decay_start is -5"),
-        ("--optim.decay_steps", "9", "--optim.decay_steps is 9, it must be 1 without decay_start"),
+        ("--optim.decay_steps", "9", "--optim: decay_steps is 9, it must be 1 without decay_start"),
         ("--budget", "heaps", "--budget: 'heaps' is not an amount of memory"),
         ("--data", "", "--data is '', it must name a directory"),
         ("--output", "", "--output is '', it must name a directory"),
@@ -130,7 +130,7 @@ def test_text_is_one_value(capsys):
 
 def test_the_threshold_and_the_number_of_the_largest_tables_exclude_each_other(capsys):
     text = mistakes(capsys, "--tables.threshold", "5", "--tables.largest", "3")
-    assert "--tables.threshold is 5, it must be null if largest is set" in text
+    assert "--tables: threshold is 5, it must be null if largest is set" in text
     assert parse(["--tables.largest=3", "--tables.threshold=null"], KINDS)[0].tables.largest == 3
 
 
