@@ -47,7 +47,7 @@ from dlrm.utils.program import exit_status
 
 
 def train_on_batch(step: TrainStep, batch: PreparedBatch, norms: bool) -> dict[str, torch.Tensor]:
-    """What one step computes; in mode ``graph``, it is captured and replayed as one CUDA graph."""
+    """Train on a batch. In mode ``graph``, this is captured and replayed as one CUDA graph."""
     with step.context(batch, norms) as context:
         logits = step.forward(batch.batch, context)
         loss = step.loss(logits, batch.batch)
@@ -91,6 +91,7 @@ class Run:
         if config.init_from and not resumed:
             start = NewRows(config.new_rows, config.seed)
             self.trained = fit(self.model, config.init_from, config.data, meta, world, start)
+
         optimizers = build_optimizers(config.optim, self.model)
         self.schedule = Schedule(optimizers, **config.optim.schedule)
         compiler.join()
@@ -103,6 +104,7 @@ class Run:
             deterministic=config.deterministic,
             reducer=GradientReducer.of(self.model, optimizers[1], world),
         )
+
         seen = partial(loader, "train", config.batch_size, options | {"shuffle": False})
         interruption = Interruption(world)
         self.held_out = HeldOut(self.model, loaders, seen, interruption, config.precision)
@@ -112,6 +114,7 @@ class Run:
         self.validations = Validations(every, config.patience_for(epoch // every), last_step)
         before = resumed.state.clock if resumed else {}
         self.clock = profiling.Clock(self.train_data, self.step.graphs, began, before)
+
         self.progress = Progress()
         parts = self.model, optimizers, self.train_data
         self.checkpoints.attach(*parts, spec=spec, config=self.options)
@@ -167,6 +170,7 @@ class Run:
                 self.clock.samples += batch.batch.total_size
                 bar.update(batch.batch.total_size)
                 profiler.step()
+
                 if self.steps % config.populate_every == 0:
                     renewed = self.model.sparse_arch.renew_caches(self.step.optimizers[1])
                     self.tracker.log(self.steps, renewed)
@@ -247,6 +251,7 @@ class Run:
         if self.held_out.diverged:
             self.tracker.log(self.steps, tracking.named("test", test))
             raise ValueError(self.held_out.diverged)
+
         final = {"best_step": float(best_step)} if 0 <= best_step < self.steps else {}
         if final and self.config.checkpoint:  # the weights of that step are the result
             with self.clock.part("checkpoint"):
@@ -264,6 +269,7 @@ class Run:
             self.checkpoints.wait()
         final |= self.progress.fitted | self._sizes() | self.clock.total()
         final |= profiling.peak_memory(self.step.device) | self.checkpoints.costs()
+
         self.tracker.log(self.steps, final)
         final |= tracking.named("val", val)  # logged when it was evaluated
         about = report.about(self.steps, self.train_data.meta, self.checkpoints.spec["plan"])

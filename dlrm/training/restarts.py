@@ -1,4 +1,4 @@
-"""The run that a job of torchrun goes on with after a restart.
+"""The run that a job of torchrun continues after a restart.
 
 The index of a run names its job. An attempt that finds its own job there resumes that run, or
 starts it again if it has no checkpoint yet.

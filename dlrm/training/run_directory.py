@@ -176,7 +176,7 @@ def write_to(directory: Path, work: Callable[[], object]) -> None:
 
 
 def nothing_to_resume(run: Path) -> str:
-    """What a run without a checkpoint holds, and what to do."""
+    """Say what a run without a checkpoint holds, and what to do."""
     names = [path.name for path in _entries(run / CHECKPOINTS)]
     found = [name for name in names if not name.endswith((".tmp", ".json"))]
     if found:
@@ -206,6 +206,8 @@ class RunLock:
             found = self._others()
             if directory.exists() and (found or not (directory / LOCK).exists()):
                 raise ValueError(f"{directory} exists: choose another --name{self._rest(found)}")
+
+        # Others may hold the lock, or make the directory meanwhile.
         made = [path for path in (directory, *directory.parents) if not path.exists()]
         directory.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(str(directory / LOCK), thread_local=False)
@@ -226,20 +228,23 @@ class RunLock:
                 raise
             note = f"note: {directory} can't be locked ({error}): start no second run on it"
             print(note, file=sys.stderr)
+
         if new and (found := self._others()):  # made by another process meanwhile
             self.release()
             raise ValueError(f"{directory} exists: choose another --name{self._rest(found)}")
+
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
         with atomic_write(directory / HOLDER) as temporary:
             temporary.write_text(json.dumps(holder))
 
     def _others(self) -> set[str]:
-        """What the directory holds besides the lock, which a killed process may have left."""
+        """Names in the directory besides the lock, which a killed process may have left."""
         return {path.name for path in _entries(self._directory)} - {LOCK, HOLDER}
 
     def _rest(self, found: set[str]) -> str:
-        """What else may be done about a directory that exists: it is never to be removed if there
-        is, or might be, a checkpoint in it."""
+        """Say what else may be done about a directory that exists. It must not be removed if there
+        is, or might be, a checkpoint in it.
+        """
         if has_checkpoint(self._directory):
             return f", or --resume {self._directory}"
         kept = _entries(self._directory / CHECKPOINTS)

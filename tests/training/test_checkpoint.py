@@ -453,6 +453,7 @@ def test_another_checkpoint_is_not_taken_for_the_best(run, capsys):
     for source, why in ((other, "of another run"), (best.with_name("step_2"), "of step 2, not 1")):
         shutil.rmtree(best)
         shutil.copytree(source, best)
+        edit_index(run, "best", name="step_1", step=1, run="1" * 32 if source == other else RUN)
         assert Checkpoint.open(run, best=True).path.name == "step_3"
         told = capsys.readouterr().err
         assert re.search(f"warning: {best} is damaged: it is .*{why}\n", told)

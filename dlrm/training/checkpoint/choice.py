@@ -124,7 +124,8 @@ def best_of(run: Path, index: Index) -> Entry | None:
         with suppress(ValueError, OSError):
             manifest = read_manifest(run / CHECKPOINTS / index.latest.name)
             index.latest.require(manifest)
-            if index.best is None or index.best.step != manifest.state.best_step:
+            known = manifest.run, manifest.state.best_step
+            if index.best is None or (index.best.run, index.best.step) != known:
                 return best_known_to(index.latest, manifest)
     return index.best
 

@@ -86,9 +86,11 @@ class RunCheckpoints:
         job, directory = self._world.job, self.directory / CHECKPOINTS
         if job is not None and not self.resumed and restarts.is_own(self.directory, job):
             restarts.clear(self.directory)
+
         for old in directory.glob("step_*.tmp"):
             if old.is_dir() and run_directory.step_of(old.with_suffix("")):
                 shutil.rmtree(old, ignore_errors=True)
+
         if job is not None or self.resumed:
             self._writer.index = replace(self._writer.index, job=job)
             write_index(self.directory, self._writer.index)
@@ -195,6 +197,7 @@ class RunCheckpoints:
                 f"{path} can't be resumed: the data was prepared again, and its ids stand for "
                 "other values; restore the data of the run, or start a new one"
             )
+
         loader = asdict(state.loader)
         if (there := loader["order"].get("batch_size")) != batch_size:
             unequal = f"batch_size is {batch_size} here and {there!r:.50} in the state"
@@ -202,6 +205,7 @@ class RunCheckpoints:
         if self._world.first and "footers" in loader["order"]:
             self._compare_files(loader["order"]["footers"])
         loader["order"]["batch_size"] = self._loader.batch_size
+
         self.resumed.load(self._model, self._optimizers, groups=True, world=self._world)
         self._loader.load_state_dict(loader)
         try:
@@ -243,15 +247,17 @@ class RunCheckpoints:
         entry = self._world.from_first(lambda: self._writer.index.best)
         path = self.directory / CHECKPOINTS / (entry.name if entry else f"step_{step}")
         try:
-            with Checkpoint.open(path, world=self._world) as best:
-                if (best.run, best.state.steps) != (self._run, step):
-                    raise ValueError(f"{path} is not the checkpoint of step {step:,} of this run")
-                best.load(model, world=self._world)
-                return best.state.validated[1]
+            best = Checkpoint.open(path, world=self._world)
+            if (best.run, best.state.steps) != (self._run, step):
+                raise ValueError(f"{path} is not the checkpoint of step {step:,} of this run")
         except (ValueError, OSError) as error:
             if self._world.first:
                 print_error(f"warning: the best state is lost, the last one is the result: {error}")
-        return None
+            return None
+
+        with best:
+            best.load(model, world=self._world)
+            return best.state.validated[1]
 
 
 def _go_back(path: Path, state: RunState, run_id: str) -> Index:
@@ -265,6 +271,7 @@ def _go_back(path: Path, state: RunState, run_id: str) -> Index:
     best, index = None, Index()
     with suppress(ValueError, OSError):
         index = read_index(run) or old_index(run)
+
     if state.best_step >= 0 and (best := best_of(run, replace(index, latest=latest))):
         try:
             best.require(read_manifest(path.with_name(best.name)))

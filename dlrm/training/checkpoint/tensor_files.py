@@ -70,6 +70,7 @@ def write_file(
     """
     pieces = sorted(pieces, key=lambda piece: -piece.values.itemsize)  # keeps them aligned
     header = _header(pieces, about)
+    # The header has the sizes, so that every piece has its place before any is written.
     sizes = [piece.values.nbytes for piece in pieces]
     starts = list(accumulate(sizes, initial=len(header)))
 
@@ -155,6 +156,7 @@ def slices(tensor: Tensor) -> Iterator[Tensor]:
         yield from _flat(tensor).split(SLICE)
         return
 
+    # Two buffers: a slice is copied to one while the other is used.
     if not hasattr(_staging, "buffers"):
         _staging.buffers = [torch.empty(SLICE, dtype=torch.uint8, pin_memory=True) for _ in "12"]
     buffers = _staging.buffers
@@ -337,7 +339,7 @@ def stored_tensors(
     sizes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     shards: Iterable[tuple[str, StoredShard]],
 ) -> dict[str, StoredTensor]:
-    """What a manifest says of tensors.
+    """Describe tensors as a manifest does.
 
     Args:
         sizes: type and shape of each tensor by name.
