@@ -414,8 +414,8 @@ def forget_index(run):
     (run / "checkpoints" / "index.json").unlink()
 
 
-def edit_index(run, which, **changes):
-    path = run / "checkpoints" / "index.json"
+def edit_index(directory, which, **changes):
+    path = directory / "checkpoints" / "index.json"
     index = json.loads(path.read_text())
     index[which] |= changes
     path.write_text(json.dumps(index))
