@@ -14,7 +14,7 @@ from dlrm.embeddings.common.context import NO_CONTEXT, LookupContext
 from dlrm.embeddings.common.row_caches import Ids, PrefetchesRows
 from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables
 from dlrm.kernels.offload.pinned_memory import empty_on_host
-from dlrm.kernels.offload.row_cache import CachedParameter
+from dlrm.kernels.offload.row_cache import CachedParameter, CachedRows
 from dlrm.utils.bags import Bags
 from dlrm.utils.offsets import row_offsets
 
@@ -90,29 +90,22 @@ class Offload(PrefetchesRows, Embedding):
 
     def vectors(self, tables: Tensor, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
         rows = ids + self._offsets[tables]
-        if not self.cached.active:
-            return lookup(self.weight, rows, sparse=self.sparse, sorter=context.sorter)
-        found = self._lookup(rows.reshape(1, -1), None, context)
-        return found.view(*rows.shape, self.embedding_dim)
+        source = self._source(rows.reshape(1, -1), None, context)
+        return lookup(source, rows, sparse=self.sparse, sorter=context.sorter)
 
     def lookup(self, ids: Tensor, context: LookupContext = NO_CONTEXT) -> Tensor:
-        if not self.cached.active:
-            tables = TableRows(self._offsets)
-            return lookup_tables(
-                self.weight, tables, ids, sparse=self.sparse, sorter=context.sorter
-            )
-        return self._lookup(ids, self._offsets, context)
+        source, tables = self._source(ids, self._offsets, context), TableRows(self._offsets)
+        return lookup_tables(source, tables, ids, sparse=self.sparse, sorter=context.sorter)
 
-    def _lookup(self, ids: Tensor, starts: Tensor | None, context: LookupContext) -> Tensor:
+    def _source(
+        self, ids: Tensor, starts: Tensor | None, context: LookupContext
+    ) -> Tensor | CachedRows:
+        """The rows of a look-up: in the cache if there is one, and then prepared."""
+        if not self.cached.active:
+            return self.weight
         training = self.training and torch.is_grad_enabled() and self.weight.requires_grad
-        return self.cached.lookup(
-            ids,
-            starts,
-            sparse=self.sparse,
-            training=training,
-            fetched=context.rows_fetched,
-            sorter=context.sorter,
-        )
+        self.cached.prepare(ids, starts, training=training, fetched=context.rows_fetched)
+        return self.cached
 
     def window_size(self, lookups: int) -> int:
         """So large that two windows fit into the cache if an eighth of their ids are unique."""

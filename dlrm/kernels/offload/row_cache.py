@@ -15,13 +15,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from dlrm.kernels import use_triton
 from dlrm.kernels.lookup.source import KernelSource, RowSource, SourceKind
-from dlrm.kernels.lookup.tables import TableRows, lookup, lookup_tables
 from dlrm.kernels.offload.admission import CacheIndex, move_rows
 from dlrm.kernels.offload.pinned_memory import empty_on_host, in_host_memory, zeros_in_same_memory
 from dlrm.kernels.offload.prefetch import AsyncRowTransfer
 from dlrm.kernels.update.cached_slots import CachedSlots
-from dlrm.kernels.update.row_sort import RowSorter
 
 Window = tuple[Tensor, Tensor | None]
 """The ids ``[F, B]`` of a prefetch window, and where their tables begin."""
@@ -149,6 +148,9 @@ class CachedRows(RowSource):
         source = KernelSource(self.weights[0], slots=self.slots, to_cache=to_cache)
         return source, SourceKind("cached")
 
+    def runs_triton(self, ids: Tensor, impl: str | None) -> bool:
+        return use_triton(ids, impl or self.impl)
+
     def read(self, rows: Tensor) -> Tensor:
         return self.cached_slots.read(self.weights[0], 0, rows)
 
@@ -172,7 +174,7 @@ class CachedRows(RowSource):
         Until the next call, all training look-ups must be of this window, with ``fetched``.
 
         Args:
-            now: ids and starts of this window, as for :meth:`lookup`, if they were not ``coming``
+            now: ids and starts of this window, as for :meth:`prepare`, if they were not ``coming``
                 in the last call; their rows are fetched at once.
             coming: those of the next window, whose rows are fetched during this one. The ids must
                 not change until then.
@@ -190,17 +192,10 @@ class CachedRows(RowSource):
         if coming is not None:
             self._transfer.start(self.index, self.tensors, *coming, impl=self.impl)
 
-    def lookup(
-        self,
-        ids: Tensor,
-        starts: Tensor | None = None,
-        *,
-        sparse: bool,
-        training: bool,
-        fetched: bool = False,
-        sorter: RowSorter | None = None,
-    ) -> Tensor:
-        """Look up rows, with a gradient for the table.
+    def prepare(
+        self, ids: Tensor, starts: Tensor | None, *, training: bool, fetched: bool = False
+    ) -> None:
+        """Prepare a look-up, which then reads rows where they are.
 
         In training, rows that were not fetched with a window are moved into the cache first.
         Otherwise nothing moves, and rows without a slot are read from the host.
@@ -208,25 +203,15 @@ class CachedRows(RowSource):
         Args:
             ids: ``[F, B]`` int32 or int64, one per table and sample.
             starts: first row of each table, ``[F]`` int64; None if ids are rows.
-            sparse: see :func:`dlrm.kernels.lookup.tables.lookup_tables`.
             training: an update of these rows will follow.
             fetched: the rows are of the current window, so :meth:`begin_window` fetched them.
-            sorter: sorts the rows that will have a gradient, ahead of their update.
-
-        Returns:
-            ``[B, F, D]``.
         """
         assert self.active
-        ids = ids.contiguous()
         if training and not fetched:
-            self.begin_window((ids, starts), None)
+            self.begin_window((ids.contiguous(), starts), None)
             self.ready = False  # rows of the next window may have lost their slots
         elif not training:
             self._transfer.wait_all()
-        options: dict[str, Any] = {"sparse": sparse, "sorter": sorter, "impl": self.impl}
-        if starts is None:
-            return lookup(self, ids, **options).transpose(0, 1)
-        return lookup_tables(self, TableRows(starts), ids, **options)
 
     # The table as a whole ---------------------------------------------------------------------
 

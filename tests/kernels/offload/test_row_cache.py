@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from dlrm.kernels.lookup.tables import lookup
 from dlrm.kernels.offload import admission, prefetch, transfer
 from dlrm.kernels.offload.pinned_memory import mapped_tensor, on_host
 from dlrm.kernels.offload.row_cache import CachedParameter, CachedRows, cached_rows
@@ -38,6 +39,12 @@ def in_host_memory(value, device):
     return mapped_tensor(value.shape, value.dtype, device)[1].copy_(value)
 
 
+def look_up(cached, ids, **how):
+    """The rows of ``ids [F, B]``, ``[B, F, D]``."""
+    cached.prepare(ids, None, **how)
+    return lookup(cached, ids).transpose(0, 1)
+
+
 def make(device, capacity, rule, dtype=torch.float32):
     """Rows, and the same rows behind a cache, each with its states."""
     rule = make_rule(rule)
@@ -62,7 +69,7 @@ def test_updates_equal_those_without_a_cache(device, rule, capacity):
     for index in range(4 if device.type == "cuda" else 3):
         rows = (torch.rand(20, device=device) ** 2 * ROWS).long()
         grads = torch.randn(20, DIM, device=device)
-        found = cached.lookup(rows[None], sparse=True, training=True)
+        found = look_up(cached, rows[None], training=True)
         assert torch.equal(found[:, 0], value[rows]), index
         update_rows(rule, value, rows, grads, states, lr=lr, impl="triton")
         update_rows(
@@ -105,7 +112,7 @@ def test_moves_during_the_step_change_nothing(device, monkeypatch, rule, capacit
             rows = (torch.rand(50, device=device) ** 2 * ROWS).long()
         grads = torch.randn(50, DIM, device=device)
         cached.begin_window(None if announced else (rows[None], None), (coming[None], None))
-        found = cached.lookup(rows[None], sparse=True, training=True, fetched=True)
+        found = look_up(cached, rows[None], training=True, fetched=True)
         assert torch.equal(found[:, 0], value[rows])
         update_rows(rule, value, rows, grads, states, lr=lr, seed=seeds[0])
         update_rows(
@@ -113,7 +120,7 @@ def test_moves_during_the_step_change_nothing(device, monkeypatch, rule, capacit
         )
         if index % 7 == 3:
             every = torch.arange(ROWS, device=device)[None]
-            found = cached.lookup(every, sparse=True, training=False)
+            found = look_up(cached, every, training=False)
             assert torch.equal(found[:, 0], value)
     moved = cached.index.traffic[2:4].tolist()
     assert moved[0] > moved[1] if capacity == ROWS else moved[1] > len(batches)
@@ -134,11 +141,11 @@ def test_whoever_wants_the_table_waits_for_rows_on_their_way(device, monkeypatch
         update_rows(rule, value, used, grads, [], lr=lr)
         update_rows(rule, weight, used, grads, [], lr=lr, cached=cached.cached_slots)
     if then == "look up":
-        found = cached.lookup(rows, sparse=True, training=False)
+        found = look_up(cached, rows, training=False)
         assert torch.equal(found, value[rows.t()])
     elif then == "train":  # with rows that just left, and were not announced
         cached.begin_window((rows[1:2], None), None)
-        found = cached.lookup(rows[1:2], sparse=True, training=True, fetched=True)
+        found = look_up(cached, rows[1:2], training=True, fetched=True)
         assert torch.equal(found[:, 0], value[rows[1]])
     else:
         getattr(cached, then)()
