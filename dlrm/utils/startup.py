@@ -83,19 +83,30 @@ def compile_alone() -> None:
 
 
 def keep_bytecode() -> None:
-    """Let compiled modules be kept in the user's cache if PyTorch's directory can't be written.
+    """Keep compiled modules in the user's cache if PyTorch has none next to its sources.
 
-    Else each process compiles a thousand modules, for seconds. It stays so if the user wants no
-    bytecode to be written.
+    Images of containers often install packages without bytecode, and set
+    ``PYTHONDONTWRITEBYTECODE``. Every process then compiles thousands of modules again, which takes
+    some five seconds. Nothing is written next to the sources, and nothing changes if
+    ``PYTHONPYCACHEPREFIX`` is set.
     """
     spec = importlib.util.find_spec("torch")
-    if sys.dont_write_bytecode or sys.pycache_prefix or spec is None or spec.origin is None:
+    if sys.pycache_prefix or spec is None or spec.origin is None:
         return
     directory = os.path.dirname(spec.origin)
-    kept = os.path.isdir(os.path.join(directory, "__pycache__"))
-    if not kept and not os.access(directory, os.W_OK):
-        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        sys.pycache_prefix = os.path.join(cache, "dlrm", "bytecode")
+    writable = os.access(directory, os.W_OK) and not sys.dont_write_bytecode
+    if writable or os.path.isdir(os.path.join(directory, "__pycache__")):
+        return
+
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    sys.pycache_prefix = os.path.join(cache, "dlrm", "bytecode")
+    sys.dont_write_bytecode = False
+    if not os.path.isdir(sys.pycache_prefix) and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(
+            f"note: PyTorch has no bytecode here: it is kept in {sys.pycache_prefix} from now on, "
+            "for faster starts (PYTHONPYCACHEPREFIX sets another directory)",
+            file=sys.stderr,
+        )
 
 
 def _age() -> float:

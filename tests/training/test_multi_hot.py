@@ -98,7 +98,7 @@ def test_captured_losses_equal_eager_and_those_of_a_cpu(plan, ragged):
     alone = plan in ("dense", "hash", "int8", "short")
     captured = alone or (plan in ("mixed", "auto") and not ragged)
     assert captured == (step.graphs.count > 0)
-    noise = 2e-3 if plan in ("auto", "int8") else 1e-4  # of rounding to int8
+    noise = {"auto": 2e-3, "int8": 1e-2}.get(plan, 1e-4)  # of rounding to int8, of all rows or some
     assert found["cuda", "eager"] == pytest.approx(found["cpu", "eager"], abs=noise)
     assert found["cuda", "graph"] == pytest.approx(found["cuda", "eager"], abs=1e-4)
 

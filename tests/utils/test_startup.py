@@ -91,11 +91,17 @@ def test_kernels_have_one_cache_and_one_process_unless_the_user_says(name, defau
 
 
 @pytest.mark.parametrize(
-    ("writable", "compiled", "unwanted"),
-    [(False, False, False), (True, False, False), (False, True, False), (False, False, True)],
+    ("writable", "compiled", "unwanted", "cached"),
+    [
+        (False, False, False, True),
+        (True, False, False, False),
+        (False, True, False, False),
+        (True, False, True, True),
+        (True, True, True, False),
+    ],
 )
-def test_bytecode_is_kept_for_the_user_where_it_can_not_be_elsewhere(
-    writable, compiled, unwanted, monkeypatch, tmp_path
+def test_bytecode_is_kept_for_the_user_where_it_is_not_elsewhere(
+    writable, compiled, unwanted, cached, monkeypatch, tmp_path, capsys
 ):
     torch = tmp_path / "torch"
     (torch / "__pycache__" if compiled else torch).mkdir(parents=True)
@@ -107,8 +113,16 @@ def test_bytecode_is_kept_for_the_user_where_it_can_not_be_elsewhere(
     monkeypatch.setattr(sys, "pycache_prefix", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     startup.keep_bytecode()
-    elsewhere = not (writable or compiled or unwanted)
-    assert sys.pycache_prefix == (str(tmp_path / "dlrm" / "bytecode") if elsewhere else None)
+    assert sys.pycache_prefix == (str(tmp_path / "dlrm" / "bytecode") if cached else None)
+    assert sys.dont_write_bytecode == (unwanted and not cached)
+    assert ("PYTHONPYCACHEPREFIX" in capsys.readouterr().err) == cached
+
+
+def test_a_directory_for_bytecode_that_the_user_chose_is_left_alone(monkeypatch):
+    monkeypatch.setattr(sys, "pycache_prefix", "chosen")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    startup.keep_bytecode()
+    assert (sys.pycache_prefix, sys.dont_write_bytecode) == ("chosen", True)
 
 
 def test_programs_begin_before_they_import_pytorch():

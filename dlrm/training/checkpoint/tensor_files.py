@@ -36,7 +36,10 @@ from dlrm.utils.streams import stream_of
 
 SLICE = 16 << 20
 """Bytes that are copied from a GPU at a time; each thread has two buffers of that size."""
-THREADS = 4
+THREADS = 8
+SYNCED = 256 << 20
+"""Bytes after which a thread waits for the disk. Without it, the disk would be idle until all is
+written, and a checkpoint of 6.6 GB would take twice as long."""
 READERS = 16  # threads
 _PIECE = 4 << 20  # bytes that are read at a time
 _REGULAR = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
@@ -120,13 +123,21 @@ def _header(pieces: Sequence[Piece], about: Mapping[str, str]) -> bytes:
 def _write_piece(file: BinaryIO, piece: Piece, at: int) -> str:
     """Write a piece to a position of a file; returns its digest."""
     digest = hashlib.sha256()
+    unsynced = 0
     for content in slices(piece.values):
         part = content.numpy().data
         digest.update(part)
+        unsynced += len(part)
         while part:
             count = _write_some(file, part, at)
             part, at = part[count:], at + count
+        if unsynced >= SYNCED:
+            _sync(file.fileno())
+            unsynced = 0
     return digest.hexdigest()
+
+
+_sync = getattr(os, "fdatasync", os.fsync)  # macOS and Windows have only the latter
 
 
 _position = Lock()  # of files on Windows, which has neither pread nor pwrite

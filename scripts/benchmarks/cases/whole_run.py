@@ -5,9 +5,8 @@
 
 Each kind runs twice, in processes of their own, with ``configs/criteo_kaggle_large_batch.yaml``:
 the ``first`` run finds empty caches of kernels and bytecode, the ``second`` one what the first left
-there. (Bytecode is kept, as it is by default: ``PYTHONDONTWRITEBYTECODE`` is ignored. With it, each
-process compiles thousands of modules.) ``wall_s`` is the time of the whole process. ``parts`` are
-those that the run reports (``seconds/*`` in its result), and ``exit``, the time to end after that.
+there. ``wall_s`` is the time of the whole process. ``parts`` are those that the run reports
+(``seconds/*`` in its result), and ``exit``, the time to end after that.
 
 ``--tree`` times another checkout, to compare two on one machine; if it is older than the parts,
 ``wall_s`` is all there is.
@@ -34,7 +33,7 @@ CACHES = (
     "TRITON_HOME",
     "TORCHINDUCTOR_CACHE_DIR",
     "CUDA_CACHE_PATH",
-    "PYTHONPYCACHEPREFIX",
+    "XDG_CACHE_HOME",
 )
 
 
@@ -90,14 +89,11 @@ def time_run(
         caches: environment variables that name the caches.
     """
     config = tree / "configs" / "criteo_kaggle_large_batch.yaml"
-    environment = os.environ | caches
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
-
     done = run_program(
         str(tree / "train.py"),
         *("--config", config, "--data", data, "--emb", kind, *given),
         *("--output", work, "--name", "run"),
-        environment=environment,
+        environment=os.environ | caches,
     )
     metrics = json.loads((work / "run" / "result.json").read_text())["metrics"]
     shutil.rmtree(work / "run")
