@@ -41,7 +41,7 @@ from pyarrow import parquet
 ROOT = Path.cwd()  # the tree that is recorded
 
 TOLERANCE = 0.02  # relative, for runs on a GPU without --deterministic true
-TIMED = ("time", "speed/", "memory/", "cache/link_share")  # not the same twice
+TIMED = ("time", "seconds/", "speed/", "memory/", "cache/link_share")  # not the same twice
 RACED = ("cache/",)  # nor these on a GPU, where threads race for the places in a cache
 SHOWN = 3  # differing values of an entry
 
