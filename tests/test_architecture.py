@@ -2,6 +2,7 @@
 
 import ast
 import re
+from graphlib import TopologicalSorter
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
@@ -150,6 +151,11 @@ def test_the_rows_of_an_export_are_prepared_without_the_rest():
         assert not re.search(r"^\s*(from dlrm\b|import (dlrm|torch)\b|from torch\b)", source, re.M)
         inside = {name for name in imports(path) if name.startswith("dlrm")}
         assert inside <= {module_name(file) for file in carried}
+
+
+def test_no_module_of_the_preparation_imports_itself_through_others():
+    room = [path for path in FILES if path.parent.name == "prepare"]
+    TopologicalSorter({module_name(path): set(imports(path)) for path in room}).prepare()
 
 
 def test_the_program_is_short_enough_to_be_read_in_one_go():

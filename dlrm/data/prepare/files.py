@@ -21,7 +21,7 @@ from ...utils.messages import did_you_mean
 from ..parquet import read_footer
 from .column_options import TableOptions
 from .text_blocks import BLOCK_BYTES, BlockReader
-from .text_formats import CsvPart, JsonPart, PartRows, csv_row_end
+from .text_formats import CsvLayout, CsvPart, JsonPart, PartRows, csv_row_end
 
 PARQUET_ROWS = 1 << 16  # of a part
 SUFFIXES = {
@@ -100,6 +100,7 @@ class RawFile:
             return
         file = BlockReader(self.path)
         row_end = csv_row_end(self.delimiter) if self.format == "csv" and self.quotes else None
+        layout = CsvLayout(names=self.names, delimiter=self.delimiter, quotes=self.quotes)
         skip = self.header
         for block in file.blocks(block_bytes=block_bytes, row_end=row_end):
             if block.empty:
@@ -110,7 +111,7 @@ class RawFile:
             data = block.data.removeprefix(codecs.BOM_UTF8)
             if skip:
                 data, skip = data[_header_end(data, self.quotes) :], False
-            yield CsvPart(block=block, data=data, file=self)
+            yield CsvPart(block=block, data=data, layout=layout)
         self.sha256 = file.sha256()
 
     def _row_groups(self) -> Iterator[ParquetPart]:

@@ -105,6 +105,8 @@ class SplitWriter:
 
     def write(self, rows: pa.RecordBatch) -> None:
         """Add rows."""
+        if not rows.num_rows:
+            return  # no rows of a block would keep all of it in memory
         self._pending = pa.concat_tables([self._pending, pa.Table.from_batches([rows])])
         while self._pending.num_rows >= ROW_GROUP_ROWS:
             self._file.write_table(self._pending.slice(0, ROW_GROUP_ROWS), ROW_GROUP_ROWS)

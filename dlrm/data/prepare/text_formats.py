@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -17,9 +16,6 @@ from numpy.typing import NDArray
 from .bad_rows import BadRow, BadValue, shown
 from .text_blocks import TextBlock
 from .values import NUMBER_MISSING, failing, numbers
-
-if TYPE_CHECKING:
-    from .files import RawFile
 
 QUOTE = ord('"')
 
@@ -54,12 +50,22 @@ class TextPart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CsvLayout:
+    """How the fields of a CSV are written."""
+
+    names: Sequence[str]
+    delimiter: str
+    quotes: bool
+    """Whether fields may be quoted."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CsvPart(TextPart):
     """Whole rows of a CSV."""
 
     data: bytes
     """Without the header."""
-    file: RawFile
+    layout: CsvLayout
 
     def parse(self, types: Mapping[str, pa.DataType]) -> pa.RecordBatch:
         """The columns with the names of ``types``.
@@ -92,28 +98,28 @@ class CsvPart(TextPart):
         try:
             return self._read(types, (lambda _: "skip") if skip_bad else None)
         except pa.ArrowInvalid as error:
-            rows = self._rows(dict.fromkeys(self.file.names, pa.string()), error)
+            rows = self._rows(dict.fromkeys(self.layout.names, pa.string()), error)
             for position in sorted(rows.bad)[:1]:
                 raise rows.bad[position] from None
             raise ValueError(f"{self.path} can't be read: {error}") from None
 
     def _read(self, types: Mapping[str, pa.DataType] | None, handler: object = None) -> pa.Table:
         if not self.data.strip():
-            schema = pa.schema([(name, pa.string()) for name in types or self.file.names])
+            schema = pa.schema([(name, pa.string()) for name in types or self.layout.names])
             return pa.RecordBatch.from_pylist([], schema)
 
         convert = {"column_types": types, "include_columns": list(types)} if types else {}
         table = pyarrow.csv.read_csv(
             pa.BufferReader(self.data),
             pyarrow.csv.ReadOptions(
-                column_names=self.file.names,
+                column_names=self.layout.names,
                 use_threads=False,
                 block_size=len(self.data) + 1,
             ),
             pyarrow.csv.ParseOptions(
-                delimiter=self.file.delimiter,
-                quote_char='"' if self.file.quotes else False,
-                newlines_in_values=self.file.quotes,
+                delimiter=self.layout.delimiter,
+                quote_char='"' if self.layout.quotes else False,
+                newlines_in_values=self.layout.quotes,
                 invalid_row_handler=handler,
             ),
             pyarrow.csv.ConvertOptions(null_values=NUMBER_MISSING, **convert),
@@ -134,7 +140,7 @@ class CsvPart(TextPart):
 
         # As bytes, any row of the right number of fields can be read.
         try:
-            rows = self._read(dict.fromkeys(self.file.names, pa.binary()), collect)
+            rows = self._read(dict.fromkeys(self.layout.names, pa.binary()), collect)
         except pa.ArrowInvalid as error:
             raise ValueError(f"{self.path}: {problem or error}; correct the file") from None
         bad: dict[int, BadRow] = {}
@@ -144,7 +150,7 @@ class CsvPart(TextPart):
             bad[row.number - 1] = BadRow(
                 row.number - 1,
                 f"{row.actual_columns} fields, a row has {row.expected_columns}: "
-                f"{shown(row.text)}; correct it (is the delimiter {self.file.delimiter!r}?)",
+                f"{shown(row.text)}; correct it (is the delimiter {self.layout.delimiter!r}?)",
             )
 
         count = rows.num_rows + len(bad)

@@ -279,6 +279,15 @@ def test_row_groups_are_of_one_size(raw, tmp_path, monkeypatch):
     assert meta.splits["test"].rows == 0
 
 
+def test_a_split_keeps_nothing_of_blocks_of_other_splits(tmp_path):
+    rows = pa.record_batch({"x": pa.array(range(10**6))})
+    with split_writer.SplitWriter(tmp_path / "test.parquet", rows.schema, []) as writer:
+        writer.write(rows.slice(10**6, 0))
+        before = pa.total_allocated_bytes()
+        del rows
+        assert pa.total_allocated_bytes() <= before - 8 * 10**6
+
+
 def test_several_compressed_inputs_and_a_limit(tmp_path):
     rows = raw_rows(450)
     days = []
