@@ -91,11 +91,6 @@ def basis_on_cpu(result: Result) -> Iterator[Mapping[str, Any]]:
             yield {**r, "direction": direction}
 
 
-def epochs(result: Result) -> Rows:
-    """Epochs with the time to start."""
-    return [{**r, "start": r["building"] + r["compiling_and_capturing"]} for r in result["results"]]
-
-
 def mlperf(result: Result) -> Iterator[Mapping[str, Any]]:
     """Steps on one GPU, and records of several by GPU."""
     device = result["environment"]["device"].removeprefix("NVIDIA ")
