@@ -9,29 +9,28 @@ import time
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from threading import Thread
+from typing import Any
 
 import torch
 
 from dlrm.data.batch import Batch
 from dlrm.data.device_prefetch import Run, prefetch_to_device
-from dlrm.data.device_shuffle import DeviceShuffleBuffer, gather
 from dlrm.data.parquet import RowGroupReader, digest_of_footers
 from dlrm.data.schema import Meta
-from dlrm.data.shuffle import ShuffleBuffer, ShuffleGroup, assemble, shuffle_groups
+from dlrm.data.shuffle import ShuffleGroup, shuffle_groups
+from dlrm.data.shuffle_buffer import ShuffleBuffer, gather
 from dlrm.data.threads import thread_pool
 from dlrm.utils.cpus import cpu_count
 from dlrm.utils.memory import free_memory
 
-Buffer = TypeVar("Buffer", ShuffleBuffer, DeviceShuffleBuffer)
 ORDER_BYTES = 8  # of a row, for its place in a window
-ROWS_AT_ONCE = 4096  # that a device gathers for batches of fewer rows
+ROWS_AT_ONCE = 4096  # that are gathered together for batches of fewer rows
 
 
 def shuffle_memory(device: torch.device) -> int:
@@ -73,8 +72,8 @@ class BatchLoader:
 
     Memory (160 bytes per decoded row for Criteo): all rows of the split if they are one window;
     otherwise two windows, and three for a moment. By default that is at most half of the host's
-    free memory, divided by the processes on it, or an eighth of the free memory of a GPU, which
-    also keeps a single window from epoch to epoch. Without shuffle, as many row groups as readers.
+    free memory, divided by the processes on it, or an eighth of the free memory of a GPU. A single
+    window is kept from epoch to epoch. Without shuffle, as many row groups as readers.
 
     Args:
         directory: the directory of ``meta.json``.
@@ -91,7 +90,8 @@ class BatchLoader:
             above. A resumed epoch keeps its windows.
         readers: threads that read and decode row groups; by default half of the cores, up to 8,
             or three quarters, up to 12, if the batches go to a GPU.
-        prefetch: batches assembled ahead of the consumer if the CPU assembles them.
+        prefetch: batches made ahead of the consumer if the CPU makes them, or runs of as many small
+            ones as have 4,096 rows.
         device: device of the batches. A CUDA device gets whole row groups from pinned memory and
             gathers the rows of batches itself, on a stream of its own, while earlier ones are in
             use.
@@ -154,13 +154,13 @@ class BatchLoader:
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.readers, self.prefetch, self.device = readers, prefetch, torch.device(device)
         self.split = split
-        self._gathers = on_gpu
+        self._on_gpu = on_gpu
         self._fixed_window = window is not None
         if window is None:
             self.windows = self._default_windows(memory)
         else:
             self.windows = -(-len(self._row_groups) // window)
-        self._resident: DeviceShuffleBuffer | None = None  # the only window, kept on the device
+        self._resident: ShuffleBuffer | None = None  # the only window, kept for the next epoch
         self.wait_seconds = 0.0
         self.epoch = 0
         self._position = 0  # rows of the epoch yielded so far, over all ranks
@@ -260,7 +260,7 @@ class BatchLoader:
         if not self.shuffle:
             return 1
         if memory is None:
-            memory = shuffle_memory(self.device if self._gathers else torch.device("cpu"))
+            memory = shuffle_memory(self.device)
         total = sum(map(self._reader.decoded_bytes, self._row_groups))
         return windows_within(memory, total + ORDER_BYTES * self.rows, len(self._row_groups))
 
@@ -294,24 +294,35 @@ class BatchLoader:
     def _iterate(self, start: int) -> Generator[Batch, None, None]:
         # The readers end first, which cancels what the assembler waits for.
         with (
-            thread_pool(self.readers, "batch-assembler") as assembler,
+            thread_pool(1, "batch-assembler") as assembler,
             thread_pool(self.readers, "parquet-reader") as readers,
         ):
-            if self._gathers:
-                runs = self._gathered(start, readers)
-            else:
-                runs = ([each] for each in self._assembled(start, readers, assembler))
-            if self.device.type == "cuda":
+            runs = self._runs(start, readers)
+            if self._on_gpu:
                 runs = prefetch_to_device(runs, self.device)
+            else:
+                runs = self._made_ahead(runs, assembler)
             for batch, position in chain.from_iterable(runs):
                 total, self._position = position - self._position, position
                 yield replace(batch, total=total)
 
-    def _gathered(self, start: int, readers: ThreadPoolExecutor) -> Iterator[Run]:
-        """Runs of batches that the device gathers in the launches of one, with their positions."""
-        make = partial(self._on_device, readers=readers)
-        run: list[tuple[DeviceShuffleBuffer, int, int]] = []  # first row, position after the batch
-        for buffers, first, last, position in self._buffered(start, make):
+    def _made_ahead(self, runs: Iterator[Run], assembler: ThreadPoolExecutor) -> Iterator[Run]:
+        """Runs that a single other thread makes, ahead of the consumer."""
+        assembler.submit(_use_one_core).result()
+        pending: deque[Future[Run | None]] = deque()
+        while True:
+            while len(pending) <= self.prefetch:
+                pending.append(assembler.submit(next, runs, None))
+            with self._waiting():
+                run = pending.popleft().result()
+            if run is None:
+                return
+            yield run
+
+    def _runs(self, start: int, readers: ThreadPoolExecutor) -> Iterator[Run]:
+        """Runs of batches that are gathered in the launches of one, with their positions."""
+        run: list[tuple[ShuffleBuffer, int, int]] = []  # first row, position after the batch
+        for buffers, first, last, position in self._buffered(start, readers):
             for buffer in buffers:
                 buffer.copy_arrived()
             mine = [buffer for buffer in buffers if buffer.group.start < last]
@@ -320,7 +331,7 @@ class BatchLoader:
             if run and not (more and mine[0] is run[0][0]):
                 yield _gather(run, self.batch_size)
                 run = []
-            with self._waiting():
+            with self._waiting() if self._on_gpu else nullcontext():
                 for buffer in mine:
                     buffer.wait()
             if self.shuffle and self.windows == 1 and mine:
@@ -332,46 +343,31 @@ class BatchLoader:
         if run:
             yield _gather(run, self.batch_size)
 
-    def _on_device(self, group: ShuffleGroup, readers: ThreadPoolExecutor) -> DeviceShuffleBuffer:
+    def _buffer(self, group: ShuffleGroup, readers: ThreadPoolExecutor) -> ShuffleBuffer:
         """The buffer of a window: the one of the last epoch, if it holds all rows."""
         if self._resident is not None and len(group.row_groups) == len(self._row_groups):
             self._resident.reorder(group, readers)
             return self._resident
         staged = self.readers + 4  # some to decode, and some to copy
-        return DeviceShuffleBuffer(group, self._reader, readers, self.device, staged)
-
-    def _assembled(
-        self, start: int, readers: ThreadPoolExecutor, assembler: ThreadPoolExecutor
-    ) -> Iterator[tuple[Batch, int]]:
-        """Batches assembled in host memory, each with the position after it."""
-        pending: deque[tuple[Future[Batch], int]] = deque()
-        make = partial(ShuffleBuffer, reader=self._reader, pool=readers)
-        for buffers, first, last, position in self._buffered(start, make):
-            mine = [buffer for buffer in buffers if buffer.group.start < last]
-            batch = assembler.submit(assemble, self._reader, mine, first, last)
-            pending.append((batch, position))
-            if len(pending) > self.prefetch:
-                yield self._wait_for(*pending.popleft())
-        while pending:
-            yield self._wait_for(*pending.popleft())
+        return ShuffleBuffer(group, self._reader, readers, self.device, staged)
 
     def _buffered(
-        self, start: int, make: Callable[[ShuffleGroup], Buffer]
-    ) -> Iterator[tuple[Sequence[Buffer], int, int, int]]:
+        self, start: int, readers: ThreadPoolExecutor
+    ) -> Iterator[tuple[Sequence[ShuffleBuffer], int, int, int]]:
         """Each of this rank's shares with the buffers from its first row on, some read ahead."""
         seed = (self.seed, self.epoch) if self.shuffle else None
         dealt = shuffle_groups(self._row_groups, self.windows, seed)
         groups = self._needed(start, dealt)
         # buffers beyond the batch that keep all readers busy
         ahead = -(-self.readers * len(dealt) // len(self._row_groups))
-        buffers: deque[Buffer] = deque()
+        buffers: deque[ShuffleBuffer] = deque()
         for first, last, position in self._shares(start):
             while buffers and buffers[0].group.stop <= first:
                 buffers.popleft()
             while sum(buffer.group.start >= last for buffer in buffers) < ahead and (
                 group := next(groups, None)
             ):
-                buffers.append(make(group))
+                buffers.append(self._buffer(group, readers))
             yield buffers, first, last, position
 
     def _needed(self, start: int, groups: Sequence[ShuffleGroup]) -> Iterator[ShuffleGroup]:
@@ -382,10 +378,6 @@ class BatchLoader:
             yield from groups[max(begin, done) : end]
             done = max(end, done)
 
-    def _wait_for(self, assembled: Future[Batch], position: int) -> tuple[Batch, int]:
-        with self._waiting():
-            return assembled.result(), position
-
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         """Adds the time that the block takes to ``wait_seconds``."""
@@ -394,7 +386,17 @@ class BatchLoader:
         self.wait_seconds += time.perf_counter() - began
 
 
-def _gather(run: Sequence[tuple[DeviceShuffleBuffer, int, int]], size: int) -> Run:
+def _gather(run: Sequence[tuple[ShuffleBuffer, int, int]], size: int) -> Run:
     """Batches of one buffer: it, the first row of each, and the position after each."""
     sources, firsts, positions = zip(*run, strict=True)
     return list(zip(sources[0].batches(firsts, size), positions, strict=True))
+
+
+def _use_one_core() -> None:
+    """Let PyTorch's operations in this thread use no other threads, which spin after their work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    # Other threads that start later take over the last number that was set: let this be theirs.
+    setter = Thread(target=torch.set_num_threads, args=(threads,))
+    setter.start()
+    setter.join()

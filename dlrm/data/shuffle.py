@@ -1,21 +1,15 @@
-"""Shuffle buffers in host memory: reader threads fill them, and batches are slices of them."""
+"""The order of the rows of an epoch: groups of row groups, and how the rows of each are mixed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from dlrm.data.batch import Batch, RowBuffer
-from dlrm.data.multi_hot import RaggedIds, with_bags
-from dlrm.data.parquet import RowGroup, RowGroupReader, Rows
+from dlrm.data.parquet import RowGroup
 
-RUN = 64
-"""Rows that stay together: 256 bytes of a column, four cache lines. Writing single rows to random
-positions of a buffer takes 5 times as long on a server CPU."""
+RUN = 64  # permuted rows of a row group that stay together: their order is written as one run
 RUNS_PER_GROUP, RUNS_PER_WINDOW = 64, 1 << 14
 """Lowest number of runs; where there are fewer rows, the runs are shorter, down to single rows."""
 
@@ -112,20 +106,13 @@ class Interleave:
         runs = self.slots[:, None] * self.run + np.arange(self.run)
         return np.concatenate([runs.ravel(), self.rest])
 
-    def write(self, values: np.ndarray, out: np.ndarray) -> None:
-        """Write the permuted ``values [rows, ...]`` of a column to their positions in ``out``."""
-        in_runs, end = len(self.slots) * self.run, len(out) // self.run * self.run
-        runs = (-1, self.run, *out.shape[1:])
-        out[:end].reshape(runs)[self.slots] = values[:in_runs].reshape(runs)
-        out[self.rest] = values[in_runs:]
-
 
 def interleave(group: ShuffleGroup) -> list[Interleave] | list[None]:
     """How each row group of ``group`` is mixed with the others; None to keep the order."""
     if group.seed is None:
         return [None] * len(group.row_groups)
 
-    # Long runs are faster to write, short ones mix small data better.
+    # Short runs mix small data better.
     sizes = np.array([row_group.rows for row_group in group.row_groups])
     most = int(np.median(sizes)) // RUNS_PER_GROUP, group.rows // RUNS_PER_WINDOW
     run = max(1, min(RUN, *most))
@@ -144,174 +131,3 @@ def _deal(counts: np.ndarray, random: np.random.Generator) -> list[np.ndarray]:
     owners = np.repeat(np.arange(len(counts)), counts)
     random.shuffle(owners)
     return np.split(np.argsort(owners, kind="stable"), np.cumsum(counts)[:-1])
-
-
-class ShuffleBuffer:
-    """The rows of a shuffle group in their final order, filled by the reader threads.
-
-    One thread decodes a row group and writes each column to the positions of its rows. A batch is
-    then a run of columns of the buffer: one contiguous copy per feature.
-
-    Args:
-        group: the rows and their order.
-        reader: decodes row groups.
-        pool: reader threads.
-    """
-
-    def __init__(
-        self, group: ShuffleGroup, reader: RowGroupReader, pool: ThreadPoolExecutor
-    ) -> None:
-        self.group = group
-        self._reader = reader
-
-        # Room for every column, which the reader threads fill.
-        meta = reader.meta
-        self.dense = np.empty((len(meta.dense), group.rows), np.float32)
-        self.labels = np.empty(group.rows, np.float32)
-        self.weights = None if meta.weight is None else np.empty(group.rows, np.float32)
-        one_hot = 0 if meta.multi_hot else len(meta.categorical)
-        self.ids = np.empty((one_hot, group.rows), reader.ids_dtype)
-        room = np.array([reader.num_ids(row_group) for row_group in group.row_groups])
-        self.bags = _bags(reader, group, room.sum(0)) if meta.multi_hot else []
-        starts = room.cumsum(0) - room
-
-        parts = zip(group.row_groups, interleave(group), starts.tolist(), strict=True)
-        self._reads = [pool.submit(self._read, *part) for part in parts]
-
-    def _read(self, row_group: RowGroup, mix: Interleave | None, starts: list[int]) -> None:
-        """Read a row group; the ragged ids of each feature are stored from ``starts`` on."""
-        rows = self._reader.read(row_group)
-
-        # Pair each column of the file with its place in the buffer. The ids of ragged bags keep the
-        # order of the file: only the start and the length of each bag are shuffled.
-        columns, outs = [rows.labels, *rows.dense], [self.labels, *self.dense]
-        if rows.weights is not None and self.weights is not None:
-            columns.append(rows.weights)
-            outs.append(self.weights)
-        features = [*self.ids, *self.bags]
-        for ids, offsets, out, start in zip(rows.ids, rows.offsets, features, starts, strict=True):
-            if isinstance(out, np.ndarray):
-                columns.append(ids)
-                outs.append(out)
-            elif offsets is not None:
-                out.values[start : start + len(ids)] = ids
-                columns += [offsets[:-1] + start, np.diff(offsets)]
-                outs += [out.starts, out.lengths]
-
-        if mix is None:
-            for values, out in zip(columns, outs, strict=True):
-                out[:] = values
-            return
-
-        permutation = mix.permutation()
-        for values, out in zip(columns, outs, strict=True):
-            # clip: skips the bounds check
-            mix.write(values.take(permutation, axis=0, mode="clip"), out)
-
-    def wait(self) -> None:
-        """Wait until all rows are there.
-
-        Raises:
-            ValueError: a row group is damaged or holds an invalid value.
-        """
-        for read in self._reads:
-            read.result()
-
-
-def _bags(
-    reader: RowGroupReader, group: ShuffleGroup, room: Sequence[int]
-) -> list[np.ndarray | RaggedIds]:
-    """Allocate room for the ids of multi-hot data, feature by feature.
-
-    A one-hot feature takes ``[rows]``, one with bags of L ids ``[rows, L]``.
-    """
-    dtype, rows = reader.ids_dtype, group.rows
-    return [
-        RaggedIds(rows, most, dtype, in_order=group.seed is None)
-        if size is None
-        else np.empty((rows, size) if column.multi_hot else rows, dtype)
-        for column, size, most in zip(
-            reader.meta.categorical, reader.meta.lengths, room, strict=True
-        )
-    ]
-
-
-def row_buffer(reader: RowGroupReader, size: int, *, pinned: bool = False) -> RowBuffer:
-    """Allocate room for ``size`` rows: dense features, labels, weights, and one-hot ids."""
-    return RowBuffer(
-        size,
-        dense=len(reader.meta.dense),
-        one_hot=0 if reader.meta.multi_hot else len(reader.meta.categorical),
-        ids=reader.ids_dtype,
-        pinned=pinned,
-        weighted=reader.meta.weight is not None,
-    )
-
-
-def assemble(
-    reader: RowGroupReader, buffers: Sequence[ShuffleBuffer], first: int, last: int
-) -> Batch:
-    """Copy rows ``first`` to ``last - 1`` of the epoch into a batch in host memory.
-
-    Args:
-        reader: the reader of the buffers.
-        buffers: those that hold the rows, in order.
-        first: the first row.
-        last: the row after the last one.
-    """
-    out = row_buffer(reader, last - first)
-    parts = [(buffer, buffer.group.between(first, last)) for buffer in buffers]
-
-    start = 0
-    for buffer, rows in parts:
-        buffer.wait()
-        stop = start + rows.stop - rows.start
-        out.dense[:, start:stop] = buffer.dense[:, rows]
-        out.ids[:, start:stop] = buffer.ids[:, rows]
-        out.labels[start:stop] = buffer.labels[rows]
-        if out.weights is not None and buffer.weights is not None:
-            out.weights[start:stop] = buffer.weights[rows]
-        start = stop
-    batch = out.to(torch.device("cpu"))
-    if not reader.meta.multi_hot:
-        return batch
-
-    # Bags: the parts of each feature, one after another.
-    features = []
-    for index, length in enumerate(reader.meta.lengths):
-        ids = [np.empty(0, reader.ids_dtype)]
-        lengths = [np.empty(0, np.int64)]
-        for buffer, rows in parts:
-            bags = buffer.bags[index]
-            if isinstance(bags, np.ndarray):
-                ids.append(bags[rows])
-            else:
-                taken, of_rows = bags.take(rows)
-                ids.append(taken)
-                lengths.append(of_rows)
-        features.append((ids, lengths if length is None else length))
-    return with_bags(batch, features)
-
-
-def batch_of(reader: RowGroupReader, rows: Rows) -> Batch:
-    """Make a batch in host memory of rows, in their order.
-
-    Args:
-        reader: the reader of the rows.
-        rows: what :meth:`RowGroupReader.read` returned.
-    """
-    out = row_buffer(reader, len(rows.labels))
-    for target, values in zip((*out.dense, *out.ids), (*rows.dense, *rows.ids), strict=False):
-        target[:] = values
-    out.labels[:] = rows.labels
-    if out.weights is not None:
-        out.weights[:] = rows.weights
-    batch = out.to(torch.device("cpu"))
-    if not reader.meta.multi_hot:
-        return batch
-
-    features: list[tuple[list[np.ndarray], list[np.ndarray] | int]] = []
-    for ids, offsets, size in zip(rows.ids, rows.offsets, reader.meta.lengths, strict=True):
-        lengths = size or 1 if offsets is None else [np.diff(offsets)]
-        features.append(([ids.astype(reader.ids_dtype, copy=False)], lengths))
-    return with_bags(batch, features)

@@ -17,8 +17,8 @@ from dlrm.data.parquet import RowGroupReader
 from dlrm.data.prepare.fingerprint import other_data
 from dlrm.data.prepare.raw_rows import in_batches, prepare
 from dlrm.data.prepare.transform import Transform
+from dlrm.data.rows import batch_of
 from dlrm.data.schema import META_FILE, Meta
-from dlrm.data.shuffle import batch_of
 from dlrm.model import DLRM
 from dlrm.training import metrics
 from dlrm.training.checkpoint import load_model

@@ -1,4 +1,4 @@
-"""Multi-hot data: ragged bags and bags of fixed lengths, assembled and gathered."""
+"""Multi-hot data: ragged bags and bags of fixed lengths."""
 
 import itertools
 import json
@@ -81,16 +81,6 @@ def ragged(directory, rows=ROWS, group=64):
     return [[bag or [] for bag in nulls], *list(bags.values())[1:]]
 
 
-def gathering(*arguments, **options):
-    """A loader that makes its batches as for a GPU."""
-    loader = BatchLoader(*arguments, **options)
-    loader._gathers = True
-    return loader
-
-
-MAKERS = pytest.mark.parametrize("make", [BatchLoader, gathering])
-
-
 def check(batch, features):
     """The ids of ``batch`` are those of its rows in ``features``, bag by bag."""
     order = batch.dense[0].long().tolist()
@@ -115,16 +105,15 @@ def same(left, right):
     slow=pytest.mark.slow,
     batch_size=[50, 333, ROWS, 1],
     window=[None, 3, 1],
-    make=[BatchLoader, gathering],
     shuffle=[False, True],
 )
-def test_every_row_has_its_bags(tmp_path, make, shuffle, window, batch_size):
+def test_every_row_has_its_bags(tmp_path, shuffle, window, batch_size):
     for data, bag_sizes in ((fixed, SIZES), (ragged, None)):
         directory = tmp_path / data.__name__
         directory.mkdir()
         features = data(directory)
         options = {"batch_size": batch_size, "shuffle": shuffle, "window": window, "readers": 3}
-        loader = make(directory, "train", **options)
+        loader = BatchLoader(directory, "train", **options)
         for epoch in range(2):
             loader.set_epoch(epoch)
             batches = list(loader)
@@ -137,12 +126,11 @@ def test_every_row_has_its_bags(tmp_path, make, shuffle, window, batch_size):
             assert (order == sorted(order)) is not shuffle
 
 
-@MAKERS
 @pytest.mark.parametrize("kind", range(4))
 @pytest.mark.parametrize("known", [False, True])
-def test_fixed_bags_of_all_types_are_those_of_lists(tmp_path, make, kind, known):
+def test_fixed_bags_of_all_types_are_those_of_lists(tmp_path, kind, known):
     features = fixed(tmp_path, kind, bag_size=known)
-    for batch in make(tmp_path, "train", batch_size=300, shuffle=True, window=4):
+    for batch in BatchLoader(tmp_path, "train", batch_size=300, shuffle=True, window=4):
         check(batch, features)
         assert batch.bag_sizes == (SIZES if known else None)
         if known:
@@ -151,8 +139,7 @@ def test_fixed_bags_of_all_types_are_those_of_lists(tmp_path, make, kind, known)
             assert batch.bounds == bounds
 
 
-@MAKERS
-def test_flat_columns_and_bags_of_one_are_the_same(tmp_path, make):
+def test_flat_columns_and_bags_of_one_are_the_same(tmp_path):
     ids = np.random.default_rng(2).integers(0, 50, (2, ROWS)).astype(np.int32)
     options = {"batch_size": 128, "shuffle": True, "window": 3}
     for name, lists in (("flat", False), ("lists", True)):
@@ -161,30 +148,29 @@ def test_flat_columns_and_bags_of_one_are_the_same(tmp_path, make):
         more = {"multi_hot": True, "bag_size": 1} if lists else {}
         tables = [Categorical(name=f"C{f}", cardinality=50, **more) for f in range(2)]
         write(tmp_path / name, tables, columns)
-    flat, bags = (make(tmp_path / name, "train", **options) for name in ("flat", "lists"))
+    flat, bags = (BatchLoader(tmp_path / name, "train", **options) for name in ("flat", "lists"))
     for one_hot, bag in zip(flat, bags, strict=True):
         assert torch.equal(one_hot.dense, bag.dense)
         assert torch.equal(one_hot.ids.flatten(), bag.ids)
         assert bag.bag_sizes == (1, 1)
 
 
-@MAKERS
 @pytest.mark.parametrize("data", [fixed, ragged])
 @pytest.mark.parametrize("window", [None, 3])
-def test_resumes_and_shares_among_ranks(tmp_path, make, data, window):
+def test_resumes_and_shares_among_ranks(tmp_path, data, window):
     data(tmp_path)
     options = {"shuffle": True, "window": window}
     whole = list(BatchLoader(tmp_path, "train", batch_size=90, **options))
-    loader = make(tmp_path, "train", batch_size=90, **options)
+    loader = BatchLoader(tmp_path, "train", batch_size=90, **options)
     iteration = iter(loader)
     for _ in range(4):
         next(iteration)
     state = json.loads(json.dumps(loader.state_dict()))
-    resumed = make(tmp_path, "train", batch_size=90, **options)
+    resumed = BatchLoader(tmp_path, "train", batch_size=90, **options)
     resumed.load_state_dict(state)
     same(list(resumed), whole[4:])
     ranks = [
-        make(tmp_path, "train", batch_size=30, rank=rank, world_size=3, **options)
+        BatchLoader(tmp_path, "train", batch_size=30, rank=rank, world_size=3, **options)
         for rank in range(3)
     ]
     shares = [concatenate(parts) for parts in zip(*ranks, strict=True)]
@@ -193,20 +179,18 @@ def test_resumes_and_shares_among_ranks(tmp_path, make, data, window):
 
 def test_a_resident_window_knows_the_lengths_of_every_epoch(tmp_path):
     features = ragged(tmp_path)
-    loader = gathering(tmp_path, "train", batch_size=100, shuffle=True)
+    loader = BatchLoader(tmp_path, "train", batch_size=100, shuffle=True)
     list(loader)
     for epoch in (1, 2):
         loader.set_epoch(epoch)
         for batch in loader:
             check(batch, features)
-        assert loader._resident is not None
 
 
-@MAKERS
-def test_wide_ids_and_a_rank_without_rows(tmp_path, make):
+def test_wide_ids_and_a_rank_without_rows(tmp_path):
     features = fixed(tmp_path, kind=2, rows=7, cardinality=4_000_000_000)
     for rank in range(3):
-        loader = make(tmp_path, "train", batch_size=2, rank=rank, world_size=3)
+        loader = BatchLoader(tmp_path, "train", batch_size=2, rank=rank, world_size=3)
         batches = list(loader)
         assert [batch.size for batch in batches] == [2, int(rank == 0)]
         for batch in batches:

@@ -15,11 +15,10 @@ import torch
 from dlrm.data import loader as loader_module
 from dlrm.data import shuffle
 from dlrm.data.batch import Batch
-from dlrm.data.device_shuffle import DeviceShuffleBuffer
 from dlrm.data.loader import BatchLoader
 from dlrm.data.schema import Categorical, Meta, Split
+from dlrm.data.shuffle_buffer import ShuffleBuffer
 from dlrm.training.prefetch import NoPrefetcher
-from tests.kit import combinations
 
 DENSE = ("I1", "I2")
 TABLES = (50, 3000, 7)
@@ -608,53 +607,12 @@ def test_bad_epoch(data):
         BatchLoader(data, "train", batch_size=10).set_epoch(-1)
 
 
-def gathering(*arguments, **options):
-    """A loader that makes its batches as for a GPU."""
-    loader = BatchLoader(*arguments, **options)
-    loader._gathers = True
-    return loader
-
-
-@combinations(
-    slow=pytest.mark.slow,
-    batch_size=[1, 7, 64, 300, 1000],
-    memory=[(1, 3), (5, 2), (2, 20)],
-    shuffle=[False, True],
-)
-def test_gathered_batches_are_the_assembled_ones(data, batch_size, memory, shuffle):
-    readers, window = memory
-    options = {"shuffle": shuffle, "window": window, "readers": readers}
-    assembled = BatchLoader(data, "train", batch_size=batch_size, **options)
-    gathered = gathering(data, "train", batch_size=batch_size, **options)
-    batches = list(gathered)
-    assert same(batches, list(assembled))
-    assert all(batch.ids.is_contiguous() and batch.dense.is_contiguous() for batch in batches)
-    assert gathered.state_dict() == assembled.state_dict()
-    assert gathered.wait_seconds > 0
-
-
-def test_gathered_batches_of_ranks_and_of_a_resumed_epoch(tmp_path):
-    ids = np.arange(13) + 3_000_000_000
-    tables = [Categorical(name="C1", cardinality=4_000_000_000)]
-    write(tmp_path, {**columns(13), "C1": ids}, categorical=tables, row_group_size=3)
-    for rank in range(4):
-        options = {"batch_size": 3, "rank": rank, "world_size": 4, "shuffle": True, "window": 2}
-        assembled, gathered = (
-            make(tmp_path, "train", **options) for make in (BatchLoader, gathering)
-        )
-        batches = list(gathered)
-        assert same(batches, list(assembled))
-        assert batches[0].ids.dtype == batches[1].ids.dtype == torch.int64
-        gathered.load_state_dict({**gathered.state_dict(), "position": 12})
-        assert same(list(gathered), batches[1:])
-
-
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_gathered_ids_of_one_table_have_the_stride_of_any_other_matrix(tmp_path, shuffle):
+def test_ids_of_one_table_have_the_stride_of_any_other_matrix(tmp_path, shuffle):
     """Else a compiled step would be compiled again."""
     table = Categorical(name="C1", cardinality=40)
     write(tmp_path, {**columns(40), "C1": np.arange(40)}, categorical=[table])
-    batches = list(gathering(tmp_path, "train", batch_size=7, shuffle=shuffle))
+    batches = list(BatchLoader(tmp_path, "train", batch_size=7, shuffle=shuffle))
     assert [batch.ids.stride() for batch in batches] == [(7, 1)] * 5 + [(5, 1)]
 
 
@@ -662,19 +620,19 @@ def test_small_batches_are_gathered_together(data, monkeypatch):
     """As many as have ``ROWS_AT_ONCE`` rows, and never beyond a buffer."""
     monkeypatch.setattr(loader_module, "ROWS_AT_ONCE", 30)
     runs = []
-    batches = DeviceShuffleBuffer.batches
+    batches = ShuffleBuffer.batches
 
     def counted(self, firsts, size):
         runs.append(len(firsts))
         return batches(self, firsts, size)
 
-    monkeypatch.setattr(DeviceShuffleBuffer, "batches", counted)
+    monkeypatch.setattr(ShuffleBuffer, "batches", counted)
     options = {"shuffle": True, "window": 20, "drop_last": True}
-    assert len(list(gathering(data, "train", batch_size=10, **options))) == 100
+    assert len(list(BatchLoader(data, "train", batch_size=10, **options))) == 100
     assert runs == [3] * 33 + [1]
     runs.clear()
     ranks = [
-        list(gathering(data, "train", batch_size=5, rank=rank, world_size=2, **options))
+        list(BatchLoader(data, "train", batch_size=5, rank=rank, world_size=2, **options))
         for rank in range(2)
     ]
     assert runs == 2 * ([6] * 16 + [4])
@@ -686,7 +644,7 @@ def test_small_batches_are_gathered_together(data, monkeypatch):
 def test_a_position_inside_of_a_run(data):
     """The state is that after the batch, not after the run that it was gathered with."""
     options = {"batch_size": 7, "shuffle": True, "window": 20}
-    first, again = gathering(data, "train", **options), gathering(data, "train", **options)
+    first, again = BatchLoader(data, "train", **options), BatchLoader(data, "train", **options)
     batches = iter(first)
     begun = [next(batches) for _ in range(5)]
     state = first.state_dict(unused=7)
@@ -694,17 +652,6 @@ def test_a_position_inside_of_a_run(data):
     again.load_state_dict(state)
     rest = list(again)
     assert same([begun[4], *batches], rest)
-
-
-def test_errors_of_readers_reach_the_consumer_of_gathered_batches(tmp_path):
-    ids = columns()["C1"]
-    ids[900] = 50
-    write(tmp_path, {**columns(), "C1": ids})
-    seen = []
-    with pytest.raises(ValueError, match=r"train_1.parquet, row group 6, column 'C1'"):
-        seen.extend(gathering(tmp_path, "train", batch_size=10))
-    assert len(seen) == 88  # though the row group with the mistake is read ahead of them
-    assert not readers()
 
 
 @pytest.mark.gpu
