@@ -177,15 +177,14 @@ class ShardedTables(Embedding):
     def parts(self, ids: Tensor | Bags, context: LookupContext = NO_CONTEXT) -> list[Tensor]:
         """The vectors of :meth:`forward` in parts ``[B, F_i, D]``, tables in ``order``.
 
-        All processes must call it at the same time.
+        All processes must call it at the same time. The ids are inside their tables.
         """
-        plain = self.mode == "sum" and self.padding_idx is None and not self.check_ids
-        if isinstance(ids, Bags) and plain and not self._packed_on_cpu:
+        if isinstance(ids, Bags):
+            assert self.mode == "sum"
+            assert self.padding_idx is None
+            if self._packed_on_cpu:
+                return [self(ids, context=context).index_select(1, self._order)]
             return self._pool(self._counted(ids, context), context)
-        if isinstance(ids, Bags) or self.padding_idx is not None:
-            return [self(ids, context=context).index_select(1, self._order)]
-        if self.check_ids:
-            self._check(self._tables[:, None], ids)
 
         # Exchange rows on a second stream.
         side, sorted_ahead = side_stream_of(ids.device, "exchange"), iter(context.lookups)
