@@ -1,9 +1,10 @@
-"""Batches on the GPU, gathered there while the ones before them are in use."""
+"""Batches that are gathered while the ones before them are in use."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from threading import Thread
 
 import torch
 
@@ -53,3 +54,13 @@ def _received(run: Run, copied: torch.cuda.Event) -> Run:
     for batch, _ in run:
         batch.record_stream(stream)
     return run
+
+
+def use_one_core() -> None:
+    """Let PyTorch's operations in this thread use no other threads, which spin after their work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    # Other threads that start later take over the last number that was set: let this be theirs.
+    setter = Thread(target=torch.set_num_threads, args=(threads,))
+    setter.start()
+    setter.join()

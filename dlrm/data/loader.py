@@ -14,13 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
-from threading import Thread
 from typing import Any
 
 import torch
 
 from dlrm.data.batch import Batch
-from dlrm.data.device_prefetch import Run, prefetch_to_device
+from dlrm.data.device_prefetch import Run, prefetch_to_device, use_one_core
 from dlrm.data.parquet import RowGroupReader, digest_of_footers
 from dlrm.data.schema import Meta
 from dlrm.data.shuffle import ShuffleGroup, shuffle_groups
@@ -308,7 +307,7 @@ class BatchLoader:
 
     def _made_ahead(self, runs: Iterator[Run], assembler: ThreadPoolExecutor) -> Iterator[Run]:
         """Runs that a single other thread makes, ahead of the consumer."""
-        assembler.submit(_use_one_core).result()
+        assembler.submit(use_one_core).result()
         pending: deque[Future[Run | None]] = deque()
         while True:
             while len(pending) <= self.prefetch:
@@ -390,13 +389,3 @@ def _gather(run: Sequence[tuple[ShuffleBuffer, int, int]], size: int) -> Run:
     """Batches of one buffer: it, the first row of each, and the position after each."""
     sources, firsts, positions = zip(*run, strict=True)
     return list(zip(sources[0].batches(firsts, size), positions, strict=True))
-
-
-def _use_one_core() -> None:
-    """Let PyTorch's operations in this thread use no other threads, which spin after their work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    # Other threads that start later take over the last number that was set: let this be theirs.
-    setter = Thread(target=torch.set_num_threads, args=(threads,))
-    setter.start()
-    setter.join()
