@@ -262,6 +262,8 @@ def parser() -> Parser:
             help=f"Parquet files of the {split} split, in order, relative to the directory; "
             "patterns such as 'part-*.parquet' work (default: none)",
         )
+
+    # Columns, and ids that were not seen.
     made.add_argument("--label", default="label", help="column to predict (default: label)")
     made.add_argument(
         "--dense",
@@ -282,6 +284,7 @@ def parser() -> Parser:
         help="an id beyond those of the training rows, in rows to score. row: one more row of the "
         "table stands for all of them. error: the file is refused",
     )
+
     made.add_argument(
         "--tables-of",
         type=path_arg,

@@ -75,6 +75,8 @@ def arguments() -> Parser:
     """The command line."""
     parser = Parser(__doc__, epilog=EPILOG)
     add = parser.add_argument
+
+    # The model, the rows and the file of scores.
     named = "run directory, whose best checkpoint is taken, or one of its checkpoints/"
     add("checkpoint", metavar="RUN", help=named)
     add("rows", metavar="ROWS", type=path_arg, help="raw rows, or a prepared directory")
@@ -82,6 +84,7 @@ def arguments() -> Parser:
     last = "take the latest checkpoint of the run, not the best (default: no)"
     add("--last", action="store_true", help=last)
     add("--split", help="split of a prepared directory (default: test)")
+
     add(
         "--keep",
         nargs="+",
@@ -97,6 +100,7 @@ def arguments() -> Parser:
         help="stop: end with an error at the first bad row. skip: leave bad rows out, as the "
         "preparation does; row numbers tell which are there",
     )
+
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     sizes = f"{BATCH_SIZE}, on a GPU {GPU_BATCH_SIZE}"
     add("--batch-size", type=count_arg, help=f"samples per batch (default: {sizes})")

@@ -118,6 +118,8 @@ def _parser() -> Parser:
     add, default = parser.add_argument, Options()
     add("inputs", nargs="+", metavar="INPUT", type=path_arg, help="raw files, in the order of time")
     add("--output", metavar="DIR", type=path_arg, required=True, help="directory to write to")
+
+    # The rows of each split, and the ids of their values.
     add(
         "--split",
         nargs="+",
@@ -158,6 +160,8 @@ def _parser() -> Parser:
         help="transform of I1..I13; a missing number counts as 0. log1p: log(max(x, 0) + 1), as in "
         "the reference. log3: log(max(x, -2) + 3), as in TorchRec. Default: log1p",
     )
+
+    # How the files are read.
     add(
         "--limit",
         type=int,
@@ -172,6 +176,8 @@ def _parser() -> Parser:
         "kind and report the first 20. A damaged gzip or zstd file is an error in both cases, "
         "since rows before the damage may be wrong too. Default: stop",
     )
+
+    # How the results are written.
     add(
         "--overwrite",
         action="store_true",
@@ -179,6 +185,7 @@ def _parser() -> Parser:
         "changes the ids under the runs that were trained on it. Default: no",
     )
     add("--workers", type=int, metavar="N", help="threads. Default: one per core")
+
     _add_ids_of(parser)
     return parser
 
@@ -186,6 +193,7 @@ def _parser() -> Parser:
 def _add_ids_of(parser: Parser) -> None:
     """Add the options of rows that get the ids of earlier ones."""
     add = parser.add_argument
+
     add(
         "--ids-of",
         metavar="DIR",

@@ -171,6 +171,8 @@ def _parser() -> Parser:
     add("inputs", nargs="+", metavar="INPUT", help="files, directories or patterns")
     add("--output", metavar="DIR", type=path_arg, required=True, help="directory to write to")
     add("--config", metavar="FILE", type=path_arg, help="options in YAML (default: none)")
+
+    # Columns and splits.
     add("--label", metavar="COLUMN", help="column to predict, 0 or 1 (default: label)")
     add("--weight", metavar="COLUMN", help="column of sample weights (default: none)")
     add(
@@ -185,6 +187,8 @@ def _parser() -> Parser:
         help="rows: in the order of the rows. random. time:COLUMN: earlier rows for training. "
         "column:COLUMN: its values are train, val and test (default: rows)",
     )
+
+    # Rows that get the ids of earlier ones.
     add(
         "--ids-of",
         metavar="DIR",
@@ -205,6 +209,7 @@ def _parser() -> Parser:
         "the last K preparations, this one included, did not have; these then count as unseen "
         "(default: none is forgotten)",
     )
+
     add(
         "--bad-rows",
         choices=("stop", "skip"),

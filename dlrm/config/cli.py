@@ -65,6 +65,7 @@ def parse(argv: Sequence[str], kinds: Mapping[str, type]) -> tuple[RunConfig, st
         except ValueError:
             wanted = type_name(schema[name].type)
             problems.append(f"{source} is {shown(value)}, it must be {wanted}")
+
     config = _build(schema, given, kinds, problems)
     if config is None or problems:
         _print_problems(problems)
@@ -157,7 +158,8 @@ def _given(
 def _from_file(
     path: str, schema: Mapping[str, Option], problems: list[str]
 ) -> Iterator[tuple[str, Any, str]]:
-    """Name, value and source of each option in a YAML file."""
+    """Yield the name, value and source of each option in a YAML file."""
+    # A file that can't be used is one mistake; the options of the command line are still checked.
     try:
         require_local(path)
         content = read_yaml(path)

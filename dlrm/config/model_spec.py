@@ -38,24 +38,25 @@ def model_spec(config: RunConfig, meta: Meta, counts: Counts) -> ModelSpec:
     tables = asdict(config.tables)
     tables.pop("dtype")
     dtype = config.tables_dtype
+    plan = make_table_plan(
+        meta.tables,
+        meta.cardinalities,
+        config.model.embedding_dim,
+        config.emb,
+        options=config.methods,
+        **tables,
+        budget=config.budget,
+        counts=counts,
+        dtype=dtype,
+        ordered=not meta.extends,
+        trained=config.init_from is not None,
+    )
 
     spec = {
         "num_dense": len(meta.dense),
         "num_embeddings": list(meta.cardinalities),
         "tables_dtype": dtype,
-        "plan": make_table_plan(
-            meta.tables,
-            meta.cardinalities,
-            config.model.embedding_dim,
-            config.emb,
-            options=config.methods,
-            **tables,
-            budget=config.budget,
-            counts=counts,
-            dtype=dtype,
-            ordered=not meta.extends,
-            trained=config.init_from is not None,
-        ),
+        "plan": plan,
         **asdict(config.model),
     }
     return cast(ModelSpec, spec)

@@ -115,6 +115,7 @@ def help_text(schema: Mapping[str, Option]) -> str:
         description="Train a DLRM whose sparse architecture is swapped by one flag. Options of a "
         "kind may differ by table: --tt.rank '{C3: 64, default: 16}'.",
     )
+
     parser.add_argument(
         "--config",
         metavar="FILE",

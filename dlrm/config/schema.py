@@ -118,7 +118,7 @@ class OptimConfig:
     betas: tuple[float, float] | None = None
     """Decay rates of the moments in Adam, AdamW and Adamax. Default: 0.9 and 0.999."""
     eps: float | None = None
-    """Term added to the denominator (all but SGD). Default: 1e-8, and 1e-6 for Adadelta."""
+    """Term added to the denominator (not in SGD). Default: 1e-8, and 1e-6 for Adadelta."""
     momentum: float | None = None
     """Momentum of SGD and RMSprop. Default: 0."""
     weight_decay: float | None = None

@@ -250,10 +250,13 @@ class Cafe(CachesHotRows, Embedding):
         order = order[by_bucket]
         begins = torch.searchsorted(bucket, torch.arange(self.buckets, device=bucket.device))
         slot = torch.arange(len(order), device=bucket.device) - begins[bucket]
+
+        # Each bucket keeps its longest rows.
         keep = slot < HOT
         bucket, slot, order = bucket[keep], slot[keep], order[keep]
         self._keys[bucket, slot] = order.to(self._keys.dtype)
         rows = bucket * HOT + slot
+
         for start, weight in zip(self._starts.tolist(), weights, strict=True):
             of_table = (order >= start) & (order < start + len(weight))
             pieces = weight[order[of_table] - start].unflatten(1, (self.pieces, -1))

@@ -103,9 +103,11 @@ def _cross_backward(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, REPEATS: tl.constexpr,
     BEGIN: tl.constexpr, END: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the product, that of the bias summed over the rows of the program, and that
-    of ``first`` added to ``sum_first``, which begins with it in the last layer; with ``END``, in
-    the first one, the gradient of ``x`` is added there too.
+    """Compute the gradients of one layer, from the last layer to the first.
+
+    ``grad_product`` gets the gradient of the product, ``partial_bias`` that of the bias, summed
+    over the rows of the program. ``sum_first`` adds up the gradient of ``first``: it starts in the
+    last layer (``BEGIN``), and in the first one (``END``) the gradient of ``x`` is added as well.
     """
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     shift = tl.load(bias + column, mask=column < n, other=0.0)
@@ -115,11 +117,13 @@ def _cross_backward(
         row = begin + tl.arange(0, ROWS)[:, None]
         mask = (row < batch) & (column < n)
         at = row * n + column
+
         g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
         factor = tl.load(product + at, mask=mask, other=0.0).to(tl.float32) + shift
         moved = g * tl.load(first + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(grad_product + at, moved.to(grad_product.dtype.element_ty), mask=mask)
         total += moved
+
         added = g * factor
         if END:
             added += g
@@ -219,8 +223,10 @@ class _CrossNetwork(torch.autograd.Function):
         inputs, narrow, products, downs, ups, biases = (
             saved[begin : begin + layers] for begin in range(0, len(saved), layers)
         )
-        first, grad = inputs[0], grad.contiguous()
+        first = inputs[0]
+        grad = grad.contiguous()
         grad_first = torch.empty_like(first)
+
         of_downs: list[Tensor] = []
         of_ups: list[Tensor] = []
         grad_biases: list[Tensor] = []
@@ -234,6 +240,8 @@ class _CrossNetwork(torch.autograd.Function):
                 grad, first, products[layer], biases[layer], grad_first, grad_product, partial,
                 REPEATS=REPEATS, BEGIN=layer == layers - 1, END=layer == 0,
             )  # fmt: skip
+
+            # The products of all layers with the weights come last, in fewer and larger ones.
             grad_narrow = grad_product @ ups[layer]
             of_downs[:0] = [grad_narrow, inputs[layer]]
             of_ups[:0] = [grad_product, narrow[layer]]
@@ -242,6 +250,7 @@ class _CrossNetwork(torch.autograd.Function):
                 if layer == layers - 1 and not ctx.overwrites:
                     grad = grad.clone()  # it belongs to others, the next ones are our own
                 grad.addmm_(grad_narrow, downs[layer])
+
         grad_first.addmm_(grad_narrow, downs[0])
         ctx.late[:] = [*of_downs, *of_ups]
         return None, None, grad_first, *[None] * (2 * layers), *grad_biases

@@ -98,9 +98,12 @@ def _backward(
     grad_bottom += sample * D
     vector = tl.arange(0, BLOCK_F)[:, None]
     position = positions_of(order, vector, F)
+
     for start in range(0, D, BLOCK_D):
         column = start + tl.arange(0, BLOCK_D)[None, :]
         inside = column < D
+
+        # The products, a block of the vectors at a time.
         result = tl.zeros((BLOCK_F, BLOCK_D), tl.float32)
         for begin_k in tl.static_range(0, BLOCK_F, BLOCK_K):
             other = begin_k + tl.arange(0, BLOCK_K)
@@ -111,10 +114,14 @@ def _backward(
             place = positions_of(order, other[:, None], F)
             x = load_vectors(bottom, parts, sample, place, column, SIZES, D)
             result = tl.dot(both.to(x.dtype), x, result, input_precision=PRECISION)
+
+        # Vector 0 is the bottom one; its gradient has a part of its own.
         first = (vector == 0) & inside
         result += tl.load(grad + column, mask=first, other=0.0).to(tl.float32)
         value = result.to(grad_bottom.dtype.element_ty)
         tl.store(grad_bottom + vector * D + column, value, mask=first)
+
+        # The others belong to groups of tables. Those of one type are stored together.
         base = grad_parts[0] + (sample * SIZES[0] + position) * D
         known = (position >= 0) & (position < SIZES[0])
         begin = SIZES[0]

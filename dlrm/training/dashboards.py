@@ -1,4 +1,4 @@
-"""What TensorBoard shows: the order of its charts, the page of custom scalars, and HParams."""
+"""TensorBoard's pages: the order of its charts, the custom scalars, and HParams."""
 
 from __future__ import annotations
 

@@ -126,6 +126,7 @@ class GradientReducer:
             batch: the samples of this process.
             context: the context of its look-ups.
         """
+        # Sparse gradients of small tables are cheaper to sum as dense ones.
         dense, small, large = [], [], []
         for parameter in self._embeddings:
             if parameter.grad is None:
@@ -136,6 +137,7 @@ class GradientReducer:
                 small.append(parameter)
             else:
                 large.append(parameter)
+
         grads = [p.grad for p in dense if p.grad is not None]
         tables = [table for p in small for table in self._dense_gradient(p, context.sorter)]
         if grads or tables:
@@ -144,6 +146,7 @@ class GradientReducer:
             rest = _set_gradients(dense, flat)
             for parameter in small:
                 rest = self._set_dense_gradient(parameter, rest)
+
         for parameter in large:
             self._gather_rows(parameter, equal=context.equal_sizes and parameter.is_cuda)
         if self.local and batch.offsets is None:  # bags take no other stream, which a capture lacks

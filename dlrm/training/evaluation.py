@@ -48,7 +48,7 @@ class TrainedModel:
         """Load a model and open its data.
 
         Data that was prepared separately from that of the model is refused; if that is not known,
-        a note tells of tables that differ in size.
+        a note names the tables that differ in size.
 
         Args:
             path: run directory, whose best checkpoint is taken, or a checkpoint.

@@ -1,4 +1,4 @@
-"""Models whose tables are fitted to those of a trained one, and learning rates to go on with.
+"""Models whose tables are fitted to those of a trained one, and the learning rates for them.
 
 The model is in its second epoch, in which large rates overfit: those of the MLPs nearly freeze
 them. A table that lost much in the fit has to learn again, and gets larger rates than one that lost
@@ -40,7 +40,7 @@ class Trained(NamedTuple):
 
 
 class NewRows(NamedTuple):
-    """What the rows of values that are new to a trained model begin with."""
+    """Initial rows of the values that are new to a trained model."""
 
     start: str = "unseen"
     """``unseen`` or ``random``; see :class:`dlrm.config.schema.RunConfig`."""
@@ -55,8 +55,8 @@ class NewRows(NamedTuple):
         Args:
             tables: of the trained model, in the order of the columns.
             meta: of the data.
-            kept: ``[V]`` for each table, whether an id has the value that it had. Other rows begin
-                anew.
+            kept: ``[V]`` for each table, whether an id has the value that it had. Other rows are
+                reinitialized.
         """
         extended = []
         random = torch.Generator().manual_seed(self.seed)
@@ -90,7 +90,7 @@ def fit(
     """Fit a model to a trained one: the MLPs are copied, the tables fitted.
 
     If the data extends that of the trained model, the rows of values that kept their ids are
-    copied, and those of new values begin anew. The optimizers start anew in both cases.
+    copied, and those of new values are reinitialized. The optimizers start from scratch.
 
     Args:
         model: the new model.
@@ -188,19 +188,19 @@ def auc_lost(trained: Mapping[str, float], fitted: Mapping[str, float]) -> float
 def go_on(
     model: DLRM, before: str | None, now: str, lost: float, epochs: float
 ) -> tuple[float, bool]:
-    """Choose how a model whose tables were fitted is trained on.
+    """Choose how to continue the training of a model whose tables were fitted.
 
-    For an epoch of the data that it was trained on, all tables begin anew if there are some of a
-    kind that then learns more from the beginning than from a fit, and nothing is slowed down. Of
-    fewer rows, or others, they would learn too little.
+    Some kinds learn more from scratch than from a fit. If there are any, and the model will train
+    for an epoch of the same data, all tables are reinitialized, and nothing is slowed down. On
+    fewer rows, or on other rows, they would learn too little.
 
     Args:
-        model: the model, whose tables may be drawn anew.
+        model: the model, whose tables may be reinitialized.
         before, now, lost: see :func:`rate_factor`.
         epochs: that are to come.
 
     Returns:
-        The factor of :func:`rate_factor`, and whether tables begin anew.
+        The factor of :func:`rate_factor`, and whether the tables were reinitialized.
     """
     groups = [group for group in model.sparse_arch.groups if isinstance(group, Embedding)]
     fit_is_better = all(group.trains_from_fit for group in groups)

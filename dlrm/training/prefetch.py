@@ -24,7 +24,7 @@ class PreparedBatch:
     batch: Batch
     """On the device of the step."""
     context: LookupContext = NO_CONTEXT
-    """What was prepared for its look-ups."""
+    """The work that was done ahead for its look-ups."""
 
 
 class Prefetcher(ABC):

@@ -37,7 +37,7 @@ def mean_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> 
 
 
 def train_on_batch(step: TrainStep, batch: PreparedBatch, norms: bool) -> dict[str, Tensor]:
-    """What a step computes, in four parts."""
+    """Compute a step in four parts: forward, loss, backward and update."""
     with step.context(batch, norms) as context:
         logits = step.forward(batch.batch, context)
         loss = step.loss(logits, batch.batch)
@@ -89,14 +89,19 @@ class TrainStep:
     ) -> None:
         self.device = next(model.parameters()).device
         self.mode = mode_for(model, self.device, mode)
+        self.model = model
+        self.optimizers = optimizers
+        self.reducer = reducer
+        self.clip_norm = clip_norm
+        self.precision = precision
+
         set_precision(precision, deterministic=deterministic)
-        self.model, self.optimizers, self.reducer = model, optimizers, reducer
-        self.clip_norm, self.precision = clip_norm, precision
         if self.mode != "eager":
             compile_mlps(model, self.device)
         self._loss = mean_loss if self.mode == "eager" else torch.compile(mean_loss, dynamic=False)
         # The interaction casts vectors to the type of the MLPs anyway.
         self._dtype = torch.bfloat16 if precision == "bf16" else None
+
         embeddings = {id(parameter) for parameter in model.sparse_arch.parameters()}
         self._embedding_optimizers: list[RowOptimizer] = []  # of nothing else
         self._other_optimizers: list[RowOptimizer] = []
@@ -104,6 +109,7 @@ class TrainStep:
             own = (id(p) for group in optimizer.param_groups for p in group["params"])
             alone = embeddings.issuperset(own)
             (self._embedding_optimizers if alone else self._other_optimizers).append(optimizer)
+
         self.losses = RunningMean(self.device)
         self.last_loss: Tensor | None = None
         self._side = side_stream_of(self.device)

@@ -27,6 +27,7 @@ def pick_device(name: str) -> torch.device:
     Raises:
         ValueError: there is no such device, or one GPU is named for several processes.
     """
+    # Triton can be missing where there is a GPU, as on Windows.
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() and find_spec("triton") else "cpu"
     try:
@@ -46,6 +47,7 @@ def pick_device(name: str) -> torch.device:
             f"--device is {name}, but Triton is not installed, which the GPU's kernels are written "
             "in: install it, or use --device cpu"
         )
+
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         return _gpu_of_process(device, name)
 

@@ -329,6 +329,8 @@ def rule_step(first, second, row, grad, hyper, RULE: tl.constexpr):
         The new ``first`` and ``second``, and the step.
     """
     step = grad
+
+    # Rules that keep sums of squares.
     if RULE.name == "adagrad":
         first += grad * grad
         step = grad / (tl.sqrt_rn(first) + hyper.eps)
@@ -341,6 +343,8 @@ def rule_step(first, second, row, grad, hyper, RULE: tl.constexpr):
         first = first * hyper.keep + grad * grad * hyper.add
         step = tl.sqrt_rn(second + hyper.eps) / tl.sqrt_rn(first + hyper.eps) * grad
         second = second * hyper.keep + step * step * hyper.add
+
+    # Rules with a mean of gradients, whose bias is corrected by the steps of the row.
     elif RULE.name == "adamax":
         first = first * hyper.keep1 + grad * hyper.add1
         mean = first * (1 / _one_minus_exp(row * hyper.log1))[:, None]

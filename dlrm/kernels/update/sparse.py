@@ -105,6 +105,7 @@ def update_rows(
 def _launch(
     rule: Rule, sorted_rows: SortedRows, grads: Tensor, table: Table, step: Step, packing: int
 ) -> None:
+    """Merge the gradients of equal rows, and update each row once."""
     n, dim = len(sorted_rows.rows), grads.shape[1]
     block_d = max(2 if packing else 1, triton.next_power_of_2(dim))
     states = rule.kind.weight_states + rule.kind.momentum
@@ -119,6 +120,7 @@ def _launch(
         "FORMAT": packing,
     }
 
+    # Wide rows are merged in runs, a loop for each; narrow ones in blocks, by a scan.
     if block_d >= RUNS_COLUMNS and n >= RUNS_ENTRIES and not packing:
         length = min(RUNS_LONGEST, triton.next_power_of_2(max(1, n // RUNS_TILES)))
         tiles = triton.cdiv(n, length)
@@ -142,6 +144,7 @@ def _launch(
             BLOCK=block, PARTS=parts, num_warps=warps, **options,
         )  # fmt: skip
 
+    # Rows whose entries lie in several tiles.
     if tiles > 1:
         finish[tiles - 1,](
             entries, partials, table, step,

@@ -104,7 +104,7 @@ def _first(
 
 
 def _entries(run: Path, index: Index, which: str, best: bool) -> Iterator[tuple[Entry, bool]]:
-    """What may stand for a run, in this order, and whether it must be there."""
+    """Yield the candidates for a run in order, and whether each must be there."""
     if best or which == BEST:
         if entry := best_of(run, index):
             yield entry, True

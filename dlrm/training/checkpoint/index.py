@@ -39,7 +39,7 @@ class Entry:
         """Check that a manifest is that of this checkpoint.
 
         Raises:
-            ValueError: another one lies in its place.
+            ValueError: another one has taken its place.
         """
         if self.run not in (None, manifest.run):
             raise ValueError("it is a checkpoint of another run")
@@ -49,7 +49,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """What a run directory says about its checkpoints."""
+    """The latest and the best checkpoint of a run directory, and its job."""
 
     latest: Entry | None = None
     best: Entry | None = None

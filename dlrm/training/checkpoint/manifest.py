@@ -174,7 +174,7 @@ class RunState(Progress):
 
     @property
     def progress(self) -> Progress:
-        """The part that a resumed run goes on from."""
+        """The part from which a resumed run continues."""
         return Progress(**{each.name: getattr(self, each.name) for each in fields(Progress)})
 
     @property

@@ -20,15 +20,18 @@ class Parts:
     """The tensors of a model and its optimizers by name, the same for any number of processes.
 
     Args:
-        model: parameter ``p`` is called ``model.p``, and buffers likewise.
+        model: a parameter or buffer ``p`` is called ``model.p``.
         optimizers: the state ``sum`` of parameter ``p`` is called ``optimizer.p.sum``.
     """
 
     def __init__(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
-        self._model, self._optimizers = model, list(optimizers)
+        self._model = model
+        self._optimizers = list(optimizers)
         self._states = [optimizer.state_dict() for optimizer in self._optimizers]
         self._values: Values = model.state_dict()
         self.tensors: Values = {f"model.{name}": value for name, value in self._values.items()}
+
+        # The states of the optimizers, by the name of the state and that of the parameter.
         names = {parameter: name for name, parameter in model.named_parameters()}
         states: dict[tuple[str, bool], dict[str, Tensor]] = {}
         for optimizer, saved in zip(self._optimizers, self._states, strict=True):
@@ -39,6 +42,8 @@ class Parts:
                 for name, tensor in state.items():
                     per_row = kept.get(name, False)
                     states.setdefault((name, per_row), {})[names[parameter]] = tensor
+
+        # The states of sharded tables have the shards of their tables.
         parted = {name: m for name, m in model.named_modules() if hasattr(m, "shards")}
         for (name, per_row), tensors in states.items():
             for path, module in parted.items():

@@ -58,6 +58,8 @@ class Checkpoint:
             if isinstance(chosen, Exception):
                 raise chosen
             directory, manifest = chosen
+
+            # Damage that one process finds counts for all of them.
             found, why = None, None
             try:
                 files = TensorFiles(directory, manifest)
@@ -66,6 +68,7 @@ class Checkpoint:
             except (ValueError, OSError) as error:
                 why = reason(error)
             whys = [one for one in world.from_all(why) if one]
+
             if found and not whys:
                 if refused and world.first:
                     for name, damage in refused.items():

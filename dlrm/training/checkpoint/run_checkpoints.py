@@ -1,4 +1,4 @@
-"""The checkpoints of one run: those that it writes, and the one from which it goes on."""
+"""The checkpoints of one run: those that it writes, and the one from which it resumes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RunCheckpoints:
 
     Args:
         new: directory of the run if it is a new one.
-        resume: a run, or one of its checkpoints, to go on from; None for a new run.
+        resume: a run, or one of its checkpoints, to resume; None for a new run.
         world: the processes of the run.
         keep: number of checkpoints to keep next to the best one.
         every: steps or time between checkpoints; see :class:`CheckpointTimer`.
@@ -261,7 +261,7 @@ class RunCheckpoints:
 
 
 def _go_back(path: Path, state: RunState, run_id: str) -> Index:
-    """The index of a run that goes on from a checkpoint; those of later steps are set aside.
+    """Return the index of a run that resumes a checkpoint, and set those of later steps aside.
 
     Its best checkpoint is the one that this checkpoint knows. If that is lost, this one is the best
     if it was validated.
@@ -278,7 +278,7 @@ def _go_back(path: Path, state: RunState, run_id: str) -> Index:
         except (ValueError, OSError) as error:
             print_error(
                 f"warning: the best checkpoint, {path.with_name(best.name)}, is lost: "
-                f"{reason(error)}; the run goes on without it"
+                f"{reason(error)}; the run continues without it"
             )
             validated = state.validated[0] == state.steps and auc > -math.inf
             best = replace(latest, metric=auc) if validated else None
@@ -287,6 +287,6 @@ def _go_back(path: Path, state: RunState, run_id: str) -> Index:
         if (run_directory.step_of(old) or (0, 0))[0] > state.steps:
             aside = run_directory.set_aside(old)
             print_error(
-                f"note: the run goes on from {path.name}; {old.name} is set aside as {aside.name}"
+                f"note: the run continues from {path.name}; {old.name} is set aside as {aside.name}"
             )
     return Index(latest=latest, best=best)

@@ -48,7 +48,7 @@ _REGULAR = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_
 
 @dataclass(frozen=True)
 class Piece:
-    """A shard of a tensor: its values, and where they lie in the whole one."""
+    """A shard of a tensor: its values, and their position in the whole tensor."""
 
     name: str
     offset: tuple[int, ...]
@@ -140,7 +140,7 @@ def _write_piece(file: BinaryIO, piece: Piece, at: int) -> str:
 _sync = getattr(os, "fdatasync", os.fsync)  # macOS and Windows have only the latter
 
 
-_position = Lock()  # of files on Windows, which has neither pread nor pwrite
+_position = Lock()  # of files on Windows, which lacks pread and pwrite
 
 
 def _write_some(file: BinaryIO, content: memoryview, at: int) -> int:
