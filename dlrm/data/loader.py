@@ -133,6 +133,7 @@ class BatchLoader:
         on_gpu = torch.device(device).type == "cuda"
         if readers is None:
             readers = max(1, min(12, cpu_count() * 3 // 4) if on_gpu else min(8, cpu_count() // 2))
+
         sizes = {"batch_size": batch_size, "world_size": world_size}
         if window is not None:
             sizes["window"] = window
@@ -145,20 +146,24 @@ class BatchLoader:
             raise ValueError(f"seed is {seed}, it must not be negative")
         if torch.device(device).type not in ("cpu", "cuda"):
             raise ValueError(f"device is {device}, it must be cpu or cuda")
+
+        # The files are opened, and their footers read.
         self.meta = Meta.read(directory, allow_outside=allow_outside)
         self._reader = RowGroupReader(directory, self.meta, num_embeddings)
         self._row_groups = self._reader.row_groups(split)
         self.rows = sum(row_group.rows for row_group in self._row_groups)
+
+        self.split = split
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.readers, self.prefetch, self.device = readers, prefetch, torch.device(device)
-        self.split = split
         self._on_gpu = on_gpu
         self._fixed_window = window is not None
         if window is None:
             self.windows = self._default_windows(memory)
         else:
             self.windows = -(-len(self._row_groups) // window)
+
         self._resident: ShuffleBuffer | None = None  # the only window, kept for the next epoch
         self.wait_seconds = 0.0
         self.epoch = 0
@@ -226,6 +231,8 @@ class BatchLoader:
             raise ValueError(
                 f"not the state of a loader: it has {sorted(state)}, not epoch, position and order"
             )
+
+        # Windows that were chosen by default are those of the saved order.
         here, there = self._order(), state["order"]
         if self.shuffle and there.get("shuffle") and "windows" not in there:
             raise ValueError(
@@ -235,6 +242,7 @@ class BatchLoader:
             )
         if not self._fixed_window and there.get("windows") is not None:
             here["windows"] = there["windows"]
+
         differing = [
             f"{name} is {value!r} here and {there.get(name)!r} in the state"
             for name, value in here.items()

@@ -190,6 +190,7 @@ class RowGroupReader:
                 ids, offsets = read_ids(array, place, column, cardinality), None
             rows.ids.append(ids)
             rows.offsets.append(offsets)
+
         return rows
 
     def labels(self, table: pa.Table, where: object) -> np.ndarray:

@@ -271,6 +271,7 @@ class Meta(Closed):
                 "data with scripts/prepare_criteo.py or scripts/prepare_table.py, or run "
                 "scripts/describe_parquet.py on Parquet with ids"
             )
+
         try:
             raw = read_json(path)
         except ValueError as error:

@@ -111,7 +111,7 @@ def print_fine_tuning(lost: float, factor: float, anew: bool, *, silent: bool = 
     Args:
         lost: validation AUC that fitting its tables cost; NaN if it is unknown.
         factor: on the learning rates.
-        anew: whether the tables were reinitialized, as they learn more that way.
+        anew: whether the tables were reinitialized, since they learn more from scratch.
     """
     cost = "" if math.isnan(lost) else f", which costs {lost:.4f} of validation AUC"
     kept = "; an epoch of new tables learns more, so they start from scratch" if anew else ""

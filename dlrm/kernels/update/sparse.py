@@ -144,7 +144,7 @@ def _launch(
             BLOCK=block, PARTS=parts, num_warps=warps, **options,
         )  # fmt: skip
 
-    # Rows whose entries lie in several tiles.
+    # Rows with entries in several tiles.
     if tiles > 1:
         finish[tiles - 1,](
             entries, partials, table, step,
