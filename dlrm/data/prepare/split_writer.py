@@ -100,6 +100,7 @@ class SplitWriter:
             self._file = stack.enter_context(
                 pq.ParquetWriter(temporary, self._schema, use_dictionary=self._repeating, **ZSTD)
             )
+            stack.push(self._write_rest)  # an error there must remove the temporary file as well
             self._stack = stack.pop_all()
         return self
 
@@ -112,7 +113,9 @@ class SplitWriter:
             self._file.write_table(self._pending.slice(0, ROW_GROUP_ROWS), ROW_GROUP_ROWS)
             self._pending = self._pending.slice(ROW_GROUP_ROWS)
 
-    def __exit__(self, *error: object) -> bool | None:
-        if error[0] is None and self._pending.num_rows:
+    def _write_rest(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self._pending.num_rows:
             self._file.write_table(self._pending, ROW_GROUP_ROWS)
+
+    def __exit__(self, *error: object) -> bool | None:
         return self._stack.__exit__(*error)  # type: ignore[arg-type]

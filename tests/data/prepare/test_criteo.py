@@ -426,6 +426,7 @@ def test_where_there_is_no_room_the_file_is_named_and_a_restart_goes_on(shared, 
             quiet(raw, out, block_bytes=BLOCK)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(out.rglob("*.parquet.tmp"))
     quiet(raw, out, block_bytes=BLOCK)
     assert contents(out) == contents(shared / "whole")
 
