@@ -79,11 +79,13 @@ def device():
 
 @pytest.fixture
 def script(monkeypatch):
-    """Imports a program, ``train`` or one of ``scripts/``, by its name."""
+    """Imports a command, or a program of ``scripts/``, by its name."""
     monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.chdir(ROOT)
 
     def load(name):
+        if (ROOT / "dlrm" / "commands" / f"{name}.py").exists():
+            return importlib.import_module(f"dlrm.commands.{name}")
         path = program_path(name).relative_to(ROOT)
         return importlib.import_module(".".join(path.with_suffix("").parts))
 

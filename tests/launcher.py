@@ -19,8 +19,8 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
-PRELOADED = ["train", "scripts.evaluate", "scripts.predict", "torch._dynamo"]
-PRELOADED += ["torch.distributed.launcher.api"]
+PRELOADED = [f"dlrm.commands.{name}" for name in ("train", "evaluate", "predict")]
+PRELOADED += ["torch._dynamo", "torch.distributed.launcher.api"]
 
 
 def run(program, arguments):

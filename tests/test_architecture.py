@@ -1,6 +1,7 @@
 """The house rules that a reader can't see at a glance: who imports whom."""
 
 import ast
+import json
 import re
 from graphlib import TopologicalSorter
 from importlib import import_module
@@ -10,6 +11,9 @@ from pkgutil import resolve_name
 
 import pytest
 
+from dlrm.config.help import STORED
+from dlrm.config.options import option_schema, option_texts
+from dlrm.embeddings import available
 from dlrm.export.reader import CARRIED
 
 ROOT = Path(__file__).parent.parent
@@ -27,6 +31,8 @@ BELOW["sparse_arch"] = (*BELOW["distributed"], "distributed")
 BELOW["model"] = (*BELOW["sparse_arch"], "sparse_arch")
 BELOW["config"] = BELOW["training"] = (*BELOW["model"], "model")
 BELOW["export"] = (*BELOW["training"], "training")
+BELOW["commands"] = (*BELOW["export"], "export", "config")
+BELOW["__main__"] = ("commands",)
 """What each room of ``dlrm`` may import, next to itself: imports go one way."""
 
 KERNELS_BELOW = {
@@ -159,8 +165,13 @@ def test_no_module_of_the_preparation_imports_itself_through_others():
 
 
 def test_the_program_is_short_enough_to_be_read_in_one_go():
-    lines = (ROOT / "train.py").read_text().splitlines()
+    lines = (ROOT / "dlrm" / "commands" / "train.py").read_text().splitlines()
     assert sum(1 for line in lines if line.strip()) < 300
+
+
+def test_the_stored_help_is_that_of_the_options():
+    """It goes stale with an option's name, type, default or help: python -m dlrm.config.help."""
+    assert json.loads(STORED.read_text()) == option_texts(option_schema(available()))
 
 
 UNPICKLES = re.compile(

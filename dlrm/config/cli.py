@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -12,14 +13,16 @@ from pydantic import ValidationError
 
 from dlrm.config.build import optimizer_specs
 from dlrm.config.dry_run import describe
+from dlrm.config.help import print_help
 from dlrm.config.model_spec import ModelSpec
-from dlrm.config.options import Option, help_text, option_schema, type_name, typed_value
+from dlrm.config.options import Option, option_schema, type_name, typed_value
 from dlrm.config.schema import RENAMED, OptimConfig, RunConfig
 from dlrm.embeddings.common.budget import row_bytes
 from dlrm.sparse_arch.table_plan import AUTO, options_of_table, parse_bytes
 from dlrm.utils.device import is_out_of_memory, pick_device
 from dlrm.utils.documents import read_yaml, shown
 from dlrm.utils.messages import did_you_mean, print_error, require_local
+from dlrm.utils.shipped import shipped
 from dlrm.utils.validation import mistakes
 
 MAX_PROBLEMS = 20
@@ -48,8 +51,7 @@ def parse(argv: Sequence[str], kinds: Mapping[str, type]) -> tuple[RunConfig, st
         ValueError, OSError: ``--dry_run`` found no data, or data that does not fit.
     """
     schema = option_schema(kinds)
-    if {"-h", "--help"} & set(argv):
-        print(help_text(schema), end="")
+    if print_help(argv):
         raise SystemExit(0)
 
     given: dict[str, Any] = {}
@@ -162,7 +164,7 @@ def _from_file(
     # A file that can't be used is one mistake; the options of the command line are still checked.
     try:
         require_local(path)
-        content = read_yaml(path)
+        content = read_yaml(find_config(path))
     except OSError as error:
         problems.append(f"--config {path} can't be read: {error}")
         return
@@ -187,6 +189,21 @@ def _from_file(
             )
         else:
             problems.append(f"{path}: unknown option {name}{_suggestion(name, schema)}")
+
+
+def find_config(path: str) -> Path:
+    """The file of ``--config``: a path, or else the name of a configuration of this package.
+
+    Raises:
+        FileNotFoundError: there is neither.
+    """
+    given = Path(path)
+    if given.exists():
+        return given
+    there = {file.stem: file for file in shipped("configs").glob("*.yaml")}
+    if given.stem not in there or given.parent.name not in ("", "configs"):
+        raise FileNotFoundError(f"there is no such file{did_you_mean(given.stem, there)}")
+    return there[given.stem]
 
 
 def _suggestion(name: str, schema: Mapping[str, Option]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
 import re
@@ -107,37 +106,14 @@ def changed_options(options: Mapping[str, Any], kinds: Mapping[str, type]) -> di
     return changed
 
 
-def help_text(schema: Mapping[str, Option]) -> str:
-    """The text of ``--help``."""
-    parser = argparse.ArgumentParser(
-        prog="train.py",
-        usage="%(prog)s [--config FILE] [--emb KIND] [--OPTION VALUE ...]",
-        description="Train a DLRM whose sparse architecture is swapped by one flag. Options of a "
-        "kind may differ by table: --tt.rank '{C3: 64, default: 16}'.",
-    )
-
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="YAML file with options. Options on the command line override it. (default: none)",
-    )
-    parser.add_argument(
-        "--print_config",
-        action="store_true",
-        help="Print all options as YAML, which --config reads, and stop. (default: false)",
-    )
-
-    # Each group of options, such as --optim.*, has its own heading.
-    groups: dict[str, Any] = {"": parser}
+def option_texts(schema: Mapping[str, Option]) -> dict[str, str]:
+    """The help of every option in one line, with its type and default."""
+    texts = {}
     for name, option in schema.items():
-        group, _, leaf = name.rpartition(".")
-        if group not in groups:
-            groups[group] = parser.add_argument_group(f"--{group}.*")
         default = option.default if isinstance(option.default, str) else json.dumps(option.default)
         text = " ".join(option.help.replace("``", "").split())
-        text = f"{text} (type: {type_name(option.type)}; default: {default})"
-        groups[group].add_argument(f"--{name}", metavar=leaf.upper(), help=text.replace("%", "%%"))
-    return parser.format_help()
+        texts[name] = f"{text} (type: {type_name(option.type)}; default: {default})"
+    return texts
 
 
 def typed_value(option: Option, value: Any) -> Any:

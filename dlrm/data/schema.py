@@ -297,7 +297,7 @@ class Meta(Closed):
         if not allow_outside and (outside := meta.files_outside(directory)):
             raise ValueError(
                 f"{path} lists {shown(outside[0])}, which is not in {directory}: move the file "
-                "there, or trust the list with --loader.allow_outside (train.py) or "
-                "--allow-outside (evaluate.py, predict.py)"
+                "there, or trust the list with --loader.allow_outside (dlrm train) or "
+                "--allow-outside (dlrm evaluate, dlrm predict)"
             )
         return meta

@@ -18,7 +18,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from dlrm.utils.atomic import atomic_write
-from dlrm.utils.documents import refuse_pipe
+from dlrm.utils.documents import read_yaml, refuse_pipe
 from dlrm.utils.links import refuse_links_out
 from dlrm.utils.messages import require_local
 
@@ -181,6 +181,12 @@ def nothing_to_resume(run: Path) -> str:
     found = [name for name in names if not name.endswith((".tmp", ".json"))]
     if found:
         return f"{run} has no checkpoint, only {', '.join(found)} in {CHECKPOINTS}/"
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        if read_yaml(run / CONFIG)["checkpoint"] is False:
+            return (
+                f"{run} has no checkpoint, as it was trained with --checkpoint false: to have the "
+                "model, train it again without that option, under another --name"
+            )
     return f"{run} has no checkpoint yet: remove it and start again"
 
 

@@ -38,7 +38,7 @@ from dlrm.utils.messages import did_you_mean
 from dlrm.utils.program import Parser, exit_status, positive_arg
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other scripts
-from scripts import compare
+from dlrm.commands import compare
 from scripts.benchmarks import harness
 from scripts.experiments.runner import (
     INTERRUPTED,

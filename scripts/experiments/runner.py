@@ -36,7 +36,7 @@ from dlrm.utils.program import Parser, count_arg, figure_arg, path_arg
 from scripts.benchmarks import harness
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))  # for train.py
+sys.path.insert(0, str(ROOT))  # for the other scripts
 
 INTERRUPTED = "interrupted; run the same command again to resume"
 
@@ -191,7 +191,7 @@ def train_one(directory: Path, arguments: list[str]) -> str | None:
     Raises:
         ChildProcessError: the run failed without a clear error message.
     """
-    from train import main
+    from dlrm.commands.train import main
 
     shutil.rmtree(directory, ignore_errors=True)
 
@@ -258,7 +258,7 @@ def step_speed(arguments: list[str], *, batches: int = 64) -> dict[str, float]:
 
 
 def _time_steps(arguments: list[str], batches: int) -> dict[str, float]:
-    from train import Run
+    from dlrm.commands.train import Run
 
     with tempfile.TemporaryDirectory() as output:
         config, resolved = parse([*arguments, f"--output={output}", "--name=timed"], available())

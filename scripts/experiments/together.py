@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
+from dlrm.commands.train import Run
 from dlrm.config.cli import parse
 from dlrm.data.loader import ROWS_AT_ONCE
 from dlrm.distributed.world import World
 from dlrm.embeddings import available
 from dlrm.training.prefetch import NoPrefetcher, PreparedBatch
 from dlrm.utils.streams import stream_of, streams_of_model
-from train import Run
 
 
 def train_together(tasks: Sequence[tuple[Path, list[str]]]) -> dict[str, float]:

@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 
-from scripts.experiments.report import log_x_axis, mean_and_std, write_plot
+from dlrm.commands.figures import log_x_axis, mean_and_std, write_plot
 from scripts.experiments.runner import Runner
 
 METRICS = {

@@ -20,7 +20,7 @@ import yaml
 from dlrm.utils.program import Parser
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other scripts
-from scripts import compare
+from dlrm.commands import compare
 from scripts.maintenance import table_rows
 from scripts.maintenance.table_rows import ROOT, read
 

@@ -255,7 +255,7 @@ def test_another_batch_is_refused_by_any_number_of_processes(run, torchrun, data
 def test_scores_are_written_by_one_process(torchrun, data, tmp_path):
     done = torchrun(2, "predict", tmp_path, data, tmp_path / "scores.parquet")
     assert done.returncode == 1
-    assert "error: predict.py runs in one process, but there are 2: start it" in done.stderr
+    assert "error: dlrm predict runs in one process, but there are 2: start it" in done.stderr
     assert not (tmp_path / "scores.parquet").exists()
 
 

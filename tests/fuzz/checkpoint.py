@@ -35,11 +35,10 @@ import torch
 from harness import Case, Limits, MakeCase, Outcome, flip_bits, main, mutate, refusal, run_case
 from trees import NASTY, as_json, mutate_text, mutate_values
 
-import train
+from dlrm.commands import evaluate, predict, train
 from dlrm.data import synthetic
 from dlrm.training.checkpoint import load_model, read_index
 from dlrm.training.run_directory import MANIFEST
-from scripts import evaluate, predict
 
 TENSORS = "rank_00000.safetensors"
 SMALL = "--model.bottom_mlp [4] --model.top_mlp [4] --model.embedding_dim 4 --tables.threshold 50"

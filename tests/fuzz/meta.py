@@ -23,6 +23,7 @@ import torch
 from harness import Case, Outcome, main
 from trees import as_json, mutate_text, mutate_values
 
+from dlrm.commands.compare import read as read_runs
 from dlrm.config.cli import parse
 from dlrm.config.model_spec import model_spec
 from dlrm.data.loader import BatchLoader
@@ -31,7 +32,6 @@ from dlrm.embeddings import available
 from dlrm.model import DLRM
 from dlrm.training.profiling import out_of_memory_advice
 from dlrm.training.tracking import RESULT, Tracker, read_result
-from scripts.compare import read as read_runs
 
 KINDS = available()
 ROWS = {"train": 40, "val": 0, "test": 9}

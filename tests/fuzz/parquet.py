@@ -25,13 +25,13 @@ import pyarrow as pa  # isort: skip
 import pyarrow.parquet as pq  # isort: skip
 import torch  # isort: skip
 
-import train
+from dlrm.commands import evaluate, predict, train
 from dlrm.data.criteo import Options, prepare
 from dlrm.data.frequencies import read_frequencies
 from dlrm.data.loader import BatchLoader
 from dlrm.data.schema import SPLITS, Meta
 from dlrm.utils.documents import read_json
-from scripts import describe_parquet, evaluate, predict
+from scripts import describe_parquet
 
 SMALL = ["--model.bottom_mlp", "[8]", "--model.top_mlp", "[8]", "--model.embedding_dim", "4"]
 SMALL += ["--batch_size", "64", "--optim.warmup_steps", "1", "--device", "cpu", "--seed", "3"]

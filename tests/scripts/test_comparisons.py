@@ -585,7 +585,7 @@ def test_options_that_cannot_be_are_told_beside_a_run_that_has_finished_too(
 
 def test_a_run_that_crashes_is_no_result(script, tmp_path, monkeypatch):
     runner = script("runner")
-    monkeypatch.setitem(sys.modules, "train", type("Train", (), {"main": lambda arguments: 1 / 0}))
+    monkeypatch.setattr(script("train"), "main", lambda arguments: 1 / 0)
     with pytest.raises(ChildProcessError, match=r"run a failed; see .*a\.log"):
         runner.train_one(tmp_path / "a", [])
     assert "ZeroDivisionError" in (tmp_path / "a.log").read_text()

@@ -28,7 +28,7 @@ def run(tmp_path, monkeypatch):
     options = ["--data", str(data), "--name", "run", "--device", "cpu", "--batch_size", "256"]
     options += ["--model.bottom_mlp", "[8]", "--model.top_mlp", "[8]", "--optim.lr", "0.03"]
     options += ["--epochs", "2", "--optim.warmup_steps", "5"]
-    assert importlib.import_module("train").main(options) == 0
+    assert importlib.import_module("dlrm.commands.train").main(options) == 0
     return str(tmp_path / "runs" / "run"), str(data)
 
 

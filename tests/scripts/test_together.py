@@ -40,7 +40,7 @@ def metrics(directory):
 
 
 def test_models_that_are_trained_together_become_what_they_do_alone(data, device):
-    from train import main
+    from dlrm.commands.train import main
 
     tasks = []
     for name, own in CELLS.items():

@@ -64,7 +64,7 @@ def two_steps(data, tmp_path_factory):
     given = ["--data", str(data), "--output", str(output), "--name", "run", "--max_steps", "2"]
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(str(ROOT))
-        assert importlib.import_module("train").main([*given, *SMALL]) == 0
+        assert importlib.import_module("dlrm.commands.train").main([*given, *SMALL]) == 0
     return output / "run"
 
 

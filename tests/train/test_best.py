@@ -159,6 +159,7 @@ def test_the_best_model_is_the_first_of_equal_ones(capsys):
 def test_shortly_before_the_end_there_is_no_validation():
     validations = Validations(3124, 0, 12_497)
     assert [step for step in range(12_498) if validations.due(step)] == [3124, 6248, 9372]
+    assert not Validations(781, 0, 3_125).due(3_124)
     assert Validations(9, 0, 10).due(9), "the end is a tenth of the interval away"
     assert Validations(9, 0, 9).due(9)
 

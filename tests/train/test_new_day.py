@@ -54,7 +54,7 @@ def days(tmp_path_factory):
 @pytest.fixture(scope="module")
 def first(days):
     """A run on the first day."""
-    import train
+    from dlrm.commands import train
 
     given = ["--data", days / "0", "--output", days, "--name", "first", *SMALL, "--max_steps", "4"]
     assert train.main([str(one) for one in given]) == 0

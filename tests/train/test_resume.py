@@ -261,6 +261,10 @@ def test_a_run_without_a_checkpoint_is_started_anew(run, train, tmp_path):
     done = train("run", status=2)
     assert "run exists: choose another --name, or remove it" in done.stderr
     done = run("train", "--resume", tmp_path / "run", status=2)
+    assert "run has no checkpoint, as it was trained with --checkpoint false" in done.stderr
+    assert "remove" not in done.stderr, "its metrics are worth something"
+    (tmp_path / "run" / "config.yaml").write_text("none")  # damaged
+    done = run("predict", tmp_path / "run", "rows.csv", tmp_path / "scores.csv", status=2)
     assert "run has no checkpoint yet: remove it and start again" in done.stderr
 
 

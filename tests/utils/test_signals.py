@@ -16,7 +16,7 @@ STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 PROGRAMS = [
     str(path.relative_to(ROOT))
     for path in (ROOT / "train.py", *sorted(ROOT.glob("scripts/*.py")))
-    if "startup.begin" in path.read_text()
+    if "startup.begin" in path.read_text() or "dlrm.commands" in path.read_text()
 ]
 
 

@@ -88,7 +88,7 @@ def require_same_ids(
     program = "criteo" if "dense_transform" in meta.options else "table"
     raise ValueError(
         f"{data} was prepared separately from the data of {model}, so its ids stand for other "
-        f"values: score the raw rows with scripts/predict.py, or prepare them with "
+        f"values: score the raw rows with dlrm predict, or prepare them with "
         f"prepare_{program}.py --ids-of RUN/preparation"
     )
 

@@ -1,0 +1,64 @@
+"""The commands of ``dlrm``, each in a file of its own: they read what a user gives.
+
+``dlrm train``, ``python -m dlrm train`` and ``python train.py`` are the same function. So are the
+other commands and the files of their names in ``scripts/``.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+from dlrm import __version__
+from dlrm.utils import startup
+from dlrm.utils.messages import did_you_mean, print_error
+
+COMMANDS = {
+    "train": "train a model",
+    "evaluate": "print the metrics of a trained model",
+    "predict": "score rows with a trained model",
+    "compare": "compare runs in a table and a plot",
+    "export": "export a trained model for programs that do not have this package",
+    "serve": "serve an exported model over HTTP",
+}
+WITHOUT_PANDAS = ("predict",)
+
+
+def main() -> int:
+    """Run ``dlrm COMMAND ...``; returns the exit status."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in ("-h", "--help"):
+        print("usage: dlrm COMMAND ...\n\ncommands:")
+        for command, text in COMMANDS.items():
+            print(f"  {command:10} {text}")
+        print("\ndlrm COMMAND --help lists the options of a command.")
+    elif name == "--version":
+        print(f"dlrm {__version__}")
+    elif name not in COMMANDS:
+        print_error(f"error: unknown command {name}{did_you_mean(name, COMMANDS)}")
+        return 2
+    else:
+        sys.argv[:2] = [f"dlrm {name}"]  # as messages name the program
+        return run(name)
+    return 0
+
+
+def run(name: str) -> int:
+    """Run one command with the arguments of this process, before anything heavy is imported.
+
+    Args:
+        name: a file of this folder.
+
+    Returns:
+        The exit status.
+    """
+    began = startup.begin()
+    if name in WITHOUT_PANDAS:
+        startup.without_pandas()
+    if name == "train":
+        from dlrm.config.help import print_help
+
+        if print_help(sys.argv[1:]):
+            return 0
+    command = import_module(f"dlrm.commands.{name}")
+    return int(command.main(began=began) if name == "train" else command.main())

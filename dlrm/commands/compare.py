@@ -1,0 +1,294 @@
+"""Compare runs in a table, and in a plot of quality against memory.
+
+``dlrm compare runs`` groups the runs that differ only in their seed. It shows the
+mean of each group and, from two seeds on, the standard deviation. If several runs of a group have
+the same seed, only the first one counts. Runs on different data have tables and plots of their own.
+A table lists the options that differ between groups of the same kind, unless they are at their
+default. Directories without a finished run are reported and left out.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+from dlrm.commands.figures import log_x_axis, mean_and_std, write_plot
+from dlrm.config.options import changed_options
+from dlrm.embeddings import available
+from dlrm.training.run_directory import CONFIG
+from dlrm.training.tracking import RESULT, log_figures, read_result
+from dlrm.utils.atomic import atomic_write
+from dlrm.utils.messages import print_error, printable
+from dlrm.utils.program import Parser, exit_status, figure_arg, path_arg
+
+METRICS = {
+    "test/auc": "AUC",
+    "test/log_loss": "log loss",
+    "test/accuracy": "accuracy",
+    "test/normalized_entropy": "NE",
+    "embeddings/bytes": "MB",
+    "embeddings/compression": "ratio",
+    "speed/samples_per_second": "samples/s",
+}
+FORMATS = {
+    "AUC": ".4f",
+    "log loss": ".4f",
+    "accuracy": ".4f",
+    "NE": ".4f",
+    "MB": ",.2f",
+    "ratio": ".1f",
+    "samples/s": ",.0f",
+}
+
+QUALITY = ("AUC", "log loss", "accuracy", "NE")
+LOSSES = ("log loss", "NE")  # lower is better
+
+
+def arguments() -> Parser:
+    """The command line."""
+    parser = Parser(__doc__)
+    parser.add_argument("runs", nargs="+", type=path_arg, help="runs, or directories with runs")
+    parser.add_argument(
+        "--plot",
+        type=figure_arg,
+        default=Path("compare.png"),
+        help="plot to write: PNG, SVG or PDF",
+    )
+    parser.add_argument("--metric", choices=QUALITY, default="AUC", help="metric of the plot")
+    parser.add_argument("--json", type=path_arg, help="also write the table to this JSON file")
+    parser.add_argument(
+        "--tensorboard",
+        type=path_arg,
+        metavar="DIR",
+        help="also add the plot to TensorBoard as a run in this directory, e.g. runs/comparison",
+    )
+    return parser
+
+
+def read(runs: list[Path]) -> pd.DataFrame:
+    """One row per finished run: its group, kind and metrics.
+
+    Raises:
+        FileNotFoundError: no directory has a ``result.json``.
+        ValueError: a ``result.json`` was not written by ``train.py``.
+    """
+    runs = [run for path in runs for run in _runs_in(path)]
+    rows = []
+    seen: set[tuple[str, object]] = set()
+
+    finished = [run for run in runs if (run / RESULT).is_file()]
+    if others := [str(run) for run in runs if run not in finished]:
+        reason = f"no {RESULT} in {', '.join(others)}: not a run directory, or not finished"
+        if not finished:
+            raise FileNotFoundError(reason)
+        print_error(f"left out: {reason}")
+
+    results = [read_result(run) for run in finished]
+    data = _name_data([_identity(result) for result in results])
+    for run, result, name in zip(finished, results, data, strict=True):
+        options, seed = (
+            changed_options(result["options"], available()),
+            result["options"].get("seed"),
+        )
+        same = {key: value for key, value in options.items() if key not in ("seed", "data")}
+        same |= {"data": name, "emb": result["options"]["emb"]}
+        group = json.dumps(same, sort_keys=True)
+        if (group, seed) in seen:
+            print_error(f"left out: {run} repeats the seed of an earlier run")
+            continue
+
+        seen.add((group, seed))
+
+        names = {"run": run.name, "data": name, "emb": _kind(result["options"], options)}
+        names |= {"budget": options.get("budget") or "", "group": group}
+        values = {label: result["metrics"].get(name) for name, label in METRICS.items()}
+        rows.append({**names, **values})
+
+    table = pd.DataFrame(rows).astype(dict.fromkeys(METRICS.values(), float))
+    table["MB"] /= 1e6
+    return table
+
+
+def _runs_in(path: Path) -> list[Path]:
+    """The run of a path; of a directory with runs, all of them, finished or not."""
+    if (path / RESULT).is_file():
+        return [path]
+    inside = {file.parent for name in (CONFIG, RESULT) for file in path.glob(f"*/{name}")}
+    return sorted(inside) or [path]
+
+
+def _identity(result: dict[str, Any]) -> tuple[str, str, str]:
+    """The identity of the data of a run: its name, rows and preparation.
+
+    Copies of a prepared directory are the same data. Where the preparation is unknown, as in runs
+    of earlier versions, the path counts instead.
+    """
+    path = Path(result["options"].get("data", "data"))
+    rows = {split: own[0] for split, own in result.get("rows", {}).items()}
+    text = ", ".join(f"{count:,} {split}" for split, count in rows.items() if count)
+    preparation = result.get("preparation") or f"at {path}"
+    return path.name, text, f"{preparation} {result.get('rows')}"
+
+
+def _name_data(identities: Sequence[tuple[str, str, str]]) -> list[str]:
+    """A name for each data set, with a number if its name and rows do not tell it from others."""
+    numbers: dict[tuple[str, str], list[str]] = {}
+    for name, rows, preparation in dict.fromkeys(identities):
+        numbers.setdefault((name, rows), []).append(preparation)
+    names = []
+    for name, rows, preparation in identities:
+        same = numbers[name, rows]
+        number = f" #{same.index(preparation) + 1}" if len(same) > 1 else ""
+        names.append(f"{name}{number} ({rows} rows)" if rows else f"{name}{number}")
+    return names
+
+
+def _kind(options: dict[str, Any], changed: dict[str, Any]) -> str:
+    """The embedding kind, with the type of its rows if that is not the default. ``tt`` with a cache
+    counts as a kind of its own.
+    """
+    cached = options["emb"] == "tt" and options.get("tt", {}).get("cache_rows")
+    kind = "tt+cache" if cached else options["emb"]
+    return f"{kind} {changed['tables.dtype']}" if changed.get("tables.dtype") else kind
+
+
+def summarize(table: pd.DataFrame) -> pd.DataFrame:
+    """Mean and standard deviation of each group of runs, by data set, best first."""
+    groups = table.groupby("group", sort=False)
+    summary = groups[["run", "data", "emb", "budget"]].first()
+    summary["options"] = _differing_options(summary)
+    summary["seeds"] = groups.size()
+    for label in METRICS.values():
+        summary[label] = groups[label].mean()
+        summary[f"{label} std"] = groups[label].std()
+    return summary.reset_index(drop=True).sort_values(["data", "AUC"], ascending=[True, False])
+
+
+def _differing_options(summary: pd.DataFrame) -> pd.Series:
+    """The options of each group that differ between the groups of its kind on the same data.
+
+    Options at their defaults and the budget, which has a column, are left out. Names are short
+    where that is clear.
+    """
+    own = {group: json.loads(str(group)) for group in summary.index}
+    differing: dict[str, dict[str, Any]] = {}
+    for _, groups in summary.groupby(["data", "emb"]):
+        names = {name for group in groups.index for name in own[group]} - {"budget"}
+        for group in groups.index:
+            differing[group] = {
+                name: own[group][name]
+                for name in sorted(names & own[group].keys())
+                if any(own[other].get(name) != own[group][name] for other in groups.index)
+            }
+    shown = {name for options in differing.values() for name in options}
+    leaves = Counter([*available(), *(name.rpartition(".")[2] for name in shown)])
+
+    def text(name: str, value: Any) -> str:
+        leaf = name.rpartition(".")[2]
+        return f"{leaf if leaves[leaf] == 1 else name}={_compact(value)}"
+
+    texts = {group: [text(*each) for each in own.items()] for group, own in differing.items()}
+    return pd.Series({group: " ".join(own) for group, own in texts.items()})
+
+
+def _compact(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{own}" for name, own in value.items()) + "}"
+    return str(value).replace(" ", "")
+
+
+def render(summary: pd.DataFrame) -> str:
+    """The summary as text, a table for each data set."""
+    shown = summary[["run", "emb", "budget", "seeds"]].map(printable)
+    for label, form in FORMATS.items():
+        stds = summary[f"{label} std"] if label in QUALITY else None
+        shown[label] = mean_and_std(summary[label], stds, form)
+    shown["options"] = summary["options"].map(printable)
+    tables = []
+    for data, rows in shown.groupby(summary["data"]):
+        empty = [column for column in ("budget", "options") if not rows[column].any()]
+        tables.append(f"{printable(data)}\n{rows.drop(columns=empty).to_string(index=False)}")
+    return "\n\n".join(tables)
+
+
+def draw(summary: pd.DataFrame, metric: str, path: Path) -> Figure:
+    """Plot quality or speed against memory, one line per kind, with error bars over seeds.
+
+    Each data set has axes of its own.
+    """
+    sets = sorted(set(summary["data"]))
+    size = (2 + 7 * len(sets), 5)
+    figure, panels = plt.subplots(1, len(sets), figsize=size, layout="constrained", squeeze=False)
+    others = sorted(set(summary["emb"]) - {"dense"})
+    for axes, data in zip(panels[0], sets, strict=True):
+        _draw_data(axes, summary[summary["data"] == data], metric, others)
+        if len(sets) > 1:
+            axes.set_title(data)
+    handles = {
+        label: handle
+        for axes in panels[0]
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles.keys(), title="--emb", loc="outside right center")
+    write_plot(figure, path)
+    return figure
+
+
+def _draw_data(axes: Axes, summary: pd.DataFrame, metric: str, others: Sequence[str]) -> None:
+    """Plot the runs on one data set; ``others`` are all kinds but dense."""
+    shown = summary.dropna(subset=metric).sort_values("MB")
+    for kind, points in shown.groupby("emb"):
+        dense = kind == "dense"
+
+        place = 0 if dense else others.index(kind)
+        second = place >= 10  # there are ten colors
+        axes.errorbar(
+            points["MB"],
+            points[metric],
+            yerr=points[f"{metric} std"].fillna(0.0),
+            fmt="*" if dense else "s--" if second else "o-",
+            color="k" if dense else f"C{place}",
+            markersize=11 if dense else 5,
+            zorder=3 if dense else 2,
+            capsize=3,
+            label=kind,
+        )
+
+        if dense:
+            best = points[metric].min() if metric in LOSSES else points[metric].max()
+            axes.axhline(best, color="gray", linestyle="--", linewidth=0.8)
+
+    log_x_axis(axes, "embedding memory (MB)")
+    axes.set_ylabel(f"test {metric}" if metric in QUALITY else metric)
+    if metric not in QUALITY:
+        axes.yaxis.set_major_formatter(EngFormatter())
+
+
+def compare(options: Namespace) -> None:
+    """Print the table and write the plot."""
+    summary = summarize(read(options.runs))
+    print(render(summary))
+    figure = draw(summary, options.metric, options.plot)
+    print(f"plot in {options.plot}")
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(options.json) as temporary:
+            summary.to_json(temporary, orient="records", indent=2)
+    if options.tensorboard:
+        log_figures(options.tensorboard, {f"comparison/{options.metric}": figure})
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program; returns the exit status."""
+    options = arguments().parse_args(argv)
+    return exit_status(lambda: compare(options))

@@ -1,0 +1,61 @@
+"""Evaluate a trained model: ``dlrm evaluate RUN DATA``.
+
+Prints the metrics as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+
+from dlrm.distributed.world import World
+from dlrm.training.evaluation import TrainedModel
+from dlrm.training.metrics import finite
+from dlrm.utils.device import pick_device
+from dlrm.utils.program import Parser, count_arg, exit_status
+
+
+def arguments() -> Parser:
+    """The command line."""
+    parser = Parser(__doc__)
+    help_text = "run directory, whose best checkpoint is taken, or one of its checkpoints/"
+    parser.add_argument("checkpoint", metavar="RUN", help=help_text)
+    last = "take the latest checkpoint of the run, not the best (default: no)"
+    parser.add_argument("--last", action="store_true", help=last)
+    parser.add_argument("data", metavar="DATA", help="prepared directory with meta.json")
+    parser.add_argument("--split", default="test", help="split to evaluate on")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    parser.add_argument(
+        "--batch-size",
+        type=count_arg,
+        help="samples per batch (default: as in the evaluations of the run)",
+    )
+    parser.add_argument(
+        "--allow-outside",
+        action="store_true",
+        help="read the files that meta.json lists outside of its directory too (default: no)",
+    )
+    return parser
+
+
+def evaluate(options: Namespace) -> None:
+    """Print the metrics as JSON."""
+    trained = TrainedModel.load(
+        options.checkpoint,
+        options.data,
+        options.split,
+        device=pick_device(options.device),
+        batch_size=options.batch_size,
+        allow_outside=options.allow_outside,
+        last=options.last,
+    )
+    values = finite(trained.evaluate())
+    print(json.dumps({"split": options.split, "rows": trained.loader.rows, **values}, indent=2))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program; returns the exit status."""
+    if not World.from_environment().first:  # under torchrun, one process prints the metrics
+        return 0
+    options = arguments().parse_args(argv)
+    return exit_status(lambda: evaluate(options))

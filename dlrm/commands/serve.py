@@ -1,0 +1,26 @@
+"""Serve an exported model over HTTP: the program is ``examples/serve.py``, which needs no dlrm."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+from dlrm.utils import startup
+from dlrm.utils.messages import print_error
+from dlrm.utils.shipped import shipped
+
+NEEDED = ("starlette", "uvicorn", "prometheus_client")
+
+
+def main() -> int:
+    """Run the program with the arguments of this process; returns the exit status."""
+    startup.imported()
+    sys.path.insert(0, str(shipped("examples")))
+    try:
+        serve = import_module("serve")
+    except ModuleNotFoundError as error:
+        if error.name not in NEEDED:
+            raise
+        print_error(f"error: {error.name} is not installed: pip install 'dlrm[serve]'")
+        return 2
+    return int(serve.main())
