@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 
+from dlrm.data.groups import read_groups
 from dlrm.distributed.world import World
 from dlrm.training.evaluation import TrainedModel
 from dlrm.training.metrics import finite
@@ -24,6 +25,9 @@ def arguments() -> Parser:
     parser.add_argument("--last", action="store_true", help=last)
     parser.add_argument("data", metavar="DATA", help="prepared directory with meta.json")
     parser.add_argument("--split", default="test", help="split to evaluate on")
+    grouped = "column of the data, such as a user: also measure AUC within each of its values, the "
+    grouped += "mean (GAUC) and the worst and best groups (default: none)"
+    parser.add_argument("--group", metavar="COLUMN", help=grouped)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument(
         "--batch-size",
@@ -49,8 +53,11 @@ def evaluate(options: Namespace) -> None:
         allow_outside=options.allow_outside,
         last=options.last,
     )
-    values = finite(trained.evaluate())
-    print(json.dumps({"split": options.split, "rows": trained.loader.rows, **values}, indent=2))
+    split, meta = options.split, trained.loader.meta
+    groups = read_groups(options.data, meta, [split], options.group).get(split)
+    values = finite(trained.evaluate(groups=groups))
+    result = {"split": split, "rows": trained.loader.rows, **values}
+    print(json.dumps(result, indent=2, default=str))
 
 
 def main(argv: list[str] | None = None) -> int:

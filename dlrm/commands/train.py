@@ -19,6 +19,7 @@ from dlrm.config.options import changed_options
 from dlrm.config.schema import RunConfig
 from dlrm.data import synthetic
 from dlrm.data.frequencies import Counts, read_frequencies
+from dlrm.data.groups import read_groups
 from dlrm.data.prepare.raw_rows import keep_transform
 from dlrm.distributed.interruption import Interruption
 from dlrm.distributed.world import World
@@ -102,7 +103,8 @@ class Run:
 
         seen = partial(loader, "train", config.batch_size, options | {"shuffle": False})
         interruption = Interruption(world)
-        self.held_out = HeldOut(self.model, loaders, seen, interruption, config.precision)
+        groups = read_groups(config.data, meta, loaders, config.group)
+        self.held_out = HeldOut(self.model, loaders, seen, interruption, config.precision, groups)
 
         epoch = len(self.train_data)
         every, last_step = config.eval_every_for(epoch), config.steps_for(epoch)
@@ -266,6 +268,7 @@ class Run:
         final |= profiling.peak_memory(self.step.device) | self.checkpoints.costs()
 
         self.tracker.log(self.steps, final)
+        self.tracker.plots(self.steps, self.held_out.plots)
         final |= tracking.named("val", val)  # logged when it was evaluated
         about = report.about(self.steps, self.train_data.meta, self.checkpoints.spec["plan"])
         changed = changed_options(self.options, available())

@@ -23,7 +23,7 @@ HOUSEKEEPING = {
     *("name", "output", "resume", "checkpoint", "checkpoint_every", "keep_checkpoints"),
     *("profile", "dry_run", "log_every", "eval_every"),
     *("device", "deterministic", "loader.readers", "loader.prefetch", "loader.allow_outside"),
-    "eval_batch_size",
+    *("eval_batch_size", "group"),
 }
 """Options that do not change the results of a run."""
 
@@ -252,6 +252,9 @@ class RunConfig:
     eval_every: Count | None = None
     """Number of steps between evaluations on the validation split. Default: a quarter of an
     epoch."""
+    group: Annotated[str, must("name a column", bool)] | None = None
+    """Column of the data, such as a user: also measure AUC within the rows of each of its values,
+    the mean (GAUC) and that of the best and the worst tenth. Default: none."""
     log_every: Count = 50
     """Number of steps between log entries."""
     populate_every: Count = 200

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from dlrm.data.batch import Batch
+from dlrm.data.groups import Groups
 from dlrm.data.loader import BatchLoader
 from dlrm.data.prepare.fingerprint import require_same_ids
 from dlrm.data.schema import Meta
 from dlrm.model import DLRM
 from dlrm.training import metrics
 from dlrm.training.checkpoint import load_model
+from dlrm.training.ranking import group_areas
 from dlrm.utils.messages import print_error
 
 
@@ -88,14 +90,21 @@ class TrainedModel:
         """Logits and labels of one batch; see :func:`~dlrm.training.metrics.predict`."""
         return metrics.predict(self.model, [batch], bf16=self.bf16)
 
-    def evaluate(self, model: DLRM | None = None) -> dict[str, float]:
+    def evaluate(
+        self, model: DLRM | None = None, *, groups: Groups | None = None
+    ) -> dict[str, Any]:
         """Metrics of all rows; see :func:`~dlrm.training.metrics.classification`.
 
         Args:
             model: another model with the same inputs, in place of the trained one.
+            groups: of the rows: AUC by group too, and the ``worst`` and ``best`` groups by name.
         """
         outputs = metrics.predict(model or self.model, self.loader, bf16=self.bf16)
-        return metrics.classification(*outputs)
+        values: dict[str, Any] = metrics.classification(*outputs)
+        if groups is not None:
+            areas = group_areas(*outputs, groups=groups)
+            values |= areas.metrics() | areas.extremes(groups)
+        return values
 
 
 def _note_other_tables(model: DLRM, meta: Meta) -> None:

@@ -9,10 +9,13 @@ from itertools import islice
 from torch import Tensor
 
 from dlrm.data.batch import Batch
+from dlrm.data.groups import Groups
 from dlrm.data.loader import BatchLoader
 from dlrm.distributed.interruption import Interruption
 from dlrm.model import DLRM
 from dlrm.training import metrics
+from dlrm.training.plots import Plots
+from dlrm.training.ranking import group_areas
 from dlrm.utils.messages import print_error
 
 GUESSING = math.log(2)  # log loss of a model that predicts 0.5 for every row
@@ -34,10 +37,12 @@ class HeldOut:
         seen: opens a loader of the training rows.
         interruption: ends an evaluation after a batch, in all processes.
         precision: of the run; with ``bf16``, evaluate in bfloat16 autocast.
+        groups: the group of each row of the splits, by name, if AUC is to be measured by group.
 
     Attributes:
         interruption: as given.
         diverged: why the model of the last evaluation has diverged; empty if it has not.
+        plots: of the last evaluation; None before the first one.
     """
 
     def __init__(
@@ -47,10 +52,13 @@ class HeldOut:
         seen: Callable[[], BatchLoader],
         interruption: Interruption,
         precision: str,
+        groups: Mapping[str, Groups],
     ) -> None:
         self._model, self._loaders, self._seen = model, loaders, seen
         self.interruption, self._world = interruption, interruption.world
         self._bf16, self.diverged, self._collapsed = precision == "bf16", "", False
+        self._groups = groups
+        self.plots: Plots | None = None
 
     def evaluate(
         self, split: str, step: int, stop: Callable[[], object], *, model: DLRM | None = None
@@ -69,6 +77,9 @@ class HeldOut:
         batches = self.interruption.between(loader, stop)
         scores = self._predict(loader, batches, loader.rows, model)
         values = metrics.classification(*scores)
+        if split in self._groups:
+            values |= group_areas(*scores, groups=self._groups[split]).metrics()
+        self.plots = Plots.of(split, *scores)
         if step and not self._collapsed:
             self._collapsed = self._warn_of_collapse(scores[0], split, step)
         self.diverged = self._divergence(values["log_loss"], step) if step else ""

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import set_stance
 
 from dlrm.data.batch import Batch
+from dlrm.training.ranking import Ties, precision_recall_area, roc_area
 
 
 @torch.inference_mode()
@@ -21,7 +23,7 @@ def classification(
     labels: Tensor | np.ndarray,
     weights: Tensor | np.ndarray | None = None,
 ) -> dict[str, float]:
-    """AUC, accuracy, log loss, normalized entropy and calibration, computed where the logits are.
+    """Metrics of samples, computed where the logits are.
 
     Args:
         logits: ``[n]`` scores before the sigmoid.
@@ -29,7 +31,8 @@ def classification(
         weights: ``[n]`` of the samples: every mean and share is a weighted one. Default: all 1.
 
     Returns:
-        ``auc`` (exact; NaN where only one class occurs), ``accuracy`` at probability 0.5,
+        ``auc`` (exact; NaN where only one class occurs), ``pr_auc`` (average precision; NaN without
+        positives), ``accuracy`` at probability 0.5,
         ``log_loss`` in nats, ``normalized_entropy`` (log loss over the entropy of the share of
         positives; He et al., ADKDD 2014) and ``calibration`` (mean prediction over that share).
 
@@ -58,8 +61,10 @@ def classification(
     entropy = float("nan")
     if 0.0 < base < 1.0:
         entropy = -(base * math.log(base) + (1 - base) * math.log1p(-base))
+    ties = Ties.of(logits, labels, weights)
     return {
-        "auc": auc(logits, labels, weights),
+        "auc": roc_area(ties),
+        "pr_auc": precision_recall_area(ties),
         "accuracy": mean(((logits > 0) == (labels > 0.5)).double()),
         "log_loss": loss,
         "normalized_entropy": loss / entropy,
@@ -77,46 +82,6 @@ def _mean_of(weights: Tensor | np.ndarray | None, like: Tensor) -> Callable[[Ten
     if not own.sum() > 0:
         raise ValueError("all samples have weight 0: correct the weights, or leave them out")
     return lambda values: float((values * own).sum() / own.sum())
-
-
-def auc(scores: Tensor, labels: Tensor, weights: Tensor | np.ndarray | None = None) -> float:
-    """The area under the ROC curve, exactly.
-
-    It is the share of pairs of a positive and a negative that are in the right order; a tie counts
-    half. Without weights all counts are integers, so the order of the samples makes no difference.
-
-    Args:
-        scores: ``[n]``.
-        labels: ``[n]``, 0 or 1.
-        weights: ``[n]``; a pair counts as the product of its weights.
-
-    Returns:
-        The area; NaN where fewer than two classes occur.
-    """
-    scores, order = scores.sort()
-    positive = labels[order] > 0.5
-    if weights is not None:
-        return _weighted_auc(scores, positive, torch.as_tensor(weights).to(scores)[order])
-    # Whether a score is the last of its equals.
-    last = torch.cat([scores[1:] != scores[:-1], positive.new_ones(len(scores[:1]))])
-    positives, negatives = positive.cumsum(0)[last], (~positive).cumsum(0)[last]
-    below = negatives - negatives.diff(prepend=negatives.new_zeros(1))
-    ordered = (positives.diff(prepend=positives.new_zeros(1)) * (below + negatives)).sum()
-    pairs = int(positive.sum()) * int((~positive).sum())
-    return int(ordered) / (2 * pairs) if pairs else float("nan")
-
-
-def _weighted_auc(scores: Tensor, positive: Tensor, weights: Tensor) -> float:
-    """The same of sorted scores, in float64."""
-    weights = weights.double()
-    last = torch.cat([scores[1:] != scores[:-1], positive.new_ones(len(scores[:1]))])
-    positives = (weights * positive).cumsum(0)[last]
-    negatives = (weights * ~positive).cumsum(0)[last]
-    start = negatives.new_zeros(1)
-    below = torch.cat([start, negatives[:-1]])
-    ordered = (positives.diff(prepend=start) * (below + negatives)).sum() / 2
-    pairs = positives[-1:].sum() * negatives[-1:].sum()
-    return min(1.0, float(ordered / pairs)) if pairs else float("nan")  # not 1 + 2e-16
 
 
 class RunningMean:
@@ -221,6 +186,9 @@ def _eager() -> AbstractContextManager[object]:
     return set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-def finite(values: Mapping[str, float]) -> dict[str, float | None]:
+def finite(values: Mapping[str, Any]) -> dict[str, Any]:
     """Replace NaN and infinity, which JSON can't represent, by None."""
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }

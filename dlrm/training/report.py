@@ -23,12 +23,25 @@ COLUMNS = {
 }
 """Quality: the metrics that begin with each of these have a column, if there are any."""
 
-QUALITY = ("auc", "log_loss", "accuracy", "normalized_entropy", "calibration")
+QUALITY = (
+    *("auc", "pr_auc", "group_auc", "group_auc_worst", "group_auc_best"),
+    *("log_loss", "accuracy", "normalized_entropy", "calibration"),
+)
 
 TOO_GOOD = 0.999
 """Clicks are never predicted as well as this."""
 
+WORDS = {
+    "auc": "AUC",
+    "pr_auc": "PR-AUC",
+    "group_auc": "AUC by group",
+    "group_auc_worst": "worst groups",
+    "group_auc_best": "best groups",
+    "gpu_peak": "GPU peak",
+}
+
 GROUPS = {
+    "test": ("groups", "groups_of_one_class", "rows_without_group"),
     "embeddings": ("bytes", "compression", "optimizer_bytes"),
     "speed": ("samples_per_second", "train_seconds", "data_wait_share"),
     "seconds": ("total", *PARTS),
@@ -39,7 +52,7 @@ GROUPS = {
 
 def words(name: str) -> str:
     """The words of a metric: ``log loss`` for ``log_loss``."""
-    return {"auc": "AUC", "gpu_peak": "GPU peak"}.get(name, name.replace("_", " "))
+    return WORDS.get(name, name.replace("_", " "))
 
 
 def with_unit(name: str, value: float) -> str:

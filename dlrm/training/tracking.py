@@ -17,6 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from dlrm.training.dashboards import hparams_row, layout, tag
 from dlrm.training.metrics import finite
+from dlrm.training.plots import Plots
 from dlrm.utils.atomic import atomic_write, disk_full_names
 from dlrm.utils.documents import read_json, read_json_lines
 from dlrm.utils.links import refuse_links_out
@@ -117,6 +118,14 @@ class Tracker:
                 if text:
                     lines = ("    " + line for line in text.splitlines())
                     self._writer.add_text(name, "\n".join(lines))
+
+    def plots(self, step: int, plots: Plots | None) -> None:
+        """Log the plots of an evaluation, if there was one."""
+        if not self._active or plots is None:
+            return
+        with disk_full_names(self.path.parent):
+            for name, figure in plots.figures().items():
+                self._writer.add_figure(name, figure, step, close=False)
 
     def finish(
         self,

@@ -33,8 +33,8 @@ from dlrm.data.prepare.model_inputs import InputReader
 from dlrm.data.schema import Meta
 from dlrm.export.delta import export_delta
 from dlrm.export.directory import PROGRAM, WEIGHTS, ExportOptions, export_run
-from dlrm.training import metrics
 from dlrm.training.predictor import Predictor
+from dlrm.training.ranking import auc
 from dlrm.training.score_file import LABEL, PROBABILITY
 from dlrm.utils.program import Parser, count_arg, exit_status, path_arg
 
@@ -176,7 +176,7 @@ class Replay:
         scores = [exported_scores(own, self.days[day]) for own in (full, served)]
         labels = torch.tensor([int(line[0]) for line in self.days[day].read_text().splitlines()])
         return found | {
-            "auc": metrics.auc(scores[1], labels),
+            "auc": auc(scores[1], labels),
             "scores_equal": scores[0].equal(scores[1]),
             "weights_equal": (full / WEIGHTS).read_bytes() == (served / WEIGHTS).read_bytes(),
             "changed_rows": made["changed_rows"],
@@ -192,7 +192,7 @@ class Replay:
             torch.from_numpy(np.concatenate([part[name].to_numpy() for part in parts]))
             for name in (PROBABILITY, LABEL)
         )
-        return metrics.auc(scores, labels)
+        return auc(scores, labels)
 
 
 def exported_scores(export: Path, rows: Path) -> torch.Tensor:

@@ -120,7 +120,7 @@ def test_a_trained_model_is_compressed_and_trained_on(run, train, result, tmp_pa
 
 
 def test_everything_that_is_reported_is_there(train, options, lines, result, tmp_path):
-    logged_last = ["--log_every=10", "--epochs=2", "--max_steps=40"]
+    logged_last = ["--log_every=10", "--epochs=2", "--max_steps=40", "--group=C2"]
     done = train("run", *options("tt"), *logged_last)
     assert "100%" in done.stderr  # of 37 batches of 256, one of 128, and two more of 256
     directory = tmp_path / "run"
@@ -134,9 +134,12 @@ def test_everything_that_is_reported_is_there(train, options, lines, result, tmp
         *("memory/process_peak", "cache/hit_rate"),
         *(f"seconds/{part}" for part in ("total", *PARTS)),
         *(f"{split}/{metric}" for split in ("val", "test") for metric in
-          ("auc", "accuracy", "log_loss", "normalized_entropy", "calibration")),
+          ("auc", "pr_auc", "group_auc", "accuracy", "log_loss", "calibration")),
     ):  # fmt: skip
         assert tag(name) in scalars, name
+    assert events.Tags()["images"] == ["reliability/test", "scores/test"]
+    assert re.search(r"^AUC by group +0\.\d{4} ", done.stdout, re.MULTILINE)
+    assert re.search(r"^test +groups 2\d, groups of one class 0, rows ", done.stdout, re.MULTILINE)
     assert "config/text_summary" in events.Tags()["tensors"]
     assert "_hparams_/session_start_info" in events.summary_metadata
     logged = {x["step"]: x["train/loss"] for x in lines(directory) if "train/loss" in x}
@@ -239,7 +242,13 @@ def test_evaluate_predict_and_compare_work_on_a_run(run, train, options, data, r
     train("a", *options("tt"))
     train("b", "--emb", "dense", "--seed", "1")
     train("c", "--emb", "dense", "--seed", "2")
-    again = json.loads(run("evaluate", tmp_path / "a", data, "--device", "cpu").stdout)
+    given = ["--device", "cpu", "--group", "C2"]
+    again = json.loads(run("evaluate", tmp_path / "a", data, *given).stdout)
+    assert again["groups"] == 21
+    lowest = [own["auc"] for own in again["worst"]]
+    assert (lowest == sorted(lowest), len(lowest)) == (True, 5)
+    done = run("evaluate", tmp_path / "a", data, "--group", "C99", status=2)
+    assert "has no column 'C99' to group by, did you mean 'C9'? valid: C1" in done.stderr
     for name, value in result(tmp_path / "a").items():
         if name.startswith("test/") and "best_possible" not in name:
             assert again[name.removeprefix("test/")] == value, name

@@ -1,0 +1,93 @@
+"""Plots of scores: their reliability, and how they are distributed. TensorBoard shows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+POINTS = 20  # of the reliability plot, each of as many samples
+BINS = 50  # of the plot of scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plots:
+    """Two plots of the scores of a split, binned where the scores are."""
+
+    split: str
+    reliability: NDArray[np.float64]
+    """Mean probability and share of positives of samples in order of score, ``[2, points]``."""
+    shares: NDArray[np.float64]
+    """Shares of the negatives and of the positives in each bin of probability, ``[2, BINS]``."""
+    highest: float
+    """The end of the last bin, the highest probability; the first one begins at 0."""
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, split: str, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Plots:
+        """Bin the samples of a split: ``logits``, ``labels`` and any ``weights``, each ``[n]``."""
+        probability, order = torch.sigmoid(logits.double()).sort()
+        positive = labels[order].double()
+        weight = torch.ones_like(positive) if weights is None else weights[order].double()
+
+        def sums(bins: Tensor, count: int, *values: Tensor) -> NDArray[np.float64]:
+            empty = probability.new_zeros(len(values), count)
+            return empty.index_add_(1, bins, torch.stack(values)).cpu().numpy()
+
+        points = min(POINTS, len(order))
+        part = torch.arange(len(order), device=order.device) * points // len(order)
+        total, *of_points = sums(part, points, weight, weight * probability, weight * positive)
+        highest = float(probability[-1]) or 1.0
+        bins = (probability / highest * BINS).long().clamp(max=BINS - 1)
+        counts = sums(bins, BINS, weight * (1 - positive), weight * positive)
+        return cls(
+            split=split,
+            reliability=np.stack(of_points)[:, total > 0] / total[total > 0],
+            shares=counts / np.maximum(counts.sum(1, keepdims=True), 1e-300),
+            highest=highest,
+        )
+
+    def figures(self) -> dict[str, Figure]:
+        """The plots by their TensorBoard tags."""
+        reliability, axes = _figure("probability", "share of positives")
+        end = float(self.reliability.max())
+        axes.plot([0, end], [0, end], "--", color="gray", label="calibrated")
+        axes.plot(*self.reliability, "o-", label=f"{self.split} rows")
+        axes.legend()
+
+        scores, axes = _figure("probability", "share of rows of the class")
+        edges = np.linspace(0, self.highest, BINS + 1)
+        for label, shares in enumerate(self.shares):
+            axes.stairs(shares, edges, fill=True, alpha=0.5, label=f"label {label}")
+        axes.legend()
+        return {f"reliability/{self.split}": reliability, f"scores/{self.split}": scores}
+
+
+def importance_figure(lost: dict[str, tuple[float, float]], unit: str) -> Figure:
+    """Bars of what each column is worth, the most important one on top.
+
+    Args:
+        lost: mean and standard deviation by column.
+        unit: of the values.
+    """
+    names = list(lost)[::-1]
+    figure, axes = _figure(unit, "", height=1 + 0.2 * len(names))
+    axes.barh(names, [lost[name][0] for name in names], xerr=[lost[name][1] for name in names])
+    return figure
+
+
+def _figure(x: str, y: str, height: float = 3.6) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure  # takes half a second
+
+    figure = Figure((4.8, height), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    axes.set(xlabel=x, ylabel=y)
+    return figure, axes
