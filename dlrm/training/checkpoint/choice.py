@@ -1,9 +1,10 @@
-"""Which checkpoint a path stands for, if some are damaged or removed meanwhile."""
+"""Which checkpoints a path stands for: some may be damaged, or removed meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from dlrm.training import run_directory
@@ -16,106 +17,80 @@ from dlrm.training.checkpoint.index import (
     read_index,
     read_manifest,
 )
-from dlrm.training.checkpoint.manifest import Manifest
 from dlrm.training.run_directory import BEST, CHECKPOINTS, LATEST
 
-ATTEMPTS = 20  # to read a checkpoint of a run that removes old ones meanwhile
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The checkpoints that a path may stand for."""
+
+    path: Path
+    """As the user gave it."""
+    run: Path | None
+    candidates: dict[Path, Entry | None]
+    """The first choice first, each with what its manifest must say; None: anything."""
+    index: Index | None = None
+    """Of the run; None for a path that names a single checkpoint."""
+    damaged_index: Mapping[str, str]
+    """The file of the index and what is wrong with it, if anything is."""
+
+    def is_current(self) -> bool:
+        """Whether the run has written no other checkpoint since."""
+        return self.index is None or self.run is None or _index_of(self.run, {}) == self.index
+
+    def error(self, refused: Mapping[str, str]) -> Exception:
+        """The error that no candidate can be read; ``refused`` has the reasons by path."""
+        path, run = self.path, self.run
+        if self.index is None:
+            others = run_directory.checkpoints(run) if run else []
+            names = ", ".join(each.name for each in others if each.name != path.name)
+            text = f"{path} can't be read as a checkpoint: {refused[str(path)]}"
+            return ValueError(text + (f"; there are {names}" if names else ""))
+        if refused:
+            reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
+            return ValueError(f"{path} has no intact checkpoint: {reasons}")
+        assert run is not None
+        if path.name == BEST and run_directory.has_checkpoint(run):
+            return FileNotFoundError(f"{run} has no best checkpoint: it was not validated yet")
+        return FileNotFoundError(run_directory.nothing_to_resume(run))
 
 
-def reason(error: Exception) -> str:
-    """An error in one line; that of a file names it."""
-    text = (isinstance(error, OSError) and error.strerror) or str(error)
-    name = Path(error.filename).name if isinstance(error, OSError) and error.filename else ""
-    return f"{name}: {text}" if name else text
-
-
-def choose(path: Path, best: bool, refused: dict[str, str]) -> tuple[Path, Manifest] | Exception:
-    """The checkpoint that a path stands for, and its manifest; or the error to raise.
+def choose(path: Path, best: bool) -> Choice | Exception:
+    """The checkpoints that a path may stand for; or the error to raise.
 
     Args:
         path: as the user gave it.
         best: of a run, prefer the best checkpoint to the latest.
-        refused: damaged checkpoints and why, which get more here.
     """
     try:
         run, which = run_directory.named(path)
         if run is None or which not in (LATEST, BEST):
-            return _only(path, run, refused)
-        for _ in range(ATTEMPTS):
-            tried = dict(refused)
-            index = _index_of(run, tried)
-            found = _first(run, index, which, best, tried)
-            settled = found and tried == refused
-            if settled or _index_of(run, tried) == index:  # else its run has gone on
-                refused.update(tried)
-                return found or _nothing_intact(path, run, refused)
+            return Choice(path=path, run=run, candidates={path: None}, damaged_index={})
+
+        damage: dict[str, str] = {}
+        index = _index_of(run, damage)
+        entries = [best_of(run, index)] if best or which == BEST else []
+        if which != BEST:
+            known = index.latest.run if index.latest else None
+            steps = {p.name: run_directory.step_of(p) for p in run_directory.checkpoints(run)}
+            entries.append(index.latest)
+            entries += [Entry(name=n, run=known, step=(s or (0, 0))[0]) for n, s in steps.items()]
     except (OSError, ValueError) as error:
         return error
-    return changing(path)
+
+    candidates: dict[Path, Entry | None] = {}
+    for entry in filter(None, entries):
+        candidates.setdefault(run / CHECKPOINTS / entry.name, entry)
+    return Choice(path=path, run=run, candidates=candidates, index=index, damaged_index=damage)
 
 
-def changing(path: Path) -> ValueError:
-    """The error that a checkpoint is never there for long enough to be read."""
-    return ValueError(f"{path} changes all the time: wait until its run has ended")
-
-
-def _index_of(run: Path, refused: dict[str, str]) -> Index:
+def _index_of(run: Path, damage: dict[str, str]) -> Index:
     """The index of a run, or what its checkpoints say if it has none that can be read."""
     try:
         return read_index(run) or old_index(run)
     except (ValueError, OSError) as error:
-        refused[str(run / CHECKPOINTS / INDEX)] = reason(error)
+        damage[str(run / CHECKPOINTS / INDEX)] = reason(error)
         return old_index(run)
-
-
-def _only(
-    path: Path, run: Path | None, refused: dict[str, str]
-) -> tuple[Path, Manifest] | Exception:
-    """The one checkpoint that a path names."""
-    if str(path) not in refused:
-        try:
-            return path, read_manifest(path)
-        except (ValueError, OSError) as error:
-            refused[str(path)] = reason(error)
-    others = run_directory.checkpoints(run) if run else []
-    names = [each.name for each in others if each.name != path.name and str(each) not in refused]
-    return ValueError(
-        f"{path} can't be read as a checkpoint: {refused[str(path)]}"
-        + (f"; there are {', '.join(names)}" if names else "")
-    )
-
-
-def _first(
-    run: Path, index: Index, which: str, best: bool, refused: dict[str, str]
-) -> tuple[Path, Manifest] | None:
-    """The first of the checkpoints that may stand for a run that can be read."""
-    for entry, is_known in _entries(run, index, which, best):
-        candidate = run / CHECKPOINTS / entry.name
-        if str(candidate) in refused:
-            continue
-        try:
-            manifest = read_manifest(candidate)
-            entry.require(manifest)
-            return candidate, manifest
-        except (ValueError, OSError) as error:
-            if is_known or candidate.exists():  # else its run has removed it
-                refused[str(candidate)] = reason(error)
-    return None
-
-
-def _entries(run: Path, index: Index, which: str, best: bool) -> Iterator[tuple[Entry, bool]]:
-    """Yield the candidates for a run in order, and whether each must be there."""
-    if best or which == BEST:
-        if entry := best_of(run, index):
-            yield entry, True
-        if which == BEST:
-            return
-    if index.latest:
-        yield index.latest, True
-    known = index.latest.run if index.latest else None
-    for path in run_directory.checkpoints(run):
-        step, _ = run_directory.step_of(path) or (0, 0)
-        yield Entry(name=path.name, run=known, step=step), False
 
 
 def best_of(run: Path, index: Index) -> Entry | None:
@@ -130,10 +105,8 @@ def best_of(run: Path, index: Index) -> Entry | None:
     return index.best
 
 
-def _nothing_intact(path: Path, run: Path, refused: Mapping[str, str]) -> Exception:
-    if not refused and path.name == BEST and run_directory.has_checkpoint(run):
-        return FileNotFoundError(f"{run} has no best checkpoint: it was not validated yet")
-    if not refused:
-        return FileNotFoundError(run_directory.nothing_to_resume(run))
-    reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
-    return ValueError(f"{path} has no intact checkpoint: {reasons}")
+def reason(error: Exception) -> str:
+    """An error in one line; that of a file names it."""
+    text = (isinstance(error, OSError) and error.strerror) or str(error)
+    name = Path(error.filename).name if isinstance(error, OSError) and error.filename else ""
+    return f"{name}: {text}" if name else text

@@ -15,11 +15,14 @@ from torch.overrides import TorchFunctionMode
 from dlrm.distributed.world import World
 from dlrm.model import DLRM
 from dlrm.sparse_arch.table_plan import plan_for_this_machine
-from dlrm.training.checkpoint.choice import ATTEMPTS, changing, choose, reason
+from dlrm.training.checkpoint.choice import choose, reason
+from dlrm.training.checkpoint.index import Entry, read_manifest
 from dlrm.training.checkpoint.manifest import Manifest, RunState
 from dlrm.training.checkpoint.model_sizes import require_stored
 from dlrm.training.checkpoint.parts import Parts
 from dlrm.training.checkpoint.tensor_files import TensorFiles
+
+ATTEMPTS = 20  # to read a checkpoint of a run that removes old ones meanwhile
 
 
 class Checkpoint:
@@ -52,34 +55,49 @@ class Checkpoint:
             ValueError: it is damaged, or was not written by this program.
         """
         world = world or World()
-        refused: dict[str, str] = {}
         for _ in range(ATTEMPTS):
-            chosen = world.from_first(lambda: choose(Path(path), best, refused))
-            if isinstance(chosen, Exception):
-                raise chosen
-            directory, manifest = chosen
+            choice = world.from_first(lambda: choose(Path(path), best))
+            if isinstance(choice, Exception):
+                raise choice
 
-            # Damage that one process finds counts for all of them.
-            found, why = None, None
-            try:
-                files = TensorFiles(directory, manifest)
-                found = cls(directory, manifest, files)
-                files.verify(world.rank, world.size)
-            except (ValueError, OSError) as error:
-                why = reason(error)
-            whys = [one for one in world.from_all(why) if one]
+            found, refused = None, dict(choice.damaged_index)
+            for place, entry in choice.candidates.items():
+                found, why = cls._open(place, entry, world)
+                if found:
+                    break
+                refused[str(place)] = why
 
-            if found and not whys:
+            # Its run may have removed what could not be read.
+            if world.from_first(lambda: not refused or choice.is_current()):
+                if found is None:
+                    raise choice.error(refused)
                 if refused and world.first:
                     for name, damage in refused.items():
                         print(f"warning: {name} is damaged: {damage}", file=sys.stderr)
-                    print(f"warning: {directory} is read instead", file=sys.stderr)
+                    print(f"warning: {found.path} is read instead", file=sys.stderr)
                 return found
             if found:
                 found.close()
-            if directory.exists():  # else its run has removed it meanwhile
-                refused[str(directory)] = whys[0]
-        raise changing(Path(path))
+        raise ValueError(f"{path} changes all the time: wait until its run has ended")
+
+    @classmethod
+    def _open(cls, path: Path, entry: Entry | None, world: World) -> tuple[Self | None, str]:
+        """Open one checkpoint and verify it; or say why that is impossible for some process."""
+        found, why = None, ""
+        try:
+            manifest = read_manifest(path)
+            if entry:
+                entry.require(manifest)
+            files = TensorFiles(path, manifest)
+            found = cls(path, manifest, files)
+            files.verify(world.rank, world.size)
+        except (ValueError, OSError) as error:
+            why = reason(error)
+
+        whys = [each for each in world.from_all(why) if each]
+        if found and whys:
+            found.close()
+        return (None, whys[0]) if whys else (found, "")
 
     def load(
         self,
