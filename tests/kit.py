@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from dlrm.distributed.world import World
+from dlrm.training.checkpoint import Parts, read_index
+from dlrm.training.checkpoint.index import Index
+from dlrm.training.checkpoint.manifest import RunState
+from dlrm.training.checkpoint.writer import CheckpointWriter
 
 GPU = torch.cuda.is_available()
 SLOW = () if GPU else pytest.mark.slow
@@ -32,3 +39,22 @@ def combinations(slow: Any = SLOW, **axes: Sequence[Any]) -> pytest.MarkDecorato
         values = [axis[place] for axis, place in zip(axes.values(), places, strict=True)]
         cases.append(pytest.param(*values, marks=() if places in fast else slow))
     return pytest.mark.parametrize(tuple(axes), cases)
+
+
+def write_checkpoint(
+    run: Path,
+    parts: Parts,
+    state: RunState,
+    *,
+    by: str = "0" * 32,
+    best: bool = False,
+    keep: int = 2,
+) -> None:
+    """Write a checkpoint ``step_N`` of the run ``by``, and wait until it is on disk."""
+    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+    writer = CheckpointWriter(run, by, World(), keep, read_index(run) or Index())
+    try:
+        writer.save(parts, state, best=best)
+        writer.wait()
+    finally:
+        writer.close()

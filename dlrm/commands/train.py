@@ -162,7 +162,7 @@ class Run:
                 logging = (self.steps + 1) % config.log_every == 0
                 out = self.step(batch, norms=logging, run=train_on_batch)
 
-                self.checkpoints.check()
+                self.checkpoints.writer.check()
                 self.progress.steps += 1
                 self.clock.samples += batch.batch.total_size
                 bar.update(batch.batch.total_size)
@@ -178,7 +178,7 @@ class Run:
                     values = self._validate()
                     shown |= {"val AUC": f"{values['auc']:.4f}"} if values else {}
                     self.validations.stop_early(self.progress, silent=silent)
-                elif config.checkpoint and self.checkpoints.due(self.steps):
+                elif config.checkpoint and self.checkpoints.timer.due(self.steps):
                     self._save()
                 if logging or validating:
                     bar.set_postfix(dict(sorted(shown.items())), refresh=False)
@@ -263,9 +263,9 @@ class Run:
         planted = self.train_data.meta.planted.get("test", {})
         final |= {f"test/best_possible_{name}": value for name, value in planted.items()}
         with self.clock.part("checkpoint"):
-            self.checkpoints.wait()
+            self.checkpoints.writer.wait()
         final |= self.progress.fitted | self._sizes() | self.clock.total()
-        final |= profiling.peak_memory(self.step.device) | self.checkpoints.costs()
+        final |= profiling.peak_memory(self.step.device) | self.checkpoints.writer.costs()
 
         self.tracker.log(self.steps, final)
         self.tracker.plots(self.steps, self.held_out.plots)
@@ -309,7 +309,7 @@ class Run:
         saved = self.checkpoints.saved == self.steps
         if self.config.checkpoint and not saved and not self.held_out.diverged:
             self._save()
-        self.checkpoints.wait()
+        self.checkpoints.writer.wait()
         self.tracker.close()
 
 

@@ -15,8 +15,9 @@ from dlrm.training.checkpoint.index import INDEX, old_index, read_index
 from dlrm.training.run_directory import CHECKPOINTS, HOLDER, LOCK, has_checkpoint, run_directory
 
 
-def choose_run(new: Path, resume: str | None, job: str | None) -> tuple[Path, str | None]:
-    """The directory of a run, and the run or checkpoint that it resumes, if any.
+def choose_run(new: Path, resume: str | None, job: str | None) -> tuple[Path, str | None, bool]:
+    """The directory of a run, the run or checkpoint that it resumes, if any, and whether an earlier
+    attempt of this job wrote to it, which may still be ending.
 
     Args:
         new: the directory of a new run.
@@ -35,13 +36,8 @@ def choose_run(new: Path, resume: str | None, job: str | None) -> tuple[Path, st
                 + ("is resumed" if found else "had no checkpoint and begins again"),
                 file=sys.stderr,
             )
-            return directory, found
-    return run_directory(resume) if resume else new, resume
-
-
-def is_own(directory: Path, job: str | None) -> bool:
-    """Whether a run is of this job, so that an earlier attempt of it may be ending."""
-    return job is not None and _job_of(directory) == job
+            return directory, found, True
+    return places[0], resume, False
 
 
 def clear(directory: Path) -> None:

@@ -6,21 +6,21 @@ import json
 import os
 import re
 import socket
-import sys
 import time
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from filelock import FileLock, Timeout
-
-from dlrm.utils.atomic import atomic_write
+from dlrm.utils.atomic import atomic_write, hold
 from dlrm.utils.documents import read_yaml, refuse_pipe
 from dlrm.utils.links import refuse_links_out
 from dlrm.utils.messages import require_local
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -193,8 +193,7 @@ def nothing_to_resume(run: Path) -> str:
 class RunLock:
     """The directory of a run, held by one writer at a time.
 
-    The kernel releases the lock when its process ends, however it ends. On NFS, Linux turns it into
-    a lock of the server. Where a file system has no locks, a note says so.
+    The kernel releases the lock when its process ends, however it ends.
 
     Args:
         directory: of the run; a new one is created.
@@ -216,25 +215,15 @@ class RunLock:
         # Others may hold the lock, or make the directory meanwhile.
         made = [path for path in (directory, *directory.parents) if not path.exists()]
         directory.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(str(directory / LOCK), thread_local=False)
-        self.release = weakref.finalize(self, _release, self._lock, directory, made)
+        lock = hold(
+            directory / LOCK,
+            lambda: f"{directory} is being written by {self._holder()}: wait for it or end it",
+            patience,
+        )
+        self.release = weakref.finalize(self, _release, lock, directory, made)
         """Let others write; also called when this object is deleted."""
         # A fork might call it at its exit; the kernel releases the lock anyway.
         self.release.atexit = False  # type: ignore[misc]
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of filelock, on file systems without locks
-                self._lock.acquire(timeout=patience, poll_interval=0.1)
-        except Timeout:
-            raise ValueError(
-                f"{directory} is being written by {self._holder()}: wait for it or end it"
-            ) from None
-        except (OSError, NotImplementedError) as error:
-            if isinstance(error, PermissionError):
-                raise
-            note = f"note: {directory} can't be locked ({error}): start no second run on it"
-            print(note, file=sys.stderr)
-
         if new and (found := self._others()):  # made by another process meanwhile
             self.release()
             raise ValueError(f"{directory} exists: choose another --name{self._rest(found)}")

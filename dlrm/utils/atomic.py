@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from filelock import FileLock
     from matplotlib.figure import Figure
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -90,34 +92,56 @@ def _require_empty(directory: Path) -> None:
 
 @contextmanager
 def _only_writer(directory: Path) -> Iterator[None]:
-    """Hold a lock file next to a directory, if the file system has locks.
+    """Hold a lock file next to a directory.
 
     Raises:
         ValueError: another process holds it.
     """
-    from filelock import FileLock, Timeout  # programs that read an export do without it
-
     path = directory.parent / f"{directory.name}.lock"
-    lock = FileLock(path)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of filelock, on file systems without locks
-            lock.acquire(timeout=0)
-    except Timeout:
-        raise ValueError(
+    lock = hold(
+        path,
+        lambda: (
             f"{directory} is being written by another process; wait for it, or choose another "
             "output"
-        ) from None
-    except (OSError, NotImplementedError) as error:
-        if isinstance(error, PermissionError):
-            raise
-
+        ),
+    )
     try:
         yield
     finally:
         with suppress(OSError):  # Windows removes it when it is released
             path.unlink()
         lock.release()
+
+
+def hold(path: Path, busy: Callable[[], str], patience: float = 0) -> FileLock:
+    """Lock a file, until ``release()`` or the end of this process.
+
+    On NFS, Linux turns it into a lock of the server. Where a file system has no locks, a note says
+    so.
+
+    Args:
+        path: of the lock file.
+        busy: returns the message of the error if another process holds the lock.
+        patience: seconds to wait for that process.
+
+    Raises:
+        ValueError: another process holds the lock.
+    """
+    import filelock  # programs that read an export do without it
+
+    lock = filelock.FileLock(path, thread_local=False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of filelock, on file systems without locks
+            lock.acquire(timeout=patience, poll_interval=0.1)
+    except filelock.Timeout:
+        raise ValueError(busy()) from None
+    except (OSError, NotImplementedError) as error:
+        if isinstance(error, PermissionError):
+            raise
+        note = f"note: {path} can't be locked ({error}): let no second process write next to it"
+        print(note, file=sys.stderr)
+    return lock
 
 
 def save_figure(figure: Figure, path: Path, *, dpi: int) -> None:

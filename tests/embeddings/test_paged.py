@@ -16,6 +16,7 @@ from dlrm.optim import RowOptimizer, gradient_norm
 from dlrm.training import checkpoint
 from dlrm.training.checkpoint.manifest import RunState
 from dlrm.training.step import TrainStep
+from tests.kit import write_checkpoint
 
 SIZES = [1, 7, 40, 131]
 GPU = torch.cuda.is_available()
@@ -329,7 +330,7 @@ def test_a_checkpoint_goes_on_under_another_placement(way, tmp_path):
     train(model, optimizers, steps=3)
     parts = checkpoint.Parts(model, optimizers)
     state = RunState(model=recipe, config={}, groups=parts.groups())
-    checkpoint.save(tmp_path / "checkpoints", parts, state, run="0" * 32)
+    write_checkpoint(tmp_path, parts, state)
     expected = train(model, optimizers, steps=3, seed=5)
     given = {
         "as it was": ("paged", {"devices": ["cpu", "cpu+cpu"], "page_size": 7}),
@@ -345,7 +346,7 @@ def test_a_trained_model_loads_where_its_devices_are_not(tmp_path):
     recipe, model, _ = model_of("paged", {"devices": ["cpu", "cpu"], "page_size": 7})
     recipe |= {"plan": [("paged", {"devices": ["cuda:97"], "page_size": 7})] * len(SIZES)}
     state = RunState(model=recipe, config={})
-    checkpoint.save(tmp_path / "checkpoints", checkpoint.Parts(model), state, run="0" * 32)
+    write_checkpoint(tmp_path, checkpoint.Parts(model), state)
     loaded, _ = checkpoint.load_model(tmp_path)
     ((group, _),) = loaded.sparse_arch.embeddings()
     assert group.page_size == 7

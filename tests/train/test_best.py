@@ -84,7 +84,7 @@ def test_a_best_state_that_is_lost_during_the_run_is_not_the_result(
     load_best = program.RunCheckpoints.load_best
 
     def remove_first(self, model, step):
-        self.wait()
+        self.writer.wait()
         shutil.rmtree(self.directory / "checkpoints" / f"step_{step}")
         return load_best(self, model, step)
 

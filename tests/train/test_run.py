@@ -18,7 +18,7 @@ from dlrm.training import checkpoint, run_directory
 from dlrm.training.dashboards import tag
 from dlrm.training.profiling import PARTS
 from dlrm.utils.messages import format_bytes
-from tests.kit import combinations
+from tests.kit import combinations, write_checkpoint
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "criteo_kaggle_137k.tsv.gz"
 
@@ -292,7 +292,7 @@ def test_the_scores_of_a_diverged_model_are_refused_as_its_metrics_are(
     model, state = checkpoint.load_model(two_steps)
     torch.nn.init.constant_(list(model.dense_parameters())[-1], float("nan"))
     diverged, scores = tmp_path / "diverged", tmp_path / "scores.parquet"
-    checkpoint.save(diverged / "checkpoints", checkpoint.Parts(model), state, run="0" * 32)
+    write_checkpoint(diverged, checkpoint.Parts(model), state)
     measured = run("evaluate", diverged, data, status=2)
     done = run("predict", diverged, data, scores, status=2)
     assert done.stderr == measured.stderr

@@ -11,6 +11,7 @@ import time
 import weakref
 from dataclasses import replace
 
+import filelock
 import pytest
 import torch
 from safetensors import safe_open
@@ -20,12 +21,13 @@ from dlrm.distributed.world import World
 from dlrm.embeddings import available
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
-from dlrm.training import checkpoint, run_directory
+from dlrm.training import run_directory
 from dlrm.training.checkpoint import Checkpoint, Parts, load_model, snapshot, tensor_files, writer
 from dlrm.training.checkpoint.index import Index
 from dlrm.training.checkpoint.manifest import RunState
 from dlrm.training.run_directory import MANIFEST
 from dlrm.utils.local_shards import LocalShards
+from tests.kit import write_checkpoint
 
 SIZES = [300, 20, 150]
 KINDS = {"dense": {}, "paged": {"page_size": 64, "devices": ["cpu", "cpu+cpu"]}}
@@ -65,7 +67,7 @@ def save(run, steps, made, by=RUN, **options):
     if options.get("best"):
         state.best_step = BEST[run] = steps
     state.best_step = BEST.get(run, -1)
-    checkpoint.save(run / "checkpoints", parts, state, run=by, **options)
+    write_checkpoint(run, parts, state, by=by, **options)
     return run / "checkpoints" / f"step_{steps}"
 
 
@@ -160,7 +162,7 @@ def test_every_type_and_shape_is_restored_and_other_programs_read_it(tmp_path):
     tensors["sharded"] = LocalShards((5, 6), shards, torch.float32)
     parts = Parts(torch.nn.Module())
     parts.tensors = tensors
-    checkpoint.save(tmp_path / "checkpoints", parts, RunState(model={}, config={}), run=RUN)
+    write_checkpoint(tmp_path, parts, RunState(model={}, config={}))
     blank = Parts(torch.nn.Module())
     blank.tensors = {
         name: torch.empty(t.shape, dtype=t.dtype).fill_(9) for name, t in tensors.items()
@@ -247,7 +249,7 @@ def failing(error):
 
 
 def test_a_failed_save_leaves_what_there_was(run, monkeypatch):
-    before, directory, made = names(run), run / "checkpoints", make("dense")
+    before, made = names(run), make("dense")
     full = OSError(errno.ENOSPC, "No space left on device")
     for where, name in ((tensor_files.os, "fsync"), (tensor_files.hashlib, "sha256")):
         monkeypatch.setattr(where, name, failing(full))
@@ -264,7 +266,7 @@ def test_a_failed_save_leaves_what_there_was(run, monkeypatch):
     parts = Parts(*made[1:])
     parts.tensors["unwritable"] = torch.empty(1, device="meta")
     with pytest.raises(OSError, match="step_4 can't be written: "):
-        checkpoint.save(directory, parts, RunState(model={}, config={}, steps=4), run=RUN)
+        write_checkpoint(run, parts, RunState(model={}, config={}, steps=4))
     assert names(run) == before
     assert values(run)[0] == 3
 
@@ -286,7 +288,7 @@ def test_a_disk_that_is_full_behind_the_tensors_leaves_what_there_was(run):
     resource.setrlimit(resource.RLIMIT_FSIZE, (4_000_000, hard))
     try:
         with pytest.raises(OSError, match="step_4 can't be written: File too large"):
-            checkpoint.save(run / "checkpoints", parts, state, run=RUN)
+            write_checkpoint(run, parts, state)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert names(run) == before
@@ -650,7 +652,7 @@ def test_a_new_run_that_wrote_nothing_leaves_nothing(tmp_path):
 
 def test_a_file_system_without_locks_is_noted(run, monkeypatch, capsys):
     unsupported = OSError(errno.ENOLCK, "No locks available")
-    monkeypatch.setattr(run_directory.FileLock, "acquire", failing(unsupported))
+    monkeypatch.setattr(filelock.FileLock, "acquire", failing(unsupported))
     run_directory.RunLock(run).release()
     assert "can't be locked" in capsys.readouterr().err
 
@@ -664,7 +666,7 @@ def test_state_is_restored_to_the_type(tmp_path):
         steps=7,
     )
     parts = Parts(torch.nn.Linear(1, 1))
-    checkpoint.save(tmp_path / "checkpoints", parts, state, run=RUN)
+    write_checkpoint(tmp_path, parts, state)
     found = Checkpoint.open(tmp_path).state
     assert repr(found) == repr(replace(state, groups=()))
 

@@ -10,6 +10,5 @@ next to them names the latest and the best one.
 from dlrm.training.checkpoint.index import read_index
 from dlrm.training.checkpoint.parts import Parts
 from dlrm.training.checkpoint.reader import Checkpoint, load_model
-from dlrm.training.checkpoint.writer import save
 
-__all__ = ["Checkpoint", "Parts", "load_model", "read_index", "save"]
+__all__ = ["Checkpoint", "Parts", "load_model", "read_index"]

@@ -68,7 +68,7 @@ class Checkpoint:
                 refused[str(place)] = why
 
             # Its run may have removed what could not be read.
-            if world.from_first(lambda: not refused or choice.is_current()):
+            if not refused or world.from_first(choice.is_current):
                 if found is None:
                     raise choice.error(refused)
                 if refused and world.first:

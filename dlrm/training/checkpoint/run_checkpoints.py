@@ -50,6 +50,13 @@ class RunCheckpoints:
         keep: number of checkpoints to keep next to the best one.
         every: steps or time between checkpoints; see :class:`CheckpointTimer`.
 
+    Attributes:
+        directory: of the run.
+        resumed: the checkpoint to resume; None for a new run.
+        writer: writes in the background.
+        timer: says when a checkpoint is due.
+        saved: step of the last checkpoint, or -1.
+
     Raises:
         FileNotFoundError: there is no checkpoint.
         ValueError: the new run exists, another process holds the run, or it is damaged.
@@ -60,22 +67,21 @@ class RunCheckpoints:
     ) -> None:
         self._world = world
         self._lock: RunLock | None = None
-        self.saved = -1  # step of the last checkpoint
+        self.saved = -1
         world.before_leaving(self.release)
 
-        def hold() -> tuple[Path, str | None]:
-            directory, found = restarts.choose_run(new, resume, world.job)
-            own = restarts.is_own(directory, world.job)
+        def hold() -> tuple[Path, str | None, bool]:
+            directory, found, own = restarts.choose_run(new, resume, world.job)
             patience = PATIENCE if own else 0
             self._lock = RunLock(directory, new=not (found or own), patience=patience)
-            return directory, found
+            return directory, found, own
 
-        self.directory, found = world.from_first(hold)
+        self.directory, found, self._own = world.from_first(hold)
         self.resumed = Checkpoint.open(found, world=world) if found else None
         new_id = world.from_first(lambda: secrets.token_hex(16))
         self._run = self.resumed.run if self.resumed else new_id
-        self._timer = CheckpointTimer(every, world, self.resumed.state.steps if self.resumed else 0)
-        self._writer = CheckpointWriter(self.directory, self._run, world, keep, Index())
+        self.timer = CheckpointTimer(every, world, self.resumed.state.steps if self.resumed else 0)
+        self.writer = CheckpointWriter(self.directory, self._run, world, keep, Index())
 
     def begin(self) -> None:
         """Get ready to write: remove what a killed process left half written, and name the job of
@@ -84,7 +90,7 @@ class RunCheckpoints:
         if not self._world.first:
             return
         job, directory = self._world.job, self.directory / CHECKPOINTS
-        if job is not None and not self.resumed and restarts.is_own(self.directory, job):
+        if self._own and not self.resumed:
             restarts.clear(self.directory)
 
         for old in directory.glob("step_*.tmp"):
@@ -92,16 +98,16 @@ class RunCheckpoints:
                 shutil.rmtree(old, ignore_errors=True)
 
         if job is not None or self.resumed:
-            self._writer.index = replace(self._writer.index, job=job)
-            write_index(self.directory, self._writer.index)
+            self.writer.index = replace(self.writer.index, job=job)
+            write_index(self.directory, self.writer.index)
             for old in (directory / LATEST, directory / BEST, self.directory / JOB):
                 if old.is_symlink() or old.is_file():  # of an earlier version
                     old.unlink()
 
     def release(self) -> None:
         """Let other processes write to the run, when what is being written is on disk."""
-        if hasattr(self, "_writer"):
-            self._writer.close()
+        if hasattr(self, "writer"):
+            self.writer.close()
         if self._lock:
             self._lock.release()
 
@@ -150,32 +156,8 @@ class RunCheckpoints:
             groups=parts.groups(),
             fingerprint=self._loader.meta.fingerprint,
         )
-        self._writer.save(parts, state, best=progress.best_step == progress.steps)
+        self.writer.save(parts, state, best=progress.best_step == progress.steps)
         self.saved = state.steps
-
-    def due(self, step: int) -> bool:
-        """Whether a checkpoint is due after a step; see :class:`CheckpointTimer`."""
-        return self._timer.due(step)
-
-    def check(self) -> None:
-        """Raise the error of a checkpoint that could not be written in the background.
-
-        Raises:
-            OSError: there is one.
-        """
-        self._writer.check()
-
-    def wait(self) -> None:
-        """Wait until every checkpoint is on disk.
-
-        Raises:
-            OSError: one can't be written.
-        """
-        self._writer.wait()
-
-    def costs(self) -> dict[str, float]:
-        """Bytes of the largest copy of a state from which a checkpoint was written."""
-        return {"memory/checkpoint_copy": float(self._writer.copied)} if self._writer.copied else {}
 
     def restore(self, batch_size: int) -> Progress:
         """Go on from the checkpoint that was opened; returns the progress of the run.
@@ -217,7 +199,7 @@ class RunCheckpoints:
 
         progress = state.progress
         index = self._world.from_first(lambda: _go_back(path, state, self._run))
-        self._writer.index, best = index, index.best
+        self.writer.index, best = index, index.best
         if best is None:
             progress.best_step, progress.best = -1, -math.inf
         elif best.step != progress.best_step:  # which is lost
@@ -243,8 +225,8 @@ class RunCheckpoints:
         Returns:
             Its validation metrics; None, after a warning, if it is not there any more.
         """
-        self.wait()
-        entry = self._world.from_first(lambda: self._writer.index.best)
+        self.writer.wait()
+        entry = self._world.from_first(lambda: self.writer.index.best)
         path = self.directory / CHECKPOINTS / (entry.name if entry else f"step_{step}")
         try:
             best = Checkpoint.open(path, world=self._world)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,25 +21,25 @@ HOST = torch.device("cpu")
 MARGIN = 10  # a tenth of the memory of a device stays free
 
 
-def take(pieces: Sequence[Piece]) -> list[Piece] | None:
+def take(pieces: Sequence[Piece]) -> tuple[Sequence[Piece], int]:
     """Copy pieces where there is room: on their own device, else in host memory.
 
     On a GPU this takes milliseconds: the copies are made on the current stream, so that what
-    follows may change the tensors.
+    follows may change the tensors. The stream that reads them for a file waits for them.
 
     Returns:
-        The copies; None if there is no room for them.
+        The copies and their bytes; or the pieces and 0 if there is no room for copies.
     """
     pieces = [_as_host_memory(piece) for piece in pieces]
-    needed: dict[torch.device, int] = defaultdict(int)
+    needed: Counter[torch.device] = Counter()
     for piece in pieces:
         needed[piece.values.device] += piece.values.nbytes
     staged = {device for device, size in needed.items() if not _has_room(device, size)}
-    on_host = sum(size for device, size in needed.items() if device in {HOST, *staged})
+    on_host = sum(needed[device] for device in {HOST, *staged})
+    _order_streams(pieces)
     if not _has_room(HOST, on_host):
-        return None
+        return pieces, 0
 
-    order_streams(pieces)
     copies = []
     try:
         for piece in pieces:
@@ -48,9 +48,9 @@ def take(pieces: Sequence[Piece]) -> list[Piece] | None:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        return None  # what is free may be in too small parts
-    order_streams(copies)
-    return copies
+        return pieces, 0  # what is free may be in too small parts
+    _order_streams(copies)
+    return copies, max(1, needed.total())
 
 
 def _as_host_memory(piece: Piece) -> Piece:
@@ -62,7 +62,7 @@ def _as_host_memory(piece: Piece) -> Piece:
     return replace(piece, values=on_host(values.detach()))
 
 
-def order_streams(pieces: Sequence[Piece]) -> None:
+def _order_streams(pieces: Sequence[Piece]) -> None:
     """Let the stream that reads pieces for a file wait for what was computed so far."""
     for device in {piece.values.device for piece in pieces if piece.values.is_cuda}:
         stream_of(device, "saves").wait_stream(torch.cuda.current_stream(device))

@@ -29,7 +29,6 @@ from dlrm.training.checkpoint.manifest import (
     Manifest,
     StoredFile,
     StoredShard,
-    StoredTensor,
 )
 from dlrm.utils.cpus import cpu_count
 from dlrm.utils.streams import stream_of
@@ -344,22 +343,3 @@ def open_regular(path: Path) -> BinaryIO:
         os.close(opened)
         raise ValueError(f"{path.name} is not a regular file")
     return os.fdopen(opened, "rb", buffering=0)
-
-
-def stored_tensors(
-    sizes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    shards: Iterable[tuple[str, StoredShard]],
-) -> dict[str, StoredTensor]:
-    """Describe tensors as a manifest does.
-
-    Args:
-        sizes: type and shape of each tensor by name.
-        shards: all shards, by the name of their tensor.
-    """
-    found: dict[str, list[StoredShard]] = {name: [] for name in sizes}
-    for name, shard in shards:
-        found[name].append(shard)
-    return {
-        name: StoredTensor(dtype=DTYPE_NAMES[dtype], shape=shape, shards=tuple(found[name]))
-        for name, (dtype, shape) in sizes.items()
-    }

@@ -23,17 +23,19 @@ import torch
 from dlrm.distributed.world import World
 from dlrm.training import run_directory
 from dlrm.training.checkpoint import snapshot
-from dlrm.training.checkpoint.index import Entry, Index, old_index, read_index, write_index
+from dlrm.training.checkpoint.index import Entry, Index, write_index
 from dlrm.training.checkpoint.manifest import (
+    DTYPE_NAMES,
     Manifest,
     RunState,
     StoredFile,
     StoredShard,
+    StoredTensor,
     file_name,
 )
 from dlrm.training.checkpoint.manifest_json import manifest_to_json
 from dlrm.training.checkpoint.parts import Parts
-from dlrm.training.checkpoint.tensor_files import Piece, stored_tensors, write_file
+from dlrm.training.checkpoint.tensor_files import Piece, write_file
 from dlrm.training.run_directory import CHECKPOINTS, MANIFEST
 from dlrm.utils.atomic import sync_directory
 
@@ -100,14 +102,13 @@ class CheckpointWriter:
         self._writes: list[tuple[list[Draft], Future[None]]] = []  # at most two, in their order
         self._leaving = threading.Event()
 
-    def save(self, parts: Parts, state: RunState, *, best: bool, copy: bool = True) -> None:
+    def save(self, parts: Parts, state: RunState, *, best: bool) -> None:
         """Copy the state of a run, and begin to write it.
 
         Args:
             parts: the tensors.
             state: everything else; the first process writes its own.
             best: whether this is the best state so far.
-            copy: copy the tensors if there is room; else wait until they are written.
 
         Raises:
             OSError: this checkpoint or the one before can't be written. Earlier ones are unchanged.
@@ -116,21 +117,14 @@ class CheckpointWriter:
         path = self._world.from_first(lambda: self._new_path(state.steps))
         with _in_one_line(path):
             self._make_room(best)
-            pieces = parts.own_pieces(self._world)
-            copies = snapshot.take(pieces) if copy else None
-
-            # The thread reads from a GPU on a stream of its own.
-            if copies is None:
-                snapshot.order_streams(pieces)
-            else:
-                pieces = copies
-                self.copied = max(self.copied, sum(piece.values.nbytes for piece in copies))
+            pieces, copied = snapshot.take(parts.own_pieces(self._world))
+            self.copied = max(self.copied, copied)
 
         sizes = parts.sizes()
         draft = Draft(path=path, run=self._run, state=state, best=best, pieces=pieces, sizes=sizes)
         waiting = [draft]  # from which the thread takes it, or which is emptied: it is large
         self._writes.append((waiting, self._thread.submit(self._write, waiting)))
-        if copies is None:
+        if not copied:
             self._drain()
         self.stalled += time.perf_counter() - began
 
@@ -154,6 +148,10 @@ class CheckpointWriter:
         self._drain()
         self._world.wait()
         self.stalled += time.perf_counter() - began
+
+    def costs(self) -> dict[str, float]:
+        """Bytes of the largest copy of a state from which a checkpoint was written."""
+        return {"memory/checkpoint_copy": float(self.copied)} if self.copied else {}
 
     def close(self) -> None:
         """Wait for what can still be written, and end the thread."""
@@ -233,11 +231,19 @@ class CheckpointWriter:
         self._remove_old()
 
     def _write_manifest(self, draft: Draft, parts: Sequence[Written], best: str | None) -> None:
-        shards = [each for _, of_rank in parts for each in of_rank]
+        shards: dict[str, list[StoredShard]] = {name: [] for name in draft.sizes}
+        for _, of_rank in parts:
+            for name, shard in of_rank:
+                shards[name].append(shard)
         manifest = Manifest(
             run=draft.run,
             files={file_name(rank): file for rank, (file, _) in enumerate(parts)},
-            tensors=stored_tensors(draft.sizes, shards),
+            tensors={
+                name: StoredTensor(
+                    dtype=DTYPE_NAMES[dtype], shape=shape, shards=tuple(shards[name])
+                )
+                for name, (dtype, shape) in draft.sizes.items()
+            },
             state=replace(draft.state, best_name=best),
         )
         with (draft.temporary / MANIFEST).open("wb") as file:
@@ -293,39 +299,3 @@ def _in_one_line(path: Path) -> Iterator[None]:
         lines = [line for line in text.splitlines() if line.strip()]
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
         raise kind(f"{path} can't be written: {lines[-1] if lines else repr(error)}") from error
-
-
-def save(
-    directory: Path,
-    parts: Parts,
-    state: RunState,
-    *,
-    run: str,
-    best: bool = False,
-    keep: int = KEPT,
-    world: World | None = None,
-) -> None:
-    """Write a checkpoint, and wait until it is on disk. Every process must call this function.
-
-    Afterwards, older checkpoints are removed; other files in the directory are left alone.
-
-    Args:
-        directory: the ``checkpoints/`` of a run, which gets a checkpoint ``step_N``.
-        parts: the tensors.
-        state: everything else; the first process writes its own.
-        run: the id of the run.
-        best: whether this is the best one so far.
-        keep: number of checkpoints to keep next to the best one.
-        world: the processes of the run; None for one process.
-
-    Raises:
-        OSError: it can't be written. Earlier checkpoints are unchanged.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    index = read_index(directory.parent) or old_index(directory.parent)
-    writer = CheckpointWriter(directory.parent, run, world or World(), keep, index)
-    try:
-        writer.save(parts, state, best=best, copy=False)
-        writer.wait()
-    finally:
-        writer.close()
