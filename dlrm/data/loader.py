@@ -26,7 +26,7 @@ from dlrm.data.shuffle import ShuffleGroup, shuffle_groups
 from dlrm.data.shuffle_buffer import ShuffleBuffer, gather
 from dlrm.data.threads import thread_pool
 from dlrm.utils.cpus import cpu_count
-from dlrm.utils.memory import free_memory
+from dlrm.utils.device import free_memory
 
 ORDER_BYTES = 8  # of a row, for its place in a window
 ROWS_AT_ONCE = 4096  # that are gathered together for batches of fewer rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from dlrm.distributed.world import World
 from dlrm.kernels.lookup.peer import SortedLookups, read_rows, send_rows
 from dlrm.kernels.lookup.source import row_gradient
 from dlrm.kernels.update.row_sort import RowSorter, sort_rows
-from dlrm.utils.streams import SideStream, side_stream_of
+from dlrm.utils.streams import side_stream_of
 
 
 class PeerLookup:
@@ -133,16 +132,6 @@ class _RecvBuffer:
         return rows
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """The state of a look-up for its backward pass."""
-
-    lookups: SortedLookups
-    buffer: _RecvBuffer
-    rows: Tensor
-    arrival: SideStream
-
-
 class _PeerLookup(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -170,20 +159,20 @@ class _PeerLookup(torch.autograd.Function):
                 sorter.submit(weight, rows)
 
         ctx.save_for_backward(weight)
-        ctx.peers = peers
-        ctx.saved = _Saved(lookups, buffer, rows, arrival)
+        ctx.peers, ctx.lookups = peers, lookups
+        ctx.buffer, ctx.rows, ctx.arrival = buffer, rows, arrival
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved, peers = ctx.saved, ctx.peers
+        peers, lookups, buffer = ctx.peers, ctx.lookups, ctx.buffer
         (weight,) = ctx.saved_tensors
         grads = grad.reshape(-1, peers.width)
-        received = saved.buffer.gradients
-        found, shift = saved.lookups.sorted_rows, saved.lookups.shift
-        send_rows(grads, peers.height, found, received.peers, shift)
-        saved.arrival.join()
+        received = buffer.gradients
+        send_rows(grads, peers.height, lookups.sorted_rows, received.peers, lookups.shift)
+
+        ctx.arrival.join()
         received.barrier()  # all have sent their gradients
-        values = received.local[: saved.buffer.used]
-        return row_gradient(weight, saved.rows, values, True), None, None, None, None
+        values = received.local[: buffer.used]
+        return row_gradient(weight, ctx.rows, values, True), None, None, None, None

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,16 +55,6 @@ def room_for(count: int) -> int:
     return -(-count // unit) * unit
 
 
-class Recorder(Protocol):
-    """Warms steps up and records them."""
-
-    def warm_up(self, run: Run) -> dict[str, Tensor]:
-        """Run a step as it will be recorded."""
-
-    def record(self, run: Run) -> tuple[Callable[[], object], dict[str, Tensor]]:
-        """Record a step, which computes nothing; returns its replay and the tensors it writes."""
-
-
 class GraphRecorder:
     """Records steps as CUDA graphs in one memory pool: their replays never overlap.
 
@@ -77,7 +67,7 @@ class GraphRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, run: Run) -> dict[str, Tensor]:
-        """Run a step on the stream of the captures."""
+        """Run a step as it will be recorded: on the stream of the captures."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -86,7 +76,10 @@ class GraphRecorder:
         return out
 
     def record(self, run: Run) -> tuple[Callable[[], object], dict[str, Tensor]]:
-        """Capture a step.
+        """Capture a step, which computes nothing.
+
+        Returns:
+            Its replay, and the tensors that it writes.
 
         Raises:
             Exception: of the step, or else of the capture. The step can run without it afterwards.
@@ -156,11 +149,11 @@ class StepGraphs:
         device: torch.device,
         by_group: Tensor,
         undo: Callable[[], None],
-        make_recorder: Callable[[torch.device], Recorder] = GraphRecorder,
+        make_recorder: Callable[[torch.device], GraphRecorder] = GraphRecorder,
     ) -> None:
         self._device, self._by_group = device, by_group
         self.undo, self._make_recorder = undo, make_recorder
-        self._recorder: Recorder | None = None
+        self._recorder: GraphRecorder | None = None
         self._captures = True
         self._seen: Counter[Key] = Counter()
         self._captured: dict[Key, Captured] = {}
@@ -228,7 +221,7 @@ class StepGraphs:
             self._capture(key, recorder, lambda: step(static, norms), static)
         return out
 
-    def _capture(self, key: Key, recorder: Recorder, run: Run, static: PreparedBatch) -> None:
+    def _capture(self, key: Key, recorder: GraphRecorder, run: Run, static: PreparedBatch) -> None:
         """Record a step that has just run on the same tensors, without computing anything."""
         try:
             with set_stance("fail_on_recompile"):  # a compiler would break the capture

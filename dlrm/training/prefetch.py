@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,8 +26,8 @@ class PreparedBatch:
     """The work that was done ahead for its look-ups."""
 
 
-class Prefetcher(ABC):
-    """Prepares batches for the step that trains on them::
+class Prefetcher:
+    """Prepares batches for the step that trains on them: this class, for tables that need nothing::
 
         for prepared in prefetcher(batches):
             step(prepared)
@@ -64,37 +63,19 @@ class Prefetcher(ABC):
         self._reset()
         return PreparedBatch(batch=batch, context=self._prepare([batch]))
 
-    @abstractmethod
     def look_ahead(self, samples: int) -> int:
         """Number of batches of ``samples`` samples to read ahead of the current one."""
-
-    @abstractmethod
-    def _reset(self) -> None:
-        """Forget the batches so far."""
-
-    @abstractmethod
-    def _prepare(self, batches: Sequence[Batch]) -> LookupContext:
-        """Prepare the first batch; the others come next."""
-
-    @abstractmethod
-    def _overlap(self, batch: Batch) -> None:
-        """Begin to prepare the next batch while the step of the last one runs."""
-
-
-class NoPrefetcher(Prefetcher):
-    """For tables that need no preparation."""
-
-    def look_ahead(self, samples: int) -> int:
         return 0
 
     def _reset(self) -> None:
-        pass
+        """Forget the batches so far."""
 
     def _prepare(self, batches: Sequence[Batch]) -> LookupContext:
+        """Prepare the first batch; the others come next."""
         return NO_CONTEXT
 
     def _overlap(self, batch: Batch) -> None:
-        pass
+        """Begin to prepare the next batch while the step of the last one runs."""
 
 
 class RowPrefetcher(Prefetcher):
@@ -134,9 +115,6 @@ class RowPrefetcher(Prefetcher):
             self._left, self._coming = count, len(coming)
         self._left -= 1
         return LookupContext(rows_fetched=True)
-
-    def _overlap(self, batch: Batch) -> None:
-        """Do nothing: the rows of a whole window are being fetched."""
 
 
 class SortPrefetcher(Prefetcher):
@@ -180,5 +158,5 @@ class SortPrefetcher(Prefetcher):
 def make_prefetcher(arch: SparseArch, device: torch.device, *, alone: bool) -> Prefetcher:
     """The prefetcher for these tables, in a single process or in each of several."""
     if alone:  # else rows that other processes update would move
-        return RowPrefetcher(arch) if arch.window_size(1) else NoPrefetcher()
-    return SortPrefetcher(arch, device) if arch.at_peers else NoPrefetcher()
+        return RowPrefetcher(arch) if arch.window_size(1) else Prefetcher()
+    return SortPrefetcher(arch, device) if arch.at_peers else Prefetcher()

@@ -47,8 +47,7 @@ def begin() -> float:
     sys.excepthook = partial(_report_no_memory, sys.excepthook)
     open_closed_streams()
     bound_spinning()
-    share_kernel_cache()
-    compile_alone()
+    set_compilers()
     keep_bytecode()
     return began
 
@@ -63,22 +62,15 @@ def imported() -> None:
         gc.enable()
 
 
-def share_kernel_cache() -> None:
-    """Let all kernels be cached in Triton's default directory.
+def set_compilers() -> None:
+    """Choose where kernels are cached and compiled, unless the user has.
 
-    Inductor sets another one once it has compiled something, so that a kernel is looked for in the
-    one or the other directory, depending on what was compiled before it.
+    All are cached in Triton's default directory: Inductor sets another one once it has compiled
+    something. Inductor compiles in this process: the others that it would start, as many as there
+    are cores, take longer to start than the few kernels of a model take here.
     """
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(home, ".triton", "cache"))
-
-
-def compile_alone() -> None:
-    """Let Inductor compile in this process, not in as many others as there are cores.
-
-    Those take seconds to start, in which the few kernels of a model are compiled here anyway, and a
-    run that ends before they have started waits for them.
-    """
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 

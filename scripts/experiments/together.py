@@ -21,7 +21,7 @@ from dlrm.config.cli import parse
 from dlrm.data.loader import ROWS_AT_ONCE
 from dlrm.distributed.world import World
 from dlrm.embeddings import available
-from dlrm.training.prefetch import NoPrefetcher, PreparedBatch
+from dlrm.training.prefetch import Prefetcher, PreparedBatch
 from dlrm.utils.streams import stream_of, streams_of_model
 
 
@@ -50,7 +50,7 @@ def train_together(tasks: Sequence[tuple[Path, list[str]]]) -> dict[str, float]:
     for run in runs:
         if _rows(run) != _rows(first):
             raise ValueError(f"{run.directory} would not read the rows of {first.directory}")
-        if not isinstance(run.step.prefetcher, NoPrefetcher):
+        if type(run.step.prefetcher) is not Prefetcher:
             raise ValueError(f"{run.directory} prepares its batches ahead of their step")
     timed = _steps(runs)
     for number, run in enumerate(runs):

@@ -18,7 +18,7 @@ from dlrm.data.batch import Batch
 from dlrm.data.loader import BatchLoader
 from dlrm.data.schema import Categorical, Meta, Split
 from dlrm.data.shuffle_buffer import ShuffleBuffer
-from dlrm.training.prefetch import NoPrefetcher
+from dlrm.training.prefetch import Prefetcher
 
 DENSE = ("I1", "I2")
 TABLES = (50, 3000, 7)
@@ -222,7 +222,7 @@ def test_resumes_after_the_last_batch_yielded(data, done, shuffle):
 
 @pytest.mark.parametrize("count", [0, 1, 3, 1000])
 def test_batches_that_a_prefetcher_holds_come_again(data, count):
-    class Holding(NoPrefetcher):
+    class Holding(Prefetcher):
         def look_ahead(self, samples):
             return count
 

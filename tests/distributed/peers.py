@@ -26,7 +26,7 @@ from dlrm.kernels.lookup import peer as peer_rows
 from dlrm.kernels.update.row_sort import RowSorter
 from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.arch import SparseArch
-from dlrm.training.prefetch import NoPrefetcher, SortPrefetcher
+from dlrm.training.prefetch import Prefetcher, SortPrefetcher
 
 SIZES = [500, 7_000, 30_000, 90_000]
 BATCHES = {"cuda": 4096, "cpu": 128}  # of each process
@@ -108,7 +108,7 @@ class Run:
 
     def captured(self, batches, prefetcher=None):
         """Steps as a CUDA graph, warmed up by one."""
-        prefetcher = prefetcher or NoPrefetcher()
+        prefetcher = prefetcher or Prefetcher()
         first = prefetcher.prepare(batches[0])
         batch, lookups = first.batch.clone(), [each.like() for each in first.context.lookups]
         context = replace(first.context, lookups=lookups)

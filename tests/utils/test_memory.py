@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dlrm.utils import memory
-from dlrm.utils.memory import free_memory
+from dlrm.utils import device
+from dlrm.utils.device import free_memory
 
 CPU = torch.device("cpu")
 
@@ -20,8 +20,8 @@ def test_is_the_memory_of_this_machine():
 def machine(tmp_path, monkeypatch):
     """A machine with 1 GB available, and a directory for its control group."""
     available = SimpleNamespace(available=1 << 30)
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: available)
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(device.psutil, "virtual_memory", lambda: available)
+    monkeypatch.setattr(device, "CGROUP", tmp_path)
     return tmp_path
 
 

@@ -85,8 +85,7 @@ def test_the_count_of_spins_is_for_cpus_that_pause(machine, bounded, monkeypatch
 def test_kernels_have_one_cache_and_one_process_unless_the_user_says(name, default, monkeypatch):
     for given, found in (({}, default), ({name: "7"}, "7")):
         monkeypatch.setattr(os, "environ", {"TRITON_HOME": "home", **given})
-        startup.share_kernel_cache()
-        startup.compile_alone()
+        startup.set_compilers()
         assert os.environ[name] == found
 
 

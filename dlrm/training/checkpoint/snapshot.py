@@ -13,8 +13,7 @@ from torch import Tensor
 
 from dlrm.kernels.offload.pinned_memory import in_host_memory, on_host
 from dlrm.training.checkpoint.tensor_files import Piece, slices
-from dlrm.utils.device import is_out_of_memory
-from dlrm.utils.memory import free_memory
+from dlrm.utils.device import free_memory, is_out_of_memory
 from dlrm.utils.streams import stream_of
 
 HOST = torch.device("cpu")
