@@ -7,8 +7,11 @@ This is ``dlrm train``. The training loop (forward, loss, backward, update) is i
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from dlrm.commands import run
 
+main = partial(run, "train")
+
 if __name__ == "__main__":
-    sys.exit(run("train"))
+    sys.exit(main())

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from dlrm.commands import run
 
+main = partial(run, "compare")
+
 if __name__ == "__main__":
-    sys.exit(run("compare"))
+    sys.exit(main())

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from dlrm.commands import run
 
+main = partial(run, "predict")
+
 if __name__ == "__main__":
-    sys.exit(run("predict"))
+    sys.exit(main())

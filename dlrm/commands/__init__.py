@@ -7,9 +7,11 @@ other commands and the files of their names in ``scripts/``.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 
 from dlrm import __version__
+from dlrm.config.help import print_help
 from dlrm.utils import startup
 from dlrm.utils.messages import did_you_mean, print_error
 
@@ -43,22 +45,25 @@ def main() -> int:
     return 0
 
 
-def run(name: str) -> int:
-    """Run one command with the arguments of this process, before anything heavy is imported.
+def run(name: str, argv: Sequence[str] | None = None) -> int:
+    """Run one command.
 
     Args:
         name: a file of this folder.
+        argv: its arguments; by default those of this process, which then is the program's own.
 
     Returns:
         The exit status.
     """
-    began = startup.begin()
-    if name in WITHOUT_PANDAS:
-        startup.without_pandas()
-    if name == "train":
-        from dlrm.config.help import print_help
+    began = None
+    if argv is None:
+        began = startup.begin()  # before the imports, which take seconds
+        if name in WITHOUT_PANDAS:
+            startup.without_pandas()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if name == "train" and print_help(arguments):
+        return 0
 
-        if print_help(sys.argv[1:]):
-            return 0
     command = import_module(f"dlrm.commands.{name}")
-    return int(command.main(began=began) if name == "train" else command.main())
+    more = {"began": began} if name == "train" else {}
+    return int(command.main(arguments, **more))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 
 from dlrm.utils import startup
@@ -12,8 +13,8 @@ from dlrm.utils.shipped import shipped
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
 
-def main() -> int:
-    """Run the program with the arguments of this process; returns the exit status."""
+def main(argv: Sequence[str]) -> int:
+    """Run the program; returns the exit status."""
     startup.imported()
     sys.path.insert(0, str(shipped("examples")))
     try:
@@ -23,4 +24,5 @@ def main() -> int:
             raise
         print_error(f"error: {error.name} is not installed: pip install 'dlrm[serve]'")
         return 2
+    sys.argv[1:] = argv
     return int(serve.main())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -43,7 +43,7 @@ class TrainedModel:
         split: str = "test",
         *,
         device: torch.device,
-        batch_size: int | None = None,
+        batch_size: int | Callable[[DLRM], int] | None = None,
         allow_outside: bool = False,
         last: bool = False,
     ) -> Self:
@@ -57,7 +57,8 @@ class TrainedModel:
             data: prepared directory.
             split: the split to score.
             device: where to evaluate.
-            batch_size: samples per batch. Default: as in the evaluations of the run.
+            batch_size: samples per batch, or how many for a model. Default: as in the evaluations
+                of the run.
             allow_outside: as for :class:`~dlrm.data.loader.BatchLoader`.
             last: of a run, take the latest checkpoint.
 
@@ -67,10 +68,11 @@ class TrainedModel:
         """
         model, state = load_model(path, device, last=last)
         used = state.used_options
+        size = batch_size(model) if callable(batch_size) else batch_size
         loader = BatchLoader(
             data,
             split,
-            batch_size=batch_size or used.eval_batch_size,
+            batch_size=size or used.eval_batch_size,
             device=device,
             num_embeddings=model.sparse_arch.num_embeddings,
             allow_outside=allow_outside,

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from dlrm.data.parquet import RowGroupReader
 from dlrm.data.prepare.fingerprint import other_data
@@ -24,6 +25,7 @@ from dlrm.training import metrics
 from dlrm.training.checkpoint import load_model
 from dlrm.training.run_directory import PREPARATION, run_directory
 from dlrm.training.score_file import LABEL, PROBABILITY, ROW
+from dlrm.utils.memory import free_memory
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 HostCopy: TypeAlias = Callable[[], tuple[NDArray[np.float32], ...]]
 
 BATCH_SIZE = 16384
+GPU_BATCH_SIZE = 1 << 19
+MEMORY_SHARE = 8  # one part in so many of a GPU's free memory, for the values of a batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +174,19 @@ class Predictor:
         batch = batch_of(self.reader, self.reader.convert(prepared, "the prepared rows"))
         logits, *_ = metrics.predict(self.model, [batch.to(self.device)], bf16=self.bf16)
         return pa.array(copy_to_host(logits)()[0])
+
+
+def rows_at_once(model: DLRM, device: torch.device) -> int:
+    """How many rows a model should get at a time: on a GPU, many, of which the values in the layers
+    take a small part of the free memory.
+    """
+    if device.type == "cpu":
+        return BATCH_SIZE
+    features = len(model.sparse_arch.num_embeddings) + 1
+    layers = sum(each.out_features for each in model.modules() if isinstance(each, nn.Linear))
+    values = layers + features * (model.sparse_arch.embedding_dim + features)
+    fit = free_memory(device) // (MEMORY_SHARE * 4 * values)
+    return min(GPU_BATCH_SIZE, max(BATCH_SIZE, 1 << fit.bit_length() - 1))
 
 
 def copy_to_host(logits: torch.Tensor, *others: torch.Tensor) -> HostCopy:

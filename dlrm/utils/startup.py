@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import importlib.util
 import os
 import platform
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 
@@ -50,6 +53,21 @@ def begin() -> float:
     set_compilers()
     keep_bytecode()
     return began
+
+
+def open_gpu() -> None:
+    """Let a thread open the first GPU, if there is one, while PyTorch is imported.
+
+    That takes some tenths of a second, and PyTorch then uses the same context.
+    """
+
+    def work() -> None:
+        with suppress(OSError, AttributeError):
+            driver = ctypes.CDLL("libcuda.so.1")
+            driver.cuInit(0)
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), 0)
+
+    threading.Thread(target=work, daemon=True).start()
 
 
 def imported() -> None:

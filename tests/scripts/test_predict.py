@@ -12,11 +12,14 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import dlrm
 from dlrm.data.prepare.fingerprint import fingerprint
 from dlrm.data.prepare.raw_rows import in_batches, keep_transform
 from dlrm.data.schema import Meta
+from dlrm.model import DLRM
+from dlrm.training import predictor
 from dlrm.training.checkpoint import read_index
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +27,20 @@ SMALL = ["--batch_size", "128", "--model.bottom_mlp", "[16]", "--model.top_mlp",
 SMALL += ["--max_steps", "6", "--optim.lr", "0.05", "--device", "cpu", "--name", "run"]
 ROWS, TEST = 2000, 1500  # the rows from TEST on are the test split
 CPU = ("--device", "cpu")
+
+
+def test_a_gpu_gets_as_many_rows_at_a_time_as_fit_well(monkeypatch):
+    dense = [("dense", {})]
+
+    def rows(features, free):
+        monkeypatch.setattr(predictor, "free_memory", lambda device: int(free))
+        tables = {"num_embeddings": [9] * features, "embedding_dim": 16, "plan": dense * features}
+        model = DLRM(num_dense=13, bottom_mlp=[512, 256, 64], top_mlp=[512, 256], **tables)
+        return predictor.rows_at_once(model, torch.device("cuda"))
+
+    assert rows(26, 140e9) == 1 << 19
+    assert rows(26, 16e9) == 1 << 17
+    assert rows(300, 16e9) == predictor.BATCH_SIZE, "pairs of 300 vectors take 200 times as much"
 
 
 def write_csv(path, rows, without=()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,7 +38,14 @@ class Checkpoint:
         self._manifest, self._files = manifest, files
 
     @classmethod
-    def open(cls, path: str | Path, *, best: bool = False, world: World | None = None) -> Self:
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        best: bool = False,
+        world: World | None = None,
+        meanwhile: Callable[[Self], object] | None = None,
+    ) -> Self:
         """Open a checkpoint and verify it. Every process must call this function.
 
         If ``path`` is a run, or names its latest checkpoint, and that is damaged, the newest intact
@@ -49,6 +56,8 @@ class Checkpoint:
                 ``checkpoints/best`` stand for those that the index names.
             best: of a run, open the best checkpoint, if there is one, and not the latest.
             world: the processes, each of which verifies its share; None for one process.
+            meanwhile: work with the checkpoint while it is verified. If it is damaged, that is
+                what is reported, and the work is done again with another one.
 
         Raises:
             FileNotFoundError: there is no checkpoint.
@@ -62,7 +71,7 @@ class Checkpoint:
 
             found, refused = None, dict(choice.damaged_index)
             for place, entry in choice.candidates.items():
-                found, why = cls._open(place, entry, world)
+                found, why = cls._open(place, entry, world, meanwhile)
                 if found:
                     break
                 refused[str(place)] = why
@@ -81,22 +90,36 @@ class Checkpoint:
         raise ValueError(f"{path} changes all the time: wait until its run has ended")
 
     @classmethod
-    def _open(cls, path: Path, entry: Entry | None, world: World) -> tuple[Self | None, str]:
+    def _open(
+        cls,
+        path: Path,
+        entry: Entry | None,
+        world: World,
+        meanwhile: Callable[[Self], object] | None,
+    ) -> tuple[Self | None, str]:
         """Open one checkpoint and verify it; or say why that is impossible for some process."""
-        found, why = None, ""
+        found, why, failed = None, "", None
         try:
             manifest = read_manifest(path)
             if entry:
                 entry.require(manifest)
             files = TensorFiles(path, manifest)
             found = cls(path, manifest, files)
-            files.verify(world.rank, world.size)
+            verified = files.verify(world.rank, world.size)
+            try:
+                if meanwhile:
+                    meanwhile(found)
+            except ValueError as error:  # of a damaged checkpoint, the damage is told instead
+                failed = error
+            verified()
         except (ValueError, OSError) as error:
             why = reason(error)
 
         whys = [each for each in world.from_all(why) if each]
-        if found and whys:
+        if found and (whys or failed):
             found.close()
+        if failed and not whys:
+            raise failed
         return (None, whys[0]) if whys else (found, "")
 
     def load(
@@ -225,5 +248,10 @@ def load_model(
         FileNotFoundError, ValueError: as :meth:`Checkpoint.open` and
             :meth:`Checkpoint.build_model`.
     """
-    with Checkpoint.open(path, best=not last, world=world) as found:
-        return found.build_model(device), found.state
+    models: list[DLRM] = []
+
+    def build(found: Checkpoint) -> None:
+        models[:] = [found.build_model(device)]
+
+    with Checkpoint.open(path, best=not last, world=world, meanwhile=build) as found:
+        return models[0], found.state

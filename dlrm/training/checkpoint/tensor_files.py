@@ -11,7 +11,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -223,12 +223,12 @@ class TensorFiles:
     def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(min(READERS, cpu_count()))
 
-    def verify(self, rank: int = 0, size: int = 1) -> None:
-        """Compare the digests of all shards, or of a process's share.
+    def verify(self, rank: int = 0, size: int = 1) -> Callable[[], None]:
+        """Start to compare the digests of all shards, or of a process's share.
 
-        Raises:
-            OSError: a file can't be read.
-            ValueError: a digest differs; the message names the tensor and the file.
+        Returns:
+            A function that waits for the end. It raises ``OSError`` if a file can't be read, and
+            ``ValueError`` if a digest differs; the message names the tensor and the file.
         """
         parts: list[tuple[str, str, int, int, str]] = [
             ("the header", name, 0, file.header, file.sha256)
@@ -239,11 +239,15 @@ class TensorFiles:
 
         largest_first = sorted(parts, key=lambda part: -part[3])
         found = self._threads.map(self._damage, largest_first[rank::size])
-        damaged = [what for what in found if what]
-        damaged.sort(key=lambda text: not text.startswith("the header"))  # of a file mixed in
-        if damaged:
-            more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
-            raise ValueError(f"{damaged[0]} does not have the digest of the manifest{more}")
+
+        def wait() -> None:
+            damaged = [what for what in found if what]
+            damaged.sort(key=lambda text: not text.startswith("the header"))  # of a file mixed in
+            if damaged:
+                more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
+                raise ValueError(f"{damaged[0]} does not have the digest of the manifest{more}")
+
+        return wait
 
     def _damage(self, part: tuple[str, str, int, int, str]) -> str | None:
         """The name of a part whose digest differs."""
