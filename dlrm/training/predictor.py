@@ -25,7 +25,7 @@ from dlrm.training import metrics
 from dlrm.training.checkpoint import load_model
 from dlrm.training.run_directory import PREPARATION, run_directory
 from dlrm.training.score_file import LABEL, PROBABILITY, ROW
-from dlrm.utils.memory import free_memory
+from dlrm.utils.device import free_memory
 
 if TYPE_CHECKING:
     import pandas as pd
