@@ -1,10 +1,12 @@
 """Gradient-boosted trees on the same data, as a baseline for DLRM.
 
+    pip install lightgbm
     python scripts/experiments/baseline_trees.py --data data/sample
 
-Each id is replaced by two features: how often it occurs in the training rows, and the share of
-positives among them. The share is smoothed, and computed out of fold, so that no row sees its own
-label.
+Each id is replaced by two features: how often it occurs, and the share of positives among these
+rows, smoothed. For a training row, only earlier training rows count, so the rows must be in order
+of time; for validation and test rows, all training rows. Training stops early by the log loss on
+the validation rows, if there are any.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from sklearn.ensemble import HistGradientBoostingClassifier
+from numpy.typing import NDArray
 
 from dlrm.data.schema import Meta
 from dlrm.training.metrics import classification
@@ -25,55 +27,61 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other scripts
 from scripts.benchmarks import harness
 from scripts.experiments.runner import require_rows
 
-FOLDS = 5
 PRIOR = 20.0  # number of pseudo-rows with the average share of positives
+TREES = {
+    "objective": "binary",
+    "num_leaves": 127,
+    "learning_rate": 0.1,
+    "min_data_in_leaf": 100,
+    "verbose": -1,
+}
+ROUNDS = 300
+WITHOUT_VALIDATION = 100  # rounds, where none says when to stop
+PATIENCE = 20  # rounds without a lower log loss on validation rows
 
 
 def read(directory: Path, meta: Meta, split: str) -> pd.DataFrame:
     """All rows of a split."""
-    return pd.concat(
-        [
-            pd.read_parquet(directory / file, page_checksum_verification=True)
-            for file in meta.splits[split].files
-        ]
-    )
+    files = [directory / file for file in meta.splits[split].files]
+    parts = [pd.read_parquet(file, page_checksum_verification=True) for file in files]
+    return pd.concat(parts, ignore_index=True)
 
 
-def positive_shares(
-    ids: pd.Series, train_ids: pd.Series, train_labels: pd.Series, base: float
-) -> np.ndarray:
-    """The smoothed share of positives among the training rows of each id.
+def encode(
+    ids: NDArray[np.integer], labels: NDArray[np.float64], rows: int, later: list[NDArray]
+) -> list[NDArray[np.float64]]:
+    """The count of each id and its smoothed share of positives, ``[n, 2]`` of each split.
 
     Args:
-        ids: the ids to encode.
-        train_ids, train_labels: the training rows.
-        base: the overall share, which unknown ids get.
+        ids, labels: of the training rows, in order of time.
+        rows: number of ids.
+        later: the ids of the other splits.
     """
-    sums = train_labels.groupby(train_ids).agg(["sum", "count"])
-    rate = (sums["sum"] + PRIOR * base) / (sums["count"] + PRIOR)
-    return ids.map(rate).fillna(base).to_numpy()
-
-
-def features(
-    meta: Meta, train: pd.DataFrame, test: pd.DataFrame, seed: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Feature matrices of training and test rows."""
-    labels = train[meta.label].astype(np.float64).reset_index(drop=True)
     base = labels.mean()
-    folds = pd.Series(np.random.default_rng(seed).integers(0, FOLDS, len(train)))
-    train_columns = [train[name].to_numpy() for name in meta.dense]
-    test_columns = [test[name].to_numpy() for name in meta.dense]
+
+    def pair(counts: NDArray, positives: NDArray) -> NDArray[np.float64]:
+        return np.column_stack([counts, (positives + PRIOR * base) / (counts + PRIOR)])
+
+    # Rows of an id next to each other, in their order: running sums less those at its first row.
+    order = np.argsort(ids, kind="stable")
+    counts, positives = np.bincount(ids, minlength=rows), np.bincount(ids, labels, minlength=rows)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    sums = np.concatenate([[0.0], np.cumsum(labels[order])])
+    before = np.empty((len(ids), 2))
+    before[order] = np.column_stack([np.arange(len(ids)) - first, sums[:-1] - sums[first]])
+    return [pair(*before.T), *(pair(counts[own], positives[own]) for own in later)]
+
+
+def features(meta: Meta, splits: list[pd.DataFrame]) -> list[NDArray[np.float64]]:
+    """The feature matrix of each split, the first of which is that of the training rows."""
+    labels = splits[0][meta.label].to_numpy(np.float64)
+    columns = [[rows[list(meta.dense)].to_numpy(np.float64)] for rows in splits]
     for column in meta.categorical:
-        ids, test_ids = train[column.name].reset_index(drop=True), test[column.name]
-        counts = ids.value_counts()
-        out_of_fold = np.empty(len(train))
-        for fold in range(FOLDS):
-            inside = folds == fold
-            out_of_fold[inside] = positive_shares(ids[inside], ids[~inside], labels[~inside], base)
-        train_columns += [ids.map(counts).to_numpy(), out_of_fold]
-        test_columns.append(test_ids.map(counts).fillna(0).to_numpy())
-        test_columns.append(positive_shares(test_ids, ids, labels, base))
-    return np.column_stack(train_columns), np.column_stack(test_columns)
+        ids, *later = (rows[column.name].to_numpy() for rows in splits)
+        encoded = encode(ids, labels, column.cardinality, later)
+        for own, new in zip(columns, encoded, strict=True):
+            own.append(new)
+    return [np.concatenate(own, axis=1) for own in columns]
 
 
 def arguments() -> Parser:
@@ -87,29 +95,43 @@ def arguments() -> Parser:
 
 
 def boost(options: Namespace) -> None:
-    """Train one model per seed, and print the test metrics."""
+    """Train one model per seed, and print the metrics of validation and test rows."""
     meta = Meta.read(options.data)
     for split in ("train", "test"):
         require_rows(options.data, meta, split)
     if meta.multi_hot:
         raise ValueError(f"{options.data} has lists of ids; trees take one id per row and column")
-
-    train, test = (read(options.data, meta, split) for split in ("train", "test"))
-    if {*train[meta.label]} != {0, 1}:
+    names = [name for name in ("train", "val", "test") if meta.has_rows(name)]
+    splits = [read(options.data, meta, name) for name in names]
+    labels = {
+        n: rows[meta.label].to_numpy(np.float64) for n, rows in zip(names, splits, strict=True)
+    }
+    if {*labels["train"]} != {0, 1}:
         raise ValueError(
             f"{options.data}: the labels of the train rows must be 0 and 1, and both must occur"
         )
+    try:
+        import lightgbm
+    except ImportError:
+        raise ValueError("the package lightgbm is not installed: pip install lightgbm") from None
 
+    inputs = dict(zip(names, features(meta, splits), strict=True))
+    train = lightgbm.Dataset(inputs["train"], labels["train"])
+    held_out = [train.create_valid(inputs[n], labels[n]) for n in names if n == "val"]
+    stop = [lightgbm.early_stopping(PATIENCE, verbose=False) for _ in held_out]
+    rounds = ROUNDS if held_out else WITHOUT_VALIDATION
     results = []
     for seed in range(options.seeds):
-        inputs, test_inputs = features(meta, train, test, seed)
-        model = HistGradientBoostingClassifier(
-            max_iter=300, learning_rate=0.05, min_samples_leaf=100, random_state=seed
+        model = lightgbm.train(
+            TREES | {"seed": seed}, train, rounds, valid_sets=held_out, callbacks=stop
         )
-        model.fit(inputs, train[meta.label])
-        logits = model.decision_function(test_inputs)
-        labels = test[meta.label].to_numpy(np.float64, copy=True)
-        results.append({"seed": seed, **classification(logits, labels)})
+        result: dict[str, float] = {"seed": seed, "trees": model.current_iteration()}
+        for name in names[1:]:
+            logits = np.asarray(model.predict(inputs[name], raw_score=True))
+            values = classification(logits, labels[name])
+            prefix = "" if name == "test" else f"{name}/"
+            result |= {f"{prefix}{metric}": value for metric, value in values.items()}
+        results.append(result)
 
     table = pd.DataFrame(results).set_index("seed")
     print(pd.concat([table, table.agg(["mean", "std"])]).to_string())

