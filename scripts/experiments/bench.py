@@ -28,10 +28,11 @@ from dlrm.utils.documents import read_json
 from dlrm.utils.program import Parser, exit_status, path_arg, positive_arg
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other scripts
+from scripts.experiments.report import log_x_axis, write_plot
+
 from scripts.benchmarks import harness
 from scripts.experiments.bench_logs import TREES
 from scripts.experiments.frontier import point, require_kinds
-from scripts.experiments.report import log_x_axis, write_plot
 from scripts.experiments.runner import (
     INTERRUPTED,
     Runner,
