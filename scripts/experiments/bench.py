@@ -23,13 +23,12 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
+from dlrm.commands.figures import log_x_axis, write_plot
 from dlrm.data.schema import META_FILE, Meta
 from dlrm.utils.documents import read_json
 from dlrm.utils.program import Parser, exit_status, path_arg, positive_arg
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the other scripts
-from scripts.experiments.report import log_x_axis, write_plot
-
 from scripts.benchmarks import harness
 from scripts.experiments.bench_logs import TREES
 from scripts.experiments.frontier import point, require_kinds
@@ -97,7 +96,9 @@ def runs_on(log: Path, options: Namespace) -> dict[tuple[str, float], list[RunSp
     return runs
 
 
-def summarize(log: str, kind: str, ratio: float, runs: list[Mapping[str, Any]]) -> dict[str, Any]:
+def summarize(
+    log: str, kind: str, ratio: float, runs: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """Mean and spread of the finished runs of a point."""
     row: dict[str, Any] = {"log": log, "kind": kind, "ratio": ratio, "seeds": len(runs)}
     for metric, name in MEASURED.items():
