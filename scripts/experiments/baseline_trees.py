@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -118,7 +119,7 @@ def boost(options: Namespace) -> None:
     inputs = dict(zip(names, features(meta, splits), strict=True))
     train = lightgbm.Dataset(inputs["train"], labels["train"])
     held_out = [train.create_valid(inputs[n], labels[n]) for n in names if n == "val"]
-    stop = [lightgbm.early_stopping(PATIENCE, verbose=False) for _ in held_out]
+    stop: list[Any] = [lightgbm.early_stopping(PATIENCE, verbose=False) for _ in held_out]
     rounds = ROUNDS if held_out else WITHOUT_VALIDATION
     results = []
     for seed in range(options.seeds):
