@@ -72,7 +72,8 @@ class Run:
         world.wait()
         loader = partial(make_loader, config.data, world, device)
         options = asdict(config.loader) | {"seed": config.seed}
-        self.train_data = loader("train", config.batch_size, options)
+        sampled = options | {"negatives": config.negatives}
+        self.train_data = loader("train", config.batch_size, sampled)
         meta = self.train_data.meta
         splits = filter(meta.has_rows, ("val", "test"))  # opened now, so that damage is seen
         loaders = {s: loader(s, config.eval_batch_size, options) for s in splits}
@@ -99,6 +100,7 @@ class Run:
             mode=config.step,
             deterministic=config.deterministic,
             reducer=GradientReducer.of(self.model, optimizers[1], world),
+            negatives=config.negatives,
         )
 
         seen = partial(loader, "train", config.batch_size, options | {"shuffle": False})
@@ -293,7 +295,8 @@ class Run:
 
         note_plan(config, spec, sizes["embeddings/compression"])
         opening = report.opening(config.emb, self.model, meta.splits, sizes)
-        shown = sharding, auto_plan(config, spec, tables, counts), opening
+        sampled = report.negatives(meta.splits["train"], self.train_data.rows)
+        shown = sharding, auto_plan(config, spec, tables, counts), opening, sampled
         print(*filter(None, shown), sep="\n")
 
     def _save(self) -> None:

@@ -11,8 +11,8 @@ from dlrm.config.build import build_optimizers
 from dlrm.config.model_spec import ModelSpec, auto_plan, model_spec
 from dlrm.config.schema import RunConfig
 from dlrm.data.frequencies import read_frequencies
-from dlrm.data.loader import ORDER_BYTES, shuffle_memory, windows_within
 from dlrm.data.schema import Meta
+from dlrm.data.shuffle import ORDER_BYTES, shuffle_memory, windows_within
 from dlrm.model import DLRM
 from dlrm.optim import RowOptimizer
 from dlrm.sparse_arch.table_plan import format_table_plan
@@ -64,7 +64,7 @@ def describe(config: RunConfig) -> str:
 
 def _steps(config: RunConfig, meta: Meta) -> str:
     """The number of steps and epochs, and how often there is an evaluation."""
-    rows, size = meta.splits["train"].rows, config.batch_size
+    rows, size = _training_rows(config, meta), config.batch_size
     epoch = rows // size if config.loader.drop_last else -(-rows // size)
     if not epoch:
         raise ValueError("--loader.drop_last leaves no batch: lower --batch_size")
@@ -73,6 +73,12 @@ def _steps(config: RunConfig, meta: Meta) -> str:
         f"steps: {steps:,} of {size:,} samples, {steps / epoch:.3g} epochs of {rows:,} rows, "
         f"an evaluation every {config.eval_every_for(epoch):,}"
     )
+
+
+def _training_rows(config: RunConfig, meta: Meta) -> int:
+    """The rows to train on; with ``negatives``, their expected number."""
+    split = meta.splits["train"]
+    return split.positives + round(config.negatives * (split.rows - split.positives))
 
 
 Memory = list[tuple[str, str, int]]
@@ -114,7 +120,7 @@ def _batch(batch_size: int, model: DLRM, spec: ModelSpec) -> Memory:
 def _shuffle_buffers(config: RunConfig, meta: Meta, device: torch.device) -> Memory:
     ids = sum(size or 1 for size in meta.lengths)  # of ragged bags, nothing is known here
     row = 4 * (1 + len(meta.dense) + ids) + ORDER_BYTES
-    size = meta.splits["train"].rows * row
+    size = _training_rows(config, meta) * row
     row_groups = -(-meta.splits["train"].rows // ROW_GROUP)
     window = config.loader.window if config.loader.shuffle else 1
     if window is None:

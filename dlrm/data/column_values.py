@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -116,3 +118,18 @@ def read_bags(
 
     ids = read_ids(array.flatten(), where, column, cardinality)
     return (ids, offsets) if size is None else (ids.reshape(rows, size), None)
+
+
+class Sampling(NamedTuple):
+    """A random choice among the rows with label 0."""
+
+    share: float  # that is kept
+    seed: tuple[int, ...]
+
+    def kept(self, labels: np.ndarray) -> np.ndarray:
+        """Whether each row of a row group is kept, ``[rows]`` bool."""
+        return (labels > 0) | (np.random.default_rng(self.seed).random(len(labels)) < self.share)
+
+    def of(self, table: pa.Table, labels: np.ndarray) -> pa.Table:
+        """The rows of a row group that are kept."""
+        return table.filter(pa.array(self.kept(labels))).combine_chunks()

@@ -20,36 +20,21 @@ import torch
 
 from dlrm.data.batch import Batch
 from dlrm.data.device_prefetch import Run, prefetch_to_device, use_one_core
+from dlrm.data.negatives import sample_negatives
 from dlrm.data.parquet import RowGroupReader, digest_of_footers
 from dlrm.data.schema import Meta
-from dlrm.data.shuffle import ShuffleGroup, shuffle_groups
+from dlrm.data.shuffle import (
+    ORDER_BYTES,
+    ShuffleGroup,
+    shuffle_groups,
+    shuffle_memory,
+    windows_within,
+)
 from dlrm.data.shuffle_buffer import ShuffleBuffer, gather
 from dlrm.data.threads import thread_pool
 from dlrm.utils.cpus import cpu_count
-from dlrm.utils.device import free_memory
 
-ORDER_BYTES = 8  # of a row, for its place in a window
 ROWS_AT_ONCE = 4096  # that are gathered together for batches of fewer rows
-
-
-def shuffle_memory(device: torch.device) -> int:
-    """Bytes that the rows to shuffle may take on ``device``, with room left for the model."""
-    if device.type == "cuda":
-        return free_memory(device) // 8
-    return free_memory(device) // 2 // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def windows_within(memory: int, size: int, row_groups: int) -> int:
-    """The least number of windows with which rows of ``size`` bytes are within ``memory``.
-
-    One, or a power of two, because memory that is free varies a little from run to run.
-    """
-    if size <= memory:
-        return 1
-    windows = 4  # with fewer than these, three of them take more memory than one
-    while windows < row_groups and 3 * size > memory * windows:
-        windows *= 2
-    return min(windows, row_groups)
 
 
 class BatchLoader:
@@ -97,11 +82,13 @@ class BatchLoader:
         num_embeddings: rows of each table, against which ids are checked; by default the
             cardinalities in ``meta.json``.
         allow_outside: whether ``meta.json`` may list files outside of the directory.
+        negatives: share of the rows with label 0 that are read, chosen by ``seed``; see
+            :func:`~dlrm.data.negatives.sample_negatives`.
 
     Attributes:
         meta: the contents of ``meta.json``.
         windows: parts of an epoch that are shuffled, each on its own.
-        rows: rows of the split, over all ranks.
+        rows: rows of the split that are read, over all ranks.
         wait_seconds: how long the consumer has waited for data, over all iterations.
 
     Raises:
@@ -129,6 +116,7 @@ class BatchLoader:
         device: torch.device | str = "cpu",
         num_embeddings: Sequence[int] | None = None,
         allow_outside: bool = False,
+        negatives: float = 1.0,
     ) -> None:
         on_gpu = torch.device(device).type == "cuda"
         if readers is None:
@@ -150,12 +138,14 @@ class BatchLoader:
         # The files are opened, and their footers read.
         self.meta = Meta.read(directory, allow_outside=allow_outside)
         self._reader = RowGroupReader(directory, self.meta, num_embeddings)
-        self._row_groups = self._reader.row_groups(split)
+        row_groups = self._reader.row_groups(split)
+        self._row_groups = sample_negatives(self._reader, row_groups, negatives, seed)
         self.rows = sum(row_group.rows for row_group in self._row_groups)
 
         self.split = split
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.negatives = negatives
         self.readers, self.prefetch, self.device = readers, prefetch, torch.device(device)
         self._on_gpu = on_gpu
         self._fixed_window = window is not None
@@ -278,6 +268,7 @@ class BatchLoader:
         content = json.dumps([layout, split.positives, self.meta.cardinalities])
         return {
             "split": self.split,
+            **({} if self.negatives == 1 else {"negatives": self.negatives}),
             "rows": self.rows,
             "data": hashlib.sha256(content.encode()).hexdigest()[:16],
             "batch_size": self.batch_size,

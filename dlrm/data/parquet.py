@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..utils.messages import did_you_mean, listing, printable
-from .column_values import read_bags, read_dense, read_ids, read_labels, read_weights
+from .column_values import Sampling, read_bags, read_dense, read_ids, read_labels, read_weights
 from .schema import META_FILE, Meta
 
 
@@ -31,10 +31,12 @@ class RowGroup:
     path: Path
     index: int
     rows: int
+    """Those that are read: all of the file's, or those of the sampling."""
     metadata: pq.FileMetaData = field(repr=False, compare=False)
     """The footer of the file, read once."""
     version: tuple[int, int]
     """When the file was last modified, in ns, and its bytes."""
+    sampling: Sampling | None = None
 
     def __str__(self) -> str:
         return f"{self.path}, row group {self.index}"
@@ -151,7 +153,10 @@ class RowGroupReader:
         Raises:
             ValueError: the row group is damaged or holds an invalid value.
         """
-        rows = self.convert(self.read_table(row_group), row_group)
+        table = self.read_table(row_group)
+        if row_group.sampling is not None:
+            table = row_group.sampling.of(table, self.labels(table, row_group))
+        rows = self.convert(table, row_group)
         room = self.num_ids(row_group)
         for column, ids, most in zip(self.meta.categorical, rows.ids, room, strict=True):
             if ids.size > most:
@@ -190,7 +195,6 @@ class RowGroupReader:
                 ids, offsets = read_ids(array, place, column, cardinality), None
             rows.ids.append(ids)
             rows.offsets.append(offsets)
-
         return rows
 
     def labels(self, table: pa.Table, where: object) -> np.ndarray:
@@ -225,28 +229,33 @@ class RowGroupReader:
             if count > 0
         ]
 
-    def read_table(self, row_group: RowGroup) -> pa.Table:
-        """The label, dense and categorical columns of a row group as an Arrow table.
+    def read_table(self, row_group: RowGroup, names: Sequence[str] = ()) -> pa.Table:
+        """The label, dense and categorical columns of all rows of a row group as an Arrow table.
+
+        Args:
+            row_group: the row group.
+            names: of the columns. Default: all of them.
 
         Raises:
             ValueError: the row group is damaged, or the file was replaced.
         """
 
-        def read(columns: list[str]) -> pa.Table:
+        def read(columns: Sequence[str]) -> pa.Table:
             with pq.ParquetFile(
                 row_group.path, metadata=row_group.metadata, page_checksum_verification=True
             ) as file:
                 # One thread: the readers work on several row groups at a time instead.
                 table = file.read_row_group(row_group.index, columns=columns, use_threads=False)
-                return whole_table(table, row_group.rows)
+                return whole_table(table, row_group.metadata.row_group(row_group.index).num_rows)
 
+        names = names or self.columns
         try:
-            table = read(self.columns)
+            table = read(names)
             _require_same_file(row_group)  # afterwards: it may have been replaced meanwhile
             return table
         except (pa.ArrowException, OSError) as error:
             _require_same_file(row_group)
-            for name in self.columns:
+            for name in names:
                 try:
                     read([name])
                 except (pa.ArrowException, OSError) as cause:

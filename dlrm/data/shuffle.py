@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from dlrm.data.parquet import RowGroup
+from dlrm.utils.device import free_memory
 
 RUN = 64  # permuted rows of a row group that stay together: their order is written as one run
+ORDER_BYTES = 8  # of a row, for its place in a window
 RUNS_PER_GROUP, RUNS_PER_WINDOW = 64, 1 << 14
 """Lowest number of runs; where there are fewer rows, the runs are shorter, down to single rows."""
 
@@ -131,3 +135,23 @@ def _deal(counts: np.ndarray, random: np.random.Generator) -> list[np.ndarray]:
     owners = np.repeat(np.arange(len(counts)), counts)
     random.shuffle(owners)
     return np.split(np.argsort(owners, kind="stable"), np.cumsum(counts)[:-1])
+
+
+def shuffle_memory(device: torch.device) -> int:
+    """Bytes that the rows to shuffle may take on ``device``, with room left for the model."""
+    if device.type == "cuda":
+        return free_memory(device) // 8
+    return free_memory(device) // 2 // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def windows_within(memory: int, size: int, row_groups: int) -> int:
+    """The least number of windows with which rows of ``size`` bytes are within ``memory``.
+
+    One, or a power of two, because memory that is free varies a little from run to run.
+    """
+    if size <= memory:
+        return 1
+    windows = 4  # with fewer than these, three of them take more memory than one
+    while windows < row_groups and 3 * size > memory * windows:
+        windows *= 2
+    return min(windows, row_groups)

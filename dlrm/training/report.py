@@ -96,6 +96,23 @@ def opening(kind: str, model: DLRM, splits: Mapping[str, Split], sizes: Mapping[
     return text
 
 
+def negatives(split: Split, rows: int) -> str:
+    """One line on the training rows that ``--negatives`` keeps; empty if it keeps all.
+
+    Args:
+        split: all rows.
+        rows: how many are trained on.
+    """
+    if rows == split.rows:
+        return ""
+    kept, all_negatives = rows - split.positives, split.rows - split.positives
+    return (
+        f"--negatives: {rows:,} training rows, all {split.positives:,} positives and {kept:,} of "
+        f"{all_negatives:,} negatives, chosen by --seed, the same in every epoch; the loss "
+        "accounts for it, so probabilities are those of all rows"
+    )
+
+
 def embedding_sizes(model: DLRM, optimizer_bytes: int) -> dict[str, float]:
     """Bytes of the embeddings, and of their optimizer state, which the ratio leaves out."""
     sizes = model.sparse_arch.sizes() | {"optimizer_bytes": float(optimizer_bytes)}

@@ -272,8 +272,9 @@ def test_end_of_an_epoch_is_a_position_too(data):
 
 @pytest.mark.parametrize(
     "changed",
-    [{"seed": 1}, {"batch_size": 11}, {"window": 2}, {"shuffle": False}, {"drop_last": True}],
-)
+    [{"seed": 1}, {"batch_size": 11}, {"window": 2}, {"shuffle": False}, {"drop_last": True},
+     {"negatives": 0.5}],
+)  # fmt: skip
 def test_refuses_the_state_of_other_options(data, changed):
     options = {"batch_size": 10, "shuffle": True, "window": 3}
     state = BatchLoader(data, "train", **options).state_dict()
@@ -283,6 +284,46 @@ def test_refuses_the_state_of_other_options(data, changed):
         name, value = "windows", 8
     with pytest.raises(ValueError, match=f"{name} is {value} here and .* in the state"):
         other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("bags", [False, True])
+def test_a_share_of_the_negatives_is_kept_the_same_in_every_epoch(tmp_path, bags):
+    source = columns()
+    if bags:
+        lists = pa.array([[1] * (row % 4) for row in range(ROWS)], pa.list_(pa.int32()))
+        own = [Categorical(name="C1", cardinality=TABLES[0], multi_hot=True)]
+        write(tmp_path, source | {"C1": lists}, categorical=own)
+    else:
+        write(tmp_path, source)
+
+    def read(epoch=0, share=0.2, **options):
+        options = {"batch_size": 64, "shuffle": True, "seed": 3, "negatives": share, **options}
+        loader = BatchLoader(tmp_path, "train", **options)
+        loader.set_epoch(epoch)
+        found = rows(loader)
+        assert len(found) == loader.rows == len(set(found))
+        return set(found)
+
+    kept = read()
+    positives = set(np.flatnonzero(source["label"]).tolist())
+    assert positives <= kept
+    assert 60 < len(kept - positives) < 140  # of about 500
+    assert kept == read(epoch=1) == read(shuffle=False) == read(window=2, readers=3)
+    assert kept == {r for rank in range(3) for r in rows(BatchLoader(
+        tmp_path, "train", batch_size=10, rank=rank, world_size=3, seed=3, negatives=0.2
+    ))}  # fmt: skip
+    assert kept != read(seed=4)
+    assert read(share=1.0) == set(range(ROWS))
+    assert read(share=1e-9) == positives
+
+
+def test_negatives_are_refused_if_nothing_is_left(data, tmp_path):
+    for share in (0, 1.5, float("nan")):
+        with pytest.raises(ValueError, match="it must be above 0 and at most 1"):
+            BatchLoader(data, "train", batch_size=8, negatives=share)
+    write(tmp_path, columns() | {"label": np.zeros(ROWS)})
+    with pytest.raises(ValueError, match=r"keeps no row of .*all labels are 0; raise it"):
+        BatchLoader(tmp_path, "train", batch_size=8, negatives=1e-9)
 
 
 def test_refuses_the_state_of_other_data(data, tmp_path):

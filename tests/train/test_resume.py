@@ -43,8 +43,9 @@ def test_killed_and_resumed_equals_uninterrupted(
     }
 
 
-def test_stopped_at_a_step_and_resumed_loses_no_batch(run, train, options, losses, tmp_path):
-    given = ["--log_every", "1", *options("hash"), "--epochs", "2"]
+@pytest.mark.parametrize("more", [[], ["--negatives", "0.2"]])
+def test_stopped_at_a_step_and_resumed_loses_no_batch(more, run, train, options, losses, tmp_path):
+    given = ["--log_every", "1", *options("hash"), "--epochs", "2", *more]
     train("whole", *given, "--max_steps", "20")
     train("parts", *given, "--max_steps", "9")
     run("train", "--resume", tmp_path / "parts", "--max_steps", "20")

@@ -156,6 +156,25 @@ def test_everything_that_is_reported_is_there(train, options, lines, result, tmp
     assert (directory / "config.yaml").exists()
 
 
+def test_with_a_share_of_the_negatives_probabilities_are_those_of_all_rows(
+    run, train, data, result, tmp_path
+):
+    given = ["--negatives", "0.2", "--optim.lr", "0.02", "--epochs", "3", "--patience", "0"]
+    meta = json.loads((data / "meta.json").read_text())["splits"]["train"]
+    planned = train("planned", "--negatives", "0.2", "--dry_run").stdout
+    rows = meta["positives"] + round(0.2 * (meta["rows"] - meta["positives"]))
+    assert f"epochs of {rows:,} rows" in planned
+    done = train("run", *given)
+    assert re.search(
+        rf"--negatives: [\d,]+ training rows, all {meta['positives']:,} positives and 1,[\d,]+ of "
+        rf"{meta['rows'] - meta['positives']:,} negatives, chosen by --seed", done.stdout
+    )  # fmt: skip
+    values = result(tmp_path / "run")
+    assert values["val/calibration"] == pytest.approx(1, abs=0.15)  # without correction, 2.5
+    assert values["test/auc"] > 0.55
+    assert run("evaluate", tmp_path / "run", data).stdout.count(f"{values['test/log_loss']}") == 1
+
+
 def test_the_logged_loss_is_the_mean_since_the_last_log(run, train, losses, tmp_path):
     """A resumed run goes on with the sum of the run before."""
     train("each", "--log_every", "1", "--max_steps", "20")

@@ -9,7 +9,7 @@ from dlrm.data.batch import Batch
 from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
 from dlrm.training import modes
-from dlrm.training.step import TrainStep
+from dlrm.training.step import TrainStep, mean_loss
 
 SIZES = [50, 3000, 400]
 PLANS = {
@@ -240,6 +240,15 @@ def test_a_weight_counts_a_sample_so_many_times():
     torch.testing.assert_close(loss, step_of_other(repeated)["loss"])
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, other.state_dict()[name], rtol=1e-4, atol=1e-6)
+
+
+def test_the_loss_of_a_share_of_the_negatives_is_least_at_the_odds_of_all_rows():
+    labels = torch.tensor([1.0] * 30 + [0.0] * 70)
+    kept = torch.tensor([1.0] * 30 + [0.0] * 7)
+    odds = torch.tensor(3 / 7).log().requires_grad_()
+    for sample, share in ((labels, 1.0), (kept, 0.1)):
+        mean_loss(odds.expand(len(sample)), sample, None, share).backward()
+        assert odds.grad.abs() < 1e-6
 
 
 @pytest.mark.gpu
