@@ -74,10 +74,14 @@ def export_delta(
         before = _read_base(base, options)
         as_before = {"tables": before["tables"], "devices": tuple(before["compiled"])}
         exporter = open_run(run, replace(options, **as_before))
-        program = exporter.trace()
         old = load_file(base / WEIGHTS)
-        new = {name: value.contiguous() for name, value in program.state_dict.items()}
-        _require_same_tables(base, old, new)
+        new = {name: v.contiguous() for name, v in exporter.program.state_dict.items()}
+        if old.keys() != new.keys():
+            name = min(old.keys() ^ new.keys())
+            raise ValueError(
+                f"--delta-from {base}: it has other kinds of tables or layers ({name} is in one of "
+                "the exports only): export in full"
+            )
 
         # The programs depend on nothing but the shapes.
         same_shapes = all(
@@ -86,7 +90,7 @@ def export_delta(
         )
         full = directory / "complete"
         full.mkdir()
-        after = exporter.write(full, lambda _: None, program=program, programs=not same_shapes)
+        after = exporter.write(full, lambda _: None, programs=not same_shapes)
         if same_shapes:
             after["compiled"] = before["compiled"]
             programs = (PROGRAM, *before["compiled"].values())
@@ -145,15 +149,6 @@ def _read_base(base: Path, options: ExportOptions) -> dict[str, Any]:
     if wrong:
         raise ValueError(f"--delta-from {base}: {wrong}")
     return before
-
-
-def _require_same_tables(base: Path, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
-    if old.keys() != new.keys():
-        name = min(old.keys() ^ new.keys())
-        raise ValueError(
-            f"--delta-from {base}: it has other kinds of tables or layers ({name} is in one of the "
-            "exports only): export in full"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,9 +114,16 @@ def open_run(run: Path, options: ExportOptions) -> Exporter:
     elif options.budget is not None:
         raise ValueError("--budget needs --emb, the kind to compress by: add --emb auto")
 
-    preparation = kept if directory == kept else None
     description = _description(model, state, meta, identity, options)
-    return Exporter(model, meta, description, preparation, options)
+    multi_hot = [column.multi_hot for column in meta.categorical]
+    precision = options.tables or (None if options.emb else "fp32")
+    inference = InferenceModel(model, multi_hot, precision=precision)
+    return Exporter(
+        program=trace(inference, len(meta.dense)),
+        description=description,
+        preparation=kept if directory == kept else None,
+        options=options,
+    )
 
 
 def _data_of(kept: Path, data: Path | None, state: RunState, model: DLRM) -> tuple[Path, Meta]:
@@ -152,11 +159,8 @@ def _description(
     model: DLRM, state: RunState, meta: Meta, run: str, options: ExportOptions
 ) -> dict[str, Any]:
     """The entries of a manifest that say what the model is."""
-    kinds = {
-        feature: group.kind()
-        for group, features in model.sparse_arch.embeddings()
-        for feature in features
-    }
+    groups = model.sparse_arch.embeddings()
+    kinds = {feature: group.kind() for group, features in groups for feature in features}
     columns = [
         {
             "name": column.name,
@@ -186,66 +190,40 @@ def _description(
     }
 
 
-def _inputs(meta: Meta) -> list[Mapping[str, Any]]:
+def _inputs(meta: Meta) -> list[dict[str, Any]]:
     """The inputs of the programs, in order."""
     single = [column.name for column in meta.categorical if not column.multi_hot]
-    inputs: list[Mapping[str, Any]] = [
+    inputs: list[dict[str, Any]] = [
         {"name": "dense", "dtype": "float32", "shape": [len(meta.dense), "batch"]},
         {"name": "ids", "dtype": "int64", "shape": [len(single), "batch"], "columns": single},
     ]
     for column in meta.categorical:
         if column.multi_hot:
-            values = {"name": f"{column.name}.values", "dtype": "int64", "shape": ["nnz"]}
-            offsets = {"name": f"{column.name}.offsets", "dtype": "int64", "shape": ["batch + 1"]}
-            inputs += [values, offsets]
+            for part, size in (("values", "nnz"), ("offsets", "batch + 1")):
+                name = f"{column.name}.{part}"
+                inputs.append({"name": name, "dtype": "int64", "shape": [size]})
     return inputs
 
 
+@dataclass(frozen=True, kw_only=True)
 class Exporter:
-    """Writes a trained model as the files of an export.
+    """Writes a trained model as the files of an export."""
 
-    Args:
-        model: the trained model, of no other use afterwards.
-        meta: the columns of its data.
-        description: entries of the manifest that say what the model is.
-        preparation: directory with the transformations of raw rows; None if there is none.
-        options: the parts of the export.
-    """
-
-    def __init__(
-        self,
-        model: DLRM,
-        meta: Meta,
-        description: dict[str, Any],
-        preparation: Path | None,
-        options: ExportOptions,
-    ) -> None:
-        multi_hot = [column.multi_hot for column in meta.categorical]
-        precision = options.tables or (None if options.emb else "fp32")
-        self._model = InferenceModel(model, multi_hot, precision=precision)
-        self._num_dense = len(meta.dense)
-        self._description = description
-        self._preparation = preparation
-        self._options = options
-
-    def trace(self) -> ExportedProgram:
-        """The model as a program."""
-        return trace(self._model, self._num_dense)
+    program: ExportedProgram
+    description: dict[str, Any]
+    """Entries of the manifest that say what the model is."""
+    preparation: Path | None
+    """Directory with the transformations of raw rows; None if there is none."""
+    options: ExportOptions
 
     def write(
-        self,
-        directory: Path,
-        note: Callable[[str], object],
-        *,
-        program: ExportedProgram | None = None,
-        programs: bool = True,
+        self, directory: Path, note: Callable[[str], object], *, programs: bool = True
     ) -> dict[str, Any]:
         """Write all files except the manifest.
 
         Args:
             directory: gets the files.
             note: called with a line for each file.
-            program: the program of :meth:`trace`, if it has been traced already.
             programs: write the programs too, not the weights alone.
 
         Returns:
@@ -254,25 +232,24 @@ class Exporter:
         Raises:
             ValueError: a weight is NaN or infinite.
         """
-        program = program or self.trace()
-        weights = {name: value.contiguous() for name, value in program.state_dict.items()}
+        weights = {name: v.contiguous() for name, v in self.program.state_dict.items()}
         _require_finite(weights)
         save_weights(weights, directory / WEIGHTS)
         note(f"{WEIGHTS}: {sum(v.nbytes for v in weights.values()):,} bytes")
 
         tables = [value for name, value in weights.items() if name.startswith("tables.")]
-        manifest = self._description | {
+        manifest = self.description | {
             "bytes_of_tables": sum(value.nbytes for value in tables),
             "weights": WEIGHTS,
             "program": PROGRAM,
             "compiled": {},
         }
         if programs:
-            self._write_programs(program, directory, manifest, note)
+            self._write_programs(directory, manifest, note)
 
-        manifest["raw_rows"] = self._preparation is not None
-        if self._preparation is not None:
-            keep_transform(self._preparation, directory / PREPARATION)
+        manifest["raw_rows"] = self.preparation is not None
+        if self.preparation is not None:
+            keep_transform(self.preparation, directory / PREPARATION)
             copy_reader(directory)
             note(f"{PREPARATION}/, {PACKAGE}/: to read raw rows")
 
@@ -281,20 +258,17 @@ class Exporter:
         return manifest
 
     def _write_programs(
-        self,
-        program: ExportedProgram,
-        directory: Path,
-        manifest: dict[str, Any],
-        note: Callable[[str], object],
+        self, directory: Path, manifest: dict[str, Any], note: Callable[[str], object]
     ) -> None:
         """Write the program in all forms, and name them in the manifest."""
+        program = self.program
         save_program(program, directory / PROGRAM)
         note(f"{PROGRAM}: for torch.export.load")
-        for device in self._options.devices:
+        for device in self.options.devices:
             compile_program(program, directory / compiled_file(device), device)
             manifest["compiled"][device] = compiled_file(device)
             note(f"{compiled_file(device)}: compiled for {device}")
-        if self._options.onnx:
+        if self.options.onnx:
             save_onnx(program, directory / ONNX)
             manifest["onnx"] = ONNX
             note(f"{ONNX}: for ONNX Runtime and others")
