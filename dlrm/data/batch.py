@@ -48,29 +48,35 @@ class Batch:
         return self.ids if self.offsets is None else Bags(self.ids, self.offsets)
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that it has: dense, ids, labels, offsets, weights."""
+        every = (self.dense, self.ids, self.labels, self.offsets, self.weights)
+        return [tensor for tensor in every if tensor is not None]
+
+    @property
     def total_size(self) -> int:
         """Number of samples of all processes together."""
         return self.size if self.total is None else self.total
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Batch:
         """The batch on ``device``; the copy is asynchronous if this one is pinned."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
         """A copy in page-locked memory, from which copies to a GPU overlap with compute."""
-        return self._map(Tensor.pin_memory)
+        return self.map(Tensor.pin_memory)
 
     def clone(self) -> Batch:
         """A contiguous copy."""
-        return self._map(lambda tensor: tensor.clone(memory_format=torch.contiguous_format))
+        return self.map(lambda tensor: tensor.clone(memory_format=torch.contiguous_format))
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory alive until the work queued on ``stream`` is done."""
-        for tensor in (self.dense, self.ids, self.labels, self.offsets, self.weights):
-            if tensor is not None:
-                tensor.record_stream(stream)
+        for tensor in self.tensors:
+            tensor.record_stream(stream)
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """The batch with a function applied to each of its tensors."""
         return replace(
             self,
             dense=function(self.dense),

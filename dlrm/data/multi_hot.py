@@ -19,8 +19,10 @@ from dlrm.data.batch import Batch, fixed_offsets
 from dlrm.utils.offsets import offsets_of
 
 
-def take(values: Tensor, index: Tensor, dim: int) -> Tensor:
+def take(values: Tensor, index: Tensor | slice, dim: int) -> Tensor:
     """Select along a dimension; on a CPU with NumPy, which takes half the time."""
+    if isinstance(index, slice):
+        return values.narrow(dim, index.start, index.stop - index.start)
     if values.is_cuda:
         return values.index_select(dim, index)
     # clip: skips the bounds check
@@ -91,8 +93,6 @@ class FixedBags:
 
     def take(self, rows: Tensor | slice) -> Tensor:
         """Return the ids ``[B * W]`` of some rows, row by row; :func:`by_feature` sorts them."""
-        if isinstance(rows, slice):
-            return self._values[rows].view(-1)
         return take(self._values, rows, 0).view(-1)
 
 
@@ -182,10 +182,7 @@ class RaggedBags:
             counts: how many ids of each feature they have.
         """
         bounds = tuple(accumulate(counts, initial=0))
-        if isinstance(rows, slice):
-            starts, lengths = self._starts[:, rows], self._lengths[:, rows]
-        else:
-            starts, lengths = take(self._starts, rows, 1), take(self._lengths, rows, 1)
+        starts, lengths = take(self._starts, rows, 1), take(self._lengths, rows, 1)
         offsets = offsets_of(lengths)
 
         # The ids of a bag are consecutive: the position of each is its number plus a shift.

@@ -176,23 +176,23 @@ class RowGroupReader:
         Raises:
             ValueError: a value is invalid.
         """
+
+        def column(name: str) -> tuple[pa.Array, str]:
+            return only_chunk(table, name), f"{where}, column {name!r}"
+
         labels = np.zeros(len(table), np.uint8)
         if self.meta.label in table.schema.names:
             labels = self.labels(table, where)
-        weights = None
-        if (weight := self.meta.weight) is not None:
-            weights = read_weights(only_chunk(table, weight), f"{where}, column {weight!r}")
+        weight = self.meta.weight
+        weights = None if weight is None else read_weights(*column(weight))
 
-        rows = Rows(labels=labels, dense=[], ids=[], offsets=[], weights=weights)
-        for name in self.meta.dense:
-            rows.dense.append(read_dense(only_chunk(table, name), f"{where}, column {name!r}"))
-        for column, cardinality in zip(self.meta.categorical, self.num_embeddings, strict=True):
-            array = only_chunk(table, column.name)
-            place = f"{where}, column {column.name!r}"
-            if column.multi_hot:
-                ids, offsets = read_bags(array, place, column, cardinality)
+        dense = [read_dense(*column(name)) for name in self.meta.dense]
+        rows = Rows(labels=labels, dense=dense, ids=[], offsets=[], weights=weights)
+        for own, cardinality in zip(self.meta.categorical, self.num_embeddings, strict=True):
+            if own.multi_hot:
+                ids, offsets = read_bags(*column(own.name), own, cardinality)
             else:
-                ids, offsets = read_ids(array, place, column, cardinality), None
+                ids, offsets = read_ids(*column(own.name), own, cardinality), None
             rows.ids.append(ids)
             rows.offsets.append(offsets)
         return rows

@@ -25,6 +25,15 @@ def row_buffer(reader: RowGroupReader, size: int, *, pinned: bool = False) -> Ro
     )
 
 
+def fill(out: RowBuffer, rows: Rows) -> None:
+    """Copy rows into a buffer; multi-hot ids have no room there."""
+    for target, values in zip((*out.dense, *out.ids), (*rows.dense, *rows.ids), strict=False):
+        target[:] = values
+    out.labels[:] = rows.labels
+    if out.weights is not None:
+        out.weights[:] = rows.weights
+
+
 def batch_of(reader: RowGroupReader, rows: Rows) -> Batch:
     """Make a batch in host memory of rows, in their order.
 
@@ -33,11 +42,7 @@ def batch_of(reader: RowGroupReader, rows: Rows) -> Batch:
         rows: what :meth:`RowGroupReader.read` returned.
     """
     out = row_buffer(reader, len(rows.labels))
-    for target, values in zip((*out.dense, *out.ids), (*rows.dense, *rows.ids), strict=False):
-        target[:] = values
-    out.labels[:] = rows.labels
-    if out.weights is not None:
-        out.weights[:] = rows.weights
+    fill(out, rows)
     batch = out.to(torch.device("cpu"))
     if not reader.meta.multi_hot:
         return batch

@@ -14,7 +14,7 @@ from torch import Tensor
 from dlrm.data.batch import Batch, RowBuffer, concatenate
 from dlrm.data.multi_hot import FixedBags, RaggedBags, StagedBags, by_feature, take
 from dlrm.data.parquet import RowGroup, RowGroupReader
-from dlrm.data.rows import empty_batch, row_buffer
+from dlrm.data.rows import empty_batch, fill, row_buffer
 from dlrm.data.shuffle import Interleave, ShuffleGroup, interleave
 
 
@@ -115,19 +115,10 @@ class ShuffleBuffer:
     ) -> tuple[RowBuffer, StagedBags | None]:
         """Read a row group in file order; ``first`` is the number of its first row."""
         rows = self._reader.read(row_group)
-
-        columns, outs = [rows.labels, *rows.dense], [out.labels, *out.dense]
-        if bags is None:
-            columns += rows.ids
-            outs += [*out.ids]
-        else:
+        fill(out, rows)
+        if bags is not None:
             bags.fill(rows.ids, rows.offsets)
             self._lengths[:, first : first + row_group.rows] = bags.lengths.numpy()
-        for values, column in zip(columns, outs, strict=True):
-            column[:] = values
-        if rows.weights is not None and out.weights is not None:
-            out.weights[:] = rows.weights
-
         if mix is not None:
             self._write_order(mix, first)
         return out, bags
@@ -156,18 +147,9 @@ class ShuffleBuffer:
             return
 
         if self._rows is None:
-            self._rows = Batch(
-                dense=rows.dense.new_empty((len(rows.dense), all_rows)),
-                ids=rows.ids.new_empty((len(rows.ids), all_rows)),
-                labels=rows.labels.new_empty(all_rows),
-                weights=None if rows.weights is None else rows.weights.new_empty(all_rows),
-            )
-
-        self._rows.dense[:, here] = rows.dense
-        self._rows.ids[:, here] = rows.ids
-        self._rows.labels[here] = rows.labels
-        if self._rows.weights is not None and rows.weights is not None:
-            self._rows.weights[here] = rows.weights
+            self._rows = rows.map(lambda values: values.new_empty((*values.shape[:-1], all_rows)))
+        for all_values, values in zip(self._rows.tensors, rows.tensors, strict=True):
+            all_values[..., here] = values
 
     def _make_bags(self, dtype: torch.dtype) -> FixedBags | RaggedBags:
         """Allocate room for the ids of all rows of multi-hot data."""
@@ -243,11 +225,11 @@ class ShuffleBuffer:
 
         if self._order is not None:
             index = split(self._order[part], apart).view(-1)
-        dense, ids, labels = map(gathered, (rows.dense, rows.ids, rows.labels))
-        no_weights: list[Tensor | None] = [None] * len(labels)
-        weights = no_weights if rows.weights is None else gathered(rows.weights)
-        made = zip(dense, ids, labels, weights, strict=True)
-        return [Batch(own, i, label, weights=weight) for own, i, label, weight in made]
+        made = zip(*map(gathered, rows.tensors), strict=True)
+        return [
+            Batch(dense, ids, labels, weights=weights[0] if weights else None)
+            for dense, ids, labels, *weights in made
+        ]
 
 
 def gather(
