@@ -18,7 +18,6 @@ from dlrm.sparse_arch.table_plan import plan_for_this_machine
 from dlrm.training.checkpoint.choice import choose, reason
 from dlrm.training.checkpoint.index import Entry, read_manifest
 from dlrm.training.checkpoint.manifest import Manifest, RunState
-from dlrm.training.checkpoint.model_sizes import require_stored
 from dlrm.training.checkpoint.parts import Parts
 from dlrm.training.checkpoint.tensor_files import TensorFiles
 
@@ -179,7 +178,7 @@ class Checkpoint:
             ValueError: the specification is not that of a model, or of another one.
         """
         try:
-            require_stored(self.state.model, self._manifest.tensors)
+            self._require_few_layers(self.state.model)
             spec = {**self.state.model, "plan": plan_for_this_machine(self.state.model["plan"])}
             self._require_size(spec)
             with torch.device(device), _Undrawn():  # a copy of tables would take a second
@@ -191,15 +190,33 @@ class Checkpoint:
         self.load(model)
         return model.eval()
 
+    def _require_few_layers(self, spec: Mapping[str, Any]) -> None:
+        """Refuse a model with more layers or tables than are stored, before it takes time: a
+        million layers cost as much as it likes who asks for them.
+        """
+        tensors = self._manifest.tensors
+        layers = len(spec["bottom_mlp"]) + len(spec["top_mlp"])
+        layers += spec["cross_layers"] if spec.get("interaction") == "dcn" else 0
+        if layers > len(tensors):
+            raise ValueError(f"it has {layers:,} layers, its files {len(tensors):,} tensors")
+
+        tables = len(spec["num_embeddings"])
+        numbers = self._numbers("model.sparse_arch.")
+        if tables > numbers:
+            raise ValueError(f"it has {tables:,} tables, its files {numbers:,} numbers of them")
+
+    def _numbers(self, prefix: str) -> int:
+        """How many numbers are stored in tensors whose names begin so."""
+        tensors = self._manifest.tensors.items()
+        return sum(math.prod(tensor.shape) for name, tensor in tensors if name.startswith(prefix))
+
     def _require_size(self, spec: Mapping[str, Any]) -> None:
         """Refuse a model that is larger than what is stored of it, before it takes memory."""
         flat = [("dense", {}) if kind == "paged" else (kind, own) for kind, own in spec["plan"]]
         with torch.device("meta"), _Undrawn():
             state = DLRM(**{**spec, "plan": flat}).state_dict()
         described = sum(math.prod(value.size()) for value in state.values())
-        tensors = self._manifest.tensors.items()
-        stored = sum(math.prod(t.shape) for name, t in tensors if name.startswith("model."))
-        if described != stored:
+        if described != (stored := self._numbers("model.")):
             raise ValueError(f"its model has {described:,} numbers, its tensors {stored:,}")
 
     def close(self) -> None:
