@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -142,67 +141,3 @@ def fixed_offsets(bag_sizes: tuple[int, ...], size: int, device: torch.device) -
     """Return the offsets of :func:`fixed_bags`, which all batches share: do not change them."""
     with torch.inference_mode(False):  # an evaluation may be the first to ask, before training
         return fixed_bags(bag_sizes, size, device)[0]
-
-
-class RowBuffer:
-    """A one-hot batch in one buffer, so that a single copy transfers it to a GPU.
-
-    Its columns are NumPy arrays to fill; :meth:`to` turns them into tensors. Every call to PyTorch
-    costs microseconds in every batch, so there are few of them.
-
-    Args:
-        size: samples B.
-        dense: dense features N.
-        one_hot: one-hot features F.
-        ids: type of the ids, int32 or int64.
-        pinned: use page-locked memory.
-        weighted: leave room for sample weights too.
-    """
-
-    def __init__(
-        self,
-        size: int,
-        *,
-        dense: int,
-        one_hot: int,
-        ids: np.dtype,
-        pinned: bool,
-        weighted: bool = False,
-    ) -> None:
-        ids_end = one_hot * size * ids.itemsize // 4  # in words of four bytes
-        self._dense_start = _aligned(ids_end)
-        dense_end = self._dense_start + dense * size
-        self._labels_start = _aligned(dense_end)
-        end = self._labels_start + size
-        self._weights_start = _aligned(end)
-        if weighted:
-            end = self._weights_start + size
-
-        self._words = torch.empty(_aligned(end), dtype=torch.int32, pin_memory=pinned)
-        words = self._words.numpy()
-        floats = words.view(np.float32)
-        self.ids = words[:ids_end].view(ids).reshape(one_hot, size)
-        self.dense = floats[self._dense_start : dense_end].reshape(dense, size)
-        self.labels = floats[self._labels_start : self._labels_start + size]
-        self.weights = floats[self._weights_start : end] if weighted else None
-
-    def to(self, device: torch.device) -> Batch:
-        """The batch on ``device``; a copy to a GPU is asynchronous."""
-        words = self._words.to(device, non_blocking=True)
-        floats = words.view(torch.float32)
-        ids = words if self.ids.itemsize == 4 else words.view(torch.int64)
-        (features, size), dense = self.ids.shape, len(self.dense)
-        weights = None
-        if self.weights is not None:
-            weights = floats.as_strided((size,), (1,), self._weights_start)
-        return Batch(
-            dense=floats.as_strided((dense, size), (size, 1), self._dense_start),
-            ids=ids.as_strided((features, size), (size, 1)),
-            labels=floats.as_strided((size,), (1,), self._labels_start),
-            weights=weights,
-        )
-
-
-def _aligned(words: int) -> int:
-    """``words`` rounded up to 256 bytes, the alignment of PyTorch's tensors on a GPU."""
-    return -(-words // 64) * 64

@@ -3,35 +3,45 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
 import torch
 
-from dlrm.data.batch import Batch, RowBuffer, fixed_offsets
+from dlrm.data.batch import Batch, fixed_offsets
 from dlrm.data.parquet import RowGroupReader, Rows
 from dlrm.utils.offsets import offsets_of
 
 
-def row_buffer(reader: RowGroupReader, size: int, *, pinned: bool = False) -> RowBuffer:
-    """Allocate room for ``size`` rows: dense features, labels, weights, and one-hot ids."""
-    return RowBuffer(
-        size,
-        dense=len(reader.meta.dense),
-        one_hot=0 if reader.meta.multi_hot else len(reader.meta.categorical),
-        ids=reader.ids_dtype,
-        pinned=pinned,
-        weighted=reader.meta.weight is not None,
+def new_rows(reader: RowGroupReader, size: int, *, pinned: bool = False) -> Batch:
+    """Room for ``size`` rows: dense features, labels, weights, and one-hot ids.
+
+    Args:
+        reader: the reader of the rows.
+        size: number of rows.
+        pinned: use page-locked memory, from which copies to a GPU are asynchronous.
+    """
+    meta = reader.meta
+    one_hot = 0 if meta.multi_hot else len(meta.categorical)
+    kind = torch.int32 if reader.ids_dtype.itemsize == 4 else torch.int64
+    empty = partial(torch.empty, dtype=torch.float32, pin_memory=pinned)
+    return Batch(
+        dense=empty((len(meta.dense), size)),
+        ids=empty((one_hot, size), dtype=kind),
+        labels=empty(size),
+        weights=None if meta.weight is None else empty(size),
     )
 
 
-def fill(out: RowBuffer, rows: Rows) -> None:
-    """Copy rows into a buffer; multi-hot ids have no room there."""
-    for target, values in zip((*out.dense, *out.ids), (*rows.dense, *rows.ids), strict=False):
-        target[:] = values
-    out.labels[:] = rows.labels
-    if out.weights is not None:
-        out.weights[:] = rows.weights
+def fill(batch: Batch, rows: Rows) -> None:
+    """Copy rows to where :func:`new_rows` has room for them."""
+    targets = (*batch.dense.numpy(), *batch.ids.numpy())
+    for target, values in zip(targets, (*rows.dense, *rows.ids), strict=False):
+        target[:] = values  # but for ids of bags, which have no room
+    batch.labels.numpy()[:] = rows.labels
+    if batch.weights is not None:
+        batch.weights.numpy()[:] = rows.weights
 
 
 def batch_of(reader: RowGroupReader, rows: Rows) -> Batch:
@@ -41,9 +51,8 @@ def batch_of(reader: RowGroupReader, rows: Rows) -> Batch:
         reader: the reader of the rows.
         rows: what :meth:`RowGroupReader.read` returned.
     """
-    out = row_buffer(reader, len(rows.labels))
-    fill(out, rows)
-    batch = out.to(torch.device("cpu"))
+    batch = new_rows(reader, len(rows.labels))
+    fill(batch, rows)
     if not reader.meta.multi_hot:
         return batch
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dlrm.data.batch import Batch, RowBuffer, concatenate
+from dlrm.data.batch import Batch, concatenate
 from dlrm.data.multi_hot import FixedBags, RaggedBags, StagedBags, by_feature, take
 from dlrm.data.parquet import RowGroup, RowGroupReader
-from dlrm.data.rows import empty_batch, fill, row_buffer
+from dlrm.data.rows import empty_batch, fill, new_rows
 from dlrm.data.shuffle import Interleave, ShuffleGroup, interleave
 
 
@@ -45,7 +45,7 @@ class ShuffleBuffer:
         self._staged = staged
 
         self._unread = deque(zip(group.row_groups, self._arrange(group), strict=True))
-        self._reads: deque[Future[tuple[RowBuffer, StagedBags | None]]] = deque()
+        self._reads: deque[Future[tuple[Batch, StagedBags | None]]] = deque()
         self._rows: Batch | None = None
         self._bags: FixedBags | RaggedBags | None = None
         self._arrived = self._submitted = 0  # rows
@@ -90,7 +90,7 @@ class ShuffleBuffer:
         pinned, reader = self._device.type == "cuda", self._reader
         while self._unread and len(self._reads) < self._staged:
             row_group, mix = self._unread.popleft()
-            rows = row_buffer(reader, row_group.rows, pinned=pinned)
+            rows = new_rows(reader, row_group.rows, pinned=pinned)
             bags = None
             if reader.meta.multi_hot:
                 bags = StagedBags(
@@ -110,9 +110,9 @@ class ShuffleBuffer:
         row_group: RowGroup,
         mix: Interleave | None,
         first: int,
-        out: RowBuffer,
+        out: Batch,
         bags: StagedBags | None,
-    ) -> tuple[RowBuffer, StagedBags | None]:
+    ) -> tuple[Batch, StagedBags | None]:
         """Read a row group in file order; ``first`` is the number of its first row."""
         rows = self._reader.read(row_group)
         fill(out, rows)
@@ -132,7 +132,7 @@ class ShuffleBuffer:
             self._store(*self._reads.popleft().result())
             self._read_more()
 
-    def _store(self, read: RowBuffer, staged: StagedBags | None) -> None:
+    def _store(self, read: Batch, staged: StagedBags | None) -> None:
         """Append the rows of a row group."""
         rows, all_rows = read.to(self._device), self.group.rows
         here = slice(self._arrived, self._arrived + rows.size)
