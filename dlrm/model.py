@@ -34,9 +34,13 @@ class MLP(nn.Sequential):
 
     Weights start as N(0, sqrt(2 / (m + n))), biases as N(0, sqrt(1 / m)) for m outputs and n
     inputs, as in the reference DLRM (Naumov et al., arXiv 1906.00091).
+
+    In training, ``dropout`` is the share of the outputs of hidden layers that is set to 0.
     """
 
-    def __init__(self, sizes: Sequence[int], *, final_relu: bool = True) -> None:
+    def __init__(
+        self, sizes: Sequence[int], *, final_relu: bool = True, dropout: float = 0.0
+    ) -> None:
         layers: list[nn.Module] = []
         for inputs, outputs in pairwise(sizes):
             linear = nn.Linear(inputs, outputs)
@@ -44,6 +48,7 @@ class MLP(nn.Sequential):
             nn.init.normal_(linear.bias, std=(1 / outputs) ** 0.5)
             layers += [linear, nn.ReLU()]
         super().__init__(*(layers if final_relu else layers[:-1]))
+        self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B, n]`` to ``[B, m]``; columns of ``x`` beyond n must be zeros and are ignored.
@@ -62,6 +67,8 @@ class MLP(nn.Sequential):
         x = functional.linear(x, weight, first.bias)
 
         for layer in rest:
+            if self.dropout and self.training and isinstance(layer, nn.Linear):
+                x = functional.dropout(x, self.dropout)
             x = layer(x)
         return x
 
@@ -158,6 +165,7 @@ class DLRM(nn.Module):
         tables_dtype: type of the embedding parameters, ``fp32``, ``bf16``, ``int8`` or ``int4``;
             see :class:`~dlrm.sparse_arch.arch.SparseArch`.
         sharding: how tables are sharded over several processes.
+        dropout: share of the outputs of hidden layers that training sets to 0.
 
     Raises:
         ValueError: an unknown name, or a plan without exactly one entry for each table.
@@ -180,6 +188,7 @@ class DLRM(nn.Module):
         cross_rank: int = 512,
         tables_dtype: str = "fp32",
         sharding: ShardingPlan | None = None,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         tables = len(num_embeddings)
@@ -199,8 +208,9 @@ class DLRM(nn.Module):
                 f"unknown interaction {interaction!r}{did_you_mean(interaction, INTERACTIONS)}"
             )
 
-        self.bottom_mlp = MLP([num_dense, *bottom_mlp, embedding_dim])
-        self.top_mlp = MLP([self.interaction.out_features, *top_mlp, 1], final_relu=False)
+        self.bottom_mlp = MLP([num_dense, *bottom_mlp, embedding_dim], dropout=dropout)
+        top_sizes = [self.interaction.out_features, *top_mlp, 1]
+        self.top_mlp = MLP(top_sizes, final_relu=False, dropout=dropout)
         self.sparse_arch = SparseArch(
             num_embeddings, embedding_dim, plan, dtype=tables_dtype, sharding=sharding
         )

@@ -66,6 +66,18 @@ def test_reference_initialisation():
     assert mlp[0].bias.std().item() == pytest.approx(math.sqrt(1 / 600), rel=0.1)
 
 
+def test_hidden_units_are_dropped_in_training_alone():
+    plain, mlp = (MLP([4, 64, 64, 8], final_relu=False, dropout=p) for p in (0.0, 0.5))
+    mlp.load_state_dict(plain.state_dict())
+    x = torch.randn(4000, 4)
+    dropped = mlp(x)
+    assert not torch.equal(dropped, mlp(x)), "anew in each call"
+    assert (dropped != 0).all(), "no output is dropped"
+    assert torch.equal(mlp.eval()(x), plain(x))
+    one = MLP([4, 3], dropout=0.5)
+    assert torch.equal(one(x), one.eval()(x)), "there is no hidden layer"
+
+
 def test_unknown_names_come_with_the_nearest():
     with pytest.raises(ValueError, match="did you mean 'dot'"):
         small(interaction="dots")

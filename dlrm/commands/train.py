@@ -35,7 +35,7 @@ from dlrm.training.data_parallel import GradientReducer, state_bytes
 from dlrm.training.fine_tuning import NewRows, Trained, auc_lost, fit, go_on
 from dlrm.training.held_out import HeldOut
 from dlrm.training.loaders import make_loader
-from dlrm.training.modes import import_compiler
+from dlrm.training.modes import import_compiler, seed_dropout
 from dlrm.training.prefetch import PreparedBatch
 from dlrm.training.step import TrainStep
 from dlrm.utils.device import pick_device
@@ -161,6 +161,8 @@ class Run:
             self.clock.begin("train")
             for batch in self._batches():
                 self.schedule.set(self.steps)
+                if config.model.dropout:
+                    seed_dropout(config.seed, self.steps, self.world.rank)
                 logging = (self.steps + 1) % config.log_every == 0
                 out = self.step(batch, norms=logging, run=train_on_batch)
 

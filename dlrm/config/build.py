@@ -47,7 +47,7 @@ def build_model(
     rule, options = config.optim.embeddings, asdict(config.sharding)
     known = counts if meta.multi_hot else None
     sharding = make_sharding_plan(world, meta.tables, spec, known, rule, **options)
-    model = DLRM(**spec, sharding=sharding)
+    model = DLRM(**spec, sharding=sharding, dropout=config.model.dropout)
     if config.optim.embeddings == "sgd":
         for group in model.sparse_arch.groups:
             if isinstance(group, TT):

@@ -52,12 +52,14 @@ def model_spec(config: RunConfig, meta: Meta, counts: Counts) -> ModelSpec:
         trained=config.init_from is not None,
     )
 
+    shape = asdict(config.model)
+    shape.pop("dropout")  # of training alone
     spec = {
         "num_dense": len(meta.dense),
         "num_embeddings": list(meta.cardinalities),
         "tables_dtype": dtype,
         "plan": plan,
-        **asdict(config.model),
+        **shape,
     }
     return cast(ModelSpec, spec)
 

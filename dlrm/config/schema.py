@@ -67,6 +67,8 @@ class ModelConfig:
     """Hidden sizes of the bottom MLP; a last layer of embedding_dim outputs follows."""
     top_mlp: tuple[Positive, ...] = (512, 256)
     """Hidden sizes of the top MLP; a last layer of one output follows."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the outputs of hidden layers that are set to 0 in training, in both MLPs."""
     interaction: Literal["dot", "dcn"] = "dot"
     """How features interact: pairwise dot products, or the low-rank cross network of DCN-V2."""
     cross_layers: Positive = 3

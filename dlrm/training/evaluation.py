@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +20,7 @@ from dlrm.data.schema import Meta
 from dlrm.model import DLRM
 from dlrm.training import metrics
 from dlrm.training.checkpoint import load_model
+from dlrm.training.importance import BATCH_SIZE, Importance, permutation_importance
 from dlrm.training.ranking import group_areas
 from dlrm.utils.messages import print_error
 
@@ -32,6 +35,8 @@ class TrainedModel:
     """The arguments from which it was made."""
     loader: BatchLoader
     """Reads one split in order, on the device of the model."""
+    open_loader: Callable[..., BatchLoader]
+    """Opens the same split with other options of its loader."""
     bf16: bool
     """Whether the model was trained, and is evaluated, in bfloat16 autocast."""
 
@@ -69,14 +74,15 @@ class TrainedModel:
         model, state = load_model(path, device, last=last)
         used = state.used_options
         size = batch_size(model) if callable(batch_size) else batch_size
-        loader = BatchLoader(
+        open_loader = partial(
+            BatchLoader,
             data,
             split,
-            batch_size=size or used.eval_batch_size,
             device=device,
             num_embeddings=model.sparse_arch.num_embeddings,
             allow_outside=allow_outside,
         )
+        loader = open_loader(batch_size=size or used.eval_batch_size)
         columns = len(loader.meta.dense)
         if columns != model.num_dense:
             raise ValueError(
@@ -85,8 +91,13 @@ class TrainedModel:
             )
         require_same_ids(data, loader.meta, state.fingerprint, path)
         _note_other_tables(model, loader.meta)
-        bf16 = used.precision == "bf16"
-        return cls(model=model, spec=state.model, loader=loader, bf16=bf16)
+        return cls(
+            model=model,
+            spec=state.model,
+            loader=loader,
+            open_loader=open_loader,
+            bf16=used.precision == "bf16",
+        )
 
     def predict(self, batch: Batch) -> tuple[Tensor, ...]:
         """Logits and labels of one batch; see :func:`~dlrm.training.metrics.predict`."""
@@ -107,6 +118,13 @@ class TrainedModel:
             areas = group_areas(*outputs, groups=groups)
             values |= areas.metrics() | areas.extremes(groups)
         return values
+
+    def importance(self, rows: int, seed: int) -> Importance:
+        """The importance of each column, measured on about as many random rows."""
+        loader = self.open_loader(batch_size=BATCH_SIZE, shuffle=True, seed=seed)
+        batches = list(islice(loader, -(-rows // BATCH_SIZE)))
+        columns = [*loader.meta.dense, *loader.meta.tables]
+        return permutation_importance(self.model, batches, columns, seed=seed, bf16=self.bf16)
 
 
 def _note_other_tables(model: DLRM, meta: Meta) -> None:

@@ -7,6 +7,7 @@ import warnings
 from importlib import import_module
 from threading import Thread
 
+import numpy as np
 import torch
 
 from dlrm.kernels import hash_triton
@@ -94,4 +95,21 @@ def compile_mlps(model: DLRM, device: torch.device) -> None:
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, SHAPES)
     for mlp in (model.bottom_mlp, model.top_mlp):
-        mlp.compile(dynamic=False, options=FUSION if device.type == "cuda" else None)
+        options = dict(FUSION) if device.type == "cuda" else {}
+        options["fallback_random"] = mlp.dropout > 0  # drop what steps that run eagerly drop
+        mlp.compile(dynamic=False, options=options)
+
+
+def seed_dropout(seed: int, step: int, rank: int) -> None:
+    """Seed the generators of PyTorch for a step, captured or not.
+
+    So the dropout of a step does not depend on the steps that a process has run before: a resumed
+    run has the same, and each process its own.
+
+    Args:
+        seed: of the run.
+        step: number of the step.
+        rank: of the process.
+    """
+    state = np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)
+    torch.manual_seed(int(state[0]))

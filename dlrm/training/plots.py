@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dlrm.training.importance import Importance
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -71,16 +73,12 @@ class Plots:
         return {f"reliability/{self.split}": reliability, f"scores/{self.split}": scores}
 
 
-def importance_figure(lost: dict[str, tuple[float, float]], unit: str) -> Figure:
-    """Bars of what each column is worth, the most important one on top.
-
-    Args:
-        lost: mean and standard deviation by column.
-        unit: of the values.
-    """
-    names = list(lost)[::-1]
-    figure, axes = _figure(unit, "", height=1 + 0.2 * len(names))
-    axes.barh(names, [lost[name][0] for name in names], xerr=[lost[name][1] for name in names])
+def importance_figure(found: Importance) -> Figure:
+    """Bars of the log loss that each column saves, the most important one on top."""
+    names = list(found)[::-1]
+    saved, spread = ([found[n][m] for n in names] for m in ("log_loss", "log_loss_std"))
+    figure, axes = _figure("log loss gained if shuffled", "", height=1 + 0.2 * len(names))
+    axes.barh(names, saved, xerr=spread)
     return figure
 
 

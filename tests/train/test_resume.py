@@ -43,13 +43,17 @@ def test_killed_and_resumed_equals_uninterrupted(
     }
 
 
-@pytest.mark.parametrize("more", [[], ["--negatives", "0.2"]])
+@pytest.mark.parametrize("more", [[], ["--negatives", "0.2"], ["--model.dropout", "0.3"]])
 def test_stopped_at_a_step_and_resumed_loses_no_batch(more, run, train, options, losses, tmp_path):
     given = ["--log_every", "1", *options("hash"), "--epochs", "2", *more]
     train("whole", *given, "--max_steps", "20")
     train("parts", *given, "--max_steps", "9")
     run("train", "--resume", tmp_path / "parts", "--max_steps", "20")
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    if "--model.dropout" in more:
+        train("without", *given[:-2], "--max_steps", "3")
+        without, dropped = losses(tmp_path / "without"), losses(tmp_path / "whole")
+        assert all(loss != dropped[step] for step, loss in without.items())
 
 
 def test_a_resumed_run_continues_the_random_numbers(run, train, losses, tmp_path):

@@ -9,6 +9,7 @@ from dlrm.data.batch import Batch
 from dlrm.model import DLRM
 from dlrm.optim import RULES, RowOptimizer
 from dlrm.training import modes
+from dlrm.training.modes import seed_dropout
 from dlrm.training.step import TrainStep, mean_loss
 
 SIZES = [50, 3000, 400]
@@ -29,9 +30,10 @@ def batches(count, size, device, dense=4):
         yield batch.to(device)
 
 
-def make(plan, rule="adagrad", device="cpu", width=16, **options):
+def make(plan, rule="adagrad", device="cpu", width=16, dropout=0.0, **options):
     torch.manual_seed(0)
-    model = DLRM(4, SIZES, 8, PLANS[plan], bottom_mlp=[width, 16], top_mlp=[width]).to(device)
+    shape = {"bottom_mlp": [width, 16], "top_mlp": [width], "dropout": dropout}
+    model = DLRM(4, SIZES, 8, PLANS[plan], **shape).to(device)
     # The first steps of RMSprop are as long where the gradient is next to nothing, and noise.
     lr = 0.002 if rule == "rmsprop" else 0.05
     optimizers = [
@@ -262,6 +264,34 @@ def test_captured_losses_of_weighted_samples_equal_eager():
         assert mode != "graph" or step.graphs.count
     assert results["compile"] == pytest.approx(results["eager"], abs=1e-4)
     assert results["graph"] == pytest.approx(results["eager"], abs=1e-4)
+
+
+@pytest.mark.gpu
+def test_each_step_drops_the_same_in_every_mode_and_after_a_resume():
+    """Steps that are compiled, captured or short run eagerly in turn, and a resume repeats them."""
+    given = [*batches(7, 256, "cuda"), *batches(1, 40, "cuda"), *batches(2, 256, "cuda")]
+    results = {}
+    for name, mode, until in (
+        *(("eager", "eager", 0), ("compile", "compile", 0)),
+        *(("graph", "graph", 0), ("resumed", "graph", 6)),
+    ):
+        model, step = make("dense", "sgd", "cuda", mode=mode, dropout=0.4, deterministic=True)
+        losses = []
+        for number, batch in enumerate(given):
+            if number == until > 0:
+                state = copy.deepcopy(model.state_dict())
+                model, step = make("dense", "sgd", "cuda", mode=mode, dropout=0.4)
+                model.load_state_dict(state)
+            seed_dropout(0, number, 0)
+            losses.append(step(batch)["loss"].item())
+        results[name] = losses
+    for name in ("compile", "graph"):
+        assert results[name] == pytest.approx(results["eager"], abs=1e-5), name
+    assert results["resumed"] == results["graph"]
+    seed_dropout(0, 1, 0)
+    dropped = torch.nn.functional.dropout(torch.ones(99, device="cuda"))
+    seed_dropout(0, 1, 1)
+    assert not torch.equal(dropped, torch.nn.functional.dropout(torch.ones(99, device="cuda")))
 
 
 @pytest.mark.parametrize("fails", [False, True])
