@@ -170,11 +170,12 @@ def _parser() -> Parser:
     )
     add(
         "--bad-rows",
-        choices=("stop", "skip"),
+        choices=("stop", "skip", "skip-all"),
         default=default.bad_rows,
         help="stop: end with an error at the first bad row. skip: skip bad rows, count them by "
-        "kind and report the first 20. A damaged gzip or zstd file is an error in both cases, "
-        "since rows before the damage may be wrong too. Default: stop",
+        "kind and report the first 20; more than half of all is an error. skip-all: any number. A "
+        "damaged gzip or zstd file is always an error, since rows before the damage may be wrong "
+        "too. Default: stop",
     )
 
     # How the results are written.

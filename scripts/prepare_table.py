@@ -18,7 +18,7 @@ from typing import Any
 from dlrm.data.prepare.column_options import build_options, read_options
 from dlrm.data.prepare.columns import ColumnPlan
 from dlrm.data.prepare.files import RawFile
-from dlrm.data.prepare.infer import format_plan
+from dlrm.data.prepare.infer import ColumnsError, format_plan
 from dlrm.data.prepare.table import (
     OPTIONS_FILE,
     open_and_plan,
@@ -81,10 +81,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _prepare(options: Namespace) -> None:
     """Print what each column is, prepare, and print a summary."""
     start = time.perf_counter()
-    content, skip_bad = _content(options), options.bad_rows == "skip"
+    content, skip_bad = _content(options), options.bad_rows != "stop"
     if options.ids_of is None:
         table = build_options(content, f"{options.config}: " if options.config else "")
-        files, plan = open_and_plan(options.inputs, table, skip_bad=skip_bad)
+        try:
+            files, plan = open_and_plan(options.inputs, table, skip_bad=skip_bad)
+        except ColumnsError as error:
+            print(error.summary, flush=True)
+            raise
     else:
         files, plan = _later_rows(options.inputs, options.ids_of, content, options.config)
     print(format_plan(plan), flush=True)
@@ -99,7 +103,7 @@ def _prepare(options: Namespace) -> None:
         ids_of=options.ids_of,
         grow=options.append_new,
         evict_after=options.forget,
-        skip_bad=skip_bad,
+        bad_rows=options.bad_rows,
         overwrite=options.overwrite,
         workers=options.workers,
     )
@@ -109,9 +113,15 @@ def _prepare(options: Namespace) -> None:
 def _content(options: Namespace) -> dict[str, Any]:
     """The options of the table, from the file and the command line."""
     content = {} if options.config is None else read_options(options.config)
-    for name in ("label", "weight"):
-        if (value := getattr(options, name)) is not None:
-            content[name] = value
+    if len(options.label or ()) > 1:
+        raise ValueError(
+            f"--label is given {len(options.label)} times ({', '.join(options.label)}), but a "
+            "model has one binary label; prepare the rows once for each, and leave the others out "
+            f"of its features with columns: {{{options.label[-1]}: drop}}"
+        )
+    given = {"label": options.label and options.label[0], "weight": options.weight}
+    given["positive"] = options.positive
+    content |= {name: value for name, value in given.items() if value is not None}
 
     split: dict[str, str] = {}
     if options.split is not None:
@@ -173,7 +183,20 @@ def _parser() -> Parser:
     add("--config", metavar="FILE", type=path_arg, help="options in YAML (default: none)")
 
     # Columns and splits.
-    add("--label", metavar="COLUMN", help="column to predict, 0 or 1 (default: label)")
+    add(
+        "--label",
+        action="append",
+        metavar="COLUMN",
+        help="column to predict, one binary label: 0 and 1, or a comparison that says what counts "
+        "as 1, such as 'rating >= 4' or 'status == paid' (default: label)",
+    )
+    add(
+        "--positive",
+        action="append",
+        metavar="VALUE",
+        help="a value of the label that counts as 1; its one other value counts as 0. Repeat it "
+        "for more (default: 1 or true)",
+    )
     add("--weight", metavar="COLUMN", help="column of sample weights (default: none)")
     add(
         "--split",
@@ -212,11 +235,11 @@ def _parser() -> Parser:
 
     add(
         "--bad-rows",
-        choices=("stop", "skip"),
+        choices=("stop", "skip", "skip-all"),
         default="stop",
         help="stop: end with an error at the first bad row. skip: prepare the other rows as if bad "
-        "ones were not there, count these by column and report the first 20. A damaged file is an "
-        "error in both cases (default: stop)",
+        "ones were not there, count these by column and report the first 20; more than half of all "
+        "is an error. skip-all: any number. A damaged file is always an error (default: stop)",
     )
     add(
         "--dry-run",

@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from dlrm.data.prepare.bad_rows import BadRowsRule
 from dlrm.data.prepare.column_options import SplitOptions
 from dlrm.data.prepare.criteo_rows import CriteoRows, criteo_plan
 from dlrm.data.prepare.extend_ids import NOTHING_TO_EVICT
@@ -39,7 +40,7 @@ class Options:
     dense_transform: Literal["log1p", "log3"] = "log1p"
     limit: int | None = None
     """Read at most this many lines of the input."""
-    bad_rows: Literal["stop", "skip"] = "stop"
+    bad_rows: BadRowsRule = "stop"
     ids_of: str | None = None
     """A prepared directory whose ids are reused, with some of its options, see
     :func:`inherit_options`."""
@@ -123,7 +124,7 @@ def prepare(
         options=options.as_dict(),
         rules=lambda: {"dense_transform": options.dense_transform, "cap": options.cap},
         earlier=earlier,
-        skip_bad=options.bad_rows == "skip",
+        bad_rows=options.bad_rows,
     )
     return preparation.run(
         output,

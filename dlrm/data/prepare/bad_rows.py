@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 BAD_ROWS_KEPT = 20
+BadRowsRule = Literal["stop", "skip", "skip-all"]
 Result = TypeVar("Result")
 
 
@@ -30,6 +31,7 @@ class BadRow(ValueError):
     kind = "not a row of the table"
     """In a count of bad rows."""
     remedy = "or skip such rows with --bad-rows skip"
+    """None for a label: its rows are not to be skipped lightly."""
 
     def __init__(
         self, row: int | None, problem: str, find_all: Callable[[], Sequence[int]] | None = None
@@ -56,7 +58,7 @@ class BadRow(ValueError):
             return ValueError(f"{path}{self.where}: {self.problem}")
         number = first_row + self.row + 1
         row = f", {self.unit} {number:,}" if number else ""  # 0: the file as a whole
-        remedy = f"; {self.remedy}" if path.is_file() else ""
+        remedy = f"; {self.remedy}" if self.remedy and path.is_file() else ""
         return ValueError(f"{path}{row}{self.where}: {self.problem}{remedy}")
 
 
@@ -96,6 +98,8 @@ class BadLine(BadRow):
     def __init__(self, row: int, kind: str, problem: str) -> None:
         super().__init__(row, problem)
         self.kind = kind
+        if kind.startswith("label"):
+            self.remedy = "correct the input"
 
 
 @dataclass

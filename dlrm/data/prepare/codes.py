@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from .bad_rows import BadValue, shown
-from .column_options import ALL_OTHERS
-from .values import as_texts, decoded
+from .column_options import ALL_OTHERS, TableOptions
+from .values import as_texts, decoded, numbers
 
 LABELS = {
     "0": 0, "1": 1, "false": 0, "true": 1, "False": 0, "True": 1, "FALSE": 0, "TRUE": 1
@@ -21,45 +23,118 @@ SPLIT_VALUES = {
     "testing": 2,
 }  # fmt: skip
 """The texts that a split column may hold, and the position of the split in ``SPLITS``."""
+ORDERS = {
+    ">=": np.greater_equal, ">": np.greater, "<=": np.less_equal, "<": np.less
+}  # fmt: skip
+COMPARISON = re.compile(r"\s*(.+?)\s*(>=|<=|==|!=|>|<)\s*(.+?)\s*")
 MOST_SHOWN = 8  # values of a label in a message
 
 
+@dataclass(frozen=True, kw_only=True)
+class LabelRule:
+    """Which values of a label count as 1; without any option, 0 and 1, or false and true."""
+
+    positive: Sequence[str] | None = None
+    negative: Sequence[str] | None = None
+    """The values that count as 0; ``("*",)`` or None: all others."""
+    operator: str | None = None
+    """Of a comparison, as in ``rating >= 4``."""
+    value: str = ""
+
+    def __str__(self) -> str:
+        if self.operator is not None:
+            return f"1 if {self.operator} {self.value}"
+        if self.positive is None:
+            return "0 or 1"
+        others = self.negative is None or ALL_OTHERS in self.negative
+        zero = "all others" if others else " ".join(self.negative or ())
+        return f"1: {' '.join(self.positive)}, 0: {zero}"
+
+    def apply(self, array: pa.Array, name: str) -> pa.Array:
+        """``[n]`` labels as uint8.
+
+        Raises:
+            BadValue: a label is missing or another value.
+        """
+        must = "the label must be there"
+        if self.operator in ORDERS:
+            found = numbers(array, name)
+            if np.isnan(found).any():
+                rows = np.flatnonzero(np.isnan(found)).tolist()
+                problem = f"the value is missing; {must}: leave out rows without it"
+                raise BadValue(name, rows[0], problem, lambda: rows)
+            return pa.array(ORDERS[self.operator](found, float(self.value)).astype(np.uint8))
+        if self.operator is not None:
+            equal = int(self.operator == "==")
+            return _mapped(array, name, {_plain(self.value): equal}, must, "", other=1 - equal)
+        if self.positive is None:
+            rule = "it must be 0 or 1 (false or true), as a model has one binary label"
+            hint = "say which values count as 1, as in --label 'rating >= 4' or --positive yes"
+            return _mapped(array, name, LABELS, rule, hint)
+
+        ones = dict.fromkeys(map(_plain, self.positive), 1)
+        if self.negative is None or ALL_OTHERS in self.negative:
+            return _mapped(array, name, ones, must, "", other=0)
+        rule = f"it must be {_listed(self.positive)} (counts as 1) or {_listed(self.negative)} (0)"
+        hint = "correct it, or list all values that count as 0 with negative: in the YAML"
+        zeros = dict.fromkeys(map(_plain, self.negative), 0)
+        return _mapped(array, name, zeros | ones, rule, hint)
+
+
+def split_comparison(label: str) -> tuple[str, LabelRule] | None:
+    """The column and the rule of a label such as ``rating >= 4``; None if it is no comparison.
+
+    Raises:
+        ValueError: the value is not a number, but must be one.
+    """
+    found = COMPARISON.fullmatch(label)
+    if found is None:
+        return None
+    column, operator, value = found.groups()
+    if operator in ORDERS:
+        try:
+            float(value)
+        except ValueError:
+            raise ValueError(
+                f"label {label!r}: {value!r} is not a number; compare with one, or with == or !="
+            ) from None
+    return column, LabelRule(operator=operator, value=value.strip("'\""))
+
+
+def label_rule(options: TableOptions, column: str) -> LabelRule:
+    """Which values of the label's column count as 1."""
+    if options.label not in (None, column) and (found := split_comparison(options.label or "")):
+        return found[1]
+    return LabelRule(positive=options.positive, negative=options.negative)
+
+
 def labels(
-    array: pa.Array,
-    name: str,
-    positive: Sequence[str] | None = None,
-    negative: Sequence[str] | None = None,
-    *,
-    required: bool = True,
+    array: pa.Array, name: str, rule: LabelRule | None = None, *, required: bool = True
 ) -> pa.Array:
     """``[n]`` labels as uint8, 0 or 1.
 
     Args:
         array: the column.
         name: its name.
-        positive: the values that count as 1. None: 0 and 1, or false and true.
-        negative: the values that count as 0; ``("*",)`` or None: all others.
+        rule: which values count as 1.
         required: raise if a label is missing; otherwise it is null.
 
     Raises:
-        BadValue: a label is missing or another value.
+        BadValue: a label is missing or another value. Its rows are not to be skipped lightly.
     """
-    if not required:
+    rule = rule or LabelRule()
+    try:
+        if required:
+            return rule.apply(array, name)
         texts = as_texts(decoded(array), name)
         there = pc.not_equal(texts, "").fill_null(False)
-        some = positive[0] if positive else "1"  # any label, so that errors name the right row
-        found = labels(pc.if_else(there, texts, some), name, positive, negative)
+        # Any label in place of a missing one, so that errors name the right row.
+        some = rule.positive[0] if rule.positive else rule.value or "1"
+        found = rule.apply(pc.if_else(there, texts, some), name)
         return pc.if_else(there, found, pa.scalar(None, pa.uint8()))
-    if positive is None:
-        rule = "it must be 0 or 1 (false or true)"
-        hint = "correct it, or name the value that counts as 1 with positive: in the YAML"
-        return _mapped(array, name, LABELS, rule, hint)
-    ones = dict.fromkeys(map(_plain, positive), 1)
-    if negative is None or ALL_OTHERS in negative:
-        return _mapped(array, name, ones, "it must be there", "", other=0)
-    rule = f"it must be {_listed(positive)} (counts as 1) or {_listed(negative)} (0)"
-    hint = "correct it, or list all values that count as 0 with negative: in the YAML"
-    return _mapped(array, name, dict.fromkeys(map(_plain, negative), 0) | ones, rule, hint)
+    except BadValue as error:
+        error.remedy = ""
+        raise
 
 
 def find_negative(samples: Iterable[pa.Array], name: str, positive: Sequence[str]) -> str:
@@ -84,10 +159,13 @@ def find_negative(samples: Iterable[pa.Array], name: str, positive: Sequence[str
         return next(iter(others.values()))
     seen = [f"{shown(value)} ({count:,})" for value, count in counts.most_common(MOST_SHOWN)]
     seen += ["..."] if len(counts) > MOST_SHOWN else []
+    comparison = COMPARISON.fullmatch(f"{name} {positive[0]}")
+    instead = comparison[0] if comparison else f"{name} == {positive[0]}"
+    remedy = f'set negative: "{ALL_OTHERS}"' if len(positive) > 1 else f"use --label {instead!r}"
     raise ValueError(
         f"label {name!r}: {_listed(positive)} counts as 1, but the first rows hold "
-        f"{', '.join(seen) or 'no label'}; list the values that count as 0 with negative: in the "
-        f'YAML, or set negative: "{ALL_OTHERS}" for all others'
+        f"{', '.join(seen) or 'no label'}, and a model has one binary label; list the values that "
+        f"count as 0 with negative: in the YAML, or {remedy} if all others do"
     )
 
 

@@ -8,6 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from annotated_types import Ge, MinLen
 from pydantic import BeforeValidator
 
@@ -138,7 +139,8 @@ class TableOptions(Closed):
     """Everything that the result depends on but the rows."""
 
     label: Text | None = None
-    """The column to predict: 0 and 1, or false and true. Default: the column called ``label``."""
+    """The column to predict: 0 and 1, or false and true. Default: the column called ``label``.
+    Or a comparison with a column, such as ``rating >= 4`` or ``status == paid``."""
     positive: Texts | None = None
     """The values of the label that count as 1, if they are others."""
     negative: Texts | None = None
@@ -173,6 +175,13 @@ class TableOptions(Closed):
             raise ValueError(f"{both[0]!r} is in positive and in negative; list it in one of them")
         if self.delimiter is not None and len(self.delimiter.encode()) != 1:
             raise ValueError(f"delimiter is {self.delimiter!r}; it must be one ASCII character")
+
+
+def yaml_line(name: str, options: Any) -> str:
+    """The line of YAML that gives a column a kind or other options, for messages."""
+    content = {"columns": {name: options}}
+    line = yaml.safe_dump(content, default_flow_style=True, allow_unicode=True, width=10**6)
+    return line.strip()[1:-1]
 
 
 def read_options(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ...utils.validation import validate
-from .column_options import ColumnOptions, TableOptions
+from .column_options import ColumnOptions, TableOptions, yaml_line
 
 SPLIT = "(split)"
 """Name of what the split of a row depends on, where rows are converted but not yet prepared."""
@@ -44,7 +44,7 @@ class Column:
     @property
     def drop_line(self) -> str:
         """The line of YAML that leaves this column out, for messages."""
-        return f"columns: {{{self.name}: drop}}"
+        return yaml_line(self.name, "drop")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from . import values
 from .bad_rows import BadValue
-from .codes import labels, split_codes
+from .codes import label_rule, labels, split_codes
 from .columns import SPLIT, ColumnPlan, Feature
 
 
@@ -36,8 +36,8 @@ def convert_rows(plan: ColumnPlan, raw: pa.RecordBatch, *, required: bool = True
     # What is no feature: the label, the weight and the split.
     for column in there:
         if column.kind == "label":
-            known = options.positive, options.negative
-            columns[column.name] = labels(raw[column.name], column.name, *known, required=required)
+            rule = label_rule(options, column.name)
+            columns[column.name] = labels(raw[column.name], column.name, rule, required=required)
         elif column.kind == "weight":
             columns[column.name] = pa.array(
                 values.weights(raw[column.name], column.name, column.options.marks)

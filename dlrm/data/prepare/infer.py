@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from ...utils.messages import did_you_mean, printable
-from .bad_rows import BadRow
+from . import codes
+from .bad_rows import BadRow, BadValue
 from .codes import find_negative
-from .column_options import ALL_OTHERS, ColumnOptions, TableOptions, TimePart
+from .column_options import ColumnOptions, TableOptions, TimePart, yaml_line
 from .columns import Column, ColumnPlan
 from .files import ParquetPart, RawFile, no_header_hint
 from .kinds import (
@@ -19,6 +23,7 @@ from .kinds import (
     NoFeatureError,
     find_kind,
     find_separator,
+    find_split_time,
     find_written_number,
     whole_days,
 )
@@ -48,50 +53,118 @@ def plan_columns(
     samples = [dict(zip(rows.schema.names, rows.columns, strict=True)) for rows in batches]
     names = batches[0].schema.names
     given = _named(options, names, files[0])
+    labels = [_known_labels(sample, given, options) for sample in samples]
 
     columns, useless = [], dict[str, str]()
     for name in names:
-        parts = [decoded(rows[name]) for rows in samples if name in rows]
-        own = given.get(name, ColumnOptions())
+        parts = [
+            (decoded(sample[name]), own)
+            for sample, own in zip(samples, labels, strict=True)
+            if name in sample
+        ]
+        own, untyped = given.get(name, ColumnOptions()), files[0].format == "csv"
         try:
-            columns.append(_column(name, parts, own, options, untyped=files[0].format == "csv"))
+            columns.append(_column(name, parts, own, options, untyped=untyped))
         except NoFeatureError as error:
-            useless |= error.reasons
-    if useless:
-        raise NoFeatureError(useless)
+            useless[name] = str(error)
+            found = _type_name(parts[0][0].type)
+            columns.append(Column(name=name, found=found, why=str(error), options=_USELESS))
 
-    options = _with_negative(options, columns, files, batches, skip_bad)
     plan = ColumnPlan(options=options, columns=tuple(columns))
+    if useless:
+        raise ColumnsError(_no_features(useless), plan)
+    try:
+        options = _with_negative(options, columns, files, batches, skip_bad)
+    except ValueError as error:
+        raise ColumnsError(str(error), plan) from None
     if not plan.categorical:
-        raise ValueError(
-            f"{files[0].path}: no column is a category or list, a model needs one; set one with "
-            "columns: {NAME: category}"
-        )
-    return plan
+        raise ColumnsError(_no_category(plan, files[0]), plan)
+    return replace(plan, options=options)
+
+
+_USELESS = ColumnOptions(kind="drop")
+
+
+class ColumnsError(ValueError):
+    """Columns do not make a model's features and label.
+
+    Args:
+        problem: what is wrong, and the remedy.
+        plan: what was found of the columns.
+    """
+
+    def __init__(self, problem: str, plan: ColumnPlan) -> None:
+        super().__init__(problem)
+        self.summary = format_plan(plan)
+        """The columns, to be printed before the error."""
+
+
+def _no_features(reasons: Mapping[str, str]) -> str:
+    """The error of columns of which nothing can be made, and which are not left out silently."""
+    them = "them" if len(reasons) > 1 else "it"
+    what = "columns can't be features" if len(reasons) > 1 else "column can't be a feature"
+    listed = ", ".join(f"{name!r} ({reason})" for name, reason in reasons.items())
+    drop, keep = (", ".join(f"{name}: {kind}" for name in reasons) for kind in ("drop", "pass"))
+    return (
+        f"{what}: {listed}; leave {them} out with columns: {{{drop}}}, or copy {them} to the "
+        f"result with columns: {{{keep}}}"
+    )
+
+
+def _no_category(plan: ColumnPlan, file: RawFile) -> str:
+    """The error of a table without ids."""
+    numbers = [column for column in plan.columns if column.kind == "number"]
+    whole = [column.name for column in numbers if column.why.startswith(("int", "whole"))]
+    name = next(iter(whole), "NAME")
+    return (
+        f"{file.path}: no column is a category or list, and a model needs one; set one with "
+        f"{yaml_line(name, 'category')} in the YAML of --config"
+    )
+
+
+def _known_labels(
+    sample: Mapping[str, pa.Array], given: Mapping[str, ColumnOptions], options: TableOptions
+) -> NDArray[np.uint8] | None:
+    """The labels of the first rows, if all are 0 or 1."""
+    name = next(name for name, own in given.items() if own.kind == "label")
+    with suppress(BadValue, KeyError):
+        found = codes.labels(sample[name], name, codes.label_rule(options, name))
+        return found.to_numpy(zero_copy_only=False)
+    return None
 
 
 def _column(
     name: str,
-    parts: Sequence[pa.Array],
+    parts: Sequence[tuple[pa.Array, NDArray[np.uint8] | None]],
     own: ColumnOptions,
     options: TableOptions,
     *,
     untyped: bool,
 ) -> Column:
-    """One column, with its kind as given or as inferred from its first values."""
+    """One column, with its kind as given or as inferred from its first values and labels."""
+    values = [part for part, _ in parts]
+    by_time = options.split.by == "time" and options.split.column == name
     if own.kind is None:
-        candidates = [find_kind(name, part, untyped) for part in parts]
+        candidates = [
+            find_split_time(name, part, untyped)
+            if by_time
+            else find_kind(name, part, untyped, labels)
+            for part, labels in parts
+        ]
         inferred = min(candidates, key=lambda candidate: candidate.kind != "category")
     else:
-        inferred = InferredKind(kind=own.kind, why="given")
+        note = "; later rows are out of its range" if by_time and own.kind == "number" else ""
+        inferred = InferredKind(kind=own.kind, why=f"given{note}")
         if own.kind in ("number", "weight") and own.marks is None:
-            inferred = _written(parts, inferred)
+            inferred = _written(values, inferred)
 
     own = replace(own, kind=inferred.kind)  # type: ignore[arg-type]
     if (marks := inferred.marks) is not None:
         own = replace(own, decimal=marks.decimal, thousands=marks.thousands)  # type: ignore[arg-type]
-    found = _type_name(parts[0].type)
-    filled = _filled(own, parts[0], options)
+    if inferred.unit is not None:
+        own = replace(own, unit=inferred.unit)  # type: ignore[arg-type]
+    found = _type_name(values[0].type)
+    filled = _filled(own, values[0], options)
     return Column(name=name, found=found, why=inferred.why, options=filled)
 
 
@@ -100,7 +173,7 @@ def _written(parts: Sequence[pa.Array], given: InferredKind) -> InferredKind:
     for part in parts:
         found = find_written_number("", part) if is_text(part.type) else None
         if found is not None and found.marks is not None:
-            return replace(found, kind=given.kind, why=f"given; {found.why}")
+            return replace(found, kind=given.kind, why=f"{given.why}; {found.why}")
     return given
 
 
@@ -132,11 +205,9 @@ def _becomes(column: Column, table: TableOptions) -> str:
         return ", ".join([first, *told])
     if column.kind == "time":
         return " ".join(options.parts or ())
-    if column.kind == "label" and table.positive is not None:
-        negative = table.negative or (ALL_OTHERS,)
-        zero = "all others" if ALL_OTHERS in negative else printable(" ".join(negative))
-        return f"1: {printable(' '.join(table.positive))}, 0: {zero}"
-    return {"drop": "left out", "pass": "as it is", "label": "0 or 1"}.get(column.kind, "")
+    if column.kind == "label":
+        return printable(str(codes.label_rule(table, column.name)))
+    return {"drop": "left out", "pass": "as it is"}.get(column.kind, "")
 
 
 def _with_negative(
@@ -192,6 +263,8 @@ def _named(options: TableOptions, names: Sequence[str], file: RawFile) -> dict[s
     given = dict(options.columns)
     split = options.split.column if options.split.by == "column" else None
     label = options.label
+    if label is not None and label not in names and (found := codes.split_comparison(label)):
+        label = found[0]
     if label is None and not any(own.kind == "label" for own in given.values()):
         label = "label"
     for kind, name in {"label": label, "weight": options.weight, "split": split}.items():
@@ -201,7 +274,9 @@ def _named(options: TableOptions, names: Sequence[str], file: RawFile) -> dict[s
     for name in [*given, *filter(None, [options.split.column])]:
         if name not in names:
             what = "label" if name == label else "column"
-            hint = "; name it with --label" if name == "label" and options.label is None else ""
+            hint = ""
+            if name == "label" and options.label is None:
+                hint = "; name it with --label: a column of 0 and 1, or 'rating >= 4'"
             hint += no_header_hint(file)
             raise ValueError(f"{file.path} has no {what} {name!r}{did_you_mean(name, names)}{hint}")
 

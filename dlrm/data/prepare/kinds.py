@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from .bad_rows import BadValue, shown
+from .column_options import yaml_line
 from .number_texts import PLAIN, Marks, find_marks
 from .values import (
     DAY,
@@ -25,14 +26,21 @@ from .values import (
 )
 
 FEW_VALUES = 20
-MANY_VALUES = 500  # of integers that repeat and so may be ids
+EVENLY = 0.05  # the distance from the uniform distribution below which integers look like ids
 LIKE_DATES = r"^\s*\d{1,4}([-/.])\d{1,2}[-/.]\d{1,4}(T|\b)"  # in any order
 ENOUGH_ROWS = 100  # for conclusions from how values are distributed
 LIST_SHARE = 0.2
 NUMBER_SHARE = 0.95
 HOUR_CODES = ("%H", "%I", "%T", "%R", "%r", "%X", "%c", "%s")  # of strptime
+SURE = 4.0  # standard deviations
+MOST = 3.0  # a trend explains this much more than what is left
 LIKELY_YEARS = (20, 80)  # since 1970, of numbers that may be times
-ID_NAME = re.compile(r"(^|_|[a-z](?=I))(id|ids|uuid|guid|code|zip|hash)$", re.IGNORECASE)
+ID_NAME = re.compile(
+    r"(?:^|[_. ]|(?-i:[a-z](?=[A-Z])))"
+    r"(?:ids?|uuid|guid|code|zip|zipcode|postcode|hash|user|item|customer|product|movie|sku|isbn)"
+    r"(?::token)?$",  # as RecBole writes it
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,34 +51,24 @@ class InferredKind:
     why: str
     marks: Marks | None = None
     """Of numbers that are not written plainly."""
+    unit: str | None = None
+    """Of times that are numbers."""
 
 
 class NoFeatureError(ValueError):
-    """Nothing can be made of a column, and it is not left out silently.
-
-    Args:
-        reasons: for each such column, why.
-    """
-
-    def __init__(self, reasons: Mapping[str, str]) -> None:
-        self.reasons = dict(reasons)
-        several = len(reasons) > 1
-        what = "columns can't be features" if several else "column can't be a feature"
-        told = ", ".join(f"{name!r} ({reason})" for name, reason in reasons.items())
-        drop, keep = (", ".join(f"{name}: {kind}" for name in reasons) for kind in ("drop", "pass"))
-        super().__init__(
-            f"{what}: {told}; leave {'them' if several else 'it'} out with columns: {{{drop}}}, or "
-            f"copy {'them' if several else 'it'} to the result with columns: {{{keep}}}"
-        )
+    """Nothing can be made of a column; the message says why."""
 
 
-def find_kind(name: str, sample: pa.Array, untyped: bool) -> InferredKind:
+def find_kind(
+    name: str, sample: pa.Array, untyped: bool, labels: NDArray[np.uint8] | None = None
+) -> InferredKind:
     """The kind of a column that the options say nothing of.
 
     Args:
         name: its name.
         sample: its first values.
         untyped: whether the file holds nothing but texts.
+        labels: ``[n]`` 0 or 1, those of the same rows, if they are known.
 
     Raises:
         NoFeatureError: nothing can be made of it.
@@ -82,9 +80,9 @@ def find_kind(name: str, sample: pa.Array, untyped: bool) -> InferredKind:
         entries = kind.value_type
         if is_text(entries) or pa.types.is_integer(entries):
             return InferredKind(kind="list", why=f"lists of {entries}")
-        raise NoFeatureError({name: f"{kind}, and a list holds texts or integers"})
+        raise NoFeatureError(f"{kind}, and a list holds texts or integers")
     if pa.types.is_nested(kind):
-        raise NoFeatureError({name: f"{kind}, whose fields are to be taken apart first"})
+        raise NoFeatureError(f"{kind}, whose fields are to be taken apart first")
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         return InferredKind(kind="time", why="times")
     if pa.types.is_boolean(kind):
@@ -92,11 +90,18 @@ def find_kind(name: str, sample: pa.Array, untyped: bool) -> InferredKind:
 
     # Numbers and texts, which may be anything.
     if pa.types.is_integer(kind):
-        return _find_integer(name, sample)
-    if untyped and pa.types.is_floating(kind) and _beyond_integers(sample):
-        return InferredKind(
-            kind="category", why=f"integers of 16 digits and more{_repeats(sample)}"
-        )
+        return _find_integer(name, "integers", sample, labels)
+    if pa.types.is_floating(kind):
+        # Integers with gaps are stored as floats.
+        values = sample.to_numpy(zero_copy_only=False)
+        there = values[~np.isnan(values)]
+        if len(there) and (np.floor(there) == there).all():
+            if np.abs(there).max() < 2**53:
+                whole = pa.array(values, from_pandas=True).cast(pa.int64())
+                return _find_integer(name, "whole numbers", whole, labels)
+            if untyped and np.median(np.abs(there)) >= 2**53:
+                why = f"integers of 16 digits and more{_repeats(sample)}"
+                return InferredKind(kind="category", why=why)
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind) or pa.types.is_time(kind):
         return InferredKind(kind="number", why="numbers")
     if kind == pa.null():
@@ -105,7 +110,7 @@ def find_kind(name: str, sample: pa.Array, untyped: bool) -> InferredKind:
         return _find_text(name, sample, untyped)
     if pa.types.is_binary(kind):
         return InferredKind(kind="category", why=f"texts, {_often(sample)}")
-    raise NoFeatureError({name: str(kind)})
+    raise NoFeatureError(str(kind))
 
 
 def _find_text(name: str, sample: pa.Array, untyped: bool) -> InferredKind:
@@ -132,36 +137,113 @@ def _often(sample: pa.Array) -> str:
     return f"{distinct:,} value{plural} in {len(sample):,} rows{_repeats(sample)}"
 
 
-def _find_integer(name: str, sample: pa.Array) -> InferredKind:
-    """Integers are ids if the name says so or if there are few, and else numbers.
+def _find_integer(
+    name: str, what: str, sample: pa.Array, labels: NDArray[np.uint8] | None
+) -> InferredKind:
+    """Integers are ids or numbers, by their name, how many there are, and the labels.
 
     Raises:
         NoFeatureError: they only count the rows.
     """
-    present = sample.drop_null()
-    distinct = pc.count_distinct(present).as_py()
-    if len(present) >= ENOUGH_ROWS and present.null_count == 0 and len(present) == len(sample):
-        steps = np.diff(present.to_numpy(zero_copy_only=False).astype(np.int64))
-        if (steps == 1).all():
-            first = f"{present[0]}, {present[1]}, {present[2]}"
-            raise NoFeatureError(
-                {name: f"it counts the rows: {first}, ..., which says nothing about new rows"}
-            )
+    present = sample.drop_null().to_numpy(zero_copy_only=False)
+    distinct = np.unique(present)
+    steps = np.diff(present.astype(np.int64))
+    if len(present) == len(sample) >= ENOUGH_ROWS and (steps == 1).all():
+        first = ", ".join(map(str, present[:3]))
+        raise NoFeatureError(f"it counts the rows: {first}, ..., which says nothing about new rows")
     if ID_NAME.search(name):
-        return InferredKind(kind="category", why=f"integers, by its name{_repeats(sample)}")
-    if len(sample) >= ENOUGH_ROWS and distinct <= FEW_VALUES:
-        why = f"integers, only {distinct} value{'s' * (distinct != 1)}{_repeats(sample)}"
-        return InferredKind(kind="category", why=why)
-    hint = _like_times(present)
-    if not hint and MANY_VALUES <= distinct <= len(present) / 2:
-        hint = f", {distinct:,} values; if these are ids, set category"
-    return InferredKind(kind="number", why=f"integers{hint}")
+        note = _repeats(sample) or _alternative(name, "number")
+        return InferredKind(kind="category", why=f"{what}, by its name{note}")
+
+    # Few values are ids, and values that hardly repeat are numbers.
+    count = f"{what}, {len(distinct):,} value{'s' * (len(distinct) != 1)}"
+    if len(sample) >= ENOUGH_ROWS and len(distinct) <= FEW_VALUES:
+        note = _repeats(sample)
+        if not note and len(distinct) > 2:
+            note = _alternative(name, "number")
+        return InferredKind(kind="category", why=count + note)
+    if unit := find_time_unit(present):
+        given = "time" if unit == "s" else {"kind": "time", "unit": unit}
+        return InferredKind(kind="number", why=what + _alternative(name, given))
+    if len(distinct) > len(present) / 2:
+        why = f"{what} that hardly repeat{_alternative(name, 'category')}"
+        return InferredKind(kind="number", why=why)
+
+    # Between these, the labels tell, and if they don't, how the values are spread.
+    follows, reason = None, "evenly spread"
+    if labels is not None:
+        there = sample.is_valid().to_numpy(zero_copy_only=False)
+        follows = follows_order(present, labels[there])
+    if follows is not None:
+        reason = f"the label rate {'follows' if follows else 'does not follow'} their order"
+    elif not _evenly_spread(distinct):
+        follows, reason = True, "unevenly spread"
+    kind, other = ("number", "category") if follows else ("category", "number")
+    return InferredKind(kind=kind, why=f"{count}, {reason}{_alternative(name, other)}")
 
 
-def _beyond_integers(sample: pa.Array) -> bool:
-    """Whether numbers are ids that float64 can't tell apart, such as those of 64 bits."""
-    values = sample.drop_null().to_numpy(zero_copy_only=False)
-    return bool(len(values) and np.median(np.abs(values)) >= 2**53 and (values % 1 == 0).all())
+def find_split_time(name: str, sample: pa.Array, untyped: bool) -> InferredKind:
+    """The kind of a column that splits the rows by time: later values are beyond all earlier ones.
+
+    Only the parts of a time that repeat, and its age, which is 0 for later rows, become features.
+    """
+    try:
+        inferred = find_kind(name, sample, untyped)
+    except NoFeatureError:  # it counts the rows, which is an order as good as any
+        inferred = InferredKind(kind="number", why="")
+    if inferred.kind == "time":
+        return replace(inferred, why=f"{inferred.why}; later rows have age 0")
+    if inferred.kind not in ("number", "category") or is_text(sample.type):
+        return inferred
+    plain = pa.types.is_integer(sample.type) or pa.types.is_floating(sample.type)
+    unit = find_time_unit(sample.drop_null().to_numpy(zero_copy_only=False)) if plain else None
+    if unit is None:
+        return InferredKind(
+            kind="drop", why="no feature: it splits the rows, so later values are out of range"
+        )
+    why = f"{unit} since 1970"
+    return InferredKind(kind="time", why=f"{why}; later rows have age 0", unit=unit)
+
+
+def _alternative(name: str, options: Any) -> str:
+    """The end of a reason that names what else a column may be."""
+    kind = options if isinstance(options, str) else options["kind"]
+    what = {"category": "ids", "time": "times", "number": "numbers", "list": "lists"}[kind]
+    return f"; if these are {what}: {yaml_line(name, options)}"
+
+
+def _evenly_spread(distinct: NDArray[np.integer]) -> bool:
+    """Whether rising values lie between the first and the last as ids do, and not as counts."""
+    places = (distinct - distinct[0]) / (distinct[-1] - distinct[0])
+    return bool(np.abs(places - np.linspace(0, 1, len(distinct))).max() < EVENLY)
+
+
+def follows_order(values: NDArray[np.integer], labels: NDArray[np.uint8]) -> bool | None:
+    """Whether the share of positive labels rises or falls with the values; None if nothing can be
+    told, as the shares differ no more than by chance.
+
+    The chi-square of the shares is divided into what a line over the ranks of the values explains,
+    and the rest (the Cochran-Armitage test for trend).
+
+    Args:
+        values: ``[n]``, of which many are equal.
+        labels: ``[n]`` 0 or 1.
+    """
+    mean = labels.mean()
+    variance = mean * (1 - mean)
+    if variance == 0:
+        return None
+    _, position, counts = np.unique(values, return_inverse=True, return_counts=True)
+    surplus = np.bincount(position, labels) - counts * mean
+    total = np.sum(surplus**2 / counts) / variance
+
+    ranks = np.cumsum(counts) - counts / 2 - len(values) / 2
+    trend = np.sum(surplus * ranks) ** 2 / np.sum(counts * ranks**2) / variance
+    rest, freedom = total - trend, len(counts) - 2
+    if trend > SURE**2 and trend >= MOST * (rest - freedom):
+        return True
+    spread = np.sqrt(np.sum(2 + (1 / variance - 6) / counts))
+    return False if rest > freedom + SURE * spread else None
 
 
 def _repeats(sample: pa.Array) -> str:
@@ -173,19 +255,14 @@ def _repeats(sample: pa.Array) -> str:
     return ""
 
 
-def _like_times(present: pa.Array) -> str:
-    """A note if integers may be times: of all units, one makes them of our days."""
-    values = present.to_numpy(zero_copy_only=False).astype(np.float64)
+def find_time_unit(values: NDArray[np.integer]) -> str | None:
+    """The unit since 1970 that makes integers times of our days, if there is one."""
     for unit, second in SECONDS.items():
         years = values / second / (365.25 * 86400)
-        if (
-            len(years) >= ENOUGH_ROWS
-            and years.min() >= LIKELY_YEARS[0]
-            and years.max() <= LIKELY_YEARS[1]
-        ):
-            given = "" if unit == "s" else f", unit: {unit}"
-            return f"; if these are times, set {{kind: time{given}}}"
-    return ""
+        low, high = LIKELY_YEARS
+        if len(years) >= ENOUGH_ROWS and years.min() >= low and years.max() <= high:
+            return unit
+    return None
 
 
 def find_written_number(name: str, texts: pa.Array) -> InferredKind | None:

@@ -25,7 +25,10 @@ from typing import Any
 
 from ...utils.atomic import atomic_write
 from ...utils.cpus import cpu_count
-from ..schema import META_FILE, EarlierData, Meta
+from ...utils.messages import print_error
+from ..schema import META_FILE, SPLITS, EarlierData, Meta
+from .bad_rows import BadRowsRule
+from .codes import label_rule
 from .fingerprint import fingerprint
 from .learner import EarlierIds, Learner
 from .row_source import RowSource
@@ -36,6 +39,9 @@ from .text_blocks import BLOCK_BYTES
 from .transform import TRANSFORM_FILE, Transform
 from .workspace import BAD_ROWS_FILE, Workspace
 
+SKIPPED_WARNING, SKIPPED_ERROR = 0.01, 0.5  # shares of the rows
+BY_CHANCE = 1e-3  # a split that lacks a class with less probability is refused
+FEW_ROWS = 100  # of splits that nobody expects much of
 FORMAT = 2  # of the spilled blocks; increment it when a restart cannot reuse older ones
 
 
@@ -54,7 +60,8 @@ class Preparation:
     save: Callable[[Path], None] | None = None
     """Writes further results."""
     earlier: EarlierIds | None = None
-    skip_bad: bool = False
+    bad_rows: BadRowsRule = "stop"
+    """``skip``: leave out rows that do not fit, at most half of all. ``skip-all``: any number."""
 
     def run(
         self,
@@ -105,7 +112,7 @@ class Preparation:
         spilled = spill_rows(
             self.source,
             work,
-            skip_bad=self.skip_bad,
+            skip_bad=self.bad_rows != "stop",
             block_bytes=block_bytes,
             workers=workers,
             progress=progress,
@@ -113,6 +120,7 @@ class Preparation:
         self._require_rows(spilled)
         splitter = self.split(spilled)
         self._require_training(spilled, splitter)
+        self._require_both_classes(spilled, splitter)
 
         # What was learned, and the rows prepared by it.
         transform, blocks = self.transform, spilled.blocks
@@ -154,18 +162,62 @@ class Preparation:
         ).write(work.directory)
 
     def _require_rows(self, spilled: Spilled) -> None:
-        """Check that there are good rows."""
-        if spilled.blocks:
+        """Check that there are rows, and that few are left out: more may change what is learned."""
+        bad, rows = spilled.bad, spilled.rows + spilled.bad.count
+        if not rows:
+            raise ValueError(f"{self.source.paths[0]} has no rows; give a table that has some")
+        share = bad.count / rows
+        if share <= SKIPPED_WARNING or (self.bad_rows == "skip-all" and spilled.rows):
             return
-        first = self.source.paths[0]
-        if not spilled.bad.count:
-            raise ValueError(f"{first} has no rows; give a table that has some")
-        bad = spilled.bad.first[0]
-        where = f"line {bad['line']}" if "line" in bad else f"row {bad['row']}"
+        kinds = ", ".join(f"{kind}: {count:,}" for kind, count in bad.kinds.items())
+        problem = f"{bad.count:,} of {rows:,} rows do not fit ({kinds})"
+        if share <= SKIPPED_ERROR:
+            print_error(f"warning: {share:.1%} of the rows are left out: {problem}")
+            return
+        first = bad.first[0]
+        where = f"line {first['line']:,}" if "line" in first else f"row {first['row']:,}"
+        remedy = f"or keep only the other {spilled.rows:,} rows with --bad-rows skip-all"
         raise ValueError(
-            f"{first}: none of its {spilled.bad.count:,} rows fits; {where}, {bad['kind']}: "
-            f"{bad['message']}"
+            f"{problem}; {first['file']}, {where}: {first['message']}"
+            + (f"; {remedy}" if spilled.rows else "")
         )
+
+    def _require_both_classes(self, spilled: Spilled, splitter: Splitter) -> None:
+        """Check that a split has positive and negative rows, unless it lacks one by chance."""
+        label = self.transform.plan.only("label")
+        assert label is not None
+        found = {name: [0, 0] for name in SPLITS}
+        for block in spilled.blocks:
+            labels = block.column(label.name).to_numpy()
+            for name, selection in zip(SPLITS, splitter.selections(block), strict=True):
+                chosen = labels[selection]
+                found[name][0] += len(chosen)
+                found[name][1] += int(chosen.sum())
+
+        rows, positives = (sum(counts[i] for counts in found.values()) for i in range(2))
+        for name, (own_rows, own_positives) in found.items():
+            if not own_rows or 0 < own_positives < own_rows:
+                continue
+            value = int(own_positives > 0)
+            other = (rows - positives if value else positives) / rows
+            problem = f"all {own_rows:,} labels of the {name} split are {value}"
+            by_chance = other > 0 and (1 - other) ** own_rows > BY_CHANCE
+            if self.earlier is not None or by_chance:
+                if own_rows >= FEW_ROWS:
+                    print_error(f"note: {problem}, so that no AUC can be computed of it")
+            elif other:
+                raise ValueError(
+                    f"{problem}, and {other:.2%} of all labels are {1 - value}: for both in each "
+                    "split, use --split-by random if the rows are sorted by the label, or choose "
+                    "other shares or limits"
+                )
+            else:
+                rule = label_rule(self.transform.plan.options, label.name)
+                raise ValueError(
+                    f"all {rows:,} labels are {value} (column {label.name!r}, {rule}), and a model "
+                    "needs rows of both classes: say which values count as 1, as in --label "
+                    "'rating >= 4' or --positive yes"
+                )
 
     def _require_training(self, spilled: Spilled, splitter: Splitter) -> None:
         """Check that there are rows to learn from, if anything is to be learned."""

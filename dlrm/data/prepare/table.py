@@ -14,6 +14,7 @@ import yaml
 from ...utils.atomic import atomic_write
 from ...utils.messages import did_you_mean
 from ..schema import Meta
+from .bad_rows import BadRowsRule
 from .column_options import ColumnOptions, SplitOptions, TableOptions
 from .columns import Column, ColumnPlan
 from .extend_ids import NOTHING_TO_EVICT
@@ -80,7 +81,7 @@ def prepare_table(
     ids_of: Path | None = None,
     grow: bool = False,
     evict_after: int | None = None,
-    skip_bad: bool = False,
+    bad_rows: BadRowsRule = "stop",
     overwrite: bool = False,
     workers: int | None = None,
     block_bytes: int = BLOCK_BYTES,
@@ -98,7 +99,8 @@ def prepare_table(
         grow: with ``ids_of``, values of the training rows that it does not list get ids too.
         evict_after: with ``grow``, these are first the ids of values that no training row had in as
             many preparations, this one included.
-        skip_bad: leave out rows that do not fit, and report them in ``bad_rows.json``.
+        bad_rows: ``stop`` at the first row that does not fit; or ``skip`` such rows, up to half of
+            all, or ``skip-all``, and report them in ``bad_rows.json``.
         overwrite, workers, block_bytes, progress: see
             :meth:`dlrm.data.prepare.pipeline.Preparation.run`.
 
@@ -118,7 +120,7 @@ def prepare_table(
         "options": asdict(replace(plan.options, columns={})),
         "columns": {column.name: asdict(column.options) for column in plan.columns},
         "ids_of": None if ids_of is None else str(ids_of),
-        "bad_rows": "skip" if skip_bad else "stop",
+        "bad_rows": bad_rows,
     }
     options |= {"append_new": True} if grow else {}
     options |= {} if evict_after is None else {"forget": evict_after}
@@ -139,15 +141,16 @@ def prepare_table(
         with atomic_write(directory / OPTIONS_FILE) as temporary:
             temporary.write_text(options_as_yaml(plan))
 
+    types = read_types(plan, files, skip_bad=bad_rows != "stop")
     preparation = Preparation(
-        source=TableRows(files=files, plan=plan, types=read_types(plan, files, skip_bad=skip_bad)),
+        source=TableRows(files=files, plan=plan, types=types),
         transform=transform,
         split=split,
         options=options,
         rules=transform.rules,
         save=save,
         earlier=earlier,
-        skip_bad=skip_bad,
+        bad_rows=bad_rows,
     )
     return preparation.run(
         output,

@@ -47,10 +47,11 @@ def write(path, lines):
     return path
 
 
-def prepare(path, out, skip_bad=True, block_bytes=3000, **options):
-    files, plan = open_and_plan([path], build_options(OPTIONS | options), skip_bad=skip_bad)
+def prepare(path, out, bad_rows="skip", block_bytes=3000, **options):
+    options = build_options(OPTIONS | options)
+    files, plan = open_and_plan([path], options, skip_bad=bad_rows != "stop")
     return prepare_table(
-        files, plan, out, skip_bad=skip_bad, progress=False, block_bytes=block_bytes, workers=2
+        files, plan, out, bad_rows=bad_rows, progress=False, block_bytes=block_bytes, workers=2
     )
 
 
@@ -81,7 +82,7 @@ def test_the_rest_is_as_if_bad_rows_were_not_there(tmp_path, share, monkeypatch)
     lines, bad = spoiled(1, share=share)
     prepare(write(tmp_path / "bad.csv", lines), tmp_path / "out")
     clean = write(tmp_path / "clean.csv", [good_row(i) for i in range(600)])
-    prepare(clean, tmp_path / "wanted", skip_bad=False, block_bytes=10_000)
+    prepare(clean, tmp_path / "wanted", bad_rows="stop", block_bytes=10_000)
     assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
     report = json.loads((tmp_path / "out" / "bad_rows.json").read_text())
     kinds = list(bad.values())
@@ -100,7 +101,7 @@ def test_many_bad_rows_take_few_conversions(tmp_path, monkeypatch, wrong):
     )
     lines = [good_row(i) for i in range(100)]
     path = write(tmp_path / "rows.csv", [*lines, *[wrong] * 3000, *lines])
-    prepare(path, tmp_path / "out", block_bytes=1 << 20)
+    prepare(path, tmp_path / "out", bad_rows="skip-all", block_bytes=1 << 20)
     report = json.loads((tmp_path / "out" / "bad_rows.json").read_text())
     assert report["skipped"] == 3000
     assert [row["row"] for row in report["first"]] == list(range(101, 121))
@@ -109,11 +110,11 @@ def test_many_bad_rows_take_few_conversions(tmp_path, monkeypatch, wrong):
 
 def test_without_bad_rows_the_report_is_empty(tmp_path):
     path = write(tmp_path / "rows.csv", [good_row(i) for i in range(300)])
-    for way in (True, False):
-        prepare(path, tmp_path / str(way), skip_bad=way)
-        report = json.loads((tmp_path / str(way) / "bad_rows.json").read_text())
+    for way in ("skip", "stop"):
+        prepare(path, tmp_path / way, bad_rows=way)
+        report = json.loads((tmp_path / way / "bad_rows.json").read_text())
         assert report == {"skipped": 0, "kinds": {}, "first": []}
-    assert contents(tmp_path / "True") == contents(tmp_path / "False")
+    assert contents(tmp_path / "skip") == contents(tmp_path / "stop")
 
 
 def test_json_lines(tmp_path):
@@ -130,7 +131,7 @@ def test_json_lines(tmp_path):
             [tmp_path / f"{name}.jsonl.gz"], build_options({"columns": {"price": "number"}}),
             skip_bad=True,
         )  # fmt: skip
-        prepare_table(files, plan, tmp_path / name, skip_bad=True, progress=False)
+        prepare_table(files, plan, tmp_path / name, bad_rows="skip", progress=False)
     report = json.loads((tmp_path / "bad" / "bad_rows.json").read_text())
     assert [row["row"] for row in report["first"]] == [40, 41, 200, 250]
     assert contents(tmp_path / "bad") == contents(tmp_path / "clean")
@@ -145,7 +146,7 @@ def test_parquet(tmp_path):
     pq.write_table(pa.table({"label": label, "price": price, "city": ["a", "b", "c"] * 100}), path)
     prepare_with = {"columns": {"price": "number"}}
     files, plan = open_and_plan([path], build_options(prepare_with), skip_bad=True)
-    meta = prepare_table(files, plan, tmp_path / "out", skip_bad=True, progress=False)
+    meta = prepare_table(files, plan, tmp_path / "out", bad_rows="skip", progress=False)
     assert sum(split.rows for split in meta.splits.values()) == 297
     report = json.loads((tmp_path / "out" / "bad_rows.json").read_text())
     assert [row["row"] for row in report["first"]] == [18, 201, 251]
@@ -154,7 +155,7 @@ def test_parquet(tmp_path):
 
 def test_scores_leave_bad_rows_out_and_number_the_others(tmp_path):
     clean = write(tmp_path / "clean.csv", [good_row(i) for i in range(300)])
-    prepare(clean, tmp_path / "out", skip_bad=False)
+    prepare(clean, tmp_path / "out", bad_rows="stop")
     lines, bad = spoiled(2, count=300)
     # The label of a row that is scored may be missing; if it is there, it is checked as well.
     scored = [i for i in range(1, len(lines) + 1) if i not in bad or lines[i - 1][0] == ","]
@@ -195,10 +196,29 @@ def test_nothing_but_bad_rows(tmp_path):
     with pytest.raises(ValueError, match=r"rows.csv has no rows"):
         prepare(path, tmp_path / "out")
     path = write(tmp_path / "rows.csv", ["3,1.5,a,2024-01-01,k"] * 50)
-    with pytest.raises(
-        ValueError, match=r"rows.csv: none of its 50 rows fits; row 1, column 'label'"
-    ):
+    message = r"50 of 50 rows do not fit \(column 'label': 50\); .*, row 1: the value is '3'"
+    with pytest.raises(ValueError, match=message):
+        prepare(path, tmp_path / "out", bad_rows="skip-all")
+
+
+def test_half_of_the_rows_are_not_left_out_by_the_way(tmp_path, capsys):
+    """The label of a third value was skipped in 98% of the rows, which left one class."""
+    good = [good_row(i) for i in range(100)]
+    path = write(tmp_path / "rows.csv", [*good, *["1,dear,a,2024-01-01,k"] * 101])
+    message = (
+        r"101 of 201 rows do not fit \(column 'price': 101\); .*rows.csv, row 101: 'dear' is not a "
+        r"number; .*; correct them, or keep only the other 100 rows with --bad-rows skip-all"
+    )
+    with pytest.raises(ValueError, match=message.replace("; correct them, or", "; or")):
         prepare(path, tmp_path / "out")
+    prepare(path, tmp_path / "out", bad_rows="skip-all")
+    assert not capsys.readouterr().err
+    path = write(tmp_path / "rows.csv", [*good, "1,dear,a,2024-01-01,k"] * 2)
+    prepare(path, tmp_path / "some")
+    assert not capsys.readouterr().err
+    path = write(tmp_path / "rows.csv", [*good, *["1,dear,a,2024-01-01,k"] * 2])
+    prepare(path, tmp_path / "more")
+    assert "warning: 2.0% of the rows are left out: 2 of 102 rows" in capsys.readouterr().err
 
 
 def test_the_program_says_what_it_skipped(tmp_path, capsys):

@@ -204,7 +204,7 @@ def test_ids_that_cannot_be_taken_over(raw, tmp_path):
     with pytest.raises(ValueError, match="is also the output"):
         quiet(later, known, Options(ids_of=str(known)))
     bad = write_raw(tmp_path / "bad.txt", [["2"]])
-    with pytest.raises(ValueError, match="none of its 1 rows fits; line 1, too few columns:"):
+    with pytest.raises(ValueError, match=r"1 of 1 rows do not fit .*, line 1: 1 columns, a row"):
         quiet(bad, others, Options(ids_of=str(known), bad_rows="skip"))
     meta = json.loads((known / "meta.json").read_text())
     (known / "meta.json").write_text(
@@ -644,7 +644,7 @@ def test_nothing_to_train_on(raw, tmp_path):
     raw.write_text("bad\n")
     with pytest.raises(ValueError, match=r"prepared before, with other .*inputs: its ids"):
         quiet(raw, tmp_path / "out", Options(bad_rows="skip"))
-    with pytest.raises(ValueError, match="none of its 1 rows fits"):
+    with pytest.raises(ValueError, match="1 of 1 rows do not fit"):
         quiet(raw, tmp_path / "out", Options(bad_rows="skip"), overwrite=True)
 
 
@@ -660,7 +660,7 @@ def test_nothing_to_train_on(raw, tmp_path):
         ({"limit": 0}, "--limit is 0; it must be at least 1"),
         ({"vocabulary": "tain"}, "--vocabulary is 'tain', did you mean 'train'"),
         ({"dense_transform": "log"}, "--dense-transform is 'log', did you mean 'log"),
-        ({"bad_rows": "keep"}, "--bad-rows is 'keep'; valid: skip, stop"),
+        ({"bad_rows": "keep"}, "--bad-rows is 'keep'; valid: skip, skip-all, stop"),
     ],
 )
 def test_wrong_options(options, message):

@@ -1,16 +1,18 @@
 """What is found in columns as real tables have them."""
 
 import json
+import re
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
-from dlrm.data.prepare.column_options import build_options
-from dlrm.data.prepare.infer import format_plan
-from dlrm.data.prepare.kinds import NoFeatureError, find_kind
-from dlrm.data.prepare.table import open_and_plan, prepare_table
+from dlrm.data.prepare.column_options import build_options, yaml_line
+from dlrm.data.prepare.infer import ColumnsError, format_plan
+from dlrm.data.prepare.kinds import find_kind
+from dlrm.data.prepare.table import open_and_plan, options_as_yaml, prepare_table
 
 
 def csv(path, **columns):
@@ -48,22 +50,63 @@ def test_what_a_column_is_of_no_use_for_is_said():
     assert "no information" not in find_kind("c", pa.array(["a", "b"] * 100), False).why
 
 
-@pytest.mark.parametrize(("unit", "told"), [("s", ""), ("ms", ", unit: ms"), ("us", ", unit: us")])
+@pytest.mark.parametrize(
+    ("unit", "told"),
+    [("s", "time"), ("ms", "{kind: time, unit: ms}"), ("us", "{kind: time, unit: us}")],
+)
 def test_numbers_that_may_be_times(unit, told):
     scale = {"s": 1, "ms": 1000, "us": 1_000_000}[unit]
     sample = pa.array([(1_400_000_000 + 86_400 * (i % 90)) * scale for i in range(200)])
     found = find_kind("timestamp", sample, False)
     assert found.kind == "number"
-    assert found.why == f"integers; if these are times, set {{kind: time{told}}}"
+    assert found.why == f"integers; if these are times: columns: {{timestamp: {told}}}"
     assert "times" not in find_kind("price", pa.array(range(0, 20_000, 100)), False).why
 
 
+RNG = np.random.default_rng(0)
+HOURS = RNG.integers(0, 24, 20_000)
+COUNTS = RNG.geometric(0.03, 20_000)
+FREE = RNG.random(20_000)
+
+
+@pytest.mark.parametrize("whole_floats", [False, True])
 @pytest.mark.parametrize(
-    ("most", "hint"), [(100, ""), (2000, ", 2,000 values; if these are ids, set category")]
+    ("name", "values", "labels", "kind", "why"),
+    [
+        ("user", HOURS, None, "category", "by its name"),
+        ("userID", HOURS, None, "category", "by its name"),
+        ("item_id:token", COUNTS, None, "category", "by its name"),
+        ("bid", HOURS, FREE < 0.1 + HOURS / 30, "number", "24 values, the label rate follows"),
+        ("hour", HOURS, 0.5 + np.sin(HOURS) / 3 > FREE, "category", "rate does not follow their"),
+        ("visits", COUNTS, np.minimum(COUNTS, 50) / 60 > FREE, "number", "the label rate follows"),
+        ("hour", HOURS, FREE < 0.2, "category", "24 values, evenly spread"),
+        ("visits", COUNTS, FREE < 0.2, "number", "unevenly spread"),
+        ("visits", COUNTS, None, "number", "unevenly spread"),
+        ("movie", RNG.permutation(20_000) % 2000, None, "category", "by its name"),
+        ("film", RNG.permutation(20_000) % 2000, None, "category", "2,000 values, evenly spread"),
+        ("paid", RNG.integers(0, 10**6, 20_000), None, "number", "hardly repeat"),
+        ("rooms", HOURS % 3, None, "category", "3 values"),
+    ],
 )
-def test_integers_of_many_values_that_repeat_may_be_ids(most, hint):
-    found = find_kind("item", pa.array(np.arange(10_000)[::-1] % most), False)
-    assert (found.kind, found.why) == ("number", f"integers{hint}")
+def test_what_integers_are_is_found_in_names_labels_and_their_spread(
+    name, values, labels, kind, why, whole_floats
+):
+    """pandas writes integers with a gap as 123.0: ids that became numbers cost 0.06 AUC."""
+    sample = pa.array(values)
+    if whole_floats:
+        sample = pa.array(np.where(np.arange(len(values)) == 7, np.nan, values), from_pandas=True)
+    found = find_kind(name, sample, True, None if labels is None else labels.astype(np.uint8))
+    assert found.kind == kind
+    assert found.why.startswith("whole numbers" if whole_floats else "integers")
+    assert why in found.why
+    other = {"category": "numbers: columns: {%s: number}", "number": "ids: columns: {%s: category}"}
+    quoted = f"'{name}'" if ":" in name else name
+    assert found.why.endswith(f"; if these are {other[kind] % quoted}")
+
+
+def test_a_name_in_the_yaml_that_a_message_gives(tmp_path):
+    for name in ("yes", "a b", "x: y", "[z]", "item_id:token"):
+        assert yaml.safe_load(yaml_line(name, "number")) == {"columns": {name: "number"}}
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet", "jsonl"])
@@ -109,13 +152,55 @@ def test_a_format_without_hours_makes_none(tmp_path):
 def test_all_columns_that_can_not_be_features_are_named_at_once(tmp_path):
     rows = {"label": [0, 1] * 100, "c": ["a", "b"] * 100, "place": [{"x": 1}] * 200}
     pq.write_table(pa.table(rows | {"vector": [[0.5]] * 200}), tmp_path / "rows.parquet")
+    summary = r"label +int64 +label"
     message = (
         r"columns can't be features: 'place' \(struct<.*\), 'vector' \(list<.*\); leave them out "
         r"with columns: {place: drop, vector: drop}, or copy them to the result with columns: "
         r"{place: pass, vector: pass}"
     )
-    with pytest.raises(NoFeatureError, match=message):
+    with pytest.raises(ColumnsError, match=message) as error:
         open_and_plan([tmp_path / "rows.parquet"], build_options({}))
+    assert re.search(summary, error.value.summary)
+
+
+@pytest.mark.parametrize("kind", ["float64", "int64"])
+def test_the_columns_are_printed_before_an_error_about_them(tmp_path, script, capsys, kind):
+    """Without any category, the error came before a word on what had been found."""
+    path = tmp_path / "rows.parquet"
+    amount = np.random.default_rng(0).geometric(0.01, 1000).astype(kind)
+    pq.write_table(pa.table({"label": [0, 1] * 500, "amount": amount}), path)
+    program = script("prepare_table")
+    assert program.main([str(path), "--output", str(tmp_path / "out")]) == 2
+    printed = capsys.readouterr()
+    assert re.search(r"amount +\w+ +number +auto", printed.out)
+    assert "set one with columns: {amount: category} in the YAML of --config" in printed.err
+
+
+PARTS = ["time_hour", "time_weekday", "time_age"]
+SECONDS = np.sort(1_600_000_000 + np.random.default_rng(0).integers(0, 10**6, 300)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("column", "options", "features", "why"),
+    [
+        (SECONDS, {}, PARTS, "s since 1970; later rows have age 0"),
+        ([1000 * x for x in SECONDS], {}, PARTS, "ms since 1970"),
+        (list(range(100, 400)), {}, [], "no feature: it splits the rows"),
+        (sorted(list(range(10)) * 30), {}, [], "no feature: it splits the rows"),
+        (SECONDS, {"time": "number"}, ["time"], "given; later rows are out of its range"),
+    ],
+)
+def test_the_time_of_a_split_is_no_number_out_of_range(tmp_path, column, options, features, why):
+    path = csv(tmp_path / "rows.csv", time=column, city=list("abc") * 100)
+    content = {"split": {"by": "time", "column": "time"}, "columns": options}
+    files, plan = open_and_plan([path], build_options(content))
+    assert [f.name for f in plan.features if f.column.name == "time"] == features
+    assert why in format_plan(plan)
+    meta = prepare_table(files, plan, tmp_path / "out", progress=False)
+    assert [meta.splits[name].rows for name in ("train", "val", "test")] == [240, 30, 30]
+    again = build_options(yaml.safe_load(options_as_yaml(plan)))
+    same = open_and_plan([path], again)[1]
+    assert [feature.name for feature in same.features] == [f.name for f in plan.features]
 
 
 def test_times_of_which_some_have_a_zone_may_be_times():

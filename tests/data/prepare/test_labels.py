@@ -4,7 +4,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dlrm.data.prepare.codes import labels
+from dlrm.data.prepare.codes import LabelRule, labels
 from dlrm.data.prepare.column_options import build_options
 from dlrm.data.prepare.infer import format_plan
 from dlrm.data.prepare.table import open_and_plan, options_as_yaml, prepare_table
@@ -33,7 +33,7 @@ def prepare(path, tmp_path, *, block_bytes=1 << 14, skip_bad=False, **options):
     options = {"label": "bought", "split": {"train": 1, "val": 0, "test": 0}} | options
     files, plan = open_and_plan([path], build_options(options), skip_bad=skip_bad)
     out = tmp_path / "out"
-    given = {"progress": False, "overwrite": True, "skip_bad": skip_bad}
+    given = {"progress": False, "overwrite": True, "bad_rows": "skip-all" if skip_bad else "stop"}
     prepare_table(files, plan, out, block_bytes=block_bytes, **given)
     return pq.read_table(out / "train.parquet")["bought"].to_pylist(), plan
 
@@ -67,8 +67,8 @@ def test_a_third_value_in_the_first_rows_is_refused_with_counts(tmp_path, form):
     path = write(tmp_path, ["yes", "no", "perhaps"] * 20 + ["no", "no", "no"], form)
     message = (
         r"label 'bought': 'yes' counts as 1, but the first rows hold 'no' \(23\), 'yes' \(20\), "
-        r"'perhaps' \(20\); list the values that count as 0 with negative: in the YAML, or set "
-        r"negative: \"\*\" for all others"
+        r"'perhaps' \(20\), and a model has one binary label; list the values that count as 0 with "
+        r"negative: in the YAML, or use --label 'bought == yes' if all others do"
     )
     with pytest.raises(ValueError, match=message):
         prepare(path, tmp_path, positive="yes")
@@ -106,7 +106,7 @@ def test_texts_are_compared_as_they_are_written(tmp_path):
 
 def test_labels_of_one_value_say_nothing_of_the_other(tmp_path):
     path = write(tmp_path, ["yes"] * 60)
-    with pytest.raises(ValueError, match=r"but the first rows hold 'yes' \(60\); list the values"):
+    with pytest.raises(ValueError, match=r"but the first rows hold 'yes' \(60\), and a model has"):
         prepare(path, tmp_path, positive="yes")
 
 
@@ -131,7 +131,7 @@ def test_rows_to_score_have_the_same_labels(tmp_path):
 
 def test_a_preparation_from_before_counts_all_others_as_0():
     array = pa.array(["yes", "no", "perhaps"])
-    assert labels(array, "bought", ["yes"]).to_pylist() == [1, 0, 0]
+    assert labels(array, "bought", LabelRule(positive=["yes"])).to_pylist() == [1, 0, 0]
 
 
 def test_numbers_are_compared_by_their_value(tmp_path):
@@ -150,3 +150,69 @@ def test_rows_to_score_may_lack_labels(tmp_path):
         assert len({part.schema for part in parts}) == 1
         found = pa.Table.from_batches(parts)["bought"].to_pylist()
         assert found == [{"yes": 1, "no": 0, "": None}[value] for value in values]
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("rule", "wanted"),
+    [
+        ("bought >= 4", [0, 1, 1]),
+        ("bought>4", [0, 0, 1]),
+        ("bought <= 4.0", [1, 1, 0]),
+        ("bought < 4", [1, 0, 0]),
+        ("bought == 4", [0, 1, 0]),
+        ("bought != '4'", [1, 0, 1]),
+    ],
+)
+def test_a_label_may_be_a_comparison(tmp_path, form, rule, wanted):
+    path = write(tmp_path, ["3", "4", "5"] * 20, form)
+    found, plan = prepare(path, tmp_path, label=rule)
+    assert found == wanted * 20
+    assert plan.only("label").name == "bought"
+    assert f"  1 if {rule[6:].strip()[0]}" in format_plan(plan)
+    again = read_yaml_options(tmp_path, options_as_yaml(plan))
+    assert prepare(path, tmp_path, label=again.label)[0] == found
+    later = Transform.load(tmp_path / "out").read([write(tmp_path, ["5", "3", "4"] * 20, form)])
+    assert next(later)[0]["bought"].to_pylist() == [wanted[2], *wanted[:2]] * 20
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "message"),
+    [
+        (["1", "2", "x"], {"label": "bought >= 2"}, r"row 3, column 'bought': 'x' is not a number"),
+        (["1", "2", ""], {"label": "bought >= 2"}, r"row 3, .*: the value is missing; the label"),
+        (["1", "2", "3"], {"label": "bought >= many"}, "'many' is not a number; compare with one"),
+        (["1", "2", "3"], {"label": "paid >= 2"}, "has no label 'paid'"),
+        (["1", "2", "3"], {"label": "bought > 3"}, r"all 60 labels are 0 \(.*'bought', 1 if > 3\)"),
+        (["1", "2", "3"], {"positive": ">= 2"}, "use --label 'bought >= 2' if all others do"),
+        (["1", "2", "3"], {"positive": "9", "negative": "*"}, "all 60 labels are 0"),
+        (["3", "4", "5"], {}, "a model has one binary label: say which .* --label 'rating >= 4'"),
+    ],
+)
+def test_labels_that_can_not_be_made(tmp_path, values, options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        prepare(write(tmp_path, values * 20), tmp_path, **options)
+    assert "--bad-rows" not in str(error.value)
+
+
+def test_rows_in_the_order_of_the_label(tmp_path):
+    path = write(tmp_path, ["0"] * 210 + ["1"] * 90)
+    by = {"train": "0.8", "val": "0.1", "test": "0.1"}
+    message = (
+        r"all 30 labels of the val split are 1, and 70.00% of all labels are 0: for both in each "
+        r"split, use --split-by random"
+    )
+    with pytest.raises(ValueError, match=message):
+        prepare(path, tmp_path, split=by)
+    assert set(prepare(path, tmp_path, split=by | {"by": "random"})[0]) == {0, 1}
+
+
+def test_a_model_has_one_label(tmp_path, script, capsys):
+    path = write(tmp_path, ["0", "1", "0"] * 20)
+    given = [str(path), "--output", str(tmp_path / "out")]
+    main = script("prepare_table").main
+    assert main([*given, "--label", "bought", "--label", "city"]) == 2
+    error = capsys.readouterr().err
+    assert "given 2 times (bought, city), but a model has one binary label" in error
+    assert main([*given, "--label", "city", "--positive", "a", "--positive", "b"]) == 0
+    assert "1: a b, 0: c" in capsys.readouterr().out
